@@ -1,0 +1,1 @@
+"""The executor: owns device memory and does what each step says."""

@@ -1,0 +1,131 @@
+"""What a backend is: model identity, pools, and one step of computation. No protobuf, no gRPC.
+
+The service validates a step against `SequenceState` before it calls `execute`, so a backend may trust what it gets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+
+class CopyKind(Enum):
+    """Which pools a block copy connects."""
+
+    COPY = "copy"
+    SWAP_OUT = "swap_out"
+    SWAP_IN = "swap_in"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopies:
+    """Whole-block copies, pairs by position."""
+
+    kind: CopyKind
+    sources: list[int]
+    destinations: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample one sequence; the neutral values of `StepSampling` in the contract."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    sequence_index: int = 0
+    min_tokens: int = 0
+    banned_until_min: tuple[int, ...] = ()
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """A live sequence as the executor knows it.
+
+    `token_ids` are all known tokens; sampling appends to it. `computed_tokens` leading positions have keys and values
+    in the blocks of `block_table`; the session advances it after each step. Invariant between steps:
+    0 <= computed_tokens < len(token_ids), and computed_tokens <= len(block_table) * block_size.
+    """
+
+    seq_id: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    block_table: list[int]
+    computed_tokens: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """One sequence's share of a step: positions [start, start + count) of `state.token_ids`, count >= 1."""
+
+    state: SequenceState
+    start: int
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        """True when the last known token is computed, so a next one is sampled."""
+        return self.start + self.count == len(self.state.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The token one sequence sampled. `top` are (token id, logprob) pairs, best first."""
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What `Describe` answers; the fields of DescribeResponse, same units."""
+
+    model_id: str
+    model_fingerprint: str
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    kv_dtype: str
+    vocab_size: int
+    max_model_len: int
+    bytes_per_block: int
+    device_kv_bytes: int
+    layout: str
+    backend: str
+    eos_token_ids: tuple[int, ...]
+    max_sequences: int
+    versions: dict[str, str]
+    host_kv_bytes: int = 0
+    device_to_host_bytes_per_s: int = 0
+    host_to_device_bytes_per_s: int = 0
+    prefill_tokens_per_s: int = 0
+
+
+class Backend(Protocol):
+    """One device with a loaded model. Called from one thread at a time."""
+
+    def describe(self, block_size: int, token_budget: int) -> Description:
+        """Identity and measured memory; runs the profiling pass once per (block size, token budget)."""
+        ...
+
+    def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None:
+        """Replaces the pools; old contents are gone. Raises MemoryError when they do not fit."""
+        ...
+
+    def copy_blocks(self, copies: BlockCopies) -> None:
+        """Copies whole blocks; ids are already checked."""
+        ...
+
+    def execute(self, scheduled: list[Scheduled]) -> dict[int, Sampled]:
+        """Computes every scheduled position in one pass; returns the sampled token per seq_id that `samples`."""
+        ...

@@ -1,0 +1,1 @@
+"""CUDA kernels of the executor. Empty until the GPU backend lands."""

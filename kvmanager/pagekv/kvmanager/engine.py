@@ -1,0 +1,122 @@
+"""The face of the engine loop that services see. `pagekv.kvmanager.engine_loop.EngineLoop` implements it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from pagekv.kvmanager.request import CacheIdentity, GenerateCommand, RequestStream
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the attached executor serves and the limits of the deployment."""
+
+    model_id: str
+    model_fingerprint: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    block_size: int
+    num_device_blocks: int
+    num_host_blocks: int
+    backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """What is cached of a prompt: leading full blocks on the device, then on the host."""
+
+    device_tokens: int
+    host_tokens: int
+    block_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceView:
+    """A sequence's block table as GetBlockTable shows it."""
+
+    index: int
+    state: str
+    num_tokens: int
+    computed_tokens: int
+    block_ids: list[int]
+    block_hashes: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockView:
+    """A block as ListBlocks shows it; hashes are empty unless it is in the prefix table."""
+
+    block_id: int
+    ref_count: int
+    block_hash: bytes
+    parent_hash: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counters and gauges; names, units and meanings as in GetStatsResponse."""
+
+    block_size: int
+    num_blocks: int
+    free_blocks: int
+    cached_free_blocks: int
+    active_blocks: int
+    kv_usage: float
+    utilization: float
+    running_sequences: int
+    waiting_sequences: int
+    prompt_tokens_total: int
+    cached_tokens_total: int
+    prefix_hit_rate: float
+    generated_tokens_total: int
+    evicted_blocks_total: int
+    preemptions_total: int
+    steps_total: int
+    computed_tokens_total: int
+    requests_total: int
+    aborted_requests_total: int
+    rejected_requests_total: int
+    executor_restarts_total: int
+    hash_alarms_total: int
+    executor_idle_us_total: int
+    executor_busy_us_total: int
+    executor_attached: bool
+
+
+class Engine(Protocol):
+    """Every method is called on the event loop that runs the engine loop, and none of them blocks."""
+
+    @property
+    def model(self) -> ModelInfo | None:
+        """None until an executor is attached for the first time."""
+        ...
+
+    def submit(self, command: GenerateCommand) -> RequestStream:
+        """Queues a request. Raises AlreadyExists, Overloaded, Unavailable, or InvalidRequest when it can never fit."""
+        ...
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request; its stream gets finish ABORT. False when it is not live. Blocks are back within one step."""
+        ...
+
+    def stop_sequence(self, request_id: str, index: int) -> None:
+        """The reader found a stop string: ends one sequence quietly; nothing more is pushed for it."""
+        ...
+
+    def stats(self) -> Stats: ...
+
+    def lookup_prefix(self, token_ids: list[int], identity: CacheIdentity) -> PrefixMatch: ...
+
+    def block_tables(self, request_id: str) -> list[SequenceView] | None:
+        """None when there is no such request."""
+        ...
+
+    def list_blocks(self, start: int, limit: int, state: str | None) -> tuple[list[BlockView], int | None]:
+        """Blocks by ascending id from `start`; state "free", "cached", "active" or None. Second: where to go on."""
+        ...
+
+    def reset_prefix_cache(self) -> int | None:
+        """Forgets every cached block and returns how many; None, and nothing changed, while blocks are held."""
+        ...

@@ -1,0 +1,137 @@
+"""A request as the manager knows it after validation, and the stream of what becomes of it. No protobuf."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class FinishReason(Enum):
+    """Why a sequence ended; names as in the contract."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Checked and complete sampling parameters; meanings and bounds as in types.proto."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int | None = None
+    logit_bias: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSpan:
+    """Prompt positions [position, position + length) stand for a medium whose content has this digest."""
+
+    position: int
+    length: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class CacheIdentity:
+    """What a block's identity covers besides its tokens, and whether the request reads and writes the cache."""
+
+    namespace: str = ""
+    adapter_id: str = ""
+    media: tuple[MediaSpan, ...] = ()
+    read: bool = True
+    write: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCommand:
+    """One validated Generate call. The last `resumed_tokens` of `prompt_ids` count as output."""
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    n: int = 1
+    resumed_tokens: int = 0
+    identity: CacheIdentity = CacheIdentity()
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one generated position; `top` are (token id, logprob), best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class SequenceDelta:
+    """What happened to one sequence since the reader last looked. Tokens are a delta, counts are cumulative."""
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cached_tokens: int = 0
+    preemptions: int = 0
+    finish: FinishReason | None = None
+    # The end-of-sequence or stop token that ended it; the last of token_ids.
+    stop_token_id: int | None = None
+
+
+class RequestStream:
+    """Engine loop to handler: one delta per sequence, coalesced until the reader takes it.
+
+    The engine never waits for a reader: what a slow reader has not taken grows into one delta, bounded by max_tokens.
+    """
+
+    def __init__(self, request_id: str, num_sequences: int) -> None:
+        self.request_id = request_id
+        self._pending: dict[int, SequenceDelta] = {}
+        self._ready = asyncio.Event()
+        self._open = set(range(num_sequences))
+        self._error: Exception | None = None
+
+    def push(self, delta: SequenceDelta) -> None:
+        """Adds a delta; called by the engine loop."""
+        held = self._pending.get(delta.index)
+        if held is None:
+            self._pending[delta.index] = delta
+        else:
+            held.token_ids += delta.token_ids
+            held.logprobs += delta.logprobs
+            held.cached_tokens, held.preemptions = delta.cached_tokens, delta.preemptions
+            held.finish, held.stop_token_id = delta.finish, delta.stop_token_id
+        if delta.finish is not None:
+            self._open.discard(delta.index)
+        self._ready.set()
+
+    def fail(self, error: Exception) -> None:
+        """Ends the stream with an error for its reader, after what was pushed before."""
+        self._error = error
+        self._ready.set()
+
+    async def take(self) -> list[SequenceDelta]:
+        """Waits for news and returns one delta per sequence that has any; an empty list means the end."""
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            if not self._open:
+                return []
+            self._ready.clear()
+            await self._ready.wait()
+        taken = sorted(self._pending.values(), key=lambda delta: delta.index)
+        self._pending = {}
+        return taken

@@ -1,0 +1,75 @@
+"""Structured logs on standard error: `key=value` text for people, one JSON object a line for machines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+LOG_FORMATS = ("text", "json")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+class _Formatter(logging.Formatter):
+    def __init__(self, service: str, as_json: bool) -> None:
+        super().__init__()
+        self._service = service
+        self._as_json = as_json
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: dict[str, Any] = getattr(record, "fields", {})
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+        if record.exc_info:
+            fields = {**fields, "exception": self.formatException(record.exc_info)}
+        if self._as_json:
+            head = {"time": stamp, "level": record.levelname.lower(), "service": self._service}
+            return json.dumps({**head, "message": record.getMessage(), **fields}, default=str)
+        tail = "".join(f" {key}={_quote(value)}" for key, value in fields.items() if key != "exception")
+        trace = f"\n{fields['exception']}" if "exception" in fields else ""
+        return f"{stamp} {record.levelname.lower():7} {self._service}: {record.getMessage()}{tail}{trace}"
+
+
+def _quote(value: Any) -> str:
+    text = str(value)
+    return json.dumps(text) if any(c.isspace() or c == '"' for c in text) else text
+
+
+class _QuietStreamHandler(logging.StreamHandler[Any]):
+    """A full disk or a closed pipe behind standard error must never stop serving: such lines are lost."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+
+def setup_logs(service: str, level: str, fmt: str) -> None:
+    """Sends the process's logs to standard error. `level` of LOG_LEVELS, `fmt` of LOG_FORMATS."""
+    handler = _QuietStreamHandler(sys.stderr)
+    handler.setFormatter(_Formatter(service, fmt == "json"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+
+
+class Log:
+    """A logger whose keyword arguments become fields: `log.info("attached", epoch=7)`."""
+
+    def __init__(self, name: str) -> None:
+        self._logger = logging.getLogger(name)
+
+    def debug(self, message: str, **fields: Any) -> None:
+        self._logger.debug(message, extra={"fields": fields})
+
+    def info(self, message: str, **fields: Any) -> None:
+        self._logger.info(message, extra={"fields": fields})
+
+    def warning(self, message: str, **fields: Any) -> None:
+        self._logger.warning(message, extra={"fields": fields})
+
+    def error(self, message: str, **fields: Any) -> None:
+        self._logger.error(message, extra={"fields": fields})
+
+    def exception(self, message: str, **fields: Any) -> None:
+        """As `error`, with the exception being handled."""
+        self._logger.error(message, exc_info=True, extra={"fields": fields})

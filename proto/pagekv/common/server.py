@@ -1,0 +1,142 @@
+"""The gRPC server shell of both processes: limits, health, reflection, error statuses, SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from pagekv.common.errors import PageKVError, abort_with
+from pagekv.common.logs import Log
+
+log = Log(__name__)
+
+# What either process takes in one message. 10 MB prompts must reach validation to be refused with a field name.
+MAX_RECEIVE_BYTES = 16 * 2**20
+SERVER_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
+    ("grpc.max_send_message_length", MAX_RECEIVE_BYTES),
+    ("grpc.max_concurrent_streams", 4096),
+    ("grpc.max_metadata_size", 16 * 2**10),
+    ("grpc.so_reuseport", 0),  # a taken port must be an error, not a silent second server
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+]
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns `PageKVError` from any handler into its status, and anything else into INTERNAL with a logged trace."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or not method.startswith("/pagekv."):
+            return handler
+        if handler.response_streaming:
+            inner_stream = handler.stream_stream if handler.request_streaming else handler.unary_stream
+
+            async def stream(request: Any, context: Any) -> Any:
+                try:
+                    async for response in inner_stream(request, context):
+                        yield response
+                except Exception as error:
+                    await _abort(context, method, error)
+
+            if handler.request_streaming:
+                return grpc.stream_stream_rpc_method_handler(
+                    stream, handler.request_deserializer, handler.response_serializer
+                )
+            return grpc.unary_stream_rpc_method_handler(
+                stream, handler.request_deserializer, handler.response_serializer
+            )
+        inner_unary = handler.unary_unary
+
+        async def unary(request: Any, context: Any) -> Any:
+            try:
+                return await inner_unary(request, context)
+            except Exception as error:
+                await _abort(context, method, error)
+
+        return grpc.unary_unary_rpc_method_handler(unary, handler.request_deserializer, handler.response_serializer)
+
+
+async def _abort(context: Any, method: str, error: Exception) -> None:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if isinstance(error, PageKVError):
+        await abort_with(context, error)
+    log.exception("unexpected error in a handler", method=method)
+    await context.abort(grpc.StatusCode.INTERNAL, f"internal error in {method}; the server's log has the details")
+
+
+class GrpcServer:
+    """A grpc.aio server with health and reflection. States: built, `start`ed (NOT_SERVING), serving, stopped."""
+
+    def __init__(self, listen: str, services: Sequence[str], reflection: bool = True) -> None:
+        """`listen` is host:port or unix:/path; `services` the full names served, for health and reflection."""
+        self._listen = listen
+        self._names = [*services]
+        self.server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=SERVER_OPTIONS)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        self._reflection = reflection
+        self.port = 0
+
+    async def start(self) -> int:
+        """Binds and listens; health says NOT_SERVING until `set_serving`. Returns the port. Raises OSError."""
+        if self._reflection:
+            from grpc_reflection.v1alpha import reflection
+
+            reflection.enable_server_reflection(
+                [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self.server
+            )
+        try:
+            self.port = self.server.add_insecure_port(self._listen)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {self._listen}: is another process using it?") from error
+        await self.set_serving(False)
+        await self.server.start()
+        return self.port
+
+    async def set_serving(self, serving: bool) -> None:
+        """Sets the health of the whole process and of each service."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", *self._names):
+            await self._health.set(name, status)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new calls, waits up to `grace_s` seconds for running ones, then cancels them."""
+        await self.server.stop(grace_s)
+
+
+def stop_event() -> asyncio.Event:
+    """An event that SIGTERM and SIGINT set."""
+    event = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, event.set)
+    return event
+
+
+def run_async(main: Callable[[], Awaitable[int]]) -> int:
+    """Runs a process's main coroutine on uvloop where it is installed."""
+    try:
+        import uvloop
+
+        factory: Callable[[], asyncio.AbstractEventLoop] | None = uvloop.new_event_loop
+    except ImportError:
+        factory = None
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(_as_coroutine(main))
+
+
+async def _as_coroutine(main: Callable[[], Awaitable[int]]) -> int:
+    return await main()
