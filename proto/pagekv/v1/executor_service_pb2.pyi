@@ -141,7 +141,7 @@ class DescribeResponse(google.protobuf.message.Message):
     layout: builtins.str
     """Name of the pool layout; the manager repeats it in Attach."""
     backend: builtins.str
-    """"torch-cpu", "cuda" or "oracle"."""
+    """"cpu", "cuda" or "oracle"."""
     max_sequences: builtins.int
     """Most sequences one step may hold."""
     @property

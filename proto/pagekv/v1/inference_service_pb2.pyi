@@ -392,7 +392,7 @@ class GetModelInfoResponse(google.protobuf.message.Message):
     num_host_blocks: builtins.int
     """Blocks in the host pool; 0: none."""
     backend: builtins.str
-    """The executor's backend: "torch-cpu", "cuda" or "oracle"."""
+    """The executor's backend: "cpu", "cuda" or "oracle"."""
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Ids that end a sequence unless ignore_eos is set."""
