@@ -7,6 +7,7 @@ google.rpc details. Clients map statuses back with the same table (`pagekv.clien
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
@@ -107,9 +108,7 @@ def status_proto(error: PageKVError) -> status_pb2.Status:
         error_details_pb2.ErrorInfo(reason=row.reason, domain=ERROR_DOMAIN)
     ]
     if isinstance(error, InvalidRequest):
-        violation = error_details_pb2.BadRequest.FieldViolation(
-            field=error.field, description=error.description[:1024]
-        )
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.description[:1024])
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if isinstance(error, (Overloaded, Unavailable)):
         delay = duration_pb2.Duration()
@@ -122,9 +121,7 @@ def status_proto(error: PageKVError) -> status_pb2.Status:
     return status
 
 
-async def abort_with(context: grpc.aio.ServicerContext, error: PageKVError) -> None:
+async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: PageKVError) -> None:
     """Ends a call with the error's status; never returns normally."""
     status = status_proto(error)
-    await context.abort(
-        status_row(error).code, status.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),)
-    )
+    await context.abort(status_row(error).code, status.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),))

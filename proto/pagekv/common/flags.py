@@ -119,7 +119,9 @@ def size_in_bytes(low: int, high: int) -> Callable[[str], int]:
         except (ValueError, KeyError, OverflowError):
             value = low - 1
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be a size from {low} to {high} bytes (such as 512MiB), got {text!r}")
+            raise argparse.ArgumentTypeError(
+                f"must be a size from {low} to {high} bytes (such as 512MiB), got {text!r}"
+            )
         return value
 
     return parse

@@ -33,13 +33,15 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
-        handler = await continuation(handler_call_details)
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        found = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or not method.startswith("/pagekv."):
-            return handler
+        if found is None or not method.startswith("/pagekv."):
+            return found
+        # Any: the type stubs know only blocking handlers, and these are coroutines and async generators.
+        handler: Any = found
         if handler.response_streaming:
             inner_stream = handler.stream_stream if handler.request_streaming else handler.unary_stream
 
