@@ -1,0 +1,69 @@
+"""Identity of a block: a SHA-256 chain over everything its keys and values depend on (DESIGN 5, CHECKLIST E1, E2, E8).
+
+    root  = SHA-256(msgpack([model fingerprint, namespace, adapter id]))       HMAC-SHA-256 with a cluster secret
+    block = SHA-256(parent digest + token ids as little-endian uint32 + msgpack(media keys, only if there are any))
+
+A parent is 32 bytes and the token part 4 * block_size bytes, so the three parts cannot run into each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import sys
+from array import array
+from collections.abc import Sequence
+
+import msgpack
+
+from pagekv.kvmanager.request import MediaSpan
+
+TOKEN_BYTES = 4
+# One media key: where the span starts relative to the block (negative when it began before), and its digest.
+MediaKeys = list[tuple[int, str]]
+
+
+def token_bytes(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian uint32, the form that is hashed and compared. Ids must be below 2**32."""
+    ids = array("I", token_ids)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tobytes()
+
+
+def root_digest(model_fingerprint: str, namespace: str, adapter_id: str, secret: bytes = b"") -> bytes:
+    """Parent of the first block of every chain: 32 bytes. Differs whenever any argument does."""
+    identity: bytes = msgpack.packb([model_fingerprint, namespace, adapter_id])
+    if secret:
+        return hmac.new(secret, identity, hashlib.sha256).digest()
+    return hashlib.sha256(identity).digest()
+
+
+def media_keys(media: Sequence[MediaSpan], start: int, end: int) -> MediaKeys:
+    """Keys of the media that overlap token positions [start, end), in order of position."""
+    overlapping = [span for span in media if span.position < end and span.position + span.length > start]
+    return [(span.position - start, span.digest) for span in sorted(overlapping, key=lambda span: span.position)]
+
+
+def block_digest(parent: bytes, tokens: bytes, keys: MediaKeys | None = None) -> bytes:
+    """Digest (32 bytes) of a full block after `parent`; `tokens` as `token_bytes` gives them."""
+    if keys:
+        return hashlib.sha256(parent + tokens + msgpack.packb(keys)).digest()
+    return hashlib.sha256(parent + tokens).digest()
+
+
+def chain_digests(
+    parent: bytes, tokens: bytes, block_size: int, media: Sequence[MediaSpan] = (), first_block: int = 0
+) -> list[bytes]:
+    """Digests of the full blocks in `tokens`; a partial tail is left out (only full blocks have an identity).
+
+    `parent` is the digest before the first block, `first_block` its logical index, which places the media.
+    """
+    stride = block_size * TOKEN_BYTES
+    digests: list[bytes] = []
+    for index in range(len(tokens) // stride):
+        start = (first_block + index) * block_size
+        keys = media_keys(media, start, start + block_size) if media else None
+        parent = block_digest(parent, tokens[index * stride : (index + 1) * stride], keys)
+        digests.append(parent)
+    return digests

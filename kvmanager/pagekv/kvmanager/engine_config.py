@@ -1,0 +1,28 @@
+"""What the engine loop is told at start; config.py fills it from the flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagekv.kvmanager.scheduler import SchedulerLimits
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Checked values; meanings and bounds as in `pagekv-manager --help`."""
+
+    executor: str
+    block_size: int
+    # 0: as many as the executor's measured memory holds.
+    num_device_blocks: int
+    # 0: the model's own limit.
+    max_model_len: int
+    # Sequences waiting for their first admission, at most.
+    max_queue: int
+    # Steps in flight, 1 or 2.
+    pipeline_depth: int
+    # A step without an answer for this long means the executor is lost.
+    step_timeout_s: float
+    # Attach even if another manager's stream lives.
+    take_over: bool
+    limits: SchedulerLimits

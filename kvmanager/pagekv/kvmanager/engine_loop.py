@@ -1,0 +1,394 @@
+"""The engine loop: schedule → send → commit, pipelined, and everything again on a new epoch when the executor is lost.
+
+One asyncio task owns scheduler, pool and queues, so there are no locks. Service handlers run on the same event loop:
+their calls (`submit`, `abort`, ...) take effect between two awaits of this task, which is when every structure is
+consistent, and wake it. Nothing in here waits for a client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pagekv.common.errors import AlreadyExists, InvalidRequest, Overloaded, Unavailable
+from pagekv.common.logs import Log
+from pagekv.kvmanager.block_hash import root_digest
+from pagekv.kvmanager.block_pool import BlockPool, InvariantError
+from pagekv.kvmanager.engine import BlockView, ModelInfo, PrefixMatch, SequenceView, Stats
+from pagekv.kvmanager.engine_config import EngineConfig
+from pagekv.kvmanager.executor_client import Description, ExecutorLink, ExecutorLost
+from pagekv.kvmanager.introspection import (
+    EngineTotals,
+    block_views,
+    collect_stats,
+    match_prefix,
+    sequence_views,
+)
+from pagekv.kvmanager.request import CacheIdentity, FinishReason, GenerateCommand, RequestStream, SequenceDelta
+from pagekv.kvmanager.scheduler import Scheduler, SchedulerLimits
+from pagekv.kvmanager.sequence import LiveRequest, Sequence, SequenceState
+from pagekv.kvmanager.step_plan import StepPlan
+
+log = Log(__name__)
+
+RETRY_DELAY_S = 1.0
+# Seconds between attempts to reach the executor: doubled from the first to the last.
+RECONNECT_FIRST_S, RECONNECT_LAST_S = 0.05, 2.0
+
+
+@dataclass(slots=True)
+class _InFlight:
+    plan: StepPlan
+    sent: float
+
+
+class EngineLoop:
+    """Implements `engine.Engine`. States: detached → attached ⇄ detached → stopped."""
+
+    def __init__(self, config: EngineConfig, on_attached: Callable[[bool], None] = lambda attached: None) -> None:
+        """`on_attached` is called with every change between attached and detached."""
+        self._config = config
+        self._on_attached = on_attached
+        self._manager_id = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+        self._wake = asyncio.Event()
+        self._ready = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._scheduler: Scheduler | None = None
+        self._model: ModelInfo | None = None
+        self._attached = False
+        self._draining = False
+        self._stopping = False
+        self._live: dict[str, LiveRequest] = {}
+        self._in_flight: deque[_InFlight] = deque()
+        self._arrivals = 0
+        self._totals = EngineTotals()
+
+    # -- the task
+
+    async def run(self) -> None:
+        """Serves until `stop`; comes back from every loss of the executor."""
+        delay = RECONNECT_FIRST_S
+        while not self._stopping:
+            link = ExecutorLink(self._config.executor, self._wake.set)
+            try:
+                await self._attach(link)
+                delay = RECONNECT_FIRST_S
+                await self._drive(link)
+            except ExecutorLost as error:
+                log.warning("no executor", executor=self._config.executor, reason=error, retry_s=delay)
+            except InvariantError as error:
+                log.exception("broken invariant; opening a new epoch", reason=error)
+            finally:
+                self._detach()
+                await link.close()
+            if not self._stopping:
+                await self._pause(delay)
+                delay = min(delay * 2, RECONNECT_LAST_S)
+
+    async def _attach(self, link: ExecutorLink) -> None:
+        config = self._config
+        description = await link.describe(config.block_size, config.limits.max_batch_tokens)
+        model = self._model_info(description)
+        await link.attach(
+            self._manager_id, config.block_size, model.num_device_blocks, description.layout, config.take_over
+        )
+        if self._model is not None and self._model != model:
+            self._adopt_other_model(model)
+        pool = BlockPool(model.num_device_blocks, config.block_size)
+        if self._scheduler is None:
+            limits = SchedulerLimits(
+                config.limits.max_batch_tokens,
+                min(config.limits.max_running, description.max_sequences),
+                config.limits.watermark,
+                config.limits.prefix_cache,
+            )
+            self._scheduler = Scheduler(pool, limits, model.eos_token_ids)
+        else:
+            self._scheduler.lose_executor([step.plan for step in self._in_flight], pool)
+        self._in_flight.clear()
+        self._model = model
+        self._totals.epochs += 1
+        self._attached = True
+        self._ready.set()
+        self._on_attached(True)
+        log.info(
+            "attached",
+            executor=config.executor,
+            epoch=link.epoch,
+            model=model.model_id,
+            backend=model.backend,
+            blocks=model.num_device_blocks,
+            block_size=model.block_size,
+        )
+
+    def _model_info(self, description: Description) -> ModelInfo:
+        config = self._config
+        fitting = description.device_kv_bytes // max(1, description.bytes_per_block)
+        num_blocks = config.num_device_blocks or fitting
+        if num_blocks > fitting:
+            raise ExecutorLost(
+                f"--num-device-blocks {num_blocks} needs {num_blocks * description.bytes_per_block} bytes, "
+                f"the executor has {description.device_kv_bytes}: at most {fitting} blocks"
+            )
+        if num_blocks < 1:
+            raise ExecutorLost(
+                f"the executor has {description.device_kv_bytes} bytes for KV memory, one block takes "
+                f"{description.bytes_per_block}: free memory or choose a smaller --block-size"
+            )
+        longest = min(description.max_model_len, num_blocks * config.block_size)
+        return ModelInfo(
+            model_id=description.model_id,
+            model_fingerprint=description.model_fingerprint,
+            max_model_len=min(longest, config.max_model_len or longest),
+            vocab_size=description.vocab_size,
+            eos_token_ids=description.eos_token_ids,
+            block_size=config.block_size,
+            num_device_blocks=num_blocks,
+            num_host_blocks=0,
+            backend=description.backend,
+        )
+
+    def _adopt_other_model(self, model: ModelInfo) -> None:
+        """The executor came back with another model or pool size. Requests that it cannot continue exactly end."""
+        old = self._model
+        assert old is not None
+        same = (old.model_fingerprint, old.vocab_size, old.eos_token_ids) == (
+            model.model_fingerprint,
+            model.vocab_size,
+            model.eos_token_ids,
+        )
+        log.warning("the executor changed", same_model=same, blocks=model.num_device_blocks, model=model.model_id)
+        for request in list(self._live.values()):
+            fits = all(s.max_total <= model.max_model_len for s in request.sequences)
+            if not (same and fits):
+                self._close(request)
+                request.stream.fail(Unavailable("the executor restarted with another model or a smaller pool"))
+        if not same:
+            self._scheduler = None
+
+    async def _drive(self, link: ExecutorLink) -> None:
+        """Plans, sends and commits until the link is lost or the loop is stopped."""
+        scheduler = self._scheduler
+        assert scheduler is not None
+        watchdog = asyncio.create_task(self._watch(), name="step watchdog")
+        try:
+            while not self._stopping:
+                self._wake.clear()
+                while (outcome := link.take_outcome()) is not None:
+                    step = self._in_flight.popleft()
+                    self._totals.steps += 1
+                    self._totals.computed_tokens += outcome.computed_tokens
+                    self._totals.busy_us += outcome.execute_us
+                    self._totals.idle_us += outcome.idle_us
+                    if outcome.computed_tokens != step.plan.num_tokens:
+                        raise InvariantError(
+                            f"step {outcome.step} planned {step.plan.num_tokens} tokens, "
+                            f"the executor computed {outcome.computed_tokens}"
+                        )
+                    scheduler.commit(step.plan, outcome)
+                    self._sweep(step.plan)
+                if len(self._in_flight) < self._config.pipeline_depth:
+                    plan = scheduler.schedule()
+                    if plan is not None:
+                        self._in_flight.append(_InFlight(plan, time.monotonic()))
+                        await link.send(plan, self._config.step_timeout_s)
+                        continue
+                if watchdog.done():
+                    watchdog.result()
+                await self._wake.wait()
+        finally:
+            watchdog.cancel()
+
+    async def _watch(self) -> None:
+        """Ends with ExecutorLost when the oldest step in flight is overdue; wakes the loop to see it."""
+        timeout = self._config.step_timeout_s
+        try:
+            while True:
+                await asyncio.sleep(min(1.0, timeout / 4))
+                if self._in_flight and time.monotonic() - self._in_flight[0].sent > timeout:
+                    raise ExecutorLost(f"no answer to a step for {timeout:g} s (--step-timeout-s)")
+        finally:
+            self._wake.set()
+
+    def _detach(self) -> None:
+        if self._attached:
+            self._attached = False
+            self._on_attached(False)
+
+    async def _pause(self, seconds: float) -> None:
+        self._wake.clear()
+        try:
+            async with asyncio.timeout(seconds):
+                while not self._stopping:
+                    await self._wake.wait()
+                    self._wake.clear()
+        except TimeoutError:
+            pass
+
+    async def wait_ready(self) -> ModelInfo:
+        """Waits for the first attachment."""
+        await self._ready.wait()
+        assert self._model is not None
+        return self._model
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new requests, lets live ones finish for up to `grace_s` seconds, aborts the rest, ends `run`."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("grace time over, aborting", requests=len(self._live))
+        for request_id in list(self._live):
+            self.abort(request_id)
+        self._stopping = True
+        self._wake.set()
+
+    # -- requests
+
+    @property
+    def model(self) -> ModelInfo | None:
+        """None until an executor is attached for the first time."""
+        return self._model
+
+    def submit(self, command: GenerateCommand) -> RequestStream:
+        """Queues a request. Raises AlreadyExists, Overloaded, Unavailable, or InvalidRequest when it can never fit."""
+        if self._draining:
+            raise Unavailable("the manager is shutting down", RETRY_DELAY_S)
+        if self._model is None or self._scheduler is None:
+            raise Unavailable("no executor is attached yet", RETRY_DELAY_S)
+        if command.request_id in self._live:
+            raise AlreadyExists("request_id", f"{command.request_id!r} is in use by a running request")
+        num_prompt = len(command.prompt_ids) - command.resumed_tokens
+        max_total = num_prompt + command.sampling.max_tokens
+        # The last token is sampled and never computed, so it needs no slot.
+        needed = -(-(max_total - 1) // self._model.block_size)
+        if needed > self._model.num_device_blocks:
+            raise InvalidRequest(
+                "sampling_params.max_tokens",
+                f"prompt and output of {max_total} tokens need {needed} blocks, "
+                f"the pool has {self._model.num_device_blocks}",
+            )
+        waiting = len(self._scheduler.waiting)
+        if waiting + command.n > self._config.max_queue:
+            self._totals.rejected += 1
+            raise Overloaded(
+                f"the queue is full: {waiting} sequences wait, at most {self._config.max_queue}", RETRY_DELAY_S
+            )
+        return self._enqueue(command, num_prompt, max_total)
+
+    def _enqueue(self, command: GenerateCommand, num_prompt: int, max_total: int) -> RequestStream:
+        model, scheduler = self._model, self._serving()
+        assert model is not None
+        identity = command.identity
+        root = root_digest(model.model_fingerprint, identity.namespace, identity.adapter_id)
+        stream = RequestStream(command.request_id, command.n)
+        request = LiveRequest(command, stream, self._arrivals, root)
+        request.sequences = [
+            Sequence(
+                request=request,
+                index=index,
+                token_ids=list(command.prompt_ids),
+                num_prompt=num_prompt,
+                max_total=max_total,
+                key=(command.priority, self._arrivals, index),
+            )
+            for index in range(command.n)
+        ]
+        self._arrivals += 1
+        self._totals.requests += 1
+        self._live[command.request_id] = request
+        self._idle.clear()
+        scheduler.add(request)
+        self._wake.set()
+        return stream
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request; its stream gets finish ABORT. False when it is not live. Its blocks are back at once."""
+        request = self._live.get(request_id)
+        if request is None:
+            return False
+        self._totals.aborted += 1
+        unfinished = [s for s in request.sequences if s.state is not SequenceState.FINISHED]
+        self._close(request)
+        for sequence in unfinished:
+            request.stream.push(
+                SequenceDelta(
+                    sequence.index,
+                    cached_tokens=sequence.cached_tokens or 0,
+                    preemptions=sequence.preemptions,
+                    finish=FinishReason.ABORT,
+                )
+            )
+        return True
+
+    def stop_sequence(self, request_id: str, index: int) -> None:
+        """The reader found a stop string: ends one sequence quietly; nothing more is pushed for it."""
+        request = self._live.get(request_id)
+        if request is not None and self._scheduler is not None:
+            self._scheduler.finish(request.sequences[index])
+            self._forget_if_done(request)
+            self._wake.set()
+
+    def _close(self, request: LiveRequest) -> None:
+        """The one way out for a whole request."""
+        if self._scheduler is not None:
+            for sequence in request.sequences:
+                self._scheduler.finish(sequence)
+        self._forget_if_done(request)
+        self._wake.set()
+
+    def _sweep(self, plan: StepPlan) -> None:
+        """Forgets the requests whose last sequence a step ended."""
+        for sequence in plan.sampling.values():
+            if sequence.state is SequenceState.FINISHED:
+                self._forget_if_done(sequence.request)
+
+    def _forget_if_done(self, request: LiveRequest) -> None:
+        if all(sequence.state is SequenceState.FINISHED for sequence in request.sequences):
+            self._live.pop(request.command.request_id, None)
+            if not self._live:
+                self._idle.set()
+
+    # -- views
+
+    def stats(self) -> Stats:
+        """A snapshot of every counter and gauge. Raises Unavailable before the first attachment."""
+        return collect_stats(self._serving(), self._totals, self._attached)
+
+    def lookup_prefix(self, token_ids: list[int], identity: CacheIdentity) -> PrefixMatch:
+        """What is cached of a prompt; changes nothing. Raises Unavailable before the first attachment."""
+        pool = self._serving().pool
+        assert self._model is not None
+        return match_prefix(pool, self._model.model_fingerprint, token_ids, identity)
+
+    def block_tables(self, request_id: str) -> list[SequenceView] | None:
+        """Block tables of a live request; None when there is no such request."""
+        request = self._live.get(request_id)
+        return None if request is None else sequence_views(request, self._config.block_size)
+
+    def list_blocks(self, start: int, limit: int, state: str | None) -> tuple[list[BlockView], int | None]:
+        """Blocks by ascending id from `start`, and the id to go on from. Raises Unavailable when never attached."""
+        return block_views(self._serving().pool, start, limit, state)
+
+    def reset_prefix_cache(self) -> int | None:
+        """Forgets every cached block and returns how many; None, and nothing changed, while blocks are held."""
+        pool = self._serving().pool
+        return None if pool.num_active else pool.clear_prefix_table()
+
+    def check_integrity(self) -> None:
+        """Recomputes every counter from scratch; raises InvariantError."""
+        scheduler = self._serving()
+        scheduler.check_integrity(s for request in self._live.values() for s in request.sequences)
+
+    def _serving(self) -> Scheduler:
+        if self._scheduler is None:
+            raise Unavailable("no executor is attached yet", RETRY_DELAY_S)
+        return self._scheduler

@@ -1,0 +1,155 @@
+"""The manager's end of the connection to one executor: describe, attach, and the ordered stream of steps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import grpc
+
+from pagekv.common.server import MAX_RECEIVE_BYTES
+from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
+from pagekv.kvmanager.wire import step_outcome, step_request
+from pagekv.v1 import executor_service_pb2 as pb
+from pagekv.v1 import executor_service_pb2_grpc as pb_grpc
+
+# Loading has happened before Describe answers, but its profiling pass may be slow on a busy machine. Seconds.
+DESCRIBE_TIMEOUT_S = 300.0
+ATTACH_TIMEOUT_S = 300.0
+
+
+class ExecutorLost(Exception):
+    """The executor cannot be reached, refused a step, or did not answer in time: its epoch is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What Describe answered, as far as the manager decides by it."""
+
+    model_id: str
+    model_fingerprint: str
+    vocab_size: int
+    max_model_len: int
+    bytes_per_block: int
+    device_kv_bytes: int
+    layout: str
+    backend: str
+    eos_token_ids: tuple[int, ...]
+    max_sequences: int
+
+
+class ExecutorLink:
+    """One channel and, after `attach`, one epoch. Not reusable: after an error, close it and make another."""
+
+    def __init__(self, target: str, wake: Callable[[], None]) -> None:
+        """`wake` is called when an outcome or the end of the stream is there to be looked at."""
+        self._target = target
+        self._wake = wake
+        self._channel = grpc.aio.insecure_channel(
+            target,
+            options=[
+                ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.keepalive_time_ms", 10_000),
+                ("grpc.keepalive_timeout_ms", 10_000),
+                ("grpc.http2.max_pings_without_data", 0),
+            ],
+        )
+        self._stub = cast("pb_grpc.ExecutorServiceAsyncStub", pb_grpc.ExecutorServiceStub(self._channel))
+        self._call: grpc.aio.StreamStreamCall[pb.StepRequest, pb.StepResult] | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._outcomes: deque[StepOutcome] = deque()
+        self._error: str | None = None
+        self._eos: tuple[int, ...] = ()
+        self._step = 0
+        self.epoch = 0
+
+    async def describe(self, block_size: int, token_budget: int) -> Description:
+        """Asks what is loaded. Raises ExecutorLost."""
+        request = pb.DescribeRequest(block_size=block_size, token_budget=token_budget)
+        try:
+            answer = await self._stub.Describe(request, timeout=DESCRIBE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise ExecutorLost(_words(error, "Describe")) from error
+        self._eos = tuple(answer.eos_token_ids)
+        return Description(
+            model_id=answer.model_id,
+            model_fingerprint=answer.model_fingerprint,
+            vocab_size=answer.vocab_size,
+            max_model_len=answer.max_model_len,
+            bytes_per_block=answer.bytes_per_block,
+            device_kv_bytes=answer.device_kv_bytes,
+            layout=answer.layout,
+            backend=answer.backend,
+            eos_token_ids=self._eos,
+            max_sequences=answer.max_sequences,
+        )
+
+    async def attach(self, manager_id: str, block_size: int, num_blocks: int, layout: str, take_over: bool) -> None:
+        """Opens an epoch with empty pools and its stream of steps. Raises ExecutorLost."""
+        request = pb.AttachRequest(
+            manager_id=manager_id,
+            block_size=block_size,
+            num_device_blocks=num_blocks,
+            layout=layout,
+            take_over=take_over,
+        )
+        try:
+            answer = await self._stub.Attach(request, timeout=ATTACH_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise ExecutorLost(_words(error, "Attach")) from error
+        self.epoch = answer.epoch
+        self._call = self._stub.Run()
+        self._reader = asyncio.create_task(self._read(self._call), name="executor results")
+
+    async def _read(self, call: grpc.aio.StreamStreamCall[pb.StepRequest, pb.StepResult]) -> None:
+        try:
+            async for result in call:
+                if result.epoch != self.epoch:
+                    self._error = f"a result of epoch {result.epoch} in epoch {self.epoch}"
+                    break
+                self._outcomes.append(step_outcome(result))
+                self._wake()
+            self._error = self._error or "the executor closed the stream of steps"
+        except grpc.aio.AioRpcError as error:
+            self._error = _words(error, "Run")
+        self._wake()
+
+    async def send(self, plan: StepPlan, timeout_s: float) -> None:
+        """Sends the next step. Raises ExecutorLost, also when the executor takes nothing in for `timeout_s`."""
+        if self._call is None:
+            raise ExecutorLost("not attached")
+        self._step += 1
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._call.write(step_request(plan, self.epoch, self._step, self._eos))
+        except TimeoutError as error:
+            raise ExecutorLost(f"the executor took in no step for {timeout_s:g} s (--step-timeout-s)") from error
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            # The stream is over; the reader has the reason, at the latest a moment from now.
+            if self._reader is not None:
+                await asyncio.wait([self._reader], timeout=1.0)
+            raise ExecutorLost(self._error or "the stream of steps broke") from error
+
+    def take_outcome(self) -> StepOutcome | None:
+        """The next outcome in step order, or None if there is none yet. Raises ExecutorLost after the last one."""
+        if self._outcomes:
+            return self._outcomes.popleft()
+        if self._error is not None:
+            raise ExecutorLost(self._error)
+        return None
+
+    async def close(self) -> None:
+        """Ends stream and channel. Idempotent."""
+        if self._call is not None:
+            self._call.cancel()
+        if self._reader is not None:
+            await asyncio.wait([self._reader])
+        await self._channel.close()
+
+
+def _words(error: grpc.aio.AioRpcError, method: str) -> str:
+    return f"{method}: {error.code().name}: {error.details()}"

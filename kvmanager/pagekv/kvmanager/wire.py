@@ -1,0 +1,79 @@
+"""Step plans and outcomes to and from the messages of executor_service.proto."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pagekv.kvmanager.request import SamplingParams, TokenLogprobs
+from pagekv.kvmanager.sequence import Sequence
+from pagekv.kvmanager.step_plan import NewSequence, StepOutcome, StepPlan
+from pagekv.v1 import executor_service_pb2 as pb
+
+
+def step_request(plan: StepPlan, epoch: int, step: int, eos_token_ids: Iterable[int]) -> pb.StepRequest:
+    """The message of one step; `step` counts from 1 within the epoch."""
+    return pb.StepRequest(
+        epoch=epoch,
+        step=step,
+        finished_seqs=plan.finished,
+        new_seqs=[_new_sequence(new, eos_token_ids) for new in plan.new],
+        append_seqs=plan.append_handles,
+        append_blocks=plan.append_blocks,
+        scheduled_seqs=plan.scheduled_handles,
+        scheduled_tokens=plan.scheduled_tokens,
+    )
+
+
+def _new_sequence(new: NewSequence, eos_token_ids: Iterable[int]) -> pb.NewSequence:
+    sequence = new.sequence
+    return pb.NewSequence(
+        seq_id=new.handle,
+        token_ids=new.token_ids,
+        num_prompt_tokens=sequence.num_prompt,
+        block_ids=new.block_ids,
+        computed_tokens=new.computed_tokens,
+        sampling=_sampling(sequence.request.command.sampling, sequence, eos_token_ids),
+    )
+
+
+def _sampling(params: SamplingParams, sequence: Sequence, eos_token_ids: Iterable[int]) -> pb.StepSampling:
+    ends = set(params.stop_token_ids)
+    if not params.ignore_eos:
+        ends.update(eos_token_ids)
+    return pb.StepSampling(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        seed=params.seed,
+        sequence_index=sequence.index,
+        min_tokens=params.min_tokens,
+        banned_until_min=sorted(ends) if params.min_tokens else (),
+        bias_token_ids=params.logit_bias.keys(),
+        biases=params.logit_bias.values(),
+        logprobs=params.logprobs,
+    )
+
+
+def step_outcome(result: pb.StepResult) -> StepOutcome:
+    """The outcome a result message reports."""
+    tokens = dict(zip(result.sampled_seqs, result.sampled_tokens, strict=False)) if result.logprobs else {}
+    return StepOutcome(
+        step=result.step,
+        sampled_handles=list(result.sampled_seqs),
+        sampled_tokens=list(result.sampled_tokens),
+        logprobs={
+            row.seq_id: TokenLogprobs(
+                tokens.get(row.seq_id, 0),
+                row.chosen,
+                tuple(zip(row.top_token_ids, row.top_logprobs, strict=False)),
+            )
+            for row in result.logprobs
+        },
+        computed_tokens=result.computed_tokens,
+        execute_us=result.execute_us,
+        idle_us=result.idle_us,
+    )
