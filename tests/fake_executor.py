@@ -1,0 +1,99 @@
+"""A model of the executor that takes step plans directly: a dictionary of slots, and tokens that depend on what is read.
+
+It is small on purpose: tests of the scheduler judge every decision by whether the tokens it leads to are right. Each
+slot holds the whole prefix it was computed for, so a read through a wrong, stale or unwritten block shows at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
+
+
+def next_token(prefix: tuple[int, ...], vocab: int) -> int:
+    """The token that follows a prefix: any fixed function that depends on all of it will do."""
+    value = 17
+    for token in prefix:
+        value = (value * 1_000_003 ^ token * 7_919 + 12_345) & 0xFFFF_FFFF
+    return (value >> 7) % vocab
+
+
+def expected_output(prompt: list[int], max_tokens: int, vocab: int, ends: tuple[int, ...] = ()) -> list[int]:
+    """What a sequence must produce whatever happens around it."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(next_token(tuple(tokens), vocab))
+        if tokens[-1] in ends:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class _Live:
+    tokens: list[int]
+    table: list[int]
+    computed: int
+
+
+class FakeExecutor:
+    """Applies plans in order; raises AssertionError on any broken promise."""
+
+    def __init__(self, num_blocks: int, block_size: int, vocab: int) -> None:
+        self.num_blocks, self.block_size, self.vocab = num_blocks, block_size, vocab
+        self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.live: dict[int, _Live] = {}
+        self.steps = 0
+        self.computed_tokens = 0
+        self.largest_step = 0
+
+    def run(self, plan: StepPlan) -> StepOutcome:
+        for handle in plan.finished:
+            del self.live[handle]
+        for new in plan.new:
+            assert new.handle not in self.live
+            assert 0 <= new.computed_tokens < len(new.token_ids)
+            self.live[new.handle] = _Live(list(new.token_ids), list(new.block_ids), new.computed_tokens)
+        for handle, block in zip(plan.append_handles, plan.append_blocks, strict=True):
+            self.live[handle].table.append(block)
+        counts = dict(zip(plan.scheduled_handles, plan.scheduled_tokens, strict=True))
+        assert len(counts) == len(plan.scheduled_handles), "a sequence is scheduled twice"
+        shares = [(handle, seq, counts.get(handle, 1)) for handle, seq in self.live.items()]
+        self._write(shares)
+        sampled = [(handle, self._read(seq, count)) for handle, seq, count in shares if self._samples(seq, count)]
+        computed = sum(count for _, _, count in shares)
+        assert computed == plan.num_tokens
+        for handle, seq, count in shares:
+            seq.computed += count
+            assert seq.computed <= len(seq.tokens), f"sequence {handle} computes past its tokens"
+        for handle, token in sampled:
+            self.live[handle].tokens.append(token)
+        self.steps += 1
+        self.computed_tokens += computed
+        self.largest_step = max(self.largest_step, computed)
+        handles, tokens = [handle for handle, _ in sampled], [token for _, token in sampled]
+        return StepOutcome(self.steps, handles, tokens, {}, computed, 0, 0)
+
+    @staticmethod
+    def _samples(seq: _Live, count: int) -> bool:
+        return count > 0 and seq.computed + count == len(seq.tokens)
+
+    def _write(self, shares: list[tuple[int, _Live, int]]) -> None:
+        written: set[tuple[int, int]] = set()
+        for handle, seq, count in shares:
+            for position in range(seq.computed, seq.computed + count):
+                assert position // self.block_size < len(seq.table), f"sequence {handle} has no block for {position}"
+                block = seq.table[position // self.block_size]
+                assert 0 <= block < self.num_blocks
+                slot = (block, position % self.block_size)
+                assert slot not in written, f"slot {slot} is written twice in one step"
+                written.add(slot)
+                self.slots[slot] = tuple(seq.tokens[: position + 1])
+
+    def _read(self, seq: _Live, count: int) -> int:
+        prefix: tuple[int, ...] = ()
+        for position in range(seq.computed + count):
+            prefix = (*prefix, seq.tokens[position])
+            slot = (seq.table[position // self.block_size], position % self.block_size)
+            assert self.slots.get(slot) == prefix, f"slot {slot} does not hold position {position} of {seq.tokens}"
+        return next_token(prefix, self.vocab)

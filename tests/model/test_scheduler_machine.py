@@ -1,0 +1,100 @@
+"""Random histories of the real scheduler and pool, judged by the fake executor: whatever happens, outputs are right."""
+
+import os
+
+from fake_executor import expected_output
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from scheduler_driver import Driver, output
+
+from pagekv.kvmanager.request import CacheIdentity
+from pagekv.kvmanager.sequence import LiveRequest, SequenceState
+
+# Two tokens only, so prefixes collide all the time.
+VOCAB = 2
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(6, 24),
+        block_size=st.sampled_from([1, 2, 4]),
+        budget=st.integers(2, 24),
+        running=st.integers(1, 6),
+        watermark=st.sampled_from([0.0, 0.2]),
+        depth=st.sampled_from([1, 2]),
+    )
+    def start(self, num_blocks: int, block_size: int, budget: int, running: int, watermark: float, depth: int) -> None:
+        self.driver = Driver(num_blocks, block_size, budget, running, watermark, True, depth, vocab=VOCAB)
+        self.capacity = num_blocks * block_size
+        self.aborted: set[int] = set()
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20),
+        max_tokens=st.integers(1, 10),
+        priority=st.integers(0, 1),
+        n=st.sampled_from([1, 1, 2]),
+        namespace=st.sampled_from(["", "", "other"]),
+    )
+    def submit(self, prompt: list[int], max_tokens: int, priority: int, n: int, namespace: str) -> None:
+        if len(prompt) + max_tokens - 1 <= self.capacity:
+            self.driver.submit(prompt, max_tokens, priority, n, CacheIdentity(namespace=namespace))
+
+    @rule()
+    def plan(self) -> None:
+        self.driver.plan()
+
+    @rule()
+    def complete(self) -> None:
+        self.driver.complete()
+
+    @rule(steps=st.integers(1, 5))
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.driver.step()
+
+    @precondition(lambda self: self.driver.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.driver.requests) - 1))
+        self.aborted.add(index)
+        self.driver.abort(self.driver.requests[index])
+
+    @rule()
+    def lose_executor(self) -> None:
+        self.driver.lose_executor()
+
+    @invariant()
+    def consistent(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.check()
+            assert self.driver.executor.largest_step <= self.driver.scheduler.limits.max_batch_tokens
+
+    def teardown(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        self.driver.drain()
+        assert self.driver.pool.num_active == 0
+        assert self.driver.executor.live == {}
+        for index, request in enumerate(self.driver.requests):
+            self._judge(index, request)
+
+    def _judge(self, index: int, request: LiveRequest) -> None:
+        command = request.command
+        wanted = expected_output(command.prompt_ids, command.sampling.max_tokens, VOCAB)
+        for sequence in request.sequences:
+            assert sequence.state is SequenceState.FINISHED
+            got = output(request, sequence.index)
+            if index in self.aborted:
+                assert got == wanted[: len(got)]
+            else:
+                assert got == wanted
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=int(os.environ.get("PAGEKV_TEST_EXAMPLES", "150")),
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)

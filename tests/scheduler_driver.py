@@ -1,0 +1,132 @@
+"""Drives a real Scheduler against the FakeExecutor, with steps in flight like the engine loop has."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from fake_executor import FakeExecutor
+
+from pagekv.kvmanager.block_hash import root_digest
+from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.request import CacheIdentity, FinishReason, GenerateCommand, RequestStream, SamplingParams
+from pagekv.kvmanager.scheduler import Scheduler, SchedulerLimits
+from pagekv.kvmanager.sequence import LiveRequest, Sequence, SequenceState
+from pagekv.kvmanager.step_plan import StepPlan
+
+VOCAB = 97
+
+
+class Driver:
+    """A manager without gRPC: submit, step, drain. Collects what each sequence was sent."""
+
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_batch_tokens: int = 64,
+        max_running: int = 16,
+        watermark: float = 0.0,
+        prefix_cache: bool = True,
+        depth: int = 2,
+        eos: tuple[int, ...] = (),
+        vocab: int = VOCAB,
+    ) -> None:
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks, block_size)
+        limits = SchedulerLimits(max_batch_tokens, max_running, watermark, prefix_cache)
+        self.scheduler = Scheduler(self.pool, limits, eos)
+        self.executor = FakeExecutor(num_blocks, block_size, vocab)
+        self.depth = depth
+        self.in_flight: deque[StepPlan] = deque()
+        self.requests: list[LiveRequest] = []
+        self.plans: list[StepPlan] = []
+
+    def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int = 8,
+        priority: int = 0,
+        n: int = 1,
+        identity: CacheIdentity | None = None,
+        stop_token_ids: tuple[int, ...] = (),
+        min_tokens: int = 0,
+        resumed: int = 0,
+    ) -> LiveRequest:
+        arrival = len(self.requests)
+        identity = identity or CacheIdentity()
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, stop_token_ids=stop_token_ids, min_tokens=min_tokens
+        )
+        command = GenerateCommand(f"r{arrival}", prompt, sampling, n, resumed, identity, priority)
+        root = root_digest("model", identity.namespace, identity.adapter_id)
+        request = LiveRequest(command, RequestStream(command.request_id, n), arrival, root)
+        num_prompt = len(prompt) - resumed
+        request.sequences = [
+            Sequence(request, index, list(prompt), num_prompt, num_prompt + max_tokens, (priority, arrival, index))
+            for index in range(n)
+        ]
+        self.requests.append(request)
+        self.scheduler.add(request)
+        return request
+
+    def plan(self) -> StepPlan | None:
+        """Plans one more step if the pipeline has room."""
+        if len(self.in_flight) >= self.depth:
+            return None
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.in_flight.append(plan)
+            self.plans.append(plan)
+        return plan
+
+    def complete(self) -> bool:
+        """Runs and commits the oldest step in flight."""
+        if not self.in_flight:
+            return False
+        plan = self.in_flight.popleft()
+        self.scheduler.commit(plan, self.executor.run(plan))
+        return True
+
+    def step(self) -> bool:
+        """Fills the pipeline, then completes one step; False when there was nothing to do."""
+        while self.plan() is not None:
+            pass
+        progressed = self.complete()
+        self.check()
+        return progressed
+
+    def drain(self, limit: int = 10_000) -> None:
+        """Steps until nothing is left to do."""
+        for _ in range(limit):
+            if not self.step():
+                return
+        raise AssertionError(f"not drained after {limit} steps")
+
+    def abort(self, request: LiveRequest) -> None:
+        for sequence in request.sequences:
+            self.scheduler.finish(sequence)
+
+    def lose_executor(self) -> None:
+        """A killed executor: steps in flight never answer, the pools are empty."""
+        self.pool = BlockPool(self.pool.num_blocks, self.block_size)
+        self.scheduler.lose_executor(self.in_flight, self.pool)
+        self.in_flight.clear()
+        self.executor = FakeExecutor(self.pool.num_blocks, self.block_size, self.executor.vocab)
+
+    def check(self) -> None:
+        self.scheduler.check_integrity(s for request in self.requests for s in request.sequences)
+
+
+def output(request: LiveRequest, index: int = 0) -> list[int]:
+    """Tokens a sequence generated, resumed ones left out."""
+    return request.sequences[index].token_ids[len(request.command.prompt_ids) :]
+
+
+def streamed(request: LiveRequest, index: int = 0) -> tuple[list[int], FinishReason | None]:
+    """What the request's reader would get for a sequence, all at once."""
+    delta = request.stream._pending.get(index)
+    return (delta.token_ids, delta.finish) if delta else ([], None)
+
+
+def finished(request: LiveRequest) -> bool:
+    return all(sequence.state is SequenceState.FINISHED for sequence in request.sequences)

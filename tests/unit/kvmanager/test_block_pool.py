@@ -1,0 +1,189 @@
+import pytest
+
+from pagekv.kvmanager.block_hash import chain_digests, root_digest, token_bytes
+from pagekv.kvmanager.block_pool import BlockPool, InvariantError
+
+ROOT = root_digest("model", "", "")
+
+
+def publish(pool: BlockPool, blocks: list[int], tokens: list[int]) -> list[bytes]:
+    """Publishes the full blocks of `tokens` in `blocks`; returns their digests."""
+    data = token_bytes(tokens)
+    digests = chain_digests(ROOT, data, pool.block_size)
+    stride = pool.block_size * 4
+    for i, digest in enumerate(digests):
+        pool.publish(blocks[i], digest, digests[i - 1] if i else ROOT, data[i * stride : (i + 1) * stride])
+    return digests
+
+
+def held(pool: BlockPool, count: int) -> list[int]:
+    blocks = pool.allocate(count)
+    assert blocks is not None
+    return blocks
+
+
+def match(pool: BlockPool, tokens: list[int]) -> list[int]:
+    data = token_bytes(tokens)
+    digests = chain_digests(ROOT, data, pool.block_size)
+    return pool.match(digests, data, len(digests))
+
+
+def test_allocate_takes_all_or_nothing() -> None:
+    pool = BlockPool(4, 2)
+    assert pool.allocate(5) is None
+    assert pool.num_free == 4
+    assert pool.allocate(3) == [0, 1, 2]
+    assert pool.num_active == 3
+    pool.check_integrity([[0, 1, 2]])
+
+
+def test_longest_hit_stops_at_the_first_miss() -> None:
+    pool = BlockPool(8, 2)
+    blocks = held(pool, 3)
+    publish(pool, blocks, [1, 2, 3, 4, 5, 6])
+    assert match(pool, [1, 2, 3, 4, 9, 9]) == blocks[:2]
+    assert match(pool, [9, 9, 3, 4, 5, 6]) == []
+    assert match(pool, [1, 2, 3]) == blocks[:1]
+
+
+def test_the_match_rounds_down_to_whole_blocks() -> None:
+    """CHECKLIST E7: seven common tokens at block size 4 hit four."""
+    pool = BlockPool(4, 4)
+    blocks = held(pool, 2)
+    publish(pool, blocks, [1, 2, 3, 4, 5, 6, 7, 8])
+    assert match(pool, [1, 2, 3, 4, 5, 6, 7, 0]) == blocks[:1]
+
+
+def test_evictable_is_not_evicted() -> None:
+    """CHECKLIST F6: a block nobody holds stays hittable until its memory is taken."""
+    pool = BlockPool(2, 2)
+    blocks = held(pool, 1)
+    publish(pool, blocks, [1, 2])
+    pool.free(blocks)
+    assert (pool.num_free, pool.num_cached_free) == (2, 1)
+    assert match(pool, [1, 2]) == blocks
+    assert pool.evictions == 0
+    assert held(pool, 2) == [1, 0]
+    assert match(pool, [1, 2]) == []
+    assert pool.evictions == 1
+
+
+def test_deepest_block_of_a_chain_is_evicted_first() -> None:
+    """CHECKLIST G4, G5, Z16."""
+    pool = BlockPool(3, 1)
+    blocks = held(pool, 3)
+    publish(pool, blocks, [1, 2, 3])
+    pool.free(blocks)
+    for left in ([0, 1], [0], []):
+        taken = held(pool, 1)
+        assert match(pool, [1, 2, 3]) == left
+        assert taken[0] not in left
+
+
+def test_least_recently_used_chain_goes_first_and_a_held_one_never() -> None:
+    """CHECKLIST G2, G3: freed in the order A, B, C with D held, A goes."""
+    pool = BlockPool(4, 1)
+    a, b, c, d = ([block] for block in held(pool, 4))
+    for token, blocks in enumerate((a, b, c, d)):
+        publish(pool, blocks, [token])
+    for blocks in (a, b, c):
+        pool.free(blocks)
+    assert held(pool, 1) == a
+    assert held(pool, 2) == b + c
+    assert pool.allocate(1) is None
+    assert match(pool, [3]) == d
+
+
+def test_touch_saves_a_hit_from_eviction() -> None:
+    """CHECKLIST F2: touched before anything is allocated."""
+    pool = BlockPool(2, 1)
+    blocks = held(pool, 1)
+    publish(pool, blocks, [7])
+    pool.free(blocks)
+    pool.touch(blocks)
+    assert pool.num_cached_free == 0
+    assert pool.allocate(2) is None
+    assert pool.ref_count(blocks[0]) == 1
+
+
+def test_vllm_worked_example() -> None:
+    """CHECKLIST golden for F1 to F3: the free queue after two requests, then a third that shares twelve tokens."""
+    pool = BlockPool(10, 4)
+    shared = list(range(1, 13))
+    first = held(pool, 4)
+    publish(pool, first, [*shared, 13, 14, 15])
+    first += held(pool, 1)
+    publish(pool, first, [*shared, 13, 14, 15, 16])
+    second_tokens = [*shared[:8], 90, 91, 92, 93, 94, 95]
+    hits = match(pool, second_tokens)
+    assert hits == [0, 1]
+    pool.touch(hits)
+    second = hits + held(pool, 2)
+    publish(pool, second, second_tokens)
+    assert second == [0, 1, 5, 6]
+    pool.free(first)
+    pool.free(second)
+    assert list(pool._free) == [7, 8, 9, 4, 3, 2, 6, 5, 1, 0]
+    hits = match(pool, [*shared, *range(200, 217)])
+    assert hits == [0, 1, 2]
+    pool.touch(hits)
+    assert list(pool._free) == [7, 8, 9, 4, 3, 6, 5]
+    assert held(pool, 5) == [7, 8, 9, 4, 3]
+    assert pool.evictions == 1
+
+
+def test_duplicates_are_not_merged() -> None:
+    pool = BlockPool(2, 1)
+    first, second = ([block] for block in held(pool, 2))
+    publish(pool, first, [5])
+    publish(pool, second, [5])
+    assert match(pool, [5]) == first
+    assert pool.digest(second[0]) is None
+
+
+def test_hash_collision_is_a_miss_and_an_alarm() -> None:
+    """CHECKLIST E9: with a constant hash, token comparison is what keeps outputs right."""
+    pool = BlockPool(4, 2)
+    constant = b"\0" * 32
+    pool.publish(held(pool, 1)[0], constant, ROOT, token_bytes([1, 2]))
+    assert pool.match([constant], token_bytes([1, 2]), 1) == [0]
+    assert pool.match([constant], token_bytes([3, 4]), 1) == []
+    assert pool.hash_alarms == 1
+
+
+def test_clear_forgets_and_keeps_what_is_held() -> None:
+    pool = BlockPool(3, 1)
+    blocks = held(pool, 2)
+    publish(pool, blocks, [1, 2])
+    pool.free(blocks[1:])
+    assert pool.clear_prefix_table() == 2
+    assert match(pool, [1, 2]) == []
+    assert pool.num_active == 1
+    pool.check_integrity([blocks[:1]])
+
+
+def test_misuse_is_a_broken_invariant() -> None:
+    pool = BlockPool(2, 1)
+    with pytest.raises(InvariantError, match="nobody holds"):
+        pool.free([0])
+    with pytest.raises(InvariantError, match="nobody holds"):
+        pool.publish(0, b"x" * 32, ROOT, token_bytes([1]))
+    blocks = held(pool, 1)
+    with pytest.raises(InvariantError, match="token bytes"):
+        pool.publish(blocks[0], b"x" * 32, ROOT, b"")
+
+
+@pytest.mark.parametrize("damage", ["ref", "table", "gauge"])
+def test_check_integrity_sees_damage(damage: str) -> None:
+    pool = BlockPool(3, 1)
+    blocks = held(pool, 1)
+    publish(pool, blocks, [1])
+    pool.check_integrity([blocks])
+    if damage == "ref":
+        pool._ref_count[2] = 1
+    elif damage == "table":
+        pool._table[b"stray"] = 2
+    else:
+        pool._num_cached_free = 1
+    with pytest.raises(InvariantError):
+        pool.check_integrity([blocks])
