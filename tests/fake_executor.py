@@ -1,4 +1,4 @@
-"""A model of the executor that takes step plans directly: a dictionary of slots, and tokens that depend on what is read.
+"""A model of the executor that takes step plans directly: a dictionary of slots, tokens that depend on what is read.
 
 It is small on purpose: tests of the scheduler judge every decision by whether the tokens it leads to are right. Each
 slot holds the whole prefix it was computed for, so a read through a wrong, stale or unwritten block shows at once.

@@ -1,0 +1,148 @@
+"""Real processes for end-to-end tests: the same commands that `pagekv up` and compose run, on free ports."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE_ROOTS = ("proto", "kvmanager", "executor", "kernels", "client")
+START_TIMEOUT_S = 120.0
+
+
+def environment() -> dict[str, str]:
+    """The test process's environment with every source root importable and no PAGEKV_* flag of the caller."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("PAGEKV_")}
+    env["PYTHONPATH"] = os.pathsep.join(str(ROOT / name) for name in SOURCE_ROOTS)
+    return env
+
+
+@dataclass
+class Process:
+    """One server process; its log is a file so that a full pipe never stalls it."""
+
+    module: str
+    args: Sequence[str]
+    directory: Path
+    port: int = 0
+    popen: subprocess.Popen[bytes] | None = None
+    log: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.log = self.directory / f"{self.module.rsplit('.', 2)[-2]}.log"
+
+    def start(self, listen_port: int = 0) -> None:
+        """Starts it and waits until it listens."""
+        port_file = self.directory / f"{self.module}.port"
+        port_file.unlink(missing_ok=True)
+        command = [sys.executable, "-m", self.module, "--listen", f"127.0.0.1:{listen_port}"]
+        command += ["--port-file", str(port_file), *self.args]
+        with self.log.open("ab") as log:
+            self.popen = subprocess.Popen(command, env=environment(), stdout=log, stderr=log, cwd=self.directory)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not port_file.exists():
+            if self.popen.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"{self.module} did not start:\n{self.tail()}")
+            time.sleep(0.01)
+        self.port = int(port_file.read_text())
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self.popen is not None
+        return self.popen.pid
+
+    def kill(self) -> None:
+        """SIGKILL, and wait."""
+        assert self.popen is not None
+        self.popen.kill()
+        self.popen.wait()
+
+    def stop(self, timeout: float = 60.0) -> int:
+        """SIGTERM, and the exit status."""
+        assert self.popen is not None
+        self.popen.send_signal(signal.SIGTERM)
+        return self.popen.wait(timeout)
+
+    def tail(self, lines: int = 40) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:]) if self.log.exists() else ""
+
+    def wait_serving(self) -> None:
+        """Waits until the health service says SERVING."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        with grpc.insecure_channel(self.target) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            while time.monotonic() < deadline:
+                assert self.popen is not None
+                if self.popen.poll() is not None:
+                    raise AssertionError(f"{self.module} ended with {self.popen.returncode}:\n{self.tail()}")
+                try:
+                    answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
+                except grpc.RpcError:
+                    answer = None
+                if answer is not None and answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+                time.sleep(0.02)
+        raise AssertionError(f"{self.module} is not serving after {START_TIMEOUT_S:g} s:\n{self.tail()}")
+
+
+@dataclass
+class Stack:
+    """An executor and a manager attached to it."""
+
+    executor: Process
+    manager: Process
+
+    @property
+    def target(self) -> str:
+        return self.manager.target
+
+
+@contextmanager
+def running_executor(args: Sequence[str] = (), directory: Path | None = None) -> Iterator[Process]:
+    """An executor process that serves."""
+    with tempfile.TemporaryDirectory() as temporary:
+        process = Process("pagekv.executor.server", args, directory or Path(temporary))
+        try:
+            process.start()
+            process.wait_serving()
+            yield process
+        finally:
+            _end(process)
+
+
+@contextmanager
+def running_stack(executor_args: Sequence[str] = (), manager_args: Sequence[str] = ()) -> Iterator[Stack]:
+    """Both processes, serving; killed at the end if they still run."""
+    with tempfile.TemporaryDirectory() as temporary, running_executor(executor_args, Path(temporary)) as executor:
+        args = ["--executor", executor.target, *manager_args]
+        manager = Process("pagekv.kvmanager.server", args, Path(temporary))
+        try:
+            manager.start()
+            manager.wait_serving()
+            yield Stack(executor, manager)
+        finally:
+            _end(manager)
+
+
+def _end(process: Process) -> None:
+    if process.popen is not None and process.popen.poll() is None:
+        process.popen.terminate()
+        try:
+            process.popen.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
