@@ -1,0 +1,110 @@
+# PageKV: every task of a developer and of CI. `make` alone lists them.
+#
+# Nothing has to be installed first but Python 3.11 or later (with venv), make and bash.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.SUFFIXES:
+
+# VENV         the virtual environment; made by the first target that needs it and reused by all
+# PYTHON       the interpreter it is made with (default: the first of python3, python3.11 ... that is new enough)
+# TORCH        what to install as torch (default: the version the tests ran with, see scripts/install.sh)
+# TORCH_INDEX  the package index to take torch from. On Linux plain PyPI serves the CUDA build (gigabytes); so a pip that
+#              nobody configured takes PyTorch's CPU index, and a configured one (mirror, wheelhouse) keeps its own.
+#              TORCH_INDEX= (empty) always takes pip's own; TORCH_INDEX=URL always takes that one.
+# They reach the scripts through the environment: make TORCH_INDEX= demo, or export TORCH_INDEX=.
+VENV ?= .venv
+
+BIN := $(VENV)/bin
+ROOTS := proto/pagekv kvmanager executor kernels client
+RUN_STAMP := $(VENV)/.installed-run
+DEV_STAMP := $(VENV)/.installed-dev
+
+# --- the two commands of the README
+
+.PHONY: demo
+demo: $(RUN_STAMP) ## start both processes and stream text from the demo model (PROMPT="...")
+	@$(BIN)/pagekv demo $${PROMPT:+--prompt "$$PROMPT"}
+
+.PHONY: test
+test: $(DEV_STAMP) ## run all tests (ARGS="-k name" is handed to pytest)
+	@$(BIN)/python -m pytest $(ARGS)
+
+# --- checks
+
+.PHONY: lint
+lint: $(DEV_STAMP) ## ruff (check and format), import contracts, buf lint
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/buf lint && echo "buf lint: the contract is clean"
+
+.PHONY: format
+format: $(DEV_STAMP) ## rewrite the Python files in the house format
+	@$(BIN)/ruff check --fix-only --quiet
+	@$(BIN)/ruff format
+
+.PHONY: types
+types: $(DEV_STAMP) ## mypy --strict over every source root and the tests
+	@$(BIN)/mypy $(ROOTS) tests
+
+.PHONY: proto
+proto: ## regenerate the committed stubs from the .proto files
+	@scripts/gen_stubs.sh
+
+.PHONY: proto-check
+proto-check: ## fail when the committed stubs are stale
+	@scripts/gen_stubs.sh --check
+
+.PHONY: proto-breaking
+proto-breaking: $(DEV_STAMP) ## fail when the contract breaks clients of the last release tag
+	@tag=$$(git describe --tags --abbrev=0 --match 'v[0-9]*' 2>/dev/null || true); \
+	if [ -z "$$tag" ]; then echo "no release tag yet: nothing the contract could break"; \
+	else $(BIN)/buf breaking --against ".git#tag=$$tag" && echo "the contract keeps its promises to $$tag"; fi
+
+.PHONY: compose-lint
+compose-lint: $(DEV_STAMP) ## check the compose files and Dockerfiles without running them
+	@scripts/compose_lint.sh $(BIN)
+
+.PHONY: compose-check
+compose-check: $(DEV_STAMP) ## build the images and bring the stack up with podman (root; see scripts/compose_check.sh)
+	@scripts/compose_check.sh $(BIN)
+
+.PHONY: wheel-check
+wheel-check: $(DEV_STAMP) ## build sdist and wheel, install them outside the checkout and run them
+	@scripts/wheel_check.sh $(VENV)
+
+.PHONY: bench
+bench: $(DEV_STAMP) ## measure the stack against transformers on the same model and workload (ARGS=...)
+	@$(BIN)/python tests/bench/compare_with_transformers.py $(ARGS)
+
+.PHONY: ci
+ci: ## everything CI runs, in fresh environments
+	@bash .ci/run
+
+# --- housekeeping
+
+.PHONY: hooks
+hooks: $(DEV_STAMP) ## install the git pre-commit hooks
+	@$(BIN)/pre-commit install
+
+.PHONY: clean
+clean: ## remove environments, caches and build output
+	rm -rf .venv .venv-proto build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
+
+.PHONY: help
+help: ## this list
+	@echo "usage: make TARGET"; echo
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1|\2/p' Makefile | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
+
+# --- environments: reinstalled only when what they are made from changed
+
+$(RUN_STAMP): pyproject.toml constraints.txt scripts/install.sh
+	@scripts/install.sh $(VENV) manager,executor
+	@touch $@
+
+$(DEV_STAMP): pyproject.toml constraints.txt scripts/install.sh
+	@scripts/install.sh $(VENV) dev
+	@touch $@ $(RUN_STAMP)

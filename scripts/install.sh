@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# Installs PageKV, editable, with some extras, into a virtual environment, which it creates where there is none.
+#
+# Usage: scripts/install.sh VENV EXTRAS          such as: scripts/install.sh .venv manager,executor
+#
+# PYTHON       interpreter for a new environment (default: the first of python3, python3.11 ... that is 3.11 or later)
+# TORCH        what to install as torch (default torch==2.13.0)
+# TORCH_INDEX  package index to take torch from; empty: pip's own. When unset: PyTorch's CPU index on a Linux machine
+#              whose pip nobody configured, because the torch that such a pip would find is the CUDA build, which pulls
+#              gigabytes; and pip's own index where it was pointed at a mirror or a wheelhouse.
+set -euo pipefail
+
+venv=$1
+extras=$2
+torch=${TORCH:-torch==2.13.0}
+root=$(cd "$(dirname "$0")/.." && pwd)
+
+say() { printf '==> %s\n' "$*"; }
+fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
+
+# Prints the first interpreter that is new enough.
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:-python3 python3.11 python3.12 python3.13 python3.14}; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      command -v "$candidate"
+      return
+    fi
+  done
+  fail "PageKV needs Python 3.11 or later, and ${PYTHON:-python3} is not that. Name one: make PYTHON=/path/to/python3.11"
+}
+
+# True where pip.conf or PIP_* variables choose where packages come from.
+pip_is_configured() {
+  "$venv/bin/pip" config list 2>/dev/null | grep -Eq '(index-url|find-links|no-index)' ||
+    env | grep -Eq '^PIP_(INDEX_URL|EXTRA_INDEX_URL|FIND_LINKS|NO_INDEX)='
+}
+
+# --no-compile: modules are compiled when first imported, and most of torch and transformers never is.
+pip_install() {
+  "$venv/bin/pip" install -qq --disable-pip-version-check --no-compile "$@"
+}
+
+install_torch() {
+  local index=${TORCH_INDEX-auto}
+  if [ "$index" = auto ]; then
+    index=
+    if [ "$(uname -s)" = Linux ] && ! pip_is_configured; then index=https://download.pytorch.org/whl/cpu; fi
+  fi
+  if [ -z "$index" ]; then
+    say "installing $torch"
+    pip_install "$torch"
+  else
+    say "installing $torch from $index (about 200 MB)"
+    pip_install --index-url "$index" "$torch" || fail "could not install $torch from $index.
+Set TORCH_INDEX to another index, or to nothing (make TORCH_INDEX= ...) for pip's own, whose Linux build may bring CUDA."
+  fi
+}
+
+started=$SECONDS
+cd "$root"
+if [ ! -x "$venv/bin/pip" ]; then
+  python=$(find_python)
+  "$python" -c 'import ensurepip, venv' 2>/dev/null || fail "$python cannot make virtual environments.
+On Debian or Ubuntu install them with: sudo apt install python3-venv"
+  say "creating $venv ($("$python" --version))"
+  "$python" -m venv "$venv"
+fi
+case ,$extras, in
+  *,executor,* | *,dev,*) "$venv/bin/python" -c 'import torch' 2>/dev/null || install_torch ;;
+esac
+say "installing pagekv[$extras]"
+pip_install --constraint constraints.txt --editable ".[$extras]"
+say "installed in $((SECONDS - started)) s"
