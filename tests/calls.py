@@ -1,0 +1,92 @@
+"""Generate calls over plain gRPC stubs for tests and benchmarks, so that they judge the wire and not our client."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import grpc
+
+from pagekv.v1 import cache_service_pb2 as cache_pb
+from pagekv.v1 import cache_service_pb2_grpc as cache_grpc
+from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.v1 import inference_service_pb2_grpc as pb_grpc
+from pagekv.v1 import types_pb2
+
+OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+
+
+@dataclass
+class Result:
+    """What one sequence's stream carried: chunks joined, and its GenerateComplete."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    complete: pb.GenerateComplete | None = None
+    # Seconds since the call, one per chunk.
+    chunk_times: list[float] = field(default_factory=list)
+
+    @property
+    def cached_tokens(self) -> int:
+        assert self.complete is not None
+        return self.complete.cached_tokens
+
+
+def request_for(prompt: Sequence[int] | str, max_tokens: int = 16, **sampling: Any) -> pb.GenerateRequest:
+    """A greedy request by default; `sampling` are fields of SamplingParams."""
+    params = types_pb2.SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **sampling})
+    if isinstance(prompt, str):
+        return pb.GenerateRequest(text=prompt, sampling_params=params)
+    return pb.GenerateRequest(tokenized=types_pb2.TokenizedInput(input_ids=prompt), sampling_params=params)
+
+
+class Caller:
+    """One aio channel to a manager."""
+
+    def __init__(self, target: str) -> None:
+        self.channel = grpc.aio.insecure_channel(target, options=OPTIONS)
+        self.inference = cast("pb_grpc.InferenceServiceAsyncStub", pb_grpc.InferenceServiceStub(self.channel))
+        self.cache = cast("cache_grpc.CacheServiceAsyncStub", cache_grpc.CacheServiceStub(self.channel))
+
+    async def __aenter__(self) -> Caller:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.channel.close()
+
+    async def generate_all(self, request: pb.GenerateRequest, deadline_s: float = 120.0) -> dict[int, Result]:
+        """Every sequence of a request, by index, to its end."""
+        results: dict[int, Result] = {}
+        start = time.perf_counter()
+        async for response in self.inference.Generate(request, timeout=deadline_s):
+            if response.HasField("chunk"):
+                result = results.setdefault(response.chunk.index, Result())
+                result.tokens += response.chunk.token_ids
+                result.text += response.chunk.text
+                result.chunk_times.append(time.perf_counter() - start)
+            else:
+                results.setdefault(response.complete.index, Result()).complete = response.complete
+        return results
+
+    async def generate(self, request: pb.GenerateRequest, deadline_s: float = 120.0) -> Result:
+        """A request with n = 1."""
+        return (await self.generate_all(request, deadline_s))[0]
+
+    async def generate_many(self, requests: Sequence[pb.GenerateRequest]) -> list[Result]:
+        """All at once."""
+        return list(await asyncio.gather(*(self.generate(request) for request in requests)))
+
+    async def stats(self) -> cache_pb.GetStatsResponse:
+        return await self.cache.GetStats(cache_pb.GetStatsRequest(), timeout=10)
+
+    async def idle_stats(self) -> cache_pb.GetStatsResponse:
+        """Stats once nothing runs or waits; waits up to ten seconds for that."""
+        for _ in range(1000):
+            stats = await self.stats()
+            if not (stats.running_sequences or stats.waiting_sequences or stats.active_blocks):
+                return stats
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"still busy: {stats}")
