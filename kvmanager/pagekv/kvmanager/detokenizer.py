@@ -1,0 +1,42 @@
+"""Token ids to text as they arrive, never splitting a character."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from pagekv.kvmanager.tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """Text of one sequence: decode(prompt) + everything returned == decode(prompt + tokens). O(1) per token.
+
+    Tokens that stand for raw bytes go through an incremental UTF-8 decoder, which holds back an unfinished character;
+    other tokens are whole characters whose text depends on at most the token before them (a leading space).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
+        """`context` are the token ids the output follows: the prompt."""
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        special = tokenizer.special_ids
+        self._previous = next((token_id for token_id in reversed(context) if token_id not in special), None)
+
+    def add(self, token_id: int) -> str:
+        """The text that is certain once this token is known; may be empty. Special tokens have no text."""
+        if token_id in self._tokenizer.special_ids:
+            return ""
+        raw = self._tokenizer.token_bytes(token_id)
+        if raw is None:
+            # An unfinished character before whole ones stays unfinished: flush shows it as U+FFFD.
+            text = self.flush() + self._tokenizer.text_after(self._previous, token_id)
+        else:
+            text = self._utf8.decode(raw)
+        self._previous = token_id
+        return text
+
+    def flush(self) -> str:
+        """What is still held back at the end: U+FFFD for an unfinished character, else nothing."""
+        text = self._utf8.decode(b"", final=True)
+        self._utf8.reset()
+        return text

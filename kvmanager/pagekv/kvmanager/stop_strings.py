@@ -1,0 +1,74 @@
+"""Stop strings in streamed text: found across chunk borders, and text that may become one is held back.
+
+One Knuth-Morris-Pratt automaton per stop string, advanced a character at a time: what is released and where a match is
+found depends on the text alone, never on how it was cut into chunks. O(1) amortised per character and stop string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """The stop strings of one request, prepared once and shared by its sequences."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Each of `stops` is at least one character; they may overlap and repeat."""
+        # Longest first, so that of several matches that end together the one that begins first wins.
+        self.patterns = [(stop, _borders(stop)) for stop in sorted(set(stops), key=len, reverse=True)]
+
+
+def _borders(pattern: str) -> list[int]:
+    """For every prefix length 1 to n: how long its longest proper prefix is that is a suffix of it too."""
+    borders = [0] * len(pattern)
+    length = 0
+    for i in range(1, len(pattern)):
+        while length and pattern[i] != pattern[length]:
+            length = borders[length - 1]
+        if pattern[i] == pattern[length]:
+            length += 1
+        borders[i] = length
+    return borders
+
+
+class StopMatcher:
+    """Watches the text of one sequence. After a match it must not be fed again."""
+
+    def __init__(self, stops: StopStrings) -> None:
+        self._patterns = stops.patterns
+        # Per pattern: how many of its characters the text fed so far ends with.
+        self._matched = [0] * len(self._patterns)
+        # The end of the text fed so far that may be the beginning of a stop string: max(self._matched) characters.
+        self._held = ""
+
+    def feed(self, text: str, may_stop: bool = True) -> tuple[str, str | None]:
+        """Takes in new text. Returns the text that can be released, and the stop string if one was completed.
+
+        The match that ends first wins; the text stops before it. With `may_stop` False a stop string completed by this
+        text is ordinary text (min_tokens not reached), but its beginning may still be completed by later text.
+        """
+        if not self._patterns:
+            return text, None
+        buffer = self._held + text
+        for position, character in enumerate(text, start=len(self._held) + 1):
+            for which, (pattern, borders) in enumerate(self._patterns):
+                length = self._matched[which]
+                while length and pattern[length] != character:
+                    length = borders[length - 1]
+                if pattern[length] == character:
+                    length += 1
+                if length == len(pattern):
+                    if may_stop:
+                        self._held = ""
+                        return buffer[: position - length], pattern
+                    length = borders[length - 1]
+                self._matched[which] = length
+        keep = len(buffer) - max(self._matched)
+        self._held = buffer[keep:]
+        return buffer[:keep], None
+
+    def flush(self) -> str:
+        """The text held back, once it is known that no more follows."""
+        held, self._held = self._held, ""
+        self._matched = [0] * len(self._patterns)
+        return held

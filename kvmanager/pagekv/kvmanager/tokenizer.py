@@ -1,0 +1,165 @@
+"""Text to token ids and back, with the `tokenizers` library alone: the manager holds neither transformers nor torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from pagekv.kvmanager.chat_template import ChatTemplate, ChatTemplateError
+
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class TokenizerError(Exception):
+    """No tokenizer can be loaded from a directory; the message says what to do."""
+
+
+class TooManyTokens(Exception):
+    """A text has more tokens than the caller can use."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"{num_tokens} tokens")
+        self.num_tokens = num_tokens
+
+
+class Tokenizer:
+    """A loaded tokenizer with its chat template, if it has one. Immutable and safe to use from threads."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, chat_template: ChatTemplate | None = None) -> None:
+        self._backend = backend
+        # tokenizer.json may carry the settings of some training run; a prompt is never cut or padded.
+        backend.no_truncation()
+        backend.no_padding()
+        self.chat_template = chat_template
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        added = backend.get_added_tokens_decoder()
+        # Never part of decoded text.
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        kinds = set(_decoder_kinds(json.loads(backend.to_str()).get("decoder")))
+        self._byte_level = "ByteLevel" in kinds
+        self._byte_fallback = "ByteFallback" in kinds
+        self._bytes: dict[int, bytes | None] = {}
+
+    @classmethod
+    def load(cls, directory: Path) -> Tokenizer:
+        """Reads tokenizer.json, and chat template and special tokens where there are any. Raises TokenizerError."""
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerError(
+                f"{directory} has no tokenizer.json: save the model's fast tokenizer there "
+                "(AutoTokenizer.from_pretrained(MODEL).save_pretrained(DIRECTORY) writes one), or serve token ids only"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise TokenizerError(f"{path} cannot be read as a tokenizer: {error}") from error
+        settings = {
+            **_read_json(directory / "special_tokens_map.json"),
+            **_read_json(directory / "tokenizer_config.json"),
+        }
+        source = _chat_template_source(directory, settings)
+        try:
+            template = None if source is None else ChatTemplate(source, _special_tokens(settings))
+        except ChatTemplateError as error:
+            raise TokenizerError(f"{directory}: {error}") from error
+        return cls(backend, template)
+
+    def encode(self, text: str, *, special_tokens: bool, limit: int) -> list[int]:
+        """Token ids of `text`; `special_tokens` adds those that the tokenizer puts around a text.
+
+        The interpreter lock is free while this runs, so long texts belong in a thread. Raises TooManyTokens beyond
+        `limit` tokens.
+        """
+        # encode() would hold the interpreter lock throughout; the batch form does not.
+        encoding = self._backend.encode_batch_fast([text], add_special_tokens=special_tokens)[0]
+        if len(encoding) > limit:
+            raise TooManyTokens(len(encoding))
+        return encoding.ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`, special tokens left out; ids the tokenizer does not know are left out too."""
+        return self._backend.decode_batch([token_ids], skip_special_tokens=True)[0]
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """UTF-8 bytes a token stands for by itself, perhaps not whole characters; None when its text needs context."""
+        if token_id not in self._bytes:
+            self._bytes[token_id] = self._bytes_of(self._backend.id_to_token(token_id))
+        return self._bytes[token_id]
+
+    def _bytes_of(self, token: str | None) -> bytes | None:
+        if token is None:
+            return b""
+        if self._byte_level:
+            try:
+                return bytes(_BYTE_OF_CHARACTER[character] for character in token)
+            except KeyError:  # an added token is stored as plain text
+                return token.encode()
+        if self._byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            try:
+                return bytes([int(token[3:5], 16)])
+            except ValueError:
+                return None
+        return None
+
+    def text_after(self, previous: int | None, token_id: int) -> str:
+        """Text a token adds behind `previous` (None: at the start of a text, where a leading space may go missing)."""
+        if previous is None:
+            return self.decode([token_id])
+        return self.decode([previous, token_id])[len(self.decode([previous])) :]
+
+
+def _decoder_kinds(decoder: Mapping[str, Any] | None) -> list[str]:
+    """Types of a decoder in tokenizer.json and of those it is made of."""
+    if decoder is None:
+        return []
+    return [decoder["type"]] + [kind for part in decoder.get("decoders", ()) for kind in _decoder_kinds(part)]
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE writes every byte as one printable character: itself if printable, else from U+0100 upwards."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_alphabet()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path} must hold a JSON object")
+    return value
+
+
+def _chat_template_source(directory: Path, settings: Mapping[str, Any]) -> str | None:
+    """The template: a file of its own goes before the one in tokenizer_config.json. Of several, the default one."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    found = _read_json(directory / "chat_template.json").get("chat_template", settings.get("chat_template"))
+    if isinstance(found, list):
+        by_name = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+        found = by_name.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Names to text; a token is written as its text or as an object with `content`."""
+    tokens: dict[str, str] = {}
+    for name in SPECIAL_TOKEN_NAMES:
+        value = settings.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            tokens[name] = value
+    return tokens
