@@ -75,7 +75,7 @@ def make_tokenizer(corpus: Corpus) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(corpus.train, trainer)
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=EOS,
         eos_token=EOS,
@@ -250,7 +250,7 @@ def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Pat
     out.mkdir(parents=True)
     copy = make_model(tokenizer)
     copy.load_state_dict(model.state_dict())
-    copy.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+    copy.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

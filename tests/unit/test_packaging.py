@@ -1,0 +1,107 @@
+"""The package map: namespace, console scripts, packages and data agree with the folders on disk."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE_ROOTS = ("proto", "kvmanager", "executor", "kernels", "client")
+PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SETUPTOOLS: dict[str, Any] = PYPROJECT["tool"]["setuptools"]
+SCRIPTS: dict[str, str] = PYPROJECT["project"]["scripts"]
+
+
+def packages_on_disk() -> dict[str, str]:
+    """Import name -> folder of every package below a source root."""
+    found = {}
+    for source_root in SOURCE_ROOTS:
+        for init in (ROOT / source_root).rglob("__init__.py"):
+            folder = init.parent
+            found[".".join(folder.relative_to(ROOT / source_root).parts)] = str(folder.relative_to(ROOT))
+    return found
+
+
+def test_pagekv_is_a_namespace() -> None:
+    # One __init__.py would hide the portions of the other source roots.
+    assert [str(path) for root in SOURCE_ROOTS for path in (ROOT / root).glob("pagekv/__init__.py")] == []
+
+
+def test_every_package_is_listed() -> None:
+    assert sorted(SETUPTOOLS["packages"]) == sorted(packages_on_disk())
+
+
+def test_every_module_belongs_to_a_package() -> None:
+    # A folder of modules without __init__.py would be left out of the wheel.
+    packaged = set(packages_on_disk().values())
+    modules = [path.relative_to(ROOT) for root in SOURCE_ROOTS for path in (ROOT / root / "pagekv").rglob("*.py")]
+    assert [str(path) for path in modules if str(path.parent) not in packaged] == []
+
+
+def test_package_dir_maps_to_the_folders() -> None:
+    on_disk = packages_on_disk()
+    for name, folder in SETUPTOOLS["package-dir"].items():
+        assert on_disk[name] == folder
+
+
+def test_every_top_package_is_typed() -> None:
+    for folder in SETUPTOOLS["package-dir"].values():
+        assert (ROOT / folder / "py.typed").is_file()
+
+
+def test_tools_know_every_source_root() -> None:
+    assert set(SOURCE_ROOTS) <= set(PYPROJECT["tool"]["pytest"]["ini_options"]["pythonpath"])
+    assert set(SOURCE_ROOTS) <= set(PYPROJECT["tool"]["mypy"]["mypy_path"].split(":"))
+
+
+@pytest.mark.parametrize("command", sorted(SCRIPTS))
+def test_console_script_resolves(command: str) -> None:
+    module, _, function = SCRIPTS[command].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def run_python(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs this interpreter with every source root importable and no PAGEKV_* variable but those given."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("PAGEKV_")}
+    env |= {"PYTHONPATH": os.pathsep.join(str(ROOT / root) for root in SOURCE_ROOTS), **variables}
+    return subprocess.run([sys.executable, *args], env=env, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("module", ["pagekv.kvmanager.server", "pagekv.client", "pagekv.client.cli"])
+def test_cpu_side_imports_no_torch(module: str) -> None:
+    code = f"import sys, {module}; print(sorted({{'torch', 'cupy', 'transformers'}} & sys.modules.keys()))"
+    result = run_python("-c", code)
+    assert (result.stdout, result.returncode) == ("[]\n", 0), result.stderr
+
+
+@pytest.mark.parametrize("command", ["pagekv-manager", "pagekv-executor"])
+def test_every_flag_is_documented(command: str) -> None:
+    module = SCRIPTS[command].partition(":")[0]
+    result = run_python("-m", module, "--help", COLUMNS="200")
+    assert result.returncode == 0, result.stderr
+    # One option a row: its flags, then at least two spaces (or a new line), then its help.
+    rows = re.split(r"\n  (?=-)", result.stdout.partition("options:")[2])[1:]
+    flags = [flag for row in rows for flag in re.findall(r"^--?[a-z-]+|(?<=, )--[a-z-]+", row)]
+    assert {"--listen", "--log-level", "--port-file"} <= set(flags)
+    undocumented = [row for row in rows if len(re.split(r"\s{2,}", row.strip(), maxsplit=1)) < 2]
+    assert undocumented == []
+    readme = (ROOT / "README.md").read_text()
+    assert [flag for flag in flags if flag.startswith("--") and flag not in readme and flag != "--help"] == []
+
+
+def test_images_and_make_agree_on_torch() -> None:
+    # Two places say which torch a user gets; they must say the same.
+    pins = {
+        re.search(r"torch==[0-9.]+", (ROOT / name).read_text())
+        for name in ("scripts/install.sh", "executor/Dockerfile")
+    }
+    assert len({pin and pin.group() for pin in pins}) == 1
+    assert None not in pins
