@@ -1,0 +1,65 @@
+"""How the clients connect: one place for channel options."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+from typing import Any
+
+DEFAULT_TARGET = "127.0.0.1:50051"
+# Seconds for a call that answers at once; generating has no limit unless the caller sets one.
+DEFAULT_TIMEOUT_S = 30.0
+DEFAULT_RESUME_TIMEOUT_S = 30.0
+
+# Calls that change nothing, or nothing twice: gRPC itself repeats them when the connection fails.
+_IDEMPOTENT = (
+    ("pagekv.v1.InferenceService", ("Abort", "Tokenize", "Detokenize", "GetModelInfo")),
+    ("pagekv.v1.CacheService", ("GetStats", "LookupPrefix", "GetBlockTable", "ListBlocks")),
+)
+_RETRY = {
+    "maxAttempts": 3,
+    "initialBackoff": "0.1s",
+    "maxBackoff": "1s",
+    "backoffMultiplier": 2,
+    "retryableStatusCodes": ["UNAVAILABLE"],
+}
+_SERVICE_CONFIG = {
+    "methodConfig": [
+        {
+            "name": [{"service": service, "method": method} for service, methods in _IDEMPOTENT for method in methods],
+            "retryPolicy": _RETRY,
+        }
+    ]
+}
+
+
+def channel_options(target: str) -> list[tuple[str, Any]]:
+    """Options of a channel to `target`, for sync and asyncio channels alike."""
+    options: list[tuple[str, Any]] = [
+        # An answer has every token with its log-probabilities at most; the server bounds both.
+        ("grpc.max_receive_message_length", 64 * 2**20),
+        ("grpc.max_send_message_length", 16 * 2**20),
+        # A host that died without a word is noticed within half a minute, also in the middle of a stream.
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        # gRPC's own pauses between connection attempts grow to two minutes; a restarted server is back in seconds.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+        ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
+    ]
+    if is_local(target):
+        # A proxy configured for the internet cannot reach this machine's own loopback.
+        options.append(("grpc.enable_http_proxy", 0))
+    return options
+
+
+def is_local(target: str) -> bool:
+    """True for Unix sockets, localhost and loopback addresses."""
+    if target.startswith("unix:"):
+        return True
+    host = target.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

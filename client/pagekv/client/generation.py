@@ -1,0 +1,205 @@
+"""One generation as its caller sees it, over as many connections as it takes. No I/O: the clients drive it.
+
+A stream that breaks is resumed, never replayed: the next call sends the prompt's token ids and the tokens received so
+far, which the server counts as output and does not send again. Sampling is a pure function of (logits, seed, sequence
+index, position), so the tokens that follow are those that would have followed.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from pagekv.client import wire
+from pagekv.client.errors import (
+    AlreadyExists,
+    ConnectionLost,
+    DeadlineExceeded,
+    Overloaded,
+    PageKVError,
+    ServerError,
+    Unavailable,
+)
+from pagekv.client.types import Chunk, Completion, GenerateOptions, PositionLogprobs, Prompt
+from pagekv.v1 import inference_service_pb2 as pb
+
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 2.0
+
+
+@dataclass(slots=True)
+class _Received:
+    """What the caller has of the one sequence of a resumable generation."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    # As the first connection that brought tokens said.
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+    # How much of the three lists came before the connection that is streaming now.
+    earlier_tokens: int = 0
+    earlier_texts: int = 0
+
+
+class Generation:
+    """States: streaming ⇄ interrupted (between `failed` and the next `request`) → done (every sequence complete)."""
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        n: int,
+        options: GenerateOptions,
+        *,
+        default_resume_timeout_s: float,
+        only_complete: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises InvalidRequest and TypeError as `wire.generate_request` does."""
+        self._clock = clock
+        self._resume_timeout_s = options.get("resume_timeout_s", default_resume_timeout_s)
+        # Only chunks tell what was received, so what is to be resumed must be streamed.
+        only_complete = only_complete and (n > 1 or self._resume_timeout_s <= 0)
+        self._original = wire.generate_request(prompt, n, options, only_complete=only_complete)
+        # Fixed here and not left to the server, so that every connection of this generation means the same one.
+        if not self._original.sampling_params.HasField("seed"):
+            self._original.sampling_params.seed = secrets.randbits(63)
+        if not self._original.request_id:
+            self._original.request_id = f"req-{secrets.token_hex(12)}"
+        timeout = options.get("timeout")
+        self._deadline = None if timeout is None else clock() + timeout
+        self._n = n
+        self._received = _Received()
+        self._any_chunk = False
+        # Token ids of the prompt, known from the start or asked for when first needed.
+        self._prompt_ids: list[int] | None = None
+        if self._original.WhichOneof("input") == "tokenized":
+            self._prompt_ids = list(self._original.tokenized.input_ids)
+        self._interrupted_at: float | None = None
+        self._pause_s = FIRST_PAUSE_S
+        self._resumes = 0
+        self.request_id = self._original.request_id
+        self.completions: dict[int, Completion] = {}
+
+    @property
+    def done(self) -> bool:
+        """Every sequence is complete."""
+        return len(self.completions) == self._n
+
+    def remaining_s(self) -> float | None:
+        """Seconds left of the caller's timeout. Raises DeadlineExceeded when it has passed."""
+        if self._deadline is None:
+            return None
+        left = self._deadline - self._clock()
+        if left <= 0:
+            raise DeadlineExceeded("the generation did not finish in time; allow more with timeout=")
+        return left
+
+    def prompt_to_encode(self) -> pb.TokenizeRequest | None:
+        """What Tokenize must be asked before the next `request`; None: nothing."""
+        if self._prompt_ids is not None or not self._received.token_ids:
+            return None
+        if self._original.WhichOneof("input") == "chat":
+            return pb.TokenizeRequest(chat=self._original.chat)
+        return pb.TokenizeRequest(text=self._original.text)
+
+    def prompt_encoded(self, token_ids: list[int], max_model_len: int) -> None:
+        """Tokenize's answer, and the context limit of the model. Raises ServerError when the tokenizer has changed."""
+        if len(token_ids) != self._received.prompt_tokens:
+            raise ServerError(
+                "FAILED_PRECONDITION",
+                f"cannot resume: the prompt had {self._received.prompt_tokens} tokens and the server that came back "
+                f"makes it {len(token_ids)}; is it another model?",
+            )
+        self._prompt_ids = token_ids
+        sampling = self._original.sampling_params
+        if self._original.WhichOneof("input") == "chat" and not sampling.HasField("max_tokens"):
+            # Token input has another default than chat, which generates until the context is full.
+            sampling.max_tokens = max_model_len - len(token_ids)
+
+    def request(self) -> pb.GenerateRequest:
+        """The message for the next call."""
+        received = self._received
+        if not received.token_ids:
+            return self._original
+        assert self._prompt_ids is not None, "prompt_to_encode comes first"
+        request = pb.GenerateRequest()
+        request.CopyFrom(self._original)
+        request.tokenized.input_ids[:] = [*self._prompt_ids, *received.token_ids]
+        request.resumed_tokens = len(received.token_ids)
+        return request
+
+    def take(self, response: pb.GenerateResponse) -> Chunk | None:
+        """A message of the stream; what the caller gets of it. The end of a sequence goes into `completions`."""
+        self._interrupted_at, self._pause_s = None, FIRST_PAUSE_S
+        if response.HasField("complete"):
+            end = self._joined(wire.completion(response.request_id, response.complete))
+            self.completions[end.index] = end
+            return None
+        self._any_chunk = True
+        chunk = wire.chunk(response.request_id, response.chunk)
+        return self._recorded(chunk) if self._n == 1 else chunk
+
+    def _recorded(self, chunk: Chunk) -> Chunk:
+        received = self._received
+        if not received.earlier_tokens:
+            received.cached_tokens, received.prompt_tokens = chunk.cached_tokens, chunk.prompt_tokens
+        received.token_ids += chunk.token_ids
+        received.logprobs += chunk.logprobs
+        received.texts.append(chunk.text)
+        # On a resumed call the cache served tokens of the answer too; the caller asked about its prompt.
+        return replace(chunk, cached_tokens=received.cached_tokens)
+
+    def _joined(self, end: Completion) -> Completion:
+        """The whole sequence: GenerateComplete of a resumed call leaves out what was generated before."""
+        received = self._received
+        if not received.earlier_tokens:
+            return replace(end, resumes=self._resumes)
+        return replace(
+            end,
+            text="".join(received.texts[: received.earlier_texts]) + end.text,
+            token_ids=(*received.token_ids[: received.earlier_tokens], *end.token_ids),
+            logprobs=(*received.logprobs[: received.earlier_tokens], *end.logprobs),
+            cached_tokens=received.cached_tokens,
+            resumes=self._resumes,
+        )
+
+    def ended(self) -> None:
+        """The server closed the stream without an error. Raises ServerError unless every sequence is complete."""
+        if not self.done:
+            raise ServerError("DATA_LOSS", "the stream ended before its sequences were complete")
+
+    def failed(self, error: PageKVError) -> float:
+        """The call failed; seconds to wait before the next one. Raises the error when there is to be none."""
+        now = self._clock()
+        if not self._may_go_on(error):
+            raise error
+        if self._interrupted_at is None:
+            self._interrupted_at = now
+            self._resumes += 1
+            self._received.earlier_tokens = len(self._received.token_ids)
+            self._received.earlier_texts = len(self._received.texts)
+        left = self._interrupted_at + self._resume_timeout_s - now
+        if left <= 0:
+            raise error
+        # Half of the pause is random, so that the clients of a restarted server do not come all at once.
+        pause = self._pause_s * (0.5 + random.random() / 2)
+        self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
+        if isinstance(error, Overloaded):
+            pause = max(pause, error.retry_delay_s)
+        remaining = self.remaining_s()
+        return min(pause, left, left if remaining is None else remaining)
+
+    def _may_go_on(self, error: PageKVError) -> bool:
+        if self._resume_timeout_s <= 0 or (self._n > 1 and (self._any_chunk or self.completions)):
+            return False
+        if isinstance(error, ConnectionLost):
+            return True
+        # A first call that finds no server, or a server that refuses it, is the caller's to know at once. In the middle
+        # of a generation the same means that the server is not back yet; ALREADY_EXISTS, that it has not noticed the
+        # broken call of this request_id.
+        begun = self._interrupted_at is not None or bool(self._received.token_ids)
+        return begun and isinstance(error, (Unavailable, Overloaded, AlreadyExists))

@@ -1,0 +1,232 @@
+"""What the clients take and return: plain values, no protobuf."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, TypedDict
+
+FinishReason: TypeAlias = Literal["stop", "length", "abort"]
+BlockState: TypeAlias = Literal["free", "cached", "active"]
+HealthStatus: TypeAlias = Literal["SERVING", "NOT_SERVING", "SERVICE_UNKNOWN", "UNKNOWN"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message of a conversation; `role` is "system", "user" or "assistant" for most chat templates."""
+
+    role: str
+    content: str
+
+
+# Text, token ids, or a conversation (messages, or mappings with the keys role and content).
+Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage] | Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class MediaHash:
+    """Prompt positions [position, position + length) stand for a medium whose content has this digest."""
+
+    position: int
+    length: int
+    hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class CacheControls:
+    """Whom a request shares cached blocks with, and whether it reads and writes the prefix cache."""
+
+    namespace: str = ""
+    adapter_id: str = ""
+    media_hashes: tuple[MediaHash, ...] = ()
+    read: bool = True
+    write: bool = True
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keyword arguments of every generating method. What is left out takes the server's default (types.proto)."""
+
+    # Softmax temperature, 0 to 100; 0 is greedy. Default 1.
+    temperature: float
+    # Nucleus, above 0 and up to 1. Default 1: off.
+    top_p: float
+    # Only the k likeliest tokens; 0 is off.
+    top_k: int
+    # Only tokens at least this share as likely as the likeliest, 0 to 1; 0 is off.
+    min_p: float
+    # Tokens to generate at most. Default 16, for chat what the context leaves.
+    max_tokens: int
+    # Tokens to generate before anything but max_tokens may end the sequence.
+    min_tokens: int
+    # Seed of the random choices. Default: drawn by the client, so that a broken stream can go on with it.
+    seed: int
+    # String or strings that end the text, which stops before them.
+    stop: str | Sequence[str]
+    # Token ids that end the sequence besides the model's own.
+    stop_token_ids: Sequence[int]
+    # True: the model's end-of-sequence token does not end the sequence.
+    ignore_eos: bool
+    # Above 0 and up to 10. Default 1: off.
+    repetition_penalty: float
+    # -2 to 2. Default 0: off.
+    presence_penalty: float
+    # -2 to 2. Default 0: off.
+    frequency_penalty: float
+    # Return log-probabilities of the chosen token and this many likeliest, 0 to 20.
+    logprobs: int
+    # Added to the logits of single tokens, by token id.
+    logit_bias: Mapping[int, float]
+    # Prefix cache controls.
+    cache: CacheControls
+    # Lower runs earlier, -100 to 100. Default 0.
+    priority: int
+    # Unique among running requests. Default: made by the server.
+    request_id: str
+    # Seconds for the whole generation, resumed parts included. Default: no limit.
+    timeout: float | None
+    # Seconds to go on trying after the connection was lost; 0: never resume. Default: the client's.
+    resume_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probability of a token under the raw logits."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """Log-probabilities at one generated position: the chosen token's, and the likeliest tokens', best first."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """New tokens of one sequence. `token_ids`, `text` and `logprobs` are deltas, the counts are cumulative."""
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...]
+    # Never splits a character; empty while what follows may become a stop string.
+    text: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    logprobs: tuple[PositionLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished sequence."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    # Prompt tokens served from the prefix cache when the sequence was first admitted.
+    cached_tokens: int
+    # What ended it when finish_reason is "stop": one of the two.
+    stop_token_id: int | None = None
+    stop_string: str | None = None
+    # How often the server preempted it.
+    preemptions: int = 0
+    # How often the stream broke and was taken up again.
+    resumes: int = 0
+    logprobs: tuple[PositionLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What is served and with which limits; meanings as in GetModelInfoResponse."""
+
+    model_id: str
+    model_fingerprint: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    has_tokenizer: bool
+    has_chat_template: bool
+    block_size: int
+    num_device_blocks: int
+    num_host_blocks: int
+    backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counters (`_total`, since the manager started) and gauges; meanings and units as in GetStatsResponse."""
+
+    block_size: int
+    num_blocks: int
+    free_blocks: int
+    cached_free_blocks: int
+    active_blocks: int
+    kv_usage: float
+    utilization: float
+    running_sequences: int
+    waiting_sequences: int
+    prompt_tokens_total: int
+    cached_tokens_total: int
+    prefix_hit_rate: float
+    generated_tokens_total: int
+    evicted_blocks_total: int
+    preemptions_total: int
+    steps_total: int
+    computed_tokens_total: int
+    requests_total: int
+    aborted_requests_total: int
+    rejected_requests_total: int
+    executor_restarts_total: int
+    hash_alarms_total: int
+    executor_idle_us_total: int
+    executor_busy_us_total: int
+    executor_attached: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixLookup:
+    """What is cached of a prompt now: leading tokens in device blocks, then further ones in the host pool."""
+
+    prompt_tokens: int
+    device_tokens: int
+    host_tokens: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceBlocks:
+    """The block table of one sequence of a live request: logical block i is physical block `block_ids[i]`."""
+
+    index: int
+    state: str
+    num_tokens: int
+    computed_tokens: int
+    block_ids: tuple[int, ...]
+    # In hex, of the full blocks only.
+    block_hashes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockInfo:
+    """One block of the device pool; the hashes are in hex, empty unless it is in the prefix table."""
+
+    block_id: int
+    ref_count: int
+    state: BlockState
+    block_hash: str
+    parent_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlockList:
+    """Blocks by ascending id; `next_start` is where to go on, None at the end of the pool."""
+
+    blocks: tuple[BlockInfo, ...]
+    next_start: int | None

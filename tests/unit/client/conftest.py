@@ -1,0 +1,110 @@
+"""A scripted server, and one client in its blocking and its asyncio form: every test that takes `client` runs twice."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from scripted_server import ScriptedServer
+
+from pagekv.client import AsyncPageKVClient, AsyncStream, PageKVClient
+
+
+class BlockingStream:
+    """An AsyncStream with the methods of a Stream."""
+
+    def __init__(self, stream: AsyncStream, run: Callable[[Any], Any]) -> None:
+        self._stream, self._run = stream, run
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return self._run(self._stream.__anext__())
+        except StopAsyncIteration:
+            raise StopIteration from None
+
+    def __enter__(self) -> BlockingStream:
+        self._run(self._stream.__aenter__())
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._run(self._stream.__aexit__(*error))
+
+    def close(self) -> None:
+        self._run(self._stream.aclose())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class BlockingAsyncClient:
+    """An AsyncPageKVClient with the methods of a PageKVClient, on an event loop that runs in a thread of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+
+        async def make() -> AsyncPageKVClient:
+            return AsyncPageKVClient(*args, **kwargs)
+
+        self._client = self._run(make())
+
+    def close(self) -> None:
+        self._run(self._client.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def stream(self, *args: Any, **kwargs: Any) -> BlockingStream:
+        return BlockingStream(self._client.stream(*args, **kwargs), self._run)
+
+    def _run(self, awaitable: Any) -> Any:
+        async def wait() -> Any:
+            return await awaitable
+
+        return asyncio.run_coroutine_threadsafe(wait(), self._loop).result()
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._client, name)
+        return lambda *args, **kwargs: self._run(method(*args, **kwargs))
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    script = ScriptedServer()
+    script.start()
+    try:
+        yield script
+        script.finish()
+    finally:
+        script.stop()
+
+
+MakeClient = Callable[..., PageKVClient]
+
+
+@pytest.fixture(params=["sync", "asyncio"])
+def make_client(request: pytest.FixtureRequest) -> Iterator[MakeClient]:
+    """Makes clients of one form; they are closed after the test."""
+    made: list[Any] = []
+
+    def make(target: str, **kwargs: Any) -> Any:
+        made.append(
+            PageKVClient(target, **kwargs) if request.param == "sync" else BlockingAsyncClient(target, **kwargs)
+        )
+        return made[-1]
+
+    yield make
+    for client in made:
+        client.close()
+
+
+@pytest.fixture
+def client(server: ScriptedServer, make_client: MakeClient) -> PageKVClient:
+    return make_client(server.target)
