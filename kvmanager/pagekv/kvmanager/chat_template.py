@@ -36,7 +36,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """A conversation of {"role", "content"} as text that ends where the assistant speaks. Raises ChatTemplateError."""
+        """A conversation of {"role", "content"} as text up to where the assistant speaks. Raises ChatTemplateError."""
         try:
             return self._template.render(
                 messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens

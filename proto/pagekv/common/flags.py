@@ -33,6 +33,9 @@ class FlagParser(argparse.ArgumentParser):
             self._from_env[f"--{name}"] = variable
             # A string default goes through `type`, so the environment is checked like the command line.
             default = self._env[variable]
+            choices = kwargs.get("choices")
+            if choices is not None and default not in choices:  # which argparse checks on the command line only
+                self.error(f"environment variable {variable}: must be one of {', '.join(choices)}, got {default!r}")
         shown = "" if default is None or default == "" else f" [{default}]"
         self.add_argument(f"--{name}", default=default, type=type, help=help.replace("%", "%%") + shown, **kwargs)
 

@@ -50,6 +50,9 @@ def setup_logs(service: str, level: str, fmt: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    # Errors of handlers are logged by the server's interceptor. What gRPC logs besides is a trace for every client
+    # that goes away while it is being written to, which is no error of ours.
+    logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
 
 
 class Log:

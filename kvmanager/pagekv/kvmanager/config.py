@@ -1,0 +1,143 @@
+"""The manager's flags: `pagekv-manager --help` is their documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pagekv.common.flags import FlagParser, address, integer, number, power_of_two
+from pagekv.common.logs import LOG_FORMATS, LOG_LEVELS
+from pagekv.kvmanager.engine_config import EngineConfig
+from pagekv.kvmanager.scheduler import SchedulerLimits
+
+# --tokenizer: as the executor's model has it, or none at all.
+FROM_EXECUTOR, NO_TOKENIZER = "auto", "none"
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerConfig:
+    """Checked values; meanings and bounds as in `pagekv-manager --help`."""
+
+    listen: str
+    # A directory, "demo", a hub id, FROM_EXECUTOR or NO_TOKENIZER.
+    tokenizer: str
+    grace_s: float
+    log_level: str
+    log_format: str
+    # Empty: none is written.
+    port_file: str
+    reflection: bool
+    engine: EngineConfig
+
+
+def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None) -> ManagerConfig:
+    """Reads command line and environment; exits with status 2 and one line that names a bad flag and its bounds."""
+    parser = FlagParser(
+        "pagekv-manager",
+        "The KV-manager: takes requests, decides what is in the KV cache and drives an executor.",
+        env=env,
+    )
+    flag, switch = parser.flag, parser.switch
+    flag(
+        "listen",
+        "address to serve clients on; port 0 takes a free one",
+        default="127.0.0.1:50051",
+        type=address,
+        metavar="HOST:PORT",
+    )
+    flag("executor", "address of the executor to drive", default="127.0.0.1:50052", type=address, metavar="HOST:PORT")
+    flag(
+        "tokenizer",
+        "where the tokenizer is: a directory with tokenizer.json, demo, or a hub id; auto: where the executor's model "
+        "is; none: clients send token ids",
+        default=FROM_EXECUTOR,
+        metavar="WHERE",
+    )
+    flag(
+        "block-size",
+        "tokens in one block: a power of two from 1 to 256",
+        default=16,
+        type=power_of_two(1, 256),
+        metavar="TOKENS",
+    )
+    flag(
+        "num-device-blocks",
+        "blocks in the device pool; 0: as many as fit what the executor measured",
+        default=0,
+        type=integer(0, 2**31 - 1),
+        metavar="N",
+    )
+    flag(
+        "max-batch-tokens",
+        "tokens computed in one step at most",
+        default=2048,
+        type=integer(1, 65536),
+        metavar="TOKENS",
+    )
+    flag("max-running", "sequences that take part in steps at most", default=256, type=integer(1, 65536), metavar="N")
+    flag(
+        "max-queue", "sequences that wait at most; more are refused", default=1024, type=integer(1, 10**6), metavar="N"
+    )
+    flag(
+        "max-model-len",
+        "tokens of prompt and output together; 0: as the model allows",
+        default=0,
+        type=integer(0, 2**31 - 1),
+        metavar="TOKENS",
+    )
+    flag(
+        "watermark",
+        "share of the pool, 0 to 0.5, that new requests leave free for running ones to grow",
+        default=0.01,
+        type=number(0, 0.5),
+        metavar="SHARE",
+    )
+    switch("prefix-cache", "reuse the blocks of equal prompt prefixes", default=True)
+    flag("pipeline-depth", "steps sent ahead: 1 or 2", default=2, type=integer(1, 2), metavar="N")
+    flag(
+        "step-timeout-s",
+        "seconds, 0.1 to 3600, after which an executor that does not answer a step counts as lost",
+        default=60.0,
+        type=number(0.1, 3600),
+        metavar="SECONDS",
+    )
+    switch("take-over", "attach even while another manager drives the executor", default=False)
+    flag(
+        "grace-s",
+        "seconds, 0 to 3600, that running streams get to finish on SIGTERM",
+        default=30.0,
+        type=number(0, 3600),
+        metavar="SECONDS",
+    )
+    flag("log-level", "what to log at least", default="info", choices=LOG_LEVELS)
+    flag("log-format", "how to log", default="text", choices=LOG_FORMATS)
+    flag("port-file", "file to write the bound port to once listening", default="", metavar="PATH")
+    switch("reflection", "let tools such as grpcurl list the services", default=True)
+    args = parser.parse(argv)
+    if args.tokenizer == "":
+        args.tokenizer = FROM_EXECUTOR
+    return ManagerConfig(
+        listen=args.listen,
+        tokenizer=args.tokenizer,
+        grace_s=args.grace_s,
+        log_level=args.log_level,
+        log_format=args.log_format,
+        port_file=args.port_file,
+        reflection=args.reflection,
+        engine=EngineConfig(
+            executor=args.executor,
+            block_size=args.block_size,
+            num_device_blocks=args.num_device_blocks,
+            max_model_len=args.max_model_len,
+            max_queue=args.max_queue,
+            pipeline_depth=args.pipeline_depth,
+            step_timeout_s=args.step_timeout_s,
+            take_over=args.take_over,
+            limits=SchedulerLimits(
+                max_batch_tokens=args.max_batch_tokens,
+                max_running=args.max_running,
+                watermark=args.watermark,
+                prefix_cache=args.prefix_cache,
+            ),
+        ),
+    )

@@ -1,0 +1,127 @@
+"""One Generate call: from a validated command to the messages of its answer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from pagekv.kvmanager.engine import Engine
+from pagekv.kvmanager.request import FinishReason, GenerateCommand, TokenLogprobs
+from pagekv.kvmanager.sequence_output import OutputDelta, SequenceOutput
+from pagekv.kvmanager.serving_state import Served
+from pagekv.kvmanager.stop_strings import StopStrings
+from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.v1 import types_pb2
+
+FINISH_REASONS = {
+    FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: types_pb2.FINISH_REASON_ABORT,
+}
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """What has been reported of one sequence; its whole output goes into GenerateComplete."""
+
+    output: SequenceOutput
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cached_tokens: int = 0
+    preemptions: int = 0
+
+
+class Generation:
+    """States: built → running → closed. `close` is called on every way out and aborts what still runs."""
+
+    def __init__(
+        self, engine: Engine, served: Served, command: GenerateCommand, stops: Sequence[str], *, only_complete: bool
+    ) -> None:
+        self._engine = engine
+        self._command = command
+        self._only_complete = only_complete
+        self._eos = served.model.eos_token_ids
+        self._prompt_tokens = len(command.prompt_ids) - command.resumed_tokens
+        prepared = StopStrings(stops)
+        self._sequences = [_Sequence(SequenceOutput(command, prepared, served.tokenizer)) for _ in range(command.n)]
+        # Sequences that the engine is still generating for this call.
+        self._open: set[int] = set()
+
+    async def run(self) -> AsyncIterator[pb.GenerateResponse]:
+        """The messages in order. Raises what `Engine.submit` raises, and what the engine fails the stream with."""
+        ended = self._sequences[0].output.end_of_resumed(self._eos)
+        if ended is not None:
+            yield self._complete(0, ended)
+            return
+        stream = self._engine.submit(self._command)
+        self._open = set(range(self._command.n))
+        while self._open:
+            try:
+                deltas = await stream.take()
+            except Exception:
+                self._open.clear()  # the engine has given the request up
+                raise
+            for delta in deltas:
+                if delta.index not in self._open:
+                    continue  # tokens behind a stop string
+                sequence = self._sequences[delta.index]
+                sequence.cached_tokens, sequence.preemptions = delta.cached_tokens, delta.preemptions
+                out = sequence.output.take(delta)
+                sequence.token_ids += out.token_ids
+                sequence.texts.append(out.text)
+                sequence.logprobs += out.logprobs
+                if out.finish is not None:
+                    self._open.discard(delta.index)
+                    if delta.finish is None:
+                        self._engine.stop_sequence(self._command.request_id, delta.index)
+                if (out.token_ids or out.text) and not self._only_complete:
+                    yield self._chunk(delta.index, out)
+                if out.finish is not None:
+                    yield self._complete(delta.index, out)
+
+    def close(self) -> None:
+        """Aborts the request if the engine still generates for it. Idempotent."""
+        if self._open:
+            self._open.clear()
+            self._engine.abort(self._command.request_id)
+
+    def _chunk(self, index: int, out: OutputDelta) -> pb.GenerateResponse:
+        sequence = self._sequences[index]
+        chunk = pb.GenerateChunk(
+            index=index,
+            token_ids=out.token_ids,
+            text=out.text,
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=sequence.output.num_tokens,
+            cached_tokens=sequence.cached_tokens,
+            logprobs=map(_position_logprobs, out.logprobs),
+        )
+        return pb.GenerateResponse(request_id=self._command.request_id, chunk=chunk)
+
+    def _complete(self, index: int, out: OutputDelta) -> pb.GenerateResponse:
+        sequence = self._sequences[index]
+        assert out.finish is not None
+        complete = pb.GenerateComplete(
+            index=index,
+            finish_reason=FINISH_REASONS[out.finish],
+            output_ids=sequence.token_ids,
+            text="".join(sequence.texts),
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=sequence.output.num_tokens,
+            cached_tokens=sequence.cached_tokens,
+            preemptions=sequence.preemptions,
+            logprobs=map(_position_logprobs, sequence.logprobs),
+        )
+        if out.stop_token_id is not None:
+            complete.stop_token_id = out.stop_token_id
+        elif out.stop_string is not None:
+            complete.stop_string = out.stop_string
+        return pb.GenerateResponse(request_id=self._command.request_id, complete=complete)
+
+
+def _position_logprobs(logprobs: TokenLogprobs) -> types_pb2.PositionLogprobs:
+    return types_pb2.PositionLogprobs(
+        chosen=types_pb2.TokenLogprob(token_id=logprobs.token_id, logprob=logprobs.logprob),
+        top=[types_pb2.TokenLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in logprobs.top],
+    )

@@ -1,0 +1,89 @@
+"""pagekv.v1.InferenceService: thin handlers between gRPC and the engine loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from pagekv.common.errors import InvalidRequest
+from pagekv.kvmanager.engine import Engine
+from pagekv.kvmanager.generation import Generation
+from pagekv.kvmanager.prompt_input import PromptReader, check_token_ids
+from pagekv.kvmanager.serving_state import ServingState
+from pagekv.kvmanager.validation import check_request_id, read_generate
+from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.v1 import inference_service_pb2_grpc as pb_grpc
+
+MAX_ABORT_IDS = 1024
+# Token ids that Tokenize answers with and Detokenize takes at most.
+MAX_CODEC_TOKENS = 2**20
+# Longer lists of ids are decoded in a thread.
+INLINE_TOKENS = 1024
+
+
+class InferenceService(pb_grpc.InferenceServiceServicer):
+    """Errors are raised as `PageKVError`; the server's interceptor turns them into statuses."""
+
+    def __init__(self, engine: Engine, state: ServingState) -> None:
+        self._engine = engine
+        self._state = state
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        served = self._state.served()
+        command, stops = await read_generate(request, served.model, served.tokenizer)
+        generation = Generation(self._engine, served, command, stops, only_complete=request.only_complete)
+        # Also called when the call is cancelled while a message is being written, where no `finally` here would run.
+        context.add_done_callback(lambda _: generation.close())
+        async for response in generation.run():
+            yield response
+
+    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
+        ids = list(dict.fromkeys(request.request_ids))
+        if not 1 <= len(ids) <= MAX_ABORT_IDS:
+            raise InvalidRequest("request_ids", f"must have from 1 to {MAX_ABORT_IDS} ids, has {len(ids)}")
+        for index, request_id in enumerate(request.request_ids):
+            check_request_id(f"request_ids[{index}]", request_id)
+        return pb.AbortResponse(aborted=[request_id for request_id in ids if self._engine.abort(request_id)])
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        served = self._state.served()
+        reader = PromptReader(
+            served.tokenizer, served.model.vocab_size, MAX_CODEC_TOKENS, "what Tokenize answers with at most"
+        )
+        kind = request.WhichOneof("input")
+        if kind is None:
+            raise InvalidRequest("input", "exactly one of text and chat must be set")
+        ids = await (reader.text(request.text) if kind == "text" else reader.chat(request.chat))
+        return pb.TokenizeResponse(token_ids=ids)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
+        served = self._state.served()
+        tokenizer = served.tokenizer
+        if tokenizer is None:
+            raise InvalidRequest("token_ids", "this deployment has no tokenizer")
+        if len(request.token_ids) > MAX_CODEC_TOKENS:
+            raise InvalidRequest("token_ids", f"must have at most {MAX_CODEC_TOKENS} ids, has {len(request.token_ids)}")
+        ids = list(request.token_ids)
+        if not ids:
+            return pb.DetokenizeResponse()
+        check_token_ids("token_ids", ids, served.model.vocab_size)
+        text = tokenizer.decode(ids) if len(ids) <= INLINE_TOKENS else await asyncio.to_thread(tokenizer.decode, ids)
+        return pb.DetokenizeResponse(text=text)
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
+        served = self._state.served()
+        model, tokenizer = served.model, served.tokenizer
+        return pb.GetModelInfoResponse(
+            model_id=model.model_id,
+            model_fingerprint=model.model_fingerprint,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            has_tokenizer=tokenizer is not None,
+            has_chat_template=tokenizer is not None and tokenizer.chat_template is not None,
+            block_size=model.block_size,
+            num_device_blocks=model.num_device_blocks,
+            num_host_blocks=model.num_host_blocks,
+            backend=model.backend,
+        )

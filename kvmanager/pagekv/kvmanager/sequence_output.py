@@ -1,0 +1,93 @@
+"""What a client sees of one sequence: its tokens as text, cut before a stop string or stop token."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from pagekv.kvmanager.detokenizer import Detokenizer
+from pagekv.kvmanager.request import FinishReason, GenerateCommand, SequenceDelta, TokenLogprobs
+from pagekv.kvmanager.stop_strings import StopMatcher, StopStrings
+from pagekv.kvmanager.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class OutputDelta:
+    """News of one sequence as they are reported. Tokens behind the one that completed a stop string are left out."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: FinishReason | None = None
+    stop_token_id: int | None = None
+    stop_string: str | None = None
+
+
+class SequenceOutput:
+    """One sequence's way from tokens to text. Without a tokenizer the text stays empty."""
+
+    def __init__(self, command: GenerateCommand, stops: StopStrings, tokenizer: Tokenizer | None) -> None:
+        """Takes in resumed tokens at once: text of theirs that is still held back comes with the first new tokens."""
+        num_prompt = len(command.prompt_ids) - command.resumed_tokens
+        self._resumed = command.prompt_ids[num_prompt:]
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, command.prompt_ids[:num_prompt])
+        self._matcher = StopMatcher(stops)
+        self._sampling = command.sampling
+        self._resumed_match: str | None = None
+        # Tokens generated, resumed ones included.
+        self.num_tokens = 0
+        for token_id in self._resumed:
+            _, self._resumed_match = self._add(token_id)
+            if self._resumed_match is not None:
+                break
+
+    def end_of_resumed(self, eos_token_ids: Collection[int]) -> OutputDelta | None:
+        """The end to report at once when the resumed tokens are a whole output already; None: there is more to come.
+
+        That is the case when a stream broke between its last token and its end. The last token's message had the last
+        of the text with it.
+        """
+        if not self._resumed:
+            return None
+        if self._resumed_match is not None:
+            return OutputDelta(finish=FinishReason.STOP, stop_string=self._resumed_match)
+        last, sampling = self._resumed[-1], self._sampling
+        ends = last in sampling.stop_token_ids or (last in eos_token_ids and not sampling.ignore_eos)
+        if ends and self.num_tokens >= sampling.min_tokens:
+            return OutputDelta(finish=FinishReason.STOP, stop_token_id=last)
+        if self.num_tokens >= sampling.max_tokens:
+            return OutputDelta(finish=FinishReason.LENGTH)
+        return None
+
+    def take(self, delta: SequenceDelta) -> OutputDelta:
+        """Turns the engine's news into what is reported. After a delta with `finish` set it must not be called again.
+
+        A `finish` where the engine's delta has none means that a stop string was found: the engine must be told.
+        """
+        out = OutputDelta(finish=delta.finish, stop_token_id=delta.stop_token_id)
+        for position, token_id in enumerate(delta.token_ids):
+            out.token_ids.append(token_id)
+            if delta.stop_token_id is not None and position == len(delta.token_ids) - 1:
+                self.num_tokens += 1  # the stop token is reported and has no text
+                break
+            text, stop_string = self._add(token_id)
+            out.text += text
+            if stop_string is not None:
+                out.finish, out.stop_token_id, out.stop_string = FinishReason.STOP, None, stop_string
+                break
+        out.logprobs = delta.logprobs[: len(out.token_ids)]
+        if out.finish is not None and out.stop_string is None:
+            out.text += self._flush()
+        return out
+
+    def _add(self, token_id: int) -> tuple[str, str | None]:
+        self.num_tokens += 1
+        if self._detokenizer is None:
+            return "", None
+        return self._matcher.feed(self._detokenizer.add(token_id), self.num_tokens >= self._sampling.min_tokens)
+
+    def _flush(self) -> str:
+        if self._detokenizer is None:
+            return ""
+        text, _ = self._matcher.feed(self._detokenizer.flush(), may_stop=False)
+        return text + self._matcher.flush()

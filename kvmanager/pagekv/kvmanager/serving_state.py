@@ -1,0 +1,40 @@
+"""What the services need to know to take a request: the model attached and its tokenizer, or why there is none yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagekv.common.errors import Unavailable
+from pagekv.kvmanager.engine import Engine, ModelInfo
+from pagekv.kvmanager.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model that requests can be read for."""
+
+    model: ModelInfo
+    tokenizer: Tokenizer | None
+
+
+class ServingState:
+    """Shared by the services of one manager. Starting (no tokenizer looked for) → open ⇄ closed while it changes."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._tokenizer: Tokenizer | None = None
+        self._fingerprint: str | None = None
+
+    def open(self, fingerprint: str, tokenizer: Tokenizer | None) -> None:
+        """From now on requests for the model of this fingerprint are read with `tokenizer`; None: token ids only."""
+        self._fingerprint = fingerprint
+        self._tokenizer = tokenizer
+
+    def served(self) -> Served:
+        """The model and its tokenizer. Raises Unavailable until both are known."""
+        model = self._engine.model
+        if model is None:
+            raise Unavailable("no executor is attached yet")
+        if model.model_fingerprint != self._fingerprint:
+            raise Unavailable("the tokenizer is being loaded")
+        return Served(model, self._tokenizer)

@@ -1,0 +1,204 @@
+"""GenerateRequest to GenerateCommand: every field is checked here, once, and refused by name with its bounds."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pagekv.common.errors import InvalidRequest
+from pagekv.kvmanager.engine import ModelInfo
+from pagekv.kvmanager.prompt_input import PromptReader, check_token_ids
+from pagekv.kvmanager.request import CacheIdentity, GenerateCommand, MediaSpan, SamplingParams
+from pagekv.kvmanager.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from pagekv.v1 import inference_service_pb2, types_pb2
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+MAX_N = 64
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIASES = 1024
+MAX_PRIORITY = 100
+MAX_NAME_BYTES = 256
+MAX_MEDIA = 256
+MAX_MEDIA_HASH_CHARACTERS = 128
+DEFAULT_MAX_TOKENS = 16
+
+
+async def read_generate(
+    request: inference_service_pb2.GenerateRequest, model: ModelInfo, tokenizer: Tokenizer | None
+) -> tuple[GenerateCommand, list[str]]:
+    """The command for the engine, and the stop strings, which are the edge's own matter. Raises InvalidRequest.
+
+    What costs little is checked first: a request that is wrong elsewhere is refused before its text is encoded.
+    """
+    request_id = request.request_id or f"req-{secrets.token_hex(12)}"
+    check_request_id("request_id", request_id)
+    _check("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    params = request.sampling_params
+    n = params.n if params.HasField("n") else 1
+    _check("sampling_params.n", n, 1, MAX_N)
+    sampling = _read_sampling(params, model.vocab_size)
+    stops = _read_stops(params, tokenizer)
+    kind, resumed = request.WhichOneof("input"), request.resumed_tokens
+    if resumed and kind != "tokenized":
+        raise InvalidRequest("resumed_tokens", f"must be 0 unless the input is tokenized, got {resumed}")
+    if resumed and n != 1:
+        raise InvalidRequest("resumed_tokens", f"must be 0 unless sampling_params.n is 1, got {resumed} with n of {n}")
+    identity = read_cache_controls(request.cache)
+
+    # A prompt leaves room for one token of output at least; resumed tokens are output.
+    limit = model.max_model_len if resumed else model.max_model_len - 1
+    prompt = await PromptReader(tokenizer, model.vocab_size, limit, _context(model)).read(request)
+    if resumed >= len(prompt):
+        raise InvalidRequest("resumed_tokens", f"must be below the number of input ids ({len(prompt)}), got {resumed}")
+    num_prompt = len(prompt) - resumed
+    check_media(identity, num_prompt)
+    left = model.max_model_len - num_prompt
+    if params.HasField("max_tokens"):
+        max_tokens = params.max_tokens
+        if not 1 <= max_tokens <= left:
+            raise InvalidRequest(
+                "sampling_params.max_tokens",
+                f"must be from 1 to {left} ({_context(model)}, the prompt takes {num_prompt}), got {max_tokens}",
+            )
+    else:
+        max_tokens = left if kind == "chat" else min(DEFAULT_MAX_TOKENS, left)
+    if resumed > max_tokens:
+        raise InvalidRequest("resumed_tokens", f"must be from 0 to max_tokens ({max_tokens}), got {resumed}")
+    if params.min_tokens > max_tokens:
+        raise InvalidRequest(
+            "sampling_params.min_tokens", f"must be from 0 to max_tokens ({max_tokens}), got {params.min_tokens}"
+        )
+    command = GenerateCommand(
+        request_id=request_id,
+        prompt_ids=prompt,
+        sampling=replace(sampling, max_tokens=max_tokens, min_tokens=params.min_tokens),
+        n=n,
+        resumed_tokens=resumed,
+        identity=identity,
+        priority=request.priority,
+    )
+    return command, stops
+
+
+def check_request_id(field: str, request_id: str) -> None:
+    """Raises InvalidRequest unless `request_id` is one that Generate takes."""
+    if not REQUEST_ID.fullmatch(request_id):
+        raise InvalidRequest(field, f"must be 1 to 128 characters of [A-Za-z0-9._:-], got {_quote(request_id)}")
+
+
+def _context(model: ModelInfo) -> str:
+    return f"the context has {model.max_model_len} tokens"
+
+
+def _read_sampling(params: types_pb2.SamplingParams, vocab_size: int) -> SamplingParams:
+    """Everything but max_tokens and min_tokens, whose bounds depend on the prompt."""
+
+    given: dict[str, Any] = {descriptor.name: value for descriptor, value in params.ListFields()}
+
+    def number(name: str, default: float, low: float, high: float, above: bool = False) -> float:
+        value: float = given.get(name, default)
+        _check(f"sampling_params.{name}", value, low, high, above)
+        return value
+
+    def whole(name: str, default: int, low: int, high: int) -> int:
+        value: int = given.get(name, default)
+        _check(f"sampling_params.{name}", value, low, high)
+        return value
+
+    return SamplingParams(
+        temperature=number("temperature", 1.0, 0, 100),
+        top_p=number("top_p", 1.0, 0, 1, above=True),
+        top_k=whole("top_k", 0, 0, vocab_size),
+        min_p=number("min_p", 0.0, 0, 1),
+        seed=given.get("seed", secrets.randbits(64)),
+        stop_token_ids=_read_stop_token_ids(params, vocab_size),
+        ignore_eos=params.ignore_eos,
+        repetition_penalty=number("repetition_penalty", 1.0, 0, 10, above=True),
+        presence_penalty=number("presence_penalty", 0.0, -2, 2),
+        frequency_penalty=number("frequency_penalty", 0.0, -2, 2),
+        logprobs=whole("logprobs", 0, 0, MAX_LOGPROBS) if "logprobs" in given else None,
+        logit_bias=_read_logit_bias(params, vocab_size),
+    )
+
+
+def _read_stop_token_ids(params: types_pb2.SamplingParams, vocab_size: int) -> tuple[int, ...]:
+    field = "sampling_params.stop_token_ids"
+    _check_count(field, len(params.stop_token_ids), MAX_STOP_TOKEN_IDS)
+    if params.stop_token_ids:
+        check_token_ids(field, list(params.stop_token_ids), vocab_size)
+    return tuple(params.stop_token_ids)
+
+
+def _read_stops(params: types_pb2.SamplingParams, tokenizer: Tokenizer | None) -> list[str]:
+    _check_count("sampling_params.stop", len(params.stop), MAX_STOPS)
+    for index, stop in enumerate(params.stop):
+        if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
+            raise InvalidRequest(
+                f"sampling_params.stop[{index}]", f"must be from 1 to {MAX_STOP_CHARACTERS} characters, has {len(stop)}"
+            )
+    if params.stop and tokenizer is None:
+        raise InvalidRequest("sampling_params.stop", "this deployment has no tokenizer; use stop_token_ids")
+    return list(params.stop)
+
+
+def _read_logit_bias(params: types_pb2.SamplingParams, vocab_size: int) -> dict[int, float]:
+    field = "sampling_params.logit_bias"
+    _check_count(field, len(params.logit_bias), MAX_LOGIT_BIASES)
+    for token_id, bias in params.logit_bias.items():
+        if token_id >= vocab_size:
+            raise InvalidRequest(field, f"token ids must be from 0 to {vocab_size - 1}, got {token_id}")
+        _check(f"{field}[{token_id}]", bias, -100, 100)
+    return dict(params.logit_bias)
+
+
+def read_cache_controls(cache: types_pb2.CacheControls) -> CacheIdentity:
+    """The cache identity of a request; `check_media` checks it against the prompt. Raises InvalidRequest."""
+    for field, value in (("cache.namespace", cache.namespace), ("cache.adapter_id", cache.adapter_id)):
+        size = len(value.encode())
+        if size > MAX_NAME_BYTES:
+            raise InvalidRequest(field, f"must be at most {MAX_NAME_BYTES} bytes of UTF-8, has {size}")
+    _check_count("cache.media_hashes", len(cache.media_hashes), MAX_MEDIA)
+    for index, media in enumerate(cache.media_hashes):
+        if not 1 <= len(media.hash) <= MAX_MEDIA_HASH_CHARACTERS:
+            raise InvalidRequest(
+                f"cache.media_hashes[{index}].hash",
+                f"must be from 1 to {MAX_MEDIA_HASH_CHARACTERS} characters, has {len(media.hash)}",
+            )
+    return CacheIdentity(
+        namespace=cache.namespace,
+        adapter_id=cache.adapter_id,
+        media=tuple(MediaSpan(media.position, media.length, media.hash) for media in cache.media_hashes),
+        read=not cache.no_read,
+        write=not cache.no_write,
+    )
+
+
+def check_media(identity: CacheIdentity, num_prompt: int) -> None:
+    """Raises InvalidRequest unless every medium lies inside a prompt of `num_prompt` tokens."""
+    for index, span in enumerate(identity.media):
+        field = f"cache.media_hashes[{index}]"
+        _check(f"{field}.position", span.position, 0, num_prompt - 1)
+        _check(f"{field}.length", span.length, 1, num_prompt - span.position)
+
+
+def _check(field: str, value: float, low: float, high: float, above: bool = False) -> None:
+    """Refuses values outside [low, high], or (low, high] if `above`; NaN and infinities are outside."""
+    if not low <= value <= high or (above and value == low):
+        bounds = f"above {low:g} and up to {high:g}" if above else f"from {low} to {high}"
+        raise InvalidRequest(field, f"must be {bounds}, got {value}")
+
+
+def _check_count(field: str, count: int, most: int) -> None:
+    if count > most:
+        raise InvalidRequest(field, f"must have at most {most} entries, has {count}")
+
+
+def _quote(text: str) -> str:
+    return repr(text) if len(text) <= 64 else f"{text[:64]!r}... ({len(text)} characters)"

@@ -1,0 +1,94 @@
+"""The manager's flags: defaults, environment, and refusals that name flag and bounds."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagekv.kvmanager.config import ManagerConfig, parse_config
+from pagekv.kvmanager.engine_config import EngineConfig
+from pagekv.kvmanager.scheduler import SchedulerLimits
+
+DEFAULTS = ManagerConfig(
+    listen="127.0.0.1:50051",
+    tokenizer="auto",
+    grace_s=30.0,
+    log_level="info",
+    log_format="text",
+    port_file="",
+    reflection=True,
+    engine=EngineConfig(
+        executor="127.0.0.1:50052",
+        block_size=16,
+        num_device_blocks=0,
+        max_model_len=0,
+        max_queue=1024,
+        pipeline_depth=2,
+        step_timeout_s=60.0,
+        take_over=False,
+        limits=SchedulerLimits(max_batch_tokens=2048, max_running=256, watermark=0.01, prefix_cache=True),
+    ),
+)
+
+
+def test_defaults() -> None:
+    assert parse_config([], {}) == DEFAULTS
+    assert parse_config(["--tokenizer", ""], {}) == DEFAULTS
+
+
+def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
+    env = {
+        "PAGEKV_LISTEN": "unix:/run/pagekv",
+        "PAGEKV_TOKENIZER": "none",
+        "PAGEKV_GRACE_S": "0.5",
+        "PAGEKV_LOG_LEVEL": "debug",
+        "PAGEKV_LOG_FORMAT": "json",
+        "PAGEKV_PORT_FILE": "/tmp/port",
+        "PAGEKV_REFLECTION": "no",
+        "PAGEKV_EXECUTOR": "executor:1",
+        "PAGEKV_BLOCK_SIZE": "256",
+        "PAGEKV_NUM_DEVICE_BLOCKS": "7",
+        "PAGEKV_MAX_MODEL_LEN": "100",
+        "PAGEKV_MAX_QUEUE": "3",
+        "PAGEKV_PIPELINE_DEPTH": "1",
+        "PAGEKV_STEP_TIMEOUT_S": "2",
+        "PAGEKV_TAKE_OVER": "1",
+        "PAGEKV_MAX_BATCH_TOKENS": "64",
+        "PAGEKV_MAX_RUNNING": "5",
+        "PAGEKV_WATERMARK": "0.25",
+        "PAGEKV_PREFIX_CACHE": "off",
+    }
+    limits = SchedulerLimits(max_batch_tokens=64, max_running=5, watermark=0.25, prefix_cache=False)
+    engine = EngineConfig("executor:1", 256, 7, 100, 3, 1, 2.0, True, limits)
+    expected = ManagerConfig("unix:/run/pagekv", "none", 0.5, "debug", "json", "/tmp/port", False, engine)
+    assert parse_config([], env) == expected
+    assert parse_config(["--max-queue", "9"], env).engine.max_queue == 9
+
+
+@pytest.mark.parametrize(
+    ("argv", "env", "words"),
+    [
+        (["--block-size", "24"], {}, "--block-size: must be a power of two from 1 to 256, got '24'"),
+        (["--listen", "50051"], {}, "--listen: must be host:port"),
+        (["--executor", "host:99999"], {}, "--executor: must be host:port"),
+        (["--num-device-blocks", "-1"], {}, "--num-device-blocks: must be a whole number from 0"),
+        (["--max-batch-tokens", "0"], {}, "--max-batch-tokens: must be a whole number from 1 to 65536"),
+        (["--max-running", "x"], {}, "--max-running: must be a whole number from 1 to 65536, got 'x'"),
+        (["--max-queue", "0"], {}, "--max-queue: must be a whole number from 1 to 1000000"),
+        (["--max-model-len", "-1"], {}, "--max-model-len: must be a whole number from 0"),
+        (["--watermark", "nan"], {}, "--watermark: must be a number from 0 to 0.5, got 'nan'"),
+        (["--pipeline-depth", "3"], {}, "--pipeline-depth: must be a whole number from 1 to 2, got '3'"),
+        (["--step-timeout-s", "0"], {}, "--step-timeout-s: must be a number from 0.1 to 3600"),
+        (["--grace-s", "-1"], {}, "--grace-s: must be a number from 0 to 3600"),
+        (["--log-level", "loud"], {}, "--log-level: invalid choice: 'loud'"),
+        ([], {"PAGEKV_MAX_QUEUE": "0"}, "--max-queue (from PAGEKV_MAX_QUEUE): must be"),
+        ([], {"PAGEKV_LOG_FORMAT": "xml"}, "PAGEKV_LOG_FORMAT: must be one of text, json, got 'xml'"),
+        ([], {"PAGEKV_PREFIX_CACHE": "maybe"}, "PAGEKV_PREFIX_CACHE: must be true or false"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(
+    argv: list[str], env: dict[str, str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_config(argv, env)
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err

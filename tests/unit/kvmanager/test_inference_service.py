@@ -1,0 +1,557 @@
+"""InferenceService over a real gRPC server on a socket, with an engine that does what the test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import grpc
+import pytest
+import small_tokenizers
+from fake_engine import MODEL, FakeEngine
+from google.rpc import error_details_pb2, status_pb2
+
+from pagekv.common.errors import STATUS_DETAILS_KEY, InvalidRequest, Overloaded, Unavailable
+from pagekv.common.server import GrpcServer
+from pagekv.kvmanager.chat_template import ChatTemplate
+from pagekv.kvmanager.inference_service import InferenceService
+from pagekv.kvmanager.request import FinishReason, SequenceDelta, TokenLogprobs
+from pagekv.kvmanager.serving_state import ServingState
+from pagekv.kvmanager.tokenizer import Tokenizer
+from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.v1 import inference_service_pb2_grpc as pb_grpc
+from pagekv.v1 import types_pb2
+
+TOKENIZER = Tokenizer(
+    small_tokenizers.byte_level(), ChatTemplate("{% for m in messages %}<|user|>{{ m.content }}{% endfor %}", {})
+)
+STOP, LENGTH, ABORT = types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH, types_pb2.FINISH_REASON_ABORT
+
+
+def tokens_of(text: str) -> list[int]:
+    return TOKENIZER.encode(text, special_tokens=False, limit=999)
+
+
+def bytes_of(text: str) -> list[int]:
+    """One token per byte of UTF-8."""
+    byte_tokens = {TOKENIZER.token_bytes(token_id): token_id for token_id in range(3, 3 + 256)}
+    return [byte_tokens[bytes([byte])] for byte in text.encode()]
+
+
+def request(request_id: str = "r", **fields: Any) -> pb.GenerateRequest:
+    params = types_pb2.SamplingParams(**{"max_tokens": 40, **fields.pop("params", {})})
+    prompt = types_pb2.TokenizedInput(input_ids=fields.pop("ids", tokens_of("In the")))
+    return pb.GenerateRequest(request_id=request_id, tokenized=prompt, sampling_params=params, **fields)
+
+
+class Stream:
+    """The messages of a call, one at a time."""
+
+    def __init__(self, call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]) -> None:
+        self.cancel, self.code = call.cancel, call.code
+        self._call = call
+
+    async def read(self) -> pb.GenerateResponse:
+        message = await self._call.read()
+        assert isinstance(message, pb.GenerateResponse), "the stream has ended"
+        return message
+
+    async def rest(self) -> list[pb.GenerateResponse]:
+        """Every message still to come."""
+        messages: list[pb.GenerateResponse] = []
+        while isinstance(message := await self._call.read(), pb.GenerateResponse):
+            messages.append(message)
+        return messages
+
+
+class Harness:
+    def __init__(self, engine: FakeEngine, stub: pb_grpc.InferenceServiceAsyncStub) -> None:
+        self.engine = engine
+        self.stub = stub
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        for _ in range(5000):
+            if condition():
+                return
+            await asyncio.sleep(0.002)
+        raise AssertionError("it did not come to that")
+
+    async def start(self, message: pb.GenerateRequest) -> Stream:
+        """A call whose request has reached the engine."""
+        call = self.stub.Generate(message)
+        await self.until(lambda: message.request_id in self.engine.live)
+        return Stream(call)
+
+
+@asynccontextmanager
+async def serving(tokenizer: Tokenizer | None = TOKENIZER, opened: bool = True) -> AsyncIterator[Harness]:
+    engine = FakeEngine()
+    state = ServingState(engine)
+    if opened:
+        state.open(MODEL.model_fingerprint, tokenizer)
+    server = GrpcServer("127.0.0.1:0", ["pagekv.v1.InferenceService"])
+    pb_grpc.add_InferenceServiceServicer_to_server(InferenceService(engine, state), server.server)
+    port = await server.start()
+    options = [("grpc.max_send_message_length", -1)]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
+        try:
+            yield Harness(engine, cast("pb_grpc.InferenceServiceAsyncStub", pb_grpc.InferenceServiceStub(channel)))
+        finally:
+            await server.stop(0)
+
+
+def run(body: Callable[[Harness], Awaitable[None]], **how: Any) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(30), serving(**how) as harness:
+            await body(harness)
+
+    asyncio.run(main())
+
+
+async def refusal(call: Any) -> tuple[grpc.StatusCode, str, status_pb2.Status]:
+    """Status code, message and google.rpc details of a call that fails."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in call:
+            pass
+    status = status_pb2.Status()
+    trailing = dict(caught.value.trailing_metadata() or ())
+    status.ParseFromString(cast("bytes", trailing[STATUS_DETAILS_KEY]))
+    return caught.value.code(), caught.value.details() or "", status
+
+
+def detail(status: status_pb2.Status, message: Any) -> Any:
+    for packed in status.details:
+        if packed.Is(message.DESCRIPTOR):
+            packed.Unpack(message)
+            return message
+    raise AssertionError(f"no {message.DESCRIPTOR.name} in {status}")
+
+
+def test_a_stream_of_chunks_and_its_end() -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request())
+        smile = bytes_of("😀")
+        first, second = tokens_of(" beginning ") + smile[:1], smile[1:]
+        h.engine.push("r", *first)
+        chunk = (await call.read()).chunk
+        assert (list(chunk.token_ids), chunk.text, chunk.index) == (first, " beginning ", 0)
+        assert (chunk.prompt_tokens, chunk.completion_tokens, chunk.cached_tokens) == (2, len(first), 4)
+        h.engine.push("r", *second)
+        chunk = (await call.read()).chunk
+        assert (list(chunk.token_ids), chunk.text) == (second, "😀")
+        assert chunk.completion_tokens == len(first) + 3
+        h.engine.push("r", 50, finish=FinishReason.LENGTH)
+        last = await call.read()
+        assert last.request_id == "r"
+        assert list(last.chunk.token_ids) == [50]
+        complete = (await call.read()).complete
+        assert complete.finish_reason == LENGTH
+        assert list(complete.output_ids) == [*first, *second, 50]
+        assert complete.text == " beginning 😀" + TOKENIZER.decode([50])
+        assert (complete.prompt_tokens, complete.completion_tokens) == (2, len(first) + 4)
+        assert (complete.cached_tokens, complete.preemptions) == (4, 2)
+        assert complete.WhichOneof("matched_stop") is None
+        assert await call.rest() == []
+        assert await call.code() is grpc.StatusCode.OK
+        assert h.engine.aborted == []
+        assert h.engine.commands[0].prompt_ids == tokens_of("In the")
+
+    run(body)
+
+
+def test_a_stop_token_is_reported_and_has_no_text() -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request(params={"stop_token_ids": tokens_of("d")}))
+        h.engine.push("r", *tokens_of("a"), *tokens_of("d"), finish=FinishReason.STOP)
+        chunk = (await call.read()).chunk
+        assert (list(chunk.token_ids), chunk.text) == (tokens_of("a") + tokens_of("d"), "a")
+        complete = (await call.read()).complete
+        assert (complete.finish_reason, complete.stop_token_id, complete.text) == (STOP, tokens_of("d")[0], "a")
+        assert complete.WhichOneof("matched_stop") == "stop_token_id"
+
+    run(body)
+
+
+def test_a_stop_string_across_chunks_ends_the_sequence_and_trims_the_rest() -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request(params={"stop": ["\n#"], "logprobs": 0}))
+        for text in ["a\n", "#bc"]:
+            ids = [token for character in text for token in tokens_of(character)]
+            logprobs = [TokenLogprobs(token, -0.5) for token in ids]
+            h.engine.live["r"].push(SequenceDelta(0, ids, logprobs))
+            if text == "a\n":
+                chunk = (await call.read()).chunk
+                assert (len(chunk.token_ids), chunk.text) == (2, "a")
+        chunk = (await call.read()).chunk
+        assert (list(chunk.token_ids), chunk.text) == (tokens_of("#"), "")
+        assert len(chunk.logprobs) == 1
+        complete = (await call.read()).complete
+        assert (complete.finish_reason, complete.stop_string, complete.text) == (STOP, "\n#", "a")
+        assert list(complete.output_ids) == tokens_of("a") + tokens_of("\n") + tokens_of("#")
+        assert complete.completion_tokens == len(complete.logprobs) == 3
+        assert await call.rest() == []
+        assert h.engine.stopped == [("r", 0)]
+        assert h.engine.aborted == []
+
+    run(body)
+
+
+def test_a_stop_string_before_min_tokens_is_text() -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request(params={"stop": ["b"], "min_tokens": 3}))
+        h.engine.push("r", *(tokens_of("a") + tokens_of("b") + tokens_of("a") + tokens_of("b") + tokens_of("a")))
+        chunk = (await call.read()).chunk
+        assert (chunk.text, len(chunk.token_ids)) == ("aba", 4)
+        assert (await call.read()).complete.stop_string == "b"
+
+    run(body)
+
+
+def test_text_held_back_for_a_stop_string_comes_with_the_end() -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request(params={"stop": ["xyz"]}))
+        h.engine.push("r", *tokens_of("x"))
+        assert (await call.read()).chunk.text == ""
+        h.engine.push("r", *tokens_of("y"), finish=FinishReason.LENGTH)
+        assert (await call.read()).chunk.text == "xy"
+        assert (await call.read()).complete.text == "xy"
+
+    run(body)
+
+
+def test_a_slow_reader_gets_its_tokens_in_one_chunk() -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request())
+        for _ in range(20):
+            h.engine.push("r", 50)
+        h.engine.push("r", 51, finish=FinishReason.LENGTH)
+        chunks = await call.rest()
+        assert len(chunks) == 2
+        assert list(chunks[0].chunk.token_ids) == [50] * 20 + [51]
+
+    run(body)
+
+
+def test_n_sequences_are_independent_and_all_are_completed() -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request(params={"n": 3, "stop": ["c"]}))
+        for index, text in enumerate("abc"):
+            h.engine.push("r", *tokens_of(text), index=index)
+        messages = [await call.read() for _ in range(4)]
+        assert [(m.chunk.index, m.chunk.text) for m in messages[:3]] == [(0, "a"), (1, "b"), (2, "")]
+        assert (messages[3].complete.index, messages[3].complete.stop_string) == (2, "c")
+        h.engine.push("r", *tokens_of("late"), index=2)
+        h.engine.push("r", *tokens_of("a"), index=1, finish=FinishReason.STOP)
+        h.engine.push("r", *tokens_of("e"), index=0, finish=FinishReason.LENGTH)
+        rest = await call.rest()
+        assert sorted(m.complete.text for m in rest if m.WhichOneof("event") == "complete") == ["ae", "b"]
+        assert all(m.chunk.index != 2 for m in rest if m.WhichOneof("event") == "chunk")
+        assert h.engine.stopped == [("r", 2)]
+
+    run(body)
+
+
+def test_only_complete_sends_nothing_else() -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request(only_complete=True))
+        h.engine.push("r", *tokens_of("a"))
+        await asyncio.sleep(0.01)
+        h.engine.push("r", *tokens_of("b"), finish=FinishReason.LENGTH)
+        messages = await call.rest()
+        assert [m.WhichOneof("event") for m in messages] == ["complete"]
+        assert messages[0].complete.text == "ab"
+
+    run(body)
+
+
+def test_logprobs_arrive_with_their_tokens() -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request(params={"logprobs": 2}))
+        logprobs = [TokenLogprobs(50, -1.5, ((51, -0.25), (50, -1.5)))]
+        h.engine.live["r"].push(SequenceDelta(0, [50], logprobs, finish=FinishReason.LENGTH))
+        chunk = (await call.read()).chunk
+        assert (chunk.logprobs[0].chosen.token_id, chunk.logprobs[0].chosen.logprob) == (50, -1.5)
+        assert [(top.token_id, top.logprob) for top in chunk.logprobs[0].top] == [(51, -0.25), (50, -1.5)]
+        assert (await call.read()).complete.logprobs == chunk.logprobs
+
+    run(body)
+
+
+def test_resumed_text_goes_on_exactly_where_it_broke_off() -> None:
+    """The first stream had sent two of the four bytes of an emoji, and held back what may become a stop string."""
+    smile = bytes_of("😀")
+
+    async def body(h: Harness) -> None:
+        sent = tokens_of("a") + smile[:2]
+        ids = tokens_of("In the") + sent
+        call = await h.start(request(ids=ids, resumed_tokens=len(sent), params={"stop": ["😀x"]}))
+        assert h.engine.commands[0].resumed_tokens == 3
+        h.engine.push("r", *smile[2:])
+        chunk = (await call.read()).chunk
+        assert (chunk.text, chunk.completion_tokens, chunk.prompt_tokens) == ("", 5, 2)
+        h.engine.push("r", *tokens_of("y"), finish=FinishReason.LENGTH)
+        assert (await call.read()).chunk.text == "😀y"
+        complete = (await call.read()).complete
+        assert (complete.text, list(complete.output_ids)) == ("😀y", smile[2:] + tokens_of("y"))
+        assert complete.completion_tokens == 6
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("params", "output", "reason", "matched"),
+    [
+        ({"max_tokens": 2}, "ab", LENGTH, None),
+        ({"stop": ["b"]}, "ab", STOP, "stop_string"),
+        ({"stop_token_ids": tokens_of("b")}, "ab", STOP, "stop_token_id"),
+        ({}, "a</s>", STOP, "stop_token_id"),
+    ],
+)
+def test_a_resumed_output_that_was_whole_ends_at_once(
+    params: dict[str, Any], output: str, reason: int, matched: str | None
+) -> None:
+    async def body(h: Harness) -> None:
+        ids = tokens_of("In the") + [token for c in ("a", output[1:]) for token in tokens_of(c)]
+        messages = [m async for m in h.stub.Generate(request(ids=ids, resumed_tokens=2, params=params))]
+        assert [m.WhichOneof("event") for m in messages] == ["complete"]
+        complete = messages[0].complete
+        assert (complete.finish_reason, complete.WhichOneof("matched_stop")) == (reason, matched)
+        assert (complete.completion_tokens, list(complete.output_ids), complete.text) == (2, [], "")
+        assert h.engine.commands == []
+
+    run(body)
+
+
+@pytest.mark.parametrize("params", [{"ignore_eos": True}, {"min_tokens": 3}])
+def test_a_resumed_output_that_was_not_whole_goes_on(params: dict[str, Any]) -> None:
+    async def body(h: Harness) -> None:
+        ids = tokens_of("In the") + tokens_of("a</s>")
+        call = await h.start(request(ids=ids, resumed_tokens=2, params=params))
+        h.engine.push("r", 50, finish=FinishReason.LENGTH)
+        assert (await call.read()).chunk.completion_tokens == 3
+
+    run(body)
+
+
+@pytest.mark.parametrize("read_first", [True, False])
+def test_cancelling_aborts(read_first: bool) -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request())
+        if read_first:
+            h.engine.push("r", 50)
+            await call.read()
+        call.cancel()
+        await h.until(lambda: h.engine.aborted == ["r"])
+
+    run(body)
+
+
+def test_cancelling_while_the_server_is_writing_aborts() -> None:
+    """A reader that never reads fills the flow-control window, so the handler is stuck in a write."""
+
+    async def body(h: Harness) -> None:
+        call = await h.start(request())
+        stream = h.engine.live["r"]
+        for _ in range(400):  # gRPC itself takes a few megabytes
+            h.engine.push("r", *[399] * 50_000)
+            await asyncio.sleep(0.005)
+            if sum(len(delta.token_ids) for delta in stream._pending.values()) > 200_000:
+                break
+        else:
+            raise AssertionError("the server goes on taking tokens although nobody reads them")
+        call.cancel()
+        await h.until(lambda: h.engine.aborted == ["r"])
+
+    run(body, tokenizer=None)
+
+
+def test_a_deadline_aborts() -> None:
+    async def body(h: Harness) -> None:
+        call = h.stub.Generate(request(), timeout=0.2)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in call:
+                pass
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await h.until(lambda: h.engine.aborted == ["r"])
+
+    run(body)
+
+
+def test_the_end_of_a_call_never_aborts_its_successor() -> None:
+    async def body(h: Harness) -> None:
+        for _ in range(20):
+            call = await h.start(request())
+            h.engine.push("r", 50, finish=FinishReason.LENGTH)
+            assert len(await call.rest()) == 2
+            del h.engine.live["r"]
+        assert h.engine.aborted == []
+
+    run(body)
+
+
+def test_abort_ends_the_stream_with_what_there_was() -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request())
+        h.engine.push("r", *tokens_of("a"))
+        await call.read()
+        answer = await h.stub.Abort(pb.AbortRequest(request_ids=["r", "unknown", "r"]))
+        assert list(answer.aborted) == ["r"]
+        complete = (await call.read()).complete
+        assert (complete.finish_reason, complete.text) == (ABORT, "a")
+        assert await call.rest() == []
+        assert h.engine.aborted == ["r"]
+
+    run(body)
+
+
+def test_a_bad_field_is_named_in_the_details_and_the_server_goes_on() -> None:
+    async def body(h: Harness) -> None:
+        code, message, status = await refusal(h.stub.Generate(request(params={"n": 0})))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert message == "sampling_params.n: must be from 1 to 64, got 0"
+        violation = detail(status, error_details_pb2.BadRequest()).field_violations[0]
+        assert (violation.field, violation.description) == ("sampling_params.n", "must be from 1 to 64, got 0")
+        assert detail(status, error_details_pb2.ErrorInfo()).reason == "INVALID_FIELD"
+        assert h.engine.commands == []
+        await h.start(request())
+
+    run(body)
+
+
+def test_a_prompt_of_10_mb_is_refused_by_name() -> None:
+    async def body(h: Harness) -> None:
+        code, message, _ = await refusal(h.stub.Generate(pb.GenerateRequest(text="x" * 10_000_000)))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert message.startswith("text: must be at most 8388608 bytes")
+
+    run(body)
+
+
+def test_a_taken_request_id() -> None:
+    async def body(h: Harness) -> None:
+        await h.start(request())
+        code, message, status = await refusal(h.stub.Generate(request()))
+        assert code is grpc.StatusCode.ALREADY_EXISTS
+        assert "request_id: 'r' is in use" in message
+        assert detail(status, error_details_pb2.BadRequest()).field_violations[0].field == "request_id"
+        # The refused call has no part in the running one.
+        assert h.engine.aborted == []
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "retry_ms"),
+    [
+        (Overloaded("the queue is full", 1.5), grpc.StatusCode.RESOURCE_EXHAUSTED, 1500),
+        (Unavailable("shutting down", 2), grpc.StatusCode.UNAVAILABLE, 2000),
+        (InvalidRequest("sampling_params.max_tokens", "too many"), grpc.StatusCode.INVALID_ARGUMENT, None),
+    ],
+)
+def test_what_the_engine_refuses(error: Exception, code: grpc.StatusCode, retry_ms: int | None) -> None:
+    async def body(h: Harness) -> None:
+        h.engine.refusal = error
+        got, _, status = await refusal(h.stub.Generate(request()))
+        assert got is code
+        if retry_ms is not None:
+            assert detail(status, error_details_pb2.RetryInfo()).retry_delay.ToMilliseconds() == retry_ms
+
+    run(body)
+
+
+def test_a_stream_that_the_engine_fails() -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request())
+        h.engine.push("r", 50)
+        h.engine.live["r"].fail(Unavailable("the executor restarted with another model"))
+        assert list((await call.read()).chunk.token_ids) == [50]
+        with pytest.raises(grpc.aio.AioRpcError, match="another model"):
+            await call.read()
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
+
+    run(body)
+
+
+def test_before_the_model_is_known_calls_are_unavailable() -> None:
+    async def body(h: Harness) -> None:
+        code, message, _ = await refusal(h.stub.Generate(request()))
+        assert (code, message) == (grpc.StatusCode.UNAVAILABLE, "the tokenizer is being loaded")
+        h.engine.model = None
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await h.stub.GetModelInfo(pb.GetModelInfoRequest())
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert caught.value.details() == "no executor is attached yet"
+
+    run(body, opened=False)
+
+
+def test_tokenize_and_detokenize() -> None:
+    async def body(h: Harness) -> None:
+        ids = list((await h.stub.Tokenize(pb.TokenizeRequest(text="the earth"))).token_ids)
+        assert ids == [0, *tokens_of("the earth")]
+        assert (await h.stub.Detokenize(pb.DetokenizeRequest(token_ids=ids))).text == "the earth"
+        assert (await h.stub.Detokenize(pb.DetokenizeRequest(token_ids=ids * 1000))).text == "the earth" * 1000
+        assert (await h.stub.Detokenize(pb.DetokenizeRequest())).text == ""
+        chat = types_pb2.ChatInput(messages=[types_pb2.ChatMessage(role="user", content="hi")])
+        assert list((await h.stub.Tokenize(pb.TokenizeRequest(chat=chat))).token_ids) == [2, *tokens_of("hi")]
+        long = (await h.stub.Tokenize(pb.TokenizeRequest(text="the earth " * 2000))).token_ids
+        assert len(long) > MODEL.max_model_len
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("method", "message", "field"),
+    [
+        ("Tokenize", pb.TokenizeRequest(), "input"),
+        ("Tokenize", pb.TokenizeRequest(text=""), "text"),
+        ("Detokenize", pb.DetokenizeRequest(token_ids=[0, 400]), "token_ids[1]"),
+        ("Detokenize", pb.DetokenizeRequest(token_ids=[0] * (2**20 + 1)), "token_ids"),
+        ("Abort", pb.AbortRequest(), "request_ids"),
+        ("Abort", pb.AbortRequest(request_ids=["ok", ""]), "request_ids[1]"),
+        ("Abort", pb.AbortRequest(request_ids=[f"{i}" for i in range(1025)]), "request_ids"),
+    ],
+)
+def test_bad_fields_of_the_other_calls(method: str, message: Any, field: str) -> None:
+    async def body(h: Harness) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await getattr(h.stub, method)(message)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (caught.value.details() or "").startswith(f"{field}: ")
+
+    run(body)
+
+
+def test_without_a_tokenizer_token_ids_still_work() -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request())
+        h.engine.push("r", 50, finish=FinishReason.STOP)
+        assert ((await call.read()).chunk.text, (await call.read()).complete.stop_token_id) == ("", 50)
+        for method, message in [("Tokenize", pb.TokenizeRequest(text="x")), ("Detokenize", pb.DetokenizeRequest())]:
+            with pytest.raises(grpc.aio.AioRpcError, match="no tokenizer"):
+                await getattr(h.stub, method)(message)
+        info = await h.stub.GetModelInfo(pb.GetModelInfoRequest())
+        assert not info.has_tokenizer
+        assert not info.has_chat_template
+
+    run(body, tokenizer=None)
+
+
+def test_model_info() -> None:
+    async def body(h: Harness) -> None:
+        assert await h.stub.GetModelInfo(pb.GetModelInfoRequest()) == pb.GetModelInfoResponse(
+            model_id="small",
+            model_fingerprint="f00d",
+            max_model_len=64,
+            vocab_size=400,
+            eos_token_ids=[1],
+            has_tokenizer=True,
+            has_chat_template=True,
+            block_size=4,
+            num_device_blocks=10,
+            backend="oracle",
+        )
+
+    run(body)
