@@ -1,0 +1,264 @@
+"""The oracle backend: no model and no torch, but it knows whether every KV decision of the manager was right.
+
+Its "keys and values" are, per slot, a token id and a 64-bit digest of the sequence up to it. Every step it writes the
+slots of the positions it computes, then reads, through the block tables, every slot that attention would read, and
+fails when one holds anything but this sequence's own prefix. The next token is a function of what it read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pagekv.executor.backend import BlockCopies, CopyKind, Description, Sampled, Scheduled, SequenceState
+from pagekv.executor.layout import LAYOUT
+from pagekv.executor.oracle_truth import FIRST, Words, choose_token, extend_chain
+
+# What an unwritten slot holds.
+POISON_TOKEN = 0xFFFF_FFFF
+POISON_DIGEST = 0x5EED_0FDE_ADBE_EF00
+BYTES_PER_SLOT = 4 + 8
+# The default pool: a million slots.
+DEFAULT_KV_BYTES = BYTES_PER_SLOT * 2**20
+
+
+class SlotError(Exception):
+    """A sequence would read a slot that does not hold its own prefix."""
+
+
+@dataclass(frozen=True, slots=True)
+class OracleModel:
+    """What the oracle says it is. Without a model directory, `model_id` is empty."""
+
+    model_id: str = ""
+    vocab_size: int = 512
+    max_model_len: int = 4096
+    eos_token_ids: tuple[int, ...] = (0,)
+    # Of the model directory; anything at all without one.
+    fingerprint: str = ""
+
+
+@dataclass(slots=True)
+class _Pool:
+    """Slots of a pool, both arrays of shape [num_blocks, block_size]."""
+
+    tokens: npt.NDArray[np.uint32]
+    digests: Words
+
+    @classmethod
+    def poisoned(cls, num_blocks: int, block_size: int) -> _Pool:
+        shape = (num_blocks, block_size)
+        return cls(np.full(shape, POISON_TOKEN, np.uint32), np.full(shape, POISON_DIGEST, np.uint64))
+
+
+class _Truth:
+    """What the slots of one sequence must hold, and where they are; grows with the sequence."""
+
+    def __init__(self, state: SequenceState, block_size: int) -> None:
+        self.state = state
+        self._block_size = block_size
+        self._length = 0
+        self._chain = FIRST
+        self._tokens = np.empty(64, np.uint32)
+        self._digests = np.empty(64, np.uint64)
+        # Slot of every position: block * block_size + offset, by the block table.
+        self._slots = np.empty(64, np.int64)
+
+    def grow(self, length: int) -> None:
+        """Covers positions [0, length)."""
+        begin = self._length
+        if length <= begin:
+            return
+        if length > len(self._tokens):
+            capacity = max(length, 2 * len(self._tokens))
+            self._tokens = np.resize(self._tokens, capacity)
+            self._digests = np.resize(self._digests, capacity)
+            self._slots = np.resize(self._slots, capacity)
+        tokens = self.state.token_ids[begin:length]
+        self._tokens[begin:length] = tokens
+        self._digests[begin:length], self._chain = extend_chain(self._chain, tokens)
+        size, table = self._block_size, self.state.block_table
+        first = begin // size
+        blocks = np.array(table[first : (length - 1) // size + 1], np.int64)
+        positions = np.arange(begin, length)
+        self._slots[begin:length] = blocks[positions // size - first] * size + positions % size
+        self._length = length
+
+    def tokens(self, begin: int, end: int) -> npt.NDArray[np.uint32]:
+        return self._tokens[begin:end]
+
+    def digests(self, begin: int, end: int) -> Words:
+        return self._digests[begin:end]
+
+    def slots(self, begin: int, end: int) -> npt.NDArray[np.int64]:
+        return self._slots[begin:end]
+
+
+class OracleBackend:
+    """A `Backend` that judges. `step_time_s` and `token_time_s` make a step last at least so long (and so much more
+    per computed token), as a device would.
+    """
+
+    def __init__(
+        self,
+        model: OracleModel,
+        *,
+        kv_bytes: int = DEFAULT_KV_BYTES,
+        max_sequences: int = 1024,
+        step_time_s: float = 0.0,
+        token_time_s: float = 0.0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """`kv_bytes` bounds the device pool, and the host pool by as much again."""
+        self._model = model
+        self._kv_bytes = kv_bytes
+        self._max_sequences = max_sequences
+        self._step_time_s = step_time_s
+        self._token_time_s = token_time_s
+        self._sleep = sleep
+        self._block_size = 1
+        self._device = _Pool.poisoned(0, 1)
+        self._host = _Pool.poisoned(0, 1)
+        self._truths: dict[int, _Truth] = {}
+
+    def describe(self, block_size: int, token_budget: int) -> Description:
+        """Identity and bounds; nothing is measured, so the budget does not matter."""
+        model = self._model
+        # Another fingerprint than the model's own: the oracle goes on in other words than the model would.
+        identity = f"oracle {model.fingerprint} {model.vocab_size} {model.eos_token_ids}"
+        return Description(
+            model_id=model.model_id,
+            model_fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
+            num_layers=1,
+            num_kv_heads=1,
+            head_size=1,
+            kv_dtype="digest",
+            vocab_size=model.vocab_size,
+            max_model_len=model.max_model_len,
+            bytes_per_block=block_size * BYTES_PER_SLOT,
+            device_kv_bytes=self._kv_bytes,
+            host_kv_bytes=self._kv_bytes,
+            layout=LAYOUT,
+            backend="oracle",
+            eos_token_ids=model.eos_token_ids,
+            max_sequences=self._max_sequences,
+            versions={"python": platform.python_version(), "numpy": np.__version__},
+        )
+
+    def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None:
+        """Replaces the pools by poisoned ones. Raises MemoryError beyond the bound."""
+        most = self._kv_bytes // (block_size * BYTES_PER_SLOT)
+        if max(num_device_blocks, num_host_blocks) > most:
+            raise MemoryError(f"a pool may have {most} blocks of {block_size} slots, asked for {num_device_blocks}")
+        self._block_size = block_size
+        self._device = _Pool.poisoned(num_device_blocks, block_size)
+        self._host = _Pool.poisoned(num_host_blocks, block_size)
+        self._truths = {}
+
+    def copy_blocks(self, copies: BlockCopies) -> None:
+        """Copies tokens and digests of whole blocks."""
+        source = self._host if copies.kind is CopyKind.SWAP_IN else self._device
+        destination = self._host if copies.kind is CopyKind.SWAP_OUT else self._device
+        destination.tokens[copies.destinations] = source.tokens[copies.sources]
+        destination.digests[copies.destinations] = source.digests[copies.sources]
+
+    def execute(self, scheduled: list[Scheduled]) -> dict[int, Sampled]:
+        """Writes, then reads everything the step's positions depend on. Raises SlotError on a wrong slot.
+
+        All writes come before all reads, as every layer of a model writes the keys and values of the whole step before
+        it attends: a sequence may read what another one computes in the same step.
+        """
+        begin = time.perf_counter()
+        truths = [self._truth(item.state) for item in scheduled]
+        ends = [item.start + item.count for item in scheduled]
+        for truth, end in zip(truths, ends, strict=True):
+            truth.grow(end)
+        self._write(scheduled, truths, ends)
+        read = self._read(truths, ends)
+        sampled = {
+            item.state.seq_id: self._sample(item.state, int(total))
+            for item, total in zip(scheduled, read, strict=True)
+            if item.samples
+        }
+        if len(self._truths) > 2 * len(scheduled) + 64:
+            self._truths = {truth.state.seq_id: truth for truth in truths}
+        target = self._step_time_s + self._token_time_s * sum(item.count for item in scheduled)
+        if (left := target - (time.perf_counter() - begin)) > 0:
+            self._sleep(left)
+        return sampled
+
+    def checksum(self) -> str:
+        """A digest of both pools, for tests that nothing was touched."""
+        digest = hashlib.sha256()
+        for pool in (self._device, self._host):
+            digest.update(pool.tokens.tobytes())
+            digest.update(pool.digests.tobytes())
+        return digest.hexdigest()
+
+    def _truth(self, state: SequenceState) -> _Truth:
+        truth = self._truths.get(state.seq_id)
+        if truth is None or truth.state is not state:
+            truth = self._truths[state.seq_id] = _Truth(state, self._block_size)
+        return truth
+
+    def _write(self, scheduled: list[Scheduled], truths: list[_Truth], ends: list[int]) -> None:
+        spans = [(truth, item.start, end) for item, truth, end in zip(scheduled, truths, ends, strict=True)]
+        slots = np.concatenate([truth.slots(begin, end) for truth, begin, end in spans])
+        self._device.tokens.reshape(-1)[slots] = np.concatenate([t.tokens(begin, end) for t, begin, end in spans])
+        self._device.digests.reshape(-1)[slots] = np.concatenate([t.digests(begin, end) for t, begin, end in spans])
+
+    def _read(self, truths: list[_Truth], ends: list[int]) -> Words:
+        """The sum of the digests each sequence reads, shape [len(truths)], all of them found right."""
+        slots = np.concatenate([truth.slots(0, end) for truth, end in zip(truths, ends, strict=True)])
+        tokens = self._device.tokens.reshape(-1)[slots]
+        digests = self._device.digests.reshape(-1)[slots]
+        wrong = tokens != np.concatenate([truth.tokens(0, end) for truth, end in zip(truths, ends, strict=True)])
+        wrong |= digests != np.concatenate([truth.digests(0, end) for truth, end in zip(truths, ends, strict=True)])
+        firsts = np.cumsum([0, *ends[:-1]])
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            row = int(np.searchsorted(firsts, at, side="right")) - 1
+            raise self._slot_error(truths[row], at - int(firsts[row]), int(tokens[at]), int(digests[at]))
+        return np.add.reduceat(digests, firsts)
+
+    def _slot_error(self, truth: _Truth, position: int, token: int, digest: int) -> SlotError:
+        block, offset = divmod(int(truth.slots(position, position + 1)[0]), self._block_size)
+        expected = int(truth.tokens(position, position + 1)[0])
+        expected_digest = int(truth.digests(position, position + 1)[0])
+        if (token, digest) == (POISON_TOKEN, POISON_DIGEST):
+            what = "nothing was ever written there"
+        elif token == expected:
+            what = f"found this token after another prefix (digest {digest:016x})"
+        else:
+            what = f"found token {token} of another sequence or position (digest {digest:016x})"
+        return SlotError(
+            f"sequence {truth.state.seq_id} position {position} (block {block} slot {offset}): "
+            f"expected token {expected} (digest {expected_digest:016x}), {what}"
+        )
+
+    def _sample(self, state: SequenceState, read: int) -> Sampled:
+        sampling, model = state.sampling, self._model
+        num_output = len(state.token_ids) - state.num_prompt_tokens
+        token, drawn = choose_token(
+            read,
+            len(state.token_ids),
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            banned=sampling.banned_until_min if num_output < sampling.min_tokens else (),
+            temperature=sampling.temperature,
+            seed=sampling.seed,
+            sequence_index=sampling.sequence_index,
+        )
+        if sampling.logprobs is None:
+            return Sampled(token)
+        # Made-up but deterministic: the chosen token is the likeliest, its neighbours follow.
+        logprob = -(drawn % 1024) / 256
+        count = min(sampling.logprobs, model.vocab_size)
+        top = tuple(((token + rank) % model.vocab_size, logprob - rank / 8) for rank in range(count))
+        return Sampled(token, logprob, top)

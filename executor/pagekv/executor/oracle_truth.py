@@ -1,0 +1,131 @@
+"""The oracle's arithmetic: what a slot must hold and which token follows, as pure functions of the token sequence.
+
+Position p of a sequence has the digest mix(h_p) with h_p = h_(p-1) * FACTOR + mix(token_p) in 64 bits, so it stands for
+the whole sequence up to p. The sum of the digests of positions 0..p stands for what attention reads at p, and the next
+token is a function of it. Nothing here knows of blocks; `expected_tokens` is what tests hold outputs against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Words = npt.NDArray[np.uint64]
+
+MASK = 2**64 - 1
+# Odd, so that it has an inverse modulo 2**64 and runs of positions can be computed at once.
+FACTOR = 0xD1342543DE82EF95
+INVERSE = pow(FACTOR, -1, 2**64)
+FIRST = 0x243F6A8885A308D3
+# One sampled token in so many is an end-of-sequence token, if there is one.
+EOS_ONE_IN = 64
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def mix(value: int) -> int:
+    """The finaliser of splitmix64: every bit of the result depends on every bit of the value."""
+    value = (value + _GOLDEN) & MASK
+    value = ((value ^ (value >> 30)) * _MIX_1) & MASK
+    value = ((value ^ (value >> 27)) * _MIX_2) & MASK
+    return value ^ (value >> 31)
+
+
+def mix_all(values: Words) -> Words:
+    """`mix` of every element."""
+    values = values + np.uint64(_GOLDEN)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(_MIX_1)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(_MIX_2)
+    return values ^ (values >> np.uint64(31))
+
+
+def extend_chain(state: int, token_ids: Sequence[int]) -> tuple[Words, int]:
+    """Digests of the positions of `token_ids` that follow a chain in `state` (FIRST for an empty one), and its new
+    state; digests have shape [len(token_ids)].
+    """
+    if len(token_ids) <= 8:
+        # Decodes come one token at a time, where an array costs more than it saves.
+        digests = []
+        for token in token_ids:
+            state = (state * FACTOR + mix(token)) & MASK
+            digests.append(mix(state))
+        return np.array(digests, np.uint64), state
+    powers: Words = np.cumprod(np.full(len(token_ids), FACTOR, np.uint64), dtype=np.uint64)
+    inverses: Words = np.cumprod(np.full(len(token_ids), INVERSE, np.uint64), dtype=np.uint64)
+    sums: Words = np.cumsum(mix_all(np.array(token_ids, np.uint64)) * inverses, dtype=np.uint64)
+    states: Words = powers * (sums + np.uint64(state))
+    return mix_all(states), int(states[-1])
+
+
+def choose_token(
+    read: int,
+    position: int,
+    *,
+    vocab_size: int,
+    eos_token_ids: Sequence[int] = (),
+    banned: Sequence[int] = (),
+    temperature: float = 0.0,
+    seed: int = 0,
+    sequence_index: int = 0,
+) -> tuple[int, int]:
+    """The token at `position` after digests that sum to `read` (modulo 2**64), and the number it was drawn from.
+
+    Seed and index matter only above temperature 0. A banned choice moves on to the next id that is not banned.
+    """
+    if temperature > 0:
+        for part in (seed, sequence_index, position):
+            read = mix(read ^ mix(part))
+    drawn = mix(read)
+    token = drawn % vocab_size
+    if eos_token_ids and mix(drawn) % EOS_ONE_IN == 0:
+        token = eos_token_ids[drawn % len(eos_token_ids)]
+    if token in banned:
+        forbidden = set(banned)
+        token = next(
+            (t % vocab_size for t in range(token, token + vocab_size) if t % vocab_size not in forbidden), token
+        )
+    return token, drawn
+
+
+def expected_tokens(
+    prompt_ids: Sequence[int],
+    max_tokens: int,
+    *,
+    vocab_size: int,
+    eos_token_ids: Sequence[int] = (),
+    stop_token_ids: Sequence[int] = (),
+    ignore_eos: bool = False,
+    min_tokens: int = 0,
+    temperature: float = 0.0,
+    seed: int = 0,
+    sequence_index: int = 0,
+) -> list[int]:
+    """What a sequence must generate whatever happens around it: up to `max_tokens` tokens, the one that ends it
+    included. `eos_token_ids` are the oracle's, in its order; the rest is as in the request.
+    """
+    ends = {*stop_token_ids, *(() if ignore_eos else eos_token_ids)}
+    state, read, known = FIRST, 0, len(prompt_ids)
+    for token in prompt_ids:
+        state = (state * FACTOR + mix(token)) & MASK
+        read = (read + mix(state)) & MASK
+    output: list[int] = []
+    while len(output) < max_tokens:
+        token, _ = choose_token(
+            read,
+            known + len(output),
+            vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids,
+            banned=sorted(ends) if len(output) < min_tokens else (),
+            temperature=temperature,
+            seed=seed,
+            sequence_index=sequence_index,
+        )
+        output.append(token)
+        if token in ends and len(output) >= min_tokens:
+            break
+        state = (state * FACTOR + mix(token)) & MASK
+        read = (read + mix(state)) & MASK
+    return output

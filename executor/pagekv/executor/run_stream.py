@@ -1,0 +1,44 @@
+"""One Run call between the event loop and the compute thread: a bound on steps in flight, and results in order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from pagekv.executor.epoch import Epoch
+from pagekv.executor.step import StepReport
+
+# Steps taken in and not yet reported. Beyond it the stream is not read, so the manager's writes wait.
+MAX_IN_FLIGHT = 8
+
+
+class RunStream:
+    """States: open, then ended, by an error, by a clean end of input or by `close`. Used on the event loop only.
+
+    `host` is the epoch that was current when the call began: as long as the stream is open, that epoch counts as
+    held, though no step has come yet. `bound` is the epoch its first step named.
+    """
+
+    def __init__(self, host: Epoch | None) -> None:
+        self.host = host
+        self.bound: Epoch | None = None
+        self.closed = False
+        self._room = asyncio.Semaphore(MAX_IN_FLIGHT)
+        # Reports in order, then an exception or None: the end.
+        self._outcomes: asyncio.Queue[StepReport | Exception | None] = asyncio.Queue()
+
+    async def wait_for_room(self) -> None:
+        """Waits until one more step may be in flight, and counts it."""
+        await self._room.acquire()
+
+    def deliver(self, outcome: StepReport | Exception | None) -> None:
+        """Adds the outcome of the oldest step in flight, or the end of the stream."""
+        self._room.release()
+        self._outcomes.put_nowait(outcome)
+
+    async def reports(self) -> AsyncIterator[StepReport]:
+        """What the steps produced, in order. Raises the error that ended the stream."""
+        while (outcome := await self._outcomes.get()) is not None:
+            if isinstance(outcome, Exception):
+                raise outcome
+            yield outcome

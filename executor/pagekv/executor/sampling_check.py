@@ -1,0 +1,71 @@
+"""The bounds of a sequence's sampling fields, as types.proto states them for clients."""
+
+from __future__ import annotations
+
+from pagekv.common.errors import InvalidRequest
+from pagekv.executor.backend import Sampling
+from pagekv.executor.step import StepSampling
+
+MAX_LOGPROBS = 20
+MAX_BIASES = 1024
+# A model's own end-of-sequence ids and at most 64 stop ids of a request.
+MAX_BANNED = 1024
+
+
+def check_sampling(path: str, sampling: StepSampling, vocab_size: int, max_model_len: int) -> Sampling:
+    """The checked form; `path` is the proto path of the message, for refusals. Raises InvalidRequest."""
+    # A bound written as `low <= value <= high` refuses NaN and infinities too.
+    number_bounds = (
+        ("temperature", sampling.temperature, 0, 100),
+        ("top_p", sampling.top_p, 0, 1),
+        ("min_p", sampling.min_p, 0, 1),
+        ("repetition_penalty", sampling.repetition_penalty, 0, 10),
+        ("presence_penalty", sampling.presence_penalty, -2, 2),
+        ("frequency_penalty", sampling.frequency_penalty, -2, 2),
+        ("top_k", sampling.top_k, 0, vocab_size),
+        ("min_tokens", sampling.min_tokens, 0, max_model_len),
+        ("logprobs", sampling.logprobs or 0, 0, MAX_LOGPROBS),
+    )
+    for name, value, low, high in number_bounds:
+        if not low <= value <= high:
+            raise InvalidRequest(f"{path}.{name}", f"must be from {low} to {high}, got {value}")
+    for name, value in (("top_p", sampling.top_p), ("repetition_penalty", sampling.repetition_penalty)):
+        if value == 0:
+            raise InvalidRequest(f"{path}.{name}", f"must be above 0, got {value}")
+    _check_ids(f"{path}.banned_until_min", sampling.banned_until_min, MAX_BANNED, vocab_size)
+    _check_biases(path, sampling, vocab_size)
+    return Sampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        seed=sampling.seed,
+        sequence_index=sampling.sequence_index,
+        min_tokens=sampling.min_tokens,
+        banned_until_min=tuple(sampling.banned_until_min),
+        logit_bias=dict(zip(sampling.bias_token_ids, sampling.biases, strict=True)),
+        logprobs=sampling.logprobs,
+    )
+
+
+def _check_biases(path: str, sampling: StepSampling, vocab_size: int) -> None:
+    ids, biases = sampling.bias_token_ids, sampling.biases
+    _check_ids(f"{path}.bias_token_ids", ids, MAX_BIASES, vocab_size)
+    if len(set(ids)) != len(ids):
+        raise InvalidRequest(f"{path}.bias_token_ids", "must name every token id at most once")
+    if len(biases) != len(ids):
+        raise InvalidRequest(f"{path}.biases", f"must have {len(ids)} entries, as bias_token_ids, has {len(biases)}")
+    for index, bias in enumerate(biases):
+        if not -100 <= bias <= 100:
+            raise InvalidRequest(f"{path}.biases[{index}]", f"must be from -100 to 100, got {bias}")
+
+
+def _check_ids(path: str, ids: list[int], most: int, vocab_size: int) -> None:
+    if len(ids) > most:
+        raise InvalidRequest(path, f"must have at most {most} entries, has {len(ids)}")
+    for index, token in enumerate(ids):
+        if token >= vocab_size:
+            raise InvalidRequest(f"{path}[{index}]", f"must be a token id below {vocab_size}, got {token}")

@@ -1,0 +1,143 @@
+"""The executor process: flags, listening, loading the model, health, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from pagekv.common.logs import Log, setup_logs
+from pagekv.common.models import ModelNotFound, resolve_model
+from pagekv.common.server import GrpcServer, run_async, stop_event, write_port_file
+from pagekv.executor.backend import Backend
+from pagekv.executor.compute_thread import ComputeThread
+from pagekv.executor.config import ExecutorConfig, parse_config
+from pagekv.executor.service import SERVICE_NAME, ExecutorService
+from pagekv.executor.session import Session
+
+log = Log(__name__)
+
+# Seconds for the last messages of ended streams to reach the manager.
+LAST_WORDS_S = 2.0
+
+
+def load_backend(config: ExecutorConfig) -> Backend:
+    """Loads what --backend and --model name; minutes for a large model. Backends are imported here, so that the oracle
+    starts without torch. Raises ModelNotFound, ImportError, OSError or ValueError.
+    """
+    directory = resolve_model(config.model) if config.model else None
+    if config.backend == "oracle":
+        from pagekv.executor.oracle import DEFAULT_KV_BYTES, OracleBackend
+        from pagekv.executor.oracle_model import read_oracle_model
+
+        model = read_oracle_model(
+            directory,
+            model_id(config.model),
+            vocab_size=config.vocab_size,
+            max_model_len=config.max_model_len,
+            eos_token_ids=config.eos_token_ids,
+        )
+        return OracleBackend(
+            model,
+            kv_bytes=config.kv_memory or DEFAULT_KV_BYTES,
+            max_sequences=config.max_sequences,
+            step_time_s=config.step_time_ms / 1e3,
+            token_time_s=config.token_time_us / 1e6,
+        )
+    from pagekv.executor.cpu import CpuBackend
+
+    assert directory is not None
+    return CpuBackend(
+        directory, config.dtype, config.threads, config.kv_memory, config.memory_share, config.max_sequences
+    )
+
+
+def model_id(name: str) -> str:
+    """The name under which others may look for the model: an absolute directory, or the name as it is."""
+    path = Path(name).expanduser()
+    return str(path.resolve()) if name and name != "demo" and path.is_dir() else name
+
+
+class Executor:
+    """One executor process. States: listening (NOT_SERVING) → serving → draining (NOT_SERVING) → over."""
+
+    def __init__(self, config: ExecutorConfig) -> None:
+        self._config = config
+        self._compute = ComputeThread()
+        self._session = Session(self._compute)
+        self._grpc = GrpcServer(config.listen, [SERVICE_NAME], reflection=config.reflection)
+        ExecutorService(self._session).add_to(self._grpc.server)
+
+    async def run(self, stop: asyncio.Event) -> int:
+        """Serves until `stop` is set; returns the exit status. Raises what `load_backend` does, and OSError when it
+        cannot listen.
+        """
+        config = self._config
+        port = await self._grpc.start()
+        if config.port_file:
+            write_port_file(Path(config.port_file), port)
+        log.info("listening", address=config.listen, port=port)
+        stopped = asyncio.create_task(stop.wait(), name="stop signal")
+        loading = asyncio.create_task(self._load(), name="load")
+        await asyncio.wait([stopped, loading], return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            self._session.serve(loading.result())
+            await self._grpc.set_serving(True)
+            await stopped
+        return await self._shut_down(idle=loading.done())
+
+    async def _load(self) -> Backend:
+        config, begin = self._config, time.monotonic()
+        log.info("loading", backend=config.backend, model=config.model or "none")
+        backend = await self._compute.call(lambda: load_backend(config))
+        log.info("loaded", backend=config.backend, seconds=round(time.monotonic() - begin, 3))
+        return backend
+
+    async def _shut_down(self, idle: bool) -> int:
+        """`idle`: the compute thread can be waited for, because it is not loading a model."""
+        grace_s = self._config.grace_s
+        log.info("shutting down", grace_s=grace_s)
+        await self._grpc.set_serving(False)
+        try:
+            async with asyncio.timeout(grace_s if idle else 0):
+                await self._session.shut_down()
+        except TimeoutError:
+            log.warning("stopped in the middle of work", work="a step" if idle else "loading the model")
+            idle = False
+        await self._grpc.stop(LAST_WORDS_S)
+        self._compute.stop()
+        log.info("stopped")
+        if not idle:
+            # The thread may be deep in native code, which an orderly interpreter exit would wait for or crash in.
+            logging.shutdown()
+            os._exit(0)
+        return 0
+
+
+async def serve(config: ExecutorConfig) -> int:
+    """Runs an executor until SIGTERM or SIGINT; returns the exit status."""
+    stop = stop_event()
+    try:
+        return await Executor(config).run(stop)
+    except ModelNotFound as error:
+        log.error("cannot start: --model leads nowhere", reason=error)
+    except ImportError as error:
+        log.error("cannot start: a package is missing; pip install 'pagekv[executor]'", reason=error)
+    except (OSError, ValueError) as error:
+        log.error("cannot start", reason=error)
+    return 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `pagekv-executor`."""
+    config = parse_config(argv)
+    setup_logs("executor", config.log_level, config.log_format)
+    return run_async(lambda: serve(config))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

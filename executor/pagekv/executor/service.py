@@ -1,0 +1,75 @@
+"""ExecutorService over a `Session`: messages in, messages out, nothing decided here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from pagekv.common.errors import PageKVError
+from pagekv.common.logs import Log
+from pagekv.executor import wire
+from pagekv.executor.run_stream import RunStream
+from pagekv.executor.session import AttachOrder, Session, StepFailed
+from pagekv.v1 import executor_service_pb2 as pb
+from pagekv.v1 import executor_service_pb2_grpc as pb_grpc
+
+log = Log(__name__)
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ExecutorService"].full_name
+
+
+class ExecutorService(pb_grpc.ExecutorServiceServicer):
+    """The servicer. Errors are raised as `PageKVError`; the server's interceptor makes statuses of them."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Registers the service."""
+        pb_grpc.add_ExecutorServiceServicer_to_server(self, server)
+
+    async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:
+        """See the contract."""
+        return wire.describe_response(await self._session.describe(request.block_size, request.token_budget))
+
+    async def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachResponse:
+        """See the contract."""
+        order = AttachOrder(
+            manager_id=request.manager_id,
+            block_size=request.block_size,
+            num_device_blocks=request.num_device_blocks,
+            num_host_blocks=request.num_host_blocks,
+            layout=request.layout,
+            take_over=request.take_over,
+        )
+        return pb.AttachResponse(epoch=await self._session.attach(order))
+
+    async def Run(self, request_iterator: AsyncIterator[pb.StepRequest], context: Any) -> AsyncIterator[pb.StepResult]:
+        """See the contract."""
+        stream = self._session.open_stream()
+        # Also when the client goes away while a result is being written, where no `finally` of ours would run soon.
+        context.add_done_callback(lambda _: self._session.close_stream(stream))
+        reader = asyncio.create_task(self._read(request_iterator, stream), name="steps")
+        try:
+            async for report in stream.reports():
+                yield wire.step_result(report)
+        except StepFailed as error:
+            await context.abort(grpc.StatusCode.INTERNAL, str(error)[:1024])
+        finally:
+            reader.cancel()
+            self._session.close_stream(stream)
+
+    async def _read(self, requests: AsyncIterator[pb.StepRequest], stream: RunStream) -> None:
+        """Takes steps in until there are no more; whatever goes wrong ends the stream."""
+        try:
+            async for request in requests:
+                await self._session.submit(stream, wire.step(request))
+            self._session.finish_input(stream)
+        except PageKVError as error:
+            stream.deliver(error)
+        except Exception as error:
+            log.exception("cannot read steps")
+            stream.deliver(error)

@@ -1,0 +1,275 @@
+"""Who drives the executor: one manager at a time, by epoch. Lives on the event loop; backend work goes to the
+compute thread.
+
+At most one epoch is current. `attach` fences the one before it (its stream ends with ABORTED, its queued steps are
+dropped, a step under way is finished) and only then replaces the pools. An epoch takes one Run stream; when that ends,
+for whatever reason, the epoch is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pagekv.common.errors import (
+    FailedPrecondition,
+    InvalidRequest,
+    OutOfMemory,
+    PageKVError,
+    StaleEpoch,
+    Unavailable,
+)
+from pagekv.common.logs import Log
+from pagekv.executor.backend import Backend, Description
+from pagekv.executor.compute_thread import ComputeThread
+from pagekv.executor.epoch import Epoch
+from pagekv.executor.run_stream import RunStream
+from pagekv.executor.step import Step, StepReport
+from pagekv.executor.step_check import MAX_STEP_TOKENS, EpochLimits
+
+log = Log(__name__)
+
+MAX_BLOCK_SIZE = 256
+MAX_BLOCKS = 2**31 - 1
+MAX_MANAGER_ID = 128
+# For an Attach that no Describe came before.
+DEFAULT_TOKEN_BUDGET = 2048
+
+
+class StepFailed(Exception):
+    """The backend failed in the middle of a step; the message says which step and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttachOrder:
+    """The fields of AttachRequest."""
+
+    manager_id: str
+    block_size: int
+    num_device_blocks: int
+    num_host_blocks: int
+    layout: str
+    take_over: bool
+
+
+class Session:
+    """States: loading until `serve`, then serving, then closed by `shut_down`."""
+
+    def __init__(self, compute: ComputeThread, clock_ns: Callable[[], int] = time.time_ns) -> None:
+        self._compute = compute
+        self._clock_ns = clock_ns
+        self._loop = asyncio.get_running_loop()
+        self._backend: Backend | None = None
+        self._closed = False
+        self._token_budget = DEFAULT_TOKEN_BUDGET
+        self._current: Epoch | None = None
+        self._last_epoch = 0
+        # Streams that have not ended.
+        self._streams: set[RunStream] = set()
+        self._attaching = asyncio.Lock()
+
+    def serve(self, backend: Backend) -> None:
+        """The backend is loaded: from now on calls are answered."""
+        self._backend = backend
+
+    async def describe(self, block_size: int, token_budget: int) -> Description:
+        """What is loaded and measured. Raises InvalidRequest, or Unavailable while loading."""
+        backend = self._serving()
+        _check_block_size(block_size)
+        _check_range("token_budget", token_budget, 1, MAX_STEP_TOKENS)
+        description = await self._compute.call(lambda: backend.describe(block_size, token_budget))
+        self._token_budget = token_budget
+        return description
+
+    # -- epochs
+
+    async def attach(self, order: AttachOrder) -> int:
+        """Allocates the pools and returns the new epoch. Raises InvalidRequest, FailedPrecondition, OutOfMemory or
+        Unavailable; only once the order is found good is the epoch before it ended.
+        """
+        backend = self._serving()
+        if not 1 <= len(order.manager_id) <= MAX_MANAGER_ID:
+            raise InvalidRequest("manager_id", f"must be 1 to {MAX_MANAGER_ID} characters, has {len(order.manager_id)}")
+        _check_block_size(order.block_size)
+        _check_range("num_device_blocks", order.num_device_blocks, 1, MAX_BLOCKS)
+        _check_range("num_host_blocks", order.num_host_blocks, 0, MAX_BLOCKS)
+        async with self._attaching:
+            description = await self._compute.call(lambda: backend.describe(order.block_size, self._token_budget))
+            _check_fit(order, description)
+            self._refuse_if_held(order)
+            if self._current is not None:
+                self._end_epoch(self._current, StaleEpoch(f"manager {order.manager_id!r} attached: this epoch is over"))
+            await self._allocate(backend, order)
+            return self._open_epoch(backend, order, description)
+
+    def _refuse_if_held(self, order: AttachOrder) -> None:
+        current = self._current
+        if current is None or current.over or order.take_over or current.manager_id == order.manager_id:
+            return
+        if any(stream.host is current for stream in self._streams):
+            raise FailedPrecondition(
+                f"manager {current.manager_id!r} drives this executor in epoch {current.epoch}; "
+                f"stop it, or attach with take_over"
+            )
+
+    async def _allocate(self, backend: Backend, order: AttachOrder) -> None:
+        """Runs after the step under way, if any: the compute thread takes one job at a time."""
+        try:
+            await self._compute.call(
+                lambda: backend.allocate(order.block_size, order.num_device_blocks, order.num_host_blocks)
+            )
+        except MemoryError as error:
+            raise OutOfMemory(
+                f"num_device_blocks {order.num_device_blocks}, num_host_blocks {order.num_host_blocks}: {error}"
+            ) from error
+
+    def _open_epoch(self, backend: Backend, order: AttachOrder, description: Description) -> int:
+        if self._closed:
+            raise Unavailable("the executor is shutting down")
+        # Rises within the process whatever the clock does, and across restarts as the clock does.
+        self._last_epoch = max(self._clock_ns(), self._last_epoch + 1)
+        limits = EpochLimits(
+            block_size=order.block_size,
+            num_device_blocks=order.num_device_blocks,
+            num_host_blocks=order.num_host_blocks,
+            vocab_size=description.vocab_size,
+            max_model_len=description.max_model_len,
+            max_sequences=description.max_sequences,
+        )
+        self._current = Epoch(self._last_epoch, order.manager_id, limits, backend)
+        log.info(
+            "attached",
+            manager=order.manager_id,
+            epoch=self._last_epoch,
+            device_blocks=order.num_device_blocks,
+            host_blocks=order.num_host_blocks,
+            block_size=order.block_size,
+        )
+        return self._last_epoch
+
+    def _end_epoch(self, epoch: Epoch, reason: PageKVError) -> None:
+        """Fences an epoch: its queued steps will not run, its streams end with `reason`. Idempotent."""
+        epoch.over = True
+        if self._current is epoch:
+            self._current = None
+        for stream in [stream for stream in self._streams if epoch in (stream.host, stream.bound)]:
+            stream.deliver(reason)
+            self._streams.discard(stream)
+
+    # -- streams
+
+    def open_stream(self) -> RunStream:
+        """A Run call has begun; which epoch it belongs to, its first step will say. Raises Unavailable."""
+        self._serving()
+        stream = RunStream(self._current)
+        self._streams.add(stream)
+        return stream
+
+    async def submit(self, stream: RunStream, step: Step) -> None:
+        """Queues a step; waits while too many are in flight. Raises StaleEpoch or FailedPrecondition."""
+        epoch = stream.bound or self._bind(stream, step.epoch)
+        await stream.wait_for_room()
+        self._compute.post(lambda: self._run(epoch, stream, step))
+
+    def finish_input(self, stream: RunStream) -> None:
+        """No more steps will come: the stream ends after the last result."""
+        self._compute.post(lambda: self._report(stream, None))
+
+    def close_stream(self, stream: RunStream) -> None:
+        """The Run call is over, and with it the epoch it was bound to. Idempotent."""
+        if stream.closed:
+            return
+        stream.closed = True
+        self._streams.discard(stream)
+        epoch = stream.bound
+        if epoch is not None and self._current is epoch:
+            log.info("the manager's stream ended", manager=epoch.manager_id, epoch=epoch.epoch)
+            self._end_epoch(epoch, StaleEpoch(f"the stream of epoch {epoch.epoch} ended: attach again"))
+
+    def _bind(self, stream: RunStream, number: int) -> Epoch:
+        """Gives the stream to the epoch that its first step names."""
+        current = self._current
+        if current is None or current.epoch != number:
+            now = "none is open" if current is None else f"the epoch now is {current.epoch}"
+            raise StaleEpoch(f"epoch: {number} is over, {now}: attach again")
+        if any(other.bound is current for other in self._streams):
+            raise FailedPrecondition(f"epoch {number} has a stream already")
+        stream.host = stream.bound = current
+        return current
+
+    def _run(self, epoch: Epoch, stream: RunStream, step: Step) -> None:
+        """On the compute thread: one step, unless its epoch was fenced meanwhile."""
+        if epoch.over:
+            return
+        outcome: StepReport | Exception
+        try:
+            outcome = epoch.run(step)
+        except PageKVError as error:
+            log.warning("refused a step", epoch=epoch.epoch, step=step.step, reason=error)
+            outcome = error
+        except Exception as error:
+            log.exception("a step failed", epoch=epoch.epoch, step=step.step)
+            outcome = StepFailed(f"step {step.step}: {type(error).__name__}: {error}")
+        if isinstance(outcome, Exception):
+            # Before any later step is looked at.
+            epoch.over = True
+        self._report(stream, outcome)
+
+    def _report(self, stream: RunStream, outcome: StepReport | Exception | None) -> None:
+        """On the compute thread: hands an outcome to the event loop."""
+        try:
+            self._loop.call_soon_threadsafe(stream.deliver, outcome)
+        except RuntimeError:
+            # The loop is closed: the process is exiting and nobody waits for the result.
+            log.debug("a result came after the end", outcome=type(outcome).__name__)
+
+    # -- the end
+
+    async def shut_down(self) -> None:
+        """Finishes the step under way, delivers its result and ends every stream with Unavailable."""
+        self._closed = True
+        current = self._current
+        if current is not None:
+            current.over = True
+        await self._compute.call(lambda: None)
+        reason = Unavailable("the executor is shutting down")
+        if current is not None:
+            self._end_epoch(current, reason)
+        for stream in list(self._streams):
+            stream.deliver(reason)
+        self._streams.clear()
+
+    def _serving(self) -> Backend:
+        if self._closed:
+            raise Unavailable("the executor is shutting down")
+        if self._backend is None:
+            raise Unavailable("the executor is still loading its model")
+        return self._backend
+
+
+def _check_block_size(block_size: int) -> None:
+    if not 1 <= block_size <= MAX_BLOCK_SIZE or block_size & (block_size - 1):
+        raise InvalidRequest("block_size", f"must be a power of two from 1 to {MAX_BLOCK_SIZE}, got {block_size}")
+
+
+def _check_range(field: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise InvalidRequest(field, f"must be from {low} to {high}, got {value}")
+
+
+def _check_fit(order: AttachOrder, description: Description) -> None:
+    """What only the backend knows: its layout and how much fits. Raises InvalidRequest or OutOfMemory."""
+    if order.layout != description.layout:
+        raise InvalidRequest("layout", f"must be {description.layout!r}, got {order.layout[:64]!r}")
+    for field, blocks, size in (
+        ("num_device_blocks", order.num_device_blocks, description.device_kv_bytes),
+        ("num_host_blocks", order.num_host_blocks, description.host_kv_bytes),
+    ):
+        most = size // description.bytes_per_block
+        if blocks > most:
+            raise OutOfMemory(
+                f"{field}: {blocks} blocks of {description.bytes_per_block} bytes do not fit into {size} bytes: "
+                f"at most {most}"
+            )
