@@ -104,6 +104,7 @@ class GrpcServer:
         try:
             self.port = self.server.add_insecure_port(self._listen)
         except RuntimeError as error:
+            await self.server.stop(None)
             raise OSError(f"cannot listen on {self._listen}: is another process using it?") from error
         await self.set_serving(False)
         await self.server.start()

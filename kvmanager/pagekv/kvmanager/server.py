@@ -1,0 +1,151 @@
+"""The manager process: flags, listening, the engine loop, the tokenizer, health, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pagekv.common.logs import Log, setup_logs
+from pagekv.common.models import ModelNotFound, resolve_model
+from pagekv.common.server import GrpcServer, run_async, stop_event, write_port_file
+from pagekv.kvmanager.cache_service import CacheService
+from pagekv.kvmanager.config import FROM_EXECUTOR, NO_TOKENIZER, ManagerConfig, parse_config
+from pagekv.kvmanager.engine import ModelInfo
+from pagekv.kvmanager.engine_loop import EngineLoop
+from pagekv.kvmanager.inference_service import InferenceService
+from pagekv.kvmanager.serving_state import ServingState
+from pagekv.kvmanager.tokenizer import Tokenizer, TokenizerError
+from pagekv.v1 import cache_service_pb2, cache_service_pb2_grpc, inference_service_pb2, inference_service_pb2_grpc
+
+log = Log(__name__)
+
+# Seconds for the last messages of ended streams to reach their readers.
+LAST_WORDS_S = 5.0
+
+
+class Manager:
+    """One manager process. States: starting (NOT_SERVING) → serving ⇄ executor lost (NOT_SERVING) → draining → over."""
+
+    def __init__(self, config: ManagerConfig, tokenizer: Tokenizer | None) -> None:
+        """`tokenizer` is the one that --tokenizer names; None when it depends on the executor's model."""
+        self._config = config
+        self._given_tokenizer = tokenizer
+        self._changed = asyncio.Event()
+        self._attached = False
+        self._draining = False
+        self.engine = EngineLoop(config.engine, on_attached=self._on_attached)
+        self._state = ServingState(self.engine)
+        services = [
+            inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
+            cache_service_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name,
+        ]
+        self._grpc = GrpcServer(config.listen, services, reflection=config.reflection)
+        inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(
+            InferenceService(self.engine, self._state), self._grpc.server
+        )
+        cache_service_pb2_grpc.add_CacheServiceServicer_to_server(
+            CacheService(self.engine, self._state), self._grpc.server
+        )
+
+    def _on_attached(self, attached: bool) -> None:
+        self._attached = attached
+        self._changed.set()
+
+    async def run(self, stop: asyncio.Event) -> int:
+        """Serves until `stop` is set; returns the exit status. Raises OSError when it cannot listen."""
+        port = await self._grpc.start()
+        if self._config.port_file:
+            write_port_file(Path(self._config.port_file), port)
+        log.info("listening", address=self._config.listen, port=port, executor=self._config.engine.executor)
+        # None of these ends by itself, unless something in it is broken.
+        engine = asyncio.create_task(self.engine.run(), name="engine loop")
+        health = asyncio.create_task(self._follow_engine(), name="health")
+        stopped = asyncio.create_task(stop.wait(), name="stop signal")
+        await asyncio.wait([engine, health, stopped], return_when=asyncio.FIRST_COMPLETED)
+        broken = next((task for task in (engine, health) if task.done()), None)
+        log.info("shutting down", grace_s=self._config.grace_s)
+        self._draining = True
+        await self._grpc.set_serving(False)
+        await self.engine.stop(0 if broken else self._config.grace_s)
+        await self._grpc.stop(LAST_WORDS_S)
+        health.cancel()
+        stopped.cancel()
+        await asyncio.wait([engine, health, stopped])
+        if broken is not None:
+            try:
+                await broken
+            except Exception:
+                log.exception("stopped by an error", task=broken.get_name())
+            return 1
+        log.info("stopped")
+        return 0
+
+    async def _follow_engine(self) -> None:
+        """Keeps health and tokenizer up with what the engine is attached to."""
+        loaded: str | None = None
+        serving = False
+        while True:
+            self._changed.clear()
+            model = self.engine.model
+            if model is not None and model.model_fingerprint != loaded:
+                tokenizer = await self._tokenizer_for(model)
+                if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
+                    log.warning(
+                        "the tokenizer knows more ids than the model; text that needs them will be refused",
+                        tokenizer=tokenizer.vocab_size,
+                        model=model.vocab_size,
+                    )
+                loaded = model.model_fingerprint
+                self._state.open(loaded, tokenizer)
+                self._changed.set()  # the executor may have changed again meanwhile
+            elif self._attached != serving and not self._draining:
+                serving = self._attached
+                await self._grpc.set_serving(serving)
+                log.info("serving" if serving else "not serving until an executor is attached again")
+            await self._changed.wait()
+
+    async def _tokenizer_for(self, model: ModelInfo) -> Tokenizer | None:
+        if self._config.tokenizer != FROM_EXECUTOR:
+            return self._given_tokenizer
+        try:
+            return await asyncio.to_thread(load_tokenizer, model.model_id)
+        except (ModelNotFound, TokenizerError) as error:
+            log.warning("no tokenizer: serving token ids only; --tokenizer names one", reason=error)
+            return None
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer of a model directory, of "demo" or of a hub id. Raises ModelNotFound, TokenizerError."""
+    tokenizer = Tokenizer.load(resolve_model(name, weights=False))
+    log.info(
+        "tokenizer loaded", tokenizer=name, vocabulary=tokenizer.vocab_size, chat=tokenizer.chat_template is not None
+    )
+    return tokenizer
+
+
+async def serve(config: ManagerConfig) -> int:
+    """Runs a manager until SIGTERM or SIGINT; returns the exit status."""
+    stop = stop_event()
+    tokenizer: Tokenizer | None = None
+    try:
+        if config.tokenizer not in (FROM_EXECUTOR, NO_TOKENIZER):
+            tokenizer = await asyncio.to_thread(load_tokenizer, config.tokenizer)
+        return await Manager(config, tokenizer).run(stop)
+    except (ModelNotFound, TokenizerError) as error:
+        log.error("cannot start: --tokenizer leads nowhere", reason=error)
+    except OSError as error:
+        log.error("cannot start", reason=error)
+    return 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `pagekv-manager`."""
+    config = parse_config(argv)
+    setup_logs("kvmanager", config.log_level, config.log_format)
+    return run_async(lambda: serve(config))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""The manager's shell: how it starts, what it answers without an executor, how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import cast
+
+import grpc
+import pytest
+import small_tokenizers
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pagekv.kvmanager import server
+from pagekv.kvmanager.config import ManagerConfig, parse_config
+from pagekv.kvmanager.engine import ModelInfo
+from pagekv.kvmanager.engine_loop import EngineLoop
+from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.v1 import inference_service_pb2_grpc as pb_grpc
+
+# Nobody listens there: the manager stays without an executor.
+NOWHERE = "unix:/nonexistent/executor"
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def config(tmp_path: Path, *argv: str) -> ManagerConfig:
+    port_file = str(tmp_path / "port")
+    base = ["--listen", "127.0.0.1:0", "--executor", NOWHERE, "--port-file", port_file, "--grace-s", "1"]
+    return parse_config([*base, *argv], {})
+
+
+class Running:
+    """A manager in this event loop, and a channel to it."""
+
+    def __init__(self, manager: server.Manager, channel: grpc.aio.Channel) -> None:
+        self.manager = manager
+        self.channel = channel
+        self.stub = cast("pb_grpc.InferenceServiceAsyncStub", pb_grpc.InferenceServiceStub(channel))
+
+    async def health(self) -> int:
+        answer = await health_pb2_grpc.HealthStub(self.channel).Check(health_pb2.HealthCheckRequest())
+        return int(answer.status)
+
+    async def until_health(self, status: int) -> None:
+        for _ in range(2000):
+            if await self.health() == status:
+                return
+            await asyncio.sleep(0.005)
+        raise AssertionError(f"health never became {status}")
+
+    async def refusal(self) -> grpc.aio.AioRpcError:
+        """Why a Generate call is refused."""
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in self.stub.Generate(pb.GenerateRequest(text="x")):
+                pass
+        return caught.value
+
+
+def port_of(path: Path) -> int:
+    """Waits for the port file."""
+    for _ in range(2000):
+        if path.exists():
+            return int(path.read_text())
+        time.sleep(0.005)
+    raise AssertionError("no port file was written")
+
+
+def run(manager_config: ManagerConfig, body: Callable[[Running], Awaitable[None]]) -> int:
+    """Runs a manager while `body` does, then stops it; its exit status."""
+
+    async def main() -> int:
+        stop = asyncio.Event()
+        manager = server.Manager(manager_config, None)
+        task = asyncio.create_task(manager.run(stop))
+        port = await asyncio.to_thread(port_of, Path(manager_config.port_file))
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            await body(Running(manager, channel))
+            stop.set()
+            return await task
+
+    return asyncio.run(main())
+
+
+def model(directory: Path, fingerprint: str = "1", vocab_size: int = 500) -> ModelInfo:
+    return ModelInfo(str(directory), fingerprint, 64, vocab_size, (1,), 4, 10, 0, "oracle")
+
+
+def attach(engine: EngineLoop, info: ModelInfo) -> None:
+    """As if an executor with this model had been attached."""
+    engine._model = info
+    engine._on_attached(True)
+
+
+def test_without_an_executor_it_listens_says_so_and_stops_cleanly(tmp_path: Path) -> None:
+    async def body(running: Running) -> None:
+        assert await running.health() == NOT_SERVING
+        error = await running.refusal()
+        assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, "no executor is attached yet")
+
+    assert run(config(tmp_path), body) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["port"]
+
+
+def test_health_and_tokenizer_follow_the_executor(tmp_path: Path) -> None:
+    small_tokenizers.byte_level().save(str(tmp_path / "tokenizer.json"))
+
+    async def body(running: Running) -> None:
+        engine = running.manager.engine
+        attach(engine, model(tmp_path))
+        await running.until_health(SERVING)
+        assert (await running.stub.GetModelInfo(pb.GetModelInfoRequest())).has_tokenizer
+        engine._on_attached(False)
+        await running.until_health(NOT_SERVING)
+        # It comes back with a model that has no tokenizer.
+        attach(engine, model(tmp_path / "empty", fingerprint="2"))
+        await running.until_health(SERVING)
+        info = await running.stub.GetModelInfo(pb.GetModelInfoRequest())
+        assert (info.has_tokenizer, info.model_fingerprint) == (False, "2")
+
+    assert run(config(tmp_path), body) == 0
+
+
+def test_no_tokenizer_is_looked_for_when_none_is_wanted(tmp_path: Path) -> None:
+    small_tokenizers.byte_level().save(str(tmp_path / "tokenizer.json"))
+
+    async def body(running: Running) -> None:
+        attach(running.manager.engine, model(tmp_path))
+        await running.until_health(SERVING)
+        assert "no tokenizer" in ((await running.refusal()).details() or "")
+
+    assert run(config(tmp_path, "--tokenizer", "none"), body) == 0
+
+
+def test_a_broken_engine_ends_the_process_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(self: EngineLoop) -> None:
+        await asyncio.sleep(0.1)
+        raise RuntimeError("out of luck")
+
+    async def body(running: Running) -> None:
+        await asyncio.sleep(0.2)
+
+    monkeypatch.setattr(EngineLoop, "run", broken)
+    assert run(config(tmp_path), body) == 1
+    assert "out of luck" in caplog.text
+
+
+def main(argv: list[str], caplog: pytest.LogCaptureFixture) -> tuple[int, str]:
+    """Exit status and the last reason logged."""
+    status = asyncio.run(server.serve(parse_config(argv, {})))
+    fields = getattr(caplog.records[-1], "fields", {})
+    return status, f"{caplog.records[-1].getMessage()}: {fields.get('reason')}"
+
+
+def test_a_taken_port_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        status, words = main(["--listen", f"127.0.0.1:{port}", "--executor", NOWHERE], caplog)
+    assert (status, words) == (
+        1,
+        f"cannot start: cannot listen on 127.0.0.1:{port}: is another process using it?",
+    )
+
+
+@pytest.mark.parametrize("make", [False, True])
+def test_a_tokenizer_that_is_named_must_be_there(tmp_path: Path, make: bool, caplog: pytest.LogCaptureFixture) -> None:
+    where = tmp_path / "model"
+    if make:
+        where.mkdir()
+    status, words = main(["--listen", "127.0.0.1:0", "--executor", NOWHERE, "--tokenizer", str(where)], caplog)
+    assert status == 1
+    assert words.startswith("cannot start: --tokenizer leads nowhere: ")
+    assert ("no tokenizer.json: save" if make else "neither a model directory") in words
+
+
+def test_the_log_names_a_tokenizer_that_does_not_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    small_tokenizers.byte_level().save(str(tmp_path / "tokenizer.json"))
+    caplog.set_level(logging.INFO)
+
+    async def body(running: Running) -> None:
+        attach(running.manager.engine, model(tmp_path, vocab_size=300))
+        await running.until_health(SERVING)
+
+    assert run(config(tmp_path), body) == 0
+    record = next(record for record in caplog.records if "more ids than the model" in record.getMessage())
+    assert vars(record)["fields"]["model"] == 300
+    assert vars(record)["fields"]["tokenizer"] > 300
