@@ -19,6 +19,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE_ROOTS = ("proto", "kvmanager", "executor", "kernels", "client")
 START_TIMEOUT_S = 120.0
+# The judging backend with the demo model's vocabulary and tokenizer: no torch, full speed.
+ORACLE = ("--backend", "oracle", "--model", "demo")
 
 
 def environment() -> dict[str, str]:

@@ -1,0 +1,22 @@
+"""Stacks of real processes, shared by the tests of a module where a test does not change flags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from stack import ORACLE, Stack, running_stack
+
+
+@pytest.fixture(scope="module")
+def oracle_stack() -> Iterator[Stack]:
+    """Manager and oracle executor with room for everything; the demo model's vocabulary and tokenizer, no torch."""
+    with running_stack([*ORACLE, "--kv-memory", "64MiB"], ["--num-device-blocks", "4096"]) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def cpu_stack() -> Iterator[Stack]:
+    """Manager and torch executor with the demo model. float64: near-ties cannot tip with the batch."""
+    with running_stack(["--model", "demo", "--dtype", "float64", "--kv-memory", "512MiB"]) as stack:
+        yield stack
