@@ -109,6 +109,9 @@ class Manager:
     async def _tokenizer_for(self, model: ModelInfo) -> Tokenizer | None:
         if self._config.tokenizer != FROM_EXECUTOR:
             return self._given_tokenizer
+        if not model.model_id:
+            log.info("the executor has no model directory: serving token ids only; --tokenizer names a tokenizer")
+            return None
         try:
             return await asyncio.to_thread(load_tokenizer, model.model_id)
         except (ModelNotFound, TokenizerError) as error:

@@ -36,8 +36,9 @@ class GenerateRequest(google.protobuf.message.Message):
     """Lower runs earlier, -100 to 100; ties in order of arrival. 0 is the default."""
     resumed_tokens: builtins.int
     """How many trailing tokens of the prompt were generated before: they count as output for max_tokens, min_tokens,
-    penalties and positions of the seed, and are not sent again. This is how a client resumes a broken stream. Only
-    with tokenized input and n = 1. 0: none.
+    penalties and positions of the seed, and are not sent again. This is how a client resumes a broken stream: text
+    that was held back comes first, and an output that was whole already ends at once. Only with tokenized input and
+    n = 1; below the number of input ids and up to max_tokens. 0: none.
     """
     only_complete: builtins.bool
     """False or absent: stream chunks as tokens arrive. True: only the GenerateComplete of each sequence."""
@@ -229,7 +230,7 @@ class AbortRequest(google.protobuf.message.Message):
     REQUEST_IDS_FIELD_NUMBER: builtins.int
     @property
     def request_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Their ids; at least one."""
+        """Their ids; 1 to 1024."""
 
     def __init__(
         self,
@@ -315,7 +316,7 @@ class DetokenizeRequest(google.protobuf.message.Message):
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The token ids; may be empty."""
+        """The token ids, at most 1048576; may be empty."""
 
     def __init__(
         self,

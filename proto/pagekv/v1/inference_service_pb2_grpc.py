@@ -86,7 +86,8 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Text or chat to token ids, exactly as Generate would. Errors: INVALID_ARGUMENT (no input; no tokenizer).
+        """Text or chat to token ids, exactly as Generate would, up to 1048576 of them. Errors: INVALID_ARGUMENT (no input;
+        no tokenizer).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

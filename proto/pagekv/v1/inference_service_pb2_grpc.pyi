@@ -44,7 +44,9 @@ class InferenceServiceStub:
         pagekv.v1.inference_service_pb2.TokenizeRequest,
         pagekv.v1.inference_service_pb2.TokenizeResponse,
     ]
-    """Text or chat to token ids, exactly as Generate would. Errors: INVALID_ARGUMENT (no input; no tokenizer)."""
+    """Text or chat to token ids, exactly as Generate would, up to 1048576 of them. Errors: INVALID_ARGUMENT (no input;
+    no tokenizer).
+    """
 
     Detokenize: grpc.UnaryUnaryMultiCallable[
         pagekv.v1.inference_service_pb2.DetokenizeRequest,
@@ -84,7 +86,9 @@ class InferenceServiceAsyncStub:
         pagekv.v1.inference_service_pb2.TokenizeRequest,
         pagekv.v1.inference_service_pb2.TokenizeResponse,
     ]
-    """Text or chat to token ids, exactly as Generate would. Errors: INVALID_ARGUMENT (no input; no tokenizer)."""
+    """Text or chat to token ids, exactly as Generate would, up to 1048576 of them. Errors: INVALID_ARGUMENT (no input;
+    no tokenizer).
+    """
 
     Detokenize: grpc.aio.UnaryUnaryMultiCallable[
         pagekv.v1.inference_service_pb2.DetokenizeRequest,
@@ -130,7 +134,9 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
         request: pagekv.v1.inference_service_pb2.TokenizeRequest,
         context: _ServicerContext,
     ) -> typing.Union[pagekv.v1.inference_service_pb2.TokenizeResponse, collections.abc.Awaitable[pagekv.v1.inference_service_pb2.TokenizeResponse]]:
-        """Text or chat to token ids, exactly as Generate would. Errors: INVALID_ARGUMENT (no input; no tokenizer)."""
+        """Text or chat to token ids, exactly as Generate would, up to 1048576 of them. Errors: INVALID_ARGUMENT (no input;
+        no tokenizer).
+        """
 
     @abc.abstractmethod
     def Detokenize(

@@ -102,8 +102,8 @@ class SamplingParams(google.protobuf.message.Message):
     min_p: builtins.float
     """Only tokens at least this share as likely as the likeliest, 0 to 1. 0 or absent: off."""
     max_tokens: builtins.int
-    """Tokens to generate at most, 1 to what the context leaves. Absent: 16 for a text or token prompt, what the
-    context leaves for chat.
+    """Tokens to generate at most, 1 to what the context leaves. Absent: 16 for a text or token prompt, or what the
+    context leaves if that is less; what the context leaves for chat.
     """
     min_tokens: builtins.int
     """Tokens to generate before end-of-sequence, stop strings or stop_token_ids may end the sequence, 0 to
@@ -129,7 +129,9 @@ class SamplingParams(google.protobuf.message.Message):
     """
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Strings that end the sequence; the text stops before the string. At most 16, each 1 to 256 characters."""
+        """Strings that end the sequence; the text stops before the string, and the token that completed it is the last one
+        reported. Of several, the one that is complete first counts. At most 16, each 1 to 256 characters.
+        """
 
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -292,7 +294,7 @@ class ChatInput(google.protobuf.message.Message):
     MESSAGES_FIELD_NUMBER: builtins.int
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ChatMessage]:
-        """The messages, oldest first, at least one."""
+        """The messages, oldest first, 1 to 4096, and at most 8 MiB of text in all."""
 
     def __init__(
         self,
@@ -328,7 +330,9 @@ class CacheControls(google.protobuf.message.Message):
     """True: this request leaves no cached block behind."""
     @property
     def media_hashes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MediaHash]:
-        """Media whose content stands behind placeholder tokens, so that equal placeholders do not share blocks."""
+        """Media whose content stands behind placeholder tokens, so that equal placeholders do not share blocks. At most
+        256, each inside the prompt.
+        """
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -133,6 +134,15 @@ def test_no_tokenizer_is_looked_for_when_none_is_wanted(tmp_path: Path) -> None:
         assert "no tokenizer" in ((await running.refusal()).details() or "")
 
     assert run(config(tmp_path, "--tokenizer", "none"), body) == 0
+
+
+def test_an_executor_without_a_model_directory_is_served_with_token_ids(tmp_path: Path) -> None:
+    async def body(running: Running) -> None:
+        attach(running.manager.engine, replace(model(tmp_path), model_id=""))
+        await running.until_health(SERVING)
+        assert not (await running.stub.GetModelInfo(pb.GetModelInfoRequest())).has_tokenizer
+
+    assert run(config(tmp_path), body) == 0
 
 
 def test_a_broken_engine_ends_the_process_with_an_error(
