@@ -1,0 +1,242 @@
+"""A load generator: random prompts against a running stack, closed loop or Poisson arrivals, and what was measured."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from pagekv.client.aio import AsyncPageKVClient
+from pagekv.client.errors import PageKVError
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is sent; all of it is drawn from `seed`."""
+
+    requests: int
+    # Closed loop: this many at once, each followed by the next. None: open loop at `rate`.
+    concurrency: int | None
+    # Open loop: requests a second with exponential gaps (Poisson arrivals), however slow the answers.
+    rate: float | None
+    # Own tokens of a prompt and tokens generated, from the first to the second number, uniformly.
+    prompt_tokens: tuple[int, int]
+    output_tokens: tuple[int, int]
+    # Tokens in front of every prompt that all prompts have in common.
+    shared_prefix: int
+    temperature: float
+    seed: int
+
+    def shape(self) -> str:
+        """In words, for the head of a report: figures without it mean nothing."""
+        how = f"closed loop of {self.concurrency}" if self.rate is None else f"Poisson arrivals at {self.rate:g}/s"
+        parts = [f"{self.requests} requests", how, f"prompts of {_span(self.prompt_tokens)} tokens"]
+        if self.shared_prefix:
+            parts[-1] += f" after a shared prefix of {self.shared_prefix}"
+        parts.append(f"{_span(self.output_tokens)} output tokens")
+        parts.append("greedy" if self.temperature == 0 else f"temperature {self.temperature:g}")
+        return ", ".join([*parts, f"seed {self.seed}"])
+
+
+def _span(bounds: tuple[int, int]) -> str:
+    return f"{bounds[0]}" if bounds[0] == bounds[1] else f"{bounds[0]} to {bounds[1]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request of the workload."""
+
+    prompt_ids: list[int]
+    output_tokens: int
+    seed: int
+    # Seconds after the start at which it is due; 0 in a closed loop.
+    due_s: float
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one request. Times are seconds from when it was due, so queueing in this process counts."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    ttft_s: float | None = None
+    total_s: float = 0.0
+    # One per token after the first message. Tokens that came in one message share the gap before it evenly.
+    inter_token_s: list[float] = field(default_factory=list)
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Percentiles (linear between ranks), mean and maximum of a measure, in seconds."""
+
+    p50: float
+    p90: float
+    p99: float
+    mean: float
+    max: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread | None:
+        """None when there are no values."""
+        if not values:
+            return None
+        ordered = sorted(values)
+
+        def at(share: float) -> float:
+            position = share * (len(ordered) - 1)
+            low = int(position)
+            high = min(low + 1, len(ordered) - 1)
+            return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+        return Spread(at(0.5), at(0.9), at(0.99), sum(ordered) / len(ordered), ordered[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was measured. Rates are over the whole run; failed requests count as errors and nowhere else."""
+
+    seconds: float
+    completed: int
+    errors: dict[str, int]
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    # Cached share of the prompt tokens, 0 to 1.
+    hit_rate: float
+    requests_per_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    ttft_s: Spread | None
+    inter_token_s: Spread | None
+    total_s: Spread | None
+
+
+def make_jobs(
+    workload: Workload, vocab_size: int, avoid: Sequence[int] = (), text_ids: Sequence[int] = ()
+) -> list[Job]:
+    """The requests. Prompts are random ids below `vocab_size` without those to `avoid`, or cuts of `text_ids`.
+
+    Raises ValueError when `text_ids` is given and shorter than the longest prompt.
+    """
+    rng = random.Random(workload.seed)
+    longest = max(workload.prompt_tokens[1], workload.shared_prefix)
+    if text_ids and len(text_ids) < longest:
+        raise ValueError(f"the text has {len(text_ids)} tokens, and the longest prompt needs {longest}")
+    allowed = [token for token in range(vocab_size) if token not in set(avoid)]
+
+    def tokens(count: int) -> list[int]:
+        if not text_ids:
+            return rng.choices(allowed, k=count)
+        start = rng.randint(0, len(text_ids) - count)
+        return list(text_ids[start : start + count])
+
+    prefix = tokens(workload.shared_prefix)
+    jobs, due_s = [], 0.0
+    for _ in range(workload.requests):
+        if workload.rate is not None:
+            due_s += rng.expovariate(workload.rate)
+        prompt = [*prefix, *tokens(rng.randint(*workload.prompt_tokens))]
+        jobs.append(Job(prompt, rng.randint(*workload.output_tokens), rng.getrandbits(32), due_s))
+    return jobs
+
+
+OnProgress = Callable[[int, int], None]
+
+
+async def run_jobs(
+    client: AsyncPageKVClient, workload: Workload, jobs: Sequence[Job], on_progress: OnProgress | None = None
+) -> Report:
+    """Sends the jobs and measures. `on_progress` gets the requests ended and the tokens generated so far."""
+    outcomes: list[Outcome] = []
+    tokens = 0
+    begun = time.perf_counter()
+
+    def on_tokens(count: int) -> None:
+        nonlocal tokens
+        tokens += count
+        if on_progress is not None:
+            on_progress(len(outcomes), tokens)
+
+    async def one(job: Job, due: float) -> None:
+        outcomes.append(await _measure(client, workload.temperature, job, due, on_tokens))
+        on_tokens(0)
+
+    if workload.rate is None:
+        waiting = iter(jobs)
+
+        async def worker() -> None:
+            for job in waiting:
+                await one(job, time.perf_counter())
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(workload.concurrency or 1, len(jobs))):
+                group.create_task(worker())
+    else:
+        async with asyncio.TaskGroup() as group:
+            for job in jobs:
+                due = begun + job.due_s
+                await asyncio.sleep(max(0.0, due - time.perf_counter()))
+                group.create_task(one(job, due))
+    return summarise(outcomes, time.perf_counter() - begun)
+
+
+async def _measure(
+    client: AsyncPageKVClient, temperature: float, job: Job, due: float, on_tokens: Callable[[int], None]
+) -> Outcome:
+    """Sends one job; `on_tokens` gets the number of tokens of every message."""
+    outcome = Outcome()
+    last = due
+    stream = client.stream(
+        job.prompt_ids,
+        max_tokens=job.output_tokens,
+        temperature=temperature,
+        seed=job.seed,
+        ignore_eos=True,
+        resume_timeout_s=0,  # a lost connection is a failure here, not something to hide in the latencies
+    )
+    try:
+        async with stream:
+            async for chunk in stream:
+                now, count = time.perf_counter(), len(chunk.token_ids)
+                if outcome.ttft_s is None:
+                    outcome.ttft_s = now - due
+                else:
+                    outcome.inter_token_s += [(now - last) / max(count, 1)] * count
+                last = now
+                on_tokens(count)
+    except PageKVError as error:
+        outcome.error = type(error).__name__
+        return outcome
+    end = stream.completion
+    outcome.total_s = time.perf_counter() - due
+    outcome.prompt_tokens, outcome.cached_tokens = end.prompt_tokens, end.cached_tokens
+    outcome.output_tokens = end.completion_tokens
+    return outcome
+
+
+def summarise(outcomes: Sequence[Outcome], seconds: float) -> Report:
+    """The report of a run that took `seconds`."""
+    good = [outcome for outcome in outcomes if outcome.error is None]
+    prompt, cached, output = (
+        sum(getattr(outcome, name) for outcome in good) for name in ("prompt_tokens", "cached_tokens", "output_tokens")
+    )
+    return Report(
+        seconds=seconds,
+        completed=len(good),
+        errors=dict(Counter(outcome.error for outcome in outcomes if outcome.error is not None)),
+        prompt_tokens=prompt,
+        cached_tokens=cached,
+        output_tokens=output,
+        hit_rate=cached / prompt if prompt else 0.0,
+        requests_per_s=len(good) / seconds,
+        output_tokens_per_s=output / seconds,
+        total_tokens_per_s=(prompt + output) / seconds,
+        ttft_s=Spread.of([outcome.ttft_s for outcome in good if outcome.ttft_s is not None]),
+        inter_token_s=Spread.of([gap for outcome in good for gap in outcome.inter_token_s]),
+        total_s=Spread.of([outcome.total_s for outcome in good]),
+    )

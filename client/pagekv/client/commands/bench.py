@@ -1,0 +1,159 @@
+"""`pagekv bench`: measures a running stack under load."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from pagekv.client.aio import AsyncPageKVClient
+from pagekv.client.bench import Report, Spread, Workload, make_jobs, run_jobs
+from pagekv.client.commands.parser import Subparsers, UsageError, add_command, add_target
+from pagekv.client.commands.up import describe
+from pagekv.client.terminal import Terminal, milliseconds, table
+from pagekv.client.types import ModelInfo
+from pagekv.common.flags import integer, number
+
+EXAMPLES = """\
+  pagekv bench --concurrency 16 --requests 64
+  pagekv bench --rate 4 --requests 100 --prompt-tokens 64:256 --output-tokens 64
+  pagekv bench --shared-prefix 512 --prompt-tokens 32 --output-tokens 32 --requests 32 --concurrency 32
+
+The same --seed sends the same prompts, which are then cached already: for cold figures leave it out or give
+--reset-cache. Times to first token and end to end count from when a request was due. The inter-token latency has
+one value per token after the first; tokens that arrive together share the time since the message before.
+"""
+
+
+def span(low: int, high: int) -> Callable[[str], tuple[int, int]]:
+    """An argparse type: N or LO:HI within bounds."""
+    check = integer(low, high)
+
+    def parse(text: str) -> tuple[int, int]:
+        first, colon, second = text.partition(":")
+        bounds = check(first), check(second if colon else first)
+        if bounds[0] > bounds[1]:
+            raise argparse.ArgumentTypeError(f"must be N or LO:HI with LO not above HI, got {text!r}")
+        return bounds
+
+    return parse
+
+
+def add(commands: Subparsers) -> None:
+    """Adds the subcommand."""
+    parser = add_command(commands, "bench", "measure a running stack under load", run, examples=EXAMPLES)
+    add_target(parser)
+    load = parser.add_mutually_exclusive_group()
+    load.add_argument(
+        "--concurrency", type=integer(1, 4096), default=8, metavar="N", help="requests at once, closed loop [8]"
+    )
+    load.add_argument(
+        "--rate", type=number(0.001, 1e5), metavar="R", help="requests a second, Poisson arrivals, instead"
+    )
+    parser.add_argument("--requests", type=integer(1, 10**6), default=64, metavar="N", help="requests to send [64]")
+    tokens = span(1, 2**20)
+    parser.add_argument(
+        "--prompt-tokens", type=tokens, default=(64, 256), metavar="LO:HI", help="own tokens of a prompt [64:256]"
+    )
+    parser.add_argument(
+        "--output-tokens", type=tokens, default=(64, 64), metavar="LO:HI", help="tokens to generate [64]"
+    )
+    parser.add_argument(
+        "--shared-prefix", type=integer(0, 2**20), default=0, metavar="N", help="tokens that all prompts begin with [0]"
+    )
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="take prompts from this text instead of random token ids"
+    )
+    parser.add_argument("--temperature", type=number(0, 100), default=0.0, metavar="X", help="[0: greedy]")
+    parser.add_argument("--seed", type=integer(0, 2**63 - 1), metavar="N", help="of the workload [random]")
+    parser.add_argument("--reset-cache", action="store_true", help="forget every cached prefix first")
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    """Exit status 1 when a request failed."""
+    workload = Workload(
+        requests=args.requests,
+        concurrency=None if args.rate is not None else args.concurrency,
+        rate=args.rate,
+        prompt_tokens=args.prompt_tokens,
+        output_tokens=args.output_tokens,
+        shared_prefix=args.shared_prefix,
+        temperature=args.temperature,
+        seed=secrets.randbits(31) if args.seed is None else args.seed,
+    )
+    info, report = asyncio.run(_run(args, workload, terminal))
+    if args.json:
+        terminal.json(
+            {
+                "workload": {**asdict(workload), "shape": workload.shape()},
+                "model": asdict(info),
+                "report": asdict(report),
+            }
+        )
+    else:
+        terminal.print(report_text(workload, info, report, terminal))
+    return 0 if not report.errors else 1
+
+
+async def _run(args: argparse.Namespace, workload: Workload, terminal: Terminal) -> tuple[ModelInfo, Report]:
+    async with AsyncPageKVClient(args.target) as client:
+        info = await client.model_info()
+        needed = workload.shared_prefix + workload.prompt_tokens[1] + workload.output_tokens[1]
+        if needed > info.max_model_len:
+            raise UsageError(f"the longest request needs {needed} tokens, and the context is {info.max_model_len}")
+        text_ids: list[int] = []
+        if args.text is not None:
+            text_ids = await client.tokenize(_read(args.text))
+        try:
+            jobs = make_jobs(workload, info.vocab_size, info.eos_token_ids, text_ids)
+        except ValueError as error:
+            raise UsageError(f"--text {args.text}: {error}") from error
+        if args.reset_cache:
+            await client.reset_prefix_cache()
+        begun = time.perf_counter()
+
+        def show(done: int, tokens: int) -> None:
+            rate = tokens / (time.perf_counter() - begun)
+            terminal.progress(done, workload.requests, f"{rate:.0f} tok/s")
+
+        report = await run_jobs(client, workload, jobs, show)
+    terminal.clear()
+    return info, report
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--text {path}: {error}") from error
+
+
+def report_text(workload: Workload, info: ModelInfo, report: Report, terminal: Terminal) -> str:
+    """Workload, stack, latencies and rates."""
+    errors = ", ".join(f"{count} {name}" for name, count in sorted(report.errors.items())) or "0"
+    latencies = [
+        (name, *_cells(spread))
+        for name, spread in (
+            ("time to first token", report.ttft_s),
+            ("inter-token latency", report.inter_token_s),
+            ("end to end", report.total_s),
+        )
+    ]
+    rates = [
+        ("throughput", f"{report.output_tokens_per_s:.1f} output tok/s, {report.total_tokens_per_s:.1f} with prompts, "
+                       f"{report.requests_per_s:.2f} requests/s"),
+        ("prefix cache", f"{report.hit_rate:.1%} hits: {report.cached_tokens} of {report.prompt_tokens} prompt tokens"),
+        ("requests", f"{report.completed} in {report.seconds:.2f} s, {report.output_tokens} tokens generated"),
+        ("errors", errors),
+    ]  # fmt: skip
+    head = [("workload", workload.shape()), ("stack", describe(info))]
+    return "\n\n".join((table(head), table(latencies, ("", "p50", "p90", "p99", "mean", "max")), table(rates)))
+
+
+def _cells(spread: Spread | None) -> tuple[str, ...]:
+    values = asdict(spread).values() if spread is not None else [None] * 5
+    return tuple(milliseconds(value) for value in values)

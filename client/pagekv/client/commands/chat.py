@@ -1,0 +1,114 @@
+"""`pagekv chat`: a conversation that keeps its history, so that each turn's prompt is mostly cached."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from pagekv.client.client import PageKVClient
+from pagekv.client.commands.parser import Subparsers, UsageError, add_command, add_target, connect
+from pagekv.client.commands.sampling import Stopwatch, add_sampling, options_of, summary
+from pagekv.client.errors import InvalidRequest
+from pagekv.client.terminal import Terminal
+from pagekv.client.types import ChatMessage, GenerateOptions
+
+EXAMPLES = """\
+  pagekv chat
+  pagekv chat --system "You answer in one sentence." --temperature 0.7
+  echo "Who made the heavens?" | pagekv chat --json
+"""
+HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
+
+
+def add(commands: Subparsers) -> None:
+    """Adds the subcommand."""
+    parser = add_command(commands, "chat", "talk with the model; the history is kept", run, examples=EXAMPLES)
+    add_target(parser)
+    parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    add_sampling(parser, max_tokens=256)
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    """Reads a line, streams the answer, again until the end of input."""
+    first = [ChatMessage("system", args.system)] if args.system else []
+    interactive = sys.stdin.isatty() and not args.json
+    with connect(args) as client:
+        info = client.model_info()
+        if not info.has_chat_template:
+            raise UsageError(f"the model {info.model_id or 'served'} has no chat template; use `pagekv generate`")
+        if interactive:
+            _enable_line_editing()
+            terminal.note(f"{info.model_id} at {args.target}. {HELP}.")
+        messages = list(first)
+        while (line := _read_line(interactive)) is not None:
+            if line == "/exit":
+                break
+            if line == "/reset":
+                messages = list(first)
+                if interactive:
+                    terminal.note("The conversation is forgotten.")
+            elif line.startswith("/") and interactive:
+                terminal.note(HELP)
+            elif line:
+                _turn(client, messages, line, options_of(args), terminal, interactive=interactive, as_json=args.json)
+    return 0
+
+
+def _turn(
+    client: PageKVClient,
+    messages: list[ChatMessage],
+    line: str,
+    options: GenerateOptions,
+    terminal: Terminal,
+    *,
+    interactive: bool,
+    as_json: bool,
+) -> None:
+    """One exchange, added to `messages` when it went well; an answer stopped by Ctrl-C stays with what it has."""
+    asked = ChatMessage("user", line)
+    watch, texts = Stopwatch(), list[str]()
+    try:
+        with client.stream([*messages, asked], **options) as stream:
+            for chunk in stream:
+                watch.see(chunk)
+                texts.append(chunk.text)
+                if not as_json:
+                    terminal.write(chunk.text)
+    except InvalidRequest as error:
+        # Mostly a conversation longer than the context.
+        if not interactive:
+            raise
+        terminal.error(f"pagekv: {error} (/reset starts anew)")
+        return
+    except KeyboardInterrupt:
+        if not interactive:
+            raise
+        terminal.print()
+        terminal.note("[stopped]")
+    else:
+        if as_json:
+            terminal.json(stream.completion)
+        else:
+            terminal.print()
+            terminal.note(summary(stream.completion, watch))
+    messages += [asked, ChatMessage("assistant", "".join(texts))]
+
+
+def _read_line(interactive: bool) -> str | None:
+    """A line without its blanks; None at the end of the input."""
+    if interactive:
+        try:
+            return input("> ").strip()
+        except EOFError:
+            print(file=sys.stderr)
+            return None
+    line = sys.stdin.readline()
+    return line.strip() if line else None
+
+
+def _enable_line_editing() -> None:
+    try:
+        import readline
+    except ImportError:  # a Python without it still reads lines
+        return
+    readline.set_auto_history(True)

@@ -1,0 +1,122 @@
+"""`pagekv demo`: starts the stack, shows text and the prefix cache at work, and stops it."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import time
+
+from pagekv.client.client import PageKVClient
+from pagekv.client.commands.generate import stream_text
+from pagekv.client.commands.parser import Subparsers, add_command
+from pagekv.client.commands.sampling import Stopwatch
+from pagekv.client.commands.up import add_stack_flags, describe, stack_config, wait_ready
+from pagekv.client.processes import Stack
+from pagekv.client.terminal import Terminal, milliseconds
+from pagekv.client.types import Completion, GenerateOptions
+
+EXAMPLES = """\
+  pagekv demo
+  pagekv demo --prompt "And the king said" --max-tokens 120
+  pagekv demo --model ~/models/Qwen3-0.6B
+"""
+PROMPTS = (
+    "In the beginning God created the heaven and the earth. And the earth was",
+    "And it came to pass in those days, that the king",
+    "hacker: n. A person who enjoys",
+)
+# Long enough to fill many blocks, so that its second run shows what the prefix cache saves.
+LONG_PROMPT = (
+    "And it came to pass, when the king heard the words of the book, that he rent his clothes, and said unto his "
+    "servants, Go ye, enquire of the LORD for me, and for the people, and for all the land, concerning the words of "
+    "this book that is found: for great is the wrath that is kindled against us, because our fathers have not "
+    "hearkened unto the words of this book. So they went, and came unto the prophet, and told her all these things; "
+    "and she said unto them, Thus saith the LORD"
+)
+_SEED = 20
+
+
+def add(commands: Subparsers) -> None:
+    """Adds the subcommand."""
+    parser = add_command(
+        commands, "demo", "start the stack on free ports, generate some text, stop it again", run, examples=EXAMPLES
+    )
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="instead of the demo's own prompts")
+    parser.add_argument("--max-tokens", type=int, default=60, metavar="N", help="tokens for each prompt [60]")
+    parser.add_argument("--temperature", type=float, default=0.8, metavar="X", help="0 is greedy [0.8]")
+    add_stack_flags(parser)
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    """Exit status 0 only if every prompt got text and the second run of the long prompt hit the cache."""
+    begun = time.monotonic()
+    stack = Stack(stack_config(args, terminal, "127.0.0.1", 0, 0))
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        # As Ctrl-C: an exception that ends what is streaming, and leaving `with` stops the stack.
+        signal.signal(signum, signal.default_int_handler)
+    with stack:
+        stack.start()
+        wait_ready(stack, args, terminal)
+        ready_s = time.monotonic() - begun
+        with PageKVClient(stack.target) as client:
+            return _show(client, args, terminal, ready_s)
+
+
+def _show(client: PageKVClient, args: argparse.Namespace, terminal: Terminal, ready_s: float) -> int:
+    info = client.model_info()
+    talk = not args.json
+    if talk:
+        terminal.print(f"PageKV: {describe(info)}, ready in {ready_s:.1f} s")
+    options: GenerateOptions = {"max_tokens": args.max_tokens, "temperature": args.temperature, "seed": _SEED}
+    completions: list[Completion] = []
+    for prompt in args.prompt or PROMPTS:
+        if talk:
+            terminal.print()
+            terminal.write(terminal.bold(prompt))
+            completions.append(stream_text(client, prompt, options, terminal)[0])
+        else:
+            completions.append(client.generate(prompt, **options))
+    runs = [_timed(client, LONG_PROMPT) for _ in range(2)]
+    (cold, cold_ttft), (warm, warm_ttft) = runs
+    if talk:
+        terminal.print()
+        terminal.print(f"The same prompt of {cold.prompt_tokens} tokens twice, greedy:")
+        for name, completion, ttft in (("first", cold, cold_ttft), ("second", warm, warm_ttft)):
+            terminal.print(f"  {name:6} time {completion.cached_tokens:4} tokens from the prefix cache, "
+                           f"first token after {milliseconds(ttft)}")  # fmt: skip
+        terminal.print(f"  the texts are {'equal' if cold.text == warm.text else 'DIFFERENT'}")
+    stats = client.stats()
+    generated = all(any(c.isalpha() for c in completion.text) for completion in completions)
+    hit = warm.cached_tokens >= info.block_size and cold.token_ids == warm.token_ids
+    if talk:
+        terminal.print()
+        terminal.print(f"{stats.generated_tokens_total} tokens generated in {stats.steps_total} steps; "
+                       f"{stats.active_blocks} of {stats.num_blocks} blocks in use, "
+                       f"{stats.cached_free_blocks} free ones hold cached prefixes.")  # fmt: skip
+        terminal.print("Next: pagekv up, and in a second terminal pagekv chat, pagekv stats --watch, pagekv bench.")
+    else:
+        terminal.json(
+            {
+                "model_id": info.model_id,
+                "backend": info.backend,
+                "ready_s": round(ready_s, 3),
+                "texts": [completion.text for completion in completions],
+                "prompt_tokens": warm.prompt_tokens,
+                "cached_tokens": [cold.cached_tokens, warm.cached_tokens],
+                "ttft_s": [cold_ttft, warm_ttft],
+                "generated_tokens": stats.generated_tokens_total,
+            }
+        )
+    if not generated:
+        terminal.error("pagekv: the model answered without a word of text")
+    if not hit:
+        terminal.error("pagekv: the second run of a prompt did not come from the prefix cache, or differed")
+    return 0 if generated and hit else 1
+
+
+def _timed(client: PageKVClient, prompt: str) -> tuple[Completion, float | None]:
+    watch = Stopwatch()
+    with client.stream(prompt, max_tokens=16, temperature=0.0) as stream:
+        for chunk in stream:
+            watch.see(chunk)
+    return stream.completion, watch.ttft_s

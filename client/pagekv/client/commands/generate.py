@@ -1,0 +1,84 @@
+"""`pagekv generate`: text from a prompt, printed as it arrives."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+
+from pagekv.client.client import PageKVClient
+from pagekv.client.commands.parser import Subparsers, add_command, add_prompt, add_target, connect, read_prompt
+from pagekv.client.commands.sampling import Stopwatch, add_sampling, options_of, summary
+from pagekv.client.terminal import Terminal
+from pagekv.client.types import Completion, GenerateOptions
+
+EXAMPLES = """\
+  pagekv generate "In the beginning" --max-tokens 60
+  pagekv generate "Once" --temperature 0 --stop "."
+  pagekv generate "Once" --n 3 --seed 7 --json
+  cat story.txt | pagekv generate -
+"""
+
+
+def add(commands: Subparsers) -> None:
+    """Adds the subcommand."""
+    parser = add_command(commands, "generate", "generate text from a prompt", run, examples=EXAMPLES)
+    add_prompt(parser)
+    add_target(parser)
+    parser.add_argument("--n", type=int, default=1, metavar="N", help="independent continuations, 1 to 64 [1]")
+    add_sampling(parser, max_tokens=128)
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    """Streams one continuation, or prints several when all have ended."""
+    prompt, options = read_prompt(args), options_of(args)
+    with connect(args) as client:
+        if args.n != 1:
+            completions = client.generate_n(prompt, args.n, **options)
+            if args.json:
+                terminal.json({"completions": [asdict(completion) for completion in completions]})
+            for completion in () if args.json else completions:
+                terminal.note(f"--- {completion.index}: {completion.completion_tokens} tokens, "
+                              f"{completion.finish_reason}")  # fmt: skip
+                terminal.print(shown_text(completion))
+            return 0
+        if not args.json:
+            stream_text(client, prompt, options, terminal)
+            return 0
+        watch = Stopwatch()
+        with client.stream(prompt, **options) as stream:
+            for chunk in stream:
+                watch.see(chunk)
+        completion = stream.completion
+        terminal.json(
+            {
+                "completions": [asdict(completion)],
+                "ttft_s": watch.ttft_s,
+                "tokens_per_s": watch.tokens_per_s(completion.completion_tokens),
+            }
+        )
+    return 0
+
+
+def stream_text(
+    client: PageKVClient, prompt: str | list[int], options: GenerateOptions, terminal: Terminal
+) -> tuple[Completion, Stopwatch]:
+    """Writes the text as it arrives, a line end, and the summary on standard error."""
+    watch = Stopwatch()
+    with client.stream(prompt, **options) as stream:
+        try:
+            for chunk in stream:
+                watch.see(chunk)
+                terminal.write(chunk.text)
+        except BaseException:
+            # What was written stays a line of its own above the error, or above the shell's prompt after Ctrl-C.
+            terminal.print()
+            raise
+        completion = stream.completion
+    terminal.print("" if completion.text else shown_text(completion))
+    terminal.note(summary(completion, watch))
+    return completion, watch
+
+
+def shown_text(completion: Completion) -> str:
+    """The text; token ids when the server has no tokenizer."""
+    return completion.text or " ".join(map(str, completion.token_ids))

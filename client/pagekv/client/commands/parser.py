@@ -1,0 +1,89 @@
+"""The parser that every subcommand is made with, and the arguments several of them share."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from pagekv.client.channel import DEFAULT_TARGET, DEFAULT_TIMEOUT_S
+from pagekv.client.client import PageKVClient
+from pagekv.client.terminal import Terminal
+from pagekv.common.flags import FlagParser, address, number
+
+Run: TypeAlias = Callable[[argparse.Namespace, Terminal], int]
+
+
+class UsageError(Exception):
+    """The command line is wrong in a way only the command itself can see; the message says how."""
+
+
+class CommandParser(FlagParser):
+    """A FlagParser whose help ends with examples, printed as they are."""
+
+    def __init__(self, prog: str, description: str = "", examples: str = "", **_: Any) -> None:
+        super().__init__(prog, description)
+        self.formatter_class = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=100)
+        self.epilog = f"examples:\n{examples}" if examples else None
+
+
+Subparsers: TypeAlias = "argparse._SubParsersAction[CommandParser]"
+
+
+def add_command(commands: Subparsers, name: str, help: str, run: Run, *, examples: str = "") -> CommandParser:
+    """A subcommand with --json; `help` is one line without a full stop."""
+    description = f"{help[0].upper()}{help[1:]}."
+    parser = commands.add_parser(name, help=help, description=description, examples=examples)
+    parser.set_defaults(run=run)
+    parser.add_argument("--json", action="store_true", help="JSON on standard output, for scripts")
+    return parser
+
+
+def add_target(parser: CommandParser) -> None:
+    """--target and --timeout."""
+    parser.flag(
+        "target",
+        "address of the PageKV manager, or PAGEKV_TARGET",
+        default=DEFAULT_TARGET,
+        type=address,
+        metavar="HOST:PORT",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=number(0.001, 1e6),
+        metavar="S",
+        help=f"seconds to wait at most [{DEFAULT_TIMEOUT_S:g}; no limit while generating]",
+    )
+
+
+def connect(args: argparse.Namespace) -> PageKVClient:
+    """The client for --target and --timeout."""
+    return PageKVClient(args.target, timeout=args.timeout or DEFAULT_TIMEOUT_S)
+
+
+def token_ids(text: str) -> list[int]:
+    """An argparse type: token ids with commas or spaces between them."""
+    try:
+        ids = [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        ids = []
+    if not ids or min(ids) < 0:
+        raise argparse.ArgumentTypeError(f"must be token ids with commas between them, such as 5,17,4, got {text!r}")
+    return ids
+
+
+def add_prompt(parser: CommandParser) -> None:
+    """PROMPT and --token-ids."""
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text; - reads it from standard input")
+    parser.add_argument("--token-ids", type=token_ids, metavar="IDS", help="token ids instead of text, such as 5,17,4")
+
+
+def read_prompt(args: argparse.Namespace) -> str | list[int]:
+    """The prompt given. Raises UsageError unless there is exactly one."""
+    if (args.prompt is None) == (args.token_ids is None):
+        raise UsageError("one of PROMPT and --token-ids is required")
+    if args.token_ids is not None:
+        ids: list[int] = args.token_ids
+        return ids
+    return sys.stdin.read() if args.prompt == "-" else str(args.prompt)

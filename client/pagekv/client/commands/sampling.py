@@ -1,0 +1,94 @@
+"""Sampling flags that `generate` and `chat` share, and the line that sums a generation up."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from pagekv.client.commands.parser import CommandParser
+from pagekv.client.terminal import milliseconds
+from pagekv.client.types import CacheControls, Chunk, Completion, GenerateOptions
+
+# Flag, type, help. What is not given is not sent; bounds are the server's to check, which names the field.
+_FLAGS: tuple[tuple[str, type, str], ...] = (
+    ("temperature", float, "0 is greedy, higher is more random [1]"),
+    ("top-p", float, "sample from the likeliest tokens with this much probability [1: off]"),
+    ("top-k", int, "sample from this many likeliest tokens [0: off]"),
+    ("min-p", float, "drop tokens below this share of the likeliest one's probability [0: off]"),
+    ("seed", int, "the same seed gives the same text [random]"),
+    ("min-tokens", int, "tokens before anything may end the text [0]"),
+    ("repetition-penalty", float, "above 1: repeat less [1: off]"),
+    ("presence-penalty", float, "above 0: fewer tokens again [0: off]"),
+    ("frequency-penalty", float, "above 0: fewer tokens many times [0: off]"),
+    ("priority", int, "lower runs earlier, -100 to 100 [0]"),
+)
+
+
+def add_sampling(parser: CommandParser, *, max_tokens: int | None) -> None:
+    """The flags; `max_tokens` is the default of --max-tokens, None for what the context leaves."""
+    group = parser.add_argument_group("sampling")
+    shown = "what the context leaves" if max_tokens is None else max_tokens
+    group.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=f"tokens at most [{shown}]")
+    for name, kind, help in _FLAGS:
+        group.add_argument(f"--{name}", type=kind, metavar="N" if kind is int else "X", help=help)
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given repeatedly")
+    group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end of text")
+    group.add_argument("--namespace", metavar="NAME", help="share cached prefixes with this namespace only")
+
+
+def options_of(args: argparse.Namespace) -> GenerateOptions:
+    """What was given on the command line."""
+    options: GenerateOptions = {}
+    for name in ("max_tokens", "stop", *(flag.replace("-", "_") for flag, _, _ in _FLAGS)):
+        value = getattr(args, name)
+        if value is not None:
+            options[name] = value  # type: ignore[literal-required]  # the flags are named as the options
+    if args.ignore_eos:
+        options["ignore_eos"] = True
+    if args.namespace is not None:
+        options["cache"] = CacheControls(namespace=args.namespace)
+    if args.timeout is not None:
+        options["timeout"] = args.timeout
+    return options
+
+
+class Stopwatch:
+    """Times one stream: started when made."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._first: float | None = None
+        self._first_tokens = 0
+        self._last = self._start
+
+    def see(self, chunk: Chunk) -> None:
+        """A chunk has arrived."""
+        self._last = time.perf_counter()
+        if self._first is None and chunk.token_ids:
+            self._first, self._first_tokens = self._last, chunk.completion_tokens
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds to the first token; None if none came."""
+        return None if self._first is None else self._first - self._start
+
+    def tokens_per_s(self, completion_tokens: int) -> float | None:
+        """Rate of the tokens after the first chunk; None if there were none."""
+        if self._first is None or self._last <= self._first or completion_tokens <= self._first_tokens:
+            return None
+        return (completion_tokens - self._first_tokens) / (self._last - self._first)
+
+
+def summary(completion: Completion, watch: Stopwatch) -> str:
+    """One line: tokens, cached tokens, time to first token, rate."""
+    rate = watch.tokens_per_s(completion.completion_tokens)
+    parts = [
+        f"{completion.prompt_tokens} prompt tokens ({completion.cached_tokens} cached)",
+        f"{completion.completion_tokens} generated",
+        f"TTFT {milliseconds(watch.ttft_s)}",
+    ]
+    if rate is not None:
+        parts.append(f"{rate:.0f} tok/s")
+    if completion.resumes:
+        parts.append(f"resumed {completion.resumes} times")
+    return f"[{' · '.join(parts)} · {completion.finish_reason}]"

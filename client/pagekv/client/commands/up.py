@@ -1,0 +1,171 @@
+"""`pagekv up`: the whole stack on this machine, until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import signal
+import threading
+from types import FrameType
+
+from pagekv.client.channel import DEFAULT_TARGET
+from pagekv.client.client import PageKVClient
+from pagekv.client.commands.parser import CommandParser, Subparsers, UsageError, add_command
+from pagekv.client.processes import Stack, StackConfig
+from pagekv.client.terminal import Terminal
+from pagekv.client.types import ModelInfo
+from pagekv.common.flags import integer, number
+
+EXAMPLES = """\
+  pagekv up
+  pagekv up --model ~/models/Qwen3-0.6B --dtype bfloat16 --port 6000
+  pagekv up --backend oracle --block-size 32
+  pagekv up --executor-args="--threads 2" --manager-args="--max-queue 64"
+"""
+# Flags handed on, and to whom. What is not given is not handed on, so the processes' own PAGEKV_* variables count.
+_TO_EXECUTOR = ("model", "backend", "dtype", "threads", "kv-memory")
+_TO_MANAGER = ("block-size", "num-device-blocks", "max-model-len", "max-queue", "tokenizer")
+_STEP_S = 0.2
+
+
+def add(commands: Subparsers) -> None:
+    """Adds the subcommand."""
+    parser = add_command(
+        commands, "up", "start an executor and a KV-manager here, and stop both on Ctrl-C", run, examples=EXAMPLES
+    )
+    port = integer(0, 65535)
+    parser.flag("host", "address to listen on", default="127.0.0.1", metavar="HOST")
+    parser.flag("port", "port for clients; 0 takes a free one", default=50051, type=port, metavar="PORT")
+    parser.flag("executor-port", "port of the executor; 0 takes a free one", default=50052, type=port, metavar="PORT")
+    add_stack_flags(parser)
+
+
+def add_stack_flags(parser: CommandParser) -> None:
+    """The flags that `up` and `demo` share."""
+    group = parser.add_argument_group("model and memory (see pagekv-executor --help, pagekv-manager --help)")
+    group.add_argument("--model", metavar="NAME", help="a model directory, a hub id, or demo [demo]")
+    group.add_argument("--backend", metavar="NAME", help="cpu or oracle [cpu]")
+    group.add_argument("--dtype", metavar="TYPE", help="element type of weights and KV memory")
+    group.add_argument("--threads", metavar="N", help="compute threads")
+    group.add_argument("--kv-memory", metavar="SIZE", help="memory for the KV pool, such as 512MiB")
+    group.add_argument("--block-size", metavar="N", help="tokens in one block")
+    group.add_argument("--num-device-blocks", metavar="N", help="blocks in the device pool")
+    group.add_argument("--max-model-len", metavar="N", help="tokens of prompt and output together")
+    group.add_argument("--max-queue", metavar="N", help="sequences that wait at most")
+    group.add_argument("--tokenizer", metavar="NAME", help="where the tokenizer is, if not with the model")
+    group.add_argument(
+        "--executor-args", type=_words, default=[], metavar="ARGS", help="any other of its flags, quoted"
+    )
+    group.add_argument("--manager-args", type=_words, default=[], metavar="ARGS", help="any other of its flags, quoted")
+    parser.add_argument("--verbose", action="store_true", help="show the logs of both processes")
+    parser.add_argument(
+        "--start-timeout", type=number(1, 86400), default=600.0, metavar="S", help="seconds to get ready [600]"
+    )
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}: {text!r}") from error
+
+
+def stack_config(args: argparse.Namespace, terminal: Terminal, host: str, port: int, executor_port: int) -> StackConfig:
+    """What the flags ask for. Raises UsageError when the other-flags arguments set an address."""
+    for name in ("executor_args", "manager_args"):
+        if any(word.partition("=")[0] in ("--listen", "--executor") for word in getattr(args, name)):
+            raise UsageError(f"--{name.replace('_', '-')}: set addresses with --host, --port and --executor-port")
+
+    def given(names: tuple[str, ...]) -> list[str]:
+        values = [(name, getattr(args, name.replace("-", "_"))) for name in names]
+        return [f"--{name}={value}" for name, value in values if value is not None]
+
+    def show(process: str, line: str) -> None:
+        terminal.note(f"{process:8} | {line}")
+
+    return StackConfig(
+        host=host,
+        port=port,
+        executor_port=executor_port,
+        executor_args=[*given(_TO_EXECUTOR), *args.executor_args],
+        manager_args=[*given(_TO_MANAGER), *args.manager_args],
+        on_log=show if args.verbose else None,
+    )
+
+
+class StopSignals:
+    """SIGINT, SIGTERM and SIGHUP set `asked`; the second one kills the stack. For the main thread, in `with`."""
+
+    _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        self.asked = threading.Event()
+
+    def __enter__(self) -> StopSignals:
+        self._before = {signum: signal.signal(signum, self._handle) for signum in self._SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self.asked.is_set():
+            self._stack.kill()
+        self.asked.set()
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    """Runs until a signal (exit status 0) or until a process dies (1)."""
+    stack = Stack(stack_config(args, terminal, args.host, args.port, args.executor_port))
+    with StopSignals(stack) as signals, stack:
+        stack.start()
+        if wait_ready(stack, args, terminal, signals.asked):
+            _announce(stack, args, terminal)
+            while not signals.asked.wait(_STEP_S):
+                stack.check()
+        terminal.note("stopping: running streams may finish (Ctrl-C again kills)")
+    if not args.json:
+        terminal.note("stopped")
+    return 0
+
+
+def wait_ready(
+    stack: Stack, args: argparse.Namespace, terminal: Terminal, asked: threading.Event | None = None
+) -> bool:
+    """Waits with a status line; False when a signal came first. Raises StackError."""
+    if not terminal.err_is_terminal and not args.json:
+        terminal.note("starting the executor and the KV-manager")
+
+    def show(name: str, waited_s: float) -> None:
+        terminal.status(f"starting: waiting for the {name}, {waited_s:.0f} s")
+
+    ready = stack.wait_ready(args.start_timeout, asked, show)
+    terminal.clear()
+    return ready
+
+
+def describe(info: ModelInfo) -> str:
+    """One line about what is served."""
+    tokens = info.num_device_blocks * info.block_size
+    return (
+        f"model {info.model_id or 'none'}, backend {info.backend}, "
+        f"{info.num_device_blocks} blocks of {info.block_size} tokens ({tokens} tokens of KV cache)"
+    )
+
+
+def _announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> None:
+    with PageKVClient(stack.target) as client:
+        info = client.model_info()
+    if args.json:
+        processes = {child.name: child.popen.pid for child in stack.children}
+        terminal.json({"target": stack.target, "executor": stack.executor_target, "pids": processes})
+        return
+    where = "" if stack.target == DEFAULT_TARGET else f" --target {stack.target}"
+    what = '"In the beginning"' if info.has_tokenizer else "--token-ids 1,2,3"
+    terminal.print(f"PageKV is ready at {terminal.bold(stack.target)}")
+    terminal.print(f"  {describe(info)}")
+    terminal.print(f"  try: {terminal.bold(f'pagekv generate{where} {what}')}")
+    terminal.print(f"  or:  pagekv stats{where}")
+    terminal.print("Ctrl-C stops it.")

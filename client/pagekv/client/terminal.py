@@ -1,0 +1,131 @@
+"""Writing to people and to scripts: colours, one status line, tables. Plain text unless it is a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from typing import Any, TextIO
+
+_BAR_WIDTH = 28
+# Redraws of the status line a second, at most.
+_REDRAWS_PER_S = 12
+
+
+class Terminal:
+    """Standard output for results, standard error for everything else. NO_COLOR and TERM=dumb are honoured."""
+
+    def __init__(
+        self, out: TextIO | None = None, err: TextIO | None = None, env: Mapping[str, str] | None = None
+    ) -> None:
+        self.out = sys.stdout if out is None else out
+        self.err = sys.stderr if err is None else err
+        env = os.environ if env is None else env
+        plain = bool(env.get("NO_COLOR")) or env.get("TERM") == "dumb"
+        self.out_is_terminal = self.out.isatty()
+        self.err_is_terminal = self.err.isatty()
+        self._out_styled = self.out_is_terminal and not plain
+        self._err_styled = self.err_is_terminal and not plain
+        self._status = ""
+        self._drawn_at = 0.0
+
+    def write(self, text: str) -> None:
+        """Result text as it arrives, without a line end."""
+        self._clear()
+        self.out.write(text)
+        self.out.flush()
+
+    def print(self, text: str = "") -> None:
+        """A line of the result."""
+        self.write(f"{text}\n")
+
+    def json(self, value: Any) -> None:
+        """One JSON value on a line of standard output; dataclasses become objects."""
+        self.print(json.dumps(asdict(value) if is_dataclass(value) and not isinstance(value, type) else value))
+
+    def note(self, text: str) -> None:
+        """A line for a person, dimmed, on standard error."""
+        self._clear()
+        self.err.write(f"{self.dim(text)}\n")
+        self.err.flush()
+
+    def error(self, text: str) -> None:
+        """A line that says what went wrong, on standard error."""
+        self._clear()
+        self.err.write(f"{text}\n")
+        self.err.flush()
+
+    def dim(self, text: str) -> str:
+        """For standard error."""
+        return f"\x1b[2m{text}\x1b[0m" if self._err_styled and text else text
+
+    def bold(self, text: str) -> str:
+        """For standard output."""
+        return f"\x1b[1m{text}\x1b[0m" if self._out_styled and text else text
+
+    def faint(self, text: str) -> str:
+        """For standard output."""
+        return f"\x1b[2m{text}\x1b[0m" if self._out_styled and text else text
+
+    def redraw(self, text: str) -> None:
+        """The whole screen of a terminal; otherwise the text and an empty line, below what is there."""
+        self.write(f"\x1b[H\x1b[2J{text}\n" if self._out_styled else f"{text}\n\n")
+
+    def status(self, text: str) -> None:
+        """Replaces the status line; nothing unless standard error is a terminal."""
+        now = time.monotonic()
+        if not self._err_styled or (self._status and now - self._drawn_at < 1 / _REDRAWS_PER_S):
+            return
+        columns = _columns(self.err)
+        self._status, self._drawn_at = text, now
+        self.err.write(f"\r\x1b[K{self.dim(text[: columns - 1])}")
+        self.err.flush()
+
+    def progress(self, done: int, total: int, text: str) -> None:
+        """The status line as a bar."""
+        filled = _BAR_WIDTH * done // max(total, 1)
+        self.status(f"[{'█' * filled}{'·' * (_BAR_WIDTH - filled)}] {done}/{total} {text}")
+
+    def clear(self) -> None:
+        """Takes the status line away."""
+        self._clear()
+
+    def _clear(self) -> None:
+        if self._status:
+            self._status = ""
+            self.err.write("\r\x1b[K")
+            self.err.flush()
+
+
+def _columns(stream: TextIO) -> int:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except OSError:
+        return 80
+
+
+def table(rows: Sequence[Sequence[object]], header: Sequence[str] = (), *, indent: str = "") -> str:
+    """Columns two spaces apart; columns of numbers to the right. Rows are equally long."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    if header:
+        cells.insert(0, list(header))
+    if not cells:
+        return ""
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    numeric = [all(isinstance(row[column], (int, float)) for row in rows) for column in range(len(widths))]
+    lines = []
+    for row in cells:
+        padded = [c.rjust(w) if right else c.ljust(w) for c, w, right in zip(row, widths, numeric, strict=True)]
+        lines.append(indent + "  ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Such as 3.2 ms or 120 ms; a dash for None."""
+    if seconds is None:
+        return "-"
+    value = seconds * 1000
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms" if value >= 1 else f"{value:.2f} ms"
