@@ -18,7 +18,9 @@ import numpy.typing as npt
 
 from pagekv.executor.backend import BlockCopies, CopyKind, Description, Sampled, Scheduled, SequenceState
 from pagekv.executor.layout import LAYOUT
-from pagekv.executor.oracle_truth import FIRST, Words, choose_token, extend_chain
+from pagekv.executor.oracle_truth import FIRST, Words, choose_token, expected_tokens, extend_chain
+
+__all__ = ["DEFAULT_KV_BYTES", "OracleBackend", "OracleModel", "SlotError", "expected_tokens"]
 
 # What an unwritten slot holds.
 POISON_TOKEN = 0xFFFF_FFFF

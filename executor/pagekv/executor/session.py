@@ -160,6 +160,11 @@ class Session:
 
     # -- streams
 
+    @property
+    def num_streams(self) -> int:
+        """Run calls that have not ended."""
+        return len(self._streams)
+
     def open_stream(self) -> RunStream:
         """A Run call has begun; which epoch it belongs to, its first step will say. Raises Unavailable."""
         self._serving()
@@ -175,7 +180,14 @@ class Session:
 
     def finish_input(self, stream: RunStream) -> None:
         """No more steps will come: the stream ends after the last result."""
-        self._compute.post(lambda: self._report(stream, None))
+        epoch = stream.bound
+
+        def end() -> None:
+            # A fenced epoch dropped steps, so this is no clean end: its stream gets the reason instead.
+            if epoch is None or not epoch.over:
+                self._report(stream, None)
+
+        self._compute.post(end)
 
     def close_stream(self, stream: RunStream) -> None:
         """The Run call is over, and with it the epoch it was bound to. Idempotent."""

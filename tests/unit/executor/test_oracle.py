@@ -83,8 +83,9 @@ def test_every_choice_depends_on_the_whole_prefix() -> None:
 
 def test_seed_index_and_position_matter_above_temperature_zero_only() -> None:
     def choose(position: int = 9, temperature: float = 0.0, seed: int = 0, index: int = 0) -> int:
-        fields = {"seed": seed, "sequence_index": index}
-        return choose_token(12345, position, vocab_size=2**31, temperature=temperature, **fields)[0]
+        return choose_token(
+            12345, position, vocab_size=2**31, temperature=temperature, seed=seed, sequence_index=index
+        )[0]
 
     assert choose() == choose(seed=3, index=2) == choose(position=10)
     different = {choose(temperature=1.0, position=position, seed=seed) for position in (9, 10) for seed in (0, 3)}

@@ -1,0 +1,73 @@
+"""The executor's flags: defaults, environment, and refusals that name the flag and its bounds."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagekv.executor.config import parse_config
+
+
+def test_defaults() -> None:
+    config = parse_config([], env={})
+    assert (config.listen, config.backend, config.model) == ("127.0.0.1:50052", "cpu", "demo")
+    assert (config.dtype, config.threads, config.kv_memory, config.memory_share) == ("auto", 0, 0, 0.4)
+    assert (config.max_sequences, config.grace_s, config.port_file, config.reflection) == (1024, 10.0, "", True)
+    assert (config.eos_token_ids, config.vocab_size, config.max_model_len) == (None, 0, 0)
+
+
+def test_the_oracle_has_no_model_unless_asked() -> None:
+    assert parse_config(["--backend", "oracle"], env={}).model == ""
+    assert parse_config(["--backend", "oracle", "--model", "demo"], env={}).model == "demo"
+
+
+def test_environment_is_checked_and_the_flag_wins() -> None:
+    env = {"PAGEKV_BACKEND": "oracle", "PAGEKV_STEP_TIME_MS": "5", "PAGEKV_EOS": "3, 4", "PAGEKV_REFLECTION": "no"}
+    config = parse_config(["--step-time-ms", "7"], env=env)
+    assert (config.backend, config.step_time_ms, config.eos_token_ids, config.reflection) == (
+        "oracle",
+        7.0,
+        (3, 4),
+        False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag", "bounds"),
+    [
+        (["--listen", "nowhere"], "--listen", "host:port"),
+        (["--backend", "cuda"], "--backend", "'cuda' is not part of this version; choose cpu or oracle"),
+        (["--backend", "tpu"], "--backend", "must be one of cpu, oracle, got 'tpu'"),
+        (["--dtype", "int8"], "--dtype", "float32"),
+        (["--threads", "-1"], "--threads", "from 0 to 1024, got '-1'"),
+        (["--kv-memory", "12 parsecs"], "--kv-memory", "(such as 512MiB), got '12 parsecs'"),
+        (["--memory-share", "0.01"], "--memory-share", "from 0.05 to 0.9, got '0.01'"),
+        (["--memory-share", "nan"], "--memory-share", "from 0.05 to 0.9, got 'nan'"),
+        (["--max-sequences", "0"], "--max-sequences", "from 1 to 65536, got '0'"),
+        (["--step-time-ms", "inf"], "--step-time-ms", "from 0 to 60000, got 'inf'"),
+        (["--token-time-us", "-1"], "--token-time-us", "from 0 to 1e+06"),
+        (["--vocab-size", "many"], "--vocab-size", "got 'many'"),
+        (["--eos", "1,x"], "--eos", "token ids joined by commas, none, or auto, got '1,x'"),
+        (["--eos", ""], "--eos", "got ''"),
+        (["--grace-s", "3601"], "--grace-s", "from 0 to 3600"),
+        (["--log-level", "loud"], "--log-level", "debug"),
+    ],
+)
+def test_a_bad_value_is_refused_with_flag_and_bounds(
+    argv: list[str], flag: str, bounds: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_config(argv, env={})
+    assert caught.value.code == 2
+    message = capsys.readouterr().err
+    assert f"argument {flag}" in message
+    assert bounds in message
+
+
+def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_config(["--help"], env={})
+    text = capsys.readouterr().out
+    for flag in ("listen", "backend", "model", "dtype", "kv-memory", "memory-share", "max-sequences", "step-time-ms"):
+        assert f"--{flag}" in text
+    assert "PAGEKV_" in text
+    assert max(map(len, text.splitlines())) <= 100
