@@ -1,0 +1,90 @@
+"""The load generator's workload and arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagekv.client.bench import Outcome, Spread, Workload, make_jobs, summarise
+
+
+def workload(**changes: object) -> Workload:
+    values: dict[str, object] = {
+        "requests": 400,
+        "concurrency": 4,
+        "rate": None,
+        "prompt_tokens": (3, 5),
+        "output_tokens": (1, 2),
+        "shared_prefix": 0,
+        "temperature": 0.0,
+        "seed": 1,
+    }
+    return Workload(**(values | changes))  # type: ignore[arg-type]  # checked by the test's own use
+
+
+def test_jobs_are_drawn_from_the_seed_alone() -> None:
+    assert make_jobs(workload(), 50) == make_jobs(workload(), 50)
+    assert make_jobs(workload(), 50) != make_jobs(workload(seed=2), 50)
+
+
+def test_jobs_keep_to_their_bounds() -> None:
+    jobs = make_jobs(workload(shared_prefix=7), 50, avoid=[0, 49])
+    assert {len(job.prompt_ids) for job in jobs} == {10, 11, 12}
+    assert {job.output_tokens for job in jobs} == {1, 2}
+    assert {token for job in jobs for token in job.prompt_ids} == set(range(1, 49))
+    assert len({tuple(job.prompt_ids[:7]) for job in jobs}) == 1
+    assert len({tuple(job.prompt_ids[7:]) for job in jobs}) == len(jobs)
+    assert {job.due_s for job in jobs} == {0.0}
+
+
+def test_poisson_arrivals_have_the_rate_and_its_spread() -> None:
+    jobs = make_jobs(workload(rate=10.0, requests=2000), 50)
+    due = [job.due_s for job in jobs]
+    assert due == sorted(due)
+    assert due[-1] == pytest.approx(200, rel=0.1)
+    gaps = [b - a for a, b in zip(due, due[1:], strict=False)]
+    mean = sum(gaps) / len(gaps)
+    # Exponential gaps: the standard deviation is the mean.
+    assert (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5 == pytest.approx(mean, rel=0.15)
+
+
+def test_prompts_from_a_text_are_cuts_of_it() -> None:
+    text = list(range(100, 130))
+    for job in make_jobs(workload(requests=20), 50, text_ids=text):
+        start = job.prompt_ids[0] - 100
+        assert job.prompt_ids == text[start : start + len(job.prompt_ids)]
+    with pytest.raises(ValueError, match="has 4 tokens"):
+        make_jobs(workload(), 50, text_ids=[1, 2, 3, 4])
+
+
+def test_spread() -> None:
+    assert Spread.of([]) is None
+    assert Spread.of([2.0]) == Spread(2, 2, 2, 2, 2)
+    spread = Spread.of([float(i) for i in range(100, -1, -1)])
+    assert spread == Spread(50, 90, 99, 50, 100)
+    assert Spread.of([0.0, 1.0]) == Spread(0.5, pytest.approx(0.9), pytest.approx(0.99), 0.5, 1)
+
+
+def test_a_report_leaves_failures_out_of_everything_but_errors() -> None:
+    good = Outcome(
+        prompt_tokens=10, cached_tokens=4, output_tokens=3, ttft_s=0.5, total_s=1.0, inter_token_s=[0.2, 0.3]
+    )
+    bad = Outcome(prompt_tokens=99, output_tokens=99, ttft_s=9.0, total_s=9.0, error="Overloaded")
+    report = summarise([good, bad, bad], seconds=2.0)
+    assert (report.completed, report.errors) == (1, {"Overloaded": 2})
+    assert (report.prompt_tokens, report.cached_tokens, report.output_tokens) == (10, 4, 3)
+    assert (report.hit_rate, report.requests_per_s) == (0.4, 0.5)
+    assert (report.output_tokens_per_s, report.total_tokens_per_s) == (1.5, 6.5)
+    assert report.ttft_s == Spread(0.5, 0.5, 0.5, 0.5, 0.5)
+    assert report.inter_token_s is not None
+    assert report.inter_token_s.max == 0.3
+    assert summarise([bad], 1.0).hit_rate == 0
+
+
+def test_shapes_in_words() -> None:
+    assert workload().shape() == (
+        "400 requests, closed loop of 4, prompts of 3 to 5 tokens, 1 to 2 output tokens, greedy, seed 1"
+    )
+    assert workload(rate=2.5, shared_prefix=9, output_tokens=(4, 4), temperature=0.5).shape() == (
+        "400 requests, Poisson arrivals at 2.5/s, prompts of 3 to 5 tokens after a shared prefix of 9, "
+        "4 output tokens, temperature 0.5, seed 1"
+    )

@@ -1,0 +1,410 @@
+"""The command line: what it prints for people and for scripts, and its exit status."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from typing import Any
+
+import grpc
+import pytest
+from scripted_server import LOST, Fails, ScriptedServer, chunk, complete, free_port
+
+from pagekv.client.cli import main, make_parser
+from pagekv.client.terminal import Terminal, milliseconds, table
+from pagekv.common import errors
+from pagekv.v1 import cache_service_pb2 as cache_pb
+from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.v1 import types_pb2
+
+
+@pytest.fixture
+def target(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("PAGEKV_TARGET", server.target)
+    return server.target
+
+
+def test_generate_streams_text_and_sums_up_on_standard_error(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check(request: pb.GenerateRequest) -> None:
+        sampling = request.sampling_params
+        assert request.text == "hello"
+        assert (sampling.max_tokens, sampling.seed, list(sampling.stop)) == (9, 3, ["a", "b"])
+        assert sampling.temperature == 0
+        assert sampling.HasField("temperature")
+        assert not sampling.HasField("top_p")
+        assert request.cache.namespace == "mine"
+
+    server.expect("Generate", chunk(4, cached=2), chunk(5, done=1, cached=2), complete(4, 5, cached=2), check=check)
+    command = "generate hello --max-tokens 9 --temperature 0 --seed 3 --stop a --stop b --namespace mine"
+    assert main(command.split()) == 0
+    out, err = capsys.readouterr()
+    assert out == "t4 t5 \n"
+    assert err.startswith("[3 prompt tokens (2 cached) · 2 generated · TTFT ")
+    assert err.endswith(" · length]\n")
+    assert "\x1b" not in out + err
+
+
+def test_generate_json(server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    server.expect("Generate", chunk(4), complete(4))
+    assert main(["generate", "--token-ids", "1,2 3", "--json"]) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert result["completions"][0]["token_ids"] == [4]
+    assert result["completions"][0]["finish_reason"] == "length"
+    assert result["ttft_s"] > 0
+    assert err == ""
+
+
+def test_generate_reads_standard_input(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from a file"))
+    seen: list[str] = []
+    server.expect("Generate", complete(4), check=lambda request: seen.append(request.text))
+    assert main(["generate", "-"]) == 0
+    assert seen == ["from a file"]
+
+
+def test_generate_several(server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    replies = [complete(5, index=1), complete(4, index=0)]
+    server.expect("Generate", *replies)
+    assert main(["generate", "x", "--n", "2"]) == 0
+    assert capsys.readouterr().out == "t4 \nt5 \n"
+    server.expect("Generate", *replies)
+    assert main(["generate", "x", "--n", "2", "--json"]) == 0
+    texts = [completion["text"] for completion in json.loads(capsys.readouterr().out)["completions"]]
+    assert texts == ["t4 ", "t5 "]
+
+
+def test_token_ids_are_shown_where_there_is_no_text(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.expect("Generate", chunk(4, 5, text=""), complete(4, 5, text=""))
+    assert main(["generate", "--token-ids", "1"]) == 0
+    assert capsys.readouterr().out == "4 5\n"
+
+
+def test_an_error_is_one_line_and_exit_status_1(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.expect("Generate", Fails(errors.InvalidRequest("sampling_params.top_p", "must be above 0, got 0.0")))
+    assert main(["generate", "x", "--top-p", "0"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "pagekv: sampling_params.top_p: must be above 0, got 0.0"
+
+
+def test_a_stack_that_does_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    target = f"127.0.0.1:{free_port()}"
+    assert main(["stats", "--target", target]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert f"cannot reach PageKV at {target}" in err
+    assert "pagekv up" in err
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("", "required: COMMAND"),
+        ("generate", "one of PROMPT and --token-ids is required"),
+        ("generate x --token-ids 1", "one of PROMPT and --token-ids is required"),
+        ("generate --token-ids 1,a", "--token-ids: must be token ids with commas between them"),
+        ("generate x --temperature hot", "--temperature"),
+        ("stats --target nowhere", "--target: must be host:port"),
+        ("bench --requests 0", "--requests: must be a whole number from 1 to 1000000"),
+        ("bench --prompt-tokens 9:3", "--prompt-tokens: must be N or LO:HI with LO not above HI"),
+        ("bench --rate 3 --concurrency 4", "not allowed with argument"),
+        ("up --port 99999", "--port: must be a whole number from 0 to 65535"),
+        ("up --port 0 --executor-port 0 --manager-args=--listen=x", "--manager-args: set addresses with"),
+        ("blocks --limit 10001", "--limit"),
+    ],
+)
+def test_wrong_usage_is_exit_status_2(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status: Any = main(command.split())
+    except SystemExit as exit:
+        status = exit.code
+    assert status == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_bad_environment_variable_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGEKV_TARGET", "nowhere")
+    with pytest.raises(SystemExit) as caught:
+        main(["health"])
+    assert caught.value.code == 2
+    assert "PAGEKV_TARGET" in capsys.readouterr().err
+
+
+def test_every_command_has_help_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listed = capsys.readouterr().out
+    subparsers: Any = next(action for action in make_parser()._actions if hasattr(action, "choices") and action.choices)
+    for name in subparsers.choices:
+        assert f"    {name}" in listed
+        with pytest.raises(SystemExit) as caught:
+            main([name, "--help"])
+        assert caught.value.code == 0
+        assert "--json" in capsys.readouterr().out
+
+
+def test_chat_keeps_the_history(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[list[tuple[str, str]]] = []
+
+    def check(request: pb.GenerateRequest) -> None:
+        sent.append([(message.role, message.content) for message in request.chat.messages])
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\n/reset\nthree\n/exit\nnever\n"))
+    server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="m", has_chat_template=True))
+    for token in (4, 5, 6):
+        server.expect("Generate", chunk(token, cached=token), complete(token, cached=token), check=check)
+    assert main(["chat", "--system", "be brief"]) == 0
+    system = ("system", "be brief")
+    assert sent == [
+        [system, ("user", "one")],
+        [system, ("user", "one"), ("assistant", "t4 "), ("user", "two")],
+        [system, ("user", "three")],
+    ]
+    out, err = capsys.readouterr()
+    assert out == "t4 \nt5 \nt6 \n"
+    assert "(5 cached)" in err
+
+
+def test_chat_json_and_a_failing_turn(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
+    server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="m", has_chat_template=True))
+    server.expect("Generate", chunk(4), complete(4))
+    server.expect("Generate", Fails(errors.InvalidRequest("chat", "too long")))
+    assert main(["chat", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["text"] == "t4 "
+    assert err == "pagekv: chat: too long\n"
+
+
+def test_chat_needs_a_template(server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="m"))
+    assert main(["chat"]) == 2
+    assert "m has no chat template" in capsys.readouterr().err
+
+
+STATS = cache_pb.GetStatsResponse(
+    block_size=16,
+    num_blocks=100,
+    free_blocks=75,
+    cached_free_blocks=20,
+    active_blocks=25,
+    kv_usage=0.25,
+    utilization=0.9,
+    prefix_hit_rate=0.5,
+    prompt_tokens_total=200,
+    cached_tokens_total=100,
+    executor_attached=True,
+    executor_busy_us_total=3,
+    executor_idle_us_total=1,
+)
+
+
+def test_stats_for_people_and_scripts(server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    server.expect("GetStats", STATS)
+    assert main(["stats"]) == 0
+    out = capsys.readouterr().out
+    for words in ("100 of 16 tokens", "25 (25.0%), slots filled 90.0%", "75, of these 20 still cached", "50.0%",
+                  "200, 100 of them cached", "attached, busy 75.0%"):  # fmt: skip
+        assert words in out
+    server.expect("GetStats", STATS)
+    assert main(["stats", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["prefix_hit_rate"] == 0.5
+
+
+def test_stats_watch_goes_on_until_it_fails(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.expect("GetStats", STATS)
+    later = cache_pb.GetStatsResponse()
+    later.CopyFrom(STATS)
+    later.generated_tokens_total = 1000
+    server.expect("GetStats", later)
+    server.expect("GetStats", Fails(grpc.StatusCode.INTERNAL))
+    assert main(["stats", "--watch", "0.1"]) == 1
+    out = capsys.readouterr().out
+    assert out.count("KV pool") == 2
+    assert "generated    1000 (" in out
+
+
+@pytest.mark.parametrize(("status", "code"), [("SERVING", 0), ("NOT_SERVING", 1)])
+def test_health(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str], status: str, code: int
+) -> None:
+    from grpc_health.v1 import health_pb2
+
+    reply = health_pb2.HealthCheckResponse(status=status)
+    server.expect("Check", reply)
+    assert main(["health"]) == code
+    assert capsys.readouterr().out == f"{target} {status}\n"
+    server.expect("Check", reply)
+    assert main(["health", "--json"]) == code
+    assert json.loads(capsys.readouterr().out) == {"target": target, "status": status}
+
+
+BLOCK = cache_pb.BlockInfo(block_id=3, ref_count=2, state=cache_pb.BLOCK_STATE_ACTIVE, block_hash="ab" * 32)
+SMALL = [
+    ("model", "GetModelInfo", pb.GetModelInfoResponse(model_id="m", vocab_size=9, has_tokenizer=True), "ids, text\n"),
+    ("lookup hi", "LookupPrefix", cache_pb.LookupPrefixResponse(prompt_tokens=8, device_tokens=4, block_ids=[7]),
+     "4 of 8 tokens cached (50%): 4 on the device, 0 on the host\nblocks 7\n"),
+    ("blocks", "ListBlocks", cache_pb.ListBlocksResponse(blocks=[BLOCK]), "    3  active     2  abababababababab  -\n"),
+    ("blocks", "ListBlocks", cache_pb.ListBlocksResponse(), "no such blocks\n"),
+    ("block-table r", "GetBlockTable",
+     cache_pb.GetBlockTableResponse(sequences=[cache_pb.SequenceBlocks(state="running", block_ids=[5, 2])]),
+     "sequence 0: running, 0 tokens, 0 computed; blocks 5 2\n"),
+    ("reset-cache --force", "ResetPrefixCache", cache_pb.ResetPrefixCacheResponse(removed_blocks=4),
+     "4 blocks forgotten\n"),
+    ("abort r", "Abort", pb.AbortResponse(aborted=["r"]), "aborted: r\n"),
+    ("tokenize hi", "Tokenize", pb.TokenizeResponse(token_ids=[4, 5]), "4,5\n"),
+    ("detokenize 4,5", "Detokenize", pb.DetokenizeResponse(text="hi"), "hi\n"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "method", "reply", "shown"), SMALL)
+def test_small_commands(
+    server: ScriptedServer,
+    target: str,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    method: str,
+    reply: Any,
+    shown: str,
+) -> None:
+    server.expect(method, reply)
+    assert main(command.split()) == 0
+    assert shown in capsys.readouterr().out
+    server.expect(method, reply)
+    assert main([*command.split(), "--json"]) == 0
+    assert isinstance(json.loads(capsys.readouterr().out), dict)
+
+
+def test_abort_of_nothing_is_exit_status_1(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.expect("Abort", pb.AbortResponse())
+    assert main(["abort", "gone"]) == 1
+
+
+def test_ctrl_c_is_exit_status_130(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: Terminal, text: str) -> None:
+        raise KeyboardInterrupt
+
+    server.expect("Tokenize", pb.TokenizeResponse(token_ids=[4]))
+    monkeypatch.setattr(Terminal, "print", interrupted)
+    assert main(["tokenize", "x"]) == 130
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "")
+
+
+def test_bench_reports_what_it_measured(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts: list[list[int]] = []
+
+    def check(request: pb.GenerateRequest) -> None:
+        assert request.sampling_params.ignore_eos
+        assert request.sampling_params.max_tokens == 2
+        prompts.append(list(request.tokenized.input_ids))
+
+    info = pb.GetModelInfoResponse(model_id="m", max_model_len=100, vocab_size=50, eos_token_ids=[0], block_size=16)
+    command = (
+        "bench --requests 4 --concurrency 2 --shared-prefix 8 --prompt-tokens 2:4 --output-tokens 2 --seed 1 --json"
+    )
+
+    def expect_run() -> None:
+        server.expect("GetModelInfo", info)
+        for number in range(4):
+            if number == 3:
+                server.expect("Generate", Fails(LOST), check=check)
+            else:
+                server.expect(
+                    "Generate", chunk(1, prompt=10, cached=8), chunk(2, done=1), complete(1, 2, prompt=10, cached=8),
+                    check=check,
+                )  # fmt: skip
+
+    expect_run()
+    assert main(command.split()) == 1
+    result = json.loads(capsys.readouterr().out)
+    report = result["report"]
+    assert (report["completed"], report["errors"]) == (3, {"ConnectionLost": 1})
+    assert (report["prompt_tokens"], report["cached_tokens"], report["output_tokens"]) == (30, 24, 6)
+    assert report["hit_rate"] == 0.8
+    assert report["ttft_s"]["p50"] <= report["total_s"]["p50"]
+    assert result["workload"]["shape"].startswith(
+        "4 requests, closed loop of 2, prompts of 2 to 4 tokens after a shared"
+    )
+    assert len({tuple(prompt[:8]) for prompt in prompts}) == 1
+    assert {len(prompt) for prompt in prompts} <= {10, 11, 12}
+    assert all(0 < token < 50 for prompt in prompts for token in prompt)
+    first = sorted(prompts)
+    prompts.clear()
+    expect_run()
+    assert main([word for word in command.split() if word != "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert sorted(prompts) == first
+    for words in ("time to first token", "inter-token latency", "p99", "80.0% hits", "1 ConnectionLost", "seed 1"):
+        assert words in out
+    assert err == ""
+
+
+def test_bench_refuses_what_does_not_fit(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str], tmp_path: Any
+) -> None:
+    server.expect("GetModelInfo", pb.GetModelInfoResponse(max_model_len=100, vocab_size=50))
+    assert main(["bench", "--prompt-tokens", "90", "--output-tokens", "11"]) == 2
+    assert "needs 101 tokens, and the context is 100" in capsys.readouterr().err
+    text = tmp_path / "text"
+    text.write_text("short")
+    server.expect("GetModelInfo", pb.GetModelInfoResponse(max_model_len=1000, vocab_size=50))
+    server.expect("Tokenize", pb.TokenizeResponse(token_ids=[1, 2]))
+    assert main(["bench", "--text", str(text)]) == 2
+    assert "the text has 2 tokens, and the longest prompt needs 256" in capsys.readouterr().err
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_styles_only_on_a_terminal_that_wants_them() -> None:
+    for make, env, styled in ((Screen, {}, True), (Screen, {"NO_COLOR": "1"}, False), (io.StringIO, {}, False)):
+        out, err = make(), make()
+        terminal = Terminal(out, err, env)
+        terminal.note("note")
+        terminal.print(terminal.bold("loud"))
+        terminal.progress(1, 2, "half")
+        terminal.error("wrong")
+        shown = out.getvalue() + err.getvalue()
+        assert ("\x1b" in shown) is styled
+        assert ("[██████████████··············] 1/2 half" in shown) is styled
+        # The bar is wiped off before anything else is written.
+        assert err.getvalue().endswith("\r\x1b[Kwrong\n" if styled else "note\nwrong\n")
+
+
+def test_tables_and_times() -> None:
+    assert table([("a", 10), ("bcd", 2)], ("name", "n"), indent=" ") == " name   n\n a     10\n bcd    2"
+    assert table([]) == ""
+    assert [milliseconds(s) for s in (None, 0.0001234, 0.00123, 0.123, 12.3)] == [
+        "-", "0.12 ms", "1.2 ms", "123 ms", "12300 ms",
+    ]  # fmt: skip
+
+
+def test_finish_reasons_are_shown(server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    server.expect("Generate", complete(4, reason=types_pb2.FINISH_REASON_ABORT))
+    assert main(["generate", "x"]) == 0
+    assert capsys.readouterr().err.endswith("abort]\n")

@@ -1,0 +1,179 @@
+"""Starting, watching and stopping the two processes, with stand-ins that only serve health."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from pagekv.client.cli import main
+from pagekv.client.commands import up
+from pagekv.client.processes import Stack, StackConfig, StackError
+
+FAKE = Path(__file__).with_name("fake_process.py")
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Path:
+    path = tmp_path / "journal"
+    path.touch()
+    return path
+
+
+def config(journal: Path, executor: str = "serve", manager: str = "serve", **changes: object) -> StackConfig:
+    values: dict[str, object] = {
+        "port": 0,
+        "executor_port": 0,
+        "executor_command": [sys.executable, str(FAKE), executor, str(journal)],
+        "manager_command": [sys.executable, str(FAKE), manager, str(journal)],
+    }
+    return StackConfig(**(values | changes))  # type: ignore[arg-type]  # checked by the test's own use
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_both_start_and_the_manager_stops_first(journal: Path) -> None:
+    logs: list[tuple[str, str]] = []
+    stack = Stack(
+        config(
+            journal,
+            executor_args=["--backend=oracle"],
+            manager_args=["--block-size=8"],
+            on_log=lambda name, line: logs.append((name, line)),
+        )
+    )
+    waited: list[str] = []
+    with stack:
+        stack.start()
+        assert stack.wait_ready(20, on_wait=lambda name, seconds: waited.append(name))
+        stack.check()
+        pids = [child.popen.pid for child in stack.children]
+    assert not any(is_alive(pid) for pid in pids)
+    lines = journal.read_text().splitlines()
+    assert lines[-2:] == ["manager stopped", "executor stopped"]
+    assert ("executor", f"hello from executor --listen {stack.executor_target} --backend=oracle") in logs
+    assert (
+        "manager",
+        f"hello from manager --listen {stack.target} --executor {stack.executor_target} --block-size=8",
+    ) in logs
+    assert "executor" in waited
+
+
+def test_a_process_that_dies_at_the_start_is_reported_with_its_last_words(journal: Path) -> None:
+    with Stack(config(journal, manager="die")) as stack:
+        stack.start()
+        with pytest.raises(StackError, match=r"manager exited with status 7; its last lines:\n(.*\n)*  error: out of"):
+            stack.wait_ready(20)
+    assert journal.read_text().splitlines()[-1] == "executor stopped"
+
+
+def test_a_process_that_dies_later_is_noticed(journal: Path) -> None:
+    with Stack(config(journal, executor="dielater")) as stack:
+        stack.start()
+        stack.wait_ready(20)
+        with journal.open("a") as file:
+            file.write("now die\n")
+        stack.children[0].popen.wait(10)
+        with pytest.raises(StackError, match="executor exited with status 3"):
+            stack.check()
+
+
+def test_a_killed_process_is_reported_by_signal(journal: Path) -> None:
+    with Stack(config(journal)) as stack:
+        stack.start()
+        stack.wait_ready(20)
+        stack.children[1].popen.kill()
+        stack.children[1].popen.wait(10)
+        with pytest.raises(StackError, match="manager was killed by SIGKILL"):
+            stack.check()
+
+
+def test_a_deaf_process_is_killed_in_the_end(journal: Path) -> None:
+    with Stack(config(journal, manager="deaf", stop_timeout_s=0.3)) as stack:
+        stack.start()
+        stack.wait_ready(20)
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 5
+    assert [child.popen.returncode for child in stack.children] == [0, -signal.SIGKILL]
+
+
+def test_a_start_that_takes_too_long(journal: Path) -> None:
+    # `sleep` never serves health.
+    with Stack(config(journal, manager_command=["sleep", "60", "#"])) as stack:
+        stack.start()
+        with pytest.raises(StackError, match="the manager"):
+            stack.wait_ready(0.5)
+
+
+def test_a_command_that_does_not_exist(journal: Path) -> None:
+    with (
+        Stack(config(journal, executor_command=["/no/such/program"])) as stack,
+        pytest.raises(StackError, match="cannot"),
+    ):
+        stack.start()
+
+
+def test_waiting_ends_when_asked(journal: Path) -> None:
+    stop = threading.Event()
+    stop.set()
+    with Stack(config(journal)) as stack:
+        stack.start()
+        assert not stack.wait_ready(20, stop)
+
+
+def test_a_taken_port_is_a_clear_error(journal: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(StackError, match=rf"port {port} of 127.0.0.1 cannot be used .*--executor-port 0"):
+            Stack(config(journal, executor_port=port))
+    with pytest.raises(StackError, match="both processes cannot have one port"):
+        Stack(config(journal, port=50000 + os.getpid() % 1000, executor_port=50000 + os.getpid() % 1000))
+
+
+def test_signals_ask_first_and_kill_second(journal: Path) -> None:
+    with Stack(config(journal, manager="deaf")) as stack:
+        stack.start()
+        stack.wait_ready(20)
+        before = signal.getsignal(signal.SIGINT)
+        with up.StopSignals(stack) as signals:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert signals.asked.wait(5)
+            assert stack.children[1].popen.poll() is None
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stack.children[1].popen.wait(5) == -signal.SIGKILL
+        assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_up_refuses_taken_ports_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert main(["up", "--port", str(taken.getsockname()[1])]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "is PageKV running already?" in err
+
+
+def test_flags_go_to_the_process_that_knows_them() -> None:
+    from pagekv.client.cli import make_parser
+    from pagekv.client.terminal import Terminal
+
+    command = ["up", "--model", "m", "--backend=oracle", "--block-size", "8", "--executor-args=--threads 2"]
+    args = make_parser().parse([*command, "--manager-args", "--max-queue 4 --no-prefix-cache"])
+    made = up.stack_config(args, Terminal(), "127.0.0.1", 1, 2)
+    assert made.executor_args == ["--model=m", "--backend=oracle", "--threads", "2"]
+    assert made.manager_args == ["--block-size=8", "--max-queue", "4", "--no-prefix-cache"]
