@@ -85,7 +85,7 @@ class Executor:
         loading = asyncio.create_task(self._load(), name="load")
         await asyncio.wait([stopped, loading], return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
-            self._session.serve(loading.result())
+            self._session.serve(loading.result(), model_id(config.model))
             await self._grpc.set_serving(True)
             await stopped
         return await self._shut_down(idle=loading.done())

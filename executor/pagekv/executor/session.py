@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pagekv.common.errors import (
     FailedPrecondition,
@@ -63,16 +63,21 @@ class Session:
         self._loop = asyncio.get_running_loop()
         self._backend: Backend | None = None
         self._closed = False
-        self._token_budget = DEFAULT_TOKEN_BUDGET
+        self._model_id = ""
+        # The latest by block size, so that `attach` need not wait for the compute thread to fence an epoch.
+        self._descriptions: dict[int, Description] = {}
         self._current: Epoch | None = None
         self._last_epoch = 0
         # Streams that have not ended.
         self._streams: set[RunStream] = set()
         self._attaching = asyncio.Lock()
 
-    def serve(self, backend: Backend) -> None:
-        """The backend is loaded: from now on calls are answered."""
+    def serve(self, backend: Backend, model_id: str = "") -> None:
+        """The backend is loaded: from now on calls are answered. `model_id` is the name under which managers find the
+        model, where the backend knows only a directory of this machine; empty: as the backend says.
+        """
         self._backend = backend
+        self._model_id = model_id
 
     async def describe(self, block_size: int, token_budget: int) -> Description:
         """What is loaded and measured. Raises InvalidRequest, or Unavailable while loading."""
@@ -80,7 +85,9 @@ class Session:
         _check_block_size(block_size)
         _check_range("token_budget", token_budget, 1, MAX_STEP_TOKENS)
         description = await self._compute.call(lambda: backend.describe(block_size, token_budget))
-        self._token_budget = token_budget
+        if self._model_id:
+            description = replace(description, model_id=self._model_id)
+        self._descriptions[block_size] = description
         return description
 
     # -- epochs
@@ -96,7 +103,9 @@ class Session:
         _check_range("num_device_blocks", order.num_device_blocks, 1, MAX_BLOCKS)
         _check_range("num_host_blocks", order.num_host_blocks, 0, MAX_BLOCKS)
         async with self._attaching:
-            description = await self._compute.call(lambda: backend.describe(order.block_size, self._token_budget))
+            description = self._descriptions.get(order.block_size)
+            if description is None:
+                description = await self.describe(order.block_size, DEFAULT_TOKEN_BUDGET)
             _check_fit(order, description)
             self._refuse_if_held(order)
             if self._current is not None:

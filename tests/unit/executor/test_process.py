@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -127,3 +128,49 @@ def test_a_missing_package_is_named() -> None:
     assert done.returncode == 1
     assert "pip install 'pagekv[executor]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_sigterm_while_loading_and_answers_until_loaded(tmp_path: Path) -> None:
+    port_file = tmp_path / "port"
+    code = (
+        "import sys, time; from pagekv.executor import server\n"
+        "server.load_backend = lambda config: time.sleep(60)\n"
+        f"sys.exit(server.main(['--backend', 'oracle', '--listen', '127.0.0.1:0', '--port-file', {str(port_file)!r}]))"
+    )
+    popen = subprocess.Popen([sys.executable, "-c", code], env=environment(), stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + START_BOUND_S
+        while not port_file.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        with grpc.insecure_channel(f"127.0.0.1:{port_file.read_text().strip()}") as channel:
+            health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+            assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+            with pytest.raises(grpc.RpcError, match="still loading its model"):
+                pb_grpc.ExecutorServiceStub(channel).Describe(pb.DescribeRequest(block_size=16, token_budget=1))
+        popen.send_signal(signal.SIGTERM)
+        _, log = popen.communicate(timeout=START_BOUND_S)
+        assert popen.returncode == 0, log
+        assert "loading the model" in log
+    finally:
+        popen.kill()
+        popen.wait()
+
+
+def test_a_step_beyond_the_grace_time_does_not_hold_the_exit(tmp_path: Path) -> None:
+    args = ["--backend", "oracle", "--step-time-ms", "60000", "--grace-s", "0.2"]
+    process = Process("pagekv.executor.server", args, tmp_path)
+    process.start()
+    try:
+        process.wait_serving()
+        with grpc.insecure_channel(process.target) as channel:
+            stub = pb_grpc.ExecutorServiceStub(channel)
+            request = pb.AttachRequest(manager_id="test", block_size=16, num_device_blocks=32, layout=LAYOUT)
+            call = stub.Run(steps(stub.Attach(request).epoch, 2))
+            time.sleep(0.2)
+            assert call.is_active()
+            assert process.stop(START_BOUND_S) == 0
+            assert "in the middle of work" in process.tail()
+    finally:
+        if process.popen is not None and process.popen.poll() is None:
+            process.kill()
