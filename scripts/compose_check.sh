@@ -97,7 +97,7 @@ compose ps
 
 say "a generation through 127.0.0.1:$port"
 "$bin/pagekv" health --target "127.0.0.1:$port"
-"$bin/pagekv" generate --target "127.0.0.1:$port" --max-tokens 24 --temperature 0 "In the beginning" | tee "$work/text"
+"$bin/pagekv" generate --target "127.0.0.1:$port" --max-tokens 24 --temperature 0 --ignore-eos "In the beginning" | tee "$work/text"
 [ "$(wc -c < "$work/text")" -gt 20 ] || fail "no text came back"
 
 say "hardening"
@@ -116,7 +116,7 @@ echo "user 10001, read-only, no capabilities, no new privileges; no torch in the
 say "an executor that restarts is found again"
 compose kill --signal KILL executor > /dev/null 2>&1
 compose up --detach --no-build --wait --wait-timeout 180 > /dev/null 2>&1 || fail "the stack did not recover"
-"$bin/pagekv" generate --target "127.0.0.1:$port" --max-tokens 24 --temperature 0 "In the beginning" > "$work/again"
+"$bin/pagekv" generate --target "127.0.0.1:$port" --max-tokens 24 --temperature 0 --ignore-eos "In the beginning" > "$work/again"
 cmp "$work/text" "$work/again" || fail "the text differs after the restart"
 
 say "compose stop"
