@@ -1,0 +1,85 @@
+"""The manager is killed in the middle of streams: the client library's callers notice nothing but a pause."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+from stack import ORACLE, Stack, running_stack
+
+from pagekv.client import AsyncPageKVClient, AsyncStream, Completion, PageKVClient, Unreachable
+
+pytestmark = pytest.mark.e2e
+
+# The oracle's tokens are arbitrary ids of a byte-level vocabulary, so characters are split between tokens all the time.
+CHAT = [{"role": "user", "content": "Who made the heavens?"}]
+PROMPTS: list[tuple[Any, dict[str, Any]]] = [
+    ([1, 2, 3], {"temperature": 0.0}),
+    ([4, 5] * 40, {"temperature": 1.0, "seed": 7, "logprobs": 2}),
+    ("In the beginning God created", {"temperature": 1.0, "seed": 8}),
+    ("ʘ日本語 and a stop string", {"temperature": 1.0, "seed": 9, "stop": ["never seen", "\ufffd" * 4]}),
+    (CHAT, {"temperature": 1.0, "seed": 10, "repetition_penalty": 1.5, "min_tokens": 100}),
+]  # fmt: skip
+
+
+async def _collect(stream: AsyncStream) -> tuple[Completion, list[int], str]:
+    ids, text = list[int](), ""
+    async with stream:
+        async for chunk in stream:
+            ids += chunk.token_ids
+            text += chunk.text
+    return stream.completion, ids, text
+
+
+async def _run(target: str) -> list[tuple[Completion, list[int], str]]:
+    async with AsyncPageKVClient(target) as client:
+        streams = [
+            client.stream(prompt, max_tokens=120, ignore_eos=True, **options)
+            for prompt, options in PROMPTS
+            for _ in range(4)
+        ]
+        return await asyncio.gather(*map(_collect, streams))
+
+
+def _kill_twice(stack: Stack) -> None:
+    for _ in range(2):
+        time.sleep(0.35)
+        stack.manager.kill()
+        time.sleep(0.1)
+        stack.manager.start(stack.manager.port)
+        stack.manager.wait_serving()
+
+
+def test_streams_go_on_with_the_same_tokens_and_text() -> None:
+    with running_stack([*ORACLE, "--step-time-ms", "8"]) as stack:
+        wanted = asyncio.run(_run(stack.target))
+        killer = threading.Thread(target=_kill_twice, args=(stack,))
+        killer.start()
+        try:
+            results = asyncio.run(_run(stack.target))
+        finally:
+            killer.join()
+        with PageKVClient(stack.target) as client:
+            assert client.stats().active_blocks == 0
+    assert sum(end.resumes for end, _, _ in results) >= len(results)
+    for (end, ids, text), (wanted_end, wanted_ids, wanted_text) in zip(results, wanted, strict=True):
+        assert ids == wanted_ids == list(end.token_ids)
+        assert text == wanted_text == end.text
+        assert end.logprobs == wanted_end.logprobs
+        assert (end.finish_reason, end.stop_string) == (wanted_end.finish_reason, wanted_end.stop_string)
+        assert (end.prompt_tokens, end.completion_tokens) == (wanted_end.prompt_tokens, wanted_end.completion_tokens)
+
+
+def test_a_stack_that_stays_away_is_given_up() -> None:
+    with running_stack([*ORACLE, "--step-time-ms", "8"]) as stack, PageKVClient(stack.target) as client:
+        stream = client.stream([1, 2, 3], max_tokens=500, ignore_eos=True, resume_timeout_s=1.0)
+        received = [next(stream)]
+        stack.manager.kill()
+        begun = time.monotonic()
+        with pytest.raises(Unreachable):
+            received.extend(stream)
+        assert 1.0 <= time.monotonic() - begun < 6
+        assert received
