@@ -23,6 +23,8 @@ log = Log(__name__)
 
 # Seconds for the last messages of ended streams to reach the manager.
 LAST_WORDS_S = 2.0
+# A step carries the tokens of the sequences that enter whole: many long prompts that hit one prefix can enter at once.
+MAX_STEP_BYTES = 256 * 2**20
 
 
 def load_backend(config: ExecutorConfig) -> Backend:
@@ -69,7 +71,7 @@ class Executor:
         self._config = config
         self._compute = ComputeThread()
         self._session = Session(self._compute)
-        self._grpc = GrpcServer(config.listen, [SERVICE_NAME], reflection=config.reflection)
+        self._grpc = GrpcServer(config.listen, [SERVICE_NAME], config.reflection, MAX_STEP_BYTES)
         ExecutorService(self._session).add_to(self._grpc.server)
 
     async def run(self, stop: asyncio.Event) -> int:

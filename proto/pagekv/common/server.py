@@ -83,11 +83,18 @@ async def _abort(context: Any, method: str, error: Exception) -> None:
 class GrpcServer:
     """A grpc.aio server with health and reflection. States: built, `start`ed (NOT_SERVING), serving, stopped."""
 
-    def __init__(self, listen: str, services: Sequence[str], reflection: bool = True) -> None:
+    def __init__(
+        self,
+        listen: str,
+        services: Sequence[str],
+        reflection: bool = True,
+        max_receive_bytes: int = MAX_RECEIVE_BYTES,
+    ) -> None:
         """`listen` is host:port or unix:/path; `services` the full names served, for health and reflection."""
         self._listen = listen
         self._names = [*services]
-        self.server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=SERVER_OPTIONS)
+        options = {**dict(SERVER_OPTIONS), "grpc.max_receive_message_length": max_receive_bytes}
+        self.server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=list(options.items()))
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         self._reflection = reflection

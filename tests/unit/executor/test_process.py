@@ -92,6 +92,31 @@ def test_health_and_reflection_name_the_service(tmp_path: Path) -> None:
             process.kill()
 
 
+def test_many_long_prompts_enter_in_one_step(tmp_path: Path) -> None:
+    """Their tokens are more than an ordinary message may hold."""
+    length, count = 100_000, 100
+    process = Process("pagekv.executor.server", ["--backend", "oracle", "--max-model-len", str(length)], tmp_path)
+    process.start()
+    try:
+        process.wait_serving()
+        with grpc.insecure_channel(process.target, [("grpc.max_send_message_length", -1)]) as channel:
+            stub = pb_grpc.ExecutorServiceStub(channel)
+            request = pb.AttachRequest(manager_id="test", block_size=16, num_device_blocks=count, layout=LAYOUT)
+            sampling = pb.StepSampling(top_p=1.0, repetition_penalty=1.0)
+            new = pb.NewSequence(token_ids=[300] * length, num_prompt_tokens=1, sampling=sampling)
+            step = pb.StepRequest(epoch=stub.Attach(request).epoch, step=1)
+            for seq_id in range(count):
+                new.seq_id = seq_id
+                new.block_ids[:] = [seq_id]
+                step.new_seqs.append(new)
+            assert step.ByteSize() > 16 * 2**20
+            assert next(stub.Run(iter([step]))).computed_tokens == count
+        assert process.stop() == 0
+    finally:
+        if process.popen is not None and process.popen.poll() is None:
+            process.kill()
+
+
 def test_the_oracle_never_imports_torch() -> None:
     code = (
         "import sys; from pagekv.executor.config import parse_config; from pagekv.executor.server import load_backend\n"
