@@ -94,8 +94,9 @@ def test_health_and_reflection_name_the_service(tmp_path: Path) -> None:
 
 def test_many_long_prompts_enter_in_one_step(tmp_path: Path) -> None:
     """Their tokens are more than an ordinary message may hold."""
-    length, count = 100_000, 100
-    process = Process("pagekv.executor.server", ["--backend", "oracle", "--max-model-len", str(length)], tmp_path)
+    length, count, token = 100_000, 34, 2**30  # an id of five bytes on the wire
+    args = ["--backend", "oracle", "--max-model-len", str(length), "--vocab-size", str(2**31 - 1)]
+    process = Process("pagekv.executor.server", args, tmp_path)
     process.start()
     try:
         process.wait_serving()
@@ -103,7 +104,7 @@ def test_many_long_prompts_enter_in_one_step(tmp_path: Path) -> None:
             stub = pb_grpc.ExecutorServiceStub(channel)
             request = pb.AttachRequest(manager_id="test", block_size=16, num_device_blocks=count, layout=LAYOUT)
             sampling = pb.StepSampling(top_p=1.0, repetition_penalty=1.0)
-            new = pb.NewSequence(token_ids=[300] * length, num_prompt_tokens=1, sampling=sampling)
+            new = pb.NewSequence(token_ids=[token] * length, num_prompt_tokens=1, sampling=sampling)
             step = pb.StepRequest(epoch=stub.Attach(request).epoch, step=1)
             for seq_id in range(count):
                 new.seq_id = seq_id
