@@ -1,4 +1,12 @@
-"""Client library and command line of PageKV: `PageKVClient`, its asyncio twin, their types and errors."""
+"""Client library and command line of PageKV: `PageKVClient`, its asyncio twin, their types and errors.
+
+with PageKVClient("127.0.0.1:50051") as client:
+    print(client.generate("In the beginning", max_tokens=40).text)
+    with client.stream([{"role": "user", "content": "Hello"}], temperature=0.7) as stream:
+        for chunk in stream:
+            print(chunk.text, end="", flush=True)
+    print(stream.completion.finish_reason, stream.completion.cached_tokens)
+"""
 
 from pagekv.client.aio import AsyncPageKVClient, AsyncStream
 from pagekv.client.client import PageKVClient, Stream

@@ -77,7 +77,7 @@ class Terminal:
     def status(self, text: str) -> None:
         """Replaces the status line; nothing unless standard error is a terminal."""
         now = time.monotonic()
-        if not self._err_styled or (self._status and now - self._drawn_at < 1 / _REDRAWS_PER_S):
+        if not self._err_styled or text == self._status or (self._status and now - self._drawn_at < 1 / _REDRAWS_PER_S):
             return
         columns = _columns(self.err)
         self._status, self._drawn_at = text, now

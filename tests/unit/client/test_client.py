@@ -9,13 +9,14 @@ from typing import Any
 
 import grpc
 import pytest
-from scripted_server import Fails, Hangs, ScriptedServer, chunk, complete, free_port
+from scripted_server import LOST, Fails, Hangs, ScriptedServer, chunk, complete, free_port
 
 from pagekv.client import (
     AlreadyExists,
     AsyncPageKVClient,
     CacheControls,
     ChatMessage,
+    ConnectionLost,
     DeadlineExceeded,
     FailedPrecondition,
     InvalidRequest,
@@ -288,6 +289,17 @@ def test_nobody_listens(make_client: Any) -> None:
         with pytest.raises(Unreachable, match=rf"cannot reach PageKV at {target}.*pagekv up"):
             call()
         assert time.monotonic() - start < 5
+
+
+def test_calls_that_change_nothing_are_repeated(server: ScriptedServer, client: PageKVClient) -> None:
+    server.expect("GetStats", Fails(LOST))
+    server.expect("GetStats", Fails(errors.Unavailable("starting")))
+    server.expect("GetStats", cache_pb.GetStatsResponse(num_blocks=9))
+    assert client.stats().num_blocks == 9
+    # Nothing else is.
+    server.expect("ResetPrefixCache", Fails(LOST))
+    with pytest.raises(ConnectionLost):
+        client.reset_prefix_cache()
 
 
 def test_deadlines(server: ScriptedServer, make_client: Any) -> None:
