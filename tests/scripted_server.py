@@ -33,7 +33,7 @@ class Fails:
 
 
 class Hangs:
-    """Keeps the call open until its client ends it; `ended` is then set in the script's `cancelled` list."""
+    """Keeps the call open until its client ends it; its method then stands in the script's `cancelled` list."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class ScriptedServer:
     steps: deque[_Step] = field(default_factory=deque)
     # What went wrong inside handlers, where an assertion would only reach the client as a status.
     problems: list[str] = field(default_factory=list)
-    # Methods of calls whose client went away while they hung.
+    # Methods of calls with `Hangs` in their script that are over.
     cancelled: list[str] = field(default_factory=list)
     deadlines: list[float | None] = field(default_factory=list)
     _server: grpc.Server | None = None
@@ -97,12 +97,20 @@ class ScriptedServer:
                 step.check(request)
             except AssertionError as error:
                 self.problems.append(f"{method}: {error}")
+        gone = threading.Event()
+        if any(isinstance(reply, Hangs) for reply in step.replies):
+            # From the start: a client that leaves early ends the call before its replies have been taken.
+            def over() -> None:
+                self.cancelled.append(method)
+                gone.set()
+
+            if not context.add_callback(over):
+                over()
         for reply in step.replies:
             if isinstance(reply, Fails):
                 _abort(context, reply.error)
             elif isinstance(reply, Hangs):
-                _hang(context)
-                self.cancelled.append(method)
+                gone.wait(20)
                 return
             elif callable(reply):
                 reply()
@@ -116,12 +124,6 @@ def _abort(context: grpc.ServicerContext, error: PageKVError | grpc.StatusCode) 
     status = status_proto(error)
     context.set_trailing_metadata(((STATUS_DETAILS_KEY, status.SerializeToString()),))
     context.abort(status_row(error).code, status.message)
-
-
-def _hang(context: grpc.ServicerContext) -> None:
-    gone = threading.Event()
-    if context.add_callback(gone.set):
-        gone.wait(20)
 
 
 class _Servicer:
