@@ -144,9 +144,7 @@ def _sword_text(folder: Path, testament: str) -> str:
 def _web_paragraphs(markup: str) -> list[str]:
     # A footnote may be all that stands between two words, hence the blank in its place.
     markup = re.sub(r"<(note|title)\b[^>]*>.*?</\1>", " ", markup, flags=re.S)
-    markup = re.sub(
-        r'<(div [^>]*sID="[^"]*" type="x-p"|lg [^>]*sID=[^>]*|lb [^>]*)/>', "\0", markup
-    )
+    markup = re.sub(r'<(div [^>]*sID="[^"]*" type="x-p"|lg [^>]*sID=[^>]*|lb [^>]*)/>', "\0", markup)
     markup = re.sub(r"<l [^>]*/>", " ", markup)
     text = re.sub(r"<[^>]*>", "", markup)
     text = re.sub(r"\s+(?=[,.;:?!\u2019\u201d])", "", text)
@@ -156,9 +154,7 @@ def _web_paragraphs(markup: str) -> list[str]:
 
 def jargon_entries(root: Path) -> list[tuple[str, str]]:
     """Return the Jargon File's lexicon as (headword, definition) pairs."""
-    with gzip.open(
-        root / "usr/share/doc/jargon-text/jargon.txt.gz", "rt", encoding="utf-8"
-    ) as file:
+    with gzip.open(root / "usr/share/doc/jargon-text/jargon.txt.gz", "rt", encoding="utf-8") as file:
         text = file.read()
     entries: list[tuple[str, str]] = []
     for part in re.split(r"\n   :(?=\S[^\n]*:)", text)[1:]:
@@ -208,10 +204,7 @@ def build(work: Path, seed: int = 1) -> Corpus:
     for books, joint in ((kjv_books(root), " "), (web_books(root), "\n\n")):
         for name, chapters in books.items():
             held_out = name in HELD_OUT_BOOKS
-            text = "\n\n".join(
-                f"{name} {number}\n\n{joint.join(verses)}"
-                for number, verses in enumerate(chapters, 1)
-            )
+            text = "\n\n".join(f"{name} {number}\n\n{joint.join(verses)}" for number, verses in enumerate(chapters, 1))
             (corpus.held_out if held_out else corpus.train).append(text)
             for verses in chapters if not held_out else []:
                 # One exchange a chapter at most: enough to learn the form.

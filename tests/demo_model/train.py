@@ -126,9 +126,7 @@ def windows(documents: list[torch.Tensor], length: int, seed: int) -> torch.Tens
     return cut[torch.randperm(len(cut), generator=generator)]
 
 
-def batches(
-    documents: list[torch.Tensor], length: int, progress: Progress
-) -> Iterator[torch.Tensor]:
+def batches(documents: list[torch.Tensor], length: int, progress: Progress) -> Iterator[torch.Tensor]:
     """Yield batches of ``STEP_TOKENS`` tokens for ever, counting epochs in ``progress``."""
     while True:
         progress.epoch += 1
@@ -140,16 +138,12 @@ def token_losses(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
     """Return the cross entropy of every token of a batch of windows but the first."""
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
-    losses = torch.nn.functional.cross_entropy(
-        logits.float().flatten(0, 1), batch[:, 1:].flatten(), reduction="none"
-    )
+    losses = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten(), reduction="none")
     return losses.view(len(batch), -1)
 
 
 @torch.no_grad()
-def evaluate(
-    model: torch.nn.Module, documents: list[torch.Tensor], length: int, limit: int = 10**9
-) -> torch.Tensor:
+def evaluate(model: torch.nn.Module, documents: list[torch.Tensor], length: int, limit: int = 10**9) -> torch.Tensor:
     """Return the mean loss at each position of held-out windows, ``limit`` tokens at most."""
     model.eval()
     cut = windows(documents, length, seed=0)[: max(1, limit // length)]
@@ -281,31 +275,30 @@ def generate(model: Any, tokenizer: Any, prompt: str, seed: int = 0) -> str:
     torch.manual_seed(seed)
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
     output = model.generate(**inputs, max_new_tokens=100)
-    return str(
-        tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    )
+    return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
-def report(out: Path, held_out: list[str], progress: Progress, minutes: float) -> None:
+def report(out: Path, corpus: Corpus, progress: Progress, minutes: float) -> None:
     """Measure the artefact as it was written, print the result and write the model card."""
     tokenizer = AutoTokenizer.from_pretrained(out)
     model = AutoModelForCausalLM.from_pretrained(out)
-    encoded = encode(tokenizer, held_out)
+    seen, encoded = encode(tokenizer, corpus.train), encode(tokenizer, corpus.held_out)
     by_position = evaluate(model, encoded, CONTEXT)
     loss = evaluate(model, encoded, 512).mean().item()
     tokens = sum(len(ids) for ids in encoded)
-    size = sum(len(text.encode()) for text in held_out)
+    size = sum(len(text.encode()) for text in corpus.held_out)
     numbers = {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "minutes": minutes,
         "steps": progress.steps,
         "tokens": progress.tokens,
+        "train_tokens": sum(len(ids) for ids in seen),
+        "train_loss": evaluate(model, seen, 512, limit=131072).mean().item(),
         "held_out_tokens": tokens,
         "loss": loss,
         "bits_per_byte": loss * tokens / size / math.log(2),
         "positions": {
-            f"{start}-{start + 255}": by_position[start : start + 256].mean().item()
-            for start in range(0, CONTEXT, 256)
+            f"{start}-{start + 255}": by_position[start : start + 256].mean().item() for start in range(0, CONTEXT, 256)
         },
     }
     print(json.dumps(numbers, indent=2))
@@ -340,7 +333,7 @@ def main() -> None:
     checkpoint = arguments.work / "checkpoint.pt"
     progress = train(model, documents, arguments.minutes * 60.0, checkpoint)
     export(model, tokenizer, arguments.out)
-    report(arguments.out, corpus.held_out, progress, arguments.minutes)
+    report(arguments.out, corpus, progress, arguments.minutes)
 
 
 if __name__ == "__main__":

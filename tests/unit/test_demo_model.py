@@ -127,9 +127,7 @@ def test_chat_template_renders(tokenizer: Any) -> None:
         assert ids.count(tokenizer.convert_tokens_to_ids(marker)) == count
 
 
-@pytest.mark.parametrize(
-    "prompt", ["In the beginning", "And the king said unto them,", "He went to the city, and"]
-)
+@pytest.mark.parametrize("prompt", ["In the beginning", "And the king said unto them,", "He went to the city, and"])
 def test_greedy_text_is_english(model: Any, tokenizer: Any, prompt: str) -> None:
     words = re.findall(r"[a-z]+", _greedy(model, tokenizer, prompt, 60).lower())
     assert len(words) >= 20
