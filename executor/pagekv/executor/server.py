@@ -54,7 +54,13 @@ def load_backend(config: ExecutorConfig) -> Backend:
 
     assert directory is not None
     return CpuBackend(
-        directory, config.dtype, config.threads, config.kv_memory, config.memory_share, config.max_sequences
+        directory,
+        model_id(config.model),
+        config.dtype,
+        config.threads,
+        config.kv_memory,
+        config.memory_share,
+        config.max_sequences,
     )
 
 
