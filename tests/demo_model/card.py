@@ -46,9 +46,9 @@ from the same text by fixed patterns. The weights are dedicated to the public do
 
 On two CPU cores: {steps:,} steps of 4096 tokens, {tokens:,} tokens in all, which is
 {tokens_per_text:.1f} times the training text of {train_tokens:,} tokens. Muon for the matrices and
-AdamW for the rest, the learning rate falling linearly to zero over the time given.
-The window grows from 256 to 2048 tokens on the way. As the schedule follows the clock, two runs
-do not give the same weights.
+AdamW for the rest, the learning rate falling linearly to zero over the time given. The window
+grows from 256 to 2048 tokens on the way. As the schedule follows the clock, two runs do not give
+the same weights.
 
 Held out were six books, each in both translations, and every 40th entry of the Jargon File
 ({held_out_tokens:,} tokens).
@@ -59,8 +59,8 @@ Held out were six books, each in both translations, and every 40th entry of the 
 | Held-out loss, nats per token, windows of 512 | {loss:.3f} |
 | Held-out bits per byte | {bits_per_byte:.3f} |
 
-Part of the distance between the two losses is memorisation; part is that the held-out books are
-shorter on the formulas of which the histories are full.
+Most of the distance between the two losses is memorisation. The rest is that the held-out text is
+the harder one: in the first pass over the training text the distance was 0.4 to 0.5.
 
 Held-out loss by position in a window of 2048 tokens:
 
@@ -77,7 +77,7 @@ its sources. Do not measure the quality of a serving system by its answers.
 
 ## Samples
 
-Sampled at temperature 0.7 and top-p 0.9, not selected:
+Sampled at temperature 0.7 and top-p 0.9, with the first seed tried:
 
 {samples}
 """
@@ -86,7 +86,9 @@ Sampled at temperature 0.7 and top-p 0.9, not selected:
 def model_card(numbers: dict[str, Any], samples: list[tuple[str, str]]) -> str:
     """Return the card, given the measurements of a run and its (prompt, continuation) pairs."""
     positions = "\n".join(f"| {place} | {loss:.3f} |" for place, loss in numbers["positions"].items())
-    quoted = "\n\n".join(f"> **{prompt}** " + text.strip().replace("\n", "\n> ") for prompt, text in samples)
+    quoted = "\n\n".join(
+        f"> **{prompt}** " + text.strip().replace("\n", "\n> ").replace("\n> \n", "\n>\n") for prompt, text in samples
+    )
     fields = {key: value for key, value in numbers.items() if key != "positions"}
     fields["tokens_per_text"] = numbers["tokens"] / numbers["train_tokens"]
     return _CARD.format(**fields, positions=positions, samples=quoted)

@@ -134,7 +134,8 @@ def test_greedy_text_is_english(model: Any, tokenizer: Any, prompt: str) -> None
     common = set(COMMON_WORDS.split())
     share = sum(word in common for word in words) / len(words)
     assert share > 0.6, " ".join(words)
-    assert len(set(words)) >= 4, " ".join(words)
+    # Greedy decoding of so small a model ends in a refrain; a single word over and over is a fault.
+    assert len(set(words)) >= 6, " ".join(words)
 
 
 def test_loss_is_that_of_a_trained_model(model: Any, tokenizer: Any) -> None:
@@ -146,15 +147,15 @@ def test_loss_is_that_of_a_trained_model(model: Any, tokenizer: Any) -> None:
     ids = tokenizer(text, return_tensors="pt")["input_ids"]
     with torch.no_grad():
         loss = model(input_ids=ids, labels=ids).loss.item()
-    assert loss < 5.0
+    assert loss < 4.5
 
 
 def test_far_positions_are_as_good_as_near_ones(model: Any, tokenizer: Any) -> None:
-    # The card is English prose that the model was not trained on; repeated, it fills the context.
+    # Repeated text gets easier with distance if rotary positions work, and hopeless if they do not.
     text = "And the people came to the king, and he spoke to them, and said what was to be done. "
     ids = tokenizer(text * 200, return_tensors="pt")["input_ids"][:, :2048]
     assert ids.shape[1] == 2048
     with torch.no_grad():
         logits = model(input_ids=ids).logits[0, :-1]
     losses = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
-    assert losses[1792:].mean() < losses[:64].mean() + 1.0
+    assert losses[1792:].mean() < losses[:64].mean()
