@@ -82,8 +82,8 @@ def _show(client: PageKVClient, args: argparse.Namespace, terminal: Terminal, re
         terminal.print()
         terminal.print(f"The same prompt of {cold.prompt_tokens} tokens twice, greedy:")
         for name, completion, ttft in (("first", cold, cold_ttft), ("second", warm, warm_ttft)):
-            computed = completion.prompt_tokens - completion.cached_tokens
-            terminal.print(f"  {name:6} time: {completion.cached_tokens:3} tokens from the cache, {computed:3} computed, "
+            cached, computed = completion.cached_tokens, completion.prompt_tokens - completion.cached_tokens
+            terminal.print(f"  {name:6} time: {cached:3} tokens from the prefix cache, {computed:3} computed, "
                            f"first token after {milliseconds(ttft)}")  # fmt: skip
         terminal.print(f"  the texts are {'equal' if cold.text == warm.text else 'DIFFERENT'}")
     stats = client.stats()
