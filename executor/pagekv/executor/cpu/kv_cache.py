@@ -1,0 +1,86 @@
+"""The block pools of the CPU backend: keys and values of every layer, by block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pagekv.executor.backend import BlockCopies, CopyKind
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The shape of a model's keys and values."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Bytes of one block over all layers."""
+        return self.num_layers * 2 * block_size * self.num_kv_heads * self.head_size * self.dtype.itemsize
+
+
+class KvCache:
+    """Device and host pool, both `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_size]`.
+
+    The device pool has one block more than it lends out: the null block, which stays zero. Padded reads go there, so
+    that what they bring is finite whatever other blocks hold.
+    """
+
+    def __init__(self, geometry: Geometry, block_size: int, num_device_blocks: int, num_host_blocks: int = 0) -> None:
+        """Raises MemoryError when the pools cannot be had."""
+        self.geometry = geometry
+        self.block_size = block_size
+        self.null_block = num_device_blocks
+        shape = (geometry.num_layers, 2, block_size, geometry.num_kv_heads, geometry.head_size)
+        try:
+            # zeros come from the kernel page by page when first touched: allocating is quick, using is not dearer.
+            self.device = torch.zeros((num_device_blocks + 1, *shape), dtype=geometry.dtype)
+            self.host = torch.zeros((num_host_blocks, *shape), dtype=geometry.dtype)
+        except RuntimeError as error:
+            raise MemoryError(f"{num_device_blocks} device and {num_host_blocks} host blocks: {error}") from error
+        # Views per layer, [num_blocks, block_size, num_kv_heads, head_size]; blocks of one layer are strided.
+        self._layers = [(self.device[:, layer, 0], self.device[:, layer, 1]) for layer in range(geometry.num_layers)]
+        self._row = block_size * geometry.num_kv_heads * geometry.head_size
+        self._gathered = torch.empty(0, dtype=geometry.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of both pools."""
+        return self.device.nbytes + self.host.nbytes
+
+    def copy(self, copies: BlockCopies) -> None:
+        """Copies whole blocks; a destination may be another pair's source, which is read before it is written."""
+        source = self.host if copies.kind is CopyKind.SWAP_IN else self.device
+        destination = self.host if copies.kind is CopyKind.SWAP_OUT else self.device
+        # Indexing with a tensor makes a new tensor: right for the source, and why the destination is assigned by
+        # index_copy_ and not by `destination[ids].copy_(...)`, which would write into a temporary.
+        blocks = source[torch.tensor(copies.sources, dtype=torch.int64)]
+        destination.index_copy_(0, torch.tensor(copies.destinations, dtype=torch.int64), blocks)
+
+    def write(
+        self, layer: int, slots: tuple[torch.Tensor, torch.Tensor], keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Stores keys and values `[T, num_kv_heads, head_size]` in slots: block ids `[T]` and offsets in them `[T]`."""
+        layer_keys, layer_values = self._layers[layer]
+        layer_keys.index_put_(slots, keys)
+        layer_values.index_put_(slots, values)
+
+    def gather(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of blocks `[n]`, each `[n * block_size, num_kv_heads, head_size]`, in a buffer that the next
+        call overwrites. One buffer for all calls, because fresh memory of megabytes costs a page fault every 4 KiB.
+        """
+        count = blocks.shape[0]
+        if self._gathered.numel() < 2 * count * self._row:
+            self._gathered = torch.empty(2 * count * self._row, dtype=self.geometry.dtype)
+        size = count * self._row
+        shape = (count * self.block_size, self.geometry.num_kv_heads, self.geometry.head_size)
+        layer_keys, layer_values = self._layers[layer]
+        keys = self._gathered[:size]
+        values = self._gathered[size : 2 * size]
+        torch.index_select(layer_keys.flatten(1), 0, blocks, out=keys.view(count, self._row))
+        torch.index_select(layer_values.flatten(1), 0, blocks, out=values.view(count, self._row))
+        return keys.view(shape), values.view(shape)

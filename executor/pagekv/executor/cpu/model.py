@@ -1,0 +1,158 @@
+"""Loads a model directory and finds out what its attention looks like, by asking it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from pagekv.executor.cpu.attention import ATTENTION_NAME, Scores, UnsupportedAttention
+from pagekv.executor.cpu.kv_cache import Geometry
+from pagekv.executor.cpu.linear import pack_linears
+from pagekv.executor.cpu.runner import forward
+
+DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+# Rotary embeddings whose frequencies follow the longest sequence of a batch, once that exceeds the original context.
+BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run and what the manager must know of it."""
+
+    model: PreTrainedModel
+    geometry: Geometry
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+
+
+def load_model(directory: Path, dtype: str) -> LoadedModel:
+    """Loads a causal language model in Hugging Face format: config.json and safetensors, mapped and not copied where
+    the element type allows.
+
+    Raises ValueError, naming the model and what to do, when it cannot be served exactly; OSError when files are
+    missing.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    transformers_logging.disable_progress_bar()
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    _refuse_unsupported(directory, config)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        directory,
+        config=config,
+        dtype=DTYPES[dtype],
+        attn_implementation=ATTENTION_NAME,
+        local_files_only=True,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    if absent:
+        raise ValueError(
+            f"{directory}: the weights lack {len(absent)} tensors of the configuration, such as {absent[0]}; "
+            "use a complete copy of the model"
+        )
+    model.eval().requires_grad_(False)
+    text = config.get_text_config()
+    probe = _probe(directory, model, text)
+    pack_linears(model)
+    return LoadedModel(
+        model=model,
+        geometry=Geometry(len(probe.calls), probe.num_kv_heads, probe.head_size, DTYPES[dtype]),
+        vocab_size=min(probe.vocab_size, model.get_input_embeddings().num_embeddings),
+        max_model_len=_max_model_len(directory, text),
+        eos_token_ids=_eos_token_ids(model, text, probe.vocab_size),
+    )
+
+
+def _refuse_unsupported(directory: Path, config: Any) -> None:
+    """What can be told from the configuration, before gigabytes are read."""
+    text = config.get_text_config()
+    kind = f"{directory}: models of type {config.model_type!r}"
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"{directory}: quantised weights are not supported; use the model's unquantised release")
+    if config.is_encoder_decoder:
+        raise ValueError(f"{kind} have an encoder; PageKV serves decoder-only models")
+    if getattr(text, "num_kv_shared_layers", 0):
+        raise ValueError(f"{kind} share keys and values between layers, which is not supported; use another model")
+    other = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if other:
+        raise ValueError(f"{kind} have layers of type {', '.join(sorted(other))}, not supported; use another model")
+
+
+@dataclass
+class _Probe:
+    """A `StepAttention` that notes how it is called and computes nothing."""
+
+    calls: dict[int, tuple[tuple[int, int], Scores]] = field(default_factory=dict)
+    vocab_size: int = 0
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
+    ) -> torch.Tensor:
+        if key.shape != value.shape or query.shape[2] != key.shape[2] or query.shape[0] % key.shape[0]:
+            raise UnsupportedAttention("the model's queries, keys and values do not have one head size")
+        if layer in self.calls:
+            raise UnsupportedAttention(f"layer {layer} of the model attends twice")
+        self.calls[layer] = ((key.shape[0], key.shape[2]), scores)
+        return torch.zeros_like(query.transpose(0, 1))
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.calls[0][0][0]
+
+    @property
+    def head_size(self) -> int:
+        return self.calls[0][0][1]
+
+
+@torch.inference_mode()
+def _probe(directory: Path, model: PreTrainedModel, text: Any) -> _Probe:
+    """One forward pass of two tokens. Every layer must come by, once, with one shape, or the model is refused."""
+    probe, name = _Probe(), f"{directory}: {type(model).__name__}"
+    try:
+        logits = forward(model, torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None], torch.tensor([1]), probe)
+    except UnsupportedAttention as error:
+        raise ValueError(f"{name} cannot be served: {error}; use another model") from error
+    probe.vocab_size = logits.shape[-1]
+    if sorted(probe.calls) != list(range(text.num_hidden_layers)):
+        raise ValueError(
+            f"{name} cannot be served: {len(probe.calls)} of its {text.num_hidden_layers} layers take their attention "
+            "from transformers' attention interface; use a model whose every layer does"
+        )
+    if len({shape for shape, _ in probe.calls.values()}) != 1:
+        raise ValueError(f"{name} cannot be served: its layers differ in KV heads or head size; use another model")
+    for layer, kind in enumerate(getattr(text, "layer_types", None) or ()):
+        if (kind == "sliding_attention") != (probe.calls[layer][1].window is not None):
+            raise ValueError(f"{name} cannot be served: layer {layer} is {kind} and does not say so; use another model")
+    return probe
+
+
+def _max_model_len(directory: Path, text: Any) -> int:
+    longest = getattr(text, "max_position_embeddings", None)
+    if not isinstance(longest, int) or longest < 1:
+        raise ValueError(f"{directory}: config.json does not say max_position_embeddings; add it")
+    rope = getattr(text, "rope_parameters", None) or {}
+    # Per layer type in some models: then a dictionary of dictionaries.
+    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if parameters.get("rope_type") in BATCH_DEPENDENT_ROPE:
+            # Up to here the frequencies are fixed; beyond, one sequence's length would change another's output.
+            original = parameters.get("original_max_position_embeddings")
+            original = original or getattr(text, "original_max_position_embeddings", None) or longest
+            longest = min(longest, int(original))
+    return longest
+
+
+def _eos_token_ids(model: PreTrainedModel, text: Any, vocab_size: int) -> tuple[int, ...]:
+    generation = model.generation_config
+    found = generation.eos_token_id if generation is not None else None
+    if found is None:
+        found = text.eos_token_id
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    return tuple(sorted({token_id for token_id in ids if 0 <= token_id < vocab_size}))

@@ -1,0 +1,43 @@
+"""Runs one step: scheduled sequences to one packed forward pass to sampled tokens."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from pagekv.executor.backend import Sampled, Scheduled
+from pagekv.executor.cpu.attention import StepAttention
+from pagekv.executor.cpu.kv_cache import KvCache
+from pagekv.executor.cpu.plan import StepPlan
+from pagekv.executor.cpu.sampler import sample
+from pagekv.executor.cpu.step_attention import PagedStepAttention
+
+
+def forward(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    rows: torch.Tensor,
+    attention: StepAttention,
+) -> torch.Tensor:
+    """Logits `[R, vocab_size]` of `rows` `[R]` of packed tokens and positions `[1, T]`. R may not be 0."""
+    output = model(
+        input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows, paged=attention
+    )
+    logits: torch.Tensor = output.logits
+    return logits[0]
+
+
+@torch.inference_mode()
+def run_step(model: PreTrainedModel, cache: KvCache, scheduled: list[Scheduled]) -> dict[int, Sampled]:
+    """Computes every scheduled position; the sampled token of every sequence whose last known token was computed."""
+    if not scheduled:
+        return {}
+    block_bytes = cache.geometry.bytes_per_block(cache.block_size) // cache.geometry.num_layers
+    plan = StepPlan(scheduled, cache.block_size, cache.null_block, block_bytes, cache.geometry.dtype)
+    # Models cannot keep no row at all; one is dropped below.
+    rows = torch.tensor([row for row, _ in plan.sampling] or [0])
+    logits = forward(model, plan.input_ids, plan.position_ids, rows, PagedStepAttention(cache, plan))
+    states = [state for _, state in plan.sampling]
+    sampled = sample(logits[: len(states)], states)
+    return {state.seq_id: token for state, token in zip(states, sampled, strict=True)}

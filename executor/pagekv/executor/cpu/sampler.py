@@ -1,0 +1,159 @@
+"""Chooses tokens: a pure function of (logits, seed, sequence index, position) and the tokens so far.
+
+Order: logit bias, ban until min_tokens, penalties, temperature, top-k, top-p (of what top-k left), min-p, one draw. The
+draw is one number of a counter-based hash, and looks the token up in the cumulative distribution **in order of token
+id**: logits that differ by rounding, as they do from one batch to another, then almost never change what is drawn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pagekv.executor.backend import Sampled, Sampling, SequenceState
+
+Float64s = npt.NDArray[np.float64]
+
+
+def sample(logits: torch.Tensor, states: Sequence[SequenceState]) -> list[Sampled]:
+    """The next token of each state, from its row of `logits` `[len(states), vocab_size]`.
+
+    Raises ArithmeticError when a row has a NaN: then what the model computed from, or with, is broken.
+    """
+    if not states:
+        return []
+    # max brings NaN to the top, and of equals the first.
+    best, best_ids = logits.max(dim=-1)
+    broken = torch.isnan(best)
+    if broken.any():
+        seq_ids = [state.seq_id for state, bad in zip(states, broken.tolist(), strict=True) if bad]
+        raise ArithmeticError(f"the logits of sequences {seq_ids} are not numbers")
+    greedy_ids: list[int] = best_ids.tolist()
+    return [
+        Sampled(token_id) if _is_plain(state) else _sample_row(row, state, token_id)
+        for row, state, token_id in zip(logits, states, greedy_ids, strict=True)
+    ]
+
+
+def _is_plain(state: SequenceState) -> bool:
+    """Greedy with nothing that changes the logits, and nothing to tell about them."""
+    sampling = state.sampling
+    return sampling.temperature == 0 and sampling.logprobs is None and not _changes_logits(state)
+
+
+def _changes_logits(state: SequenceState) -> bool:
+    sampling = state.sampling
+    return bool(
+        sampling.logit_bias
+        or sampling.repetition_penalty != 1
+        or sampling.presence_penalty
+        or sampling.frequency_penalty
+        or _is_banning(state)
+    )
+
+
+def _is_banning(state: SequenceState) -> bool:
+    return len(state.token_ids) - state.num_prompt_tokens < state.sampling.min_tokens
+
+
+def _sample_row(row: torch.Tensor, state: SequenceState, greedy_id: int) -> Sampled:
+    sampling = state.sampling
+    raw: Float64s = row.double().numpy()
+    logits = adjust(raw, state) if _changes_logits(state) else raw
+    if sampling.temperature == 0:
+        token_id = int(logits.argmax()) if logits is not raw else greedy_id
+    else:
+        weights = filtered_weights(logits, sampling)
+        token_id = draw(weights, uniform(sampling.seed, sampling.sequence_index, len(state.token_ids)))
+    if sampling.logprobs is None:
+        return Sampled(token_id)
+    logprobs = log_softmax(raw)
+    top = tuple((int(index), float(logprobs[index])) for index in largest(raw, sampling.logprobs))
+    return Sampled(token_id, float(logprobs[token_id]), top)
+
+
+def adjust(raw: Float64s, state: SequenceState) -> Float64s:
+    """Logits with bias, ban and penalties; a new array."""
+    sampling, logits = state.sampling, raw.copy()
+    for token_id, bias in sampling.logit_bias.items():
+        logits[token_id] += bias
+    # A ban of the whole vocabulary cannot be kept.
+    if _is_banning(state) and len(set(sampling.banned_until_min)) < len(logits):
+        logits[list(sampling.banned_until_min)] = -np.inf
+    if sampling.repetition_penalty != 1:
+        seen = np.unique(state.token_ids)
+        values = logits[seen]
+        logits[seen] = np.where(values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty)
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        for token_id, count in Counter(state.token_ids[state.num_prompt_tokens :]).items():
+            logits[token_id] -= sampling.presence_penalty + count * sampling.frequency_penalty
+    return logits
+
+
+def filtered_weights(logits: Float64s, sampling: Sampling) -> Float64s:
+    """Unnormalised probabilities by token id at this temperature (above 0); 0 for what top-k, top-p and min-p exclude.
+
+    Of equally likely tokens, those with the lower ids are kept.
+    """
+    weights: Float64s = np.exp((logits - logits.max()) / sampling.temperature)
+    if 0 < sampling.top_k < len(weights):
+        kept = np.zeros_like(weights)
+        best = largest(logits, sampling.top_k)
+        kept[best] = weights[best]
+        weights = kept
+    if sampling.top_p < 1:
+        weights = _nucleus(weights, sampling.top_p)
+    if sampling.min_p > 0:
+        # The likeliest token has weight 1.
+        weights = np.where(weights >= sampling.min_p, weights, 0.0)
+    return weights
+
+
+def _nucleus(weights: Float64s, top_p: float) -> Float64s:
+    """The fewest largest weights whose sum is at least `top_p` of all."""
+    total = weights.cumsum()[-1]
+    # Only candidates are sorted: tokens below this bound hold less than 1 - top_p together, so none is in the nucleus.
+    candidates = np.flatnonzero(weights > total * (1 - top_p) / (2 * len(weights)))
+    order = candidates[np.argsort(-weights[candidates], kind="stable")]
+    count = int(np.searchsorted(weights[order].cumsum(), top_p * total)) + 1
+    kept = np.zeros_like(weights)
+    kept[order[:count]] = weights[order[:count]]
+    return kept
+
+
+def draw(weights: Float64s, number: float) -> int:
+    """The token id at `number`, in [0, 1), of the distribution that `weights` describe."""
+    cumulative = weights.cumsum()
+    token_id = int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
+    # Rounding may take the product up to the total.
+    return token_id if token_id < len(weights) else int(np.flatnonzero(weights)[-1])
+
+
+def uniform(seed: int, sequence_index: int, position: int) -> float:
+    """A number in [0, 1) with 53 random bits, the same for the same arguments in every process and release."""
+    key = struct.pack("<QIQ", seed, sequence_index, position)
+    digest = hashlib.blake2b(key, digest_size=8, person=b"pagekv sampling").digest()
+    return float(int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def largest(values: Float64s, count: int) -> npt.NDArray[np.int64]:
+    """Indices of the `count` largest values, largest first, of equals the lower index first."""
+    if count <= 0:
+        return np.empty(0, dtype=np.int64)
+    count = min(count, len(values))
+    bound = np.partition(values, len(values) - count)[len(values) - count]
+    candidates = np.flatnonzero(values >= bound)
+    return candidates[np.argsort(-values[candidates], kind="stable")][:count]
+
+
+def log_softmax(logits: Float64s) -> Float64s:
+    """Natural-log probabilities."""
+    shifted = logits - logits.max()
+    result: Float64s = shifted - np.log(np.exp(shifted).sum())
+    return result

@@ -1,0 +1,98 @@
+"""One step's attention over the paged pool: writes the new keys and values, then reads as the plan says."""
+
+from __future__ import annotations
+
+import torch
+
+from pagekv.executor.cpu.attention import Scores, attend, merge
+from pagekv.executor.cpu.kv_cache import KvCache
+from pagekv.executor.cpu.plan import Chunk, Context, DecodeGroup, StepPlan, WindowedChunk
+
+# Output [rows, num_heads, head_size] and log-sum-exp of scores [rows, num_heads].
+Part = tuple[torch.Tensor, torch.Tensor]
+
+
+class PagedStepAttention:
+    """Lives for one step. Implements `StepAttention`."""
+
+    def __init__(self, cache: KvCache, plan: StepPlan) -> None:
+        self._cache = cache
+        self._plan = plan
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
+    ) -> torch.Tensor:
+        """As `StepAttention.attend`."""
+        self._cache.write(layer, self._plan.slots, key.transpose(0, 1), value.transpose(0, 1))
+        plan = self._plan.reads(scores.window)
+        parts: list[Part] = []
+        for part in plan.parts:
+            if isinstance(part, DecodeGroup):
+                parts.append(self._decodes(layer, query[:, part.first : part.last], part, scores))
+            elif isinstance(part, Chunk):
+                rows = slice(part.first, part.last)
+                parts.append(_chunk(query[:, rows], key[:, rows], value[:, rows], scores, None))
+            else:
+                parts.append(self._windowed(layer, query[:, part.first : part.last], part, scores))
+        out = torch.cat([part[0] for part in parts])
+        if plan.contexts:
+            lse = torch.cat([part[1] for part in parts])
+            for context in plan.contexts:
+                other = self._context(layer, query[:, context.rows], context, scores)
+                out[context.rows], lse[context.rows] = merge(out[context.rows], lse[context.rows], *other)
+        return out
+
+    def _decodes(self, layer: int, query: torch.Tensor, group: DecodeGroup, scores: Scores) -> Part:
+        """`query` `[num_heads, S, head_size]`, one row per sequence."""
+        num_heads, count, size = query.shape
+        keys, values = self._cache.gather(layer, group.blocks)
+        keys.index_fill_(0, group.unwritten, 0)
+        values.index_fill_(0, group.unwritten, 0)
+        kv_heads = keys.shape[1]
+        # The query heads of one KV head are the rows of one product: [S, kv_heads, heads per KV head, head_size].
+        out, lse = attend(
+            query.transpose(0, 1).view(count, kv_heads, -1, size),
+            keys.view(count, -1, kv_heads, size).transpose(1, 2),
+            values.view(count, -1, kv_heads, size).transpose(1, 2),
+            scores,
+            mask=group.mask,
+        )
+        return out.reshape(count, num_heads, size), lse.reshape(count, num_heads)
+
+    def _windowed(self, layer: int, query: torch.Tensor, chunk: WindowedChunk, scores: Scores) -> Part:
+        keys, values = self._cache.gather(layer, chunk.blocks)
+        keys, values = keys[: chunk.num_keys].transpose(0, 1), values[: chunk.num_keys].transpose(0, 1)
+        return _chunk(query, keys, values, scores, chunk.mask)
+
+    def _context(self, layer: int, query: torch.Tensor, context: Context, scores: Scores) -> Part:
+        """`query` `[num_heads, R, head_size]`; every row sees every key."""
+        num_heads, count, size = query.shape
+        keys, values = self._cache.gather(layer, context.blocks)
+        kv_heads = keys.shape[1]
+        # All rows of all query heads of one KV head in one product.
+        out, lse = attend(
+            query.reshape(1, kv_heads, -1, size),
+            keys[None, : context.num_keys].transpose(1, 2),
+            values[None, : context.num_keys].transpose(1, 2),
+            scores,
+        )
+        return out.reshape(num_heads, count, size).transpose(0, 1), lse.reshape(num_heads, count).t()
+
+
+def _chunk(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, mask: torch.Tensor | None
+) -> Part:
+    """`query` `[num_heads, R, size]` over `key`, `value` `[kv_heads, N, size]`; without a mask causal, R == N."""
+    num_heads, count, size = query.shape
+    kv_heads = key.shape[0]
+    shared = (-1, num_heads // kv_heads, -1, -1)
+    # KV heads are the batch, so that their query heads read the same keys without a copy.
+    out, lse = attend(
+        query.view(kv_heads, -1, count, size),
+        key.unsqueeze(1).expand(shared),
+        value.unsqueeze(1).expand(shared),
+        scores,
+        causal=mask is None,
+        mask=mask,
+    )
+    return out.permute(2, 0, 1, 3).reshape(count, num_heads, size), lse.reshape(num_heads, count).t()
