@@ -10,7 +10,7 @@ import grpc
 import pytest
 from calls import Caller, Result, request_for
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from stack import ORACLE, Process, Stack, running_stack
+from stack import ORACLE, Process, Stack, running_executor, running_stack
 
 pytestmark = pytest.mark.e2e
 
@@ -167,3 +167,14 @@ def test_a_second_manager_is_refused_while_the_first_lives() -> None:
             assert "FAILED_PRECONDITION" in second.tail()
         finally:
             second.stop()
+
+
+def test_flags_that_the_executor_cannot_meet_end_the_manager_with_their_name() -> None:
+    with running_executor([*ORACLE, "--kv-memory", "1MiB"]) as executor:
+        args = ["--executor", executor.target, "--num-device-blocks", "1000000"]
+        manager = Process("pagekv.kvmanager.server", args, executor.directory)
+        manager.start()
+        assert manager.popen is not None
+        assert manager.popen.wait(20) == 1
+        assert "--num-device-blocks 1000000 needs" in manager.tail()
+        assert "Traceback" not in manager.tail()

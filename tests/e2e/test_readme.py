@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -56,7 +55,11 @@ def test_python_example(cpu_stack: Stack) -> None:
     for example in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
         code = example.replace("127.0.0.1:50051", cpu_stack.target)
         done = subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, **environment()}, capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", code],
+            env={**os.environ, **environment()},
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip()

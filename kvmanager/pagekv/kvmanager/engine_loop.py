@@ -22,7 +22,7 @@ from pagekv.kvmanager.block_hash import root_digest
 from pagekv.kvmanager.block_pool import BlockPool, InvariantError
 from pagekv.kvmanager.engine import BlockView, ModelInfo, PrefixMatch, SequenceView, Stats
 from pagekv.kvmanager.engine_config import EngineConfig
-from pagekv.kvmanager.executor_client import Description, ExecutorLink, ExecutorLost
+from pagekv.kvmanager.executor_client import AttachRefused, Description, ExecutorLink, ExecutorLost
 from pagekv.kvmanager.introspection import (
     EngineTotals,
     block_views,
@@ -73,7 +73,10 @@ class EngineLoop:
     # -- the task
 
     async def run(self) -> None:
-        """Serves until `stop`; comes back from every loss of the executor."""
+        """Serves until `stop`; comes back from every loss of the executor.
+
+        Raises AttachRefused when the very first executor does not go with the flags; later ones are waited out.
+        """
         delay = RECONNECT_FIRST_S
         while not self._stopping:
             link = ExecutorLink(self._config.executor, self._wake.set)
@@ -81,7 +84,9 @@ class EngineLoop:
                 await self._attach(link)
                 delay = RECONNECT_FIRST_S
                 await self._drive(link)
-            except ExecutorLost as error:
+            except (ExecutorLost, AttachRefused) as error:
+                if isinstance(error, AttachRefused) and self._model is None:
+                    raise
                 log.warning("no executor", executor=self._config.executor, reason=error, retry_s=delay)
             except InvariantError as error:
                 log.exception("broken invariant; opening a new epoch", reason=error)
@@ -133,12 +138,12 @@ class EngineLoop:
         fitting = description.device_kv_bytes // max(1, description.bytes_per_block)
         num_blocks = config.num_device_blocks or fitting
         if num_blocks > fitting:
-            raise ExecutorLost(
+            raise AttachRefused(
                 f"--num-device-blocks {num_blocks} needs {num_blocks * description.bytes_per_block} bytes, "
                 f"the executor has {description.device_kv_bytes}: at most {fitting} blocks"
             )
         if num_blocks < 1:
-            raise ExecutorLost(
+            raise AttachRefused(
                 f"the executor has {description.device_kv_bytes} bytes for KV memory, one block takes "
                 f"{description.bytes_per_block}: free memory or choose a smaller --block-size"
             )

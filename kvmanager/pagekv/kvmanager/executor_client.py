@@ -25,6 +25,10 @@ class ExecutorLost(Exception):
     """The executor cannot be reached, refused a step, or did not answer in time: its epoch is over."""
 
 
+class AttachRefused(Exception):
+    """The flags and this executor do not go together; trying again would not help."""
+
+
 @dataclass(frozen=True, slots=True)
 class Description:
     """What Describe answered, as far as the manager decides by it."""
@@ -68,12 +72,12 @@ class ExecutorLink:
         self.epoch = 0
 
     async def describe(self, block_size: int, token_budget: int) -> Description:
-        """Asks what is loaded. Raises ExecutorLost."""
+        """Asks what is loaded. Raises ExecutorLost, or AttachRefused when it will not take these numbers."""
         request = pb.DescribeRequest(block_size=block_size, token_budget=token_budget)
         try:
             answer = await self._stub.Describe(request, timeout=DESCRIBE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            raise ExecutorLost(_words(error, "Describe")) from error
+            raise _failure(error, "Describe") from error
         self._eos = tuple(answer.eos_token_ids)
         return Description(
             model_id=answer.model_id,
@@ -89,7 +93,7 @@ class ExecutorLink:
         )
 
     async def attach(self, manager_id: str, block_size: int, num_blocks: int, layout: str, take_over: bool) -> None:
-        """Opens an epoch with empty pools and its stream of steps. Raises ExecutorLost."""
+        """Opens an epoch with empty pools and its stream of steps. Raises ExecutorLost or AttachRefused."""
         request = pb.AttachRequest(
             manager_id=manager_id,
             block_size=block_size,
@@ -100,7 +104,7 @@ class ExecutorLink:
         try:
             answer = await self._stub.Attach(request, timeout=ATTACH_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            raise ExecutorLost(_words(error, "Attach")) from error
+            raise _failure(error, "Attach") from error
         self.epoch = answer.epoch
         self._call = self._stub.Run()
         self._reader = asyncio.create_task(self._read(self._call), name="executor results")
@@ -149,6 +153,11 @@ class ExecutorLink:
         if self._reader is not None:
             await asyncio.wait([self._reader])
         await self._channel.close()
+
+
+def _failure(error: grpc.aio.AioRpcError, method: str) -> ExecutorLost | AttachRefused:
+    refused = error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    return (AttachRefused if refused else ExecutorLost)(_words(error, method))
 
 
 def _words(error: grpc.aio.AioRpcError, method: str) -> str:

@@ -14,6 +14,7 @@ from pagekv.kvmanager.cache_service import CacheService
 from pagekv.kvmanager.config import FROM_EXECUTOR, NO_TOKENIZER, ManagerConfig, parse_config
 from pagekv.kvmanager.engine import ModelInfo
 from pagekv.kvmanager.engine_loop import EngineLoop
+from pagekv.kvmanager.executor_client import AttachRefused
 from pagekv.kvmanager.inference_service import InferenceService
 from pagekv.kvmanager.serving_state import ServingState
 from pagekv.kvmanager.tokenizer import Tokenizer, TokenizerError
@@ -76,6 +77,8 @@ class Manager:
         if broken is not None:
             try:
                 await broken
+            except AttachRefused as error:
+                log.error("cannot serve with these flags", reason=error)
             except Exception:
                 log.exception("stopped by an error", task=broken.get_name())
             return 1
