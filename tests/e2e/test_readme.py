@@ -56,7 +56,7 @@ def test_python_example(cpu_stack: Stack) -> None:
         code = example.replace("127.0.0.1:50051", cpu_stack.target)
         done = subprocess.run(
             [sys.executable, "-c", code],
-            env={**os.environ, **environment()},
+            env=environment(),
             capture_output=True,
             text=True,
             timeout=60,
