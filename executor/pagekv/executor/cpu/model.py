@@ -116,6 +116,11 @@ class _Probe:
 def _probe(directory: Path, model: PreTrainedModel, text: Any) -> _Probe:
     """One forward pass of two tokens. Every layer must come by, once, with one shape, or the model is refused."""
     probe, name = _Probe(), f"{directory}: {type(model).__name__}"
+    if not model.is_backend_compatible():
+        raise ValueError(
+            f"{name} cannot be served: it does not take its attention from transformers' attention interface; "
+            "use a model that does"
+        )
     try:
         logits = forward(model, torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None], torch.tensor([1]), probe)
     except UnsupportedAttention as error:

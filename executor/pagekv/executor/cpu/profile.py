@@ -17,6 +17,8 @@ from pagekv.executor.cpu.runner import run_step
 
 COPY_BYTES = 16 * 2**20
 COPY_ROUNDS = 4
+V1_LIMIT_AND_USAGE = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+V2_LIMIT_AND_USAGE = ("memory.max", "memory.current")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,25 +82,19 @@ def _cgroup_rooms(proc: Path, cgroups: Path) -> list[int]:
     rooms = []
     for line in _read(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers not in ("",) and "memory" not in controllers.split(","):
+        if controllers and "memory" not in controllers.split(","):
             continue
-        root = cgroups if not controllers else cgroups / "memory"
-        names = (
-            ("memory.max", "memory.current")
-            if not controllers
-            else (
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-            )
-        )
+        # Version 1 lists its controllers and mounts each in a folder; version 2 does neither.
+        root = cgroups / "memory" if controllers else cgroups
+        names = V1_LIMIT_AND_USAGE if controllers else V2_LIMIT_AND_USAGE
         group = root / path.strip("/")
         # Inside a container the path may be the host's; its own group is then the root of what it sees.
         for level in (group, *group.parents):
             limit, usage = _read(level / names[0]).strip(), _read(level / names[1]).strip()
             if limit.isdecimal() and usage.isdecimal():
                 # Cached file pages count as usage and are given back under pressure.
-                cached = re.search(r"^(?:total_)?inactive_file (\d+)$", _read(level / "memory.stat"), re.MULTILINE)
-                rooms.append(int(limit) - int(usage) + (int(cached[1]) if cached else 0))
+                cached = re.findall(r"^(?:total_)?inactive_file (\d+)$", _read(level / "memory.stat"), re.MULTILINE)
+                rooms.append(int(limit) - int(usage) + max(map(int, cached), default=0))
             if level == root:
                 break
     return rooms

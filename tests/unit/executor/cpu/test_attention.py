@@ -1,0 +1,97 @@
+"""Attention arithmetic: fused and capped forms against a plain formula, and merging of parts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pagekv.executor.cpu.attention import Scores, UnsupportedAttention, attend, merge, paged_attention
+
+
+def plain(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    weights = (query.double() @ key.double().transpose(-1, -2)) * scores.scale
+    if scores.cap is not None:
+        weights = torch.tanh(weights / scores.cap) * scores.cap
+    if mask is not None:
+        weights = weights + mask
+    return weights.softmax(-1) @ value.double(), weights.logsumexp(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("cap", [None, 4.0])
+@pytest.mark.parametrize("kind", ["all", "causal", "mask", "row mask"])
+def test_attend(dtype: torch.dtype, cap: float | None, kind: str) -> None:
+    torch.manual_seed(0)
+    rows, keys = (300, 300) if kind == "causal" else (300, 170)
+    query = torch.randn(3, 2, rows, 8).to(dtype)
+    key, value = (torch.randn(3, 1, keys, 8).to(dtype).expand(3, 2, keys, 8) for _ in range(2))
+    mask = None
+    if kind == "causal":
+        mask = torch.full((rows, keys), -math.inf).triu(1)[None, None]
+    elif kind != "all":
+        shape = (3, 1, 1, keys) if kind == "mask" else (1, 1, rows, keys)
+        mask = torch.zeros(shape).masked_fill(torch.rand(shape) < 0.5, -math.inf)
+    given = None if kind in ("all", "causal") or mask is None else mask.to(dtype)
+    scores = Scores(0.3, cap)
+    out, lse = attend(query, key, value, scores, causal=kind == "causal", mask=given)
+    expected, expected_lse = plain(query, key, value, scores, mask)
+    tolerance = 3e-2 if dtype == torch.bfloat16 else 2e-5
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=tolerance, rtol=tolerance)
+
+
+def test_parts_merge_to_the_whole() -> None:
+    torch.manual_seed(1)
+    query, key, value = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 40, 8) * 6, torch.randn(1, 2, 40, 8)
+    scores = Scores(1.0)
+    parts = [
+        attend(query, key[:, :, part], value[:, :, part], scores) for part in (slice(0, 7), slice(7, 8), slice(8, 40))
+    ]
+    out, lse = parts[0]
+    for other, other_lse in parts[1:]:
+        out, lse = merge(out, lse, other, other_lse)
+    expected, expected_lse = attend(query, key, value, scores)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+class Layer(nn.Module):
+    layer_idx = 0
+
+    def __init__(self, is_causal: bool = True) -> None:
+        super().__init__()
+        self.is_causal = is_causal
+
+
+class Never:
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores) -> Any:
+        raise AssertionError("refused calls must not get here")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"paged": None}, "keyword arguments"),
+        ({"attention_mask": torch.zeros(1, 1, 2, 2)}, "mask of its own"),
+        ({"position_bias": torch.zeros(1)}, "position_bias"),
+        ({"s_aux": torch.zeros(1)}, "s_aux"),
+    ],
+)
+def test_refuses_what_it_would_get_wrong(change: dict[str, Any], reason: str) -> None:
+    tensor = torch.zeros(1, 2, 2, 4)
+    arguments = {"attention_mask": None, "paged": Never(), **change}
+    with pytest.raises(UnsupportedAttention, match=reason):
+        paged_attention(Layer(), tensor, tensor, tensor, **arguments)
+
+
+def test_refuses_attention_that_is_not_causal() -> None:
+    tensor = torch.zeros(1, 2, 2, 4)
+    with pytest.raises(UnsupportedAttention, match="not causal"):
+        paged_attention(Layer(is_causal=False), tensor, tensor, tensor, None, paged=Never())

@@ -1,0 +1,73 @@
+"""Pools: layout, writes, gathers, and copies that really arrive."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagekv.executor.backend import BlockCopies, CopyKind
+from pagekv.executor.cpu.kv_cache import Geometry, KvCache
+
+GEOMETRY = Geometry(num_layers=3, num_kv_heads=2, head_size=5, dtype=torch.float32)
+BLOCK_SIZE = 4
+
+
+@pytest.fixture
+def cache() -> KvCache:
+    torch.manual_seed(0)
+    cache = KvCache(GEOMETRY, BLOCK_SIZE, 6, 6)
+    cache.device[:6] = torch.randn(6, 3, 2, BLOCK_SIZE, 2, 5)
+    cache.host.copy_(torch.randn(6, 3, 2, BLOCK_SIZE, 2, 5))
+    return cache
+
+
+def test_a_block_is_one_contiguous_slab(cache: KvCache) -> None:
+    assert cache.device.shape == (7, 3, 2, BLOCK_SIZE, 2, 5)
+    assert cache.device.is_contiguous()
+    assert cache.host.shape == (6, 3, 2, BLOCK_SIZE, 2, 5)
+    assert cache.device[0].nbytes == GEOMETRY.bytes_per_block(BLOCK_SIZE) == 3 * 2 * BLOCK_SIZE * 2 * 5 * 4
+    assert cache.num_bytes == 13 * GEOMETRY.bytes_per_block(BLOCK_SIZE)
+
+
+@pytest.mark.parametrize("kind", CopyKind)
+def test_copies_arrive_and_touch_nothing_else(cache: KvCache, kind: CopyKind) -> None:
+    """Writing into the temporary that indexing makes would lose them."""
+    sources, destinations = [0, 3, 1], [5, 2, 4]
+    before = {"device": cache.device.clone(), "host": cache.host.clone()}
+    cache.copy(BlockCopies(kind, sources, destinations))
+    source = before["host" if kind is CopyKind.SWAP_IN else "device"]
+    changed = "host" if kind is CopyKind.SWAP_OUT else "device"
+    before[changed][destinations] = source[sources]
+    assert torch.equal(cache.device, before["device"])
+    assert torch.equal(cache.host, before["host"])
+
+
+def test_a_swap_there_and_back_is_bit_exact(cache: KvCache) -> None:
+    before = cache.device.clone()
+    cache.copy(BlockCopies(CopyKind.SWAP_OUT, [2, 4], [1, 0]))
+    cache.device[[2, 4]] = 0
+    cache.copy(BlockCopies(CopyKind.SWAP_IN, [1, 0], [2, 4]))
+    assert torch.equal(cache.device, before)
+
+
+def test_written_slots_are_gathered(cache: KvCache) -> None:
+    keys, values = torch.randn(3, 2, 5), torch.randn(3, 2, 5)
+    before = cache.device.clone()
+    cache.write(1, (torch.tensor([4, 4, 0]), torch.tensor([3, 0, 2])), keys, values)
+    before[[4, 4, 0], 1, 0, [3, 0, 2]] = keys
+    before[[4, 4, 0], 1, 1, [3, 0, 2]] = values
+    assert torch.equal(cache.device, before)
+    gathered_keys, gathered_values = cache.gather(1, torch.tensor([0, 4]))
+    assert torch.equal(gathered_keys, before[[0, 4], 1, 0].flatten(0, 1))
+    assert torch.equal(gathered_values, before[[0, 4], 1, 1].flatten(0, 1))
+
+
+def test_the_null_block_is_zero(cache: KvCache) -> None:
+    keys, values = cache.gather(2, torch.tensor([cache.null_block]))
+    assert not keys.any()
+    assert not values.any()
+
+
+def test_pools_that_do_not_fit_are_a_memory_error() -> None:
+    with pytest.raises(MemoryError, match="1000000000000 device"):
+        KvCache(GEOMETRY, BLOCK_SIZE, 10**12)

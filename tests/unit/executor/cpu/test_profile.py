@@ -1,0 +1,71 @@
+"""How much memory there is: the kernel's word, and limits of control groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pagekv.executor.cpu.profile import available_bytes, copy_bandwidth
+
+MIB = 2**20
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> tuple[Path, Path]:
+    """A machine with 1000 MiB available; returns (proc, cgroups)."""
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    write(proc / "meminfo", f"MemTotal: 9999 kB\nMemAvailable:  {1000 * 1024} kB\nSwapFree: 5 kB\n")
+    return proc, cgroups
+
+
+def test_without_control_groups(machine: tuple[Path, Path]) -> None:
+    assert available_bytes(*machine) == 1000 * MIB
+
+
+def test_the_tightest_limit_of_version_2_counts(machine: tuple[Path, Path]) -> None:
+    proc, cgroups = machine
+    write(proc / "self" / "cgroup", "0::/outer/inner\n")
+    write(cgroups / "outer" / "inner" / "memory.max", "max\n")
+    write(cgroups / "outer" / "inner" / "memory.current", f"{100 * MIB}\n")
+    assert available_bytes(proc, cgroups) == 1000 * MIB
+    write(cgroups / "outer" / "memory.max", f"{500 * MIB}\n")
+    write(cgroups / "outer" / "memory.current", f"{200 * MIB}\n")
+    assert available_bytes(proc, cgroups) == 300 * MIB
+    write(cgroups / "outer" / "memory.stat", f"anon 7\nfile 9\ninactive_file {50 * MIB}\nactive_file 3\n")
+    assert available_bytes(proc, cgroups) == 350 * MIB
+
+
+def test_a_container_sees_its_group_as_the_root(machine: tuple[Path, Path]) -> None:
+    proc, cgroups = machine
+    write(proc / "self" / "cgroup", "0::/host/side/path\n")
+    write(cgroups / "memory.max", f"{256 * MIB}\n")
+    write(cgroups / "memory.current", f"{56 * MIB}\n")
+    assert available_bytes(proc, cgroups) == 200 * MIB
+
+
+def test_version_1(machine: tuple[Path, Path]) -> None:
+    proc, cgroups = machine
+    write(proc / "self" / "cgroup", "5:cpu,cpuacct:/x\n4:memory:/x\n0::/\n")
+    write(cgroups / "memory" / "x" / "memory.limit_in_bytes", f"{128 * MIB}\n")
+    write(cgroups / "memory" / "x" / "memory.usage_in_bytes", f"{28 * MIB}\n")
+    write(cgroups / "memory" / "x" / "memory.stat", f"inactive_file 1\ntotal_inactive_file {2 * MIB}\n")
+    assert available_bytes(proc, cgroups) == 102 * MIB
+
+
+def test_beyond_the_limit_nothing_is_left(machine: tuple[Path, Path]) -> None:
+    proc, cgroups = machine
+    write(proc / "self" / "cgroup", "0::/\n")
+    write(cgroups / "memory.max", "1000\n")
+    write(cgroups / "memory.current", "2000\n")
+    assert available_bytes(proc, cgroups) == 0
+
+
+def test_this_machine() -> None:
+    assert available_bytes() > 2**24
+    assert copy_bandwidth() > 10**8
