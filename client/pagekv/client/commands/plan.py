@@ -1,0 +1,358 @@
+"""`pagekv plan`: what a model's KV cache takes and how many requests a memory size admits, before anything runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from pagekv.client.commands.parser import CommandParser, Subparsers, UsageError, add_command
+from pagekv.client.errors import InvalidRequest
+from pagekv.client.geometry import (
+    DEFAULT_CONTEXT,
+    DEFAULT_DTYPE,
+    MAX_HEAD_SIZE,
+    MAX_KV_HEADS,
+    MAX_LAYERS,
+    MAX_TOKENS,
+    GivenGeometry,
+    KvGeometry,
+    canonical_dtype,
+    geometry_from_config,
+    geometry_from_numbers,
+)
+from pagekv.client.plan import (
+    Capacity,
+    Footprint,
+    PrefixSaving,
+    Shard,
+    Waste,
+    blocks_for,
+    bytes_per_block,
+    bytes_per_token,
+    capacity,
+    footprint,
+    prefix_saving,
+    shard_kv_heads,
+    waste,
+)
+from pagekv.client.terminal import Terminal, table
+from pagekv.common.flags import integer, number, power_of_two, size_in_bytes
+from pagekv.common.models import ModelNotFound, resolve_model
+
+EXAMPLES = """\
+  pagekv plan demo --dtype float32
+  pagekv plan ~/models/Qwen3-0.6B --memory 8GiB
+  pagekv plan --layers 80 --kv-heads 8 --head-size 128 --context 8192 --tp 2 --memory 8GiB
+  pagekv plan ~/models/Qwen3-0.6B --lengths 600,1250,4000,128
+  pagekv plan ~/models/Qwen3-0.6B --shared-prefix 1000 --requests 100
+
+MODEL is a directory with a config.json, such a file, demo, or a hub id. Flags for the model's shape win over it.
+The dtype is that of the KV cache: the CPU backend keeps float32 unless its own --dtype says otherwise.
+"""
+DEFAULT_CONTEXTS = (4096, 32768, 131072)
+# Far more than any; a config.json is a few kilobytes.
+_MAX_JSON_BYTES = 64 * 2**20
+
+
+def add(commands: Subparsers) -> None:
+    """Adds the subcommand."""
+    parser = add_command(
+        commands, "plan", "compute the memory of a KV cache, and the requests that fit", run, examples=EXAMPLES
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a model directory, a config.json, demo, or a hub id")
+    _add_shape(parser)
+    group = parser.add_argument_group("deployment")
+    group.add_argument(
+        "--block-size", type=power_of_two(1, 256), default=16, metavar="N", help="tokens in one block [16]"
+    )
+    group.add_argument("--tp", type=integer(1, 1024), default=1, metavar="N", help="tensor-parallel ranks [1]")
+    group.add_argument(
+        "--memory", type=size_in_bytes(1, 2**60), metavar="SIZE", help="KV memory of one rank, such as 8GiB"
+    )
+    group.add_argument(
+        "--overhead",
+        type=number(0, 10),
+        default=0.04,
+        metavar="X",
+        help="what a request takes beyond its tokens, as a share [0.04]",
+    )
+    group = parser.add_argument_group("questions")
+    group.add_argument(
+        "--contexts",
+        type=numbers(1, MAX_TOKENS),
+        metavar="N,N",
+        help="footprints at these lengths [4096, 32768 and 131072 up to the context, and the context]",
+    )
+    group.add_argument(
+        "--batches",
+        type=numbers(1, 10**6),
+        default=(1, 8, 32, 128),
+        metavar="N,N",
+        help="and at so many sequences [1,8,32,128]",
+    )
+    group.add_argument(
+        "--lengths",
+        type=numbers(1, MAX_TOKENS),
+        metavar="N,N",
+        help="waste of sequences of these lengths, reserved and paged",
+    )
+    group.add_argument(
+        "--shared-prefix", type=integer(1, MAX_TOKENS), metavar="N", help="blocks saved where requests share N tokens"
+    )
+    group.add_argument(
+        "--requests", type=integer(1, 10**9), default=100, metavar="N", help="requests that share the prefix [100]"
+    )
+
+
+def _add_shape(parser: CommandParser) -> None:
+    group = parser.add_argument_group("shape of the model")
+    group.add_argument("--layers", type=integer(1, MAX_LAYERS), metavar="N", help="attention layers")
+    group.add_argument("--kv-heads", type=integer(1, MAX_KV_HEADS), metavar="N", help="KV heads of a layer")
+    group.add_argument("--head-size", type=integer(1, MAX_HEAD_SIZE), metavar="N", help="elements of a head's vector")
+    group.add_argument(
+        "--dtype", type=_dtype, metavar="TYPE", help=f"of the KV cache, such as fp8 [the model's, else {DEFAULT_DTYPE}]"
+    )
+    group.add_argument(
+        "--context",
+        type=integer(1, MAX_TOKENS),
+        metavar="N",
+        help=f"tokens of a sequence at most [the model's, else {DEFAULT_CONTEXT}]",
+    )
+
+
+def numbers(low: int, high: int) -> Callable[[str], tuple[int, ...]]:
+    """An argparse type: whole numbers within bounds, commas between them."""
+    check = integer(low, high)
+    return lambda text: tuple(check(part) for part in text.split(","))
+
+
+def _dtype(text: str) -> str:
+    try:
+        return canonical_dtype(text)
+    except InvalidRequest as error:
+        raise argparse.ArgumentTypeError(error.description) from error
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    """Computes and prints; starts nothing and asks no server."""
+    given = GivenGeometry(args.layers, args.kv_heads, args.head_size, args.dtype, args.context)
+    geometry, weights, notes = _geometry(args.model, given)
+    for flag, tokens in (("--lengths", max(args.lengths or [0])), ("--shared-prefix", args.shared_prefix or 0)):
+        if tokens > geometry.context:
+            raise UsageError(f"{flag}: {tokens} tokens are more than the context of {geometry.context}")
+    shard = shard_kv_heads(geometry.kv_heads, args.tp)
+    contexts = args.contexts or sorted({*(c for c in DEFAULT_CONTEXTS if c < geometry.context), geometry.context})
+    grid = [[footprint(geometry, args.block_size, args.tp, c, batch) for batch in args.batches] for c in contexts]
+    fits = None if args.memory is None else capacity(geometry, args.block_size, args.tp, args.memory, args.overhead)
+    wasted = waste(geometry, args.block_size, args.lengths) if args.lengths else None
+    saving = prefix_saving(args.requests, args.shared_prefix, args.block_size) if args.shared_prefix else None
+    if args.json:
+        terminal.json(
+            {
+                "model": asdict(geometry),
+                "block_size": args.block_size,
+                "tp": args.tp,
+                "rank": asdict(shard),
+                "bytes_per_token": bytes_per_token(geometry),
+                "bytes_per_token_per_rank": bytes_per_token(geometry, shard.kv_heads),
+                "bytes_per_block_per_rank": bytes_per_block(geometry, args.block_size, shard.kv_heads),
+                "blocks_per_full_context": blocks_for(geometry.context, args.block_size),
+                "footprints": [asdict(cell) for row in grid for cell in row],
+                "weight_bytes": weights,
+                "capacity": fits and asdict(fits),
+                "waste": wasted and asdict(wasted),
+                "shared_prefix": saving and asdict(saving),
+                "notes": notes,
+            }
+        )
+        return 0
+    parts = [
+        _model_text(geometry, shard, args.block_size, args.tp),
+        _group(terminal, f"KV cache{_of_rank(args.tp)}, by context and sequences", _grid_text(grid)),
+        _group(terminal, f"memory{_of_rank(args.tp)}", _memory_text(geometry, grid, fits, weights, args.tp)),
+    ]
+    if wasted is not None:
+        parts.append(_group(terminal, "waste", _waste_text(wasted, geometry.context)))
+    if saving is not None:
+        parts.append(_group(terminal, "shared prefix", _saving_text(saving, args.block_size)))
+    terminal.print("\n\n".join(parts))
+    for note in notes:
+        terminal.note(note)
+    return 0
+
+
+def _geometry(model: str | None, given: GivenGeometry) -> tuple[KvGeometry, int | None, list[str]]:
+    """Shape, bytes of the weights if they are there to see, and notes."""
+    if model is None:
+        if given.layers is None or given.kv_heads is None or given.head_size is None:
+            raise UsageError("MODEL, or all of --layers, --kv-heads and --head-size, are required")
+        return geometry_from_numbers(given), None, []
+    path = Path(model).expanduser()
+    if not path.is_file():
+        try:
+            path = resolve_model(model, weights=False) / "config.json"
+        except ModelNotFound as error:
+            raise UsageError(str(error)) from error
+    geometry, notes = _from_config(path, given)
+    return geometry, weight_bytes(path.parent), notes
+
+
+def _from_config(path: Path, given: GivenGeometry) -> tuple[KvGeometry, list[str]]:
+    try:
+        return geometry_from_config(_read_json(path), given)
+    except InvalidRequest as error:
+        raise UsageError(f"{path}: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_JSON_BYTES + 1)
+        if len(text) > _MAX_JSON_BYTES:
+            raise UsageError(f"{path}: is larger than {_MAX_JSON_BYTES} bytes, which no config is")
+        found = json.loads(text)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{path}: must be a JSON object, got {type(found).__name__}")
+    return found
+
+
+def weight_bytes(directory: Path) -> int | None:
+    """Bytes of a model's safetensors; None where there are none. The index counts tensors, and spares a repository's
+    second copy in other files; without one, all files are the model's.
+    """
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        metadata = _read_json(index).get("metadata")
+        total = metadata.get("total_size") if isinstance(metadata, dict) else None
+        # Some writers store a float.
+        if isinstance(total, (int, float)) and 0 < total < 2**63:
+            return int(total)
+    single = directory / "model.safetensors"
+    files = [single] if single.is_file() else directory.glob("*.safetensors")
+    return sum(file.stat().st_size for file in files if file.is_file()) or None
+
+
+def size_text(num_bytes: int) -> str:
+    """Such as 128 KiB, 1.25 GiB or 8,192.00 TiB."""
+    if num_bytes < 2**10:
+        return f"{num_bytes} B"
+    if num_bytes < 2**20:
+        return f"{round(num_bytes / 2**10, 1):g} KiB"
+    value, unit = num_bytes / 2**20, "MiB"
+    for larger in ("GiB", "TiB"):
+        if value >= 1024:
+            value, unit = value / 1024, larger
+    return f"{value:,.2f} {unit}"
+
+
+def _of_rank(tp: int) -> str:
+    return " of each rank" if tp > 1 else ""
+
+
+def _group(terminal: Terminal, title: str, text: str) -> str:
+    return f"{terminal.bold(title)}\n{text}"
+
+
+def _model_text(geometry: KvGeometry, shard: Shard, block_size: int, tp: int) -> str:
+    token, rank_token = bytes_per_token(geometry), bytes_per_token(geometry, shard.kv_heads)
+    heads = _count(geometry.kv_heads, "KV head")
+    rows = [
+        ("model", f"{_count(geometry.layers, 'layer')}, {heads} of {geometry.head_size}, {geometry.dtype}, "
+                  f"context {geometry.context}"),
+        ("a token", size_text(token)),
+    ]  # fmt: skip
+    if tp > 1:
+        rows += [
+            ("ranks", f"{tp}, {_count(shard.kv_heads, 'KV head')} on each ({shard.sharding})"),
+            ("a token on a rank", size_text(rank_token)),
+        ]
+    rows += [
+        ("a block" + " on a rank" * (tp > 1), f"{size_text(block_size * rank_token)}, {_count(block_size, 'token')}"),
+        ("a full sequence", f"{_count(blocks_for(geometry.context, block_size), 'block')}"),
+        ("tail waste", f"at most {_count(block_size - 1, 'token')} of a sequence"),
+    ]
+    return table(rows)
+
+
+def _grid_text(grid: Sequence[Sequence[Footprint]]) -> str:
+    rows = [[f"{row[0].context}", *(size_text(cell.bytes_per_rank) for cell in row)] for row in grid]
+    header = ["context", *(f"x {cell.batch}" for cell in grid[0])]
+    return _right(rows, header)
+
+
+def _memory_text(
+    geometry: KvGeometry,
+    grid: Sequence[Sequence[Footprint]],
+    fits: Capacity | None,
+    weights: int | None,
+    tp: int,
+) -> str:
+    """Weights and KV cache are two budgets: the one does not come out of the other."""
+    rows = []
+    if weights is None:
+        rows.append(("weights", "unknown: no safetensors beside the config"))
+    else:
+        rows.append(("weights", f"{size_text(-(-weights // tp))} as stored{', in even shares' * (tp > 1)}"))
+    if fits is None:
+        rows.append(("KV cache", "give --memory SIZE to see how many blocks and requests fit"))
+        return table(rows, indent="  ")
+    rows += [
+        ("KV cache", size_text(fits.memory)),
+        ("blocks", f"{fits.num_blocks:,}, {fits.tokens:,} tokens"),
+        ("requests", f"{fits.full_context_requests:,} of {geometry.context} tokens, "
+                     f"each {size_text(fits.request_bytes)} with {fits.overhead:.1%} overhead"),
+    ]  # fmt: skip
+    if weights is not None:
+        rows.append(("together", f"{size_text(-(-weights // tp) + fits.memory)}, and activations and workspace on top"))
+    return table(rows, indent="  ")
+
+
+def _waste_text(wasted: Waste, context: int) -> str:
+    tails = _right(
+        [[f"{t.tokens}", f"{t.blocks}", f"{t.slots}", f"{t.unused}", f"{context - t.tokens}"] for t in wasted.tails],
+        ["tokens", "blocks", "slots", "unused", "unused if reserved"],
+    )
+    rows = [
+        ("live", size_text(wasted.live_bytes)),
+        (
+            "reserved",
+            f"{size_text(wasted.reserved_bytes)} at {context} tokens each, {wasted.reserved_unused:.1%} unused",
+        ),
+        ("paged", f"{size_text(wasted.paged_bytes)}, {wasted.paged_unused:.1%} unused"),
+    ]
+    return f"{tails}\n\n{table(rows, indent='  ')}"
+
+
+def _saving_text(saving: PrefixSaving, block_size: int) -> str:
+    rows = [
+        ("requests", f"{saving.requests} with {_count(saving.prefix_tokens, 'token')} in common"),
+        ("apart", _count(saving.blocks_unshared, "block")),
+        ("shared", f"{_count(saving.blocks_shared, 'block')}, {saving.saved:.1%} saved"),
+    ]
+    if saving.tail_tokens and saving.requests > 1:
+        aligned = saving.prefix_tokens - saving.tail_tokens + block_size
+        rows += [
+            (f"why not {saving.saved_if_tail_were_shared:.1%}",
+             f"{_count(saving.full_blocks, 'full block')} for all, but the prefix ends "
+             f"{_count(saving.tail_tokens, 'token')} into the next: each request writes that block itself"),
+            ("aligned", f"a prefix of {aligned} tokens would save {saving.saved_if_tail_were_shared:.1%}"),
+        ]  # fmt: skip
+    return table(rows, indent="  ")
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _right(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
+    """A table of figures with units: all columns to the right."""
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    padded = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in (header, *rows)]
+    return table(padded[1:], padded[0], indent="  ")

@@ -1,0 +1,179 @@
+"""The shape of a model's keys and values, given in numbers or read from a Hugging Face `config.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from pagekv.common.errors import InvalidRequest
+
+# A value of a config.json: whatever JSON allows, checked where it is read.
+Config: TypeAlias = Mapping[str, Any]
+
+# Bytes of one stored element.
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+}
+DTYPE_ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
+# Where neither the flags nor the config say it.
+DEFAULT_DTYPE = "float16"
+DEFAULT_CONTEXT = 8192
+
+MAX_LAYERS = 10_000
+MAX_KV_HEADS = 10_000
+MAX_HEAD_SIZE = 65_536
+MAX_TOKENS = 2**32
+
+# The names that config.json files use, the usual one first; the others are GPT-2's.
+_LAYERS = ("num_hidden_layers", "n_layer")
+_HEADS = ("num_attention_heads", "n_head")
+_HIDDEN = ("hidden_size", "n_embd")
+_CONTEXT = ("max_position_embeddings", "n_positions")
+# Layers that keep one key and one value vector per KV head and token.
+_KV_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+@dataclass(frozen=True, slots=True)
+class KvGeometry:
+    """What a KV cache stores of each token. `context`: tokens of one sequence at most. Raises InvalidRequest."""
+
+    layers: int
+    kv_heads: int
+    head_size: int
+    dtype: str = DEFAULT_DTYPE
+    context: int = DEFAULT_CONTEXT
+
+    def __post_init__(self) -> None:
+        _check("layers", self.layers, MAX_LAYERS)
+        _check("kv_heads", self.kv_heads, MAX_KV_HEADS)
+        _check("head_size", self.head_size, MAX_HEAD_SIZE)
+        _check("context", self.context, MAX_TOKENS)
+        if self.dtype not in DTYPE_BYTES:
+            raise InvalidRequest("dtype", f"must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class GivenGeometry:
+    """What the user says outright; None leaves it to the config."""
+
+    layers: int | None = None
+    kv_heads: int | None = None
+    head_size: int | None = None
+    dtype: str | None = None
+    context: int | None = None
+
+
+def canonical_dtype(name: str) -> str:
+    """The name in DTYPE_BYTES of "fp16", "torch.bfloat16" and their like. Raises InvalidRequest."""
+    known = name.removeprefix("torch.").lower()
+    known = DTYPE_ALIASES.get(known, known)
+    if known not in DTYPE_BYTES:
+        raise InvalidRequest("dtype", f"must be one of {', '.join((*DTYPE_BYTES, *DTYPE_ALIASES))}, got {name!r}")
+    return known
+
+
+def geometry_from_numbers(given: GivenGeometry) -> KvGeometry:
+    """Without a config. `layers`, `kv_heads` and `head_size` must be given; raises InvalidRequest."""
+    if given.layers is None or given.kv_heads is None or given.head_size is None:
+        raise InvalidRequest("geometry", "needs a model, or all of layers, kv_heads and head_size")
+    return KvGeometry(
+        given.layers, given.kv_heads, given.head_size, given.dtype or DEFAULT_DTYPE, given.context or DEFAULT_CONTEXT
+    )
+
+
+def geometry_from_config(config: Config, given: GivenGeometry) -> tuple[KvGeometry, list[str]]:
+    """The geometry of a model, `given` before its config.json, and notes on what was assumed.
+
+    `num_key_value_heads` defaults to `num_attention_heads`, `head_dim` to `hidden_size / num_attention_heads`; the
+    language model of a multimodal one is its `text_config`. Raises InvalidRequest with the config's name of a field
+    that is missing or wrong, and for caches that are not keys and values by KV head.
+    """
+    nested = config.get("text_config")
+    scopes: tuple[Config, ...] = (nested, config) if isinstance(nested, Mapping) else (config,)
+    notes: list[str] = []
+    _check_layer_kinds(scopes, given, notes)
+    layers = given.layers or _integer(scopes, _LAYERS, MAX_LAYERS, "--layers")
+    kv_heads = given.kv_heads or _kv_heads(scopes)
+    head_size = given.head_size or _head_size(scopes)
+    dtype = given.dtype or _dtype(scopes, notes)
+    context = given.context
+    if context is None and _find(scopes, _CONTEXT) is None:
+        context = DEFAULT_CONTEXT
+        notes.append(f"the config names no context: {context} tokens assumed; --context changes it")
+    context = context or _integer(scopes, _CONTEXT, MAX_TOKENS, "--context")
+    return KvGeometry(layers, kv_heads, head_size, dtype, context), notes
+
+
+def _check_layer_kinds(scopes: tuple[Config, ...], given: GivenGeometry, notes: list[str]) -> None:
+    if _find(scopes, ("kv_lora_rank",)) is not None:
+        raise InvalidRequest("kv_lora_rank", "multi-head latent attention does not cache keys and values by KV head")
+    kinds = _find(scopes, ("layer_types",))
+    names = {str(kind) for kind in kinds} if isinstance(kinds, list) else set()
+    other = sorted(names - _KV_LAYER_TYPES)
+    if other and given.layers is None:
+        raise InvalidRequest(
+            "layer_types",
+            f"{', '.join(other)} keeps no keys and values by token: give the number of attention layers with --layers",
+        )
+    windowed = names & {"sliding_attention", "chunked_attention"}
+    if windowed:
+        notes.append("layers with a window are counted like the others: the pool keeps every token of a sequence")
+
+
+def _kv_heads(scopes: tuple[Config, ...]) -> int:
+    name = "num_key_value_heads"
+    if _find(scopes, (name,)) is not None:
+        return _integer(scopes, (name,), MAX_KV_HEADS, "--kv-heads")
+    if _find(scopes, ("multi_query", "num_kv_heads", "new_decoder_architecture")):
+        # Falcon and GPT-BigCode: the default would claim many times what they store.
+        raise InvalidRequest(name, "is missing, and the config shares KV heads in its own way: give --kv-heads")
+    return _integer(scopes, _HEADS, MAX_KV_HEADS, "--kv-heads")
+
+
+def _head_size(scopes: tuple[Config, ...]) -> int:
+    if _find(scopes, ("head_dim",)) is not None:
+        return _integer(scopes, ("head_dim",), MAX_HEAD_SIZE, "--head-size")
+    heads = _integer(scopes, _HEADS, MAX_KV_HEADS, "--head-size")
+    hidden = _integer(scopes, _HIDDEN, MAX_HEAD_SIZE * MAX_KV_HEADS, "--head-size")
+    if hidden % heads:
+        raise InvalidRequest("head_dim", f"is missing, and {heads} heads do not divide hidden size {hidden}")
+    return hidden // heads
+
+
+def _dtype(scopes: tuple[Config, ...], notes: list[str]) -> str:
+    found = _find(scopes, ("dtype", "torch_dtype"))
+    if isinstance(found, str) and found != "auto":
+        return canonical_dtype(found)
+    notes.append(f"the config names no dtype: {DEFAULT_DTYPE} assumed; --dtype changes it")
+    return DEFAULT_DTYPE
+
+
+def _find(scopes: tuple[Config, ...], names: tuple[str, ...]) -> Any:
+    """The first value that is there and not null; inner scopes come first."""
+    for scope in scopes:
+        for name in names:
+            if scope.get(name) is not None:
+                return scope[name]
+    return None
+
+
+def _integer(scopes: tuple[Config, ...], names: tuple[str, ...], high: int, flag: str) -> int:
+    value = _find(scopes, names)
+    if value is None:
+        raise InvalidRequest(names[0], f"is missing in the config: give {flag}")
+    _check(names[0], value, high)
+    number: int = value
+    return number
+
+
+def _check(field: str, value: object, high: int) -> None:
+    # bool is an int to Python, and JSON's true is none to anybody.
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:
+        raise InvalidRequest(field, f"must be a whole number from 1 to {high}, got {value!r}")

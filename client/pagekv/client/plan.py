@@ -1,0 +1,191 @@
+"""The arithmetic of a deployment: what a KV cache takes, and how many requests a memory size admits.
+
+Tensor bytes only, all in exact integers. Weights, activations, graphs and allocator headroom come on top of them, so a
+capacity is planned with these figures and then measured by the executor. Formulas: Kwon et al., "Efficient Memory
+Management for Large Language Model Serving with PagedAttention" (SOSP 2023), sections 3 and 4; published slips are
+named where a figure here differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from pagekv.client.geometry import DTYPE_BYTES, KvGeometry
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The KV heads that one tensor-parallel rank stores. `sharding` says how they come about."""
+
+    kv_heads: int
+    sharding: str
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """`batch` sequences of `context` tokens, in whole blocks. Bytes of one rank."""
+
+    context: int
+    batch: int
+    blocks: int
+    bytes_per_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What `memory` bytes of KV memory on each rank hold."""
+
+    memory: int
+    num_blocks: int
+    # Slots of all blocks.
+    tokens: int
+    overhead: float
+    # A sequence of full context with the overhead, on one rank, rounded up.
+    request_bytes: int
+    full_context_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The last block of a sequence: `unused` of its slots stay empty."""
+
+    tokens: int
+    blocks: int
+    slots: int
+    unused: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waste:
+    """Sequences with memory for `context` tokens reserved for each, and in blocks. Bytes of the whole model.
+
+    `reserved_unused` and `paged_unused` are shares from 0 to 1 of what each way takes.
+    """
+
+    tails: list[Tail]
+    live_bytes: int
+    reserved_bytes: int
+    reserved_unused: float
+    paged_bytes: int
+    paged_unused: float
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixSaving:
+    """Requests that begin alike. Only full blocks are shared: in the block where the prefix ends, each request goes on
+    with tokens of its own. `saved` is the share of blocks, from 0 to 1, that sharing spares.
+    """
+
+    requests: int
+    prefix_tokens: int
+    full_blocks: int
+    # Tokens of the prefix in a block that is not full of it.
+    tail_tokens: int
+    blocks_unshared: int
+    blocks_shared: int
+    saved: float
+    # The same if the unfinished block could be shared too, which is what an often quoted 99.0 % assumes.
+    saved_if_tail_were_shared: float
+
+
+def bytes_per_token(geometry: KvGeometry, kv_heads: int | None = None) -> int:
+    """2 (key and value) x layers x KV heads x head size x bytes of an element; for `kv_heads` of them if given.
+
+    For LLaMA-13B in float16 800 KiB, as the PagedAttention paper has it (section 3), not the 1.5 MB often quoted.
+    """
+    heads = geometry.kv_heads if kv_heads is None else kv_heads
+    return 2 * geometry.layers * heads * geometry.head_size * DTYPE_BYTES[geometry.dtype]
+
+
+def bytes_per_block(geometry: KvGeometry, block_size: int, kv_heads: int | None = None) -> int:
+    """Bytes of one block over all layers: block size x bytes per token."""
+    return block_size * bytes_per_token(geometry, kv_heads)
+
+
+def blocks_for(tokens: int, block_size: int) -> int:
+    """ceil(tokens / block size)."""
+    return -(-tokens // block_size)
+
+
+def tail_of(tokens: int, block_size: int) -> Tail:
+    """The waste of one sequence: fewer than `block_size` slots, all of them in its last block."""
+    blocks = blocks_for(tokens, block_size)
+    slots = blocks * block_size
+    return Tail(tokens, blocks, slots, slots - tokens)
+
+
+def shard_kv_heads(kv_heads: int, tp: int) -> Shard:
+    """KV heads on each of `tp` ranks.
+
+    kv_heads / tp when tp divides them. When instead they divide tp, each head is on tp / kv_heads ranks, one on a
+    rank. Else all heads on every rank, which is the careful budget: a layout may keep fewer.
+    """
+    if kv_heads % tp == 0:
+        return Shard(kv_heads // tp, "whole" if tp == 1 else "sharded")
+    if tp % kv_heads == 0:
+        return Shard(1, f"each head on {tp // kv_heads} ranks")
+    return Shard(kv_heads, "replicated on every rank")
+
+
+def footprint(geometry: KvGeometry, block_size: int, tp: int, context: int, batch: int) -> Footprint:
+    """batch x ceil(context / block size) blocks."""
+    blocks = batch * blocks_for(context, block_size)
+    rank_heads = shard_kv_heads(geometry.kv_heads, tp).kv_heads
+    return Footprint(context, batch, blocks, blocks * bytes_per_block(geometry, block_size, rank_heads))
+
+
+def capacity(geometry: KvGeometry, block_size: int, tp: int, memory: int, overhead: float) -> Capacity:
+    """Blocks and full-context requests in `memory` bytes of KV memory per rank.
+
+    Blocks: floor(memory / bytes per block). Requests: floor(memory / ((1 + overhead) x bytes of ceil(context / block
+    size) blocks)); the overhead stands for what sequences of mixed lengths waste in their tails and what admission
+    leaves free. 0.04 is the upper end that the PagedAttention paper measured.
+    """
+    rank_heads = shard_kv_heads(geometry.kv_heads, tp).kv_heads
+    block = bytes_per_block(geometry, block_size, rank_heads)
+    # Fractions: 1.04 is no binary number, and a request must not be lost or won by rounding.
+    request = blocks_for(geometry.context, block_size) * block * (1 + Fraction(str(overhead)))
+    num_blocks = memory // block
+    return Capacity(
+        memory=memory,
+        num_blocks=num_blocks,
+        tokens=num_blocks * block_size,
+        overhead=overhead,
+        request_bytes=-(-request.numerator // request.denominator),
+        full_context_requests=int(memory / request),
+    )
+
+
+def waste(geometry: KvGeometry, block_size: int, lengths: Sequence[int]) -> Waste:
+    """Sequences of `lengths` tokens (each from 1 to the context): reserved for the whole context, against paged."""
+    token = bytes_per_token(geometry)
+    tails = [tail_of(length, block_size) for length in lengths]
+    live = sum(lengths) * token
+    reserved = len(lengths) * geometry.context * token
+    paged = sum(tail.slots for tail in tails) * token
+    return Waste(tails, live, reserved, 1 - live / reserved, paged, 1 - live / paged)
+
+
+def prefix_saving(requests: int, prefix_tokens: int, block_size: int) -> PrefixSaving:
+    """Blocks for the prefix without sharing: requests x ceil(prefix / block size). With it: floor(prefix / block size)
+    full ones for all and, where the prefix ends inside a block, that one for each request.
+
+    100 requests x 1000 tokens in blocks of 16: 62 + 100 = 162 of 6300 blocks, 97.4 % saved. The 99.0 % in circulation
+    counts 63 shared blocks, one of which holds only 8 tokens of the prefix and is written by every request.
+    """
+    full, tail = divmod(prefix_tokens, block_size)
+    in_blocks = blocks_for(prefix_tokens, block_size)
+    unshared = requests * in_blocks
+    shared = full + (requests if tail else 0)
+    return PrefixSaving(
+        requests=requests,
+        prefix_tokens=prefix_tokens,
+        full_blocks=full,
+        tail_tokens=tail,
+        blocks_unshared=unshared,
+        blocks_shared=shared,
+        saved=1 - shared / unshared,
+        saved_if_tail_were_shared=1 - in_blocks / unshared,
+    )
