@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from stack import ORACLE, Stack, running_stack
+from stack import CPU, ORACLE, Stack, running_stack
 
 
 @pytest.fixture(scope="module")
@@ -17,6 +17,6 @@ def oracle_stack() -> Iterator[Stack]:
 
 @pytest.fixture(scope="module")
 def cpu_stack() -> Iterator[Stack]:
-    """Manager and torch executor with the demo model. float64: near-ties cannot tip with the batch."""
-    with running_stack(["--model", "demo", "--dtype", "float64", "--kv-memory", "512MiB"]) as stack:
+    """Manager and torch executor with the demo model."""
+    with running_stack(CPU) as stack:
         yield stack

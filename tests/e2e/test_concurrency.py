@@ -7,7 +7,7 @@ import random
 
 import pytest
 from calls import Caller, request_for
-from stack import ORACLE, Stack, running_stack
+from stack import CPU, ORACLE, Stack, running_stack
 
 from pagekv.v1 import inference_service_pb2 as pb
 
@@ -50,7 +50,7 @@ def test_32_at_once_compute_a_shared_prefix_once(backend: str) -> None:
     """One computes the 512-token prefix, 31 report it cached, and the executor's own count agrees."""
     shared = prompts(2, 32, 32, 32, prefix=512)
     requests = [request_for(prompt, max_tokens=8, ignore_eos=True) for prompt in shared]
-    executor = [*ORACLE] if backend == "oracle" else ["--model", "demo", "--dtype", "float64"]
+    executor = ORACLE if backend == "oracle" else CPU
 
     async def run(target: str) -> tuple[list[list[int]], list[int], int]:
         async with Caller(target) as caller:
@@ -62,9 +62,9 @@ def test_32_at_once_compute_a_shared_prefix_once(backend: str) -> None:
         async with Caller(target) as caller:
             return await one_at_a_time(caller, requests)
 
-    with running_stack([*executor, "--kv-memory", "256MiB"]) as stack:
+    with running_stack(executor) as stack:
         together, cached, computed = asyncio.run(run(stack.target))
-    with running_stack([*executor, "--kv-memory", "256MiB"], ["--no-prefix-cache"]) as stack:
+    with running_stack(executor, ["--no-prefix-cache"]) as stack:
         assert together == asyncio.run(cold(stack.target))
     assert sorted(cached) == [0] + [512] * 31
     # Every prompt once, less what was cached, and seven of the eight generated tokens (the last is never computed).
@@ -77,7 +77,7 @@ def test_a_third_of_the_memory_finishes_every_request_unchanged(backend: str) ->
     requests = [request_for(prompt, max_tokens=40, ignore_eos=True) for prompt in many]
     # All 24 together would hold this many blocks at their ends.
     need = sum(-(-(len(prompt) + 39) // 16) for prompt in many)
-    executor = [*ORACLE] if backend == "oracle" else ["--model", "demo", "--dtype", "float64"]
+    executor = ORACLE if backend == "oracle" else CPU
 
     async def run(target: str) -> tuple[list[list[int]], int]:
         async with Caller(target) as caller:
