@@ -24,6 +24,9 @@ def main() -> int:
     name = "manager" if "--executor" in sys.argv else "executor"
     print(f"hello from {name} {' '.join(sys.argv[3:])}", flush=True)
     if mode == "die":
+        # A manager waits for the executor, so that a test finds one that can say how it was stopped.
+        while name == "manager" and "executor started" not in journal.read_text():
+            time.sleep(0.01)
         print("error: out of luck", file=sys.stderr, flush=True)
         return 7
     stop = threading.Event()
