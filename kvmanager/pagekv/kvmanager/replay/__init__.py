@@ -1,0 +1,1 @@
+"""Replays recorded workloads on the real scheduler and block pool, without a model: see `pagekv replay --help`."""

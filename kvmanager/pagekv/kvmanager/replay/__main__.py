@@ -1,0 +1,9 @@
+"""`python -m pagekv.kvmanager.replay`: what `pagekv replay` starts."""
+
+from __future__ import annotations
+
+import sys
+
+from pagekv.kvmanager.replay.cli import main
+
+sys.exit(main())

@@ -1,0 +1,85 @@
+"""Cache mode: prompts alone, one at a time in file order, against the real block pool and its digests.
+
+The rule by which hits are counted, found by comparing all candidates with published figures of the Mooncake trace:
+
+- a prompt of n tokens is ceil(n / block_size) blocks; the last one counts, and is cached, even when it is not full
+  (a trace's last hash id names it just as well); with `partial_blocks` off it is floor(n / block_size);
+- hits are the leading run of cached blocks, and may be the whole prompt: nothing is sampled here, so no token has to
+  be left to compute, which a real request must;
+- then the whole prompt becomes most recently used, its last block first, so the deepest block is the oldest of it;
+- blocks / all prompt blocks, and tokens: each hit counts the prompt tokens it covers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from pagekv.kvmanager.block_hash import TOKEN_BYTES, chain_digests, root_digest
+from pagekv.kvmanager.block_pool import BlockPool, InvariantError
+from pagekv.kvmanager.replay.options import ReplayOptions
+from pagekv.kvmanager.replay.prompt import distinct_prefixes, prompt_bytes
+from pagekv.kvmanager.replay.report import Row
+from pagekv.kvmanager.replay.trace import TraceRecord
+
+
+def distinct_blocks(records: Sequence[TraceRecord], options: ReplayOptions) -> int:
+    """A pool of so many blocks never evicts."""
+    return -(-options.tokens_per_id // options.block_size) * distinct_prefixes(records)
+
+
+def replay_cache(
+    records: Sequence[TraceRecord],
+    options: ReplayOptions,
+    policy: str,
+    num_blocks: int | None,
+    progress: Callable[[int], None],
+) -> Row:
+    """One row. Records must have hash ids; `num_blocks` None: unbounded. `progress` gets the records done so far."""
+    begun = time.perf_counter()
+    size = options.block_size
+    unbounded = num_blocks is None
+    pool = BlockPool(num_blocks or distinct_blocks(records, options), size)
+    root = root_digest("replay", "", "")
+    hit_blocks = hit_tokens = prompt_blocks = prompt_tokens = 0
+    for done, record in enumerate(records):
+        length = record.input_length
+        blocks = -(-length // size) if options.partial_blocks else length // size
+        prompt_blocks += blocks
+        prompt_tokens += length
+        if policy != "none":
+            hits = _use(pool, root, prompt_bytes(record, options.tokens_per_id, blocks * size))
+            hit_blocks += hits
+            hit_tokens += min(hits * size, length)
+        if done % 64 == 0:
+            progress(done)
+    wall_s = time.perf_counter() - begun
+    return Row(
+        policy=policy,
+        blocks=pool.num_blocks,
+        unbounded=unbounded,
+        requests=len(records),
+        hit_blocks=hit_blocks,
+        prompt_blocks=prompt_blocks,
+        hit_tokens=hit_tokens,
+        prompt_tokens=prompt_tokens,
+        evictions=pool.evictions,
+        timing=None,
+        wall_s=wall_s,
+    )
+
+
+def _use(pool: BlockPool, root: bytes, tokens: bytes) -> int:
+    """Reads one prompt through the pool and lets it go; returns hits. What no longer fits is the prompt's end."""
+    digests = chain_digests(root, tokens, pool.block_size)
+    stride = pool.block_size * TOKEN_BYTES
+    hits = pool.match(digests, tokens, len(digests))
+    pool.touch(hits)
+    fresh = pool.allocate(min(len(digests) - len(hits), pool.num_free))
+    if fresh is None:
+        raise InvariantError(f"{pool.num_free} blocks were free and could not be allocated")
+    for index, block in enumerate(fresh, len(hits)):
+        parent = digests[index - 1] if index else root
+        pool.publish(block, digests[index], parent, tokens[index * stride : (index + 1) * stride])
+    pool.free(hits + fresh)
+    return len(hits)

@@ -1,0 +1,133 @@
+"""What a replay found out: one row per policy and capacity, as a table for people and as JSON."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from pagekv.kvmanager.replay.options import ReplayOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Percentiles (linear between neighbours), mean and maximum, in seconds."""
+
+    p50: float
+    p90: float
+    p99: float
+    mean: float
+    max: float
+
+    @classmethod
+    def of(cls, values: array[float]) -> Spread | None:
+        """None of no values."""
+        if not values:
+            return None
+        seconds = np.frombuffer(values, dtype=np.float64)
+        p50, p90, p99 = np.percentile(seconds, (50, 90, 99))
+        return cls(float(p50), float(p90), float(p99), float(seconds.mean()), float(seconds.max()))
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What only a replay in simulated time can tell."""
+
+    ttft_s: Spread | None
+    inter_token_s: Spread | None
+    # Mean over simulated time of (slots that hold or await a known token) / (slots of allocated blocks).
+    utilisation: float | None
+    preemptions: int
+    # Requests that could never fit the pool; not replayed and in no other figure.
+    refused: int
+    output_tokens: int
+    steps: int
+    # Arrival of the first request to the last token.
+    simulated_s: float
+    # Sequences that wait for admission, and blocks held by sequences, at most.
+    peak_waiting: int
+    peak_blocks: int
+    # Equal for replays that decided the same, step by step.
+    decisions: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One replay. Hits count at a request's first admission, from its first block to its first miss."""
+
+    policy: str
+    blocks: int
+    # The pool has a block for everything the trace can ask for.
+    unbounded: bool
+    requests: int
+    hit_blocks: int
+    # Blocks that count: full prompt blocks, in cache mode partial last ones too (see README.md).
+    prompt_blocks: int
+    hit_tokens: int
+    prompt_tokens: int
+    evictions: int
+    # None in cache mode.
+    timing: Timing | None
+    # Of this machine, for the replay itself.
+    wall_s: float
+
+    @property
+    def block_hit_rate(self) -> float:
+        """0 to 1."""
+        return self.hit_blocks / max(1, self.prompt_blocks)
+
+    @property
+    def token_hit_rate(self) -> float:
+        """0 to 1."""
+        return self.hit_tokens / max(1, self.prompt_tokens)
+
+
+def as_json(trace: str, mode: str, options: ReplayOptions, rows: Sequence[Row]) -> dict[str, Any]:
+    """The whole report as JSON types; times in seconds, rates from 0 to 1."""
+    shown = [
+        {**asdict(row), "block_hit_rate": row.block_hit_rate, "token_hit_rate": row.token_hit_rate} for row in rows
+    ]
+    return {"trace": trace, "mode": mode, "options": asdict(options), "rows": shown}
+
+
+def as_table(rows: Sequence[Row]) -> str:
+    """Columns to the right, two spaces apart."""
+    header = ["policy", "blocks", "hits/blocks", "hits/tokens", "evictions"]
+    timed = any(row.timing for row in rows)
+    if timed:
+        header += ["preempted", "utilised", "TTFT p50", "p90", "p99", "token p50", "p90", "p99", "refused"]
+    lines = [[*header, "wall"]]
+    for row in rows:
+        cells = [
+            row.policy,
+            f"{row.blocks:,}" + (" (all)" if row.unbounded else ""),
+            f"{row.block_hit_rate:.2%}",
+            f"{row.token_hit_rate:.2%}",
+            f"{row.evictions:,}",
+        ]
+        if row.timing is not None:
+            timing = row.timing
+            used = "-" if timing.utilisation is None else f"{timing.utilisation:.2%}"
+            cells += [f"{timing.preemptions:,}", used, *_cells(timing.ttft_s), *_cells(timing.inter_token_s)]
+            cells.append(f"{timing.refused:,}")
+        lines.append([*cells, f"{row.wall_s:.1f} s"])
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def _cells(spread: Spread | None) -> list[str]:
+    values = (None,) * 3 if spread is None else (spread.p50, spread.p90, spread.p99)
+    return [duration(value) for value in values]
+
+
+def duration(seconds: float | None) -> str:
+    """Such as 8.2 ms, 120 ms, 1.5 s or 240 s; a dash for None."""
+    if seconds is None:
+        return "-"
+    if seconds >= 1:
+        return f"{seconds:.0f} s" if seconds >= 100 else f"{seconds:.1f} s"
+    value = seconds * 1000
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms"

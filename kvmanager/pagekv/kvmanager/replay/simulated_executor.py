@@ -1,0 +1,133 @@
+"""An executor that only keeps count: it learns everything from step plans, as a real one does, and answers by a clock.
+
+Every sequence it holds computes one token a step unless the plan lists it with another number, so sums over all of them
+are kept up to date by what a plan changes, and a step costs no work per running sequence but for its sampled token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from dataclasses import dataclass
+
+from pagekv.kvmanager.replay.cost import StepCost
+from pagekv.kvmanager.replay.prompt import output_token
+from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
+
+
+@dataclass(slots=True)
+class _Held:
+    """A sequence at the executor. computed = offset + steps begun."""
+
+    offset: int
+    slots: int
+    # Known when it came; more once it decodes.
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class BegunStep:
+    """What a step does, all of it known when it is planned."""
+
+    plan: StepPlan
+    seconds: float
+    # Slots in block tables that no known token needs: the unused ends of last blocks.
+    unused_slots: int
+
+
+class SimulatedExecutor:
+    """`begin` steps in order as they are planned, `finish` them in order as they complete."""
+
+    def __init__(self, cost: StepCost, block_size: int, arrivals: array[float]) -> None:
+        """`arrivals[i]` is when request i arrives, in seconds."""
+        self.ttft_s = array("d")
+        self.inter_token_s = array("d")
+        self.generated_tokens = 0
+        self.steps = 0
+        self.scheduled_tokens = 0
+        # First admission of each request: full blocks, and tokens, that were hits.
+        self.hit_blocks = 0
+        self.hit_tokens = 0
+        self._cost = cost
+        self._block_size = block_size
+        self._arrivals = arrivals
+        self._last_token_s: list[float | None] = [None] * len(arrivals)
+        self._admitted = bytearray(len(arrivals))
+        self._held: dict[int, _Held] = {}
+        # Handles that have sampled: past their known tokens, so each computes one more position a step.
+        self._decoding: set[int] = set()
+        # Sums over _held of computed positions, slots and tokens; a decoding sequence's tokens are its computed ones.
+        self._computed = 0
+        self._slots = 0
+        self._tokens = 0
+        self._decisions = hashlib.sha256()
+
+    def begin(self, plan: StepPlan) -> BegunStep:
+        """Takes in a plan. Call right after `schedule`, when the pool stands as this step leaves it."""
+        self._digest(plan)
+        for handle in plan.finished:
+            held = self._held.pop(handle)
+            computed = held.offset + self.steps
+            self._computed -= computed
+            self._slots -= held.slots
+            self._tokens -= max(held.tokens, computed)
+            self._decoding.discard(handle)
+        for new in plan.new:
+            slots = len(new.block_ids) * self._block_size
+            self._held[new.handle] = _Held(new.computed_tokens - self.steps, slots, len(new.token_ids))
+            self._computed += new.computed_tokens
+            self._slots += slots
+            self._tokens += len(new.token_ids)
+            index = new.sequence.request.arrival
+            if not self._admitted[index]:
+                self._admitted[index] = 1
+                self.hit_blocks += new.computed_tokens // self._block_size
+                self.hit_tokens += new.computed_tokens
+        for handle in plan.append_handles:
+            self._held[handle].slots += self._block_size
+        self._slots += len(plan.append_handles) * self._block_size
+        decodes, idle_kv = len(self._decoding), 0
+        for handle, count in zip(plan.scheduled_handles, plan.scheduled_tokens, strict=True):
+            held = self._held[handle]
+            if count == 0:
+                idle_kv += held.offset + self.steps
+            if handle in self._decoding:
+                decodes -= 1
+            held.offset += count - 1
+        self._decoding.update(plan.sampling)
+        self._computed += plan.num_tokens
+        self._tokens += decodes
+        self.steps += 1
+        self.scheduled_tokens += plan.num_tokens
+        seconds = self._cost.seconds(plan.num_tokens - decodes, decodes, self._computed - idle_kv)
+        return BegunStep(plan, seconds, self._slots - self._tokens)
+
+    def finish(self, step: BegunStep, now_s: float) -> StepOutcome:
+        """The outcome of a begun step that completes at `now_s`."""
+        handles: list[int] = []
+        tokens: list[int] = []
+        last_token_s = self._last_token_s
+        for handle, sequence in step.plan.sampling.items():
+            index = sequence.request.arrival
+            handles.append(handle)
+            tokens.append(output_token(index))
+            last = last_token_s[index]
+            if last is None:
+                self.ttft_s.append(now_s - self._arrivals[index])
+            else:
+                self.inter_token_s.append(now_s - last)
+            last_token_s[index] = now_s
+        self.generated_tokens += len(handles)
+        return StepOutcome(self.steps, handles, tokens, {}, step.plan.num_tokens, round(step.seconds * 1e6), 0)
+
+    def decisions(self) -> str:
+        """SHA-256, in hexadecimal, over every plan so far: equal replays made equal decisions."""
+        return self._decisions.hexdigest()
+
+    def _digest(self, plan: StepPlan) -> None:
+        columns = [plan.finished, plan.append_handles, plan.append_blocks]
+        columns += [plan.scheduled_handles, plan.scheduled_tokens, list(plan.sampling)]
+        columns += [[new.handle, new.computed_tokens, *new.block_ids] for new in plan.new]
+        for column in columns:
+            # Lengths before values, so that no two plans give the same bytes.
+            self._decisions.update(array("q", [len(column), *column]).tobytes())

@@ -1,0 +1,155 @@
+"""Timed mode: requests arrive when the trace says, the real scheduler batches them, a simulated executor takes time.
+
+Time is simulated: a step that costs 40 ms advances the clock by 40 ms. As in the engine loop, up to `pipeline_depth`
+steps are planned ahead, so a step sees the arrivals up to the moment it was planned.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from pagekv.kvmanager.block_hash import root_digest
+from pagekv.kvmanager.block_pool import BlockPool, InvariantError
+from pagekv.kvmanager.replay.options import ReplayOptions
+from pagekv.kvmanager.replay.prompt import distinct_prefixes, prompt_ids
+from pagekv.kvmanager.replay.report import Row, Spread, Timing
+from pagekv.kvmanager.replay.simulated_executor import BegunStep, SimulatedExecutor
+from pagekv.kvmanager.replay.trace import TraceRecord
+from pagekv.kvmanager.request import GenerateCommand, RequestStream, SamplingParams, SequenceDelta
+from pagekv.kvmanager.scheduler import Scheduler
+from pagekv.kvmanager.sequence import LiveRequest
+from pagekv.kvmanager.sequence import Sequence as LiveSequence
+
+
+class _Unread(RequestStream):
+    """A stream nobody reads: what the executor generated is counted there."""
+
+    def push(self, delta: SequenceDelta) -> None:
+        """Drops it."""
+
+
+def enough_blocks(records: Sequence[TraceRecord], options: ReplayOptions) -> int:
+    """A pool of so many blocks never evicts and never preempts."""
+    size = options.block_size
+    total = -(-options.tokens_per_id // size) * distinct_prefixes(records)
+    for record in records:
+        # Besides the shared blocks: the output, the partial block it begins in, and a full hit that is computed again.
+        own = record.output_length + (0 if record.hash_ids else record.input_length)
+        total += -(-own // size) + 2
+    return total
+
+
+def replay_timed(
+    records: Sequence[TraceRecord],
+    options: ReplayOptions,
+    policy: str,
+    num_blocks: int | None,
+    progress: Callable[[int], None],
+) -> Row:
+    """One row; `num_blocks` None: unbounded. `progress` gets the number of requests that have arrived."""
+    begun = time.perf_counter()
+    unbounded = num_blocks is None
+    num_blocks = num_blocks or enough_blocks(records, options)
+    # Of equal times the first in the file comes first.
+    in_order = sorted(records, key=lambda record: record.arrival_s)
+    fitting = [record for record in in_order if _fits(record, num_blocks, options.block_size)]
+    replay = _TimedReplay(fitting, options, policy, num_blocks)
+    replay.run(progress)
+    executor, counters = replay.executor, replay.scheduler.counters
+    timing = Timing(
+        ttft_s=Spread.of(executor.ttft_s),
+        inter_token_s=Spread.of(executor.inter_token_s),
+        utilisation=1 - replay.unused_slot_s / replay.slot_s if replay.slot_s else None,
+        preemptions=counters.preemptions,
+        refused=len(records) - len(fitting),
+        output_tokens=executor.generated_tokens,
+        steps=executor.steps,
+        simulated_s=replay.now_s - (replay.arrivals[0] if fitting else 0.0),
+        peak_waiting=replay.peak_waiting,
+        peak_blocks=replay.peak_blocks,
+        decisions=executor.decisions(),
+    )
+    return Row(
+        policy=policy,
+        blocks=num_blocks,
+        unbounded=unbounded,
+        requests=len(records),
+        hit_blocks=executor.hit_blocks,
+        prompt_blocks=sum(record.input_length // options.block_size for record in fitting),
+        hit_tokens=executor.hit_tokens,
+        prompt_tokens=sum(record.input_length for record in fitting),
+        evictions=replay.scheduler.pool.evictions,
+        timing=timing,
+        wall_s=time.perf_counter() - begun,
+    )
+
+
+def _fits(record: TraceRecord, num_blocks: int, block_size: int) -> bool:
+    # The manager's own rule: the last token's keys and values are never needed.
+    return -(-(record.input_length + record.output_length - 1) // block_size) <= num_blocks
+
+
+class _TimedReplay:
+    def __init__(self, records: Sequence[TraceRecord], options: ReplayOptions, policy: str, num_blocks: int) -> None:
+        self.arrivals = array("d", [record.arrival_s / options.speed for record in records])
+        self.executor = SimulatedExecutor(options.cost, options.block_size, self.arrivals)
+        self.scheduler = Scheduler(BlockPool(num_blocks, options.block_size), options.limits(policy), ())
+        self.now_s = self.arrivals[0] if records else 0.0
+        # Integrals over simulated time.
+        self.slot_s = self.unused_slot_s = 0.0
+        self.peak_waiting = self.peak_blocks = 0
+        self._records = records
+        self._options = options
+        self._root = root_digest("replay", "", "")
+        self._arrived = 0
+        self._in_flight: deque[BegunStep] = deque()
+
+    def run(self, progress: Callable[[int], None]) -> None:
+        """Until every request has all its tokens."""
+        while True:
+            self._arrive()
+            while len(self._in_flight) < self._options.pipeline_depth and self._plan():
+                pass
+            if self._in_flight:
+                step = self._in_flight.popleft()
+                self.now_s += step.seconds
+                self.scheduler.commit(step.plan, self.executor.finish(step, self.now_s))
+            elif self._arrived < len(self._records):
+                self.now_s = max(self.now_s, self.arrivals[self._arrived])
+            else:
+                break
+            if self.executor.steps % 64 == 0:
+                progress(self._arrived)
+        expected = sum(record.output_length for record in self._records)
+        if self.executor.generated_tokens != expected:
+            raise InvariantError(f"{self.executor.generated_tokens} of {expected} tokens came, and nothing is planned")
+
+    def _arrive(self) -> None:
+        while self._arrived < len(self._records) and self.arrivals[self._arrived] <= self.now_s:
+            self.scheduler.add(self._request(self._arrived))
+            self._arrived += 1
+        self.peak_waiting = max(self.peak_waiting, len(self.scheduler.waiting))
+
+    def _request(self, index: int) -> LiveRequest:
+        record = self._records[index]
+        prompt = prompt_ids(record, index, self._options.tokens_per_id)
+        command = GenerateCommand(f"r{index}", prompt, SamplingParams(max_tokens=record.output_length))
+        request = LiveRequest(command, _Unread(command.request_id, 1), index, self._root)
+        max_total = len(prompt) + record.output_length
+        request.sequences = [LiveSequence(request, 0, list(prompt), len(prompt), max_total, (0, index, 0))]
+        return request
+
+    def _plan(self) -> bool:
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return False
+        step = self.executor.begin(plan)
+        active = self.scheduler.pool.num_active
+        self.peak_blocks = max(self.peak_blocks, active)
+        self.slot_s += active * self._options.block_size * step.seconds
+        self.unused_slot_s += step.unused_slots * step.seconds
+        self._in_flight.append(step)
+        return True

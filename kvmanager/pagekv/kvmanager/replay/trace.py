@@ -1,0 +1,159 @@
+"""Reads workload traces: Mooncake JSONL (with prefix identities) and Azure LLM inference CSV (lengths only).
+
+    Mooncake  {"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [one id per 512 prompt tokens]}
+    Azure     TIMESTAMP,ContextTokens,GeneratedTokens
+
+Two records share a prefix as far as their hash ids agree. The last id covers what is left, so there are
+ceil(input_length / tokens per id) of them.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+FORMATS = ("auto", "mooncake", "azure")
+MAX_LENGTH = 2**24
+# Ids stand for token ids in a replay, and those are uint32 with room for ids of other kinds (see prompt.py).
+MAX_HASH_ID = 2**30 - 1
+_MAX_TIMESTAMP_MS = 2**53
+_AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+
+class TraceError(ValueError):
+    """The trace cannot be read; the message names the file, the line (from 1) and the field."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRecord:
+    """One request. Lengths in tokens."""
+
+    # Seconds after the first record of the file; negative for a record that is older.
+    arrival_s: float
+    input_length: int
+    output_length: int
+    # Empty when the trace knows nothing about shared prefixes.
+    hash_ids: tuple[int, ...]
+
+
+def read_trace(path: Path, form: str = "auto", tokens_per_id: int = 512, limit: int | None = None) -> list[TraceRecord]:
+    """The first `limit` records, in file order. `form` is one of FORMATS. Raises TraceError."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as lines:
+            records = _read(str(path), lines, form, tokens_per_id, limit)
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path}: not UTF-8 text: {error}") from error
+    if not records:
+        raise TraceError(f"{path}: holds no records")
+    return records
+
+
+def _read(name: str, lines: Iterable[str], form: str, tokens_per_id: int, limit: int | None) -> list[TraceRecord]:
+    numbered = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+    first = next(numbered, None)
+    if first is None:
+        return []
+    if form == "auto":
+        form = "mooncake" if first[1].lstrip().startswith("{") else "azure"
+    parse = _mooncake(first, numbered, tokens_per_id) if form == "mooncake" else _azure(first, numbered)
+    records: list[TraceRecord] = []
+    try:
+        for record in parse:
+            records.append(record)
+            if len(records) == limit:
+                break
+    except _BadLine as error:
+        raise TraceError(f"{name}: line {error.number}: {error}") from error
+    start = records[0].arrival_s if records else 0.0
+    return [TraceRecord(r.arrival_s - start, r.input_length, r.output_length, r.hash_ids) for r in records]
+
+
+class _BadLine(Exception):
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(message)
+        self.number = number
+
+
+_Lines = Iterator[tuple[int, str]]
+
+
+def _mooncake(first: tuple[int, str], rest: _Lines, tokens_per_id: int) -> Iterator[TraceRecord]:
+    for number, line in _chain(first, rest):
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise _BadLine(number, f"not a JSON object: {error}") from error
+        if not isinstance(value, dict):
+            raise _BadLine(number, f"not a JSON object but {_shown(value)}")
+        timestamp = value.get("timestamp")
+        # NaN fails every comparison.
+        if not isinstance(timestamp, int | float) or not 0 <= timestamp <= _MAX_TIMESTAMP_MS:
+            raise _BadLine(
+                number, f"timestamp: must be milliseconds from 0 to {_MAX_TIMESTAMP_MS}, got {_shown(timestamp)}"
+            )
+        input_length = _length(number, "input_length", value.get("input_length"))
+        output_length = _length(number, "output_length", value.get("output_length"))
+        ids = value.get("hash_ids")
+        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i <= MAX_HASH_ID for i in ids):
+            raise _BadLine(
+                number, f"hash_ids: must be a list of whole numbers from 0 to {MAX_HASH_ID}, got {_shown(ids)}"
+            )
+        expected = -(-input_length // tokens_per_id)
+        if len(ids) != expected:
+            raise _BadLine(
+                number,
+                f"hash_ids: must be {expected} ids for {input_length} tokens of {tokens_per_id} each, got {len(ids)}",
+            )
+        yield TraceRecord(timestamp / 1000, input_length, output_length, tuple(ids))
+
+
+def _azure(first: tuple[int, str], rest: _Lines) -> Iterator[TraceRecord]:
+    header = tuple(next(csv.reader([first[1].strip()])))
+    if header != _AZURE_FIELDS:
+        raise _BadLine(
+            first[0], f"neither a JSON object nor the header {','.join(_AZURE_FIELDS)}: {_shown(first[1].strip())}"
+        )
+    for number, line in rest:
+        row = next(csv.reader([line.strip()]))
+        if len(row) != len(header):
+            raise _BadLine(number, f"must have {len(header)} fields, got {len(row)}")
+        try:
+            arrival = datetime.fromisoformat(row[0])
+        except ValueError as error:
+            raise _BadLine(
+                number, f"TIMESTAMP: must be like 2023-11-16 18:15:46.680590, got {_shown(row[0])}"
+            ) from error
+        if arrival.tzinfo is None:
+            arrival = arrival.replace(tzinfo=UTC)
+        lengths = (_number(text) for text in row[1:])
+        input_length, output_length = (
+            _length(number, field, length) for field, length in zip(header[1:], lengths, strict=True)
+        )
+        yield TraceRecord(arrival.timestamp(), input_length, output_length, ())
+
+
+def _chain(first: tuple[int, str], rest: _Lines) -> _Lines:
+    yield first
+    yield from rest
+
+
+def _number(text: str) -> int | str:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else text
+
+
+def _length(number: int, field: str, value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= MAX_LENGTH:
+        raise _BadLine(number, f"{field}: must be a whole number from 1 to {MAX_LENGTH}, got {_shown(value)}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
