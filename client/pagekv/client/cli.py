@@ -9,7 +9,7 @@ from collections.abc import Sequence
 # gRPC's core library writes warnings of its own to standard error; what matters of them comes as an exception too.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
-from pagekv.client.commands import bench, chat, demo, generate, inspect, plan, up
+from pagekv.client.commands import bench, chat, demo, generate, inspect, plan, replay, up
 from pagekv.client.commands.parser import CommandParser, UsageError
 from pagekv.client.errors import PageKVError
 from pagekv.client.processes import StackError
@@ -23,6 +23,7 @@ EXAMPLES = """\
   pagekv stats --watch                     the KV pool, the prefix cache and the load
   pagekv bench --concurrency 8             measure a running stack
   pagekv plan demo --memory 1GiB           what fits, before anything runs
+  pagekv replay trace.jsonl --blocks 40000 what a recorded workload would see of a cache
 
 Exit status: 0 done, 1 failed, 2 wrong usage, 130 Ctrl-C.
 """
@@ -38,7 +39,7 @@ def make_parser() -> CommandParser:
         required=True,
         parser_class=CommandParser,
     )
-    for module in (demo, up, generate, chat, inspect, bench, plan):
+    for module in (demo, up, generate, chat, inspect, bench, plan, replay):
         module.add(commands)
     return parser
 

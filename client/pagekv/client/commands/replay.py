@@ -1,0 +1,41 @@
+"""`pagekv replay`: a recorded workload on the manager's own scheduler, in a process of its own, with no server."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+
+from pagekv.client.commands.parser import Subparsers, add_command
+from pagekv.client.errors import PageKVError
+from pagekv.client.terminal import Terminal
+
+COMMAND = (sys.executable, "-m", "pagekv.kvmanager.replay")
+# What the replay imports beyond the light client.
+NEEDED = ("numpy", "msgpack")
+
+
+def add(commands: Subparsers) -> None:
+    """Adds the subcommand. Its flags, --help included, are those of the process it starts."""
+    parser = add_command(commands, "replay", "replay a recorded workload without a model, to size a deployment", run)
+    # With no character that starts an option, everything is an argument to hand on.
+    parser.prefix_chars = "\0"
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    """Exit status of the replay. Raises PageKVError when it is not installed."""
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        raise PageKVError(f"replay needs {' and '.join(missing)}: pip install 'pagekv[manager]'")
+    with subprocess.Popen([*COMMAND, *args.arguments]) as child:
+        try:
+            status = child.wait()
+        except KeyboardInterrupt:
+            # A terminal's Ctrl-C has reached the child too; a signal sent to this process alone has not.
+            child.send_signal(signal.SIGINT)
+            child.wait()
+            raise
+    # As a shell reports a process that a signal ended.
+    return status if status >= 0 else 128 - status
