@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 from pagekv.kvmanager.replay.report import Row, duration
 
 _WIDTH, _PANEL_HEIGHT = 720, 300
-_LEFT, _RIGHT, _TOP, _BOTTOM = 80, 24, 44, 48
+_LEFT, _RIGHT, _TOP, _BOTTOM = 80, 36, 44, 48
 _COLOURS = ("#1f6feb", "#d1242f", "#1a7f37", "#9a6700", "#8250df", "#57606a")
 
 
