@@ -37,7 +37,7 @@ class FlagParser(argparse.ArgumentParser):
             if choices is not None and default not in choices:  # which argparse checks on the command line only
                 self.error(f"environment variable {variable}: must be one of {', '.join(choices)}, got {default!r}")
         shown = "" if default is None or default == "" else f" [{default}]"
-        self.add_argument(f"--{name}", default=default, type=type, help=help.replace("%", "%%") + shown, **kwargs)
+        self.add_argument(f"--{name}", default=default, type=type, help=(help + shown).replace("%", "%%"), **kwargs)
 
     def switch(self, name: str, help: str, *, default: bool) -> None:
         """Adds `--name` / `--no-name`."""

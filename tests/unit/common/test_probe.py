@@ -31,6 +31,17 @@ def test_serving_is_zero(server: tuple[health.HealthServicer, str], capsys: pyte
     assert capsys.readouterr().err == ""
 
 
+def test_a_proxy_in_the_environment_is_no_detour(
+    server: tuple[health.HealthServicer, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servicer, target = server
+    servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for name in ("no_proxy", "no_grpc_proxy", "grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    assert probe.main([target]) == 0
+
+
 def test_not_serving_is_one_and_says_so(
     server: tuple[health.HealthServicer, str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -92,3 +92,10 @@ def test_a_bad_value_is_refused_by_name(
         parse_config(argv, env)
     assert caught.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_help_shows_a_variable_with_a_percent_sign(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_config(["--help"], {"PAGEKV_TOKENIZER": "/models/100%sure"})
+    assert ended.value.code == 0
+    assert "/models/100%sure" in capsys.readouterr().out
