@@ -71,8 +71,9 @@ class Manager:
         await self._grpc.set_serving(False)
         await self.engine.stop(0 if broken else self._config.grace_s)
         await self._grpc.stop(LAST_WORDS_S)
-        health.cancel()
-        stopped.cancel()
+        # The engine too: it may be waiting for an executor that takes its time.
+        for task in (engine, health, stopped):
+            task.cancel()
         await asyncio.wait([engine, health, stopped])
         if broken is not None:
             try:

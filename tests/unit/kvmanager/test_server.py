@@ -106,6 +106,38 @@ def test_without_an_executor_it_listens_says_so_and_stops_cleanly(tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == ["port"]
 
 
+def test_it_stops_while_an_executor_keeps_it_waiting(tmp_path: Path) -> None:
+    """Describe may take minutes of profiling, which SIGTERM does not wait for."""
+    asked = asyncio.Event()
+
+    async def describe(request: bytes, context: object) -> bytes:
+        asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError("never")
+
+    async def main() -> tuple[int, float]:
+        silent = grpc.aio.server()
+        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+            "Describe": grpc.unary_unary_rpc_method_handler(describe)
+        }
+        silent.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("pagekv.v1.ExecutorService", handlers),))
+        port = silent.add_insecure_port("127.0.0.1:0")
+        await silent.start()
+        stop = asyncio.Event()
+        manager = server.Manager(config(tmp_path, "--executor", f"127.0.0.1:{port}"), None)
+        task = asyncio.create_task(manager.run(stop))
+        await asked.wait()
+        begin = time.monotonic()
+        stop.set()
+        status = await asyncio.wait_for(task, 20)
+        await silent.stop(None)
+        return status, time.monotonic() - begin
+
+    status, seconds = asyncio.run(main())
+    assert status == 0
+    assert seconds < 5
+
+
 def test_health_and_tokenizer_follow_the_executor(tmp_path: Path) -> None:
     small_tokenizers.byte_level().save(str(tmp_path / "tokenizer.json"))
 
