@@ -30,6 +30,8 @@ class FakeEngine:
         self.commands: list[GenerateCommand] = []
         self.aborted: list[str] = []
         self.stopped: list[tuple[str, int]] = []
+        # Streams whose readers went away.
+        self.left: list[RequestStream] = []
         self.lookups: list[tuple[list[int], CacheIdentity]] = []
         self.refusal: Exception | None = None
         self.held_blocks = False
@@ -59,8 +61,13 @@ class FakeEngine:
             stream.push(SequenceDelta(index, finish=FinishReason.ABORT))
         return True
 
-    def stop_sequence(self, request_id: str, index: int) -> None:
-        self.stopped.append((request_id, index))
+    def cancel(self, stream: RequestStream) -> None:
+        self.left.append(stream)
+        if self.live.get(stream.request_id) is stream:
+            self.abort(stream.request_id)
+
+    def stop_sequence(self, stream: RequestStream, index: int) -> None:
+        self.stopped.append((stream.request_id, index))
 
     def stats(self) -> Stats:
         numbers = {field.name: number for number, field in enumerate(fields(Stats)) if field.type != "bool"}

@@ -34,6 +34,7 @@ class Driver:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks, block_size)
         limits = SchedulerLimits(max_batch_tokens, max_running, watermark, prefix_cache)
+        self.eos = eos
         self.scheduler = Scheduler(self.pool, limits, eos)
         self.executor = FakeExecutor(num_blocks, block_size, vocab)
         self.depth = depth
@@ -109,7 +110,7 @@ class Driver:
     def lose_executor(self) -> None:
         """A killed executor: steps in flight never answer, the pools are empty."""
         self.pool = BlockPool(self.pool.num_blocks, self.block_size)
-        self.scheduler.lose_executor(self.in_flight, self.pool)
+        self.scheduler.lose_executor(self.in_flight, self.pool, self.scheduler.limits, self.eos)
         self.in_flight.clear()
         self.executor = FakeExecutor(self.pool.num_blocks, self.block_size, self.executor.vocab)
 

@@ -101,7 +101,11 @@ class Engine(Protocol):
         """Ends a request; its stream gets finish ABORT. False when it is not live. Blocks are back within one step."""
         ...
 
-    def stop_sequence(self, request_id: str, index: int) -> None:
+    def cancel(self, stream: RequestStream) -> None:
+        """The reader is gone: ends its request as `abort` does, and never another one that has its id by now."""
+        ...
+
+    def stop_sequence(self, stream: RequestStream, index: int) -> None:
         """The reader found a stop string: ends one sequence quietly; nothing more is pushed for it."""
         ...
 

@@ -17,7 +17,7 @@ class EngineConfig:
     num_device_blocks: int
     # 0: the model's own limit.
     max_model_len: int
-    # Sequences waiting for their first admission, at most.
+    # Sequences waiting, preempted ones included, beyond which requests are refused.
     max_queue: int
     # Steps in flight, 1 or 2.
     pipeline_depth: int

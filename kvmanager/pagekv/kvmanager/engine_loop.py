@@ -10,19 +10,18 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import time
 import uuid
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 
 from pagekv.common.errors import AlreadyExists, InvalidRequest, Overloaded, Unavailable
 from pagekv.common.logs import Log
 from pagekv.kvmanager.block_hash import root_digest
 from pagekv.kvmanager.block_pool import BlockPool, InvariantError
+from pagekv.kvmanager.deployment import plan_deployment
 from pagekv.kvmanager.engine import BlockView, ModelInfo, PrefixMatch, SequenceView, Stats
 from pagekv.kvmanager.engine_config import EngineConfig
-from pagekv.kvmanager.executor_client import AttachRefused, Description, ExecutorLink, ExecutorLost
+from pagekv.kvmanager.executor_client import AttachRefused, ExecutorLink, ExecutorLost
 from pagekv.kvmanager.introspection import (
     EngineTotals,
     block_views,
@@ -31,21 +30,16 @@ from pagekv.kvmanager.introspection import (
     sequence_views,
 )
 from pagekv.kvmanager.request import CacheIdentity, FinishReason, GenerateCommand, RequestStream, SequenceDelta
-from pagekv.kvmanager.scheduler import Scheduler, SchedulerLimits
+from pagekv.kvmanager.scheduler import Scheduler
 from pagekv.kvmanager.sequence import LiveRequest, Sequence, SequenceState
-from pagekv.kvmanager.step_plan import StepPlan
+from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
+from pagekv.kvmanager.steps_in_flight import StepsInFlight
 
 log = Log(__name__)
 
 RETRY_DELAY_S = 1.0
 # Seconds between attempts to reach the executor: doubled from the first to the last.
 RECONNECT_FIRST_S, RECONNECT_LAST_S = 0.05, 2.0
-
-
-@dataclass(slots=True)
-class _InFlight:
-    plan: StepPlan
-    sent: float
 
 
 class EngineLoop:
@@ -66,9 +60,11 @@ class EngineLoop:
         self._draining = False
         self._stopping = False
         self._live: dict[str, LiveRequest] = {}
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight = StepsInFlight()
         self._arrivals = 0
         self._totals = EngineTotals()
+        # The latest step committed left work to do.
+        self._work_left = False
 
     # -- the task
 
@@ -80,9 +76,9 @@ class EngineLoop:
         delay = RECONNECT_FIRST_S
         while not self._stopping:
             link = ExecutorLink(self._config.executor, self._wake.set)
+            steps = self._totals.steps
             try:
                 await self._attach(link)
-                delay = RECONNECT_FIRST_S
                 await self._drive(link)
             except (ExecutorLost, AttachRefused) as error:
                 if isinstance(error, AttachRefused) and self._model is None:
@@ -93,6 +89,9 @@ class EngineLoop:
             finally:
                 self._detach()
                 await link.close()
+            if self._totals.steps > steps:
+                # Attaching alone is no success: an executor may fail the first step of every epoch.
+                delay = RECONNECT_FIRST_S
             if not self._stopping:
                 await self._pause(delay)
                 delay = min(delay * 2, RECONNECT_LAST_S)
@@ -100,24 +99,18 @@ class EngineLoop:
     async def _attach(self, link: ExecutorLink) -> None:
         config = self._config
         description = await link.describe(config.block_size, config.limits.max_batch_tokens)
-        model = self._model_info(description)
+        model = plan_deployment(description, config)
         await link.attach(
             self._manager_id, config.block_size, model.num_device_blocks, description.layout, config.take_over
         )
         if self._model is not None and self._model != model:
             self._adopt_other_model(model)
         pool = BlockPool(model.num_device_blocks, config.block_size)
+        limits = replace(config.limits, max_running=min(config.limits.max_running, description.max_sequences))
         if self._scheduler is None:
-            limits = SchedulerLimits(
-                config.limits.max_batch_tokens,
-                min(config.limits.max_running, description.max_sequences),
-                config.limits.watermark,
-                config.limits.prefix_cache,
-            )
             self._scheduler = Scheduler(pool, limits, model.eos_token_ids)
         else:
-            self._scheduler.lose_executor([step.plan for step in self._in_flight], pool)
-        self._in_flight.clear()
+            self._scheduler.lose_executor(self._in_flight.end_epoch(), pool, limits, model.eos_token_ids)
         self._model = model
         self._totals.epochs += 1
         self._attached = True
@@ -131,33 +124,6 @@ class EngineLoop:
             backend=model.backend,
             blocks=model.num_device_blocks,
             block_size=model.block_size,
-        )
-
-    def _model_info(self, description: Description) -> ModelInfo:
-        config = self._config
-        fitting = description.device_kv_bytes // max(1, description.bytes_per_block)
-        num_blocks = config.num_device_blocks or fitting
-        if num_blocks > fitting:
-            raise AttachRefused(
-                f"--num-device-blocks {num_blocks} needs {num_blocks * description.bytes_per_block} bytes, "
-                f"the executor has {description.device_kv_bytes}: at most {fitting} blocks"
-            )
-        if num_blocks < 1:
-            raise AttachRefused(
-                f"the executor has {description.device_kv_bytes} bytes for KV memory, one block takes "
-                f"{description.bytes_per_block}: free memory or choose a smaller --block-size"
-            )
-        longest = min(description.max_model_len, num_blocks * config.block_size)
-        return ModelInfo(
-            model_id=description.model_id,
-            model_fingerprint=description.model_fingerprint,
-            max_model_len=min(longest, config.max_model_len or longest),
-            vocab_size=description.vocab_size,
-            eos_token_ids=description.eos_token_ids,
-            block_size=config.block_size,
-            num_device_blocks=num_blocks,
-            num_host_blocks=0,
-            backend=description.backend,
         )
 
     def _adopt_other_model(self, model: ModelInfo) -> None:
@@ -175,8 +141,6 @@ class EngineLoop:
             if not (same and fits):
                 self._close(request)
                 request.stream.fail(Unavailable("the executor restarted with another model or a smaller pool"))
-        if not same:
-            self._scheduler = None
 
     async def _drive(self, link: ExecutorLink) -> None:
         """Plans, sends and commits until the link is lost or the loop is stopped."""
@@ -187,23 +151,17 @@ class EngineLoop:
             while not self._stopping:
                 self._wake.clear()
                 while (outcome := link.take_outcome()) is not None:
-                    step = self._in_flight.popleft()
-                    self._totals.steps += 1
-                    self._totals.computed_tokens += outcome.computed_tokens
-                    self._totals.busy_us += outcome.execute_us
-                    self._totals.idle_us += outcome.idle_us
-                    if outcome.computed_tokens != step.plan.num_tokens:
-                        raise InvariantError(
-                            f"step {outcome.step} planned {step.plan.num_tokens} tokens, "
-                            f"the executor computed {outcome.computed_tokens}"
-                        )
-                    scheduler.commit(step.plan, outcome)
-                    self._sweep(step.plan)
+                    # Until it is committed a step counts as lost, should the answer turn out not to fit.
+                    plan = self._in_flight.answered(outcome)
+                    scheduler.commit(plan, outcome)
+                    self._in_flight.pop()
+                    self._count(outcome)
+                    self._sweep(plan)
                 if len(self._in_flight) < self._config.pipeline_depth:
-                    plan = scheduler.schedule()
-                    if plan is not None:
-                        self._in_flight.append(_InFlight(plan, time.monotonic()))
-                        await link.send(plan, self._config.step_timeout_s)
+                    ahead = scheduler.schedule()
+                    if ahead is not None:
+                        self._in_flight.add(ahead)
+                        await link.send(ahead, self._config.step_timeout_s)
                         continue
                 if watchdog.done():
                     watchdog.result()
@@ -211,13 +169,21 @@ class EngineLoop:
         finally:
             watchdog.cancel()
 
+    def _count(self, outcome: StepOutcome) -> None:
+        totals = self._totals
+        totals.steps += 1
+        totals.computed_tokens += outcome.computed_tokens
+        totals.busy_us += outcome.execute_us
+        # Waiting for a step counts against the manager only where there was something to plan.
+        totals.idle_us += outcome.idle_us if self._work_left else 0
+
     async def _watch(self) -> None:
         """Ends with ExecutorLost when the oldest step in flight is overdue; wakes the loop to see it."""
         timeout = self._config.step_timeout_s
         try:
             while True:
                 await asyncio.sleep(min(1.0, timeout / 4))
-                if self._in_flight and time.monotonic() - self._in_flight[0].sent > timeout:
+                if self._in_flight.waited_s() > timeout:
                     raise ExecutorLost(f"no answer to a step for {timeout:g} s (--step-timeout-s)")
         finally:
             self._wake.set()
@@ -320,6 +286,20 @@ class EngineLoop:
         request = self._live.get(request_id)
         if request is None:
             return False
+        self._abort(request)
+        return True
+
+    def cancel(self, stream: RequestStream) -> None:
+        """The reader is gone: ends its request as `abort` does, and never another one that has its id by now."""
+        request = self._request_of(stream)
+        if request is not None:
+            self._abort(request)
+
+    def _request_of(self, stream: RequestStream) -> LiveRequest | None:
+        request = self._live.get(stream.request_id)
+        return request if request is not None and request.stream is stream else None
+
+    def _abort(self, request: LiveRequest) -> None:
         self._totals.aborted += 1
         unfinished = [s for s in request.sequences if s.state is not SequenceState.FINISHED]
         self._close(request)
@@ -332,11 +312,10 @@ class EngineLoop:
                     finish=FinishReason.ABORT,
                 )
             )
-        return True
 
-    def stop_sequence(self, request_id: str, index: int) -> None:
+    def stop_sequence(self, stream: RequestStream, index: int) -> None:
         """The reader found a stop string: ends one sequence quietly; nothing more is pushed for it."""
-        request = self._live.get(request_id)
+        request = self._request_of(stream)
         if request is not None and self._scheduler is not None:
             self._scheduler.finish(request.sequences[index])
             self._forget_if_done(request)
@@ -355,6 +334,7 @@ class EngineLoop:
         for sequence in plan.sampling.values():
             if sequence.state is SequenceState.FINISHED:
                 self._forget_if_done(sequence.request)
+        self._work_left = bool(self._live)
 
     def _forget_if_done(self, request: LiveRequest) -> None:
         if all(sequence.state is SequenceState.FINISHED for sequence in request.sequences):

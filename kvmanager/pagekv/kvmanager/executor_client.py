@@ -55,6 +55,8 @@ class ExecutorLink:
         self._channel = grpc.aio.insecure_channel(
             target,
             options=[
+                # A proxy configured for the internet is no way to an executor.
+                ("grpc.enable_http_proxy", 0),
                 ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.keepalive_time_ms", 10_000),

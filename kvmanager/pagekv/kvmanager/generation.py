@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from pagekv.kvmanager.engine import Engine
-from pagekv.kvmanager.request import FinishReason, GenerateCommand, TokenLogprobs
+from pagekv.kvmanager.request import FinishReason, GenerateCommand, RequestStream, TokenLogprobs
 from pagekv.kvmanager.sequence_output import OutputDelta, SequenceOutput
 from pagekv.kvmanager.serving_state import Served
 from pagekv.kvmanager.stop_strings import StopStrings
@@ -47,6 +47,7 @@ class Generation:
         self._sequences = [_Sequence(SequenceOutput(command, prepared, served.tokenizer)) for _ in range(command.n)]
         # Sequences that the engine is still generating for this call.
         self._open: set[int] = set()
+        self._stream: RequestStream | None = None
 
     async def run(self) -> AsyncIterator[pb.GenerateResponse]:
         """The messages in order. Raises what `Engine.submit` raises, and what the engine fails the stream with."""
@@ -54,7 +55,7 @@ class Generation:
         if ended is not None:
             yield self._complete(0, ended)
             return
-        stream = self._engine.submit(self._command)
+        stream = self._stream = self._engine.submit(self._command)
         self._open = set(range(self._command.n))
         while self._open:
             try:
@@ -74,7 +75,7 @@ class Generation:
                 if out.finish is not None:
                     self._open.discard(delta.index)
                     if delta.finish is None:
-                        self._engine.stop_sequence(self._command.request_id, delta.index)
+                        self._engine.stop_sequence(stream, delta.index)
                 if (out.token_ids or out.text) and not self._only_complete:
                     yield self._chunk(delta.index, out)
                 if out.finish is not None:
@@ -82,9 +83,9 @@ class Generation:
 
     def close(self) -> None:
         """Aborts the request if the engine still generates for it. Idempotent."""
-        if self._open:
+        if self._open and self._stream is not None:
             self._open.clear()
-            self._engine.abort(self._command.request_id)
+            self._engine.cancel(self._stream)
 
     def _chunk(self, index: int, out: OutputDelta) -> pb.GenerateResponse:
         sequence = self._sequences[index]

@@ -121,7 +121,7 @@ class Scheduler:
         planned = 0
         for sequence in self.running:
             remaining = sequence.num_total - sequence.num_computed
-            if sequence.state is SequenceState.DRAINING or remaining <= 1 or sequence.handle in plan.sampling:
+            if sequence.state is SequenceState.DRAINING or remaining <= 1:
                 continue
             chunk = min(remaining, budget - planned)
             if chunk == 0:
@@ -263,6 +263,11 @@ class Scheduler:
 
         Raises InvariantError when the outcome does not answer the plan.
         """
+        if len(outcome.sampled_handles) != len(outcome.sampled_tokens):
+            raise InvariantError(
+                f"step {outcome.step} sampled {len(outcome.sampled_tokens)} tokens for "
+                f"{len(outcome.sampled_handles)} sequences"
+            )
         tokens = dict(zip(outcome.sampled_handles, outcome.sampled_tokens, strict=True))
         if tokens.keys() != plan.sampling.keys():
             odd = sorted(tokens.keys() ^ plan.sampling.keys())[:8]
@@ -299,14 +304,16 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """Ends a sequence in any state; its blocks are free for the very next step. Idempotent."""
         if sequence.state is SequenceState.WAITING:
-            self.waiting.forget()
             sequence.state = SequenceState.FINISHED
+            self.waiting.forget()
         elif sequence.state is not SequenceState.FINISHED:
             if sequence.state is SequenceState.RUNNING:
                 self._leaving.append(sequence.handle)
             self._release(sequence, SequenceState.FINISHED)
 
-    def lose_executor(self, lost: Iterable[StepPlan], pool: BlockPool) -> None:
+    def lose_executor(
+        self, lost: Iterable[StepPlan], pool: BlockPool, limits: SchedulerLimits, eos_token_ids: Iterable[int]
+    ) -> None:
         """A new epoch with empty pools: everything running waits again and is recomputed from its tokens.
 
         `lost` are the steps in flight; the tokens they promised never come and will be sampled again, the same ones.
@@ -322,6 +329,8 @@ class Scheduler:
         pool.evictions += self.pool.evictions
         pool.hash_alarms += self.pool.hash_alarms
         self.pool = pool
+        self.limits = limits
+        self._eos = frozenset(eos_token_ids)
 
     # -- proof
 

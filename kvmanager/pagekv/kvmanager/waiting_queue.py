@@ -6,10 +6,14 @@ import heapq
 
 from pagekv.kvmanager.sequence import Sequence, SequenceState
 
+# Entries of sequences that no longer wait which are never worth clearing.
+DEAD_ENTRIES = 64
+
 
 class WaitingQueue:
     """A heap with lazy removal: entries whose sequence is no longer WAITING are dropped when they surface.
 
+    Where others always come first they would never surface, so the heap is cleared of them once they are most of it.
     A preempted sequence keeps its key, so it stands before everything of its priority that arrived later.
     """
 
@@ -37,5 +41,8 @@ class WaitingQueue:
         return heapq.heappop(self._heap)[1]
 
     def forget(self) -> None:
-        """Counts one waiting sequence less that has just been finished; its entry is dropped when it surfaces."""
+        """Counts one sequence less, which has just left the state WAITING; its entry is dropped when it surfaces."""
         self._length -= 1
+        if len(self._heap) > 2 * self._length + DEAD_ENTRIES:
+            self._heap = [entry for entry in self._heap if entry[1].state is SequenceState.WAITING]
+            heapq.heapify(self._heap)

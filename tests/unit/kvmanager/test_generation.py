@@ -45,6 +45,22 @@ def test_a_stream_of_chunks_and_its_end() -> None:
     run(body)
 
 
+def test_a_reader_that_leaves_late_does_not_end_a_request_of_the_same_id() -> None:
+    """The id is free once its request has ended, however much its reader has not taken yet."""
+
+    async def body(h: Harness) -> None:
+        late = await h.start(request())
+        first = h.engine.live.pop("r")
+        again = await h.start(request())
+        late.cancel()
+        await h.until(lambda: h.engine.left == [first])
+        h.engine.push("r", 50, finish=FinishReason.LENGTH)
+        assert list((await again.read()).chunk.token_ids) == [50]
+        assert h.engine.aborted == []
+
+    run(body)
+
+
 def test_a_stop_token_is_reported_and_has_no_text() -> None:
     async def body(h: Harness) -> None:
         call = await h.start(request(params={"stop_token_ids": tokens_of("d")}))

@@ -226,6 +226,19 @@ def test_abort_in_every_state_frees_its_blocks_at_once() -> None:
     assert driver.executor.live == {}
 
 
+def test_requests_that_leave_the_middle_of_the_queue_leave_no_trace() -> None:
+    """Others always come first, so their entries would never surface."""
+    driver = Driver(num_blocks=8, max_running=1)
+    driver.submit([1] * 8, max_tokens=8)
+    driver.step()
+    driver.submit([2] * 8, max_tokens=1, priority=-1)
+    for _ in range(1000):
+        driver.abort(driver.submit([3] * 8, priority=1))
+    assert len(driver.scheduler.waiting) == 1
+    assert len(driver.scheduler.waiting._heap) < 100
+    driver.drain()
+
+
 def test_n_sequences_share_the_full_blocks_of_their_prompt() -> None:
     driver = Driver()
     request = driver.submit(list(range(10)), max_tokens=3, n=3)

@@ -1,0 +1,35 @@
+"""What is served: the executor's model within the limits that the flags set."""
+
+from __future__ import annotations
+
+from pagekv.kvmanager.engine import ModelInfo
+from pagekv.kvmanager.engine_config import EngineConfig
+from pagekv.kvmanager.executor_client import AttachRefused, Description
+
+
+def plan_deployment(description: Description, config: EngineConfig) -> ModelInfo:
+    """Pool size and context that both agree on. Raises AttachRefused when the flags ask for more than there is."""
+    fitting = description.device_kv_bytes // max(1, description.bytes_per_block)
+    num_blocks = config.num_device_blocks or fitting
+    if num_blocks > fitting:
+        raise AttachRefused(
+            f"--num-device-blocks {num_blocks} needs {num_blocks * description.bytes_per_block} bytes, "
+            f"the executor has {description.device_kv_bytes}: at most {fitting} blocks"
+        )
+    if num_blocks < 1:
+        raise AttachRefused(
+            f"the executor has {description.device_kv_bytes} bytes for KV memory, one block takes "
+            f"{description.bytes_per_block}: free memory or choose a smaller --block-size"
+        )
+    longest = min(description.max_model_len, num_blocks * config.block_size)
+    return ModelInfo(
+        model_id=description.model_id,
+        model_fingerprint=description.model_fingerprint,
+        max_model_len=min(longest, config.max_model_len or longest),
+        vocab_size=description.vocab_size,
+        eos_token_ids=description.eos_token_ids,
+        block_size=config.block_size,
+        num_device_blocks=num_blocks,
+        num_host_blocks=0,
+        backend=description.backend,
+    )

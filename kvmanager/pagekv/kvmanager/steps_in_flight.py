@@ -1,0 +1,63 @@
+"""Steps that were sent and not answered yet, oldest first, and whether an answer is the one that is due."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from pagekv.kvmanager.block_pool import InvariantError
+from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
+
+
+class StepsInFlight:
+    """Those of one epoch. The executor works on the oldest; the others wait for their turn."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._plans: deque[StepPlan] = deque()
+        # Number of the oldest step; they count from 1 within an epoch.
+        self._step = 1
+        # When the turn of the oldest step came.
+        self._since = 0.0
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def add(self, plan: StepPlan) -> None:
+        """A step that is about to be sent."""
+        if not self._plans:
+            self._since = self._clock()
+        self._plans.append(plan)
+
+    def answered(self, outcome: StepOutcome) -> StepPlan:
+        """The plan that `outcome` answers, which stays the oldest until `pop`. Raises InvariantError when there is no
+        such plan.
+        """
+        if not self._plans or outcome.step != self._step:
+            raise InvariantError(
+                f"a result of step {outcome.step}, due is {self._step} of {len(self._plans)} in flight"
+            )
+        plan = self._plans[0]
+        if outcome.computed_tokens != plan.num_tokens:
+            raise InvariantError(
+                f"step {outcome.step} planned {plan.num_tokens} tokens, the executor computed {outcome.computed_tokens}"
+            )
+        return plan
+
+    def pop(self) -> None:
+        """The oldest step is done with, and the next one's turn comes."""
+        self._plans.popleft()
+        self._step += 1
+        self._since = self._clock()
+
+    def waited_s(self) -> float:
+        """Seconds that the oldest step has had its turn; 0 when nothing is in flight."""
+        return self._clock() - self._since if self._plans else 0.0
+
+    def end_epoch(self) -> list[StepPlan]:
+        """The steps that will never be answered. Step numbers begin anew."""
+        lost = list(self._plans)
+        self._plans.clear()
+        self._step = 1
+        return lost
