@@ -35,10 +35,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 1),
         n=st.sampled_from([1, 1, 2]),
         namespace=st.sampled_from(["", "", "other"]),
+        read=st.sampled_from([True, True, False]),
+        write=st.sampled_from([True, True, False]),
+        stop=st.sampled_from([(), (), (1,)]),
+        resumed=st.sampled_from([0, 0, 3]),
     )
-    def submit(self, prompt: list[int], max_tokens: int, priority: int, n: int, namespace: str) -> None:
-        if len(prompt) + max_tokens - 1 <= self.capacity:
-            self.driver.submit(prompt, max_tokens, priority, n, CacheIdentity(namespace=namespace))
+    def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        priority: int,
+        n: int,
+        namespace: str,
+        read: bool,
+        write: bool,
+        stop: tuple[int, ...],
+        resumed: int,
+    ) -> None:
+        resumed = min(resumed, max_tokens - 1, len(prompt) - 1)
+        if len(prompt) - resumed + max_tokens - 1 <= self.capacity:
+            identity = CacheIdentity(namespace=namespace, read=read, write=write)
+            self.driver.submit(prompt, max_tokens, priority, n, identity, stop, resumed=resumed)
 
     @rule()
     def plan(self) -> None:
@@ -59,6 +76,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(self.driver.requests) - 1))
         self.aborted.add(index)
         self.driver.abort(self.driver.requests[index])
+
+    @precondition(lambda self: self.driver.requests)
+    @rule(data=st.data())
+    def stop_one_sequence(self, data: st.DataObject) -> None:
+        """As for a stop string: the others of its request go on."""
+        index = data.draw(st.integers(0, len(self.driver.requests) - 1))
+        self.aborted.add(index)
+        self.driver.scheduler.finish(self.driver.requests[index].sequences[0])
 
     @rule()
     def lose_executor(self) -> None:
@@ -81,7 +106,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _judge(self, index: int, request: LiveRequest) -> None:
         command = request.command
-        wanted = expected_output(command.prompt_ids, command.sampling.max_tokens, VOCAB)
+        left = command.sampling.max_tokens - command.resumed_tokens
+        wanted = expected_output(command.prompt_ids, left, VOCAB, command.sampling.stop_token_ids)
         for sequence in request.sequences:
             assert sequence.state is SequenceState.FINISHED
             got = output(request, sequence.index)
