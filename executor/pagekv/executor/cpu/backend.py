@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from pathlib import Path
 
@@ -12,8 +11,9 @@ import transformers
 from pagekv.common.logs import Log
 from pagekv.executor.backend import BlockCopies, Description, Sampled, Scheduled
 from pagekv.executor.cpu.kv_cache import KvCache
+from pagekv.executor.cpu.machine import available_bytes, copy_bandwidth, usable_cores
 from pagekv.executor.cpu.model import load_model
-from pagekv.executor.cpu.profile import StepProfile, available_bytes, copy_bandwidth, profile_step
+from pagekv.executor.cpu.profile import StepProfile, profile_step
 from pagekv.executor.cpu.runner import run_step
 from pagekv.executor.fingerprint import model_fingerprint
 from pagekv.executor.layout import LAYOUT
@@ -42,7 +42,7 @@ class CpuBackend:
 
         Threads hold for the thread that builds the backend, which is the one that must use it. Raises as `load_model`.
         """
-        torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+        torch.set_num_threads(threads or usable_cores())
         self._model_id = model_id
         self._fingerprint = model_fingerprint(model_path)
         self._loaded = load_model(model_path, dtype)

@@ -46,6 +46,8 @@ class KvCache:
         self.device[self.null_block] = 0
         # Views per layer, [num_blocks, block_size, num_kv_heads, head_size]; blocks of one layer are strided.
         self._layers = [(self.device[:, layer, 0], self.device[:, layer, 1]) for layer in range(geometry.num_layers)]
+        # The same with one row per block, [num_blocks, row].
+        self._flat_layers = [(keys.flatten(1), values.flatten(1)) for keys, values in self._layers]
         self._row = block_size * geometry.num_kv_heads * geometry.head_size
         self._gathered = torch.empty(0, dtype=geometry.dtype)
 
@@ -71,18 +73,23 @@ class KvCache:
         layer_keys.index_put_(slots, keys)
         layer_values.index_put_(slots, values)
 
-    def gather(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(
+        self, layer: int, blocks: torch.Tensor, unwritten: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of blocks `[n]`, each `[n * block_size, num_kv_heads, head_size]`, in a buffer that the next
-        call overwrites. One buffer for all calls, because fresh memory of megabytes costs a page fault every 4 KiB.
+        call overwrites. `unwritten` are slots of `[keys, values]` `[2 * n * block_size]` that come out as zeros.
+
+        One buffer for all calls, because fresh memory of megabytes costs a page fault every 4 KiB.
         """
-        count = blocks.shape[0]
-        if self._gathered.numel() < 2 * count * self._row:
-            self._gathered = torch.empty(2 * count * self._row, dtype=self.geometry.dtype)
+        count, geometry = blocks.shape[0], self.geometry
         size = count * self._row
-        shape = (count * self.block_size, self.geometry.num_kv_heads, self.geometry.head_size)
-        layer_keys, layer_values = self._layers[layer]
-        keys = self._gathered[:size]
-        values = self._gathered[size : 2 * size]
-        torch.index_select(layer_keys.flatten(1), 0, blocks, out=keys.view(count, self._row))
-        torch.index_select(layer_values.flatten(1), 0, blocks, out=values.view(count, self._row))
-        return keys.view(shape), values.view(shape)
+        if self._gathered.numel() < 2 * size:
+            self._gathered = torch.empty(2 * size, dtype=geometry.dtype)
+        both = self._gathered[: 2 * size].view(2, count, self._row)
+        layer_keys, layer_values = self._flat_layers[layer]
+        torch.index_select(layer_keys, 0, blocks, out=both[0])
+        torch.index_select(layer_values, 0, blocks, out=both[1])
+        slots = both.view(2, count * self.block_size, geometry.num_kv_heads, geometry.head_size)
+        if unwritten is not None:
+            slots.flatten(0, 1).index_fill_(0, unwritten, 0)
+        return slots[0], slots[1]

@@ -49,8 +49,8 @@ class WindowedChunk:
 class DecodeGroup:
     """Rows [first, last) are one sequence each; row i sees the slots of `blocks[i]` as `mask` `[S, 1, 1, N]` says.
 
-    `blocks` `[S * n]` is padded with the null block. `unwritten` are places in the gathered `[S * N]` slots that hold
-    whatever was there before: they are zeroed, because a mask turns no NaN away.
+    `blocks` `[S * n]` is padded with the null block. `unwritten` are places among the gathered keys, then values,
+    `[2 * S * N]`, that hold whatever was there before: they are zeroed, because a mask turns no NaN away.
     """
 
     first: int
@@ -227,12 +227,13 @@ class StepPlan:
         end = np.array([end for _, _, _, end in members])[:, None]
         held = np.array([len(blocks) * self._block_size for _, blocks, _, _ in members])[:, None]
         slot = np.arange(width * self._block_size)[None]
+        unwritten = np.flatnonzero((slot >= end) & (slot < held))
         first = members[0][0]
         return DecodeGroup(
             first,
             first + len(members),
             torch.tensor(padded, dtype=torch.int64).flatten(),
-            torch.from_numpy(np.flatnonzero((slot >= end) & (slot < held))),
+            torch.from_numpy(np.concatenate([unwritten, unwritten + len(members) * slot.size])),
             self._mask((slot >= begin) & (slot < end))[:, None, None],
         )
 

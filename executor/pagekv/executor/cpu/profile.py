@@ -1,24 +1,17 @@
-"""Measures what is left for KV memory, and how fast this machine is."""
+"""Measures what a full step takes, in memory and in time."""
 
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from pagekv.executor.backend import Sampling, Scheduled, SequenceState
 from pagekv.executor.cpu.kv_cache import KvCache
+from pagekv.executor.cpu.machine import kib_field
 from pagekv.executor.cpu.model import LoadedModel
 from pagekv.executor.cpu.runner import run_step
-
-COPY_BYTES = 16 * 2**20
-COPY_ROUNDS = 4
-V1_LIMIT_AND_USAGE = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-V2_LIMIT_AND_USAGE = ("memory.max", "memory.current")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,46 +53,6 @@ def _run_prompts(loaded: LoadedModel, block_size: int, num_tokens: int) -> int:
     return cache.num_bytes
 
 
-def copy_bandwidth() -> int:
-    """Bytes per second of copying block-sized pieces from memory to memory: the pools are in the same memory here."""
-    source, destination = torch.zeros(COPY_BYTES, dtype=torch.uint8), torch.zeros(COPY_BYTES, dtype=torch.uint8)
-    best = float("inf")
-    for _ in range(COPY_ROUNDS):
-        begin = time.perf_counter()
-        destination.copy_(source)
-        best = min(best, time.perf_counter() - begin)
-    return int(COPY_BYTES / best)
-
-
-def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory this process can still get: what the kernel calls available, or less where its control group limits it."""
-    found = _kib(proc / "meminfo", "MemAvailable")
-    return max(0, min([found, *_cgroup_rooms(proc, cgroups)]))
-
-
-def _cgroup_rooms(proc: Path, cgroups: Path) -> list[int]:
-    """Bytes below the limit of the control group and of each of its ancestors, version 2 and version 1."""
-    rooms = []
-    for line in _read(proc / "self" / "cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        # Version 1 lists its controllers and mounts each in a folder; version 2 does neither.
-        root = cgroups / "memory" if controllers else cgroups
-        names = V1_LIMIT_AND_USAGE if controllers else V2_LIMIT_AND_USAGE
-        group = root / path.strip("/")
-        # Inside a container the path may be the host's; its own group is then the root of what it sees.
-        for level in (group, *group.parents):
-            limit, usage = _read(level / names[0]).strip(), _read(level / names[1]).strip()
-            if limit.isdecimal() and usage.isdecimal():
-                # Cached file pages count as usage and are given back under pressure.
-                cached = re.findall(r"^(?:total_)?inactive_file (\d+)$", _read(level / "memory.stat"), re.MULTILINE)
-                rooms.append(int(limit) - int(usage) + max(map(int, cached), default=0))
-            if level == root:
-                break
-    return rooms
-
-
 def _reset_peak() -> None:
     """Makes VmHWM start again from here; where that is refused, the peak of loading counts, which errs on caution."""
     with contextlib.suppress(OSError):
@@ -107,19 +60,4 @@ def _reset_peak() -> None:
 
 
 def _process_bytes(name: str) -> int:
-    return _kib(Path("/proc/self/status"), name)
-
-
-def _kib(path: Path, name: str) -> int:
-    """The value of a line such as `VmRSS:   123 kB`, in bytes; raises OSError where there is none."""
-    found = re.search(rf"^{name}:\s+(\d+) kB$", _read(path), re.MULTILINE)
-    if found is None:
-        raise OSError(f"{path} does not say {name}")
-    return int(found[1]) * 1024
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
+    return kib_field(Path("/proc/self/status"), name)

@@ -45,9 +45,7 @@ class PagedStepAttention:
     def _decodes(self, layer: int, query: torch.Tensor, group: DecodeGroup, scores: Scores) -> Part:
         """`query` `[num_heads, S, head_size]`, one row per sequence."""
         num_heads, count, size = query.shape
-        keys, values = self._cache.gather(layer, group.blocks)
-        keys.index_fill_(0, group.unwritten, 0)
-        values.index_fill_(0, group.unwritten, 0)
+        keys, values = self._cache.gather(layer, group.blocks, group.unwritten)
         kv_heads = keys.shape[1]
         # The query heads of one KV head are the rows of one product: [S, kv_heads, heads per KV head, head_size].
         out, lse = attend(

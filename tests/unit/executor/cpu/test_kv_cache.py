@@ -62,6 +62,14 @@ def test_written_slots_are_gathered(cache: KvCache) -> None:
     assert torch.equal(gathered_values, before[[0, 4], 1, 1].flatten(0, 1))
 
 
+def test_slots_said_to_be_unwritten_come_out_as_zeros(cache: KvCache) -> None:
+    cache.device[:] = torch.nan
+    cache.device[2, 1] = 7
+    keys, values = cache.gather(1, torch.tensor([2, 5]), torch.tensor([4, 5, 6, 7, 3, 8 + 4, 8 + 5, 8 + 6, 8 + 7]))
+    assert keys[:, 0, 0].tolist() == [7, 7, 7, 0, 0, 0, 0, 0]
+    assert values[:, 1, 4].tolist() == [7, 7, 7, 7, 0, 0, 0, 0]
+
+
 def test_the_null_block_is_zero(cache: KvCache) -> None:
     keys, values = cache.gather(2, torch.tensor([cache.null_block]))
     assert not keys.any()

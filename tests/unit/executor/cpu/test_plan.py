@@ -55,7 +55,7 @@ def test_a_group_pads_with_the_null_block_and_names_what_nobody_wrote() -> None:
     (group,) = build([scheduled(1, [7, 3], 5, 1), scheduled(2, [9], 2, 1)]).reads(None).parts
     assert isinstance(group, DecodeGroup)
     assert group.blocks.tolist() == [9, NULL, 7, 3]
-    assert group.unwritten.tolist() == [3, 14, 15]
+    assert group.unwritten.tolist() == [3, 14, 15, 16 + 3, 16 + 14, 16 + 15]
     hidden = -math.inf
     assert group.mask.tolist() == [[[[0, 0, 0] + [hidden] * 5]], [[[0] * 6 + [hidden] * 2]]]
 

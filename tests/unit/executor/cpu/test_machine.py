@@ -1,4 +1,4 @@
-"""How much memory there is: the kernel's word, and limits of control groups."""
+"""How much memory and how many cores there are: the kernel's word, and limits of control groups."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pagekv.executor.cpu.profile import available_bytes, copy_bandwidth
+from pagekv.executor.cpu.machine import available_bytes, copy_bandwidth, usable_cores
 
 MIB = 2**20
 
@@ -66,6 +66,31 @@ def test_beyond_the_limit_nothing_is_left(machine: tuple[Path, Path]) -> None:
     assert available_bytes(proc, cgroups) == 0
 
 
+def test_a_quota_limits_cores(machine: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    proc, cgroups = machine
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    assert usable_cores(proc, cgroups) == 16
+    write(proc / "self" / "cgroup", "0::/box\n")
+    write(cgroups / "box" / "cpu.max", "max 100000\n")
+    assert usable_cores(proc, cgroups) == 16
+    write(cgroups / "box" / "cpu.max", "250000 100000\n")
+    assert usable_cores(proc, cgroups) == 3
+    write(cgroups / "box" / "cpu.max", "1000 100000\n")
+    assert usable_cores(proc, cgroups) == 1
+
+
+def test_a_quota_of_version_1(machine: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    proc, cgroups = machine
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    write(proc / "self" / "cgroup", "3:cpu,cpuacct:/\n")
+    write(cgroups / "cpu" / "cpu.cfs_quota_us", "-1\n")
+    write(cgroups / "cpu" / "cpu.cfs_period_us", "100000\n")
+    assert usable_cores(proc, cgroups) == 16
+    write(cgroups / "cpu" / "cpu.cfs_quota_us", "400000\n")
+    assert usable_cores(proc, cgroups) == 4
+
+
 def test_this_machine() -> None:
+    assert 1 <= usable_cores() <= 4096
     assert available_bytes() > 2**24
     assert copy_bandwidth() > 10**8

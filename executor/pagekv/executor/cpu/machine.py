@@ -1,0 +1,92 @@
+"""What this machine lets the process have: memory, cores, and how fast it copies."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from pathlib import Path
+
+import torch
+
+COPY_BYTES = 16 * 2**20
+COPY_ROUNDS = 4
+V1_LIMIT_AND_USAGE = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+V2_LIMIT_AND_USAGE = ("memory.max", "memory.current")
+
+
+def copy_bandwidth() -> int:
+    """Bytes per second of copying block-sized pieces from memory to memory: the pools are in the same memory here."""
+    source, destination = torch.zeros(COPY_BYTES, dtype=torch.uint8), torch.zeros(COPY_BYTES, dtype=torch.uint8)
+    best = float("inf")
+    for _ in range(COPY_ROUNDS):
+        begin = time.perf_counter()
+        destination.copy_(source)
+        best = min(best, time.perf_counter() - begin)
+    return int(COPY_BYTES / best)
+
+
+def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory this process can still get: what the kernel calls available, or less where its control group limits it."""
+    found = kib_field(proc / "meminfo", "MemAvailable")
+    return max(0, min([found, *_cgroup_rooms(proc, cgroups)]))
+
+
+def usable_cores(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores this process may use: those it may run on, or less where its control group has a quota, rounded up."""
+    cores = float(len(os.sched_getaffinity(0)))
+    for _, level in _cgroup_levels(proc, cgroups, "cpu"):
+        # "max 100000" or "150000 100000": microseconds of time in a period of microseconds.
+        quota = _read(level / "cpu.max").split() or [
+            _read(level / "cpu.cfs_quota_us").strip(),
+            _read(level / "cpu.cfs_period_us").strip(),
+        ]
+        if len(quota) == 2 and all(part.isdecimal() for part in quota) and int(quota[1]) > 0:
+            cores = min(cores, int(quota[0]) / int(quota[1]))
+    return max(1, math.ceil(cores))
+
+
+def _cgroup_rooms(proc: Path, cgroups: Path) -> list[int]:
+    """Bytes below the limit of the control group and of each of its ancestors."""
+    rooms = []
+    for is_v1, level in _cgroup_levels(proc, cgroups, "memory"):
+        limit, usage = (_read(level / name).strip() for name in (V1_LIMIT_AND_USAGE if is_v1 else V2_LIMIT_AND_USAGE))
+        if limit.isdecimal() and usage.isdecimal():
+            # Cached file pages count as usage and are given back under pressure.
+            cached = re.findall(r"^(?:total_)?inactive_file (\d+)$", _read(level / "memory.stat"), re.MULTILINE)
+            rooms.append(int(limit) - int(usage) + max(map(int, cached), default=0))
+    return rooms
+
+
+def _cgroup_levels(proc: Path, cgroups: Path, controller: str) -> list[tuple[bool, Path]]:
+    """Folders of the process's control group and its ancestors, each with whether it is of version 1."""
+    levels = []
+    for line in _read(proc / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        # Version 1 lists its controllers and mounts each in a folder; version 2 does neither.
+        root = cgroups / controller if controllers else cgroups
+        # Inside a container the path may be the host's; its own group is then the root of what it sees.
+        group = root / path.strip("/")
+        for level in (group, *group.parents):
+            levels.append((bool(controllers), level))
+            if level == root:
+                break
+    return levels
+
+
+def kib_field(path: Path, name: str) -> int:
+    """The value of a line such as `VmRSS:   123 kB`, in bytes; raises OSError where there is none."""
+    found = re.search(rf"^{name}:\s+(\d+) kB$", _read(path), re.MULTILINE)
+    if found is None:
+        raise OSError(f"{path} does not say {name}")
+    return int(found[1]) * 1024
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
