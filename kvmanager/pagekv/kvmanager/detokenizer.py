@@ -37,6 +37,4 @@ class Detokenizer:
 
     def flush(self) -> str:
         """What is still held back at the end: U+FFFD for an unfinished character, else nothing."""
-        text = self._utf8.decode(b"", final=True)
-        self._utf8.reset()
-        return text
+        return self._utf8.decode(b"", final=True)

@@ -11,11 +11,12 @@ import grpc
 import pytest
 from fake_executor import FakeExecutor, expected_output
 
+from pagekv.common.errors import AlreadyExists, InvalidRequest, Overloaded, Unavailable
 from pagekv.kvmanager import engine_loop
 from pagekv.kvmanager.engine_config import EngineConfig
 from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.executor_client import AttachRefused, Description, ExecutorLink, ExecutorLost
-from pagekv.kvmanager.request import FinishReason, GenerateCommand, RequestStream, SamplingParams
+from pagekv.kvmanager.request import CacheIdentity, FinishReason, GenerateCommand, RequestStream, SamplingParams
 from pagekv.kvmanager.scheduler import SchedulerLimits
 from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
 
@@ -271,6 +272,51 @@ def test_another_model_ends_requests_and_keeps_the_counters(monkeypatch: pytest.
         # Nothing of the first model is hit, and the second one's end-of-sequence ids count.
         tokens, finish = await read(engine.submit(command("b", [1, 2, 3])))
         assert (len(tokens), finish) == (1, FinishReason.STOP)
+
+    run(monkeypatch, body)
+
+
+def test_a_smaller_pool_ends_the_requests_that_no_longer_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        bench.step_s = 0.01
+        large = engine.submit(command("large", [1, 2, 3], max_tokens=40))
+        small = engine.submit(command("small", [1, 2, 3]))
+        await until(lambda: len(bench.plans) >= 3)
+        bench.description = replace(DESCRIPTION, device_kv_bytes=5)
+        assert bench.link is not None
+        bench.link.lose()
+        assert await read(small) == expect([1, 2, 3])
+        with pytest.raises(Unavailable, match="smaller pool"):
+            await read(large)
+        with pytest.raises(InvalidRequest, match=r"need 6 blocks, the pool has 5"):
+            engine.submit(command("x", [1, 2, 3], max_tokens=19))
+        assert await read(engine.submit(command("y", [1, 2, 3], max_tokens=18))) == expect([1, 2, 3], 18)
+
+    run(monkeypatch, body)
+
+
+def test_the_queue_counts_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        streams = [engine.submit(command("a", [1], n=3)), engine.submit(command("b", [2], n=2))]
+        with pytest.raises(AlreadyExists):
+            engine.submit(command("a", [1]))
+        with pytest.raises(Overloaded, match="5 sequences wait, at most 6"):
+            engine.submit(command("c", [3], n=2))
+        streams.append(engine.submit(command("c", [3])))
+        assert [await read(stream) for stream in streams] == [expect([i]) for i in (1, 2, 3)]
+        assert engine.stats().rejected_requests_total == 1
+
+    run(monkeypatch, body, max_queue=6)
+
+
+def test_looking_a_prompt_up_counts_its_full_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        await read(engine.submit(command("a", list(range(8)))))
+        assert engine.lookup_prefix(list(range(8)), CacheIdentity()).device_tokens == 8
+        assert engine.lookup_prefix(list(range(7)), CacheIdentity()).device_tokens == 4
+        assert engine.lookup_prefix(list(range(8)), CacheIdentity(namespace="other")).device_tokens == 0
+        assert engine.reset_prefix_cache() == 3
+        assert engine.lookup_prefix(list(range(8)), CacheIdentity()).device_tokens == 0
 
     run(monkeypatch, body)
 

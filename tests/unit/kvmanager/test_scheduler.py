@@ -133,6 +133,32 @@ def test_generated_blocks_are_hit_by_the_next_turn() -> None:
     assert output(second) == expect(turn, 2)
 
 
+def test_a_block_whose_last_token_was_never_computed_is_not_hit() -> None:
+    """The last token of an output is sampled and not computed, so its slot stays unwritten."""
+    driver = Driver()
+    prompt = list(range(6))
+    first = driver.submit(prompt, max_tokens=10)
+    driver.drain()
+    assert driver.pool.num_published == 3
+    turn = [*prompt, *output(first), 50, 51]
+    second = driver.submit(turn, max_tokens=2)
+    driver.drain()
+    assert second.sequences[0].cached_tokens == 12
+    assert output(second) == expect(turn, 2)
+
+
+def test_blocks_of_a_prompt_that_was_not_computed_to_its_end_are_not_hit() -> None:
+    driver = Driver(max_batch_tokens=8, depth=1)
+    prompt = list(range(20))
+    first = driver.submit(prompt, max_tokens=1)
+    driver.plan()
+    driver.abort(first)
+    second = driver.submit(prompt, max_tokens=3)
+    driver.drain()
+    assert second.sequences[0].cached_tokens == 8
+    assert output(second) == expect(prompt, 3)
+
+
 def test_requests_that_arrive_at_once_share_a_prefix_computed_once() -> None:
     """The blocks of a chunk can be hit by the next admission of the same step."""
     driver = Driver(num_blocks=400, block_size=16, max_batch_tokens=2048, max_running=64, vocab=VOCAB)
@@ -210,6 +236,13 @@ def test_the_watermark_keeps_room_for_running_decodes() -> None:
     assert tight.scheduler.counters.preemptions == 0
 
 
+def test_the_watermark_does_not_lock_out_a_request_that_is_alone() -> None:
+    driver = Driver(num_blocks=10, watermark=0.3)
+    request = driver.submit([1] * 36, max_tokens=2)
+    driver.drain()
+    assert output(request) == expect([1] * 36, 2)
+
+
 def test_abort_in_every_state_frees_its_blocks_at_once() -> None:
     driver = Driver(num_blocks=8, max_running=1)
     running = driver.submit([1] * 8, max_tokens=20)
@@ -255,6 +288,20 @@ def test_resumed_tokens_count_as_output() -> None:
     driver.drain()
     assert output(request) == whole[5:]
     assert request.sequences[0].num_output == 8
+
+
+def test_cached_tokens_count_the_prompt_alone() -> None:
+    driver = Driver()
+    prompt = list(range(6))
+    whole = expect(prompt, 11)
+    driver.submit(prompt, max_tokens=11)
+    driver.drain()
+    resumed = driver.submit([*prompt, *whole[:10]], max_tokens=11, resumed=10)
+    driver.drain()
+    assert driver.executor.computed_tokens == 6 + 10 + 4
+    assert resumed.sequences[0].cached_tokens == 6
+    assert (driver.scheduler.counters.prompt_tokens, driver.scheduler.counters.cached_tokens) == (12, 6)
+    assert output(resumed) == whole[10:]
 
 
 def test_a_lost_executor_changes_no_token() -> None:

@@ -1,0 +1,95 @@
+"""Step plans and outcomes as messages, field by field."""
+
+from pagekv.kvmanager.block_hash import root_digest
+from pagekv.kvmanager.request import GenerateCommand, RequestStream, SamplingParams, TokenLogprobs
+from pagekv.kvmanager.sequence import LiveRequest, Sequence
+from pagekv.kvmanager.step_plan import NewSequence, StepPlan
+from pagekv.kvmanager.wire import step_outcome, step_request
+from pagekv.v1 import executor_service_pb2 as pb
+
+
+def new_sequence(sampling: SamplingParams, index: int = 0) -> NewSequence:
+    command = GenerateCommand("r", [5, 6, 7], sampling, resumed_tokens=1)
+    request = LiveRequest(command, RequestStream("r", 1), 0, root_digest("model", "", ""))
+    sequence = Sequence(request, index, [5, 6, 7], num_prompt=2, max_total=9, key=(0, 0, index))
+    return NewSequence(sequence, 41, [5, 6, 7], [8, 9], 2)
+
+
+def test_a_step_with_everything() -> None:
+    sampling = SamplingParams(
+        temperature=0.5,
+        top_p=0.25,
+        top_k=3,
+        min_p=0.125,
+        min_tokens=2,
+        seed=2**64 - 1,
+        stop_token_ids=(9, 4),
+        repetition_penalty=1.5,
+        presence_penalty=-1.0,
+        frequency_penalty=2.0,
+        logprobs=0,
+        logit_bias={3: -1.0},
+    )
+    plan = StepPlan([1, 2], [new_sequence(sampling, index=6)], [3, 3], [10, 11], [41, 5], [2, 0])
+    assert step_request(plan, 2**63, 7, (1, 4)) == pb.StepRequest(
+        epoch=2**63,
+        step=7,
+        finished_seqs=[1, 2],
+        new_seqs=[
+            pb.NewSequence(
+                seq_id=41,
+                token_ids=[5, 6, 7],
+                num_prompt_tokens=2,
+                block_ids=[8, 9],
+                computed_tokens=2,
+                sampling=pb.StepSampling(
+                    temperature=0.5,
+                    top_p=0.25,
+                    top_k=3,
+                    min_p=0.125,
+                    repetition_penalty=1.5,
+                    presence_penalty=-1,
+                    frequency_penalty=2,
+                    seed=2**64 - 1,
+                    sequence_index=6,
+                    min_tokens=2,
+                    banned_until_min=[1, 4, 9],
+                    bias_token_ids=[3],
+                    biases=[-1],
+                    logprobs=0,
+                ),
+            )
+        ],
+        append_seqs=[3, 3],
+        append_blocks=[10, 11],
+        scheduled_seqs=[41, 5],
+        scheduled_tokens=[2, 0],
+    )
+
+
+def test_ends_that_do_not_count_are_not_banned() -> None:
+    def banned(sampling: SamplingParams) -> list[int]:
+        message = step_request(StepPlan([], [new_sequence(sampling)]), 1, 1, (1, 4))
+        assert not message.new_seqs[0].sampling.HasField("logprobs")
+        return list(message.new_seqs[0].sampling.banned_until_min)
+
+    assert banned(SamplingParams(stop_token_ids=(9,))) == []
+    assert banned(SamplingParams(min_tokens=1, stop_token_ids=(9,), ignore_eos=True)) == [9]
+
+
+def test_an_outcome_with_log_probabilities() -> None:
+    outcome = step_outcome(
+        pb.StepResult(
+            epoch=1,
+            step=3,
+            sampled_seqs=[7, 8],
+            sampled_tokens=[70, 80],
+            logprobs=[pb.SampledLogprobs(seq_id=8, chosen=-0.5, top_token_ids=[81, 80], top_logprobs=[-0.25, -0.5])],
+            computed_tokens=5,
+            execute_us=6,
+            idle_us=7,
+        )
+    )
+    assert (outcome.step, outcome.sampled_handles, outcome.sampled_tokens) == (3, [7, 8], [70, 80])
+    assert outcome.logprobs == {8: TokenLogprobs(80, -0.5, ((81, -0.25), (80, -0.5)))}
+    assert (outcome.computed_tokens, outcome.execute_us, outcome.idle_us) == (5, 6, 7)
