@@ -11,7 +11,7 @@ import transformers
 from pagekv.common.logs import Log
 from pagekv.executor.backend import BlockCopies, Description, Sampled, Scheduled
 from pagekv.executor.cpu.kv_cache import KvCache
-from pagekv.executor.cpu.machine import available_bytes, copy_bandwidth, usable_cores
+from pagekv.executor.cpu.machine import available_bytes, copy_bandwidth, keep_freed_memory, usable_cores
 from pagekv.executor.cpu.model import load_model
 from pagekv.executor.cpu.profile import StepProfile, profile_step
 from pagekv.executor.cpu.runner import run_step
@@ -42,6 +42,7 @@ class CpuBackend:
 
         Threads hold for the thread that builds the backend, which is the one that must use it. Raises as `load_model`.
         """
+        keep_freed_memory()
         torch.set_num_threads(threads or usable_cores())
         self._model_id = model_id
         self._fingerprint = model_fingerprint(model_path)
@@ -69,7 +70,9 @@ class CpuBackend:
                 available_bytes=self._available,
             )
         profile = self._profiles[key]
-        left = max(0, self._available - profile.activation_bytes)
+        # The most of all profiles: a later one finds memory that an earlier one left to the process.
+        taken = max(other.activation_bytes for other in self._profiles.values())
+        left = max(0, self._available - taken)
         device_bytes = self._kv_memory or int(self._memory_share * left)
         return Description(
             model_id=self._model_id,

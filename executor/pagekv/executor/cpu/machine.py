@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import re
@@ -12,8 +13,24 @@ import torch
 
 COPY_BYTES = 16 * 2**20
 COPY_ROUNDS = 4
+# Parameters of glibc's mallopt, from malloc.h.
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+KEPT_BYTES = 2**30
 V1_LIMIT_AND_USAGE = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 V2_LIMIT_AND_USAGE = ("memory.max", "memory.current")
+
+
+def keep_freed_memory() -> None:
+    """Lets the C library keep up to a GiB of freed memory for the next allocation, where that library is glibc.
+
+    Else it gives each activation of some megabytes back to the kernel, and every operator of a prefill pays for fresh
+    pages: a step of 2048 tokens of a 33.6M-parameter model took 88,000 page faults and 437 ms, and takes 0 and 345.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
+        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def copy_bandwidth() -> int:

@@ -117,11 +117,14 @@ def filtered_weights(logits: Float64s, sampling: Sampling) -> Float64s:
 
 def _nucleus(weights: Float64s, top_p: float) -> Float64s:
     """The fewest largest weights whose sum is at least `top_p` of all."""
-    total = weights.cumsum()[-1]
-    # Only candidates are sorted: tokens below this bound hold less than 1 - top_p together, so none is in the nucleus.
-    candidates = np.flatnonzero(weights > total * (1 - top_p) / (2 * len(weights)))
-    order = candidates[np.argsort(-weights[candidates], kind="stable")]
-    count = int(np.searchsorted(weights[order].cumsum(), top_p * total)) + 1
+    goal = top_p * weights.cumsum()[-1]
+    # A nucleus is nearly always a few tokens: sorting the whole vocabulary is the last resort.
+    for num_sorted in (256, 4096, len(weights)):
+        order = largest(weights, num_sorted)
+        cumulative = weights[order].cumsum()
+        if cumulative[-1] >= goal:
+            break
+    count = int(np.searchsorted(cumulative, goal)) + 1
     kept = np.zeros_like(weights)
     kept[order[:count]] = weights[order[:count]]
     return kept
