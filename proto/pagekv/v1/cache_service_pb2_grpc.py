@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class CacheServiceStub(object):
-    """Reads and steers the KV cache. Every answer is a snapshot between two steps.
+    """Reads and steers the KV cache. Every answer is a snapshot between two steps. Errors of every call: UNAVAILABLE before
+    an executor is attached for the first time.
     """
 
     def __init__(self, channel):
@@ -83,7 +84,8 @@ class CacheServiceStub(object):
 
 
 class CacheServiceServicer(object):
-    """Reads and steers the KV cache. Every answer is a snapshot between two steps.
+    """Reads and steers the KV cache. Every answer is a snapshot between two steps. Errors of every call: UNAVAILABLE before
+    an executor is attached for the first time.
     """
 
     def GetStats(self, request, context):
@@ -206,7 +208,8 @@ def add_CacheServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CacheService(object):
-    """Reads and steers the KV cache. Every answer is a snapshot between two steps.
+    """Reads and steers the KV cache. Every answer is a snapshot between two steps. Errors of every call: UNAVAILABLE before
+    an executor is attached for the first time.
     """
 
     @staticmethod

@@ -18,7 +18,9 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class CacheServiceStub:
-    """Reads and steers the KV cache. Every answer is a snapshot between two steps."""
+    """Reads and steers the KV cache. Every answer is a snapshot between two steps. Errors of every call: UNAVAILABLE before
+    an executor is attached for the first time.
+    """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     GetStats: grpc.UnaryUnaryMultiCallable[
@@ -76,7 +78,9 @@ class CacheServiceStub:
     """The prefix table as it changes: first a snapshot, then every change in order."""
 
 class CacheServiceAsyncStub:
-    """Reads and steers the KV cache. Every answer is a snapshot between two steps."""
+    """Reads and steers the KV cache. Every answer is a snapshot between two steps. Errors of every call: UNAVAILABLE before
+    an executor is attached for the first time.
+    """
 
     GetStats: grpc.aio.UnaryUnaryMultiCallable[
         pagekv.v1.cache_service_pb2.GetStatsRequest,
@@ -133,7 +137,9 @@ class CacheServiceAsyncStub:
     """The prefix table as it changes: first a snapshot, then every change in order."""
 
 class CacheServiceServicer(metaclass=abc.ABCMeta):
-    """Reads and steers the KV cache. Every answer is a snapshot between two steps."""
+    """Reads and steers the KV cache. Every answer is a snapshot between two steps. Errors of every call: UNAVAILABLE before
+    an executor is attached for the first time.
+    """
 
     @abc.abstractmethod
     def GetStats(

@@ -71,7 +71,8 @@ class InferenceServiceServicer(object):
     def Generate(self, request, context):
         """Generates one or more continuations of a prompt and streams them. Cancelling the call, or its deadline passing,
         aborts the request and frees its blocks. Errors: INVALID_ARGUMENT (a field, by name), ALREADY_EXISTS (request_id
-        in use), RESOURCE_EXHAUSTED (queue full, with a retry delay), UNAVAILABLE (shutting down), DEADLINE_EXCEEDED.
+        in use), RESOURCE_EXHAUSTED (queue full, with a retry delay), UNAVAILABLE (shutting down, no executor attached yet,
+        or the executor came back with another model), DEADLINE_EXCEEDED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -29,7 +29,8 @@ class InferenceServiceStub:
     ]
     """Generates one or more continuations of a prompt and streams them. Cancelling the call, or its deadline passing,
     aborts the request and frees its blocks. Errors: INVALID_ARGUMENT (a field, by name), ALREADY_EXISTS (request_id
-    in use), RESOURCE_EXHAUSTED (queue full, with a retry delay), UNAVAILABLE (shutting down), DEADLINE_EXCEEDED.
+    in use), RESOURCE_EXHAUSTED (queue full, with a retry delay), UNAVAILABLE (shutting down, no executor attached yet,
+    or the executor came back with another model), DEADLINE_EXCEEDED.
     """
 
     Abort: grpc.UnaryUnaryMultiCallable[
@@ -71,7 +72,8 @@ class InferenceServiceAsyncStub:
     ]
     """Generates one or more continuations of a prompt and streams them. Cancelling the call, or its deadline passing,
     aborts the request and frees its blocks. Errors: INVALID_ARGUMENT (a field, by name), ALREADY_EXISTS (request_id
-    in use), RESOURCE_EXHAUSTED (queue full, with a retry delay), UNAVAILABLE (shutting down), DEADLINE_EXCEEDED.
+    in use), RESOURCE_EXHAUSTED (queue full, with a retry delay), UNAVAILABLE (shutting down, no executor attached yet,
+    or the executor came back with another model), DEADLINE_EXCEEDED.
     """
 
     Abort: grpc.aio.UnaryUnaryMultiCallable[
@@ -115,7 +117,8 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[pagekv.v1.inference_service_pb2.GenerateResponse], collections.abc.AsyncIterator[pagekv.v1.inference_service_pb2.GenerateResponse]]:
         """Generates one or more continuations of a prompt and streams them. Cancelling the call, or its deadline passing,
         aborts the request and frees its blocks. Errors: INVALID_ARGUMENT (a field, by name), ALREADY_EXISTS (request_id
-        in use), RESOURCE_EXHAUSTED (queue full, with a retry delay), UNAVAILABLE (shutting down), DEADLINE_EXCEEDED.
+        in use), RESOURCE_EXHAUSTED (queue full, with a retry delay), UNAVAILABLE (shutting down, no executor attached yet,
+        or the executor came back with another model), DEADLINE_EXCEEDED.
         """
 
     @abc.abstractmethod
