@@ -83,7 +83,8 @@ def test_oracle_model_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "no/such/model/dir", "/nowhere", "../x", "bad name"])
-def test_names_that_lead_nowhere_say_what_to_do(name: str) -> None:
+def test_names_that_lead_nowhere_say_what_to_do(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where relative names surely lead nowhere
     with pytest.raises(ModelNotFound, match="neither a model directory, nor 'demo', nor a hub id"):
         resolve_model(name)
 
