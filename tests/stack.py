@@ -21,8 +21,9 @@ SOURCE_ROOTS = ("proto", "kvmanager", "executor", "kernels", "client")
 START_TIMEOUT_S = 120.0
 # The judging backend with the demo model's vocabulary and tokenizer: no torch, full speed.
 ORACLE = ("--backend", "oracle", "--model", "demo")
-# The demo model in float64, where near-ties cannot tip with the batch; one thread, because the test, the manager and
-# the client run on the same few cores, and compute threads that wait for each other there take many times as long.
+# The demo model in float64, where near-ties all but never tip with the batch; one thread, because the test, the
+# manager and the client run on the same few cores, where compute threads that wait for each other take many times as
+# long.
 CPU = ("--model", "demo", "--dtype", "float64", "--threads", "1", "--kv-memory", "512MiB")
 
 

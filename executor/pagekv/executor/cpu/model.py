@@ -58,7 +58,7 @@ def load_model(directory: Path, dtype: str) -> LoadedModel:
             f"{directory}: the weights lack {len(absent)} tensors of the configuration, such as {absent[0]}; "
             "use a complete copy of the model"
         )
-    model.eval().requires_grad_(False)
+    model.train(False).requires_grad_(False)
     text = config.get_text_config()
     probe = _probe(directory, model, text)
     pack_linears(model)
