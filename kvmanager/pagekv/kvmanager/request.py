@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -33,6 +34,14 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logprobs: int | None = None
     logit_bias: dict[int, float] = field(default_factory=dict)
+    # 0: no beam search, and the two below mean nothing.
+    beam_width: int = 0
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+
+    def end_ids(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
+        """The tokens that end a sequence, of a model whose own are `eos_token_ids`."""
+        return frozenset(self.stop_token_ids if self.ignore_eos else (*self.stop_token_ids, *eos_token_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +98,8 @@ class SequenceDelta:
     finish: FinishReason | None = None
     # The end-of-sequence or stop token that ended it; the last of token_ids.
     stop_token_id: int | None = None
+    # Sum over all of its tokens; of beam search alone, with the finish.
+    cumulative_logprob: float | None = None
 
 
 class RequestStream:
@@ -114,6 +125,7 @@ class RequestStream:
             held.logprobs += delta.logprobs
             held.cached_tokens, held.preemptions = delta.cached_tokens, delta.preemptions
             held.finish, held.stop_token_id = delta.finish, delta.stop_token_id
+            held.cumulative_logprob = delta.cumulative_logprob
         if delta.finish is not None:
             self._open.discard(delta.index)
         self._ready.set()

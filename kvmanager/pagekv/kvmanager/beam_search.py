@@ -1,0 +1,168 @@
+"""Beam search over one prompt: which hypotheses live on after a step, and which have ended. No pool, no scheduler.
+
+Decides what transformers' `generate(num_beams=width, do_sample=False)` decides, release 5.23, read in
+`GenerationMixin._beam_search` and the functions around it, `_update_finished_beams` and `_check_early_stop_heuristic`:
+
+- A hypothesis is worth its cumulative log-probability; one that has ended, the score
+  `logprob / num_tokens ** length_penalty`, where the end token counts as a token.
+- Of all continuations of all beams the best `width` that do not end live on. One that ends is kept only if it is
+  among the best `width` of all, and the best `width` ended hypotheses are kept.
+- The search is over when `width` hypotheses have ended and, unless `early_stopping`, the best beam could not beat the
+  worst of them if it ended now; or at `max_new_tokens`, where the best `width` continuations end by length. With a
+  positive length penalty a longer hypothesis might still have won: that is the heuristic of the source.
+
+Sums are in float64 here and in float32 there, so near-ties can fall differently.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import NamedTuple, TypeAlias
+
+from pagekv.kvmanager.request import FinishReason
+
+# (token id, natural-log probability) pairs, best first.
+Candidates: TypeAlias = Sequence[tuple[int, float]]
+
+
+class Continuation(NamedTuple):
+    """A beam that lives on: the one at `parent` in the order before this step, with one more token."""
+
+    parent: int
+    token_id: int
+    # Of this token alone.
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """A live hypothesis: the tokens generated so far and the sum of their log-probabilities."""
+
+    token_ids: tuple[int, ...]
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A hypothesis that has ended: by STOP with an end token, which is the last of `token_ids`, or by LENGTH."""
+
+    token_ids: tuple[int, ...]
+    logprob: float
+    score: float
+    finish: FinishReason
+
+
+def candidates_per_beam(width: int, num_end_ids: int) -> int:
+    """How many likeliest tokens of every beam a search needs: all of its end tokens might be among them, and `width`
+    others are left then."""
+    return width + num_end_ids
+
+
+class BeamSearch:
+    """States: searching → done. One call of `advance` per step; at first there is a single beam without tokens."""
+
+    def __init__(
+        self,
+        width: int,
+        num_return: int,
+        length_penalty: float,
+        early_stopping: bool,
+        max_new_tokens: int,
+        end_ids: frozenset[int],
+        min_tokens: int = 0,
+    ) -> None:
+        """`end_ids` end a hypothesis unless fewer than `min_tokens` tokens come before them. Raises ValueError."""
+        if not 1 <= num_return <= width:
+            raise ValueError(f"num_return must be from 1 to the width ({width}), got {num_return}")
+        if not 0 <= min_tokens <= max_new_tokens or max_new_tokens < 1:
+            raise ValueError(f"must hold: 0 <= min_tokens ({min_tokens}) <= max_new_tokens ({max_new_tokens}), not 0")
+        self.width = width
+        self._num_return = num_return
+        self._length_penalty = length_penalty
+        self._early_stopping = early_stopping
+        self._max_new_tokens = max_new_tokens
+        self._end_ids = end_ids
+        self._min_tokens = min_tokens
+        # Best first, at most `width`; empty when done.
+        self.beams: list[Beam] = [Beam((), 0.0)]
+        # Best first, at most `width`; of equal scores the older first.
+        self._ended: list[Hypothesis] = []
+        self.num_tokens = 0
+
+    @property
+    def done(self) -> bool:
+        """Nothing can be added to the results."""
+        return not self.beams
+
+    @property
+    def num_candidates(self) -> int:
+        """How many likeliest tokens of every beam `advance` needs, or the vocabulary if that is smaller."""
+        return candidates_per_beam(self.width, len(self._end_ids))
+
+    def advance(self, candidates: Sequence[Candidates]) -> list[Continuation]:
+        """Takes in a step: the `num_candidates` likeliest tokens of every beam, in the order of `beams`.
+
+        Returns what the beams are from now on, best first; empty when the search is done. Raises ValueError when
+        there is not one list for every beam.
+        """
+        if len(candidates) != len(self.beams):
+            raise ValueError(f"must have candidates for each of {len(self.beams)} beams, got {len(candidates)}")
+        is_last = self.num_tokens + 1 == self._max_new_tokens
+        continuing: list[Continuation] = []
+        beams: list[Beam] = []
+        for rank, (logprob, continuation) in enumerate(self._ranked(candidates)):
+            if len(beams) == self.width or (is_last and rank == self.width):
+                break
+            beam = Beam((*self.beams[continuation.parent].token_ids, continuation.token_id), logprob)
+            ends = continuation.token_id in self._end_ids
+            if not ends and not is_last:
+                continuing.append(continuation)
+                beams.append(beam)
+            elif rank < self.width:
+                self._end(beam, FinishReason.STOP if ends else FinishReason.LENGTH)
+        self.num_tokens += 1
+        if is_last or self._cannot_improve(beams):
+            continuing, beams = [], []
+        self.beams = beams
+        return continuing
+
+    def results(self) -> list[Hypothesis]:
+        """The best `num_return` hypotheses that have ended, best first. All of them are there once the search is done,
+        provided that the vocabulary has `num_candidates` tokens."""
+        return self._ended[: self._num_return]
+
+    def _ranked(self, candidates: Sequence[Candidates]) -> Iterator[tuple[float, Continuation]]:
+        """Cumulative log-probability and continuation, best first, as far as somebody asks; of equals the better beam's
+        first."""
+        may_end = self.num_tokens >= self._min_tokens
+
+        def continuations(parent: int, beam: Beam, tokens: Candidates) -> Iterable[tuple[float, Continuation]]:
+            for token_id, logprob in tokens:
+                if may_end or token_id not in self._end_ids:
+                    yield beam.logprob + logprob, Continuation(parent, token_id, logprob)
+
+        ways = [
+            continuations(parent, beam, tokens)
+            for parent, (beam, tokens) in enumerate(zip(self.beams, candidates, strict=True))
+        ]
+        return heapq.merge(*ways, key=itemgetter(0), reverse=True)
+
+    def _end(self, beam: Beam, finish: FinishReason) -> None:
+        score = self._score(beam.logprob, len(beam.token_ids))
+        self._ended.append(Hypothesis(beam.token_ids, beam.logprob, score, finish))
+        self._ended.sort(key=lambda hypothesis: -hypothesis.score)
+        del self._ended[self.width :]
+
+    def _score(self, logprob: float, num_tokens: int) -> float:
+        return float(logprob / num_tokens**self._length_penalty)
+
+    def _cannot_improve(self, beams: list[Beam]) -> bool:
+        """Nothing more is to be expected of the beams, best first, that a step has left."""
+        if not beams:
+            return True
+        if len(self._ended) < self.width:
+            return False
+        return self._early_stopping or self._score(beams[0].logprob, self.num_tokens) <= self._ended[-1].score
