@@ -188,16 +188,32 @@ class Stats:
     executor_idle_us_total: int
     executor_busy_us_total: int
     executor_attached: bool
+    published_blocks: int
+    pinned_blocks: int
+    pins: int
+    watchers: int
+    prompt_blocks_total: int
+    cached_blocks_total: int
+    block_hit_rate: float
+    misses_never_seen_total: int
+    misses_evicted_total: int
+    misses_cleared_total: int
+    misses_diverged_total: int
+    misses_partial_tail_total: int
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixLookup:
-    """What is cached of a prompt now: leading tokens in device blocks, then further ones in the host pool."""
+    """What is cached of a prompt now: leading tokens in device blocks, then further ones in the host pool.
+
+    `partial_tokens` more are the beginning of a cached block, which a copy of it serves.
+    """
 
     prompt_tokens: int
     device_tokens: int
     host_tokens: int
     block_ids: tuple[int, ...]
+    partial_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

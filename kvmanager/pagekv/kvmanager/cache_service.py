@@ -49,6 +49,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
             device_tokens=match.device_tokens,
             host_tokens=match.host_tokens,
             block_ids=match.block_ids,
+            partial_tokens=match.partial_tokens,
         )
 
     async def ExplainPrefix(self, request: pb.ExplainPrefixRequest, context: Any) -> pb.ExplainPrefixResponse:

@@ -25,11 +25,12 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What is cached of a prompt: leading full blocks on the device, then on the host."""
+    """What is cached of a prompt: leading full blocks on the device, then on the host, then the start of one more."""
 
     device_tokens: int
     host_tokens: int
     block_ids: list[int]
+    partial_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,18 @@ class Stats:
     executor_idle_us_total: int
     executor_busy_us_total: int
     executor_attached: bool
+    published_blocks: int = 0
+    pinned_blocks: int = 0
+    pins: int = 0
+    watchers: int = 0
+    prompt_blocks_total: int = 0
+    cached_blocks_total: int = 0
+    block_hit_rate: float = 0.0
+    misses_never_seen_total: int = 0
+    misses_evicted_total: int = 0
+    misses_cleared_total: int = 0
+    misses_diverged_total: int = 0
+    misses_partial_tail_total: int = 0
 
 
 class Engine(Protocol):

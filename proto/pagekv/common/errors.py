@@ -47,6 +47,10 @@ class Overloaded(PageKVError):
         self.retry_delay_s = retry_delay_s
 
 
+class LimitExceeded(PageKVError):
+    """What is asked for goes beyond a limit of the deployment now; the message has what is needed and available."""
+
+
 class OutOfMemory(PageKVError):
     """The pools asked for do not fit."""
 
@@ -67,6 +71,10 @@ class StaleEpoch(PageKVError):
     """The work belongs to an epoch that is over."""
 
 
+class FellBehind(PageKVError):
+    """The reader of a stream took too little for too long; start again from the beginning."""
+
+
 class NotImplementedYet(PageKVError):
     """The RPC is declared and not served by this version."""
 
@@ -85,10 +93,12 @@ STATUS_TABLE: dict[type[PageKVError], StatusRow] = {
     InvalidRequest: StatusRow(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"),
     NotFound: StatusRow(grpc.StatusCode.NOT_FOUND, "NOT_FOUND"),
     Overloaded: StatusRow(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
+    LimitExceeded: StatusRow(grpc.StatusCode.RESOURCE_EXHAUSTED, "LIMIT_EXCEEDED"),
     OutOfMemory: StatusRow(grpc.StatusCode.RESOURCE_EXHAUSTED, "OUT_OF_MEMORY"),
     Unavailable: StatusRow(grpc.StatusCode.UNAVAILABLE, "NOT_SERVING"),
     FailedPrecondition: StatusRow(grpc.StatusCode.FAILED_PRECONDITION, "FAILED_PRECONDITION"),
     StaleEpoch: StatusRow(grpc.StatusCode.ABORTED, "STALE_EPOCH"),
+    FellBehind: StatusRow(grpc.StatusCode.ABORTED, "FELL_BEHIND"),
     NotImplementedYet: StatusRow(grpc.StatusCode.UNIMPLEMENTED, "NOT_IMPLEMENTED"),
 }
 

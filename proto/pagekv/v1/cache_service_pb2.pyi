@@ -55,15 +55,21 @@ class _BlockOutcomeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     BLOCK_OUTCOME_HIT: _BlockOutcome.ValueType  # 1
     """Cached and reachable."""
     BLOCK_OUTCOME_NEVER_SEEN: _BlockOutcome.ValueType  # 2
-    """No block with these tokens after this prefix was ever stored."""
+    """No block with these tokens after this prefix was stored, as far back as the manager remembers (32768 removed
+    blocks at least).
+    """
     BLOCK_OUTCOME_EVICTED: _BlockOutcome.ValueType  # 3
     """It was stored and its memory was taken since."""
     BLOCK_OUTCOME_OTHER_IDENTITY: _BlockOutcome.ValueType  # 4
-    """Stored under another namespace or adapter."""
+    """Cached for another adapter of the same namespace."""
     BLOCK_OUTCOME_PARTIAL_TAIL: _BlockOutcome.ValueType  # 5
     """Fewer tokens than a block: never cached."""
     BLOCK_OUTCOME_DIVERGED: _BlockOutcome.ValueType  # 6
-    """A cached block shares the first tokens and then differs."""
+    """A cached block after the same prefix shares the first tokens and then differs."""
+    BLOCK_OUTCOME_CLEARED: _BlockOutcome.ValueType  # 7
+    """It was stored and everything was forgotten since: ResetPrefixCache, or an executor lost."""
+    BLOCK_OUTCOME_UNREACHABLE: _BlockOutcome.ValueType  # 8
+    """It is cached, but a block before it is not: a lookup ends there."""
 
 class BlockOutcome(_BlockOutcome, metaclass=_BlockOutcomeEnumTypeWrapper):
     """Result of looking one block up."""
@@ -73,15 +79,21 @@ BLOCK_OUTCOME_UNSPECIFIED: BlockOutcome.ValueType  # 0
 BLOCK_OUTCOME_HIT: BlockOutcome.ValueType  # 1
 """Cached and reachable."""
 BLOCK_OUTCOME_NEVER_SEEN: BlockOutcome.ValueType  # 2
-"""No block with these tokens after this prefix was ever stored."""
+"""No block with these tokens after this prefix was stored, as far back as the manager remembers (32768 removed
+blocks at least).
+"""
 BLOCK_OUTCOME_EVICTED: BlockOutcome.ValueType  # 3
 """It was stored and its memory was taken since."""
 BLOCK_OUTCOME_OTHER_IDENTITY: BlockOutcome.ValueType  # 4
-"""Stored under another namespace or adapter."""
+"""Cached for another adapter of the same namespace."""
 BLOCK_OUTCOME_PARTIAL_TAIL: BlockOutcome.ValueType  # 5
 """Fewer tokens than a block: never cached."""
 BLOCK_OUTCOME_DIVERGED: BlockOutcome.ValueType  # 6
-"""A cached block shares the first tokens and then differs."""
+"""A cached block after the same prefix shares the first tokens and then differs."""
+BLOCK_OUTCOME_CLEARED: BlockOutcome.ValueType  # 7
+"""It was stored and everything was forgotten since: ResetPrefixCache, or an executor lost."""
+BLOCK_OUTCOME_UNREACHABLE: BlockOutcome.ValueType  # 8
+"""It is cached, but a block before it is not: a lookup ends there."""
 global___BlockOutcome = BlockOutcome
 
 class _BlockState:
@@ -98,6 +110,8 @@ class _BlockStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """Held by nobody, but its prefix can still be hit."""
     BLOCK_STATE_ACTIVE: _BlockState.ValueType  # 3
     """Held by at least one sequence."""
+    BLOCK_STATE_PINNED: _BlockState.ValueType  # 4
+    """Held by pins alone: can be hit, and is not evicted before they end."""
 
 class BlockState(_BlockState, metaclass=_BlockStateEnumTypeWrapper):
     """State of a block."""
@@ -110,6 +124,8 @@ BLOCK_STATE_CACHED: BlockState.ValueType  # 2
 """Held by nobody, but its prefix can still be hit."""
 BLOCK_STATE_ACTIVE: BlockState.ValueType  # 3
 """Held by at least one sequence."""
+BLOCK_STATE_PINNED: BlockState.ValueType  # 4
+"""Held by pins alone: can be hit, and is not evicted before they end."""
 global___BlockState = BlockState
 
 @typing.final
@@ -155,6 +171,18 @@ class GetStatsResponse(google.protobuf.message.Message):
     EXECUTOR_IDLE_US_TOTAL_FIELD_NUMBER: builtins.int
     EXECUTOR_BUSY_US_TOTAL_FIELD_NUMBER: builtins.int
     EXECUTOR_ATTACHED_FIELD_NUMBER: builtins.int
+    PUBLISHED_BLOCKS_FIELD_NUMBER: builtins.int
+    PINNED_BLOCKS_FIELD_NUMBER: builtins.int
+    PINS_FIELD_NUMBER: builtins.int
+    WATCHERS_FIELD_NUMBER: builtins.int
+    PROMPT_BLOCKS_TOTAL_FIELD_NUMBER: builtins.int
+    CACHED_BLOCKS_TOTAL_FIELD_NUMBER: builtins.int
+    BLOCK_HIT_RATE_FIELD_NUMBER: builtins.int
+    MISSES_NEVER_SEEN_TOTAL_FIELD_NUMBER: builtins.int
+    MISSES_EVICTED_TOTAL_FIELD_NUMBER: builtins.int
+    MISSES_CLEARED_TOTAL_FIELD_NUMBER: builtins.int
+    MISSES_DIVERGED_TOTAL_FIELD_NUMBER: builtins.int
+    MISSES_PARTIAL_TAIL_TOTAL_FIELD_NUMBER: builtins.int
     block_size: builtins.int
     """Tokens in one block."""
     num_blocks: builtins.int
@@ -164,9 +192,11 @@ class GetStatsResponse(google.protobuf.message.Message):
     cached_free_blocks: builtins.int
     """Of the free blocks, those that still hold a cached prefix (evictable, not evicted)."""
     active_blocks: builtins.int
-    """Blocks held by at least one sequence."""
+    """Blocks held by at least one sequence or pin."""
     kv_usage: builtins.float
-    """active_blocks / num_blocks, 0 to 1."""
+    """active_blocks / num_blocks, 0 to 1: the share that cannot be evicted. Where it stays above 0.8, new work preempts
+    running work rather than evicting what nobody uses: a sign of a pool that is too small.
+    """
     utilization: builtins.float
     """Tokens with keys and values in held blocks / slots of held blocks, 0 to 1; 1 when nothing is held."""
     running_sequences: builtins.int
@@ -205,6 +235,35 @@ class GetStatsResponse(google.protobuf.message.Message):
     """Microseconds the executor spent inside steps."""
     executor_attached: builtins.bool
     """True while an executor is attached."""
+    published_blocks: builtins.int
+    """Blocks in the prefix table: cached_free_blocks, and those that are held."""
+    pinned_blocks: builtins.int
+    """Blocks held by at least one pin, whoever else holds them."""
+    pins: builtins.int
+    """Pins whose lease runs."""
+    watchers: builtins.int
+    """Readers of WatchEvents."""
+    prompt_blocks_total: builtins.int
+    """Blocks that the prompts counted in prompt_tokens_total span, a partial last one included."""
+    cached_blocks_total: builtins.int
+    """Of those, full blocks served from the prefix cache."""
+    block_hit_rate: builtins.float
+    """cached_blocks_total / prompt_blocks_total, 0 to 1; 0 before the first prompt. Not prefix_hit_rate, which counts
+    tokens.
+    """
+    misses_never_seen_total: builtins.int
+    """Why prompts missed: each of the prompts above counts once, by its first block that missed, or not at all when
+    every block hit or it did not read the cache. This one: no block with these tokens after this prefix is
+    remembered, and none in the table begins like it.
+    """
+    misses_evicted_total: builtins.int
+    """It had been evicted."""
+    misses_cleared_total: builtins.int
+    """It had been forgotten with everything else: ResetPrefixCache, or an executor lost."""
+    misses_diverged_total: builtins.int
+    """A cached block after the same prefix begins with the same tokens and then differs."""
+    misses_partial_tail_total: builtins.int
+    """Every full block hit; what missed is a partial last block."""
     def __init__(
         self,
         *,
@@ -233,8 +292,20 @@ class GetStatsResponse(google.protobuf.message.Message):
         executor_idle_us_total: builtins.int = ...,
         executor_busy_us_total: builtins.int = ...,
         executor_attached: builtins.bool = ...,
+        published_blocks: builtins.int = ...,
+        pinned_blocks: builtins.int = ...,
+        pins: builtins.int = ...,
+        watchers: builtins.int = ...,
+        prompt_blocks_total: builtins.int = ...,
+        cached_blocks_total: builtins.int = ...,
+        block_hit_rate: builtins.float = ...,
+        misses_never_seen_total: builtins.int = ...,
+        misses_evicted_total: builtins.int = ...,
+        misses_cleared_total: builtins.int = ...,
+        misses_diverged_total: builtins.int = ...,
+        misses_partial_tail_total: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["aborted_requests_total", b"aborted_requests_total", "active_blocks", b"active_blocks", "block_size", b"block_size", "cached_free_blocks", b"cached_free_blocks", "cached_tokens_total", b"cached_tokens_total", "computed_tokens_total", b"computed_tokens_total", "evicted_blocks_total", b"evicted_blocks_total", "executor_attached", b"executor_attached", "executor_busy_us_total", b"executor_busy_us_total", "executor_idle_us_total", b"executor_idle_us_total", "executor_restarts_total", b"executor_restarts_total", "free_blocks", b"free_blocks", "generated_tokens_total", b"generated_tokens_total", "hash_alarms_total", b"hash_alarms_total", "kv_usage", b"kv_usage", "num_blocks", b"num_blocks", "preemptions_total", b"preemptions_total", "prefix_hit_rate", b"prefix_hit_rate", "prompt_tokens_total", b"prompt_tokens_total", "rejected_requests_total", b"rejected_requests_total", "requests_total", b"requests_total", "running_sequences", b"running_sequences", "steps_total", b"steps_total", "utilization", b"utilization", "waiting_sequences", b"waiting_sequences"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aborted_requests_total", b"aborted_requests_total", "active_blocks", b"active_blocks", "block_hit_rate", b"block_hit_rate", "block_size", b"block_size", "cached_blocks_total", b"cached_blocks_total", "cached_free_blocks", b"cached_free_blocks", "cached_tokens_total", b"cached_tokens_total", "computed_tokens_total", b"computed_tokens_total", "evicted_blocks_total", b"evicted_blocks_total", "executor_attached", b"executor_attached", "executor_busy_us_total", b"executor_busy_us_total", "executor_idle_us_total", b"executor_idle_us_total", "executor_restarts_total", b"executor_restarts_total", "free_blocks", b"free_blocks", "generated_tokens_total", b"generated_tokens_total", "hash_alarms_total", b"hash_alarms_total", "kv_usage", b"kv_usage", "misses_cleared_total", b"misses_cleared_total", "misses_diverged_total", b"misses_diverged_total", "misses_evicted_total", b"misses_evicted_total", "misses_never_seen_total", b"misses_never_seen_total", "misses_partial_tail_total", b"misses_partial_tail_total", "num_blocks", b"num_blocks", "pinned_blocks", b"pinned_blocks", "pins", b"pins", "preemptions_total", b"preemptions_total", "prefix_hit_rate", b"prefix_hit_rate", "prompt_blocks_total", b"prompt_blocks_total", "prompt_tokens_total", b"prompt_tokens_total", "published_blocks", b"published_blocks", "rejected_requests_total", b"rejected_requests_total", "requests_total", b"requests_total", "running_sequences", b"running_sequences", "steps_total", b"steps_total", "utilization", b"utilization", "waiting_sequences", b"waiting_sequences", "watchers", b"watchers"]) -> None: ...
 
 global___GetStatsResponse = GetStatsResponse
 
@@ -286,12 +357,15 @@ class LookupPrefixResponse(google.protobuf.message.Message):
     DEVICE_TOKENS_FIELD_NUMBER: builtins.int
     HOST_TOKENS_FIELD_NUMBER: builtins.int
     BLOCK_IDS_FIELD_NUMBER: builtins.int
+    PARTIAL_TOKENS_FIELD_NUMBER: builtins.int
     prompt_tokens: builtins.int
     """Tokens in the prompt."""
     device_tokens: builtins.int
     """Leading tokens cached in full device blocks. A request computes at least one token even if all are cached."""
     host_tokens: builtins.int
     """Further tokens cached in the host pool, following on."""
+    partial_tokens: builtins.int
+    """Leading tokens of the next block that a cached block shares: a copy of it serves them. Fewer than a block."""
     @property
     def block_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Device blocks that hold them, in order."""
@@ -303,8 +377,9 @@ class LookupPrefixResponse(google.protobuf.message.Message):
         device_tokens: builtins.int = ...,
         host_tokens: builtins.int = ...,
         block_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        partial_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_ids", b"block_ids", "device_tokens", b"device_tokens", "host_tokens", b"host_tokens", "prompt_tokens", b"prompt_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_ids", b"block_ids", "device_tokens", b"device_tokens", "host_tokens", b"host_tokens", "partial_tokens", b"partial_tokens", "prompt_tokens", b"prompt_tokens"]) -> None: ...
 
 global___LookupPrefixResponse = LookupPrefixResponse
 
@@ -318,8 +393,14 @@ class ExplainPrefixRequest(google.protobuf.message.Message):
     TOKENIZED_FIELD_NUMBER: builtins.int
     CHAT_FIELD_NUMBER: builtins.int
     CACHE_FIELD_NUMBER: builtins.int
+    START_FIELD_NUMBER: builtins.int
+    LIMIT_FIELD_NUMBER: builtins.int
     text: builtins.str
     """As text."""
+    start: builtins.int
+    """First block of the prompt to explain. 0: the first."""
+    limit: builtins.int
+    """How many at most, up to 10000. 0: 1000."""
     @property
     def tokenized(self) -> pagekv.v1.types_pb2.TokenizedInput:
         """As token ids."""
@@ -330,7 +411,7 @@ class ExplainPrefixRequest(google.protobuf.message.Message):
 
     @property
     def cache(self) -> pagekv.v1.types_pb2.CacheControls:
-        """Namespace, adapter and media."""
+        """Namespace, adapter and media; no_read and no_write are ignored."""
 
     def __init__(
         self,
@@ -339,9 +420,11 @@ class ExplainPrefixRequest(google.protobuf.message.Message):
         tokenized: pagekv.v1.types_pb2.TokenizedInput | None = ...,
         chat: pagekv.v1.types_pb2.ChatInput | None = ...,
         cache: pagekv.v1.types_pb2.CacheControls | None = ...,
+        start: builtins.int = ...,
+        limit: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["cache", b"cache", "chat", b"chat", "input", b"input", "text", b"text", "tokenized", b"tokenized"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache", b"cache", "chat", b"chat", "input", b"input", "text", b"text", "tokenized", b"tokenized"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache", b"cache", "chat", b"chat", "input", b"input", "limit", b"limit", "start", b"start", "text", b"text", "tokenized", b"tokenized"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["text", "tokenized", "chat"] | None: ...
 
 global___ExplainPrefixRequest = ExplainPrefixRequest
@@ -353,6 +436,15 @@ class ExplainPrefixResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     BLOCKS_FIELD_NUMBER: builtins.int
+    NEXT_START_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    next_start: builtins.int
+    """Block to go on from; absent at the end of the prompt."""
+    prompt_tokens: builtins.int
+    """Tokens in the prompt."""
+    cached_tokens: builtins.int
+    """Leading tokens cached in full blocks."""
     @property
     def blocks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BlockExplanation]:
         """In prompt order."""
@@ -361,8 +453,13 @@ class ExplainPrefixResponse(google.protobuf.message.Message):
         self,
         *,
         blocks: collections.abc.Iterable[global___BlockExplanation] | None = ...,
+        next_start: builtins.int | None = ...,
+        prompt_tokens: builtins.int = ...,
+        cached_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_next_start", b"_next_start", "next_start", b"next_start"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_next_start", b"_next_start", "blocks", b"blocks", "cached_tokens", b"cached_tokens", "next_start", b"next_start", "prompt_tokens", b"prompt_tokens"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_next_start", b"_next_start"]) -> typing.Literal["next_start"] | None: ...
 
 global___ExplainPrefixResponse = ExplainPrefixResponse
 
@@ -378,6 +475,9 @@ class BlockExplanation(google.protobuf.message.Message):
     BLOCK_HASH_FIELD_NUMBER: builtins.int
     BLOCK_ID_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    SHARED_TOKENS_FIELD_NUMBER: builtins.int
+    STEPS_AGO_FIELD_NUMBER: builtins.int
+    SECONDS_AGO_FIELD_NUMBER: builtins.int
     start: builtins.int
     """First token position of the block."""
     end: builtins.int
@@ -387,9 +487,17 @@ class BlockExplanation(google.protobuf.message.Message):
     block_hash: builtins.str
     """Block hash in hex; empty for a partial tail."""
     block_id: builtins.int
-    """The block that holds it, when outcome is HIT."""
+    """The block that holds it when outcome is HIT or UNREACHABLE; that shares its first tokens when DIVERGED or
+    PARTIAL_TAIL.
+    """
     reason: builtins.str
     """In words, for a person."""
+    shared_tokens: builtins.int
+    """Leading tokens of this block that block_id holds too; all of them when HIT or UNREACHABLE."""
+    steps_ago: builtins.int
+    """Steps completed since it left the table, when outcome is EVICTED or CLEARED."""
+    seconds_ago: builtins.float
+    """Seconds since then."""
     def __init__(
         self,
         *,
@@ -399,10 +507,18 @@ class BlockExplanation(google.protobuf.message.Message):
         block_hash: builtins.str = ...,
         block_id: builtins.int | None = ...,
         reason: builtins.str = ...,
+        shared_tokens: builtins.int = ...,
+        steps_ago: builtins.int | None = ...,
+        seconds_ago: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_block_id", b"_block_id", "block_id", b"block_id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_block_id", b"_block_id", "block_hash", b"block_hash", "block_id", b"block_id", "end", b"end", "outcome", b"outcome", "reason", b"reason", "start", b"start"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_block_id", b"_block_id", "_seconds_ago", b"_seconds_ago", "_steps_ago", b"_steps_ago", "block_id", b"block_id", "seconds_ago", b"seconds_ago", "steps_ago", b"steps_ago"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_block_id", b"_block_id", "_seconds_ago", b"_seconds_ago", "_steps_ago", b"_steps_ago", "block_hash", b"block_hash", "block_id", b"block_id", "end", b"end", "outcome", b"outcome", "reason", b"reason", "seconds_ago", b"seconds_ago", "shared_tokens", b"shared_tokens", "start", b"start", "steps_ago", b"steps_ago"]) -> None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_block_id", b"_block_id"]) -> typing.Literal["block_id"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_seconds_ago", b"_seconds_ago"]) -> typing.Literal["seconds_ago"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_steps_ago", b"_steps_ago"]) -> typing.Literal["steps_ago"] | None: ...
 
 global___BlockExplanation = BlockExplanation
 
@@ -549,16 +665,19 @@ class BlockInfo(google.protobuf.message.Message):
     STATE_FIELD_NUMBER: builtins.int
     BLOCK_HASH_FIELD_NUMBER: builtins.int
     PARENT_HASH_FIELD_NUMBER: builtins.int
+    PINS_FIELD_NUMBER: builtins.int
     block_id: builtins.int
     """Its id: a physical block of the device pool."""
     ref_count: builtins.int
-    """Sequences that hold it."""
+    """Sequences and pins that hold it."""
     state: global___BlockState.ValueType
     """Its state."""
     block_hash: builtins.str
     """Hash in hex; empty unless it is in the prefix table."""
     parent_hash: builtins.str
-    """Hash of the block before it in the chain; empty unless it is in the prefix table."""
+    """Hash of the block before it, or of the chain's root if it is the first; empty unless it is in the prefix table."""
+    pins: builtins.int
+    """Of its holders, those that are pins."""
     def __init__(
         self,
         *,
@@ -567,8 +686,9 @@ class BlockInfo(google.protobuf.message.Message):
         state: global___BlockState.ValueType = ...,
         block_hash: builtins.str = ...,
         parent_hash: builtins.str = ...,
+        pins: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_hash", b"block_hash", "block_id", b"block_id", "parent_hash", b"parent_hash", "ref_count", b"ref_count", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_hash", b"block_hash", "block_id", b"block_id", "parent_hash", b"parent_hash", "pins", b"pins", "ref_count", b"ref_count", "state", b"state"]) -> None: ...
 
 global___BlockInfo = BlockInfo
 
@@ -586,7 +706,7 @@ class PinPrefixRequest(google.protobuf.message.Message):
     text: builtins.str
     """As text."""
     lease_seconds: builtins.int
-    """How long, 1 second to a day."""
+    """How long, 1 second to a day (86400). To renew a lease, pin again and unpin the old one."""
     @property
     def tokenized(self) -> pagekv.v1.types_pb2.TokenizedInput:
         """As token ids."""
@@ -597,7 +717,7 @@ class PinPrefixRequest(google.protobuf.message.Message):
 
     @property
     def cache(self) -> pagekv.v1.types_pb2.CacheControls:
-        """Namespace, adapter and media."""
+        """Namespace, adapter and media; no_read and no_write are ignored."""
 
     def __init__(
         self,
@@ -623,7 +743,7 @@ class PinPrefixResponse(google.protobuf.message.Message):
     PIN_ID_FIELD_NUMBER: builtins.int
     PINNED_TOKENS_FIELD_NUMBER: builtins.int
     pin_id: builtins.str
-    """Handle for UnpinPrefix."""
+    """Handle for UnpinPrefix; empty when nothing was cached, and so nothing is pinned."""
     pinned_tokens: builtins.int
     """Tokens that were cached and are now pinned."""
     def __init__(
@@ -680,7 +800,9 @@ class ResetPrefixCacheRequest(google.protobuf.message.Message):
 
     FORCE_FIELD_NUMBER: builtins.int
     force: builtins.bool
-    """True: preempt running sequences so that everything can be forgotten."""
+    """True: preempt running sequences and end every pin, so that everything can be forgotten. Requests go on by
+    themselves.
+    """
     def __init__(
         self,
         *,
@@ -697,14 +819,22 @@ class ResetPrefixCacheResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REMOVED_BLOCKS_FIELD_NUMBER: builtins.int
+    PREEMPTED_SEQUENCES_FIELD_NUMBER: builtins.int
+    ENDED_PINS_FIELD_NUMBER: builtins.int
     removed_blocks: builtins.int
     """Blocks taken out of the prefix table."""
+    preempted_sequences: builtins.int
+    """Sequences preempted for it."""
+    ended_pins: builtins.int
+    """Pins ended for it."""
     def __init__(
         self,
         *,
         removed_blocks: builtins.int = ...,
+        preempted_sequences: builtins.int = ...,
+        ended_pins: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["removed_blocks", b"removed_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ended_pins", b"ended_pins", "preempted_sequences", b"preempted_sequences", "removed_blocks", b"removed_blocks"]) -> None: ...
 
 global___ResetPrefixCacheResponse = ResetPrefixCacheResponse
 
@@ -715,33 +845,40 @@ class WatchEventsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     OMIT_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    SNAPSHOT_ONLY_FIELD_NUMBER: builtins.int
     omit_token_ids: builtins.bool
     """True: leave token ids out of stored events."""
+    snapshot_only: builtins.bool
+    """True: end after the snapshot."""
     def __init__(
         self,
         *,
         omit_token_ids: builtins.bool = ...,
+        snapshot_only: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["omit_token_ids", b"omit_token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["omit_token_ids", b"omit_token_ids", "snapshot_only", b"snapshot_only"]) -> None: ...
 
 global___WatchEventsRequest = WatchEventsRequest
 
 @typing.final
 class WatchEventsResponse(google.protobuf.message.Message):
-    """A batch of changes, complete at a step border."""
+    """A batch of changes of the prefix table, or a part of one."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: builtins.int
     SNAPSHOT_FIELD_NUMBER: builtins.int
     EVENTS_FIELD_NUMBER: builtins.int
+    MORE_FIELD_NUMBER: builtins.int
     sequence: builtins.int
-    """Rises by one per message; a gap means the watcher fell behind and must start again."""
+    """1 for the first message, rising by one per message; a gap means that messages were lost: start again."""
     snapshot: builtins.bool
-    """True on the first message: the events rebuild the table from nothing."""
+    """True on the messages of the first batch: its events rebuild the table from nothing, parents before their children."""
+    more: builtins.bool
+    """True: the batch goes on in the next message, and what is rebuilt so far is no table the manager ever had."""
     @property
     def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CacheEvent]:
-        """In order."""
+        """To be applied in order; at most 1024."""
 
     def __init__(
         self,
@@ -749,8 +886,9 @@ class WatchEventsResponse(google.protobuf.message.Message):
         sequence: builtins.int = ...,
         snapshot: builtins.bool = ...,
         events: collections.abc.Iterable[global___CacheEvent] | None = ...,
+        more: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["events", b"events", "sequence", b"sequence", "snapshot", b"snapshot"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["events", b"events", "more", b"more", "sequence", b"sequence", "snapshot", b"snapshot"]) -> None: ...
 
 global___WatchEventsResponse = WatchEventsResponse
 
@@ -801,7 +939,9 @@ class BlockStored(google.protobuf.message.Message):
     block_hash: builtins.str
     """Its hash in hex."""
     parent_hash: builtins.str
-    """Hash of the block before it; empty for the first of a chain."""
+    """Hash of the block before it; for the first of a chain that of the chain's root, which stands for model, namespace
+    and adapter and is no block.
+    """
     tier: global___Tier.ValueType
     """Where it is."""
     @property

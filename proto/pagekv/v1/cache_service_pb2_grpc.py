@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class CacheServiceStub(object):
-    """Reads and steers the KV cache. Every answer is a snapshot between two steps. Errors of every call: UNAVAILABLE before
-    an executor is attached for the first time.
+    """Reads and steers the KV cache. Every answer is a snapshot between two steps. Errors of every call: UNAVAILABLE
+    before an executor is attached for the first time.
     """
 
     def __init__(self, channel):
@@ -84,8 +84,8 @@ class CacheServiceStub(object):
 
 
 class CacheServiceServicer(object):
-    """Reads and steers the KV cache. Every answer is a snapshot between two steps. Errors of every call: UNAVAILABLE before
-    an executor is attached for the first time.
+    """Reads and steers the KV cache. Every answer is a snapshot between two steps. Errors of every call: UNAVAILABLE
+    before an executor is attached for the first time.
     """
 
     def GetStats(self, request, context):
@@ -103,7 +103,8 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ExplainPrefix(self, request, context):
-        """Block by block, whether a prompt would hit and if not, why not.
+        """Block by block, whether a prompt would hit and if not, why not. Touches nothing either. Other namespaces are never
+        looked into, so that nobody can find out from here what they hold.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -124,7 +125,10 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PinPrefix(self, request, context):
-        """Keeps a cached prefix from eviction for a limited time.
+        """Keeps the cached full blocks of a prompt from eviction for a limited time. Pins end with their lease, with
+        UnpinPrefix, when an executor is lost and its memory with it, and by a forced reset. Errors: RESOURCE_EXHAUSTED
+        (too many pins, or pinned blocks beyond --max-pinned-share or beyond what live requests need to finish; the
+        message has the numbers).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,14 +142,19 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ResetPrefixCache(self, request, context):
-        """Forgets every cached prefix. Errors: FAILED_PRECONDITION while running requests hold blocks, unless forced.
+        """Forgets every cached prefix. Errors: FAILED_PRECONDITION while running requests or pins hold blocks, unless
+        forced.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchEvents(self, request, context):
-        """The prefix table as it changes: first a snapshot, then every change in order.
+        """The prefix table as it changes, of all namespaces: first a snapshot, then a batch at every step border with
+        changes. A reader that applies each batch holds exactly the manager's table at that border. What comes and goes
+        between two borders is left out, and a slow reader gets the changes of several borders as one batch. Errors:
+        ABORTED (the reader fell too far behind: start again, with a new snapshot), RESOURCE_EXHAUSTED (too many watchers),
+        UNAVAILABLE (the manager is shutting down).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -208,8 +217,8 @@ def add_CacheServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CacheService(object):
-    """Reads and steers the KV cache. Every answer is a snapshot between two steps. Errors of every call: UNAVAILABLE before
-    an executor is attached for the first time.
+    """Reads and steers the KV cache. Every answer is a snapshot between two steps. Errors of every call: UNAVAILABLE
+    before an executor is attached for the first time.
     """
 
     @staticmethod

@@ -18,8 +18,8 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class CacheServiceStub:
-    """Reads and steers the KV cache. Every answer is a snapshot between two steps. Errors of every call: UNAVAILABLE before
-    an executor is attached for the first time.
+    """Reads and steers the KV cache. Every answer is a snapshot between two steps. Errors of every call: UNAVAILABLE
+    before an executor is attached for the first time.
     """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
@@ -39,7 +39,9 @@ class CacheServiceStub:
         pagekv.v1.cache_service_pb2.ExplainPrefixRequest,
         pagekv.v1.cache_service_pb2.ExplainPrefixResponse,
     ]
-    """Block by block, whether a prompt would hit and if not, why not."""
+    """Block by block, whether a prompt would hit and if not, why not. Touches nothing either. Other namespaces are never
+    looked into, so that nobody can find out from here what they hold.
+    """
 
     GetBlockTable: grpc.UnaryUnaryMultiCallable[
         pagekv.v1.cache_service_pb2.GetBlockTableRequest,
@@ -57,7 +59,11 @@ class CacheServiceStub:
         pagekv.v1.cache_service_pb2.PinPrefixRequest,
         pagekv.v1.cache_service_pb2.PinPrefixResponse,
     ]
-    """Keeps a cached prefix from eviction for a limited time."""
+    """Keeps the cached full blocks of a prompt from eviction for a limited time. Pins end with their lease, with
+    UnpinPrefix, when an executor is lost and its memory with it, and by a forced reset. Errors: RESOURCE_EXHAUSTED
+    (too many pins, or pinned blocks beyond --max-pinned-share or beyond what live requests need to finish; the
+    message has the numbers).
+    """
 
     UnpinPrefix: grpc.UnaryUnaryMultiCallable[
         pagekv.v1.cache_service_pb2.UnpinPrefixRequest,
@@ -69,17 +75,24 @@ class CacheServiceStub:
         pagekv.v1.cache_service_pb2.ResetPrefixCacheRequest,
         pagekv.v1.cache_service_pb2.ResetPrefixCacheResponse,
     ]
-    """Forgets every cached prefix. Errors: FAILED_PRECONDITION while running requests hold blocks, unless forced."""
+    """Forgets every cached prefix. Errors: FAILED_PRECONDITION while running requests or pins hold blocks, unless
+    forced.
+    """
 
     WatchEvents: grpc.UnaryStreamMultiCallable[
         pagekv.v1.cache_service_pb2.WatchEventsRequest,
         pagekv.v1.cache_service_pb2.WatchEventsResponse,
     ]
-    """The prefix table as it changes: first a snapshot, then every change in order."""
+    """The prefix table as it changes, of all namespaces: first a snapshot, then a batch at every step border with
+    changes. A reader that applies each batch holds exactly the manager's table at that border. What comes and goes
+    between two borders is left out, and a slow reader gets the changes of several borders as one batch. Errors:
+    ABORTED (the reader fell too far behind: start again, with a new snapshot), RESOURCE_EXHAUSTED (too many watchers),
+    UNAVAILABLE (the manager is shutting down).
+    """
 
 class CacheServiceAsyncStub:
-    """Reads and steers the KV cache. Every answer is a snapshot between two steps. Errors of every call: UNAVAILABLE before
-    an executor is attached for the first time.
+    """Reads and steers the KV cache. Every answer is a snapshot between two steps. Errors of every call: UNAVAILABLE
+    before an executor is attached for the first time.
     """
 
     GetStats: grpc.aio.UnaryUnaryMultiCallable[
@@ -98,7 +111,9 @@ class CacheServiceAsyncStub:
         pagekv.v1.cache_service_pb2.ExplainPrefixRequest,
         pagekv.v1.cache_service_pb2.ExplainPrefixResponse,
     ]
-    """Block by block, whether a prompt would hit and if not, why not."""
+    """Block by block, whether a prompt would hit and if not, why not. Touches nothing either. Other namespaces are never
+    looked into, so that nobody can find out from here what they hold.
+    """
 
     GetBlockTable: grpc.aio.UnaryUnaryMultiCallable[
         pagekv.v1.cache_service_pb2.GetBlockTableRequest,
@@ -116,7 +131,11 @@ class CacheServiceAsyncStub:
         pagekv.v1.cache_service_pb2.PinPrefixRequest,
         pagekv.v1.cache_service_pb2.PinPrefixResponse,
     ]
-    """Keeps a cached prefix from eviction for a limited time."""
+    """Keeps the cached full blocks of a prompt from eviction for a limited time. Pins end with their lease, with
+    UnpinPrefix, when an executor is lost and its memory with it, and by a forced reset. Errors: RESOURCE_EXHAUSTED
+    (too many pins, or pinned blocks beyond --max-pinned-share or beyond what live requests need to finish; the
+    message has the numbers).
+    """
 
     UnpinPrefix: grpc.aio.UnaryUnaryMultiCallable[
         pagekv.v1.cache_service_pb2.UnpinPrefixRequest,
@@ -128,17 +147,24 @@ class CacheServiceAsyncStub:
         pagekv.v1.cache_service_pb2.ResetPrefixCacheRequest,
         pagekv.v1.cache_service_pb2.ResetPrefixCacheResponse,
     ]
-    """Forgets every cached prefix. Errors: FAILED_PRECONDITION while running requests hold blocks, unless forced."""
+    """Forgets every cached prefix. Errors: FAILED_PRECONDITION while running requests or pins hold blocks, unless
+    forced.
+    """
 
     WatchEvents: grpc.aio.UnaryStreamMultiCallable[
         pagekv.v1.cache_service_pb2.WatchEventsRequest,
         pagekv.v1.cache_service_pb2.WatchEventsResponse,
     ]
-    """The prefix table as it changes: first a snapshot, then every change in order."""
+    """The prefix table as it changes, of all namespaces: first a snapshot, then a batch at every step border with
+    changes. A reader that applies each batch holds exactly the manager's table at that border. What comes and goes
+    between two borders is left out, and a slow reader gets the changes of several borders as one batch. Errors:
+    ABORTED (the reader fell too far behind: start again, with a new snapshot), RESOURCE_EXHAUSTED (too many watchers),
+    UNAVAILABLE (the manager is shutting down).
+    """
 
 class CacheServiceServicer(metaclass=abc.ABCMeta):
-    """Reads and steers the KV cache. Every answer is a snapshot between two steps. Errors of every call: UNAVAILABLE before
-    an executor is attached for the first time.
+    """Reads and steers the KV cache. Every answer is a snapshot between two steps. Errors of every call: UNAVAILABLE
+    before an executor is attached for the first time.
     """
 
     @abc.abstractmethod
@@ -163,7 +189,9 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
         request: pagekv.v1.cache_service_pb2.ExplainPrefixRequest,
         context: _ServicerContext,
     ) -> typing.Union[pagekv.v1.cache_service_pb2.ExplainPrefixResponse, collections.abc.Awaitable[pagekv.v1.cache_service_pb2.ExplainPrefixResponse]]:
-        """Block by block, whether a prompt would hit and if not, why not."""
+        """Block by block, whether a prompt would hit and if not, why not. Touches nothing either. Other namespaces are never
+        looked into, so that nobody can find out from here what they hold.
+        """
 
     @abc.abstractmethod
     def GetBlockTable(
@@ -187,7 +215,11 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
         request: pagekv.v1.cache_service_pb2.PinPrefixRequest,
         context: _ServicerContext,
     ) -> typing.Union[pagekv.v1.cache_service_pb2.PinPrefixResponse, collections.abc.Awaitable[pagekv.v1.cache_service_pb2.PinPrefixResponse]]:
-        """Keeps a cached prefix from eviction for a limited time."""
+        """Keeps the cached full blocks of a prompt from eviction for a limited time. Pins end with their lease, with
+        UnpinPrefix, when an executor is lost and its memory with it, and by a forced reset. Errors: RESOURCE_EXHAUSTED
+        (too many pins, or pinned blocks beyond --max-pinned-share or beyond what live requests need to finish; the
+        message has the numbers).
+        """
 
     @abc.abstractmethod
     def UnpinPrefix(
@@ -203,7 +235,9 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
         request: pagekv.v1.cache_service_pb2.ResetPrefixCacheRequest,
         context: _ServicerContext,
     ) -> typing.Union[pagekv.v1.cache_service_pb2.ResetPrefixCacheResponse, collections.abc.Awaitable[pagekv.v1.cache_service_pb2.ResetPrefixCacheResponse]]:
-        """Forgets every cached prefix. Errors: FAILED_PRECONDITION while running requests hold blocks, unless forced."""
+        """Forgets every cached prefix. Errors: FAILED_PRECONDITION while running requests or pins hold blocks, unless
+        forced.
+        """
 
     @abc.abstractmethod
     def WatchEvents(
@@ -211,6 +245,11 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
         request: pagekv.v1.cache_service_pb2.WatchEventsRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[pagekv.v1.cache_service_pb2.WatchEventsResponse], collections.abc.AsyncIterator[pagekv.v1.cache_service_pb2.WatchEventsResponse]]:
-        """The prefix table as it changes: first a snapshot, then every change in order."""
+        """The prefix table as it changes, of all namespaces: first a snapshot, then a batch at every step border with
+        changes. A reader that applies each batch holds exactly the manager's table at that border. What comes and goes
+        between two borders is left out, and a slow reader gets the changes of several borders as one batch. Errors:
+        ABORTED (the reader fell too far behind: start again, with a new snapshot), RESOURCE_EXHAUSTED (too many watchers),
+        UNAVAILABLE (the manager is shutting down).
+        """
 
 def add_CacheServiceServicer_to_server(servicer: CacheServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -19,7 +19,9 @@ from pagekv.client import (
     ConnectionLost,
     DeadlineExceeded,
     FailedPrecondition,
+    FellBehind,
     InvalidRequest,
+    LimitExceeded,
     MediaHash,
     ModelInfo,
     NotFound,
@@ -210,7 +212,7 @@ def test_the_other_calls(server: ScriptedServer, client: PageKVClient) -> None:
     lookup = cache_pb.LookupPrefixRequest(tokenized=types_pb2.TokenizedInput(input_ids=[1, 2]))
     lookup.cache.namespace = "n"
     server.expect("LookupPrefix", cache_pb.LookupPrefixResponse(prompt_tokens=2, block_ids=[4]), check=is_equal(lookup))
-    assert client.lookup_prefix([1, 2], cache=CacheControls("n")) == PrefixLookup(2, 0, 0, (4,))
+    assert client.lookup_prefix([1, 2], cache=CacheControls("n")) == PrefixLookup(2, 0, 0, (4,), 0)
     sequence = cache_pb.SequenceBlocks(state="running", num_tokens=4, block_ids=[1], block_hashes=["ff"])
     table = cache_pb.GetBlockTableRequest(request_id="r")
     server.expect("GetBlockTable", cache_pb.GetBlockTableResponse(sequences=[sequence]), check=is_equal(table))
@@ -250,9 +252,11 @@ def test_health(server: ScriptedServer, client: PageKVClient) -> None:
         (errors.NotFound("no request r"), NotFound, {}),
         (errors.Overloaded("1024 wait", 2.5), Overloaded, {"retry_delay_s": 2.5}),
         (errors.OutOfMemory("pools"), errors.OutOfMemory, {}),
+        (errors.LimitExceeded("pins"), LimitExceeded, {}),
         (errors.Unavailable("draining", 3.0), Unavailable, {"retry_delay_s": 3.0}),
         (errors.FailedPrecondition("blocks are held"), FailedPrecondition, {}),
         (errors.StaleEpoch("old"), errors.StaleEpoch, {}),
+        (errors.FellBehind("start again"), FellBehind, {}),
         (errors.NotImplementedYet("later"), NotImplementedYet, {}),
         (grpc.StatusCode.INTERNAL, ServerError, {"code": "INTERNAL"}),
         (grpc.StatusCode.UNIMPLEMENTED, ServerError, {"code": "UNIMPLEMENTED"}),
