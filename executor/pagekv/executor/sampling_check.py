@@ -1,4 +1,5 @@
-"""The bounds of a sequence's sampling fields, as types.proto states them for clients."""
+"""The bounds of a sequence's sampling fields: those that types.proto states for clients, and for log-probabilities, of
+which beam search needs more, that of executor_service.proto."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from pagekv.common.errors import InvalidRequest
 from pagekv.executor.backend import Sampling
 from pagekv.executor.step import StepSampling
 
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 128
 MAX_BIASES = 1024
 # A model's own end-of-sequence ids and at most 64 stop ids of a request.
 MAX_BANNED = 1024

@@ -420,7 +420,9 @@ class StepSampling(google.protobuf.message.Message):
     min_tokens: builtins.int
     """Output tokens before which none of banned_until_min may be chosen; 0: off."""
     logprobs: builtins.int
-    """Absent: no log-probabilities. Else the chosen token's and this many likeliest."""
+    """Absent: no log-probabilities. Else the chosen token's and this many likeliest, 0 to 128; the whole vocabulary if
+    that is less.
+    """
     @property
     def banned_until_min(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """End-of-sequence and stop ids, banned until min_tokens."""

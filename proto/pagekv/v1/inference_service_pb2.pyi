@@ -41,7 +41,9 @@ class GenerateRequest(google.protobuf.message.Message):
     n = 1; below the number of input ids and up to max_tokens. 0: none.
     """
     only_complete: builtins.bool
-    """False or absent: stream chunks as tokens arrive. True: only the GenerateComplete of each sequence."""
+    """False or absent: stream chunks as tokens arrive. True: only the GenerateComplete of each sequence, as always with
+    beam search.
+    """
     @property
     def tokenized(self) -> pagekv.v1.types_pb2.TokenizedInput:
         """As token ids."""
@@ -174,6 +176,7 @@ class GenerateComplete(google.protobuf.message.Message):
     STOP_STRING_FIELD_NUMBER: builtins.int
     PREEMPTIONS_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
+    CUMULATIVE_LOGPROB_FIELD_NUMBER: builtins.int
     index: builtins.int
     """Which of the n sequences, from 0."""
     finish_reason: pagekv.v1.types_pb2.FinishReason.ValueType
@@ -192,6 +195,8 @@ class GenerateComplete(google.protobuf.message.Message):
     """A stop string."""
     preemptions: builtins.int
     """How often this sequence was preempted."""
+    cumulative_logprob: builtins.float
+    """Sum of the natural-log probabilities of output_ids. Only of beam search."""
     @property
     def output_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Every token generated, resumed tokens left out."""
@@ -214,9 +219,13 @@ class GenerateComplete(google.protobuf.message.Message):
         stop_string: builtins.str = ...,
         preemptions: builtins.int = ...,
         logprobs: collections.abc.Iterable[pagekv.v1.types_pb2.PositionLogprobs] | None = ...,
+        cumulative_logprob: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["matched_stop", b"matched_stop", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "matched_stop", b"matched_stop", "output_ids", b"output_ids", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text", b"text"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cumulative_logprob", b"cumulative_logprob", "matched_stop", b"matched_stop", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "cumulative_logprob", b"cumulative_logprob", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "matched_stop", b"matched_stop", "output_ids", b"output_ids", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text", b"text"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_cumulative_logprob", b"_cumulative_logprob"]) -> typing.Literal["cumulative_logprob"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["matched_stop", b"matched_stop"]) -> typing.Literal["stop_token_id", "stop_string"] | None: ...
 
 global___GenerateComplete = GenerateComplete
@@ -379,7 +388,9 @@ class GetModelInfoResponse(google.protobuf.message.Message):
     model_fingerprint: builtins.str
     """Digest of configuration and weights, in hex; part of every block's identity."""
     max_model_len: builtins.int
-    """Prompt and output together may have this many tokens."""
+    """Prompt and output together may have this many tokens, if the pool holds them: the last token takes no slot, so
+    num_device_blocks * block_size + 1 fit.
+    """
     vocab_size: builtins.int
     """Token ids are below this."""
     has_tokenizer: builtins.bool

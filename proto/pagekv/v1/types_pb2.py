@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15pagekv/v1/types.proto\x12\tpagekv.v1\"\x9a\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x0e\n\x01n\x18\x07 \x01(\rH\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x17\n\nignore_eos\x18\x0b \x01(\x08H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x02H\t\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\r \x01(\x02H\n\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0e \x01(\x02H\x0b\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x0c\x88\x01\x01\x12<\n\nlogit_bias\x18\x10 \x03(\x0b\x32(.pagekv.v1.SamplingParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x04\n\x02_nB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0b\n\t_logprobs\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"a\n\x10PositionLogprobs\x12\'\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x17.pagekv.v1.TokenLogprob\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.pagekv.v1.TokenLogprob\"#\n\x0eTokenizedInput\x12\x11\n\tinput_ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"5\n\tChatInput\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.pagekv.v1.ChatMessage\"\x85\x01\n\rCacheControls\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x12\n\nadapter_id\x18\x02 \x01(\t\x12*\n\x0cmedia_hashes\x18\x03 \x03(\x0b\x32\x14.pagekv.v1.MediaHash\x12\x0f\n\x07no_read\x18\x04 \x01(\x08\x12\x10\n\x08no_write\x18\x05 \x01(\x08\";\n\tMediaHash\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x0e\n\x06length\x18\x02 \x01(\r\x12\x0c\n\x04hash\x18\x03 \x01(\t*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15pagekv/v1/types.proto\x12\tpagekv.v1\"\xa2\x06\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x0e\n\x01n\x18\x07 \x01(\rH\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x17\n\nignore_eos\x18\x0b \x01(\x08H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x02H\t\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\r \x01(\x02H\n\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0e \x01(\x02H\x0b\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x0c\x88\x01\x01\x12<\n\nlogit_bias\x18\x10 \x03(\x0b\x32(.pagekv.v1.SamplingParams.LogitBiasEntry\x12\x17\n\nbeam_width\x18\x11 \x01(\rH\r\x88\x01\x01\x12\x1b\n\x0elength_penalty\x18\x12 \x01(\x02H\x0e\x88\x01\x01\x12\x1b\n\x0e\x65\x61rly_stopping\x18\x13 \x01(\x08H\x0f\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x04\n\x02_nB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0b\n\t_logprobsB\r\n\x0b_beam_widthB\x11\n\x0f_length_penaltyB\x11\n\x0f_early_stopping\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"a\n\x10PositionLogprobs\x12\'\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x17.pagekv.v1.TokenLogprob\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.pagekv.v1.TokenLogprob\"#\n\x0eTokenizedInput\x12\x11\n\tinput_ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"5\n\tChatInput\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.pagekv.v1.ChatMessage\"\x85\x01\n\rCacheControls\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x12\n\nadapter_id\x18\x02 \x01(\t\x12*\n\x0cmedia_hashes\x18\x03 \x03(\x0b\x32\x14.pagekv.v1.MediaHash\x12\x0f\n\x07no_read\x18\x04 \x01(\x08\x12\x10\n\x08no_write\x18\x05 \x01(\x08\";\n\tMediaHash\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x0e\n\x06length\x18\x02 \x01(\r\x12\x0c\n\x04hash\x18\x03 \x01(\t*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,24 +33,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1190
-  _globals['_FINISHREASON']._serialized_end=1310
+  _globals['_FINISHREASON']._serialized_start=1326
+  _globals['_FINISHREASON']._serialized_end=1446
   _globals['_SAMPLINGPARAMS']._serialized_start=37
-  _globals['_SAMPLINGPARAMS']._serialized_end=703
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=470
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=518
-  _globals['_TOKENLOGPROB']._serialized_start=705
-  _globals['_TOKENLOGPROB']._serialized_end=754
-  _globals['_POSITIONLOGPROBS']._serialized_start=756
-  _globals['_POSITIONLOGPROBS']._serialized_end=853
-  _globals['_TOKENIZEDINPUT']._serialized_start=855
-  _globals['_TOKENIZEDINPUT']._serialized_end=890
-  _globals['_CHATMESSAGE']._serialized_start=892
-  _globals['_CHATMESSAGE']._serialized_end=936
-  _globals['_CHATINPUT']._serialized_start=938
-  _globals['_CHATINPUT']._serialized_end=991
-  _globals['_CACHECONTROLS']._serialized_start=994
-  _globals['_CACHECONTROLS']._serialized_end=1127
-  _globals['_MEDIAHASH']._serialized_start=1129
-  _globals['_MEDIAHASH']._serialized_end=1188
+  _globals['_SAMPLINGPARAMS']._serialized_end=839
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=553
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=601
+  _globals['_TOKENLOGPROB']._serialized_start=841
+  _globals['_TOKENLOGPROB']._serialized_end=890
+  _globals['_POSITIONLOGPROBS']._serialized_start=892
+  _globals['_POSITIONLOGPROBS']._serialized_end=989
+  _globals['_TOKENIZEDINPUT']._serialized_start=991
+  _globals['_TOKENIZEDINPUT']._serialized_end=1026
+  _globals['_CHATMESSAGE']._serialized_start=1028
+  _globals['_CHATMESSAGE']._serialized_end=1072
+  _globals['_CHATINPUT']._serialized_start=1074
+  _globals['_CHATINPUT']._serialized_end=1127
+  _globals['_CACHECONTROLS']._serialized_start=1130
+  _globals['_CACHECONTROLS']._serialized_end=1263
+  _globals['_MEDIAHASH']._serialized_start=1265
+  _globals['_MEDIAHASH']._serialized_end=1324
 # @@protoc_insertion_point(module_scope)

@@ -93,6 +93,9 @@ class SamplingParams(google.protobuf.message.Message):
     FREQUENCY_PENALTY_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
     LOGIT_BIAS_FIELD_NUMBER: builtins.int
+    BEAM_WIDTH_FIELD_NUMBER: builtins.int
+    LENGTH_PENALTY_FIELD_NUMBER: builtins.int
+    EARLY_STOPPING_FIELD_NUMBER: builtins.int
     temperature: builtins.float
     """Softmax temperature, 0 to 100. 0 means greedy: the most likely token, seed unused. Absent: 1.0."""
     top_p: builtins.float
@@ -102,15 +105,17 @@ class SamplingParams(google.protobuf.message.Message):
     min_p: builtins.float
     """Only tokens at least this share as likely as the likeliest, 0 to 1. 0 or absent: off."""
     max_tokens: builtins.int
-    """Tokens to generate at most, 1 to what the context leaves. Absent: 16 for a text or token prompt, or what the
-    context leaves if that is less; what the context leaves for chat.
+    """Tokens to generate at most, 1 to what context and pool leave. Absent: 16 for a text or token prompt, or what they
+    leave if that is less; what they leave for chat.
     """
     min_tokens: builtins.int
     """Tokens to generate before end-of-sequence, stop strings or stop_token_ids may end the sequence, 0 to
     max_tokens. Absent: 0.
     """
     n: builtins.int
-    """Independent continuations of the prompt, 1 to 64; each is a sequence with its own index. Absent: 1."""
+    """Independent continuations of the prompt, 1 to 64; each is a sequence with its own index. With beam_width: how many
+    of the best hypotheses to return, 1 to beam_width. Absent: 1.
+    """
     seed: builtins.int
     """Seed of the random choices. Absent: drawn by the server, so the output differs from call to call."""
     ignore_eos: builtins.bool
@@ -126,6 +131,22 @@ class SamplingParams(google.protobuf.message.Message):
     logprobs: builtins.int
     """Log-probabilities to return per generated token: that of the token itself and of this many likeliest, 0 to 20.
     They are of the raw logits, before temperature, penalties and filters. Absent: none at all.
+    """
+    beam_width: builtins.int
+    """Beam search with this many hypotheses at once, 1 to 32, less where end-of-sequence ids and stop_token_ids are many:
+    it and they are at most 128 together, and at most the vocabulary. 0 or absent: off. The n best hypotheses are
+    returned, best first, by one GenerateComplete each when all are known; no chunks are streamed. max_tokens,
+    min_tokens, stop_token_ids and ignore_eos apply. Hypotheses are judged by the raw logits and nothing is drawn, so
+    what would have no effect is refused: a temperature other than 0, seed, stop, logprobs and resumed_tokens, and
+    top_p, top_k, min_p, penalties and logit_bias unless they are off.
+    """
+    length_penalty: builtins.float
+    """Beam search compares the hypotheses that have ended by cumulative_logprob / tokens ^ length_penalty: above 0 longer
+    ones gain, below 0 shorter ones. -10 to 10, only with beam_width. Absent: 1.0.
+    """
+    early_stopping: builtins.bool
+    """When beam search is over. True: once beam_width hypotheses have ended. False: not before the best one that goes on
+    would, if it ended now, be no better than the worst of those. Only with beam_width. Absent: false.
     """
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -162,13 +183,22 @@ class SamplingParams(google.protobuf.message.Message):
         frequency_penalty: builtins.float | None = ...,
         logprobs: builtins.int | None = ...,
         logit_bias: collections.abc.Mapping[builtins.int, builtins.float] | None = ...,
+        beam_width: builtins.int | None = ...,
+        length_penalty: builtins.float | None = ...,
+        early_stopping: builtins.bool | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_beam_width", b"_beam_width", "_early_stopping", b"_early_stopping", "_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_length_penalty", b"_length_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "beam_width", b"beam_width", "early_stopping", b"early_stopping", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "length_penalty", b"length_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_beam_width", b"_beam_width", "_early_stopping", b"_early_stopping", "_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_length_penalty", b"_length_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "beam_width", b"beam_width", "early_stopping", b"early_stopping", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "length_penalty", b"length_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_beam_width", b"_beam_width"]) -> typing.Literal["beam_width"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_early_stopping", b"_early_stopping"]) -> typing.Literal["early_stopping"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_frequency_penalty", b"_frequency_penalty"]) -> typing.Literal["frequency_penalty"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_ignore_eos", b"_ignore_eos"]) -> typing.Literal["ignore_eos"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_length_penalty", b"_length_penalty"]) -> typing.Literal["length_penalty"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_logprobs", b"_logprobs"]) -> typing.Literal["logprobs"] | None: ...
     @typing.overload

@@ -97,7 +97,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str, str]] = [
     ("presence", sampling(presence_penalty=2.5), "new_seqs[0].sampling.presence_penalty", "from -2 to 2, got 2.5"),
     ("frequency", sampling(frequency_penalty=-INF), "new_seqs[0].sampling.frequency_penalty", "from -2 to 2"),
     ("min-tokens", sampling(min_tokens=65), "new_seqs[0].sampling.min_tokens", "from 0 to 64, got 65"),
-    ("logprobs", sampling(logprobs=21), "new_seqs[0].sampling.logprobs", "from 0 to 20, got 21"),
+    ("logprobs", sampling(logprobs=129), "new_seqs[0].sampling.logprobs", "from 0 to 128, got 129"),
     ("banned", sampling(banned_until_min=[0, 512]), "new_seqs[0].sampling.banned_until_min[1]", "below 512, got 512"),
     ("banned-many", sampling(banned_until_min=[0] * 1025), "new_seqs[0].sampling.banned_until_min", "at most 1024"),
     (

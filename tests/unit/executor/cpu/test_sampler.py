@@ -80,7 +80,7 @@ samplings = st.builds(
     min_tokens=st.integers(0, 4),
     banned_until_min=st.lists(token, max_size=3).map(tuple),
     logit_bias=st.dictionaries(token, st.sampled_from([-100.0, -1.0, 2.0, 100.0]), max_size=3),
-    logprobs=st.sampled_from([None, 0, 3, 20]),
+    logprobs=st.sampled_from([None, 0, 3, 128]),
 )
 
 
