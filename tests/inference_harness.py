@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import grpc
@@ -86,7 +87,7 @@ class Harness:
 
 @asynccontextmanager
 async def serving(tokenizer: Tokenizer | None = TOKENIZER, opened: bool = True) -> AsyncIterator[Harness]:
-    engine = FakeEngine()
+    engine = FakeEngine(replace(MODEL, num_device_blocks=16))  # the whole context
     state = ServingState(engine)
     if opened:
         state.open(MODEL.model_fingerprint, tokenizer)

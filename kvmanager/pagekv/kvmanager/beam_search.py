@@ -27,6 +27,9 @@ from pagekv.kvmanager.request import FinishReason
 # (token id, natural-log probability) pairs, best first.
 Candidates: TypeAlias = Sequence[tuple[int, float]]
 
+# What an executor tells of a token at most: the bound of StepSampling.logprobs.
+MAX_CANDIDATES = 128
+
 
 class Continuation(NamedTuple):
     """A beam that lives on: the one at `parent` in the order before this step, with one more token."""

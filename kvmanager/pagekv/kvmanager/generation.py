@@ -30,6 +30,7 @@ class _Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     cached_tokens: int = 0
     preemptions: int = 0
+    cumulative_logprob: float | None = None
 
 
 class Generation:
@@ -40,7 +41,8 @@ class Generation:
     ) -> None:
         self._engine = engine
         self._command = command
-        self._only_complete = only_complete
+        # Of beam search nothing is known before its end.
+        self._only_complete = only_complete or command.sampling.beam_width > 0
         self._eos = served.model.eos_token_ids
         self._prompt_tokens = len(command.prompt_ids) - command.resumed_tokens
         prepared = StopStrings(stops)
@@ -68,6 +70,7 @@ class Generation:
                     continue  # tokens behind a stop string
                 sequence = self._sequences[delta.index]
                 sequence.cached_tokens, sequence.preemptions = delta.cached_tokens, delta.preemptions
+                sequence.cumulative_logprob = delta.cumulative_logprob
                 out = sequence.output.take(delta)
                 sequence.token_ids += out.token_ids
                 sequence.texts.append(out.text)
@@ -113,6 +116,7 @@ class Generation:
             cached_tokens=sequence.cached_tokens,
             preemptions=sequence.preemptions,
             logprobs=map(_position_logprobs, sequence.logprobs),
+            cumulative_logprob=sequence.cumulative_logprob,
         )
         if out.stop_token_id is not None:
             complete.stop_token_id = out.stop_token_id

@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pagekv.common.errors import InvalidRequest
+from pagekv.kvmanager.beam_search import MAX_CANDIDATES
+from pagekv.kvmanager.capacity import check_output_fits, check_prompt_fits, longest_sequence
 from pagekv.kvmanager.engine import ModelInfo
 from pagekv.kvmanager.prompt_input import PromptReader, check_token_ids
 from pagekv.kvmanager.request import CacheIdentity, GenerateCommand, MediaSpan, SamplingParams
@@ -25,9 +27,24 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
 MAX_PRIORITY = 100
 MAX_NAME_BYTES = 256
+MAX_BEAM_WIDTH = 32
+MAX_LENGTH_PENALTY = 10
 MAX_MEDIA = 256
 MAX_MEDIA_HASH_CHARACTERS = 128
 DEFAULT_MAX_TOKENS = 16
+# Values of what beam search has no use for, by which a field says no more than an absent one.
+_BEAM_NEUTRAL: dict[str, float] = {
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+# Field that a prompt of each kind stands in.
+_INPUT_FIELDS = {"text": "text", "tokenized": "tokenized.input_ids", "chat": "chat.messages"}
+_BEAM_ABSENT = ("seed", "stop", "logprobs", "logit_bias")
 
 
 async def read_generate(
@@ -44,12 +61,15 @@ async def read_generate(
     n = params.n if params.HasField("n") else 1
     _check("sampling_params.n", n, 1, MAX_N)
     sampling = _read_sampling(params, model.vocab_size)
+    _check_beams(params, sampling, n, model)
     stops = _read_stops(params, tokenizer)
     kind, resumed = request.WhichOneof("input"), request.resumed_tokens
     if resumed and kind != "tokenized":
         raise InvalidRequest("resumed_tokens", f"must be 0 unless the input is tokenized, got {resumed}")
     if resumed and n != 1:
         raise InvalidRequest("resumed_tokens", f"must be 0 unless sampling_params.n is 1, got {resumed} with n of {n}")
+    if resumed and sampling.beam_width:
+        raise InvalidRequest("resumed_tokens", f"must be 0 with sampling_params.beam_width, got {resumed}")
     identity = read_cache_controls(request.cache)
 
     # A prompt leaves room for one token of output at least; resumed tokens are output.
@@ -59,15 +79,19 @@ async def read_generate(
         raise InvalidRequest("resumed_tokens", f"must be below the number of input ids ({len(prompt)}), got {resumed}")
     num_prompt = len(prompt) - resumed
     check_media(identity, num_prompt)
-    left = model.max_model_len - num_prompt
+    assert kind is not None, "a request without an input has no prompt"
+    check_prompt_fits(_INPUT_FIELDS[kind], num_prompt, sampling.beam_width, model)
     if params.HasField("max_tokens"):
         max_tokens = params.max_tokens
+        left = model.max_model_len - num_prompt
         if not 1 <= max_tokens <= left:
             raise InvalidRequest(
                 "sampling_params.max_tokens",
                 f"must be from 1 to {left} ({_context(model)}, the prompt takes {num_prompt}), got {max_tokens}",
             )
+        check_output_fits(num_prompt, max_tokens, sampling.beam_width, model)
     else:
+        left = longest_sequence(model, sampling.beam_width) - num_prompt
         max_tokens = left if kind == "chat" else min(DEFAULT_MAX_TOKENS, left)
     if resumed > max_tokens:
         raise InvalidRequest("resumed_tokens", f"must be from 0 to max_tokens ({max_tokens}), got {resumed}")
@@ -112,8 +136,9 @@ def _read_sampling(params: types_pb2.SamplingParams, vocab_size: int) -> Samplin
         _check(f"sampling_params.{name}", value, low, high)
         return value
 
+    beam_width = whole("beam_width", 0, 0, MAX_BEAM_WIDTH)
     return SamplingParams(
-        temperature=number("temperature", 1.0, 0, 100),
+        temperature=number("temperature", 0.0 if beam_width else 1.0, 0, 100),
         top_p=number("top_p", 1.0, 0, 1, above=True),
         top_k=whole("top_k", 0, 0, vocab_size),
         min_p=number("min_p", 0.0, 0, 1),
@@ -125,7 +150,39 @@ def _read_sampling(params: types_pb2.SamplingParams, vocab_size: int) -> Samplin
         frequency_penalty=number("frequency_penalty", 0.0, -2, 2),
         logprobs=whole("logprobs", 0, 0, MAX_LOGPROBS) if "logprobs" in given else None,
         logit_bias=_read_logit_bias(params, vocab_size),
+        beam_width=beam_width,
+        length_penalty=number("length_penalty", 1.0, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
+        early_stopping=params.early_stopping,
     )
+
+
+def _check_beams(params: types_pb2.SamplingParams, sampling: SamplingParams, n: int, model: ModelInfo) -> None:
+    """Refuses a beam search that cannot be, and fields that would be ignored: of beam search, or of sampling."""
+    given = {descriptor.name: value for descriptor, value in params.ListFields()}
+    width = sampling.beam_width
+    if not width:
+        for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+            if given.get(name, neutral) != neutral:
+                raise InvalidRequest(f"sampling_params.{name}", f"must be absent without beam_width, got {given[name]}")
+        return
+    num_ends = len(sampling.end_ids(model.eos_token_ids))
+    most = min(MAX_BEAM_WIDTH, MAX_CANDIDATES - num_ends, model.vocab_size - num_ends, model.num_device_blocks)
+    if width > most:
+        raise InvalidRequest(
+            "sampling_params.beam_width",
+            f"must be from 0 to {most} ({num_ends} tokens end a hypothesis, the vocabulary has {model.vocab_size}, "
+            f"the pool {model.num_device_blocks} blocks), got {width}",
+        )
+    if n > width:
+        raise InvalidRequest("sampling_params.n", f"must be from 1 to beam_width ({width}), got {n}")
+    for name, neutral in _BEAM_NEUTRAL.items():
+        if given.get(name, neutral) != neutral:
+            raise InvalidRequest(
+                f"sampling_params.{name}", f"must be {neutral:g} or absent with beam_width, got {given[name]}"
+            )
+    for name in _BEAM_ABSENT:
+        if name in given:
+            raise InvalidRequest(f"sampling_params.{name}", "must be absent with beam_width")
 
 
 def _read_stop_token_ids(params: types_pb2.SamplingParams, vocab_size: int) -> tuple[int, ...]:

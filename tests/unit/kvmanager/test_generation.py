@@ -166,6 +166,37 @@ def test_only_complete_sends_nothing_else() -> None:
     run(body)
 
 
+def test_beam_search_sends_its_results_best_first_and_no_chunks() -> None:
+    """The engine pushes every result whole; a stop token is reported without text, as ever (CHECKLIST J2)."""
+
+    async def body(h: Harness) -> None:
+        params = {"n": 2, "beam_width": 3, "max_tokens": 4, "stop_token_ids": tokens_of("d")}
+        call = await h.start(request(params=params))
+        assert h.engine.commands[0].sampling.beam_width == 3
+        best, second = tokens_of("a") + tokens_of("d"), tokens_of("b") + tokens_of("c")
+        stream = h.engine.live["r"]
+        stream.push(SequenceDelta(0, best, finish=FinishReason.STOP, stop_token_id=best[-1], cumulative_logprob=-1.25))
+        stream.push(SequenceDelta(1, second, finish=FinishReason.LENGTH, cumulative_logprob=-2.5))
+        messages = await call.rest()
+        assert [m.WhichOneof("event") for m in messages] == ["complete", "complete"]
+        first, last = (m.complete for m in messages)
+        assert (first.index, list(first.output_ids), first.text, first.finish_reason) == (0, best, "a", STOP)
+        assert (first.cumulative_logprob, first.stop_token_id, first.completion_tokens) == (-1.25, best[-1], 2)
+        assert (last.index, list(last.output_ids), last.text, last.finish_reason) == (1, second, "bc", LENGTH)
+        assert last.cumulative_logprob == -2.5
+
+    run(body)
+
+
+def test_sampling_has_no_cumulative_logprob() -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request())
+        h.engine.push("r", 50, finish=FinishReason.LENGTH)
+        assert not (await call.rest())[-1].complete.HasField("cumulative_logprob")
+
+    run(body)
+
+
 def test_logprobs_arrive_with_their_tokens() -> None:
     async def body(h: Harness) -> None:
         call = await h.start(request(params={"logprobs": 2}))

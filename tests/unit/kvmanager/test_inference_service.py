@@ -160,7 +160,7 @@ def test_model_info() -> None:
             has_tokenizer=True,
             has_chat_template=True,
             block_size=4,
-            num_device_blocks=10,
+            num_device_blocks=16,
             backend="oracle",
         )
 

@@ -31,13 +31,18 @@ IDS = types_pb2.TokenizedInput(input_ids=[5, 6, 7, 8])
 
 
 def read(
-    request: pb.GenerateRequest, tokenizer: Tokenizer | None = TOKENIZER, max_model_len: int = 64
+    request: pb.GenerateRequest, tokenizer: Tokenizer | None = TOKENIZER, **model: Any
 ) -> tuple[GenerateCommand, list[str]]:
-    return asyncio.run(read_generate(request, replace(MODEL, max_model_len=max_model_len), tokenizer))
+    """With a pool that holds the whole context unless told otherwise."""
+    return asyncio.run(read_generate(request, replace(MODEL, **{"num_device_blocks": 16, **model}), tokenizer))
 
 
 def sampled(**params: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(tokenized=IDS, sampling_params=types_pb2.SamplingParams(**params))
+
+
+def beams(width: int = 4, **params: Any) -> pb.GenerateRequest:
+    return sampled(beam_width=width, **params)
 
 
 def cached(**controls: Any) -> pb.GenerateRequest:
@@ -123,6 +128,29 @@ REFUSED: list[tuple[pb.GenerateRequest, str, str]] = [
     (sampled(logit_bias={7: 100.5}), P + "logit_bias[7]", "from -100 to 100, got 100.5"),
     (sampled(logit_bias={7: math.nan}), P + "logit_bias[7]", "got nan"),
     (sampled(logit_bias=dict.fromkeys(range(1025), 1.0)), P + "logit_bias", "at most 1024 entries, has 1025"),
+    (beams(33), P + "beam_width", "from 0 to 32, got 33"),
+    (beams(17), P + "beam_width", "from 0 to 16 .*the pool 16 blocks.*, got 17"),
+    (beams(n=5), P + "n", r"from 1 to beam_width \(4\), got 5"),
+    (beams(length_penalty=10.5), P + "length_penalty", "from -10 to 10, got 10.5"),
+    (beams(length_penalty=math.nan), P + "length_penalty", "from -10 to 10, got nan"),
+    (sampled(length_penalty=2), P + "length_penalty", "must be absent without beam_width, got 2.0"),
+    (sampled(early_stopping=True), P + "early_stopping", "must be absent without beam_width, got True"),
+    (beams(temperature=0.5), P + "temperature", "must be 0 or absent with beam_width, got 0.5"),
+    (beams(top_p=0.5), P + "top_p", "must be 1 or absent with beam_width, got 0.5"),
+    (beams(top_k=5), P + "top_k", "must be 0 or absent with beam_width, got 5"),
+    (beams(min_p=0.5), P + "min_p", "must be 0 or absent with beam_width, got 0.5"),
+    (beams(repetition_penalty=1.5), P + "repetition_penalty", "must be 1 or absent with beam_width, got 1.5"),
+    (beams(presence_penalty=-1), P + "presence_penalty", "must be 0 or absent with beam_width, got -1.0"),
+    (beams(frequency_penalty=1), P + "frequency_penalty", "must be 0 or absent with beam_width, got 1.0"),
+    (beams(seed=0), P + "seed", "must be absent with beam_width"),
+    (beams(stop=["x"]), P + "stop", "must be absent with beam_width"),
+    (beams(logprobs=0), P + "logprobs", "must be absent with beam_width"),
+    (beams(logit_bias={1: 1.0}), P + "logit_bias", "must be absent with beam_width"),
+    (
+        resumed(1, sampling_params=types_pb2.SamplingParams(beam_width=2)),
+        "resumed_tokens",
+        "must be 0 with sampling_params.beam_width, got 1",
+    ),
     (cached(namespace="é" * 129), "cache.namespace", "at most 256 bytes of UTF-8, has 258"),
     (cached(adapter_id="a" * 257), "cache.adapter_id", "at most 256 bytes of UTF-8, has 257"),
     (media(0, 1, ""), "cache.media_hashes[0].hash", "from 1 to 128 characters, has 0"),
@@ -261,6 +289,106 @@ def test_every_value_arrives() -> None:
     )
 
 
+def test_every_value_of_beam_search_arrives() -> None:
+    """What says no more than an absent field may be there."""
+    request = beams(
+        8,
+        n=8,
+        length_penalty=-10,
+        early_stopping=True,
+        stop_token_ids=[7],
+        ignore_eos=True,
+        max_tokens=4,
+        min_tokens=2,
+        temperature=0,
+        top_p=1,
+        top_k=0,
+        min_p=0,
+        repetition_penalty=1,
+        presence_penalty=0,
+        frequency_penalty=0,
+    )
+    command, stops = read(request)
+    assert (command.n, stops) == (8, [])
+    assert command.sampling == SamplingParams(
+        temperature=0.0,
+        max_tokens=4,
+        min_tokens=2,
+        seed=command.sampling.seed,
+        stop_token_ids=(7,),
+        ignore_eos=True,
+        beam_width=8,
+        length_penalty=-10.0,
+        early_stopping=True,
+    )
+
+
+def test_beam_search_by_default() -> None:
+    command, _ = read(beams(), num_device_blocks=100)
+    assert command.n == 1
+    assert command.sampling == replace(SamplingParams(), temperature=0.0, seed=command.sampling.seed, beam_width=4)
+
+
+def test_a_beam_width_of_zero_is_none() -> None:
+    command, _ = read(beams(0, temperature=0.5, seed=3, length_penalty=1, early_stopping=False))
+    assert command.sampling == replace(SamplingParams(), temperature=0.5, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("request_", "model", "most"),
+    [
+        # 128 candidates of each beam are all there is: 64 stop tokens, one of them the model's own, and 33 more.
+        (beams(29, stop_token_ids=range(64)), {"eos_token_ids": tuple(range(63, 100))}, 28),
+        (beams(32, stop_token_ids=range(64)), {}, None),
+        # The vocabulary must have a token for every beam besides those that end.
+        (beams(10), {"vocab_size": 10}, 9),
+        (beams(10, ignore_eos=True), {"vocab_size": 10}, None),
+    ],
+)
+def test_the_beams_need_tokens_besides_those_that_end(
+    request_: pb.GenerateRequest, model: dict[str, Any], most: int | None
+) -> None:
+    model = {"num_device_blocks": 100, **model}
+    if most is None:
+        read(request_, **model)
+        return
+    with pytest.raises(InvalidRequest, match=f"from 0 to {most} .* tokens end a hypothesis") as caught:
+        read(request_, **model)
+    assert caught.value.field == "sampling_params.beam_width"
+
+
+LONG = types_pb2.SamplingParams(beam_width=4)
+
+
+@pytest.mark.parametrize(
+    ("request_", "field", "words"),
+    [
+        (ids(*[5] * 41), "tokenized.input_ids", "has 41 tokens, .* from 1 to 40: 41 tokens need 11 blocks, .* has 10"),
+        (pb.GenerateRequest(text="\x00" * 40), "text", "41 tokens need 11 blocks, the pool has 10"),
+        (chat(("user", "\x00" * 39)), "chat.messages", "41 tokens need 11 blocks, the pool has 10"),
+        (
+            ids(*[5] * 9, sampling_params=LONG),
+            "tokenized.input_ids",
+            "to 8: 9 tokens for 4 beams need 12 blocks",
+        ),
+        (sampled(max_tokens=38), P + "max_tokens", "from 1 to 37, got 38: 42 tokens need 11 blocks, the pool has 10"),
+        (beams(max_tokens=6), P + "max_tokens", "from 1 to 5, got 6: 10 tokens for 4 beams need 12 blocks, .* has 10"),
+    ],
+)
+def test_what_can_never_fit_is_refused_with_needed_and_available_blocks(
+    request_: pb.GenerateRequest, field: str, words: str
+) -> None:
+    """A context of 64 tokens and 10 blocks of 4: the last token sampled needs no slot."""
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        read(request_, num_device_blocks=10)
+    assert caught.value.field == field
+
+
+def test_what_just_fits_is_taken() -> None:
+    for request in (sampled(max_tokens=37), ids(*[5] * 40), beams(max_tokens=5)):
+        read(request, num_device_blocks=10)
+
+
 def test_explicit_zeros_are_values_and_not_defaults() -> None:
     sampling = read(sampled(temperature=0.0, seed=0, top_k=0, min_p=0.0, min_tokens=0))[0].sampling
     assert (sampling.temperature, sampling.seed) == (0.0, 0)
@@ -280,6 +408,16 @@ def test_explicit_zeros_are_values_and_not_defaults() -> None:
 )
 def test_max_tokens_when_absent(request_: pb.GenerateRequest, max_tokens: int) -> None:
     assert read(request_)[0].sampling.max_tokens == max_tokens
+
+
+@pytest.mark.parametrize(
+    ("request_", "max_tokens"), [(ids(5), 16), (ids(*[5] * 30), 11), (ids(*[5] * 40), 1), (chat(("user", "")), 39)]
+)
+def test_max_tokens_when_absent_and_the_pool_is_smaller_than_the_context(
+    request_: pb.GenerateRequest, max_tokens: int
+) -> None:
+    """10 blocks of 4 hold 40 computed tokens, and one more is sampled."""
+    assert read(request_, num_device_blocks=10)[0].sampling.max_tokens == max_tokens
 
 
 def test_text_gets_the_tokenizers_special_tokens_and_chat_the_templates() -> None:

@@ -1,0 +1,60 @@
+"""How many blocks a request can come to need, and how long a sequence the pool holds."""
+
+from __future__ import annotations
+
+from pagekv.common.errors import InvalidRequest
+from pagekv.kvmanager.engine import ModelInfo
+from pagekv.kvmanager.request import GenerateCommand
+
+
+def blocks_needed(num_tokens: int, block_size: int, beam_width: int = 0) -> int:
+    """Blocks that a sequence of `num_tokens` tokens, prompt and output, holds when its last one is sampled.
+
+    That one is never computed and needs no slot. Of beam search: that its beams hold when they share nothing.
+    """
+    return max(1, beam_width) * -(-(num_tokens - 1) // block_size)
+
+
+def longest_sequence(model: ModelInfo, beam_width: int = 0) -> int:
+    """Tokens, prompt and output, that a sequence may have: what the context allows and the pool holds."""
+    held = model.num_device_blocks // max(1, beam_width) * model.block_size + 1
+    return min(model.max_model_len, held)
+
+
+def total_tokens(command: GenerateCommand) -> int:
+    """Tokens, prompt and output, that a sequence of this request may come to have."""
+    return len(command.prompt_ids) - command.resumed_tokens + command.sampling.max_tokens
+
+
+def fits(command: GenerateCommand, model: ModelInfo) -> bool:
+    """Whether a deployment can take the request to its end."""
+    return total_tokens(command) <= longest_sequence(model, command.sampling.beam_width)
+
+
+def check_prompt_fits(field: str, num_prompt: int, beam_width: int, model: ModelInfo) -> None:
+    """Raises InvalidRequest, with needed and available blocks, when the pool cannot hold a prompt given in `field`."""
+    needed = blocks_needed(num_prompt + 1, model.block_size, beam_width)
+    if needed > model.num_device_blocks:
+        most = longest_sequence(model, beam_width) - 1
+        raise InvalidRequest(
+            field,
+            f"has {num_prompt} tokens, must have from 1 to {most}: {_needs(num_prompt, needed, beam_width, model)}",
+        )
+
+
+def check_output_fits(num_prompt: int, max_tokens: int, beam_width: int, model: ModelInfo) -> None:
+    """Raises InvalidRequest, with needed and available blocks, when the pool holds the prompt and not all of the output
+    that may follow it."""
+    total = num_prompt + max_tokens
+    needed = blocks_needed(total, model.block_size, beam_width)
+    if needed > model.num_device_blocks:
+        most = longest_sequence(model, beam_width) - num_prompt
+        raise InvalidRequest(
+            "sampling_params.max_tokens",
+            f"must be from 1 to {most}, got {max_tokens}: {_needs(total, needed, beam_width, model)}",
+        )
+
+
+def _needs(num_tokens: int, needed: int, beam_width: int, model: ModelInfo) -> str:
+    beams = f" for {beam_width} beams" if beam_width else ""
+    return f"{num_tokens} tokens{beams} need {needed} blocks, the pool has {model.num_device_blocks}"
