@@ -14,7 +14,10 @@ DEFAULT_RESUME_TIMEOUT_S = 30.0
 # Calls that change nothing, or nothing twice: gRPC itself repeats them when the connection fails.
 _IDEMPOTENT = (
     ("pagekv.v1.InferenceService", ("Abort", "Tokenize", "Detokenize", "GetModelInfo")),
-    ("pagekv.v1.CacheService", ("GetStats", "LookupPrefix", "GetBlockTable", "ListBlocks")),
+    (
+        "pagekv.v1.CacheService",
+        ("GetStats", "LookupPrefix", "ExplainPrefix", "GetBlockTable", "ListBlocks", "UnpinPrefix"),
+    ),
 )
 _RETRY = {
     "maxAttempts": 3,

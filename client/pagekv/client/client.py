@@ -18,11 +18,15 @@ from pagekv.client.types import (
     BlockList,
     BlockState,
     CacheControls,
+    CacheReset,
     Chunk,
     Completion,
+    EventBatch,
     GenerateOptions,
     HealthStatus,
     ModelInfo,
+    Pin,
+    PrefixExplanation,
     PrefixLookup,
     Prompt,
     SequenceBlocks,
@@ -113,6 +117,21 @@ class PageKVClient:
         """How many leading tokens of a prompt are cached now. Changes nothing."""
         return wire.flat(PrefixLookup, self._call(self._cache.LookupPrefix, wire.lookup_request(prompt, cache)))
 
+    def explain_prefix(
+        self, prompt: Prompt, *, cache: CacheControls | None = None, start: int = 0, limit: int = 1000
+    ) -> PrefixExplanation:
+        """Why each block of a prompt hits or misses, from block `start` on, `limit` (1 to 10000) at most."""
+        request = wire.explain_request(prompt, cache, start, limit)
+        return wire.explanation(self._call(self._cache.ExplainPrefix, request))
+
+    def pin_prefix(self, prompt: Prompt, lease_seconds: int, *, cache: CacheControls | None = None) -> Pin:
+        """Keeps what is cached of a prompt from eviction for 1 to 86400 seconds. Raises LimitExceeded."""
+        return wire.flat(Pin, self._call(self._cache.PinPrefix, wire.pin_request(prompt, cache, lease_seconds)))
+
+    def unpin_prefix(self, pin_id: str) -> int:
+        """Ends a pin; tokens no longer pinned by it, 0 when it was unknown or had expired."""
+        return self._call(self._cache.UnpinPrefix, cache_pb.UnpinPrefixRequest(pin_id=pin_id)).unpinned_tokens
+
     def block_table(self, request_id: str) -> list[SequenceBlocks]:
         """The block tables of a live request, one per sequence. Raises NotFound."""
         response = self._call(self._cache.GetBlockTable, cache_pb.GetBlockTableRequest(request_id=request_id))
@@ -122,10 +141,28 @@ class PageKVClient:
         """Blocks of the pool by id from `start`, `limit` (1 to 10000) at most, only those in `state` if given."""
         return wire.block_list(self._call(self._cache.ListBlocks, wire.list_blocks_request(start, limit, state)))
 
-    def reset_prefix_cache(self, *, force: bool = False) -> int:
-        """Forgets every cached prefix; blocks removed. Raises FailedPrecondition while requests hold blocks."""
+    def reset_prefix_cache(self, *, force: bool = False) -> CacheReset:
+        """Forgets every cached prefix. While requests or pins hold blocks it raises FailedPrecondition, unless `force`
+        preempts the requests, which go on by themselves, and ends the pins.
+        """
         request = cache_pb.ResetPrefixCacheRequest(force=force)
-        return self._call(self._cache.ResetPrefixCache, request).removed_blocks
+        return wire.flat(CacheReset, self._call(self._cache.ResetPrefixCache, request))
+
+    def watch_events(self, *, token_ids: bool = True, snapshot_only: bool = False) -> Generator[EventBatch]:
+        """The prefix table as it changes: a snapshot, then a batch at every step border with changes.
+
+        `TableReplica` applies them. Goes on until it is closed, unless `snapshot_only`. Raises FellBehind when the
+        batches are taken too slowly, and does not reconnect: another server has another table.
+        """
+        request = cache_pb.WatchEventsRequest(omit_token_ids=not token_ids, snapshot_only=snapshot_only)
+        call = self._cache.WatchEvents(request)
+        try:
+            for response in call:
+                yield wire.event_batch(response)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self.target) from error
+        finally:
+            call.cancel()
 
     def health(self, service: str = "") -> HealthStatus:
         """Health of the server, or of one of its services by full name. Raises Unreachable when nothing answers."""

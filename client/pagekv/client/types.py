@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypedDict
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
-BlockState: TypeAlias = Literal["free", "cached", "active"]
+BlockState: TypeAlias = Literal["free", "cached", "active", "pinned"]
+BlockOutcome: TypeAlias = Literal[
+    "hit", "never_seen", "evicted", "other_identity", "partial_tail", "diverged", "cleared", "unreachable"
+]
 HealthStatus: TypeAlias = Literal["SERVING", "NOT_SERVING", "SERVICE_UNKNOWN", "UNKNOWN"]
 
 
@@ -234,10 +237,12 @@ class BlockInfo:
     """One block of the device pool; the hashes are in hex, empty unless it is in the prefix table."""
 
     block_id: int
+    # Sequences and pins that hold it, and how many of them are pins.
     ref_count: int
     state: BlockState
     block_hash: str
     parent_hash: str
+    pins: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,3 +251,80 @@ class BlockList:
 
     blocks: tuple[BlockInfo, ...]
     next_start: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockExplanation:
+    """Why positions [start, end) of a prompt hit or miss; meanings as in the contract's BlockExplanation."""
+
+    start: int
+    end: int
+    outcome: BlockOutcome
+    # In hex; empty for a partial tail.
+    block_hash: str
+    block_id: int | None
+    # In words.
+    reason: str
+    shared_tokens: int
+    steps_ago: int | None
+    seconds_ago: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixExplanation:
+    """One page of a prompt's blocks; `next_start` is the block to go on from, None at the end of the prompt."""
+
+    blocks: tuple[BlockExplanation, ...]
+    next_start: int | None
+    prompt_tokens: int
+    # Leading tokens cached in full blocks.
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A lease on a cached prefix; "" and 0 when nothing of the prompt was cached."""
+
+    pin_id: str
+    pinned_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReset:
+    """What a reset of the prefix cache took away."""
+
+    removed_blocks: int
+    preempted_sequences: int
+    ended_pins: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """A block entered the prefix table; hashes in hex, `token_ids` empty when they were left out."""
+
+    block_hash: str
+    parent_hash: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """A block left the prefix table."""
+
+    block_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class TableCleared:
+    """Every block left the prefix table."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventBatch:
+    """Changes of the prefix table, to be applied in order; with `more`, the batch goes on in the next of these."""
+
+    sequence: int
+    # True: part of the first batch, which rebuilds the table from nothing.
+    snapshot: bool
+    events: tuple[BlockStored | BlockRemoved | TableCleared, ...]
+    more: bool

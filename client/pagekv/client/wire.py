@@ -8,22 +8,32 @@ from typing import Any, TypeVar, cast, get_args
 
 from google.protobuf.message import Message
 
+from pagekv.client.errors import ServerError
 from pagekv.client.types import (
+    BlockExplanation,
     BlockInfo,
     BlockList,
+    BlockOutcome,
+    BlockRemoved,
     BlockState,
+    BlockStored,
     CacheControls,
+    CacheReset,
     ChatMessage,
     Chunk,
     Completion,
+    EventBatch,
     FinishReason,
     GenerateOptions,
     ModelInfo,
+    Pin,
     PositionLogprobs,
+    PrefixExplanation,
     PrefixLookup,
     Prompt,
     SequenceBlocks,
     Stats,
+    TableCleared,
     TokenLogprob,
 )
 from pagekv.common.errors import InvalidRequest
@@ -31,8 +41,15 @@ from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
 
-Flat = TypeVar("Flat", ModelInfo, Stats, PrefixLookup, SequenceBlocks)
-WithInput = TypeVar("WithInput", pb.GenerateRequest, pb.TokenizeRequest, cache_pb.LookupPrefixRequest)
+Flat = TypeVar("Flat", ModelInfo, Stats, PrefixLookup, SequenceBlocks, Pin, CacheReset)
+WithInput = TypeVar(
+    "WithInput",
+    pb.GenerateRequest,
+    pb.TokenizeRequest,
+    cache_pb.LookupPrefixRequest,
+    cache_pb.ExplainPrefixRequest,
+    cache_pb.PinPrefixRequest,
+)
 
 _SAMPLING_FIELDS = frozenset(field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields) - {"n"}
 _OPTIONS = frozenset(GenerateOptions.__annotations__)
@@ -146,6 +163,29 @@ def lookup_request(prompt: Prompt, cache: CacheControls | None) -> cache_pb.Look
     return request
 
 
+def explain_request(
+    prompt: Prompt, cache: CacheControls | None, start: int, limit: int
+) -> cache_pb.ExplainPrefixRequest:
+    """Raises InvalidRequest for a prompt that has no place in a message, or negative numbers."""
+    request = cache_pb.ExplainPrefixRequest()
+    _assign("start", start, lambda: setattr(request, "start", start))
+    _assign("limit", limit, lambda: setattr(request, "limit", limit))
+    set_input(request, prompt)
+    if cache is not None:
+        set_cache(request.cache, cache)
+    return request
+
+
+def pin_request(prompt: Prompt, cache: CacheControls | None, lease_seconds: int) -> cache_pb.PinPrefixRequest:
+    """Raises InvalidRequest for a prompt that has no place in a message, or a negative lease."""
+    request = cache_pb.PinPrefixRequest()
+    _assign("lease_seconds", lease_seconds, lambda: setattr(request, "lease_seconds", lease_seconds))
+    set_input(request, prompt)
+    if cache is not None:
+        set_cache(request.cache, cache)
+    return request
+
+
 def detokenize_request(token_ids: Sequence[int]) -> pb.DetokenizeRequest:
     """Raises InvalidRequest for ids that are no token ids."""
     request = pb.DetokenizeRequest()
@@ -185,11 +225,54 @@ def block_list(message: cache_pb.ListBlocksResponse) -> BlockList:
                 state=cast("BlockState", _short(cache_pb.BlockState.Name(block.state))),
                 block_hash=block.block_hash,
                 parent_hash=block.parent_hash,
+                pins=block.pins,
             )
             for block in message.blocks
         ),
         next_start=message.next_start if message.HasField("next_start") else None,
     )
+
+
+def explanation(message: cache_pb.ExplainPrefixResponse) -> PrefixExplanation:
+    """ExplainPrefix's answer."""
+    return PrefixExplanation(
+        blocks=tuple(_block_explanation(block) for block in message.blocks),
+        next_start=message.next_start if message.HasField("next_start") else None,
+        prompt_tokens=message.prompt_tokens,
+        cached_tokens=message.cached_tokens,
+    )
+
+
+def _block_explanation(message: cache_pb.BlockExplanation) -> BlockExplanation:
+    outcome = cache_pb.BlockOutcome.Name(message.outcome).removeprefix("BLOCK_OUTCOME_").lower()
+    return BlockExplanation(
+        start=message.start,
+        end=message.end,
+        outcome=cast("BlockOutcome", outcome),
+        block_hash=message.block_hash,
+        block_id=message.block_id if message.HasField("block_id") else None,
+        reason=message.reason,
+        shared_tokens=message.shared_tokens,
+        steps_ago=message.steps_ago if message.HasField("steps_ago") else None,
+        seconds_ago=message.seconds_ago if message.HasField("seconds_ago") else None,
+    )
+
+
+def event_batch(message: cache_pb.WatchEventsResponse) -> EventBatch:
+    """One message of WatchEvents."""
+    return EventBatch(message.sequence, message.snapshot, tuple(map(_event, message.events)), message.more)
+
+
+def _event(message: cache_pb.CacheEvent) -> BlockStored | BlockRemoved | TableCleared:
+    kind = message.WhichOneof("event")
+    if kind == "stored":
+        stored = message.stored
+        return BlockStored(stored.block_hash, stored.parent_hash, tuple(stored.token_ids))
+    if kind == "removed":
+        return BlockRemoved(message.removed.block_hash)
+    if kind == "cleared":
+        return TableCleared()
+    raise ServerError("UNKNOWN_EVENT", "the server sent an event that this client does not know; update the client")
 
 
 def chunk(request_id: str, message: pb.GenerateChunk) -> Chunk:

@@ -64,6 +64,17 @@ class BlockingAsyncClient:
     def stream(self, *args: Any, **kwargs: Any) -> BlockingStream:
         return BlockingStream(self._client.stream(*args, **kwargs), self._run)
 
+    def watch_events(self, **kwargs: Any) -> Iterator[Any]:
+        batches = self._client.watch_events(**kwargs)
+        try:
+            while True:
+                try:
+                    yield self._run(anext(batches))
+                except StopAsyncIteration:
+                    return
+        finally:
+            self._run(batches.aclose())
+
     def _run(self, awaitable: Any) -> Any:
         async def wait() -> Any:
             return await awaitable

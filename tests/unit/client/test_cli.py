@@ -214,6 +214,16 @@ STATS = cache_pb.GetStatsResponse(
     executor_attached=True,
     executor_busy_us_total=3,
     executor_idle_us_total=1,
+    published_blocks=45,
+    pinned_blocks=8,
+    pins=2,
+    watchers=1,
+    block_hit_rate=0.4,
+    misses_never_seen_total=5,
+    misses_evicted_total=4,
+    misses_cleared_total=3,
+    misses_diverged_total=2,
+    misses_partial_tail_total=1,
 )
 
 
@@ -221,12 +231,23 @@ def test_stats_for_people_and_scripts(server: ScriptedServer, target: str, capsy
     server.expect("GetStats", STATS)
     assert main(["stats"]) == 0
     out = capsys.readouterr().out
-    for words in ("100 of 16 tokens", "25 (25.0%), slots filled 90.0%", "75, of these 20 still cached", "50.0%",
+    for words in ("100 of 16 tokens", "25 (25.0%), slots filled 90.0%\n", "75, of these 20 still cached",
+                  "50.0% of tokens, 40.0% of blocks", "8 by 2 pins", "45, watched by 1",
+                  "5 never seen, 4 evicted, 3 cleared, 2 diverged, 1 partial tail",
                   "200, 100 of them cached", "attached, busy 75.0%"):  # fmt: skip
         assert words in out
     server.expect("GetStats", STATS)
     assert main(["stats", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["prefix_hit_rate"] == 0.5
+
+
+def test_stats_warn_of_a_pool_with_nothing_to_evict(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """CHECKLIST G12."""
+    server.expect("GetStats", cache_pb.GetStatsResponse(kv_usage=0.81))
+    assert main(["stats"]) == 0
+    assert "0 (81.0%), slots filled 0.0%; above 80% new work preempts rather than evicts" in capsys.readouterr().out
 
 
 def test_stats_watch_goes_on_until_it_fails(
@@ -259,18 +280,23 @@ def test_health(
     assert json.loads(capsys.readouterr().out) == {"target": target, "status": status}
 
 
-BLOCK = cache_pb.BlockInfo(block_id=3, ref_count=2, state=cache_pb.BLOCK_STATE_ACTIVE, block_hash="ab" * 32)
+BLOCK = cache_pb.BlockInfo(block_id=3, ref_count=2, state=cache_pb.BLOCK_STATE_ACTIVE, block_hash="ab" * 32, pins=1)
 SMALL = [
     ("model", "GetModelInfo", pb.GetModelInfoResponse(model_id="m", vocab_size=9, has_tokenizer=True), "ids, text\n"),
     ("lookup hi", "LookupPrefix", cache_pb.LookupPrefixResponse(prompt_tokens=8, device_tokens=4, block_ids=[7]),
      "4 of 8 tokens cached (50%): 4 on the device, 0 on the host\nblocks 7\n"),
-    ("blocks", "ListBlocks", cache_pb.ListBlocksResponse(blocks=[BLOCK]), "    3  active     2  abababababababab  -\n"),
+    ("blocks", "ListBlocks", cache_pb.ListBlocksResponse(blocks=[BLOCK]),
+     "    3  active     2     1  abababababababab  -\n"),
     ("blocks", "ListBlocks", cache_pb.ListBlocksResponse(), "no such blocks\n"),
     ("block-table r", "GetBlockTable",
      cache_pb.GetBlockTableResponse(sequences=[cache_pb.SequenceBlocks(state="running", block_ids=[5, 2])]),
      "sequence 0: running, 0 tokens, 0 computed; blocks 5 2\n"),
     ("reset-cache --force", "ResetPrefixCache", cache_pb.ResetPrefixCacheResponse(removed_blocks=4),
-     "4 blocks forgotten\n"),
+     "4 blocks forgotten; 0 sequences preempted, 0 pins ended\n"),
+    ("pin hi --lease 60", "PinPrefix", cache_pb.PinPrefixResponse(pin_id="pin-1", pinned_tokens=32),
+     "pin-1: 32 tokens pinned for 60 s\n"),
+    ("unpin pin-1", "UnpinPrefix", cache_pb.UnpinPrefixResponse(unpinned_tokens=32), "32 tokens unpinned\n"),
+    ("unpin pin-1", "UnpinPrefix", cache_pb.UnpinPrefixResponse(), "no such pin, or its lease was over\n"),
     ("abort r", "Abort", pb.AbortResponse(aborted=["r"]), "aborted: r\n"),
     ("tokenize hi", "Tokenize", pb.TokenizeResponse(token_ids=[4, 5]), "4,5\n"),
     ("detokenize 4,5", "Detokenize", pb.DetokenizeResponse(text="hi"), "hi\n"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 import grpc
 import pytest
@@ -14,7 +14,9 @@ from scripted_server import LOST, Fails, Hangs, ScriptedServer, chunk, complete,
 from pagekv.client import (
     AlreadyExists,
     AsyncPageKVClient,
+    BlockExplanation,
     CacheControls,
+    CacheReset,
     ChatMessage,
     ConnectionLost,
     DeadlineExceeded,
@@ -29,12 +31,13 @@ from pagekv.client import (
     Overloaded,
     PageKVClient,
     PageKVError,
+    Pin,
     ServerError,
     Stats,
     Unavailable,
     Unreachable,
 )
-from pagekv.client.types import PrefixLookup, SequenceBlocks
+from pagekv.client.types import BlockOutcome, PrefixLookup, SequenceBlocks
 from pagekv.common import errors
 from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
@@ -226,7 +229,37 @@ def test_the_other_calls(server: ScriptedServer, client: PageKVClient) -> None:
     assert client.list_blocks().next_start is None
     reset = cache_pb.ResetPrefixCacheRequest(force=True)
     server.expect("ResetPrefixCache", cache_pb.ResetPrefixCacheResponse(removed_blocks=5), check=is_equal(reset))
-    assert client.reset_prefix_cache(force=True) == 5
+    assert client.reset_prefix_cache(force=True) == CacheReset(5, 0, 0)
+    explain = cache_pb.ExplainPrefixRequest(text="hi", start=2, limit=3)
+    explain.cache.adapter_id = "a"
+    reply = cache_pb.ExplainPrefixResponse(
+        blocks=[
+            cache_pb.BlockExplanation(end=4, outcome=cache_pb.BLOCK_OUTCOME_HIT, block_id=0, block_hash="ff"),
+            cache_pb.BlockExplanation(start=4, end=8, outcome=cache_pb.BLOCK_OUTCOME_EVICTED, steps_ago=0),
+        ],
+        next_start=5,
+        prompt_tokens=90,
+    )
+    server.expect("ExplainPrefix", reply, check=is_equal(explain))
+    found = client.explain_prefix("hi", cache=CacheControls(adapter_id="a"), start=2, limit=3)
+    assert (found.next_start, found.prompt_tokens, found.cached_tokens) == (5, 90, 0)
+    assert found.blocks == (
+        BlockExplanation(0, 4, "hit", "ff", 0, "", 0, None, None),
+        BlockExplanation(4, 8, "evicted", "", None, "", 0, 0, None),
+    )
+    pin = cache_pb.PinPrefixRequest(tokenized=types_pb2.TokenizedInput(input_ids=[1, 2]), lease_seconds=60)
+    server.expect("PinPrefix", cache_pb.PinPrefixResponse(pin_id="p", pinned_tokens=16), check=is_equal(pin))
+    assert client.pin_prefix([1, 2], 60) == Pin("p", 16)
+    unpin = cache_pb.UnpinPrefixRequest(pin_id="p")
+    server.expect("UnpinPrefix", cache_pb.UnpinPrefixResponse(unpinned_tokens=16), check=is_equal(unpin))
+    assert client.unpin_prefix("p") == 16
+
+
+def test_every_outcome_has_its_name() -> None:
+    outcomes = cache_pb.DESCRIPTOR.enum_types_by_name["BlockOutcome"].values_by_name
+    assert {name.removeprefix("BLOCK_OUTCOME_").lower() for name in outcomes} - {"unspecified"} == set(
+        get_args(BlockOutcome)
+    )
 
 
 def test_health(server: ScriptedServer, client: PageKVClient) -> None:
@@ -364,6 +397,9 @@ def test_an_unknown_option_is_refused(client: PageKVClient) -> None:
         (Stats, cache_pb.GetStatsResponse),
         (PrefixLookup, cache_pb.LookupPrefixResponse),
         (SequenceBlocks, cache_pb.SequenceBlocks),
+        (BlockExplanation, cache_pb.BlockExplanation),
+        (Pin, cache_pb.PinPrefixResponse),
+        (CacheReset, cache_pb.ResetPrefixCacheResponse),
     ],
 )
 def test_types_have_the_fields_of_their_messages(cls: Any, message: Any) -> None:

@@ -19,6 +19,8 @@ from pagekv.client.terminal import Terminal, table
 from pagekv.client.types import BlockState, CacheControls, Stats
 from pagekv.common.flags import integer, number
 
+# The share of held blocks from which on the pool is called too small.
+HIGH_USAGE = 0.8
 STATS_EXAMPLES = """\
   pagekv stats
   pagekv stats --watch
@@ -54,7 +56,9 @@ def add(commands: Subparsers) -> None:
     add_target(parser)
     parser = add_command(commands, "reset-cache", "forget every cached prefix", reset_cache)
     add_target(parser)
-    parser.add_argument("--force", action="store_true", help="preempt running requests if need be")
+    parser.add_argument(
+        "--force", action="store_true", help="preempt running requests, which go on by themselves, and end pins"
+    )
     parser = add_command(commands, "abort", "end running requests", abort)
     parser.add_argument("request_ids", nargs="+", metavar="REQUEST_ID")
     add_target(parser)
@@ -92,16 +96,23 @@ def stats_text(now: Stats, terminal: Terminal, generated_per_s: float | None = N
     generated = f"{now.generated_tokens_total}"
     if generated_per_s is not None:
         generated += f" ({generated_per_s:.0f}/s)"
+    # What cannot be evicted leaves eviction nothing to do.
+    pressure = "; above 80% new work preempts rather than evicts" if now.kv_usage > HIGH_USAGE else ""
     groups = {
         "KV pool": [
             ("blocks", f"{now.num_blocks} of {now.block_size} tokens"),
-            ("in use", f"{now.active_blocks} ({now.kv_usage:.1%}), slots filled {now.utilization:.1%}"),
+            ("in use", f"{now.active_blocks} ({now.kv_usage:.1%}), slots filled {now.utilization:.1%}{pressure}"),
+            ("pinned", f"{now.pinned_blocks} by {now.pins} pins"),
             ("free", f"{now.free_blocks}, of these {now.cached_free_blocks} still cached"),
             ("evicted", f"{now.evicted_blocks_total}"),
         ],
         "prefix cache": [
-            ("hit rate", f"{now.prefix_hit_rate:.1%}"),
+            ("blocks", f"{now.published_blocks}, watched by {now.watchers}"),
+            ("hit rate", f"{now.prefix_hit_rate:.1%} of tokens, {now.block_hit_rate:.1%} of blocks"),
             ("prompt tokens", f"{now.prompt_tokens_total}, {now.cached_tokens_total} of them cached"),
+            ("misses", f"{now.misses_never_seen_total} never seen, {now.misses_evicted_total} evicted, "
+                       f"{now.misses_cleared_total} cleared, {now.misses_diverged_total} diverged, "
+                       f"{now.misses_partial_tail_total} partial tail"),
             ("hash alarms", f"{now.hash_alarms_total}"),
         ],
         "load": [
@@ -162,6 +173,8 @@ def lookup(args: argparse.Namespace, terminal: Terminal) -> int:
     share = cached / max(found.prompt_tokens, 1)
     terminal.print(f"{cached} of {found.prompt_tokens} tokens cached ({share:.0%}): "
                    f"{found.device_tokens} on the device, {found.host_tokens} on the host")  # fmt: skip
+    if found.partial_tokens:
+        terminal.print(f"{found.partial_tokens} more begin a cached block, which a copy of it would serve")
     if found.block_ids:
         terminal.print(f"blocks {' '.join(map(str, found.block_ids))}")
     return 0
@@ -174,9 +187,9 @@ def blocks(args: argparse.Namespace, terminal: Terminal) -> int:
     if args.json:
         terminal.json(found)
         return 0
-    rows = [(b.block_id, b.state, b.ref_count, b.block_hash[:16] or "-", b.parent_hash[:16] or "-")
+    rows = [(b.block_id, b.state, b.ref_count, b.pins, b.block_hash[:16] or "-", b.parent_hash[:16] or "-")
             for b in found.blocks]  # fmt: skip
-    terminal.print(table(rows, ("block", "state", "refs", "hash", "parent")) if rows else "no such blocks")
+    terminal.print(table(rows, ("block", "state", "refs", "pins", "hash", "parent")) if rows else "no such blocks")
     if found.next_start is not None:
         terminal.note(f"more with --start {found.next_start}")
     return 0
@@ -198,11 +211,12 @@ def block_table(args: argparse.Namespace, terminal: Terminal) -> int:
 def reset_cache(args: argparse.Namespace, terminal: Terminal) -> int:
     """ResetPrefixCache."""
     with connect(args) as client:
-        removed = client.reset_prefix_cache(force=args.force)
+        reset = client.reset_prefix_cache(force=args.force)
     if args.json:
-        terminal.json({"removed_blocks": removed})
-    else:
-        terminal.print(f"{removed} blocks forgotten")
+        terminal.json(reset)
+        return 0
+    also = f"; {reset.preempted_sequences} sequences preempted, {reset.ended_pins} pins ended" if args.force else ""
+    terminal.print(f"{reset.removed_blocks} blocks forgotten{also}")
     return 0
 
 

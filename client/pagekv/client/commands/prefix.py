@@ -1,0 +1,186 @@
+"""`pagekv explain`, `pin`, `unpin` and `watch`: the prefix cache from close by."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from itertools import groupby
+
+from pagekv.client.client import PageKVClient
+from pagekv.client.commands.parser import (
+    CommandParser,
+    Subparsers,
+    add_command,
+    add_prompt,
+    add_target,
+    connect,
+    read_prompt,
+)
+from pagekv.client.terminal import Terminal, table
+from pagekv.client.types import (
+    BlockExplanation,
+    BlockRemoved,
+    BlockStored,
+    CacheControls,
+    EventBatch,
+    PrefixExplanation,
+    Prompt,
+    TableCleared,
+)
+from pagekv.common.flags import integer
+
+# What the server explains in one call.
+PAGE = 10_000
+# Block ids shown of a run that is not consecutive, and digits of a hash.
+SHOWN_IDS = 8
+SHOWN_HASH = 16
+
+WATCH_EXAMPLES = """\
+  pagekv watch
+  pagekv watch --tokens
+  pagekv watch --limit 1 --json        the prefix table now, and no more
+"""
+
+
+def add(commands: Subparsers) -> None:
+    """Adds the subcommands."""
+    parser = add_command(commands, "explain", "say block by block why a prompt hits the cache or misses", explain,
+                         examples='  pagekv explain "In the beginning God created the heaven"\n')  # fmt: skip
+    _add_identified_prompt(parser)
+    parser = add_command(commands, "pin", "keep what is cached of a prompt from eviction", pin,
+                         examples='  pagekv pin "You are a helpful assistant." --lease 3600\n')  # fmt: skip
+    _add_identified_prompt(parser)
+    parser.add_argument(
+        "--lease", type=integer(1, 86_400), default=600, metavar="S", help="for so many seconds, up to a day [600]"
+    )
+    parser = add_command(commands, "unpin", "end a pin before its lease is over", unpin)
+    parser.add_argument("pin_id", metavar="PIN_ID")
+    add_target(parser)
+    parser = add_command(commands, "watch", "show what enters and leaves the prefix table, until Ctrl-C", watch,
+                         examples=WATCH_EXAMPLES)  # fmt: skip
+    add_target(parser)
+    parser.add_argument("--tokens", action="store_true", help="with the token ids of each block")
+    parser.add_argument(
+        "--limit", type=integer(1, 2**31), metavar="N", help="end after N batches; the snapshot is the first"
+    )
+
+
+def _add_identified_prompt(parser: CommandParser) -> None:
+    add_prompt(parser)
+    add_target(parser)
+    parser.add_argument("--namespace", default="", metavar="NAME", help="in this namespace")
+    parser.add_argument("--adapter", default="", metavar="ID", help="for this adapter")
+
+
+def _identity(args: argparse.Namespace) -> CacheControls:
+    return CacheControls(namespace=args.namespace, adapter_id=args.adapter)
+
+
+def explain(args: argparse.Namespace, terminal: Terminal) -> int:
+    """ExplainPrefix of the whole prompt; blocks with the same story share a row."""
+    with connect(args) as client:
+        found = _explain_all(client, read_prompt(args), _identity(args))
+    if args.json:
+        terminal.json(found)
+        return 0
+    share = found.cached_tokens / max(found.prompt_tokens, 1)
+    terminal.print(f"{found.cached_tokens} of {found.prompt_tokens} tokens cached in full blocks ({share:.0%})")
+    runs = (list(run) for _, run in groupby(enumerate(found.blocks), key=lambda item: _story(item[1])))
+    rows = [_row([index for index, _ in run], [block for _, block in run]) for run in runs]
+    terminal.print(table(rows, ("blocks", "tokens", "outcome", "why")))
+    return 0
+
+
+def _explain_all(client: PageKVClient, prompt: Prompt, cache: CacheControls) -> PrefixExplanation:
+    whole = page = client.explain_prefix(prompt, cache=cache, limit=PAGE)
+    while page.next_start is not None:
+        page = client.explain_prefix(prompt, cache=cache, start=page.next_start, limit=PAGE)
+        whole = replace(page, blocks=whole.blocks + page.blocks)
+    return whole
+
+
+def _story(block: BlockExplanation) -> tuple[str, str]:
+    """Blocks in a row with equal ones are told as one."""
+    same = {"hit": "", "unreachable": ""}
+    return block.outcome, same.get(block.outcome, block.reason)
+
+
+def _row(indices: list[int], blocks: list[BlockExplanation]) -> tuple[str, str, str, str]:
+    first, last = blocks[0], blocks[-1]
+    where = str(indices[0]) if len(blocks) == 1 else f"{indices[0]}-{indices[-1]}"
+    why = first.reason
+    if len(blocks) > 1 and first.block_id is not None:
+        why = f"cached in blocks {_ids([block.block_id for block in blocks if block.block_id is not None])}"
+        if first.outcome == "unreachable":
+            why += ", but a block before them is not"
+    return where, f"{first.start}-{last.end - 1}", first.outcome.replace("_", " "), why
+
+
+def _ids(ids: list[int]) -> str:
+    if ids == list(range(ids[0], ids[0] + len(ids))):
+        return f"{ids[0]} to {ids[-1]}"
+    shown = " ".join(map(str, ids[:SHOWN_IDS]))
+    return shown if len(ids) <= SHOWN_IDS else f"{shown} and {len(ids) - SHOWN_IDS} more"
+
+
+def pin(args: argparse.Namespace, terminal: Terminal) -> int:
+    """PinPrefix; exit status 1 when nothing of the prompt was cached."""
+    with connect(args) as client:
+        made = client.pin_prefix(read_prompt(args), args.lease, cache=_identity(args))
+    if args.json:
+        terminal.json(made)
+    elif made.pin_id:
+        terminal.print(f"{made.pin_id}: {made.pinned_tokens} tokens pinned for {args.lease} s")
+    else:
+        terminal.print("nothing of this prompt is cached, so nothing is pinned; generate from it first")
+    return 0 if made.pin_id else 1
+
+
+def unpin(args: argparse.Namespace, terminal: Terminal) -> int:
+    """UnpinPrefix."""
+    with connect(args) as client:
+        tokens = client.unpin_prefix(args.pin_id)
+    if args.json:
+        terminal.json({"unpinned_tokens": tokens})
+    else:
+        terminal.print(f"{tokens} tokens unpinned" if tokens else "no such pin, or its lease was over")
+    return 0
+
+
+def watch(args: argparse.Namespace, terminal: Terminal) -> int:
+    """WatchEvents, a line for each event after the snapshot; a JSON value for each message."""
+    ended = blocks = 0
+    with connect(args) as client:
+        # JSON is for scripts, which can leave out what they do not want.
+        watched = client.watch_events(token_ids=args.tokens or args.json, snapshot_only=args.limit == 1)
+        for batch in watched:
+            if args.json:
+                terminal.json({**asdict(batch), "events": [_event_json(event) for event in batch.events]})
+            elif batch.snapshot:
+                blocks += len(batch.events)
+                if not batch.more:
+                    terminal.print(f"{blocks} blocks in the prefix table")
+            if not args.json and (args.tokens or not batch.snapshot):
+                for line in _lines(batch, args.tokens):
+                    terminal.print(line)
+            ended += not batch.more
+            if ended == args.limit:
+                watched.close()
+    return 0
+
+
+def _event_json(event: BlockStored | BlockRemoved | TableCleared) -> dict[str, object]:
+    kind = {BlockStored: "stored", BlockRemoved: "removed", TableCleared: "cleared"}[type(event)]
+    return {"event": kind, **asdict(event)}
+
+
+def _lines(batch: EventBatch, tokens: bool) -> Iterator[str]:
+    for event in batch.events:
+        if isinstance(event, BlockStored):
+            ids = f": {' '.join(map(str, event.token_ids))}" if tokens else ""
+            yield f"stored   {event.block_hash[:SHOWN_HASH]} after {event.parent_hash[:SHOWN_HASH]}{ids}"
+        elif isinstance(event, BlockRemoved):
+            yield f"removed  {event.block_hash[:SHOWN_HASH]}"
+        else:
+            yield "cleared"

@@ -1,0 +1,70 @@
+"""Watching the prefix table: both clients, and the replica that their batches keep up."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from scripted_server import Fails, Hangs, ScriptedServer
+
+from pagekv.client import BlockStored, FellBehind, PageKVClient, TableReplica, wire
+from pagekv.common import errors
+from pagekv.v1 import cache_service_pb2 as cache_pb
+
+
+def stored(name: str, parent: str = "") -> cache_pb.CacheEvent:
+    return cache_pb.CacheEvent(stored=cache_pb.BlockStored(block_hash=name, parent_hash=parent, token_ids=[1, 2]))
+
+
+REMOVED_A = cache_pb.CacheEvent(removed=cache_pb.BlockRemoved(block_hash="a"))
+CLEARED = cache_pb.CacheEvent(cleared=cache_pb.AllBlocksCleared())
+
+
+def test_watched_events_make_a_replica(server: ScriptedServer, client: PageKVClient) -> None:
+    def check(request: cache_pb.WatchEventsRequest) -> None:
+        assert (request.omit_token_ids, request.snapshot_only) == (False, False)
+
+    server.expect(
+        "WatchEvents",
+        cache_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[stored("a")], more=True),
+        cache_pb.WatchEventsResponse(sequence=2, snapshot=True, events=[stored("b", "a")]),
+        cache_pb.WatchEventsResponse(sequence=3, events=[REMOVED_A, stored("c", "b")]),
+        cache_pb.WatchEventsResponse(sequence=4, events=[CLEARED, stored("d")]),
+        Fails(errors.FellBehind("start again")),
+        check=check,
+    )
+    replica = TableReplica()
+    seen = []
+    watched = client.watch_events()
+    for _ in range(4):
+        whole = replica.apply(next(watched))
+        seen.append((whole, "".join(sorted(replica.blocks))))
+    assert seen == [(False, "a"), (True, "ab"), (True, "bc"), (True, "d")]
+    assert replica.blocks["d"] == BlockStored("d", "", (1, 2))
+    with pytest.raises(FellBehind, match="start again"):
+        next(watched)
+
+
+def test_a_watch_ends_when_it_is_closed(server: ScriptedServer, client: PageKVClient) -> None:
+    server.expect("WatchEvents", cache_pb.WatchEventsResponse(sequence=1, snapshot=True), Hangs())
+    watched = client.watch_events(token_ids=False, snapshot_only=True)
+    assert next(watched).events == ()
+    watched.close()
+    deadline = time.monotonic() + 10
+    while not server.cancelled and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert server.cancelled == ["WatchEvents"]
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        (cache_pb.WatchEventsResponse(sequence=2, snapshot=True), "batch 2 does not follow batch 0"),
+        (cache_pb.WatchEventsResponse(sequence=1), "before the end of the snapshot"),
+        (cache_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[REMOVED_A]), "removes a, which is not"),
+        (cache_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[stored("a")] * 2), "stores a, which is"),
+    ],
+)
+def test_a_replica_refuses_what_cannot_be_true(message: cache_pb.WatchEventsResponse, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        TableReplica().apply(wire.event_batch(message))
