@@ -50,6 +50,10 @@ class FakeExecutor:
     def run(self, plan: StepPlan) -> StepOutcome:
         for handle in plan.finished:
             del self.live[handle]
+        for source, destination in plan.copies:
+            for offset in range(self.block_size):
+                if (source, offset) in self.slots:
+                    self.slots[destination, offset] = self.slots[source, offset]
         for new in plan.new:
             assert new.handle not in self.live
             assert 0 <= new.computed_tokens < len(new.token_ids)

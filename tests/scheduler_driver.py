@@ -8,9 +8,10 @@ from fake_executor import FakeExecutor
 
 from pagekv.kvmanager.block_hash import root_digest
 from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.delivery import deliver
 from pagekv.kvmanager.request import CacheIdentity, FinishReason, GenerateCommand, RequestStream, SamplingParams
 from pagekv.kvmanager.scheduler import Scheduler, SchedulerLimits
-from pagekv.kvmanager.sequence import LiveRequest, Sequence, SequenceState
+from pagekv.kvmanager.sequence import LiveRequest, SequenceState, live_request
 from pagekv.kvmanager.step_plan import StepPlan
 
 VOCAB = 97
@@ -30,10 +31,13 @@ class Driver:
         depth: int = 2,
         eos: tuple[int, ...] = (),
         vocab: int = VOCAB,
+        partial_hits: bool = False,
+        priority_aging: int = 0,
     ) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks, block_size)
-        limits = SchedulerLimits(max_batch_tokens, max_running, watermark, prefix_cache)
+        limits = SchedulerLimits(max_batch_tokens, max_running, watermark, prefix_cache, partial_hits)
+        self.priority_aging = priority_aging
         self.eos = eos
         self.scheduler = Scheduler(self.pool, limits, eos)
         self.executor = FakeExecutor(num_blocks, block_size, vocab)
@@ -60,12 +64,7 @@ class Driver:
         )
         command = GenerateCommand(f"r{arrival}", prompt, sampling, n, resumed, identity, priority)
         root = root_digest("model", identity.namespace, identity.adapter_id)
-        request = LiveRequest(command, RequestStream(command.request_id, n), arrival, root)
-        num_prompt = len(prompt) - resumed
-        request.sequences = [
-            Sequence(request, index, list(prompt), num_prompt, num_prompt + max_tokens, (priority, arrival, index))
-            for index in range(n)
-        ]
+        request = live_request(command, RequestStream(command.request_id, n), arrival, root, self.priority_aging)
         self.requests.append(request)
         self.scheduler.add(request)
         return request
@@ -78,6 +77,7 @@ class Driver:
         if plan is not None:
             self.in_flight.append(plan)
             self.plans.append(plan)
+        self.scheduler.sync()
         return plan
 
     def complete(self) -> bool:
@@ -85,7 +85,9 @@ class Driver:
         if not self.in_flight:
             return False
         plan = self.in_flight.popleft()
-        self.scheduler.commit(plan, self.executor.run(plan))
+        outcome = self.executor.run(plan)
+        deliver(self.scheduler.commit(plan, outcome), outcome)
+        self.scheduler.sync()
         return True
 
     def step(self) -> bool:
@@ -110,7 +112,7 @@ class Driver:
     def lose_executor(self) -> None:
         """A killed executor: steps in flight never answer, the pools are empty."""
         self.pool = BlockPool(self.pool.num_blocks, self.block_size)
-        self.scheduler.lose_executor(self.in_flight, self.pool, self.scheduler.limits, self.eos)
+        self.scheduler.lose_executor(self.pool, self.scheduler.limits, self.eos)
         self.in_flight.clear()
         self.executor = FakeExecutor(self.pool.num_blocks, self.block_size, self.executor.vocab)
 
@@ -120,7 +122,7 @@ class Driver:
 
 def output(request: LiveRequest, index: int = 0) -> list[int]:
     """Tokens a sequence generated, resumed ones left out."""
-    return request.sequences[index].token_ids[len(request.command.prompt_ids) :]
+    return request.sequences[index].token_ids[len(request.command.prompt_ids) :].tolist()
 
 
 def streamed(request: LiveRequest, index: int = 0) -> tuple[list[int], FinishReason | None]:

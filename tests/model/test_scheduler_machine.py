@@ -23,9 +23,32 @@ class SchedulerMachine(RuleBasedStateMachine):
         running=st.integers(1, 6),
         watermark=st.sampled_from([0.0, 0.2]),
         depth=st.sampled_from([1, 2]),
+        partial_hits=st.booleans(),
+        priority_aging=st.sampled_from([0, 2]),
     )
-    def start(self, num_blocks: int, block_size: int, budget: int, running: int, watermark: float, depth: int) -> None:
-        self.driver = Driver(num_blocks, block_size, budget, running, watermark, True, depth, vocab=VOCAB)
+    def start(
+        self,
+        num_blocks: int,
+        block_size: int,
+        budget: int,
+        running: int,
+        watermark: float,
+        depth: int,
+        partial_hits: bool,
+        priority_aging: int,
+    ) -> None:
+        self.driver = Driver(
+            num_blocks,
+            block_size,
+            budget,
+            running,
+            watermark,
+            True,
+            depth,
+            vocab=VOCAB,
+            partial_hits=partial_hits,
+            priority_aging=priority_aging,
+        )
         self.capacity = num_blocks * block_size
         self.aborted: set[int] = set()
 
@@ -33,7 +56,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20),
         max_tokens=st.integers(1, 10),
         priority=st.integers(0, 1),
-        n=st.sampled_from([1, 1, 2]),
+        n=st.sampled_from([1, 1, 2, 3]),
         namespace=st.sampled_from(["", "", "other"]),
         read=st.sampled_from([True, True, False]),
         write=st.sampled_from([True, True, False]),
@@ -52,7 +75,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop: tuple[int, ...],
         resumed: int,
     ) -> None:
-        resumed = min(resumed, max_tokens - 1, len(prompt) - 1)
+        resumed = min(resumed, max_tokens - 1, len(prompt) - 1) if n == 1 else 0
         if len(prompt) - resumed + max_tokens - 1 <= self.capacity:
             identity = CacheIdentity(namespace=namespace, read=read, write=write)
             self.driver.submit(prompt, max_tokens, priority, n, identity, stop, resumed=resumed)

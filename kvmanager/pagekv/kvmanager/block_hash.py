@@ -40,7 +40,10 @@ def root_digest(model_fingerprint: str, namespace: str, adapter_id: str, secret:
 
 
 def media_keys(media: Sequence[MediaSpan], start: int, end: int) -> MediaKeys:
-    """Keys of the media that overlap token positions [start, end), in order of position."""
+    """Keys of the media that overlap token positions [start, end), in order of position.
+
+    Which span is which is told by where it starts; how far it reaches shows in the keys of the blocks behind.
+    """
     overlapping = [span for span in media if span.position < end and span.position + span.length > start]
     return [(span.position - start, span.digest) for span in sorted(overlapping, key=lambda span: span.position)]
 
@@ -60,10 +63,17 @@ def chain_digests(
     `parent` is the digest before the first block, `first_block` its logical index, which places the media.
     """
     stride = block_size * TOKEN_BYTES
+    starts = range(0, len(tokens) // stride * stride, stride)
     digests: list[bytes] = []
-    for index in range(len(tokens) // stride):
-        start = (first_block + index) * block_size
-        keys = media_keys(media, start, start + block_size) if media else None
-        parent = block_digest(parent, tokens[index * stride : (index + 1) * stride], keys)
+    if not media:
+        # The floor of every cold prompt: nothing in this loop but the hash itself.
+        sha256, append = hashlib.sha256, digests.append
+        for start in starts:
+            parent = sha256(parent + tokens[start : start + stride]).digest()
+            append(parent)
+        return digests
+    for index, start in enumerate(starts, first_block):
+        keys = media_keys(media, index * block_size, (index + 1) * block_size)
+        parent = block_digest(parent, tokens[start : start + stride], keys)
         digests.append(parent)
     return digests

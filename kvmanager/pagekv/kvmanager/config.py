@@ -93,6 +93,19 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
         metavar="SHARE",
     )
     switch("prefix-cache", "reuse the blocks of equal prompt prefixes", default=True)
+    switch(
+        "partial-hits",
+        "also reuse the beginning of a cached block, by copying it (with --prefix-cache)",
+        default=True,
+    )
+    flag(
+        "priority-aging",
+        "0 to 1000000: fewer later requests than this pass a waiting one for each level of priority they are ahead; "
+        "0: any number",
+        default=256,
+        type=integer(0, 10**6),
+        metavar="N",
+    )
     flag("pipeline-depth", "steps sent ahead: 1 or 2", default=2, type=integer(1, 2), metavar="N")
     flag(
         "step-timeout-s",
@@ -130,6 +143,7 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
             num_device_blocks=args.num_device_blocks,
             max_model_len=args.max_model_len,
             max_queue=args.max_queue,
+            priority_aging=args.priority_aging,
             pipeline_depth=args.pipeline_depth,
             step_timeout_s=args.step_timeout_s,
             take_over=args.take_over,
@@ -138,6 +152,7 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
                 max_running=args.max_running,
                 watermark=args.watermark,
                 prefix_cache=args.prefix_cache,
+                partial_hits=args.partial_hits,
             ),
         ),
     )

@@ -19,6 +19,8 @@ class EngineConfig:
     max_model_len: int
     # Sequences waiting, preempted ones included, beyond which requests are refused.
     max_queue: int
+    # Later arrivals that one level of priority is worth; 0: priority alone decides.
+    priority_aging: int
     # Steps in flight, 1 or 2.
     pipeline_depth: int
     # A step without an answer for this long means the executor is lost.

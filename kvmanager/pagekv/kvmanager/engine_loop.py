@@ -17,10 +17,12 @@ from dataclasses import replace
 from pagekv.common.errors import AlreadyExists, InvalidRequest, Overloaded, Unavailable
 from pagekv.common.logs import Log
 from pagekv.kvmanager.block_hash import root_digest
-from pagekv.kvmanager.block_pool import BlockPool, InvariantError
+from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.delivery import deliver
 from pagekv.kvmanager.deployment import plan_deployment
 from pagekv.kvmanager.engine import BlockView, ModelInfo, PrefixMatch, SequenceView, Stats
 from pagekv.kvmanager.engine_config import EngineConfig
+from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.executor_client import AttachRefused, ExecutorLink, ExecutorLost
 from pagekv.kvmanager.introspection import (
     EngineTotals,
@@ -31,8 +33,8 @@ from pagekv.kvmanager.introspection import (
 )
 from pagekv.kvmanager.request import CacheIdentity, FinishReason, GenerateCommand, RequestStream, SequenceDelta
 from pagekv.kvmanager.scheduler import Scheduler
-from pagekv.kvmanager.sequence import LiveRequest, Sequence, SequenceState
-from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
+from pagekv.kvmanager.sequence import LiveRequest, SequenceState, live_request
+from pagekv.kvmanager.step_plan import StepOutcome
 from pagekv.kvmanager.steps_in_flight import StepsInFlight
 
 log = Log(__name__)
@@ -110,7 +112,8 @@ class EngineLoop:
         if self._scheduler is None:
             self._scheduler = Scheduler(pool, limits, model.eos_token_ids)
         else:
-            self._scheduler.lose_executor(self._in_flight.end_epoch(), pool, limits, model.eos_token_ids)
+            self._in_flight.end_epoch()
+            self._scheduler.lose_executor(pool, limits, model.eos_token_ids)
         self._model = model
         self._totals.epochs += 1
         self._attached = True
@@ -153,10 +156,12 @@ class EngineLoop:
                 while (outcome := link.take_outcome()) is not None:
                     # Until it is committed a step counts as lost, should the answer turn out not to fit.
                     plan = self._in_flight.answered(outcome)
-                    scheduler.commit(plan, outcome)
+                    committed = scheduler.commit(plan, outcome)
                     self._in_flight.pop()
                     self._count(outcome)
-                    self._sweep(plan)
+                    for sequence in deliver(committed, outcome):
+                        self._forget_if_done(sequence.request)
+                    self._work_left = bool(self._live)
                 if len(self._in_flight) < self._config.pipeline_depth:
                     ahead = scheduler.schedule()
                     if ahead is not None:
@@ -237,8 +242,7 @@ class EngineLoop:
             raise Unavailable("no executor is attached yet", RETRY_DELAY_S)
         if command.request_id in self._live:
             raise AlreadyExists("request_id", f"{command.request_id!r} is in use by a running request")
-        num_prompt = len(command.prompt_ids) - command.resumed_tokens
-        max_total = num_prompt + command.sampling.max_tokens
+        max_total = len(command.prompt_ids) - command.resumed_tokens + command.sampling.max_tokens
         # The last token is sampled and never computed, so it needs no slot.
         needed = -(-(max_total - 1) // self._model.block_size)
         if needed > self._model.num_device_blocks:
@@ -247,32 +251,21 @@ class EngineLoop:
                 f"prompt and output of {max_total} tokens need {needed} blocks, "
                 f"the pool has {self._model.num_device_blocks}",
             )
-        waiting = len(self._scheduler.waiting)
+        waiting = self._scheduler.num_waiting
         if waiting + command.n > self._config.max_queue:
             self._totals.rejected += 1
             raise Overloaded(
                 f"the queue is full: {waiting} sequences wait, at most {self._config.max_queue}", RETRY_DELAY_S
             )
-        return self._enqueue(command, num_prompt, max_total)
+        return self._enqueue(command)
 
-    def _enqueue(self, command: GenerateCommand, num_prompt: int, max_total: int) -> RequestStream:
+    def _enqueue(self, command: GenerateCommand) -> RequestStream:
         model, scheduler = self._model, self._serving()
         assert model is not None
         identity = command.identity
         root = root_digest(model.model_fingerprint, identity.namespace, identity.adapter_id)
         stream = RequestStream(command.request_id, command.n)
-        request = LiveRequest(command, stream, self._arrivals, root)
-        request.sequences = [
-            Sequence(
-                request=request,
-                index=index,
-                token_ids=list(command.prompt_ids),
-                num_prompt=num_prompt,
-                max_total=max_total,
-                key=(command.priority, self._arrivals, index),
-            )
-            for index in range(command.n)
-        ]
+        request = live_request(command, stream, self._arrivals, root, self._config.priority_aging)
         self._arrivals += 1
         self._totals.requests += 1
         self._live[command.request_id] = request
@@ -329,13 +322,6 @@ class EngineLoop:
         self._forget_if_done(request)
         self._wake.set()
 
-    def _sweep(self, plan: StepPlan) -> None:
-        """Forgets the requests whose last sequence a step ended."""
-        for sequence in plan.sampling.values():
-            if sequence.state is SequenceState.FINISHED:
-                self._forget_if_done(sequence.request)
-        self._work_left = bool(self._live)
-
     def _forget_if_done(self, request: LiveRequest) -> None:
         if all(sequence.state is SequenceState.FINISHED for sequence in request.sequences):
             self._live.pop(request.command.request_id, None)
@@ -356,6 +342,8 @@ class EngineLoop:
 
     def block_tables(self, request_id: str) -> list[SequenceView] | None:
         """Block tables of a live request; None when there is no such request."""
+        if self._scheduler is not None:
+            self._scheduler.sync()
         request = self._live.get(request_id)
         return None if request is None else sequence_views(request, self._config.block_size)
 

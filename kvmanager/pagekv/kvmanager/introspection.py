@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from pagekv.kvmanager.block_hash import chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.block_pool import BlockPool
 from pagekv.kvmanager.engine import BlockView, PrefixMatch, SequenceView, Stats
@@ -39,7 +41,7 @@ def collect_stats(scheduler: Scheduler, totals: EngineTotals, attached: bool) ->
         kv_usage=pool.num_active / pool.num_blocks,
         utilization=utilization(scheduler),
         running_sequences=len(scheduler.running),
-        waiting_sequences=len(scheduler.waiting),
+        waiting_sequences=scheduler.num_waiting,
         prompt_tokens_total=prompt,
         cached_tokens_total=counters.cached_tokens,
         prefix_hit_rate=counters.cached_tokens / prompt if prompt else 0.0,
@@ -66,6 +68,7 @@ def utilization(scheduler: Scheduler) -> float:
     """
     size = scheduler.pool.block_size
     slots = scheduler.pool.num_active * size
+    scheduler.sync()
     empty = sum(len(sequence.block_table) * size - sequence.num_computed for sequence in scheduler.running)
     return 1.0 - empty / slots if slots else 1.0
 
@@ -75,7 +78,8 @@ def match_prefix(pool: BlockPool, fingerprint: str, token_ids: list[int], identi
     tokens = token_bytes(token_ids)
     root = root_digest(fingerprint, identity.namespace, identity.adapter_id)
     digests = chain_digests(root, tokens, pool.block_size, identity.media)
-    blocks = pool.match(digests, tokens, len(digests))
+    chunks = np.array(token_ids[: len(digests) * pool.block_size], np.uint32).reshape(-1, pool.block_size)
+    blocks = pool.match(digests, chunks)
     return PrefixMatch(device_tokens=len(blocks) * pool.block_size, host_tokens=0, block_ids=blocks)
 
 
@@ -101,8 +105,8 @@ def block_views(pool: BlockPool, start: int, limit: int, state: str | None) -> t
     for block in range(start, pool.num_blocks):
         if len(found) == limit:
             return found, block
-        digest = pool.digest(block)
+        digest = pool.table.digest(block)
         kind = "active" if pool.ref_count(block) else "cached" if digest is not None else "free"
         if state in (None, kind):
-            found.append(BlockView(block, pool.ref_count(block), digest or b"", pool.parent(block) or b""))
+            found.append(BlockView(block, pool.ref_count(block), digest or b"", pool.table.parent(block) or b""))
     return found, None

@@ -130,6 +130,26 @@ class RequestStream:
             self._open.discard(delta.index)
         self._ready.set()
 
+    def push_token(self, index: int, token_id: int, cached_tokens: int, preemptions: int) -> None:
+        """One more token of a sequence: `push` for what happens most."""
+        held = self._pending.get(index)
+        if held is None:
+            self._pending[index] = SequenceDelta(index, [token_id], [], cached_tokens, preemptions)
+        else:
+            held.token_ids.append(token_id)
+            held.cached_tokens, held.preemptions = cached_tokens, preemptions
+        self._ready.set()
+
+    def push_logprobs(self, index: int, logprobs: TokenLogprobs) -> None:
+        """Log-probabilities of the token pushed last."""
+        self._pending[index].logprobs.append(logprobs)
+
+    def push_end(self, index: int, finish: FinishReason, stop_token_id: int | None) -> None:
+        """The token pushed last ended the sequence."""
+        held = self._pending[index]
+        held.finish, held.stop_token_id = finish, stop_token_id
+        self._open.discard(index)
+
     def fail(self, error: Exception) -> None:
         """Ends the stream with an error for its reader, after what was pushed before."""
         self._error = error

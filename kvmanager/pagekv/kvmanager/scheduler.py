@@ -1,27 +1,38 @@
 """Who computes what in the next step: continuous batching with chunked prefill under a token budget (DESIGN 5).
 
 A step is planned from what will be true once the steps in flight are done: every sampled token they promise is
-counted (`num_pending`) though its value is unknown, so step N + 1 can be planned while step N runs. When a promised
-token turns out to end a sequence, the step in flight has computed one token too many for it, which is dropped.
+counted though its value is unknown, so step N + 1 can be planned while step N runs. When a promised token turns out to
+end a sequence, the step in flight has computed one token too many for it, which is dropped.
 
-Order within a step: decodes first, in order of (priority, arrival); then prefills under way; then admissions from the
-waiting queue while budget, sequence slots and blocks last. Only decodes need blocks beyond those taken at admission,
-so only they can preempt, and their victim, the last of the running order, is never planned already.
+Order within a step: decodes first; then forks; then prefills under way; then admissions from the waiting queue while
+budget, sequence slots and blocks last. Only decodes need blocks beyond those taken at admission, so only they preempt,
+and the victim, the last of the running order, never stands before the one that needs the block.
+
+Sequences that decode live in `SequenceRows`, so that a step costs a fixed number of vector operations and Python work
+only for the few that cross a block border, begin or end.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pagekv.kvmanager.block_hash import chain_digests, token_bytes
-from pagekv.kvmanager.block_pool import BlockPool, InvariantError
-from pagekv.kvmanager.request import FinishReason, SequenceDelta
-from pagekv.kvmanager.sequence import LiveRequest, Sequence, SequenceState
-from pagekv.kvmanager.step_plan import NewSequence, StepOutcome, StepPlan
+import numpy as np
+from numpy.typing import NDArray
+
+from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.block_tables import BlockTables
+from pagekv.kvmanager.errors import InvariantError
+from pagekv.kvmanager.request import FinishReason
+from pagekv.kvmanager.sequence import NO_HANDLE, LiveRequest, Sequence, SequenceState
+from pagekv.kvmanager.sequence_rows import Rows, SequenceRows
+from pagekv.kvmanager.step_plan import Committed, Ending, NewSequence, StepOutcome, StepPlan
 from pagekv.kvmanager.waiting_queue import WaitingQueue
+
+# Steps after which a head of the queue that did not fit looks for newly cached blocks, even if none became free.
+RETRY_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +46,8 @@ class SchedulerLimits:
     # Share of the pool that admission leaves free, so that running decodes can grow.
     watermark: float
     prefix_cache: bool
+    # Reuse the beginning of a cached block by copying it.
+    partial_hits: bool = True
 
 
 @dataclass(slots=True)
@@ -47,303 +60,393 @@ class SchedulerCounters:
     preemptions: int = 0
 
 
+@dataclass(slots=True)
+class _Blocked:
+    """The head of the queue did not fit: it is not looked at again until enough blocks are free, or some steps later,
+    for others may have published what it needs.
+    """
+
+    sequence: Sequence
+    free_needed: int
+    steps_left: int
+
+
 class Scheduler:
-    """Owns the queues and, through `pool`, every block. Single-threaded; `schedule` and `commit` alternate freely."""
+    """Owns the queues and, through `tables`, every block. Single-threaded; `schedule` and `commit` alternate freely,
+    with at most two steps in flight.
+    """
 
     def __init__(self, pool: BlockPool, limits: SchedulerLimits, eos_token_ids: Iterable[int]) -> None:
-        self.pool = pool
-        self.limits = limits
         self.counters = SchedulerCounters()
         self.waiting = WaitingQueue()
         # Sorted by key; RUNNING and DRAINING.
         self.running: list[Sequence] = []
-        self._eos = frozenset(eos_token_ids)
-        self._block_size = pool.block_size
+        # Of those, the ones with known tokens left to plan; sorted by key.
+        self._prefilling: list[Sequence] = []
+        # Requests whose sequence 0 runs and others wait for its prompt.
+        self._forking: list[LiveRequest] = []
+        # Sequences in the state FORKING.
+        self._num_forking = 0
         # Handles that the executor still holds and the next step must drop.
         self._leaving: list[int] = []
-        self._next_handle = 1
+        self._blocked: _Blocked | None = None
+        self._adopt(pool, limits, eos_token_ids)
+
+    def _adopt(self, pool: BlockPool, limits: SchedulerLimits, eos_token_ids: Iterable[int]) -> None:
+        self.pool = pool
+        self.limits = limits
+        self.tables = BlockTables(pool, prefix_cache=limits.prefix_cache, partial_hits=limits.partial_hits)
+        self._block_size = pool.block_size
+        self._eos = tuple(eos_token_ids)
+        self._rows = SequenceRows(pool.block_size)
 
     # -- entering
 
     def add(self, request: LiveRequest) -> None:
-        """Queues every sequence of a request."""
-        for sequence in request.sequences:
-            self.waiting.push(sequence)
+        """Queues a request: its sequence 0; the others follow by fork."""
+        self.waiting.push(request.sequences[0])
+        self._num_forking += len(request.sequences) - 1
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that hold no blocks: those in the queue and those that wait for a fork."""
+        return len(self.waiting) + self._num_forking
 
     # -- planning
 
     def schedule(self) -> StepPlan | None:
         """Plans the next step, or None when there is nothing to do now."""
         plan = StepPlan(finished=self._leaving)
+        self.tables.begin_step(plan.copies)
         budget = self.limits.max_batch_tokens
-        budget -= self._plan_decodes(plan, budget)
-        budget -= self._plan_prefills(plan, budget)
-        self._plan_admissions(plan, budget)
+        decodes = self._plan_decodes(plan, budget)
+        plan.num_tokens = len(decodes)
+        sampling: list[int] = []
+        if self._forking:
+            self._plan_forks(plan, budget, sampling)
+        if self._prefilling:
+            self._plan_prefills(plan, budget, sampling)
+        self._plan_admissions(plan, budget, sampling)
+        plan.sampling = np.sort(np.concatenate([decodes, np.array(sampling, np.intp)])) if sampling else decodes
         if not plan.num_tokens and not plan.finished:
             return None
         self._leaving = []
         return plan
 
-    def _plan_decodes(self, plan: StepPlan, budget: int) -> int:
-        """One token for every sequence whose last token is known or promised; returns tokens planned."""
-        planned = 0
-        block_size = self._block_size
-        position = 0
-        while position < len(self.running):
-            sequence = self.running[position]
-            position += 1
-            if sequence.state is SequenceState.DRAINING or sequence.num_total - sequence.num_computed != 1:
-                continue
-            if sequence.num_computed + 1 > sequence.max_total - 1:
-                # The last token it may have is promised already: leave the executor, keep the blocks until it is here.
+    def _plan_decodes(self, plan: StepPlan, budget: int) -> Rows:
+        """One token for every sequence whose last token is known or promised; returns their handles, ascending."""
+        rows_of = self._rows
+        rows = rows_of.decoding_rows()
+        computed = rows_of.computed[rows]
+        last = computed >= rows_of.max_total[rows] - 1
+        if last.any():
+            # The last token it may have is promised already: leave the executor, keep the blocks until it is here.
+            for handle in rows[last].tolist():
+                sequence = self._sequence(handle)
                 sequence.state = SequenceState.DRAINING
-                plan.finished.append(sequence.handle)
-                continue
-            if planned == budget:
-                self._sit_out(plan, sequence)
-                continue
-            if sequence.num_computed == len(sequence.block_table) * block_size:
-                block = self._block_for(sequence)
-                if block is None:
-                    continue
-                sequence.block_table.append(block)
-                plan.append_handles.append(sequence.handle)
-                plan.append_blocks.append(block)
-            sequence.num_computed += 1
-            sequence.num_pending += 1
-            plan.sampling[sequence.handle] = sequence
-            planned += 1
-        plan.num_tokens += planned
-        return planned
+                rows_of.stop_decoding(sequence)
+                plan.finished.append(handle)
+            rows = rows_of.decoding_rows()
+            computed = rows_of.computed[rows]
+        others: list[int] = []
+        if len(rows) > budget:
+            rows, others = self._first_in_order(budget)
+            computed = rows_of.computed[rows]
+        full = computed == rows_of.slots[rows]
+        if full.any():
+            self._grow(plan, rows[full])
+            if not rows_of.decoding[rows].all():
+                rows = rows[rows_of.decoding[rows]]
+                computed = rows_of.computed[rows]
+        for handle in others:
+            if rows_of.decoding[handle]:
+                self._sit_out(plan, handle)
+        rows_of.computed[rows] = computed + 1
+        rows_of.pending[rows] += 1
+        return rows
 
-    def _plan_prefills(self, plan: StepPlan, budget: int) -> int:
-        """The next chunk of every admitted sequence with more than one known token to compute."""
-        planned = 0
-        for sequence in self.running:
-            remaining = sequence.num_total - sequence.num_computed
-            if sequence.state is SequenceState.DRAINING or remaining <= 1:
-                continue
-            chunk = min(remaining, budget - planned)
-            if chunk == 0:
-                self._sit_out(plan, sequence)
-                continue
-            planned += chunk
-            self._plan_chunk(plan, sequence, chunk)
-        return planned
+    def _first_in_order(self, count: int) -> tuple[Rows, list[int]]:
+        """The first `count` of the running order that decode, ascending by handle, and the others."""
+        handles = [s.handle for s in self.running if self._rows.decoding[s.handle]]
+        return np.array(sorted(handles[:count]), np.intp), handles[count:]
 
-    def _plan_admissions(self, plan: StepPlan, budget: int) -> None:
+    def _grow(self, plan: StepPlan, rows: Rows) -> None:
+        """One more block for each of these decodes, whose tables are full; preempts where the pool is exhausted."""
+        chunks = self._rows.completed_blocks(rows)
+        sequences = [self._sequence(handle) for handle in rows.tolist()]
+        blocks = self.pool.allocate(len(rows))
+        if blocks is None:
+            # In running order, so that nobody is preempted after it got its block.
+            order = sorted(range(len(rows)), key=lambda position: sequences[position].key)
+            got = [(position, block) for position in order if (block := self._block_for(sequences[position])) >= 0]
+            kept = [position for position, _ in got]
+            rows, chunks, sequences = rows[kept], chunks[kept], [sequences[position] for position in kept]
+            blocks = np.array([block for _, block in got], np.int32)
+        self.tables.grow(sequences, blocks, chunks)
+        self._rows.slots[rows] += self._block_size
+        plan.append_handles += rows.tolist()
+        plan.append_blocks += blocks.tolist()
+
+    def _block_for(self, sequence: Sequence) -> int:
+        """One block for a decode, preempting from the end of the running order; -1 when that reached the sequence
+        itself, which then waits.
+        """
+        while sequence.state is SequenceState.RUNNING:
+            blocks = self.pool.allocate(1)
+            if blocks is not None:
+                return int(blocks[0])
+            # Lowest priority, latest arrival. A draining sequence gives its blocks back by itself very soon.
+            self._preempt(next(s for s in reversed(self.running) if s.state is SequenceState.RUNNING))
+        return -1
+
+    def _plan_forks(self, plan: StepPlan, budget: int, sampling: list[int]) -> None:
+        """Forks every request whose prompt has been computed by an earlier step. Where slots, budget or blocks do not
+        suffice for all sequences of a request, they queue, and find what they can in the prefix cache.
+        """
+        for request in list(self._forking):
+            parent = request.sequences[0]
+            if parent.state is SequenceState.RUNNING and not self._rows.decoding[parent.handle]:
+                continue  # its prompt is under way
+            self._forking.remove(request)
+            children = [s for s in request.sequences if s.state is SequenceState.FORKING]
+            holds_prompt = parent.state in (SequenceState.RUNNING, SequenceState.DRAINING)
+            room = min(budget - plan.num_tokens, self.limits.max_running - len(self.running))
+            fits = len(children) <= room and self.pool.num_free - len(children) >= self._watermark()
+            if children and holds_prompt and fits and self.tables.fork(parent, children):
+                self._num_forking -= len(children)
+                for child in children:
+                    child.cached_tokens = parent.cached_tokens
+                    self._enter(plan, child, budget, sampling)
+            else:
+                self._queue(children)
+
+    def _queue(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            self._num_forking -= sequence.state is SequenceState.FORKING
+            sequence.state = SequenceState.WAITING
+            self.waiting.push(sequence)
+
+    def _plan_prefills(self, plan: StepPlan, budget: int, sampling: list[int]) -> None:
+        """The next chunk of every admitted sequence with known tokens left to compute."""
+        for sequence in list(self._prefilling):
+            self._plan_chunk(plan, sequence, budget, sampling)
+
+    def _plan_admissions(self, plan: StepPlan, budget: int, sampling: list[int]) -> None:
         """Admits waiting sequences in order; the first that does not fit blocks those behind it (no starvation)."""
-        while budget > 0 and len(self.running) < self.limits.max_running:
+        while plan.num_tokens < budget and len(self.running) < self.limits.max_running:
             sequence = self.waiting.head()
             # A preempted sequence is recomputed from its tokens, so those still promised must arrive first.
-            if sequence is None or sequence.num_pending or not self._take_blocks(sequence):
+            if sequence is None or sequence.handle != NO_HANDLE or not self._admit(sequence):
                 return
             self.waiting.pop()
-            sequence.state = SequenceState.RUNNING
-            sequence.handle = self._next_handle
-            self._next_handle += 1
-            insort(self.running, sequence, key=lambda other: other.key)
-            plan.new.append(
-                NewSequence(
-                    sequence,
-                    sequence.handle,
-                    list(sequence.token_ids),
-                    list(sequence.block_table),
-                    sequence.num_computed,
-                )
-            )
-            chunk = min(len(sequence.token_ids) - sequence.num_computed, budget)
-            budget -= chunk
-            self._plan_chunk(plan, sequence, chunk)
+            self._enter(plan, sequence, budget, sampling)
+            if sequence.index == 0 and any(s.state is SequenceState.FORKING for s in sequence.request.sequences):
+                self._forking.append(sequence.request)
 
-    def _plan_chunk(self, plan: StepPlan, sequence: Sequence, chunk: int) -> None:
-        if chunk != 1:
-            plan.scheduled_handles.append(sequence.handle)
-            plan.scheduled_tokens.append(chunk)
-        sequence.num_computed += chunk
-        plan.num_tokens += chunk
-        if sequence.num_computed == len(sequence.token_ids):
-            sequence.num_pending += 1
-            plan.sampling[sequence.handle] = sequence
-        # Steps run in order and a layer writes the whole step's keys and values before it attends, so the blocks of
-        # this chunk can be hit by the very next admission, even within this step.
-        self._publish(sequence)
-
-    @staticmethod
-    def _sit_out(plan: StepPlan, sequence: Sequence) -> None:
-        plan.scheduled_handles.append(sequence.handle)
-        plan.scheduled_tokens.append(0)
-
-    # -- blocks
-
-    def _take_blocks(self, sequence: Sequence) -> bool:
-        """Touches the cached prefix and allocates blocks for every other known token; False, and nothing taken, when
-        they would not leave the watermark free."""
-        hits: list[int] = []
-        if self.limits.prefix_cache and sequence.request.command.identity.read:
-            self._extend_digests(sequence)
-            # At least one token is computed, or there would be no logits to sample from.
-            reusable = (len(sequence.token_ids) - 1) // self._block_size
-            hits = self.pool.match(sequence.digests, token_bytes(sequence.token_ids), reusable)
-        needed = -(-len(sequence.token_ids) // self._block_size) - len(hits)
-        free_after = self.pool.num_free - needed - sum(1 for block in hits if self.pool.ref_count(block) == 0)
-        # With nothing running the watermark protects nobody, and insisting on it could block a large prompt for ever.
-        watermark = math.ceil(self.limits.watermark * self.pool.num_blocks) if self.running else 0
-        if free_after < watermark:
+    def _admit(self, sequence: Sequence) -> bool:
+        """Takes blocks for a waiting sequence; False, and nothing taken, when they would not leave the watermark."""
+        blocked = self._blocked
+        if blocked is not None and blocked.sequence is sequence:
+            blocked.steps_left -= 1
+            if blocked.steps_left and self.pool.num_free < blocked.free_needed and self.running:
+                return False
+        self._blocked = None
+        missing = self.tables.admit(sequence, self._watermark())
+        if missing:
+            self._blocked = _Blocked(sequence, self.pool.num_free + missing, RETRY_STEPS)
             return False
-        self.pool.touch(hits)
-        fresh = self.pool.allocate(needed)
-        if fresh is None:
-            raise InvariantError(f"{needed} blocks were free and could not be allocated")
-        sequence.block_table = hits + fresh
-        sequence.num_published = len(hits)
-        sequence.num_computed = len(hits) * self._block_size
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.num_computed, sequence.num_prompt)
             self.counters.prompt_tokens += sequence.num_prompt
             self.counters.cached_tokens += sequence.cached_tokens
         return True
 
-    def _block_for(self, sequence: Sequence) -> int | None:
-        """One block for a decode, preempting from the end of the running order; None when that reached the sequence
-        itself, which then waits."""
-        while (blocks := self.pool.allocate(1)) is None:
-            # Lowest priority, latest arrival. A draining sequence gives its blocks back by itself very soon.
-            victim = next(s for s in reversed(self.running) if s.state is SequenceState.RUNNING)
-            self._preempt(victim)
-            if victim is sequence:
-                return None
-        return blocks[0]
+    def _watermark(self) -> int:
+        # With nothing running it protects nobody, and insisting on it could block a large prompt for ever.
+        return math.ceil(self.limits.watermark * self.pool.num_blocks) if self.running else 0
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Frees every block; the sequence waits and is recomputed from its tokens. Tokens in flight still count."""
-        self.counters.preemptions += 1
-        sequence.preemptions += 1
-        self._leaving.append(sequence.handle)
-        self._release(sequence, SequenceState.WAITING)
-        self.waiting.push(sequence)
+    def _enter(self, plan: StepPlan, sequence: Sequence, budget: int, sampling: list[int]) -> None:
+        """Makes a sequence that has its blocks known to the executor, and plans its first chunk."""
+        sequence.state = SequenceState.RUNNING
+        self._rows.open(sequence)
+        insort(self.running, sequence, key=_key)
+        insort(self._prefilling, sequence, key=_key)
+        plan.new.append(
+            NewSequence(
+                sequence,
+                sequence.handle,
+                sequence.token_ids[:],
+                sequence.block_table[:],
+                sequence.num_computed,
+            )
+        )
+        self._plan_chunk(plan, sequence, budget, sampling)
 
-    def _release(self, sequence: Sequence, state: SequenceState) -> None:
-        """The one way out of the running order: blocks back to the pool, last block first."""
-        self.running.remove(sequence)
-        self.pool.free(sequence.block_table)
-        sequence.block_table = []
-        sequence.num_published = 0
-        sequence.num_computed = 0
-        sequence.state = state
-
-    def _extend_digests(self, sequence: Sequence) -> None:
-        """Brings `digests` up to the full blocks of the known tokens."""
-        full = len(sequence.token_ids) // self._block_size
-        done = len(sequence.digests)
-        if done < full:
-            parent = sequence.digests[-1] if done else sequence.request.root
-            new = token_bytes(sequence.token_ids[done * self._block_size : full * self._block_size])
-            media = sequence.request.command.identity.media
-            sequence.digests += chain_digests(parent, new, self._block_size, media, done)
-
-    def _publish(self, sequence: Sequence) -> None:
-        """Offers to the prefix table every block that is full, known and planned to be written."""
-        size = self._block_size
-        full = min(len(sequence.token_ids), sequence.num_computed) // size
-        if full <= sequence.num_published:
+    def _plan_chunk(self, plan: StepPlan, sequence: Sequence, budget: int, sampling: list[int]) -> None:
+        """As many of the known tokens as the budget has left."""
+        remaining = len(sequence.token_ids) - sequence.num_computed
+        chunk = min(remaining, budget - plan.num_tokens)
+        if chunk != 1:
+            plan.scheduled_handles.append(sequence.handle)
+            plan.scheduled_tokens.append(chunk)
+        if not chunk:
             return
-        if self.limits.prefix_cache and sequence.request.command.identity.write:
-            self._extend_digests(sequence)
-            for index in range(sequence.num_published, full):
-                parent = sequence.digests[index - 1] if index else sequence.request.root
-                tokens = token_bytes(sequence.token_ids[index * size : (index + 1) * size])
-                self.pool.publish(sequence.block_table[index], sequence.digests[index], parent, tokens)
-        sequence.num_published = full
+        sequence.num_computed += chunk
+        plan.num_tokens += chunk
+        if chunk == remaining:
+            del self._prefilling[bisect_left(self._prefilling, sequence.key, key=_key)]
+            self._rows.start_decoding(sequence)
+            sampling.append(sequence.handle)
+        # Steps run in order and a layer writes the whole step's keys and values before it attends, so the blocks of
+        # this chunk can be hit by the very next admission, even within this step.
+        self.tables.publish(sequence, computed_now=True)
+
+    @staticmethod
+    def _sit_out(plan: StepPlan, handle: int) -> None:
+        plan.scheduled_handles.append(handle)
+        plan.scheduled_tokens.append(0)
+
+    def _sequence(self, handle: int) -> Sequence:
+        sequence = self._rows.sequences[handle]
+        if sequence is None:
+            raise InvariantError(f"handle {handle} belongs to nobody")
+        return sequence
 
     # -- results
 
-    def commit(self, plan: StepPlan, outcome: StepOutcome) -> None:
-        """Takes in a step's tokens, pushes them to their streams and finishes sequences that ended.
-
-        Raises InvariantError when the outcome does not answer the plan.
+    def commit(self, plan: StepPlan, outcome: StepOutcome) -> Committed:
+        """Takes in a step's tokens and finishes sequences that ended. Tokens for sequences that have finished since
+        are dropped. Raises InvariantError when the outcome does not answer the plan.
         """
+        rows_of, planned = self._rows, plan.sampling
         if len(outcome.sampled_handles) != len(outcome.sampled_tokens):
             raise InvariantError(
                 f"step {outcome.step} sampled {len(outcome.sampled_tokens)} tokens for "
                 f"{len(outcome.sampled_handles)} sequences"
             )
-        tokens = dict(zip(outcome.sampled_handles, outcome.sampled_tokens, strict=True))
-        if tokens.keys() != plan.sampling.keys():
-            odd = sorted(tokens.keys() ^ plan.sampling.keys())[:8]
+        handles = np.array(outcome.sampled_handles, np.intp)
+        order = handles.argsort()
+        rows = handles[order]
+        if len(rows) != len(planned) or (rows != planned).any():
+            odd = sorted(set(rows.tolist()) ^ set(planned.tolist()))[:8]
             raise InvariantError(f"step {outcome.step} sampled other sequences than planned, such as {odd}")
-        for handle, sequence in plan.sampling.items():
-            if sequence.state is SequenceState.FINISHED:
-                continue  # the one token too many
-            sequence.num_pending -= 1
-            self._append(sequence, tokens[handle], outcome)
+        tokens = np.array(outcome.sampled_tokens, np.uint32)[order]
+        rows_of.pending[rows] -= 1
+        alive = rows_of.alive[rows]
+        if not alive.all():
+            rows, tokens = rows[alive], tokens[alive]  # without the one token too many
+        known = rows_of.append(rows, tokens)
+        self.counters.generated_tokens += len(rows)
+        kept = rows.tolist()
+        sequences = [self._sequence(handle) for handle in kept]
+        endings = self._endings(rows, tokens, known)
+        for position in endings:
+            self.finish(sequences[position])
+        rows_of.settle()
+        return Committed(sequences, kept, tokens.tolist(), endings)
 
-    def _append(self, sequence: Sequence, token: int, outcome: StepOutcome) -> None:
-        sequence.token_ids.append(token)
-        self.counters.generated_tokens += 1
-        delta = SequenceDelta(
-            sequence.index, [token], cached_tokens=sequence.cached_tokens or 0, preemptions=sequence.preemptions
-        )
-        logprobs = outcome.logprobs.get(sequence.handle)
-        if logprobs is not None:
-            delta.logprobs.append(logprobs)
-        sampling = sequence.request.command.sampling
-        ends = token in sampling.stop_token_ids or (token in self._eos and not sampling.ignore_eos)
-        if ends and sequence.num_output >= sampling.min_tokens:
-            delta.finish, delta.stop_token_id = FinishReason.STOP, token
-        elif len(sequence.token_ids) >= sequence.max_total:
-            delta.finish = FinishReason.LENGTH
-        if sequence.block_table:
-            self._publish(sequence)
-        if delta.finish is not None:
-            self.finish(sequence)
-        sequence.request.stream.push(delta)
+    def _endings(self, rows: Rows, tokens: NDArray[np.uint32], known: NDArray[np.int32]) -> dict[int, Ending]:
+        """Which of the rows end with the token they just got, by position in `rows`."""
+        rows_of = self._rows
+        full = known >= rows_of.max_total[rows]
+        is_eos = np.zeros(len(rows), np.bool_)
+        for token in self._eos:
+            is_eos |= tokens == token
+        is_eos &= known >= rows_of.eos_from[rows]
+        stopped = rows_of.stopped(rows, tokens, known)
+        if not (stopped or full.any() or is_eos.any()):
+            return {}
+        endings = {position: Ending(FinishReason.LENGTH) for position in np.flatnonzero(full).tolist()}
+        for position in [*np.flatnonzero(is_eos).tolist(), *stopped]:
+            endings[position] = Ending(FinishReason.STOP, int(tokens[position]))
+        return endings
 
     # -- leaving
 
     def finish(self, sequence: Sequence) -> None:
         """Ends a sequence in any state; its blocks are free for the very next step. Idempotent."""
-        if sequence.state is SequenceState.WAITING:
+        state = sequence.state
+        if state is SequenceState.FORKING:
+            self._num_forking -= 1
+        elif state is SequenceState.WAITING:
+            if sequence.handle != NO_HANDLE:
+                self._rows.leave(sequence, finished=True)
             sequence.state = SequenceState.FINISHED
             self.waiting.forget()
-        elif sequence.state is not SequenceState.FINISHED:
-            if sequence.state is SequenceState.RUNNING:
-                self._leaving.append(sequence.handle)
+        elif state in (SequenceState.RUNNING, SequenceState.DRAINING):
             self._release(sequence, SequenceState.FINISHED)
+        sequence.state = SequenceState.FINISHED
+        if sequence.index == 0 and state is SequenceState.WAITING:
+            # Nobody computes the prompt for the others any more.
+            self._queue(s for s in sequence.request.sequences if s.state is SequenceState.FORKING)
 
-    def lose_executor(
-        self, lost: Iterable[StepPlan], pool: BlockPool, limits: SchedulerLimits, eos_token_ids: Iterable[int]
-    ) -> None:
-        """A new epoch with empty pools: everything running waits again and is recomputed from its tokens.
+    def preempt_all(self) -> None:
+        """Makes every running sequence give its blocks back and wait; they are recomputed."""
+        for sequence in reversed(self.running[:]):
+            if sequence.state is SequenceState.RUNNING:
+                self._preempt(sequence)
 
-        `lost` are the steps in flight; the tokens they promised never come and will be sampled again, the same ones.
+    def _preempt(self, sequence: Sequence) -> None:
+        """Frees every block; the sequence waits and is recomputed from its tokens. Tokens in flight still count."""
+        self.counters.preemptions += 1
+        sequence.preemptions += 1
+        self._release(sequence, SequenceState.WAITING)
+        self.waiting.push(sequence)
+
+    def _release(self, sequence: Sequence, state: SequenceState) -> None:
+        """The one way out of the running order: blocks back to the pool, last block first."""
+        if sequence.state is SequenceState.RUNNING:
+            self._leaving.append(sequence.handle)
+        del self.running[bisect_left(self.running, sequence.key, key=_key)]
+        self._prefilling = [other for other in self._prefilling if other is not sequence]
+        sequence.state = state
+        self._rows.leave(sequence, finished=state is SequenceState.FINISHED)
+        self.tables.free(sequence)
+
+    def lose_executor(self, pool: BlockPool, limits: SchedulerLimits, eos_token_ids: Iterable[int]) -> None:
+        """A new epoch with empty pools: everything running waits again and is recomputed from its tokens. Tokens that
+        steps in flight promised never come and will be sampled again, the same ones.
         """
-        for plan in lost:
-            for sequence in plan.sampling.values():
-                sequence.num_pending = 0
-        for sequence in list(self.running):
-            self._release(sequence, SequenceState.WAITING)
-            self.waiting.push(sequence)
+        self._rows.clear()
+        for sequence in self.running:
+            self.tables.forget(sequence)
+        self._queue(self.running)
+        self.running = []
+        self._prefilling = []
         self._leaving = []
-        self._next_handle = 1
+        self._blocked = None
         pool.evictions += self.pool.evictions
         pool.hash_alarms += self.pool.hash_alarms
-        self.pool = pool
-        self.limits = limits
-        self._eos = frozenset(eos_token_ids)
+        self._adopt(pool, limits, eos_token_ids)
+
+    # -- views
+
+    def sync(self) -> None:
+        """Brings the counts and tokens of every running sequence up to date; between steps they live in columns."""
+        for sequence in self.running:
+            self._rows.sync(sequence)
 
     # -- proof
 
     def check_integrity(self, live: Iterable[Sequence]) -> None:
         """Recomputes block counts and queue lengths from the live sequences; raises InvariantError."""
+        self.sync()
         sequences = list(live)
         held = [s for s in sequences if s.state in (SequenceState.RUNNING, SequenceState.DRAINING)]
         self.pool.check_integrity([s.block_table for s in held])
-        if sorted(held, key=lambda s: s.key) != self.running:
+        if sorted(held, key=_key) != self.running:
             raise InvariantError(f"{len(held)} sequences hold blocks, the running order has {len(self.running)}")
         waiting = sum(1 for s in sequences if s.state is SequenceState.WAITING)
         if waiting != len(self.waiting):
             raise InvariantError(f"{waiting} sequences wait, the waiting queue counts {len(self.waiting)}")
+        forking = {s.request.arrival for s in sequences if s.state is SequenceState.FORKING}
+        if self._num_forking != sum(1 for s in sequences if s.state is SequenceState.FORKING):
+            raise InvariantError(f"{len(forking)} requests wait for a fork, {self._num_forking} sequences are counted")
+        parents = {request.arrival for request in self._forking}
+        parents |= {s.request.arrival for s in sequences if s.index == 0 and s.state is SequenceState.WAITING}
+        if not forking <= parents:
+            raise InvariantError(f"requests {sorted(forking - parents)} wait for a fork that nobody makes")
+        self._rows.check_integrity(held)
         for s in held:
             covered = -(-max(len(s.token_ids), s.num_computed) // self._block_size)
             if not s.num_computed <= s.num_total <= s.max_total or covered not in (
@@ -354,3 +457,7 @@ class Scheduler:
                     f"sequence {s.key}: {s.num_computed} computed of {s.num_total} (at most {s.max_total}) in "
                     f"{len(s.block_table)} blocks of {self._block_size}"
                 )
+
+
+def _key(sequence: Sequence) -> tuple[int, int, int]:
+    return sequence.key

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pagekv.kvmanager.request import GenerateCommand, RequestStream
+
+NO_HANDLE = -1
 
 
 class SequenceState(Enum):
     """WAITING ⇄ RUNNING (admit, preempt) → DRAINING (every token it may have is in flight) → FINISHED.
 
-    Any state → FINISHED by abort or stop.
+    FORKING → RUNNING (fork) or → WAITING (its fork was refused). Any state → FINISHED by abort or stop.
     """
 
+    FORKING = "forking"  # holds nothing; waits for sequence 0 of its request to compute the prompt
     WAITING = "waiting"  # holds no blocks, unknown to the executor
     RUNNING = "running"  # holds blocks, takes part in steps
     DRAINING = "draining"  # holds blocks, computes nothing more, its last token is still in flight
@@ -27,6 +34,7 @@ class LiveRequest:
     command: GenerateCommand
     stream: RequestStream
     arrival: int
+    # Parent digest of its first block: 32 bytes.
     root: bytes
     sequences: list[Sequence] = field(default_factory=list)
 
@@ -37,19 +45,23 @@ class Sequence:
 
     num_computed <= len(token_ids) + num_pending, and len(block_table) == ceil(max(known, num_computed) / block_size)
     where known is len(token_ids): blocks exist for what is known or being computed and for nothing else.
+
+    While it decodes, `SequenceRows` has the true counts and the latest tokens; `SequenceRows.sync` writes them back.
     """
 
     request: LiveRequest
     index: int
-    token_ids: list[int]
+    # uint32: compact, and NumPy can look at them without a copy.
+    token_ids: array[int]
     # Prompt tokens that are truly prompt: resumed tokens count as output.
     num_prompt: int
     # token_ids may grow to this length.
     max_total: int
-    # (priority, arrival, index): smaller runs first and is preempted last.
+    # (rank, arrival, index): smaller runs first and is preempted last.
     key: tuple[int, int, int]
     state: SequenceState = SequenceState.WAITING
-    block_table: list[int] = field(default_factory=list)
+    # int32.
+    block_table: array[int] = field(default_factory=lambda: array("i"))
     # Digests of the full blocks of token_ids, computed once per block.
     digests: list[bytes] = field(default_factory=list)
     # Leading blocks of block_table that were hits or have been offered to the prefix table.
@@ -58,8 +70,8 @@ class Sequence:
     num_computed: int = 0
     # Sampled tokens promised by steps in flight.
     num_pending: int = 0
-    # Name of this stay at the executor; a new one at every admission.
-    handle: int = 0
+    # Name of this stay at the executor, and its row; kept after leaving until no step in flight samples it.
+    handle: int = NO_HANDLE
     # None until first admitted.
     cached_tokens: int | None = None
     preemptions: int = 0
@@ -73,3 +85,39 @@ class Sequence:
     def num_output(self) -> int:
         """Tokens generated, resumed ones included."""
         return len(self.token_ids) - self.num_prompt
+
+    def blocks(self) -> NDArray[np.int32]:
+        """The block table, [num_blocks], as a copy."""
+        return np.array(self.block_table, np.int32)
+
+    def chunks(self, block_size: int) -> NDArray[np.uint32]:
+        """Token ids of the full blocks, [num_full, block_size], as a copy."""
+        full = len(self.token_ids) // block_size * block_size
+        return np.frombuffer(self.token_ids, np.uint32, full).reshape(-1, block_size).copy()
+
+
+def live_request(
+    command: GenerateCommand, stream: RequestStream, arrival: int, root: bytes, priority_aging: int
+) -> LiveRequest:
+    """A request as it enters the scheduler, with its `command.n` sequences.
+
+    Its rank decides who runs first: `priority_aging` is the number of later arrivals that one level of priority is
+    worth, so a request is passed by fewer than that many per level, however many keep coming. 0: priority alone.
+    """
+    request = LiveRequest(command, stream, arrival, root)
+    rank = arrival + command.priority * priority_aging if priority_aging else command.priority
+    num_prompt = len(command.prompt_ids) - command.resumed_tokens
+    tokens = array("I", command.prompt_ids)
+    request.sequences = [
+        Sequence(
+            request=request,
+            index=index,
+            token_ids=tokens[:],
+            num_prompt=num_prompt,
+            max_total=num_prompt + command.sampling.max_tokens,
+            key=(rank, arrival, index),
+            state=SequenceState.FORKING if index else SequenceState.WAITING,
+        )
+        for index in range(command.n)
+    ]
+    return request

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
-from pagekv.kvmanager.request import TokenLogprobs
+import numpy as np
+from numpy.typing import NDArray
+
+from pagekv.kvmanager.request import FinishReason, TokenLogprobs
 from pagekv.kvmanager.sequence import Sequence
+
+_NOBODY = np.empty(0, np.intp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,8 +20,8 @@ class NewSequence:
 
     sequence: Sequence
     handle: int
-    token_ids: list[int]
-    block_ids: list[int]
+    token_ids: array[int]
+    block_ids: array[int]
     computed_tokens: int
 
 
@@ -24,14 +30,16 @@ class StepPlan:
     """One step, in the order the executor applies it. Columns of equal length pair by position."""
 
     finished: list[int]
+    # Device blocks to copy, (source, destination), one after the other.
+    copies: list[tuple[int, int]] = field(default_factory=list)
     new: list[NewSequence] = field(default_factory=list)
     append_handles: list[int] = field(default_factory=list)
     append_blocks: list[int] = field(default_factory=list)
     # Sequences that do not compute exactly one token in this step.
     scheduled_handles: list[int] = field(default_factory=list)
     scheduled_tokens: list[int] = field(default_factory=list)
-    # Who samples in this step: handle to sequence. Stays with the manager.
-    sampling: dict[int, Sequence] = field(default_factory=dict)
+    # Handles of those that sample in this step, ascending. Stays with the manager.
+    sampling: NDArray[np.intp] = field(default_factory=lambda: _NOBODY)
     num_tokens: int = 0
 
 
@@ -46,3 +54,22 @@ class StepOutcome:
     computed_tokens: int
     execute_us: int
     idle_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why a sequence ended with the token just committed; `stop_token_id` is that token if it is why."""
+
+    reason: FinishReason
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What a step brought: one token each for these sequences, and which of them end with it, by position."""
+
+    sequences: list[Sequence]
+    # Their handles in that step.
+    handles: list[int]
+    token_ids: list[int]
+    endings: dict[int, Ending]

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from pagekv.kvmanager.block_pool import InvariantError
+from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
 
 

@@ -16,12 +16,29 @@ def step_request(plan: StepPlan, epoch: int, step: int, eos_token_ids: Iterable[
         epoch=epoch,
         step=step,
         finished_seqs=plan.finished,
+        memory_ops=_copies(plan.copies),
         new_seqs=[_new_sequence(new, eos_token_ids) for new in plan.new],
         append_seqs=plan.append_handles,
         append_blocks=plan.append_blocks,
         scheduled_seqs=plan.scheduled_handles,
         scheduled_tokens=plan.scheduled_tokens,
     )
+
+
+def _copies(pairs: list[tuple[int, int]]) -> list[pb.MemoryOp]:
+    """Copies in order. Those of one operation may all happen at once, so one that writes a block which an earlier one
+    reads begins the next operation.
+    """
+    operations: list[pb.MemoryOp] = []
+    sources: set[int] = set()
+    for source, destination in pairs:
+        if not operations or destination in sources:
+            operations.append(pb.MemoryOp(kind=pb.MEMORY_OP_KIND_COPY))
+            sources = set()
+        operations[-1].sources.append(source)
+        operations[-1].destinations.append(destination)
+        sources.add(source)
+    return operations
 
 
 def _new_sequence(new: NewSequence, eos_token_ids: Iterable[int]) -> pb.NewSequence:

@@ -1,38 +1,54 @@
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from pagekv.kvmanager.block_hash import chain_digests, root_digest, token_bytes
-from pagekv.kvmanager.block_pool import BlockPool, InvariantError
+from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.errors import InvariantError
 
 ROOT = root_digest("model", "", "")
 
 
+def chunks(tokens: list[int], block_size: int) -> NDArray[np.uint32]:
+    full = len(tokens) // block_size * block_size
+    return np.array(tokens[:full], np.uint32).reshape(-1, block_size)
+
+
 def publish(pool: BlockPool, blocks: list[int], tokens: list[int]) -> list[bytes]:
     """Publishes the full blocks of `tokens` in `blocks`; returns their digests."""
-    data = token_bytes(tokens)
-    digests = chain_digests(ROOT, data, pool.block_size)
-    stride = pool.block_size * 4
-    for i, digest in enumerate(digests):
-        pool.publish(blocks[i], digest, digests[i - 1] if i else ROOT, data[i * stride : (i + 1) * stride])
+    digests = chain_digests(ROOT, token_bytes(tokens), pool.block_size)
+    # Those that are in the table already are offered again, as the scheduler never does.
+    new = [i for i in range(len(digests)) if pool.table.digest(blocks[i]) is None]
+    parents = [digests[i - 1] if i else ROOT for i in new]
+    rows = chunks(tokens, pool.block_size)[new]
+    pool.publish([blocks[i] for i in new], [digests[i] for i in new], parents, rows, media=False)
     return digests
 
 
 def held(pool: BlockPool, count: int) -> list[int]:
     blocks = pool.allocate(count)
     assert blocks is not None
-    return blocks
+    return blocks.tolist()
+
+
+def ids(blocks: list[int]) -> NDArray[np.int32]:
+    return np.array(blocks, np.int32)
 
 
 def match(pool: BlockPool, tokens: list[int]) -> list[int]:
-    data = token_bytes(tokens)
-    digests = chain_digests(ROOT, data, pool.block_size)
-    return pool.match(digests, data, len(digests))
+    """Both ways to find cached blocks, which must agree."""
+    digests = chain_digests(ROOT, token_bytes(tokens), pool.block_size)
+    rows = chunks(tokens, pool.block_size)
+    found = pool.match(digests, rows)
+    assert pool.table.follow(ROOT, rows) == found
+    return found
 
 
 def test_allocate_takes_all_or_nothing() -> None:
     pool = BlockPool(4, 2)
     assert pool.allocate(5) is None
     assert pool.num_free == 4
-    assert pool.allocate(3) == [0, 1, 2]
+    assert held(pool, 3) == [0, 1, 2]
     assert pool.num_active == 3
     pool.check_integrity([[0, 1, 2]])
 
@@ -59,7 +75,7 @@ def test_evictable_is_not_evicted() -> None:
     pool = BlockPool(2, 2)
     blocks = held(pool, 1)
     publish(pool, blocks, [1, 2])
-    pool.free(blocks)
+    pool.free(ids(blocks))
     assert (pool.num_free, pool.num_cached_free) == (2, 1)
     assert match(pool, [1, 2]) == blocks
     assert pool.evictions == 0
@@ -73,7 +89,7 @@ def test_deepest_block_of_a_chain_is_evicted_first() -> None:
     pool = BlockPool(3, 1)
     blocks = held(pool, 3)
     publish(pool, blocks, [1, 2, 3])
-    pool.free(blocks)
+    pool.free(ids(blocks))
     for left in ([0, 1], [0], []):
         taken = held(pool, 1)
         assert match(pool, [1, 2, 3]) == left
@@ -87,7 +103,7 @@ def test_least_recently_used_chain_goes_first_and_a_held_one_never() -> None:
     for token, blocks in enumerate((a, b, c, d)):
         publish(pool, blocks, [token])
     for blocks in (a, b, c):
-        pool.free(blocks)
+        pool.free(ids(blocks))
     assert held(pool, 1) == a
     assert held(pool, 2) == b + c
     assert pool.allocate(1) is None
@@ -99,8 +115,8 @@ def test_touch_saves_a_hit_from_eviction() -> None:
     pool = BlockPool(2, 1)
     blocks = held(pool, 1)
     publish(pool, blocks, [7])
-    pool.free(blocks)
-    pool.touch(blocks)
+    pool.free(ids(blocks))
+    pool.touch(ids(blocks))
     assert pool.num_cached_free == 0
     assert pool.allocate(2) is None
     assert pool.ref_count(blocks[0]) == 1
@@ -117,16 +133,16 @@ def test_vllm_worked_example() -> None:
     second_tokens = [*shared[:8], 90, 91, 92, 93, 94, 95]
     hits = match(pool, second_tokens)
     assert hits == [0, 1]
-    pool.touch(hits)
+    pool.touch(ids(hits))
     second = hits + held(pool, 2)
     publish(pool, second, second_tokens)
     assert second == [0, 1, 5, 6]
-    pool.free(first)
-    pool.free(second)
+    pool.free(ids(first))
+    pool.free(ids(second))
     assert list(pool._free) == [7, 8, 9, 4, 3, 2, 6, 5, 1, 0]
     hits = match(pool, [*shared, *range(200, 217)])
     assert hits == [0, 1, 2]
-    pool.touch(hits)
+    pool.touch(ids(hits))
     assert list(pool._free) == [7, 8, 9, 4, 3, 6, 5]
     assert held(pool, 5) == [7, 8, 9, 4, 3]
     assert pool.evictions == 1
@@ -138,16 +154,16 @@ def test_duplicates_are_not_merged() -> None:
     publish(pool, first, [5])
     publish(pool, second, [5])
     assert match(pool, [5]) == first
-    assert pool.digest(second[0]) is None
+    assert pool.table.digest(second[0]) is None
 
 
 def test_hash_collision_is_a_miss_and_an_alarm() -> None:
     """CHECKLIST E9: with a constant hash, token comparison is what keeps outputs right."""
     pool = BlockPool(4, 2)
     constant = b"\0" * 32
-    pool.publish(held(pool, 1)[0], constant, ROOT, token_bytes([1, 2]))
-    assert pool.match([constant], token_bytes([1, 2]), 1) == [0]
-    assert pool.match([constant], token_bytes([3, 4]), 1) == []
+    pool.publish(held(pool, 1), [constant], [ROOT], chunks([1, 2], 2), media=False)
+    assert pool.match([constant], chunks([1, 2], 2)) == [0]
+    assert pool.match([constant], chunks([3, 4], 2)) == []
     assert pool.hash_alarms == 1
 
 
@@ -155,7 +171,7 @@ def test_clear_forgets_and_keeps_what_is_held() -> None:
     pool = BlockPool(3, 1)
     blocks = held(pool, 2)
     publish(pool, blocks, [1, 2])
-    pool.free(blocks[1:])
+    pool.free(ids(blocks[1:]))
     assert pool.clear_prefix_table() == 2
     assert match(pool, [1, 2]) == []
     assert pool.num_active == 1
@@ -165,12 +181,9 @@ def test_clear_forgets_and_keeps_what_is_held() -> None:
 def test_misuse_is_a_broken_invariant() -> None:
     pool = BlockPool(2, 1)
     with pytest.raises(InvariantError, match="nobody holds"):
-        pool.free([0])
+        pool.free(ids([0]))
     with pytest.raises(InvariantError, match="nobody holds"):
-        pool.publish(0, b"x" * 32, ROOT, token_bytes([1]))
-    blocks = held(pool, 1)
-    with pytest.raises(InvariantError, match="token bytes"):
-        pool.publish(blocks[0], b"x" * 32, ROOT, b"")
+        pool.publish([0], [b"x" * 32], [ROOT], chunks([1], 1), media=False)
 
 
 @pytest.mark.parametrize("damage", ["ref", "table", "gauge"])
@@ -182,7 +195,7 @@ def test_check_integrity_sees_damage(damage: str) -> None:
     if damage == "ref":
         pool._ref_count[2] = 1
     elif damage == "table":
-        pool._table[b"stray"] = 2
+        pool.table._block_of[b"stray"] = 2
     else:
         pool._num_cached_free = 1
     with pytest.raises(InvariantError):

@@ -22,6 +22,7 @@ DEFAULTS = ManagerConfig(
         num_device_blocks=0,
         max_model_len=0,
         max_queue=1024,
+        priority_aging=256,
         pipeline_depth=2,
         step_timeout_s=60.0,
         take_over=False,
@@ -56,9 +57,11 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
         "PAGEKV_MAX_RUNNING": "5",
         "PAGEKV_WATERMARK": "0.25",
         "PAGEKV_PREFIX_CACHE": "off",
+        "PAGEKV_PARTIAL_HITS": "off",
+        "PAGEKV_PRIORITY_AGING": "5",
     }
-    limits = SchedulerLimits(max_batch_tokens=64, max_running=5, watermark=0.25, prefix_cache=False)
-    engine = EngineConfig("executor:1", 256, 7, 100, 3, 1, 2.0, True, limits)
+    limits = SchedulerLimits(max_batch_tokens=64, max_running=5, watermark=0.25, prefix_cache=False, partial_hits=False)
+    engine = EngineConfig("executor:1", 256, 7, 100, 3, 5, 1, 2.0, True, limits)
     expected = ManagerConfig("unix:/run/pagekv", "none", 0.5, "debug", "json", "/tmp/port", False, engine)
     assert parse_config([], env) == expected
     assert parse_config(["--max-queue", "9"], env).engine.max_queue == 9

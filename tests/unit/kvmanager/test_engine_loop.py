@@ -117,6 +117,7 @@ def config(**changes: object) -> EngineConfig:
         num_device_blocks=0,
         max_model_len=0,
         max_queue=100,
+        priority_aging=256,
         pipeline_depth=2,
         step_timeout_s=5,
         take_over=False,

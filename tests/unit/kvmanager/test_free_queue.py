@@ -1,49 +1,68 @@
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from pagekv.kvmanager.free_queue import FreeQueue
 
 
+def ids(blocks: list[int]) -> NDArray[np.int32]:
+    return np.array(blocks, np.int32)
+
+
 def test_starts_in_order_and_allocates_at_the_head() -> None:
+    """CHECKLIST D3."""
     queue = FreeQueue(4)
     assert list(queue) == [0, 1, 2, 3]
-    assert [queue.pop_head(), queue.pop_head()] == [0, 1]
-    queue.append(0)
+    assert queue.pop(2).tolist() == [0, 1]
+    queue.append(ids([0]))
     assert list(queue) == [2, 3, 0]
 
 
+def test_can_start_empty() -> None:
+    queue = FreeQueue(3, full=False)
+    assert (len(queue), list(queue), queue.pop(0).tolist()) == (0, [], [])
+    queue.append(ids([2, 0]))
+    assert queue.pop(2).tolist() == [2, 0]
+
+
 def test_remove_from_the_middle() -> None:
+    """CHECKLIST D2."""
     queue = FreeQueue(5)
-    queue.remove(2)
+    queue.remove(ids([2]))
     assert list(queue) == [0, 1, 3, 4]
     assert 2 not in queue
     assert len(queue) == 4
 
 
-def test_refuses_what_would_break_the_links() -> None:
+def test_more_than_there_are_is_refused_and_nothing_is_taken() -> None:
     queue = FreeQueue(2)
-    with pytest.raises(ValueError, match="already"):
-        queue.append(1)
-    queue.remove(1)
-    with pytest.raises(ValueError, match="not in the free queue"):
-        queue.remove(1)
-    queue.remove(0)
-    with pytest.raises(IndexError, match="empty"):
-        queue.pop_head()
+    with pytest.raises(IndexError, match="3 blocks wanted, 2 are free"):
+        queue.pop(3)
+    assert list(queue) == [0, 1]
 
 
-@given(st.lists(st.tuples(st.sampled_from(["pop", "append", "remove"]), st.integers(0, 7)), max_size=60))
-def test_agrees_with_a_plain_list(moves: list[tuple[str, int]]) -> None:
-    queue, model = FreeQueue(8), list(range(8))
-    for move, block in moves:
-        if move == "pop" and model:
-            assert queue.pop_head() == model.pop(0)
-        elif move == "append" and block not in model:
-            queue.append(block)
-            model.append(block)
-        elif move == "remove" and block in model:
-            queue.remove(block)
-            model.remove(block)
+@given(st.data())
+def test_agrees_with_a_plain_list(data: st.DataObject) -> None:
+    """Batches of every kind; joining and leaving often enough to fill the array of entries several times."""
+    size = data.draw(st.integers(1, 6))
+    queue, model = FreeQueue(size), list(range(size))
+    for _ in range(data.draw(st.integers(0, 40))):
+        move = data.draw(st.sampled_from(["pop", "append", "remove"]))
+        outside = [block for block in range(size) if block not in model]
+        if move == "pop":
+            count = data.draw(st.integers(0, len(model)))
+            assert queue.pop(count).tolist() == model[:count]
+            del model[:count]
+        elif move == "append":
+            joining = data.draw(st.lists(st.sampled_from(outside), unique=True)) if outside else []
+            queue.append(ids(joining))
+            model += joining
+        else:
+            leaving = data.draw(st.lists(st.sampled_from(model), unique=True)) if model else []
+            queue.remove(ids(leaving))
+            model = [block for block in model if block not in leaving]
         assert list(queue) == model
         assert len(queue) == len(model)
+        assert all((block in queue) == (block in model) for block in range(size))

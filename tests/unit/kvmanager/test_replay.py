@@ -8,7 +8,9 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from pagekv.kvmanager.block_hash import root_digest
@@ -23,8 +25,7 @@ from pagekv.kvmanager.replay.timed_mode import replay_timed
 from pagekv.kvmanager.replay.trace import TraceRecord, read_trace
 from pagekv.kvmanager.request import GenerateCommand, RequestStream, SamplingParams
 from pagekv.kvmanager.scheduler import Scheduler, SchedulerLimits
-from pagekv.kvmanager.sequence import LiveRequest
-from pagekv.kvmanager.sequence import Sequence as LiveSequence
+from pagekv.kvmanager.sequence import LiveRequest, live_request
 from pagekv.kvmanager.step_plan import NewSequence, StepPlan
 
 SAMPLE = read_trace(Path(__file__).resolve().parents[2] / "data" / "traces" / "mooncake_sample.jsonl")
@@ -232,13 +233,11 @@ class CountingExecutor:
         return cost.seconds(prefill, decodes, kv_tokens), unused
 
 
-def live_request(record: TraceRecord, index: int) -> LiveRequest:
-    tokens = prompt_ids(record, index, 4)
-    command = GenerateCommand(f"r{index}", tokens, SamplingParams(max_tokens=record.output_length))
-    request = LiveRequest(command, RequestStream("", 1), index, root_digest("", "", ""))
-    total = len(tokens) + record.output_length
-    request.sequences = [LiveSequence(request, 0, list(tokens), len(tokens), total, (0, index, 0))]
-    return request
+def request_of(record: TraceRecord, index: int) -> LiveRequest:
+    command = GenerateCommand(
+        f"r{index}", prompt_ids(record, index, 4), SamplingParams(max_tokens=record.output_length)
+    )
+    return live_request(command, RequestStream("", 1), index, root_digest("", "", ""), 0)
 
 
 @pytest.mark.parametrize("blocks", [14, 40])
@@ -248,7 +247,7 @@ def test_the_executors_running_sums_equal_counting(blocks: int, depth: int) -> N
     pool = BlockPool(blocks, 4)
     scheduler = Scheduler(pool, SchedulerLimits(3, 8, 0.0, True), ())
     for index, record in enumerate(records):
-        scheduler.add(live_request(record, index))
+        scheduler.add(request_of(record, index))
     executor = SimulatedExecutor(StepCost(), 4, array("d", [0.0] * len(records)))
     counting = CountingExecutor(4)
     in_flight: deque[BegunStep] = deque()
@@ -268,23 +267,27 @@ def test_the_executors_running_sums_equal_counting(blocks: int, depth: int) -> N
     assert (scheduler.counters.preemptions > 0) == (blocks == 14)
 
 
+def step_plan(sampling: list[int], finished: list[int] | None = None, **columns: Any) -> StepPlan:
+    return StepPlan(finished or [], sampling=np.array(sampling), **columns)
+
+
 def test_sequences_that_sit_a_step_out_read_nothing() -> None:
     executor = SimulatedExecutor(StepCost(), 4, array("d", [0.0, 0.0]))
     counting = CountingExecutor(4)
     first, second = (
-        live_request(TraceRecord(0.0, length, 9, (index, index)), index).sequences[0]
+        request_of(TraceRecord(0.0, length, 9, (index, index)), index).sequences[0]
         for index, length in enumerate((6, 5))
     )
     new = [
-        NewSequence(first, 1, first.token_ids, [0, 1], 0),
-        NewSequence(second, 2, second.token_ids, [2, 3], 4),
+        NewSequence(first, 1, first.token_ids, array("i", [0, 1]), 0),
+        NewSequence(second, 2, second.token_ids, array("i", [2, 3]), 4),
     ]
     plans = [
         # Prefills of 6 tokens and of 1, a decode beside one that sits out, two decodes, one that leaves.
-        StepPlan([], new, [], [], [1], [6], {1: first, 2: second}, 7),
-        StepPlan([], [], [], [], [2], [0], {1: first}, 1),
-        StepPlan([], [], [], [], [], [], {1: first, 2: second}, 2),
-        StepPlan([1], [], [], [], [], [], {2: second}, 1),
+        step_plan(new=new, scheduled_handles=[1], scheduled_tokens=[6], sampling=[1, 2], num_tokens=7),
+        step_plan(scheduled_handles=[2], scheduled_tokens=[0], sampling=[1], num_tokens=1),
+        step_plan(sampling=[1, 2], num_tokens=2),
+        step_plan(finished=[1], sampling=[2], num_tokens=1),
     ]
     for plan in plans:
         step = executor.begin(plan)

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from pagekv.kvmanager.replay.prompt import distinct_prefixes, output_token, prompt_bytes, prompt_ids
+from pagekv.kvmanager.replay.prompt import distinct_prefixes, output_tokens, prompt_bytes, prompt_ids
 from pagekv.kvmanager.replay.trace import TraceError, TraceRecord, read_trace
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "traces"
@@ -115,7 +116,8 @@ def test_prompts_agree_as_far_as_their_hash_ids() -> None:
     assert one[:8] == two[:8]
     assert not set(one[8:]) & set(two[8:])
     unlike = [prompt_ids(TraceRecord(0, 4, 1, ()), index, 4) for index in (0, 1)]
-    assert not {*unlike[0], output_token(0)} & {*unlike[1], *one, *two, output_token(1)}
+    outputs = output_tokens(np.array([0, 1])).tolist()
+    assert not {*unlike[0], outputs[0]} & {*unlike[1], *one, *two, outputs[1]}
     # Bytes are the same token ids; past the end the last id goes on.
     assert prompt_bytes(first, 4, 12) == b"".join(i.to_bytes(4, "little") for i in [*one, 7, 7])
 

@@ -1,3 +1,4 @@
+import pytest
 from fake_executor import expected_output
 from scheduler_driver import VOCAB, Driver, finished, output, streamed
 
@@ -272,12 +273,103 @@ def test_requests_that_leave_the_middle_of_the_queue_leave_no_trace() -> None:
     driver.drain()
 
 
-def test_n_sequences_share_the_full_blocks_of_their_prompt() -> None:
-    driver = Driver()
-    request = driver.submit(list(range(10)), max_tokens=3, n=3)
+@pytest.mark.parametrize("length", [8, 9, 10, 12])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_n_sequences_share_their_prompt_and_copy_the_block_they_write(length: int, prefix_cache: bool) -> None:
+    """CHECKLIST J1, J3, J6: blocks are prompt + n * new + one copy for each but the first, with or without a prefix
+    cache; everybody computes the prompt's last token, nobody but the first the rest.
+    """
+    driver = Driver(prefix_cache=prefix_cache, depth=1)
+    prompt = list(range(length))
+    request = driver.submit(prompt, max_tokens=3, n=3)
+    driver.step()
+    (first,) = driver.scheduler.running
+    assert first.block_table.tolist() == list(range(-(-length // 4)))
+    driver.step()
+    shared = (length - 1) // 4
+    tables = [s.block_table.tolist() for s in request.sequences]
+    assert [table[:shared] for table in tables] == [tables[0][:shared]] * 3
+    assert driver.pool.num_active == len({block for table in tables for block in table})
+    copied = 1 if (length - 1) % 4 else 0
+    assert [destination for _, destination in driver.plans[1].copies] == [t[shared] for t in tables[1:]][: 2 * copied]
+    assert driver.executor.computed_tokens == length + 3
     driver.drain()
-    assert [output(request, i) for i in range(3)] == [expect(list(range(10)), 3)] * 3
-    assert [s.cached_tokens for s in request.sequences] == [0, 8, 8]
+    assert [output(request, i) for i in range(3)] == [expect(prompt, 3)] * 3
+    assert [s.cached_tokens for s in request.sequences] == [0, 0, 0]
+    assert driver.pool.num_active == 0
+
+
+@pytest.mark.parametrize("lacking", ["blocks", "slots", "budget"])
+def test_a_fork_that_does_not_fit_is_refused_whole(lacking: str) -> None:
+    """Not one of the three others is forked when only two could be; they queue, and every output is right."""
+    driver = Driver(
+        num_blocks=6 if lacking == "blocks" else 64,
+        max_running=3 if lacking == "slots" else 16,
+        max_batch_tokens=3 if lacking == "budget" else 64,
+        depth=1,
+    )
+    prompt = list(range(14))
+    request = driver.submit(prompt, max_tokens=3, n=4)
+    while request.sequences[0].num_output == 0:
+        driver.step()
+    plan = driver.plan()
+    assert plan is not None
+    assert plan.copies == []
+    assert all(new.computed_tokens % 4 == 0 for new in plan.new)
+    driver.drain()
+    assert [output(request, i) for i in range(4)] == [expect(prompt, 3)] * 4
+
+
+def test_the_tail_of_a_prompt_is_copied_from_a_cached_block() -> None:
+    """CHECKLIST J4: of a block that shares three of four tokens, three are copied and the fourth is computed."""
+    driver = Driver(partial_hits=True)
+    first = driver.submit([1, 2, 3, 4, 5, 6, 7, 8, 9], max_tokens=2)
+    driver.drain()
+    second = driver.submit([1, 2, 3, 4, 5, 6, 7, 99, 9], max_tokens=2)
+    plan = driver.plan()
+    assert plan is not None
+    assert [(source, new) for source, new in plan.copies] == [(1, second.sequences[0].block_table[1])]
+    assert plan.num_tokens == 2
+    driver.drain()
+    assert second.sequences[0].cached_tokens == 7
+    assert output(second) == expect([1, 2, 3, 4, 5, 6, 7, 99, 9], 2)
+    assert output(first) == expect([1, 2, 3, 4, 5, 6, 7, 8, 9], 2)
+
+
+def test_a_block_computed_in_this_very_step_is_not_copied_from() -> None:
+    driver = Driver(partial_hits=True)
+    driver.submit([1, 2, 3, 4, 5, 6, 7, 8], max_tokens=2)
+    second = driver.submit([1, 2, 3, 4, 5, 6, 9, 9], max_tokens=2)
+    plan = driver.plan()
+    assert plan is not None
+    assert (plan.copies, second.sequences[0].cached_tokens) == ([], 4)
+    driver.drain()
+    assert output(second) == expect([1, 2, 3, 4, 5, 6, 9, 9], 2)
+
+
+def test_a_waiting_request_is_passed_by_a_bounded_number() -> None:
+    """No starvation: with an aging of 3 fewer than three later requests of the next better priority go first."""
+    driver = Driver(max_running=1, priority_aging=3)
+    driver.submit([1], max_tokens=4)
+    driver.step()
+    low = driver.submit([2], priority=1, max_tokens=1)
+    passed = 0
+    while low.sequences[0].state is not SequenceState.FINISHED:
+        driver.submit([3], max_tokens=1)
+        driver.step()
+        passed = sum(finished(request) for request in driver.requests[2:])
+    assert passed == 2
+
+
+def test_strict_priorities_can_be_asked_for() -> None:
+    driver = Driver(max_running=1, priority_aging=0)
+    low = driver.submit([2], priority=1, max_tokens=1)
+    for _ in range(20):
+        driver.submit([3], max_tokens=1)
+        driver.step()
+    assert not finished(low)
+    driver.drain()
+    assert finished(low)
 
 
 def test_resumed_tokens_count_as_output() -> None:

@@ -1,5 +1,7 @@
 """Step plans and outcomes as messages, field by field."""
 
+from array import array
+
 from pagekv.kvmanager.block_hash import root_digest
 from pagekv.kvmanager.request import GenerateCommand, RequestStream, SamplingParams, TokenLogprobs
 from pagekv.kvmanager.sequence import LiveRequest, Sequence
@@ -11,8 +13,9 @@ from pagekv.v1 import executor_service_pb2 as pb
 def new_sequence(sampling: SamplingParams, index: int = 0) -> NewSequence:
     command = GenerateCommand("r", [5, 6, 7], sampling, resumed_tokens=1)
     request = LiveRequest(command, RequestStream("r", 1), 0, root_digest("model", "", ""))
-    sequence = Sequence(request, index, [5, 6, 7], num_prompt=2, max_total=9, key=(0, 0, index))
-    return NewSequence(sequence, 41, [5, 6, 7], [8, 9], 2)
+    tokens = array("I", [5, 6, 7])
+    sequence = Sequence(request, index, tokens, num_prompt=2, max_total=9, key=(0, 0, index))
+    return NewSequence(sequence, 41, tokens, array("i", [8, 9]), 2)
 
 
 def test_a_step_with_everything() -> None:
@@ -30,10 +33,16 @@ def test_a_step_with_everything() -> None:
         logprobs=0,
         logit_bias={3: -1.0},
     )
-    plan = StepPlan([1, 2], [new_sequence(sampling, index=6)], [3, 3], [10, 11], [41, 5], [2, 0])
+    # 8 is read before it is written, so its writing begins another operation.
+    copies = [(7, 12), (8, 13), (9, 8), (7, 14)]
+    plan = StepPlan([1, 2], copies, [new_sequence(sampling, index=6)], [3, 3], [10, 11], [41, 5], [2, 0])
     assert step_request(plan, 2**63, 7, (1, 4)) == pb.StepRequest(
         epoch=2**63,
         step=7,
+        memory_ops=[
+            pb.MemoryOp(kind=pb.MEMORY_OP_KIND_COPY, sources=[7, 8], destinations=[12, 13]),
+            pb.MemoryOp(kind=pb.MEMORY_OP_KIND_COPY, sources=[9, 7], destinations=[8, 14]),
+        ],
         finished_seqs=[1, 2],
         new_seqs=[
             pb.NewSequence(
@@ -69,7 +78,7 @@ def test_a_step_with_everything() -> None:
 
 def test_ends_that_do_not_count_are_not_banned() -> None:
     def banned(sampling: SamplingParams) -> list[int]:
-        message = step_request(StepPlan([], [new_sequence(sampling)]), 1, 1, (1, 4))
+        message = step_request(StepPlan([], [], [new_sequence(sampling)]), 1, 1, (1, 4))
         assert not message.new_seqs[0].sampling.HasField("logprobs")
         return list(message.new_seqs[0].sampling.banned_until_min)
 

@@ -15,8 +15,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from pagekv.kvmanager.block_hash import TOKEN_BYTES, chain_digests, root_digest
-from pagekv.kvmanager.block_pool import BlockPool, InvariantError
+from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.replay.options import ReplayOptions
 from pagekv.kvmanager.replay.prompt import distinct_prefixes, prompt_bytes
 from pagekv.kvmanager.replay.report import Row
@@ -71,15 +74,24 @@ def replay_cache(
 
 def _use(pool: BlockPool, root: bytes, tokens: bytes) -> int:
     """Reads one prompt through the pool and lets it go; returns hits. What no longer fits is the prompt's end."""
-    digests = chain_digests(root, tokens, pool.block_size)
-    stride = pool.block_size * TOKEN_BYTES
-    hits = pool.match(digests, tokens, len(digests))
-    pool.touch(hits)
-    fresh = pool.allocate(min(len(digests) - len(hits), pool.num_free))
+    size = pool.block_size
+    chunks = np.frombuffer(tokens, np.uint32).reshape(-1, size)
+    hits = pool.table.follow(root, chunks)
+    parent = pool.table.digest(hits[-1]) if hits else root
+    assert parent is not None
+    digests = chain_digests(parent, tokens[len(hits) * size * TOKEN_BYTES :], size)
+    # What the walk does not find: blocks whose parent was evicted and came back.
+    found = pool.match(digests, chunks[len(hits) :])
+    hits += found
+    held = np.array(hits, np.int32)
+    pool.touch(held)
+    fresh = pool.allocate(min(len(chunks) - len(hits), pool.num_free))
     if fresh is None:
         raise InvariantError(f"{pool.num_free} blocks were free and could not be allocated")
-    for index, block in enumerate(fresh, len(hits)):
-        parent = digests[index - 1] if index else root
-        pool.publish(block, digests[index], parent, tokens[index * stride : (index + 1) * stride])
-    pool.free(hits + fresh)
+    if found:
+        parent, digests = digests[len(found) - 1], digests[len(found) :]
+    if len(fresh):
+        new = chunks[len(hits) : len(hits) + len(fresh)]
+        pool.publish_chain(fresh.tolist(), digests[: len(fresh)], parent, new, media=False)
+    pool.free(np.concatenate([held, fresh]))
     return len(hits)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pagekv.kvmanager.replay.trace import TraceRecord
 
@@ -20,9 +21,9 @@ _UNSHARED = 2**30
 _OUTPUT = 2**31
 
 
-def output_token(index: int) -> int:
-    """The token id that the request with this index generates again and again."""
-    return _OUTPUT + index
+def output_tokens(requests: NDArray[np.intp]) -> NDArray[np.intp]:
+    """The token ids that the requests with these indices generate again and again."""
+    return _OUTPUT + requests
 
 
 def distinct_prefixes(records: Iterable[TraceRecord]) -> int:

@@ -10,8 +10,11 @@ import hashlib
 from array import array
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pagekv.kvmanager.replay.cost import StepCost
-from pagekv.kvmanager.replay.prompt import output_token
+from pagekv.kvmanager.replay.prompt import output_tokens
 from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
 
 
@@ -30,6 +33,8 @@ class BegunStep:
     """What a step does, all of it known when it is planned."""
 
     plan: StepPlan
+    # Those of plan.sampling, by position.
+    requests: NDArray[np.intp]
     seconds: float
     # Slots in block tables that no known token needs: the unused ends of last blocks.
     unused_slots: int
@@ -51,7 +56,11 @@ class SimulatedExecutor:
         self._cost = cost
         self._block_size = block_size
         self._arrivals = arrivals
-        self._last_token_s: list[float | None] = [None] * len(arrivals)
+        # By request: when its latest token came; before the first one, when it arrived.
+        self._last_token_s = np.array(arrivals)
+        self._has_token = np.zeros(len(arrivals), np.bool_)
+        # By handle: whose it is.
+        self._request = np.zeros(64, np.intp)
         self._admitted = bytearray(len(arrivals))
         self._held: dict[int, _Held] = {}
         # Handles that have sampled: past their known tokens, so each computes one more position a step.
@@ -79,6 +88,9 @@ class SimulatedExecutor:
             self._slots += slots
             self._tokens += len(new.token_ids)
             index = new.sequence.request.arrival
+            if new.handle >= len(self._request):
+                self._request = np.resize(self._request, 2 * new.handle)
+            self._request[new.handle] = index
             if not self._admitted[index]:
                 self._admitted[index] = 1
                 self.hit_blocks += new.computed_tokens // self._block_size
@@ -94,31 +106,28 @@ class SimulatedExecutor:
             if handle in self._decoding:
                 decodes -= 1
             held.offset += count - 1
-        self._decoding.update(plan.sampling)
+        self._decoding.update(plan.sampling.tolist())
         self._computed += plan.num_tokens
         self._tokens += decodes
         self.steps += 1
         self.scheduled_tokens += plan.num_tokens
         seconds = self._cost.seconds(plan.num_tokens - decodes, decodes, self._computed - idle_kv)
-        return BegunStep(plan, seconds, self._slots - self._tokens)
+        return BegunStep(plan, self._request[plan.sampling], seconds, self._slots - self._tokens)
 
     def finish(self, step: BegunStep, now_s: float) -> StepOutcome:
         """The outcome of a begun step that completes at `now_s`."""
-        handles: list[int] = []
-        tokens: list[int] = []
-        last_token_s = self._last_token_s
-        for handle, sequence in step.plan.sampling.items():
-            index = sequence.request.arrival
-            handles.append(handle)
-            tokens.append(output_token(index))
-            last = last_token_s[index]
-            if last is None:
-                self.ttft_s.append(now_s - self._arrivals[index])
-            else:
-                self.inter_token_s.append(now_s - last)
-            last_token_s[index] = now_s
+        handles = step.plan.sampling
+        requests = step.requests
+        waited = now_s - self._last_token_s[requests]
+        later = self._has_token[requests]
+        self.inter_token_s.frombytes(waited[later].tobytes())
+        self.ttft_s.frombytes(waited[~later].tobytes())
+        self._has_token[requests] = True
+        self._last_token_s[requests] = now_s
         self.generated_tokens += len(handles)
-        return StepOutcome(self.steps, handles, tokens, {}, step.plan.num_tokens, round(step.seconds * 1e6), 0)
+        tokens = output_tokens(requests)
+        computed, microseconds = step.plan.num_tokens, round(step.seconds * 1e6)
+        return StepOutcome(self.steps, handles.tolist(), tokens.tolist(), {}, computed, microseconds, 0)
 
     def decisions(self) -> str:
         """SHA-256, in hexadecimal, over every plan so far: equal replays made equal decisions."""
@@ -126,7 +135,7 @@ class SimulatedExecutor:
 
     def _digest(self, plan: StepPlan) -> None:
         columns = [plan.finished, plan.append_handles, plan.append_blocks]
-        columns += [plan.scheduled_handles, plan.scheduled_tokens, list(plan.sampling)]
+        columns += [plan.scheduled_handles, plan.scheduled_tokens, plan.sampling.tolist()]
         columns += [[new.handle, new.computed_tokens, *new.block_ids] for new in plan.new]
         for column in columns:
             # Lengths before values, so that no two plans give the same bytes.

@@ -12,23 +12,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from pagekv.kvmanager.block_hash import root_digest
-from pagekv.kvmanager.block_pool import BlockPool, InvariantError
+from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.replay.options import ReplayOptions
 from pagekv.kvmanager.replay.prompt import distinct_prefixes, prompt_ids
 from pagekv.kvmanager.replay.report import Row, Spread, Timing
 from pagekv.kvmanager.replay.simulated_executor import BegunStep, SimulatedExecutor
 from pagekv.kvmanager.replay.trace import TraceRecord
-from pagekv.kvmanager.request import GenerateCommand, RequestStream, SamplingParams, SequenceDelta
+from pagekv.kvmanager.request import GenerateCommand, RequestStream, SamplingParams
 from pagekv.kvmanager.scheduler import Scheduler
-from pagekv.kvmanager.sequence import LiveRequest
-from pagekv.kvmanager.sequence import Sequence as LiveSequence
-
-
-class _Unread(RequestStream):
-    """A stream nobody reads: what the executor generated is counted there."""
-
-    def push(self, delta: SequenceDelta) -> None:
-        """Drops it."""
+from pagekv.kvmanager.sequence import LiveRequest, live_request
 
 
 def enough_blocks(records: Sequence[TraceRecord], options: ReplayOptions) -> int:
@@ -137,10 +130,8 @@ class _TimedReplay:
         record = self._records[index]
         prompt = prompt_ids(record, index, self._options.tokens_per_id)
         command = GenerateCommand(f"r{index}", prompt, SamplingParams(max_tokens=record.output_length))
-        request = LiveRequest(command, _Unread(command.request_id, 1), index, self._root)
-        max_total = len(prompt) + record.output_length
-        request.sequences = [LiveSequence(request, 0, list(prompt), len(prompt), max_total, (0, index, 0))]
-        return request
+        # Nobody reads the stream: what is generated is counted by the executor.
+        return live_request(command, RequestStream(command.request_id, 1), index, self._root, 0)
 
     def _plan(self) -> bool:
         plan = self.scheduler.schedule()

@@ -1,0 +1,218 @@
+"""How sequences hold blocks: what an admission reuses and takes, what is published, fork and copy-on-write.
+
+A published block is never written again: a sequence that has to write into a block others may read, or that starts in
+the middle of one, gets a copy first (CHECKLIST J1, J3, J4). Copies run before the step computes anything.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as List
+
+import numpy as np
+
+from pagekv.kvmanager.block_hash import chain_digests
+from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.errors import InvariantError
+from pagekv.kvmanager.prefix_table import Blocks, Chunks
+from pagekv.kvmanager.sequence import Sequence
+
+
+class BlockTables:
+    """The one place where blocks are taken for sequences and given back."""
+
+    def __init__(self, pool: BlockPool, *, prefix_cache: bool, partial_hits: bool) -> None:
+        """`prefix_cache`: reuse blocks across requests. `partial_hits`: also the beginning of a block, by copying.
+        Sharing between the sequences of one request is neither's matter: it is always on (CHECKLIST J6).
+        """
+        self.pool = pool
+        self._block_size = pool.block_size
+        self._prefix_cache = prefix_cache
+        self._partial_hits = partial_hits
+        # Copies that the step being planned has to make, (source, destination), in order.
+        self._copies: list[tuple[int, int]] = []
+        # Published blocks that this very step computes: they can be hit, for a layer writes all of a step's keys and
+        # values before it attends, but not copied, for copies come before everything else.
+        self._being_computed: list[Blocks] = []
+
+    def begin_step(self, copies: list[tuple[int, int]]) -> None:
+        """From now on what is published belongs to the next step, and its copies go into `copies`."""
+        self._copies = copies
+        self._being_computed.clear()
+
+    # -- taking
+
+    def admit(self, sequence: Sequence, keep_free: int) -> int:
+        """Touches the cached prefix and allocates blocks for every other known token. Returns 0, or how many blocks
+        more would have to be free; then nothing has changed. `keep_free` blocks are left free.
+        """
+        size, known = self._block_size, len(sequence.token_ids)
+        identity = sequence.request.command.identity
+        hits: list[int] = []
+        source, shared = -1, 0
+        if self._prefix_cache and identity.read:
+            # At least one token is computed, or there would be no logits to sample from.
+            hits = self._match(sequence, (known - 1) // size)
+            if self._partial_hits and not identity.media:
+                source, shared = self._partial_hit(sequence, hits)
+        pool = self.pool
+        needed = -(-known // size) - len(hits)
+        spare = pool.num_free - needed - pool.num_unheld(hits) - keep_free
+        if spare < 0:
+            return -spare
+        if shared and not pool.ref_count(source):
+            # The source of a copy must not be given away before it is copied; if that is one too many, do without.
+            shared = shared if spare else 0
+        pool.touch(np.array(hits, np.int32))
+        held = np.array([source], np.int32)
+        if shared:
+            pool.touch(held)
+        fresh = pool.allocate(needed)
+        if fresh is None:
+            raise InvariantError(f"{needed} blocks were free and could not be allocated")
+        if shared:
+            self._copies.append((source, int(fresh[0])))
+            pool.free(held)
+        sequence.block_table = array("i", hits)
+        sequence.block_table.frombytes(fresh.tobytes())
+        sequence.num_published = len(hits)
+        sequence.num_computed = len(hits) * size + shared
+        return 0
+
+    def _match(self, sequence: Sequence, most: int) -> list[int]:
+        """Longest leading run of cached blocks, at most `most`; brings `digests` along."""
+        chunks = sequence.chunks(self._block_size)[:most]
+        table, digests = self.pool.table, sequence.digests
+        media = sequence.request.command.identity.media
+        blocks = [] if media else table.follow(sequence.request.root, chunks)
+        for block in blocks[len(digests) :]:
+            digest = table.digest(block)
+            assert digest is not None
+            digests.append(digest)
+        if len(blocks) < most:
+            self._extend_digests(sequence)
+            blocks += self.pool.match(digests[len(blocks) : most], chunks[len(blocks) :])
+        return blocks
+
+    def _partial_hit(self, sequence: Sequence, hits: list[int]) -> tuple[int, int]:
+        """The block that shares most tokens behind the hits, and how many of them need not be computed."""
+        start = len(hits) * self._block_size
+        end = min(len(sequence.token_ids) - 1, start + self._block_size)
+        wanted = np.array(sequence.token_ids[start:end], np.uint32)
+        if not len(wanted):
+            return -1, 0
+        parent = hits[-1] if hits else sequence.request.root
+        block, shared = self.pool.table.longest_run(parent, wanted)
+        if shared and any((blocks == block).any() for blocks in self._being_computed):
+            return -1, 0
+        return block, shared
+
+    def fork(self, parent: Sequence, children: List[Sequence]) -> bool:
+        """Gives each child the blocks before the parent's last prompt position, shared, and a copy of the block with
+        it, so that each can compute that position and go on by itself. All of them, or none: False, and nothing has
+        changed, when there are not enough blocks.
+
+        The parent has computed its prompt in an earlier step; the children know exactly the prompt.
+        """
+        size = self._block_size
+        last = len(parent.request.command.prompt_ids) - 1
+        shared = last // size
+        copies = self.pool.allocate(len(children))
+        if copies is None:
+            return False
+        table = parent.block_table
+        for child, copy in zip(children, copies.tolist(), strict=True):
+            self.pool.touch(np.array(table[:shared], np.int32))
+            if last % size:
+                self._copies.append((table[shared], copy))
+            child.block_table = table[:shared]
+            child.block_table.append(copy)
+            child.digests = parent.digests[:shared]
+            child.num_published = shared
+            child.num_computed = last
+        return True
+
+    # -- publishing
+
+    def publish(self, sequence: Sequence, *, computed_now: bool = False) -> None:
+        """Offers to the prefix table every block that is full, known and planned to be written; `computed_now`: by the
+        step being planned.
+        """
+        size = self._block_size
+        first, full = sequence.num_published, min(len(sequence.token_ids), sequence.num_computed) // size
+        if full <= first:
+            return
+        sequence.num_published = full
+        if not self.publishes(sequence):
+            return
+        self._extend_digests(sequence)
+        digests, blocks = sequence.digests, sequence.block_table[first:full].tolist()
+        parent = digests[first - 1] if first else sequence.request.root
+        media = bool(sequence.request.command.identity.media)
+        chunks = sequence.chunks(size)[first:full]
+        self.pool.publish_chain(blocks, digests[first:full], parent, chunks, media=media)
+        if computed_now and self._partial_hits:
+            self._being_computed.append(np.array(blocks, np.int32))
+
+    def publishes(self, sequence: Sequence) -> bool:
+        """Whether its blocks go into the prefix table."""
+        return self._prefix_cache and sequence.request.command.identity.write
+
+    def grow(self, sequences: List[Sequence], blocks: Blocks, chunks: Chunks) -> None:
+        """Appends one block to each table, [n], whose last one is full by then with token ids `chunks`,
+        [n, block_size], and publishes that one. What a decoding sequence does once in block_size steps.
+        """
+        size = self._block_size
+        raw, stride = chunks.tobytes(), 4 * size
+        ready: list[int] = []
+        offered: list[int] = []
+        digests: list[bytes] = []
+        parents: list[bytes] = []
+        for position, (sequence, block) in enumerate(zip(sequences, blocks.tolist(), strict=True)):
+            table, tokens = sequence.block_table, sequence.token_ids
+            index = len(table) - 1
+            missing = (index + 1) * size - len(tokens)
+            if missing > 0:
+                end = (position + 1) * stride
+                tokens.frombytes(raw[end - 4 * missing : end])
+            if sequence.num_published == index and self._prefix_cache and sequence.request.command.identity.write:
+                known = sequence.digests
+                parent = known[index - 1] if index else sequence.request.root
+                media = sequence.request.command.identity.media
+                if len(known) == index:
+                    known += chain_digests(parent, raw[position * stride : (position + 1) * stride], size, media, index)
+                if media:
+                    chunk = chunks[position : position + 1]
+                    self.pool.publish([table[index]], [known[index]], [parent], chunk, media=True)
+                else:
+                    ready.append(position)
+                    offered.append(table[index])
+                    digests.append(known[index])
+                    parents.append(parent)
+            sequence.num_published = index + 1
+            table.append(block)
+        if ready:
+            self.pool.publish(offered, digests, parents, chunks[ready], media=False)
+
+    def _extend_digests(self, sequence: Sequence) -> None:
+        """Brings `digests` up to the full blocks of the known tokens."""
+        size = self._block_size
+        full, done = len(sequence.token_ids) // size, len(sequence.digests)
+        if done < full:
+            parent = sequence.digests[-1] if done else sequence.request.root
+            new = sequence.token_ids[done * size : full * size].tobytes()
+            sequence.digests += chain_digests(parent, new, size, sequence.request.command.identity.media, done)
+
+    # -- giving back
+
+    def free(self, sequence: Sequence) -> None:
+        """Publishes what is full by now and gives every block back, last block first."""
+        self.publish(sequence)
+        self.forget(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Gives every block back."""
+        self.pool.free(sequence.blocks())
+        sequence.block_table = array("i")
+        sequence.num_published = 0
+        sequence.num_computed = 0

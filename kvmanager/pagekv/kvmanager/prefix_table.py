@@ -1,0 +1,202 @@
+"""The prefix table: which block holds which prefix, found by digest or by walking tokens (DESIGN 5, CHECKLIST E10).
+
+A published block has a digest, the token ids it was computed for and a parent, the block or chain root before it. Two
+ways lead to it. By digest, in a dictionary, with the token ids compared on every hit. And along `Continuations`, from
+parent to child by token ids alone, which needs no hashing; since a digest is a function of root and tokens, both give
+the same blocks. What the walk can miss (a block whose parent was evicted, or that holds media) the digests find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagekv.kvmanager.continuations import Continuations
+from pagekv.kvmanager.errors import InvariantError
+
+Blocks = NDArray[np.int32]
+# Token ids of consecutive blocks, [n, block_size].
+Chunks = NDArray[np.uint32]
+
+
+class PrefixTable:
+    """Entries over the block ids of one pool. Arrays of block ids are int32."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        # Whether a block is in the table, as a column for vector operations.
+        self.published = np.zeros(num_blocks, np.bool_)
+        self._block_of: dict[bytes, int] = {}
+        self._digest: list[bytes | None] = [None] * num_blocks
+        # Parent digests that are no longer, or never were, the digest of a block: chain roots, orphans, media.
+        self._loose_parent: dict[int, bytes] = {}
+        self._tokens = np.zeros((num_blocks, block_size), np.uint32)
+        self._continuations = Continuations(num_blocks, self._tokens)
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    # -- reading
+
+    def lookup(self, digest: bytes) -> int | None:
+        """The block with this digest."""
+        return self._block_of.get(digest)
+
+    def digest(self, block: int) -> bytes | None:
+        """The block's digest; None unless it is in the table."""
+        return self._digest[block]
+
+    def parent(self, block: int) -> bytes | None:
+        """Digest of the block or chain root before it; None unless it is in the table."""
+        if self._digest[block] is None:
+            return None
+        loose = self._loose_parent.get(block)
+        return loose if loose is not None else self._digest[self._continuations.parent(block)]
+
+    def token_ids(self, block: int) -> list[int]:
+        """The token ids of a block in the table, [block_size]."""
+        ids: list[int] = self._tokens[block].tolist()
+        return ids
+
+    def blocks(self) -> list[int]:
+        """Every block in the table, parents before their children."""
+        order: list[int] = []
+        children: dict[bytes, list[int]] = {}
+        for block in self._block_of.values():
+            parent = self.parent(block)
+            assert parent is not None
+            children.setdefault(parent, []).append(block)
+        # Chains begin where the parent is in nobody's digest.
+        pending = [block for parent, group in children.items() if parent not in self._block_of for block in group]
+        while pending:
+            block = pending.pop()
+            order.append(block)
+            digest = self._digest[block]
+            assert digest is not None
+            pending += children.get(digest, ())
+        return order
+
+    def follow(self, root: bytes, chunks: Chunks) -> list[int]:
+        """Longest leading run of cached blocks with these token ids after a chain root, found without hashing."""
+        return self._continuations.follow(root, chunks)
+
+    def match(self, digests: Sequence[bytes], chunks: Chunks) -> tuple[list[int], bool]:
+        """Longest leading run of cached blocks with these digests; and whether it ended at a digest whose block holds
+        other token ids: a hash collision, which must not become somebody else's text.
+        """
+        blocks: list[int] = []
+        for digest in digests:
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            blocks.append(block)
+        same = (self._tokens[blocks] == chunks[: len(blocks)]).all(axis=1)
+        if same.all():
+            return blocks, False
+        return blocks[: int(same.argmin())], True
+
+    def longest_run(self, parent: int | bytes, tokens: NDArray[np.uint32]) -> tuple[int, int]:
+        """The block after `parent` (a block, or a chain root) that shares most leading token ids with `tokens`, and
+        how many; (-1, 0) when none shares any.
+        """
+        return self._continuations.longest_run(parent, tokens)
+
+    # -- changing
+
+    def add(
+        self, blocks: Sequence[int], digests: Sequence[bytes], parents: Sequence[bytes], chunks: Chunks, *, media: bool
+    ) -> list[int]:
+        """Enters blocks that are not in the table; returns the positions of those whose digest was free.
+
+        Where a digest is there already its block stays and the new one remains private: blocks are never merged.
+        `media`: the tokens alone do not identify the blocks, so the walk must not find them.
+        """
+        table = self._block_of
+        entered: list[int] = []
+        parent_blocks: list[int] = []
+        for position, (block, digest, parent) in enumerate(zip(blocks, digests, parents, strict=True)):
+            if digest in table:
+                continue
+            table[digest] = block
+            self._digest[block] = digest
+            entered.append(position)
+            parent_blocks.append(table.get(parent, -1))
+        if entered:
+            kept = np.array([blocks[position] for position in entered], np.int32)
+            self._enter(kept, parent_blocks, [parents[position] for position in entered], chunks[entered], media)
+        return entered
+
+    def add_chain(
+        self, blocks: Sequence[int], digests: Sequence[bytes], parent: bytes, chunks: Chunks, *, media: bool
+    ) -> list[int]:
+        """`add` for consecutive blocks of one sequence, at least one, the first one after `parent`."""
+        table = self._block_of
+        if not table.keys().isdisjoint(digests):
+            return self.add(blocks, digests, [parent, *digests[:-1]], chunks, media=media)
+        table.update(zip(digests, blocks, strict=True))
+        column = self._digest
+        for block, digest in zip(blocks, digests, strict=True):
+            column[block] = digest
+        ids = np.array(blocks, np.int32)
+        self._enter(ids, [table.get(parent, -1), *blocks[:-1]], [parent, *digests[:-1]], chunks, media)
+        return list(range(len(blocks)))
+
+    def _enter(
+        self, blocks: Blocks, parent_blocks: list[int], parents: Sequence[bytes], chunks: Chunks, media: bool
+    ) -> None:
+        self._tokens[blocks] = chunks
+        self.published[blocks] = True
+        if media:
+            self._loose_parent.update(zip(blocks.tolist(), parents, strict=True))
+            return
+        found = np.array(parent_blocks, np.int32)
+        for position in np.flatnonzero(found < 0).tolist():
+            self._loose_parent[int(blocks[position])] = parents[position]
+        self._continuations.add(blocks, found, parents)
+
+    def remove(self, blocks: Blocks) -> list[bytes]:
+        """Takes blocks of the table out and returns their digests, in order."""
+        column, table, loose = self._digest, self._block_of, self._loose_parent
+        ids = blocks.tolist()
+        digests: list[bytes] = []
+        for block in ids:
+            digest = column[block]
+            if digest is None or table.pop(digest, None) != block:
+                raise InvariantError(f"block {block} holds a digest that the prefix table maps elsewhere")
+            digests.append(digest)
+        # A child that stays remembers the digest that it follows.
+        for child, parent in self._continuations.remove(blocks):
+            digest = column[parent]
+            assert digest is not None
+            loose[child] = digest
+        for block in ids:
+            column[block] = None
+            loose.pop(block, None)
+        self.published[blocks] = False
+        return digests
+
+    def clear(self) -> int:
+        """Forgets everything; returns how many blocks were in the table."""
+        removed = len(self._block_of)
+        for block in self._block_of.values():
+            self._digest[block] = None
+        self._block_of.clear()
+        self._loose_parent.clear()
+        self._continuations.clear()
+        self.published[:] = False
+        return removed
+
+    # -- proof
+
+    def check_integrity(self) -> None:
+        """Recomputes everything from the digests; raises InvariantError."""
+        held = {digest: block for block, digest in enumerate(self._digest) if digest is not None}
+        if held != self._block_of:
+            raise InvariantError(f"{len(held)} blocks hold digests, the prefix table has {len(self._block_of)}")
+        if sorted(held.values()) != np.flatnonzero(self.published).tolist():
+            raise InvariantError(f"{len(held)} blocks hold digests, {int(self.published.sum())} are marked published")
+        stray = self._loose_parent.keys() - set(held.values())
+        if stray:
+            raise InvariantError(f"parents kept of blocks that are not in the table, such as {sorted(stray)[:8]}")

@@ -1,0 +1,225 @@
+"""Sequences that decode, as a struct of arrays: a step touches columns, not one Python object per sequence.
+
+A row is named by the sequence's handle, which is its name at the executor too. A row is opened at admission, decodes
+from the chunk that completes the known tokens, and is kept after its sequence has left until no step in flight samples
+it: a late token then finds the row it was meant for, never that of a newcomer.
+
+    opened → decoding → (draining) → left → free
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagekv.kvmanager.errors import InvariantError
+from pagekv.kvmanager.sequence import NO_HANDLE, Sequence
+
+Rows = NDArray[np.intp]
+_T = TypeVar("_T", bound=np.generic)
+
+_NEVER = np.iinfo(np.int32).max
+
+
+class SequenceRows:
+    """Columns by handle. Counts are tokens, int32; invariant of a decoding row: computed == known + pending - 1, and
+    then known >= computed, because no more than one token is promised when the next step is planned.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self.sequences: list[Sequence | None] = []
+        # Free handles, smallest first: rows stay close together.
+        self._free: list[int] = []
+        # Handles whose sequence left while a step in flight samples them.
+        self._leaving: set[int] = set()
+        # Handle to the ids that end it besides end-of-sequence.
+        self._stops: dict[int, tuple[int, ...]] = {}
+        self._decoding_rows: Rows | None = None
+        self.known = np.zeros(0, np.int32)
+        self.computed = np.zeros(0, np.int32)
+        self.pending = np.zeros(0, np.int32)
+        # Positions that the block table has slots for.
+        self.slots = np.zeros(0, np.int32)
+        self.max_total = np.zeros(0, np.int32)
+        # Known tokens from which a stop token, and end-of-sequence, end the sequence.
+        self.stops_from = np.zeros(0, np.int32)
+        self.eos_from = np.zeros(0, np.int32)
+        # In steps until it leaves.
+        self.decoding = np.zeros(0, np.bool_)
+        # Its tokens still count: not finished.
+        self.alive = np.zeros(0, np.bool_)
+        # The latest tokens: position p at [(p // block_size) % 2, p % block_size], so a block's tokens stay until the
+        # block behind it is full.
+        self._tail = np.zeros((0, 2, block_size), np.uint32)
+        self._grow(64)
+
+    def _grow(self, capacity: int) -> None:
+        for handle in range(len(self.sequences), capacity):
+            heapq.heappush(self._free, handle)
+        self.sequences += [None] * (capacity - len(self.sequences))
+        self.known = _grown(self.known, capacity)
+        self.computed = _grown(self.computed, capacity)
+        self.pending = _grown(self.pending, capacity)
+        self.slots = _grown(self.slots, capacity)
+        self.max_total = _grown(self.max_total, capacity)
+        self.stops_from = _grown(self.stops_from, capacity)
+        self.eos_from = _grown(self.eos_from, capacity)
+        self.decoding = _grown(self.decoding, capacity)
+        self.alive = _grown(self.alive, capacity)
+        self._tail = _grown(self._tail, capacity)
+
+    # -- life of a row
+
+    def open(self, sequence: Sequence) -> None:
+        """Gives the sequence a handle."""
+        if not self._free:
+            self._grow(2 * len(self.sequences))
+        handle = sequence.handle = heapq.heappop(self._free)
+        self.sequences[handle] = sequence
+        self.alive[handle] = True
+        self.pending[handle] = 0
+        self.known[handle] = 0
+
+    def start_decoding(self, sequence: Sequence) -> None:
+        """From now on the row counts: every known token is computed or in a planned step, and a token is promised."""
+        handle, known, size = sequence.handle, len(sequence.token_ids), self._block_size
+        sampling = sequence.request.command.sampling
+        self.known[handle] = self.computed[handle] = known
+        self.pending[handle] = 1
+        self.slots[handle] = len(sequence.block_table) * size
+        self.max_total[handle] = sequence.max_total
+        least = self.stops_from[handle] = sequence.num_prompt + sampling.min_tokens
+        self.eos_from[handle] = _NEVER if sampling.ignore_eos else least
+        if sampling.stop_token_ids:
+            self._stops[handle] = sampling.stop_token_ids
+        start = max(0, known - 1) // size * size
+        latest = np.frombuffer(sequence.token_ids, np.uint32, known - start, 4 * start)
+        self._tail[handle, start // size & 1, : len(latest)] = latest
+        self.decoding[handle] = True
+        self._decoding_rows = None
+
+    def stop_decoding(self, sequence: Sequence) -> None:
+        """It takes part in no further step; promised tokens still come."""
+        self.decoding[sequence.handle] = False
+        self._decoding_rows = None
+
+    def leave(self, sequence: Sequence, *, finished: bool) -> None:
+        """Ends the sequence's stay; with nothing promised its handle is free at once, else once that has come.
+
+        Tokens promised to a finished sequence are dropped, those of a preempted one still count.
+        """
+        handle = sequence.handle
+        self.sync(sequence)
+        self.stop_decoding(sequence)
+        self.alive[handle] = not finished
+        if finished:
+            self._stops.pop(handle, None)
+        if self.pending[handle]:
+            self._leaving.add(handle)
+        else:
+            self._close(handle)
+
+    def _close(self, handle: int) -> None:
+        sequence = self.sequences[handle]
+        assert sequence is not None
+        self._sync_tokens(sequence)
+        sequence.num_pending = 0
+        sequence.handle = NO_HANDLE
+        self._leaving.discard(handle)
+        self.sequences[handle] = None
+        self.alive[handle] = False
+        self._stops.pop(handle, None)
+        heapq.heappush(self._free, handle)
+
+    def settle(self) -> None:
+        """Frees the handles of those that left and are promised nothing any more."""
+        for handle in [handle for handle in self._leaving if not self.pending[handle]]:
+            self._close(handle)
+
+    def clear(self) -> None:
+        """The executor is gone: what was promised never comes, and nobody has a row."""
+        for handle, sequence in enumerate(self.sequences):
+            if sequence is not None:
+                self.pending[handle] = 0
+                self.stop_decoding(sequence)
+                self._close(handle)
+
+    # -- whole steps
+
+    def decoding_rows(self) -> Rows:
+        """Handles that decode, ascending. Not to be changed by the caller."""
+        if self._decoding_rows is None:
+            self._decoding_rows = np.flatnonzero(self.decoding)
+        return self._decoding_rows
+
+    def append(self, rows: Rows, tokens: NDArray[np.uint32]) -> NDArray[np.int32]:
+        """Takes in one promised token per row; returns how many each row knows now. Rows of finished sequences are
+        not to be given.
+        """
+        size = self._block_size
+        known = self.known[rows]
+        self._tail[rows, (known // size) & 1, known & (size - 1)] = tokens
+        known += 1
+        self.known[rows] = known
+        return known
+
+    def stopped(self, rows: Rows, tokens: NDArray[np.uint32], known: NDArray[np.int32]) -> list[int]:
+        """Positions in `rows` whose token is a stop token of the sequence itself; after `append`."""
+        if not self._stops:
+            return []
+        stops, found = self._stops, []
+        for position, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
+            if row in stops and token in stops[row] and known[position] >= self.stops_from[row]:
+                found.append(position)
+        return found
+
+    def completed_blocks(self, rows: Rows) -> NDArray[np.uint32]:
+        """Tokens of the block that ends at each row's computed position, [len(rows), block_size]."""
+        tokens: NDArray[np.uint32] = self._tail[rows, (self.computed[rows] // self._block_size - 1) & 1]
+        return tokens
+
+    # -- single rows
+
+    def sync(self, sequence: Sequence) -> None:
+        """Writes counts and tokens of a row back to its sequence, if it decodes or did."""
+        handle = sequence.handle
+        if self.known[handle]:
+            self._sync_tokens(sequence)
+            sequence.num_computed = int(self.computed[handle])
+            sequence.num_pending = int(self.pending[handle])
+
+    def _sync_tokens(self, sequence: Sequence) -> None:
+        handle, size = sequence.handle, self._block_size
+        known = int(self.known[handle])
+        while (have := len(sequence.token_ids)) < known:
+            end = min(known, (have // size + 1) * size)
+            begin = have % size
+            sequence.token_ids.frombytes(self._tail[handle, have // size & 1, begin : begin + end - have].tobytes())
+
+    # -- proof
+
+    def check_integrity(self, held: list[Sequence]) -> None:
+        """Checks the rows against the sequences that hold blocks; raises InvariantError."""
+        for sequence in held:
+            handle = sequence.handle
+            if handle == NO_HANDLE or self.sequences[handle] is not sequence:
+                raise InvariantError(f"sequence {sequence.key} has handle {handle}, which is not its own")
+        holders = {sequence.handle for sequence in held}
+        used = {handle for handle, sequence in enumerate(self.sequences) if sequence is not None}
+        if used != holders | self._leaving or used & set(self._free):
+            raise InvariantError(f"handles {sorted(used)} are used, {sorted(holders | self._leaving)} should be")
+        for handle in np.flatnonzero(self.decoding).tolist():
+            known, computed, pending = int(self.known[handle]), int(self.computed[handle]), int(self.pending[handle])
+            if handle not in holders or computed != known + pending - 1:
+                raise InvariantError(f"row {handle} decodes with {known} known, {computed} computed, {pending} pending")
+
+
+def _grown(column: NDArray[_T], capacity: int) -> NDArray[_T]:
+    """The column with room for `capacity` rows, new ones zero."""
+    fresh = np.zeros((capacity, *column.shape[1:]), column.dtype)
+    fresh[: len(column)] = column
+    return fresh
