@@ -85,7 +85,7 @@ class AsyncPageKVClient:
         return (await self._complete(prompt, 1, options))[0]
 
     async def generate_n(self, prompt: Prompt, n: int, **options: Unpack[GenerateOptions]) -> list[Completion]:
-        """Generates `n` independent continuations, 1 to 64, by index."""
+        """Generates `n` independent continuations, 1 to 64, by index; with `beam_width` the `n` best, best first."""
         return await self._complete(prompt, n, options)
 
     def stream(self, prompt: Prompt, *, n: int = 1, **options: Unpack[GenerateOptions]) -> AsyncStream:
@@ -213,7 +213,7 @@ class AsyncPageKVClient:
         if request is not None:
             encoded = await self._inference.Tokenize(request, timeout=self._unary_timeout(generation))
             info = await self._inference.GetModelInfo(pb.GetModelInfoRequest(), timeout=self._unary_timeout(generation))
-            generation.prompt_encoded(list(encoded.token_ids), info.max_model_len)
+            generation.prompt_encoded(list(encoded.token_ids), wire.flat(ModelInfo, info).longest_sequence)
 
     def _unary_timeout(self, generation: Generation) -> float | None:
         limits = [limit for limit in (self._timeout, generation.remaining_s()) if limit is not None]

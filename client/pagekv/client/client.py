@@ -81,7 +81,7 @@ class PageKVClient:
         return self._complete(prompt, 1, options)[0]
 
     def generate_n(self, prompt: Prompt, n: int, **options: Unpack[GenerateOptions]) -> list[Completion]:
-        """Generates `n` independent continuations, 1 to 64, by index."""
+        """Generates `n` independent continuations, 1 to 64, by index; with `beam_width` the `n` best, best first."""
         return self._complete(prompt, n, options)
 
     def stream(self, prompt: Prompt, *, n: int = 1, **options: Unpack[GenerateOptions]) -> Stream:
@@ -208,7 +208,7 @@ class PageKVClient:
         if request is not None:
             token_ids = self._inference.Tokenize(request, timeout=self._unary_timeout(generation)).token_ids
             info = self._inference.GetModelInfo(pb.GetModelInfoRequest(), timeout=self._unary_timeout(generation))
-            generation.prompt_encoded(list(token_ids), info.max_model_len)
+            generation.prompt_encoded(list(token_ids), wire.flat(ModelInfo, info).longest_sequence)
 
     def _unary_timeout(self, generation: Generation) -> float | None:
         limits = [limit for limit in (self._timeout, generation.remaining_s()) if limit is not None]

@@ -65,8 +65,9 @@ class Generation:
         only_complete = only_complete and (n > 1 or self._resume_timeout_s <= 0)
         self._original = wire.generate_request(prompt, n, options, only_complete=only_complete)
         # Fixed here and not left to the server, so that every connection of this generation means the same one.
-        if not self._original.sampling_params.HasField("seed"):
-            self._original.sampling_params.seed = secrets.randbits(63)
+        sampling = self._original.sampling_params
+        if not sampling.HasField("seed") and not sampling.beam_width:
+            sampling.seed = secrets.randbits(63)
         if not self._original.request_id:
             self._original.request_id = f"req-{secrets.token_hex(12)}"
         timeout = options.get("timeout")
@@ -106,8 +107,11 @@ class Generation:
             return pb.TokenizeRequest(chat=self._original.chat)
         return pb.TokenizeRequest(text=self._original.text)
 
-    def prompt_encoded(self, token_ids: list[int], max_model_len: int) -> None:
-        """Tokenize's answer, and the context limit of the model. Raises ServerError when the tokenizer has changed."""
+    def prompt_encoded(self, token_ids: list[int], longest_sequence: int) -> None:
+        """Tokenize's answer, and the tokens that a sequence may have at this server.
+
+        Raises ServerError when the tokenizer has changed.
+        """
         if len(token_ids) != self._received.prompt_tokens:
             raise ServerError(
                 "FAILED_PRECONDITION",
@@ -117,8 +121,8 @@ class Generation:
         self._prompt_ids = token_ids
         sampling = self._original.sampling_params
         if self._original.WhichOneof("input") == "chat" and not sampling.HasField("max_tokens"):
-            # Token input has another default than chat, which generates until the context is full.
-            sampling.max_tokens = max_model_len - len(token_ids)
+            # Token input has another default than chat, which generates until context or pool is full.
+            sampling.max_tokens = longest_sequence - len(token_ids)
 
     def request(self) -> pb.GenerateRequest:
         """The message for the next call."""

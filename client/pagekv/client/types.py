@@ -61,7 +61,8 @@ class GenerateOptions(TypedDict, total=False):
     max_tokens: int
     # Tokens to generate before anything but max_tokens may end the sequence.
     min_tokens: int
-    # Seed of the random choices. Default: drawn by the client, so that a broken stream can go on with it.
+    # Seed of the random choices. Default: drawn by the client, so that a broken stream can go on with it; none of
+    # beam search.
     seed: int
     # String or strings that end the text, which stops before them.
     stop: str | Sequence[str]
@@ -79,6 +80,14 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: int
     # Added to the logits of single tokens, by token id.
     logit_bias: Mapping[int, float]
+    # Beam search with this many hypotheses at once, 1 to 32; 0 is off. The `n` best come back, best first, when all are
+    # known: there are no chunks. Sampling options must be left out, a temperature must be 0.
+    beam_width: int
+    # Beam search compares results by logprob / tokens ** length_penalty, so above 0 longer ones gain; -10 to 10.
+    # Default 1.
+    length_penalty: float
+    # True: beam search is over once beam_width hypotheses have ended, whatever the others promise.
+    early_stopping: bool
     # Prefix cache controls.
     cache: CacheControls
     # Lower runs earlier, -100 to 100. Default 0.
@@ -143,6 +152,8 @@ class Completion:
     # How often the stream broke and was taken up again.
     resumes: int = 0
     logprobs: tuple[PositionLogprobs, ...] = ()
+    # Sum of the natural-log probabilities of token_ids; of beam search only.
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +171,14 @@ class ModelInfo:
     num_device_blocks: int
     num_host_blocks: int
     backend: str
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens, prompt and output, that a sequence may have: what the context allows and the pool holds.
+
+        The last token is never computed and takes no room.
+        """
+        return min(self.max_model_len, self.num_device_blocks * self.block_size + 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -305,6 +305,7 @@ def completion(request_id: str, message: pb.GenerateComplete) -> Completion:
         stop_string=message.stop_string if matched == "stop_string" else None,
         preemptions=message.preemptions,
         logprobs=_logprobs(message.logprobs),
+        cumulative_logprob=message.cumulative_logprob if message.HasField("cumulative_logprob") else None,
     )
 
 

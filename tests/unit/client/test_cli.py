@@ -80,6 +80,30 @@ def test_generate_several(server: ScriptedServer, target: str, capsys: pytest.Ca
     assert texts == ["t4 ", "t5 "]
 
 
+def test_generate_with_beam_search(server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sent: list[pb.GenerateRequest] = []
+    best = complete(4, 5, reason=types_pb2.FINISH_REASON_STOP, stop_token_id=5, cumulative_logprob=-1.5)
+    server.expect("Generate", best, complete(6, index=1, cumulative_logprob=-2.25), check=sent.append)
+    assert main(["generate", "x", "--beam-width", "4", "-n", "2", "--length-penalty", "0.5", "--early-stopping"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "t4 t5 \nt6 \n"
+    assert err.splitlines() == [
+        "--- 0: 2 tokens · stop · log-probability -1.500, -0.750 a token",
+        "--- 1: 1 token · length · log-probability -2.250, -2.250 a token",
+    ]
+    sampling = sent[0].sampling_params
+    assert (sampling.beam_width, sampling.n, sampling.length_penalty, sampling.early_stopping) == (4, 2, 0.5, True)
+
+
+def test_generate_with_beam_search_prints_the_best_when_one_is_asked_for(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.expect("Generate", complete(4, cumulative_logprob=-1.5))
+    assert main(["generate", "x", "--beam-width", "4", "--json"]) == 0
+    (completion,) = json.loads(capsys.readouterr().out)["completions"]
+    assert (completion["token_ids"], completion["cumulative_logprob"]) == ([4], -1.5)
+
+
 def test_token_ids_are_shown_where_there_is_no_text(
     server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -351,7 +375,9 @@ def test_bench_reports_what_it_measured(
         assert request.sampling_params.max_tokens == 2
         prompts.append(list(request.tokenized.input_ids))
 
-    info = pb.GetModelInfoResponse(model_id="m", max_model_len=100, vocab_size=50, eos_token_ids=[0], block_size=16)
+    info = pb.GetModelInfoResponse(
+        model_id="m", max_model_len=100, vocab_size=50, eos_token_ids=[0], block_size=16, num_device_blocks=7
+    )
     command = "bench --requests 4 --concurrency 2 --shared-prefix 8 --prompt-tokens 2:4 --output-tokens 2 --seed 1"
 
     def expect_run() -> None:
@@ -393,12 +419,18 @@ def test_bench_reports_what_it_measured(
 def test_bench_refuses_what_does_not_fit(
     server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str], tmp_path: Any
 ) -> None:
-    server.expect("GetModelInfo", pb.GetModelInfoResponse(max_model_len=100, vocab_size=50))
+    info = pb.GetModelInfoResponse(max_model_len=100, vocab_size=50, block_size=16, num_device_blocks=100)
+    server.expect("GetModelInfo", info)
     assert main(["bench", "--prompt-tokens", "90", "--output-tokens", "11"]) == 2
-    assert "needs 101 tokens, and the context is 100" in capsys.readouterr().err
+    assert "needs 101 tokens, and the server holds 100" in capsys.readouterr().err
+    small = pb.GetModelInfoResponse(max_model_len=100, vocab_size=50, block_size=16, num_device_blocks=4)
+    server.expect("GetModelInfo", small)
+    assert main(["bench", "--prompt-tokens", "60", "--output-tokens", "6"]) == 2
+    assert "needs 66 tokens, and the server holds 65" in capsys.readouterr().err
     text = tmp_path / "text"
     text.write_text("short")
-    server.expect("GetModelInfo", pb.GetModelInfoResponse(max_model_len=1000, vocab_size=50))
+    info.max_model_len = 1000
+    server.expect("GetModelInfo", info)
     server.expect("Tokenize", pb.TokenizeResponse(token_ids=[1, 2]))
     assert main(["bench", "--text", str(text)]) == 2
     assert "the text has 2 tokens, and the longest prompt needs 256" in capsys.readouterr().err

@@ -145,6 +145,28 @@ def test_several_sequences_come_back_by_index(server: ScriptedServer, client: Pa
     assert [c.token_ids for c in client.generate_n("x", 3)] == [(7,), (8,), (9,)]
 
 
+def test_beam_search_comes_back_best_first(server: ScriptedServer, client: PageKVClient) -> None:
+    def check(request: pb.GenerateRequest) -> None:
+        sampling = request.sampling_params
+        assert (sampling.n, sampling.beam_width, sampling.length_penalty, sampling.early_stopping) == (2, 4, 0.5, True)
+        assert not sampling.HasField("seed"), "beam search draws nothing"
+
+    best = complete(7, 9, reason=types_pb2.FINISH_REASON_STOP, stop_token_id=9, cumulative_logprob=-1.25)
+    replies = [best, complete(8, 8, index=1, cumulative_logprob=-2.5)]
+    server.expect("Generate", *replies, check=check)
+    results = client.generate_n("x", 2, beam_width=4, length_penalty=0.5, early_stopping=True)
+    assert [(result.token_ids, result.cumulative_logprob) for result in results] == [((7, 9), -1.25), ((8, 8), -2.5)]
+    server.expect("Generate", *replies, check=check)
+    stream = client.stream("x", n=2, beam_width=4, length_penalty=0.5, early_stopping=True)
+    assert list(stream) == []
+    assert [stream.completions[index].cumulative_logprob for index in range(2)] == [-1.25, -2.5]
+
+
+def test_sampling_has_no_cumulative_logprob(server: ScriptedServer, client: PageKVClient) -> None:
+    server.expect("Generate", complete(7))
+    assert client.generate("x").cumulative_logprob is None
+
+
 def test_a_stream_yields_chunks_then_has_the_completion(server: ScriptedServer, client: PageKVClient) -> None:
     server.expect("Generate", chunk(4, 5, cached=2), chunk(6, done=2, cached=2), complete(4, 5, 6, cached=2))
     stream = client.stream("x", request_id="abc")

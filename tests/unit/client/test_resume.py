@@ -19,6 +19,9 @@ from pagekv.common import errors
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
 
+# A pool that holds the whole context.
+INFO = pb.GetModelInfoResponse(max_model_len=100, block_size=16, num_device_blocks=99)
+
 
 def resumed_with(*received: int, prompt: tuple[int, ...] = (1, 2, 3), **sampling: Any) -> Any:
     """A check that the request resumes a stream of which `received` arrived."""
@@ -70,7 +73,7 @@ def test_a_token_prompt_is_resumed_without_a_token_lost_or_repeated(
 def test_a_text_prompt_is_encoded_only_when_needed(server: ScriptedServer, client: PageKVClient, call: str) -> None:
     server.expect("Generate", chunk(4), Fails(LOST))
     server.expect("Tokenize", pb.TokenizeResponse(token_ids=[1, 2, 3]), check=lambda r: _equal(r.text, "hello"))
-    server.expect("GetModelInfo", pb.GetModelInfoResponse(max_model_len=100))
+    server.expect("GetModelInfo", INFO)
     server.expect("Generate", chunk(5, done=1), Fails(LOST), check=resumed_with(4))
     # A second break asks for nothing again.
     server.expect("Generate", chunk(6, done=2), complete(6, resumed=2), check=resumed_with(4, 5, max_tokens=9))
@@ -87,13 +90,21 @@ def _equal(a: object, b: object) -> None:
     assert a == b
 
 
-def test_a_conversation_keeps_its_own_default_of_max_tokens(server: ScriptedServer, client: PageKVClient) -> None:
+@pytest.mark.parametrize(
+    ("info", "max_tokens"),
+    [(INFO, 97), (pb.GetModelInfoResponse(max_model_len=100, block_size=16, num_device_blocks=3), 46)],
+    ids=["context", "pool"],
+)
+def test_a_conversation_keeps_its_own_default_of_max_tokens(
+    server: ScriptedServer, client: PageKVClient, info: pb.GetModelInfoResponse, max_tokens: int
+) -> None:
+    """What the context leaves, or the pool: its last token takes no slot."""
     server.expect("Generate", chunk(4), Fails(LOST))
     server.expect(
         "Tokenize", pb.TokenizeResponse(token_ids=[1, 2, 3]), check=lambda r: _equal(r.chat.messages[0].content, "hi")
     )
-    server.expect("GetModelInfo", pb.GetModelInfoResponse(max_model_len=100))
-    server.expect("Generate", chunk(5, done=1), complete(5, resumed=1), check=resumed_with(4, max_tokens=97))
+    server.expect("GetModelInfo", info)
+    server.expect("Generate", chunk(5, done=1), complete(5, resumed=1), check=resumed_with(4, max_tokens=max_tokens))
     assert client.generate([ChatMessage("user", "hi")]).token_ids == (4, 5)
 
 
@@ -166,10 +177,21 @@ def test_resuming_can_be_switched_off(server: ScriptedServer, client: PageKVClie
     client.generate("x", resume_timeout_s=0)
 
 
+def test_a_broken_beam_search_is_asked_for_again(server: ScriptedServer, client: PageKVClient) -> None:
+    """It has sent nothing yet that could be resumed, and finds the same again."""
+    sent: list[pb.GenerateRequest] = []
+    for reply in (Fails(LOST), complete(4, 5, cumulative_logprob=-0.5)):
+        server.expect("Generate", reply, check=sent.append)
+    end = client.generate("x", beam_width=3)
+    assert (end.token_ids, end.cumulative_logprob, end.resumes) == ((4, 5), -0.5, 1)
+    assert sent[0] == sent[1]
+    assert not sent[0].sampling_params.HasField("seed")
+
+
 def test_another_tokenizer_is_noticed(server: ScriptedServer, client: PageKVClient) -> None:
     server.expect("Generate", chunk(4), Fails(LOST))
     server.expect("Tokenize", pb.TokenizeResponse(token_ids=[1, 2, 3, 4]))
-    server.expect("GetModelInfo", pb.GetModelInfoResponse(max_model_len=100))
+    server.expect("GetModelInfo", INFO)
     with pytest.raises(ServerError, match=r"had 3 tokens .* 4; is it another model"):
         client.generate("x")
 

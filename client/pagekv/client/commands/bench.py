@@ -103,8 +103,8 @@ async def _run(args: argparse.Namespace, workload: Workload, terminal: Terminal)
     async with AsyncPageKVClient(args.target) as client:
         info = await client.model_info()
         needed = workload.shared_prefix + workload.prompt_tokens[1] + workload.output_tokens[1]
-        if needed > info.max_model_len:
-            raise UsageError(f"the longest request needs {needed} tokens, and the context is {info.max_model_len}")
+        if needed > info.longest_sequence:
+            raise UsageError(f"the longest request needs {needed} tokens, and the server holds {info.longest_sequence}")
         text_ids: list[int] = []
         if args.text is not None:
             text_ids = await client.tokenize(_read(args.text))

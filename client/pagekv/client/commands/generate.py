@@ -7,14 +7,15 @@ from dataclasses import asdict
 
 from pagekv.client.client import PageKVClient
 from pagekv.client.commands.parser import Subparsers, add_command, add_prompt, add_target, connect, read_prompt
-from pagekv.client.commands.sampling import Stopwatch, add_sampling, options_of, summary
+from pagekv.client.commands.sampling import Stopwatch, add_beams, add_sampling, options_of, summary
 from pagekv.client.terminal import Terminal
 from pagekv.client.types import Completion, GenerateOptions
 
 EXAMPLES = """\
   pagekv generate "In the beginning" --max-tokens 60
   pagekv generate "Once" --temperature 0 --stop "."
-  pagekv generate "Once" --n 3 --seed 7 --json
+  pagekv generate "Once" -n 3 --seed 7 --json
+  pagekv generate "Once" --beam-width 8 -n 3 --length-penalty 0.8
   cat story.txt | pagekv generate -
 """
 
@@ -24,21 +25,21 @@ def add(commands: Subparsers) -> None:
     parser = add_command(commands, "generate", "generate text from a prompt", run, examples=EXAMPLES)
     add_prompt(parser)
     add_target(parser)
-    parser.add_argument("--n", type=int, default=1, metavar="N", help="independent continuations, 1 to 64 [1]")
+    parser.add_argument("-n", "--n", type=int, default=1, metavar="N", help="independent continuations, 1 to 64 [1]")
     add_sampling(parser, max_tokens=128)
+    add_beams(parser)
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     """Streams one continuation, or prints several when all have ended."""
     prompt, options = read_prompt(args), options_of(args)
     with connect(args) as client:
-        if args.n != 1:
+        if args.n != 1 or args.beam_width:
             completions = client.generate_n(prompt, args.n, **options)
             if args.json:
                 terminal.json({"completions": [asdict(completion) for completion in completions]})
             for completion in () if args.json else completions:
-                terminal.note(f"--- {completion.index}: {completion.completion_tokens} tokens, "
-                              f"{completion.finish_reason}")  # fmt: skip
+                terminal.note(headline(completion))
                 terminal.print(shown_text(completion))
             return 0
         if not args.json:
@@ -77,6 +78,16 @@ def stream_text(
     terminal.print("" if completion.text else shown_text(completion))
     terminal.note(summary(completion, watch))
     return completion, watch
+
+
+def headline(completion: Completion) -> str:
+    """One line above the text of one of several: index, tokens, end, and how likely it is if that is known."""
+    tokens = f"{completion.completion_tokens} token{'' if completion.completion_tokens == 1 else 's'}"
+    parts = [tokens, completion.finish_reason]
+    if completion.cumulative_logprob is not None:
+        mean = completion.cumulative_logprob / max(completion.completion_tokens, 1)
+        parts.append(f"log-probability {completion.cumulative_logprob:.3f}, {mean:.3f} a token")
+    return f"--- {completion.index}: {' · '.join(parts)}"
 
 
 def shown_text(completion: Completion) -> str:

@@ -22,6 +22,10 @@ _FLAGS: tuple[tuple[str, type, str], ...] = (
     ("frequency-penalty", float, "above 0: fewer tokens many times [0: off]"),
     ("priority", int, "lower runs earlier, -100 to 100 [0]"),
 )
+_BEAM_FLAGS: tuple[tuple[str, type, str], ...] = (
+    ("beam-width", int, "hypotheses at once, 1 to 32; prints the --n best at the end [0: off]"),
+    ("length-penalty", float, "above 0 longer results gain, below 0 shorter ones, -10 to 10 [1]"),
+)
 
 
 def add_sampling(parser: CommandParser, *, max_tokens: int | None) -> None:
@@ -36,15 +40,25 @@ def add_sampling(parser: CommandParser, *, max_tokens: int | None) -> None:
     group.add_argument("--namespace", metavar="NAME", help="share cached prefixes with this namespace only")
 
 
+def add_beams(parser: CommandParser) -> None:
+    """The flags of beam search."""
+    group = parser.add_argument_group("beam search", "instead of sampling; its results come when all are known")
+    for name, kind, help in _BEAM_FLAGS:
+        group.add_argument(f"--{name}", type=kind, metavar="N" if kind is int else "X", help=help)
+    group.add_argument("--early-stopping", action="store_true", help="stop once --beam-width hypotheses have ended")
+
+
 def options_of(args: argparse.Namespace) -> GenerateOptions:
-    """What was given on the command line."""
+    """What was given on the command line; not every command has the flags of beam search."""
     options: GenerateOptions = {}
-    for name in ("max_tokens", "stop", *(flag.replace("-", "_") for flag, _, _ in _FLAGS)):
-        value = getattr(args, name)
+    for name in ("max_tokens", "stop", *(flag.replace("-", "_") for flag, _, _ in (*_FLAGS, *_BEAM_FLAGS))):
+        value = getattr(args, name, None)
         if value is not None:
             options[name] = value  # type: ignore[literal-required]  # the flags are named as the options
     if args.ignore_eos:
         options["ignore_eos"] = True
+    if getattr(args, "early_stopping", False):
+        options["early_stopping"] = True
     if args.namespace is not None:
         options["cache"] = CacheControls(namespace=args.namespace)
     if args.timeout is not None:
