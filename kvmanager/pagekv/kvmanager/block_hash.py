@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import struct
 import sys
 from array import array
 from collections.abc import Sequence
@@ -68,8 +69,8 @@ def chain_digests(
     if not media:
         # The floor of every cold prompt: nothing in this loop but the hash itself.
         sha256, append = hashlib.sha256, digests.append
-        for start in starts:
-            parent = sha256(parent + tokens[start : start + stride]).digest()
+        for (chunk,) in struct.iter_unpack(f"{stride}s", memoryview(tokens)[: starts.stop]):
+            parent = sha256(parent + chunk).digest()
             append(parent)
         return digests
     for index, start in enumerate(starts, first_block):

@@ -76,9 +76,9 @@ class BlockPool:
         """Holders of the block."""
         return int(self._ref_count[block])
 
-    def num_unheld(self, blocks: Sequence[int]) -> int:
+    def num_unheld(self, blocks: Blocks) -> int:
         """How many of these blocks nobody holds: what touching them takes from the free ones."""
-        return len(blocks) - int(np.count_nonzero(self._ref_count[np.array(blocks, np.int32)]))
+        return len(blocks) - int(np.count_nonzero(self._ref_count[blocks]))
 
     # -- prefix table
 
@@ -91,28 +91,29 @@ class BlockPool:
         return blocks
 
     def publish(
-        self, blocks: Sequence[int], digests: Sequence[bytes], parents: Sequence[bytes], chunks: Chunks, *, media: bool
+        self, blocks: Blocks, digests: Sequence[bytes], parents: Sequence[bytes], chunks: Chunks, *, media: bool
     ) -> None:
         """Enters full, held blocks into the prefix table, each after its parent digest; see `PrefixTable.add`."""
         self._check_held(blocks)
         entered = self.table.add(blocks, digests, parents, chunks, media=media)
         if self._log is not None:
             for position in entered:
-                self._log.stored(blocks[position], digests[position], parents[position])
+                self._log.stored(int(blocks[position]), digests[position], parents[position])
 
     def publish_chain(
-        self, blocks: Sequence[int], digests: Sequence[bytes], parent: bytes, chunks: Chunks, *, media: bool
+        self, blocks: Blocks, digests: Sequence[bytes], parent: bytes, chunks: Chunks, *, media: bool
     ) -> None:
         """`publish` for consecutive blocks of one sequence, the first one after the digest `parent`."""
         self._check_held(blocks)
         entered = self.table.add_chain(blocks, digests, parent, chunks, media=media)
         if self._log is not None:
             for position in entered:
-                self._log.stored(blocks[position], digests[position], digests[position - 1] if position else parent)
+                before = digests[position - 1] if position else parent
+                self._log.stored(int(blocks[position]), digests[position], before)
 
-    def _check_held(self, blocks: Sequence[int]) -> None:
+    def _check_held(self, blocks: Blocks) -> None:
         if self.num_unheld(blocks):
-            raise InvariantError(f"publish of blocks that nobody holds, among {list(blocks)[:8]}")
+            raise InvariantError(f"publish of blocks that nobody holds, among {blocks[:8].tolist()}")
 
     def clear_prefix_table(self) -> int:
         """Forgets every cached block; returns how many. Held blocks stay held and become private."""
@@ -160,8 +161,9 @@ class BlockPool:
             raise InvariantError(f"free of block {int(blocks[left.argmin()])}, which nobody holds")
         self._ref_count[blocks] = left
         unheld = blocks[left == 0][::-1]
-        self._num_cached_free += int(np.count_nonzero(self.table.published[unheld]))
-        self._free.append(unheld)
+        if len(unheld):
+            self._num_cached_free += int(np.count_nonzero(self.table.published[unheld]))
+            self._free.append(unheld)
 
     # -- proof
 

@@ -11,11 +11,13 @@ from collections.abc import Sequence as List
 
 import numpy as np
 
-from pagekv.kvmanager.block_hash import chain_digests
+from pagekv.kvmanager.block_hash import TOKEN_BYTES, block_digest, chain_digests
 from pagekv.kvmanager.block_pool import BlockPool
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.prefix_table import Blocks, Chunks
 from pagekv.kvmanager.sequence import Sequence
+
+_NO_BLOCKS = np.empty(0, np.int32)
 
 
 class BlockTables:
@@ -48,7 +50,7 @@ class BlockTables:
         """
         size, known = self._block_size, len(sequence.token_ids)
         identity = sequence.request.command.identity
-        hits: list[int] = []
+        hits = _NO_BLOCKS
         source, shared = -1, 0
         if self._prefix_cache and identity.read:
             # At least one token is computed, or there would be no logits to sample from.
@@ -57,15 +59,16 @@ class BlockTables:
                 source, shared = self._partial_hit(sequence, hits)
         pool = self.pool
         needed = -(-known // size) - len(hits)
-        spare = pool.num_free - needed - pool.num_unheld(hits) - keep_free
+        spare = pool.num_free - needed - keep_free - (pool.num_unheld(hits) if len(hits) else 0)
         if spare < 0:
             return -spare
         if shared and not pool.ref_count(source):
             # The source of a copy must not be given away before it is copied; if that is one too many, do without.
             shared = shared if spare else 0
-        pool.touch(np.array(hits, np.int32))
-        held = np.array([source], np.int32)
+        if len(hits):
+            pool.touch(hits)
         if shared:
+            held = np.array([source], np.int32)
             pool.touch(held)
         fresh = pool.allocate(needed)
         if fresh is None:
@@ -73,35 +76,32 @@ class BlockTables:
         if shared:
             self._copies.append((source, int(fresh[0])))
             pool.free(held)
-        sequence.block_table = array("i", hits)
+        sequence.block_table = array("i", hits.tobytes())
         sequence.block_table.frombytes(fresh.tobytes())
         sequence.num_published = len(hits)
         sequence.num_computed = len(hits) * size + shared
         return 0
 
-    def _match(self, sequence: Sequence, most: int) -> list[int]:
+    def _match(self, sequence: Sequence, most: int) -> Blocks:
         """Longest leading run of cached blocks, at most `most`; brings `digests` along."""
         chunks = sequence.chunks(self._block_size)[:most]
         table, digests = self.pool.table, sequence.digests
         media = sequence.request.command.identity.media
         blocks = [] if media else table.follow(sequence.request.root, chunks)
-        for block in blocks[len(digests) :]:
-            digest = table.digest(block)
-            assert digest is not None
-            digests.append(digest)
+        digests += table.digests(blocks[len(digests) :])
         if len(blocks) < most:
             self._extend_digests(sequence)
             blocks += self.pool.match(digests[len(blocks) : most], chunks[len(blocks) :])
-        return blocks
+        return np.array(blocks, np.int32)
 
-    def _partial_hit(self, sequence: Sequence, hits: list[int]) -> tuple[int, int]:
+    def _partial_hit(self, sequence: Sequence, hits: Blocks) -> tuple[int, int]:
         """The block that shares most tokens behind the hits, and how many of them need not be computed."""
         start = len(hits) * self._block_size
         end = min(len(sequence.token_ids) - 1, start + self._block_size)
         wanted = np.array(sequence.token_ids[start:end], np.uint32)
         if not len(wanted):
             return -1, 0
-        parent = hits[-1] if hits else sequence.request.root
+        parent = int(hits[-1]) if len(hits) else sequence.request.root
         block, shared = self.pool.table.longest_run(parent, wanted)
         if shared and any((blocks == block).any() for blocks in self._being_computed):
             return -1, 0
@@ -143,27 +143,24 @@ class BlockTables:
         if full <= first:
             return
         sequence.num_published = full
-        if not self.publishes(sequence):
+        if not (self._prefix_cache and sequence.publishes):
             return
         self._extend_digests(sequence)
-        digests, blocks = sequence.digests, sequence.block_table[first:full].tolist()
+        digests, blocks = sequence.digests, sequence.blocks()[first:full]
         parent = digests[first - 1] if first else sequence.request.root
         media = bool(sequence.request.command.identity.media)
         chunks = sequence.chunks(size)[first:full]
         self.pool.publish_chain(blocks, digests[first:full], parent, chunks, media=media)
         if computed_now and self._partial_hits:
-            self._being_computed.append(np.array(blocks, np.int32))
-
-    def publishes(self, sequence: Sequence) -> bool:
-        """Whether its blocks go into the prefix table."""
-        return self._prefix_cache and sequence.request.command.identity.write
+            self._being_computed.append(blocks)
 
     def grow(self, sequences: List[Sequence], blocks: Blocks, chunks: Chunks) -> None:
         """Appends one block to each table, [n], whose last one is full by then with token ids `chunks`,
         [n, block_size], and publishes that one. What a decoding sequence does once in block_size steps.
         """
-        size = self._block_size
-        raw, stride = chunks.tobytes(), 4 * size
+        size, stride = self._block_size, TOKEN_BYTES * self._block_size
+        raw = chunks.tobytes()
+        prefix_cache = self._prefix_cache
         ready: list[int] = []
         offered: list[int] = []
         digests: list[bytes] = []
@@ -171,28 +168,34 @@ class BlockTables:
         for position, (sequence, block) in enumerate(zip(sequences, blocks.tolist(), strict=True)):
             table, tokens = sequence.block_table, sequence.token_ids
             index = len(table) - 1
+            chunk = raw[position * stride : (position + 1) * stride]
             missing = (index + 1) * size - len(tokens)
             if missing > 0:
-                end = (position + 1) * stride
-                tokens.frombytes(raw[end - 4 * missing : end])
-            if sequence.num_published == index and self._prefix_cache and sequence.request.command.identity.write:
-                known = sequence.digests
-                parent = known[index - 1] if index else sequence.request.root
-                media = sequence.request.command.identity.media
-                if len(known) == index:
-                    known += chain_digests(parent, raw[position * stride : (position + 1) * stride], size, media, index)
-                if media:
-                    chunk = chunks[position : position + 1]
-                    self.pool.publish([table[index]], [known[index]], [parent], chunk, media=True)
+                tokens.frombytes(chunk[-TOKEN_BYTES * missing :])
+            if prefix_cache and sequence.num_published == index and sequence.publishes:
+                known, request = sequence.digests, sequence.request
+                parent = known[-1] if index else request.root
+                if request.command.identity.media:
+                    self._publish_with_media(sequence, index, parent, chunk)
                 else:
+                    digest = block_digest(parent, chunk)
+                    known.append(digest)
                     ready.append(position)
                     offered.append(table[index])
-                    digests.append(known[index])
+                    digests.append(digest)
                     parents.append(parent)
             sequence.num_published = index + 1
             table.append(block)
         if ready:
-            self.pool.publish(offered, digests, parents, chunks[ready], media=False)
+            full = chunks if len(ready) == len(chunks) else chunks[ready]
+            self.pool.publish(np.array(offered, np.int32), digests, parents, full, media=False)
+
+    def _publish_with_media(self, sequence: Sequence, index: int, parent: bytes, chunk: bytes) -> None:
+        media = sequence.request.command.identity.media
+        digests = chain_digests(parent, chunk, self._block_size, media, index)
+        sequence.digests += digests
+        tokens = np.frombuffer(chunk, np.uint32).reshape(1, -1)
+        self.pool.publish(sequence.blocks()[index : index + 1], digests, [parent], tokens, media=True)
 
     def _extend_digests(self, sequence: Sequence) -> None:
         """Brings `digests` up to the full blocks of the known tokens."""

@@ -48,6 +48,10 @@ class PrefixTable:
         """The block's digest; None unless it is in the table."""
         return self._digest[block]
 
+    def digests(self, blocks: Sequence[int]) -> list[bytes]:
+        """The digests of blocks that are in the table."""
+        return list(map(self._digest.__getitem__, blocks))  # type: ignore[arg-type]  # others alone have None
+
     def parent(self, block: int) -> bytes | None:
         """Digest of the block or chain root before it; None unless it is in the table."""
         if self._digest[block] is None:
@@ -106,55 +110,59 @@ class PrefixTable:
     # -- changing
 
     def add(
-        self, blocks: Sequence[int], digests: Sequence[bytes], parents: Sequence[bytes], chunks: Chunks, *, media: bool
+        self, blocks: Blocks, digests: Sequence[bytes], parents: Sequence[bytes], chunks: Chunks, *, media: bool
     ) -> list[int]:
         """Enters blocks that are not in the table; returns the positions of those whose digest was free.
 
         Where a digest is there already its block stays and the new one remains private: blocks are never merged.
         `media`: the tokens alone do not identify the blocks, so the walk must not find them.
         """
-        table = self._block_of
+        table, column = self._block_of, self._digest
         entered: list[int] = []
         parent_blocks: list[int] = []
-        for position, (block, digest, parent) in enumerate(zip(blocks, digests, parents, strict=True)):
+        for position, (block, digest, parent) in enumerate(zip(blocks.tolist(), digests, parents, strict=True)):
             if digest in table:
                 continue
             table[digest] = block
-            self._digest[block] = digest
+            column[block] = digest
             entered.append(position)
             parent_blocks.append(table.get(parent, -1))
-        if entered:
-            kept = np.array([blocks[position] for position in entered], np.int32)
-            self._enter(kept, parent_blocks, [parents[position] for position in entered], chunks[entered], media)
+        found = np.array(parent_blocks, np.int32)
+        if len(entered) == len(blocks):
+            self._enter(blocks, found, parents, chunks, media)
+        elif entered:
+            kept = [parents[position] for position in entered]
+            self._enter(blocks[entered], found, kept, chunks[entered], media)
         return entered
 
     def add_chain(
-        self, blocks: Sequence[int], digests: Sequence[bytes], parent: bytes, chunks: Chunks, *, media: bool
+        self, blocks: Blocks, digests: Sequence[bytes], parent: bytes, chunks: Chunks, *, media: bool
     ) -> list[int]:
         """`add` for consecutive blocks of one sequence, at least one, the first one after `parent`."""
-        table = self._block_of
+        table, column = self._block_of, self._digest
+        parents = [parent, *digests[:-1]]
         if not table.keys().isdisjoint(digests):
-            return self.add(blocks, digests, [parent, *digests[:-1]], chunks, media=media)
-        table.update(zip(digests, blocks, strict=True))
-        column = self._digest
-        for block, digest in zip(blocks, digests, strict=True):
+            return self.add(blocks, digests, parents, chunks, media=media)
+        ids = blocks.tolist()
+        table.update(zip(digests, ids, strict=True))
+        for block, digest in zip(ids, digests, strict=True):
             column[block] = digest
-        ids = np.array(blocks, np.int32)
-        self._enter(ids, [table.get(parent, -1), *blocks[:-1]], [parent, *digests[:-1]], chunks, media)
-        return list(range(len(blocks)))
+        found = np.empty(len(ids), np.int32)
+        found[0], found[1:] = table.get(parent, -1), blocks[:-1]
+        self._enter(blocks, found, parents, chunks, media)
+        return list(range(len(ids)))
 
     def _enter(
-        self, blocks: Blocks, parent_blocks: list[int], parents: Sequence[bytes], chunks: Chunks, media: bool
+        self, blocks: Blocks, parent_blocks: Blocks, parents: Sequence[bytes], chunks: Chunks, media: bool
     ) -> None:
         self._tokens[blocks] = chunks
         self.published[blocks] = True
         if media:
             self._loose_parent.update(zip(blocks.tolist(), parents, strict=True))
             return
-        found = np.array(parent_blocks, np.int32)
-        for position in np.flatnonzero(found < 0).tolist():
+        for position in np.flatnonzero(parent_blocks < 0).tolist():
             self._loose_parent[int(blocks[position])] = parents[position]
-        self._continuations.add(blocks, found, parents)
+        self._continuations.add(blocks, parent_blocks, parents)
 
     def remove(self, blocks: Blocks) -> list[bytes]:
         """Takes blocks of the table out and returns their digests, in order."""

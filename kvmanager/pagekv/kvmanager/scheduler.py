@@ -137,12 +137,14 @@ class Scheduler:
         """One token for every sequence whose last token is known or promised; returns their handles, ascending."""
         rows_of = self._rows
         rows = rows_of.decoding_rows()
+        if not len(rows):
+            return rows
         computed = rows_of.computed[rows]
         last = computed >= rows_of.max_total[rows] - 1
-        if last.any():
+        if np.count_nonzero(last):
             # The last token it may have is promised already: leave the executor, keep the blocks until it is here.
             for handle in rows[last].tolist():
-                sequence = self._sequence(handle)
+                (sequence,) = rows_of.of([handle])
                 sequence.state = SequenceState.DRAINING
                 rows_of.stop_decoding(sequence)
                 plan.finished.append(handle)
@@ -153,11 +155,9 @@ class Scheduler:
             rows, others = self._first_in_order(budget)
             computed = rows_of.computed[rows]
         full = computed == rows_of.slots[rows]
-        if full.any():
-            self._grow(plan, rows[full])
-            if not rows_of.decoding[rows].all():
-                rows = rows[rows_of.decoding[rows]]
-                computed = rows_of.computed[rows]
+        if np.count_nonzero(full) and self._grow(plan, rows[full]):
+            rows = rows[rows_of.decoding[rows]]
+            computed = rows_of.computed[rows]
         for handle in others:
             if rows_of.decoding[handle]:
                 self._sit_out(plan, handle)
@@ -170,11 +170,12 @@ class Scheduler:
         handles = [s.handle for s in self.running if self._rows.decoding[s.handle]]
         return np.array(sorted(handles[:count]), np.intp), handles[count:]
 
-    def _grow(self, plan: StepPlan, rows: Rows) -> None:
-        """One more block for each of these decodes, whose tables are full; preempts where the pool is exhausted."""
+    def _grow(self, plan: StepPlan, rows: Rows) -> bool:
+        """One more block for each of these decodes, whose tables are full; True if that preempted sequences."""
         chunks = self._rows.completed_blocks(rows)
-        sequences = [self._sequence(handle) for handle in rows.tolist()]
+        sequences = self._rows.of(rows.tolist())
         blocks = self.pool.allocate(len(rows))
+        exhausted = blocks is None
         if blocks is None:
             # In running order, so that nobody is preempted after it got its block.
             order = sorted(range(len(rows)), key=lambda position: sequences[position].key)
@@ -186,6 +187,7 @@ class Scheduler:
         self._rows.slots[rows] += self._block_size
         plan.append_handles += rows.tolist()
         plan.append_blocks += blocks.tolist()
+        return exhausted
 
     def _block_for(self, sequence: Sequence) -> int:
         """One block for a decode, preempting from the end of the running order; -1 when that reached the sequence
@@ -306,12 +308,6 @@ class Scheduler:
         plan.scheduled_handles.append(handle)
         plan.scheduled_tokens.append(0)
 
-    def _sequence(self, handle: int) -> Sequence:
-        sequence = self._rows.sequences[handle]
-        if sequence is None:
-            raise InvariantError(f"handle {handle} belongs to nobody")
-        return sequence
-
     # -- results
 
     def commit(self, plan: StepPlan, outcome: StepOutcome) -> Committed:
@@ -324,21 +320,23 @@ class Scheduler:
                 f"step {outcome.step} sampled {len(outcome.sampled_tokens)} tokens for "
                 f"{len(outcome.sampled_handles)} sequences"
             )
-        handles = np.array(outcome.sampled_handles, np.intp)
-        order = handles.argsort()
-        rows = handles[order]
-        if len(rows) != len(planned) or (rows != planned).any():
-            odd = sorted(set(rows.tolist()) ^ set(planned.tolist()))[:8]
-            raise InvariantError(f"step {outcome.step} sampled other sequences than planned, such as {odd}")
-        tokens = np.array(outcome.sampled_tokens, np.uint32)[order]
+        rows = np.array(outcome.sampled_handles, np.intp)
+        tokens = np.array(outcome.sampled_tokens, np.uint32)
+        if not np.array_equal(rows, planned):
+            # The executor reports them in the order they came to it.
+            order = rows.argsort()
+            rows, tokens = rows[order], tokens[order]
+            if not np.array_equal(rows, planned):
+                odd = sorted(set(rows.tolist()) ^ set(planned.tolist()))[:8]
+                raise InvariantError(f"step {outcome.step} sampled other sequences than planned, such as {odd}")
         rows_of.pending[rows] -= 1
         alive = rows_of.alive[rows]
-        if not alive.all():
+        if np.count_nonzero(alive) < len(rows):
             rows, tokens = rows[alive], tokens[alive]  # without the one token too many
         known = rows_of.append(rows, tokens)
         self.counters.generated_tokens += len(rows)
         kept = rows.tolist()
-        sequences = [self._sequence(handle) for handle in kept]
+        sequences = rows_of.of(kept)
         endings = self._endings(rows, tokens, known)
         for position in endings:
             self.finish(sequences[position])
@@ -352,9 +350,10 @@ class Scheduler:
         is_eos = np.zeros(len(rows), np.bool_)
         for token in self._eos:
             is_eos |= tokens == token
-        is_eos &= known >= rows_of.eos_from[rows]
+        if np.count_nonzero(is_eos):
+            is_eos &= known >= rows_of.eos_from[rows]
         stopped = rows_of.stopped(rows, tokens, known)
-        if not (stopped or full.any() or is_eos.any()):
+        if not (stopped or np.count_nonzero(full | is_eos)):
             return {}
         endings = {position: Ending(FinishReason.LENGTH) for position in np.flatnonzero(full).tolist()}
         for position in [*np.flatnonzero(is_eos).tolist(), *stopped]:

@@ -59,6 +59,8 @@ class Sequence:
     max_total: int
     # (rank, arrival, index): smaller runs first and is preempted last.
     key: tuple[int, int, int]
+    # Its full blocks go into the prefix table.
+    publishes: bool = True
     state: SequenceState = SequenceState.WAITING
     # int32.
     block_table: array[int] = field(default_factory=lambda: array("i"))
@@ -116,6 +118,7 @@ def live_request(
             num_prompt=num_prompt,
             max_total=num_prompt + command.sampling.max_tokens,
             key=(rank, arrival, index),
+            publishes=command.identity.write,
             state=SequenceState.FORKING if index else SequenceState.WAITING,
         )
         for index in range(command.n)

@@ -31,7 +31,7 @@ class SequenceRows:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self.sequences: list[Sequence | None] = []
+        self._sequences: list[Sequence | None] = []
         # Free handles, smallest first: rows stay close together.
         self._free: list[int] = []
         # Handles whose sequence left while a step in flight samples them.
@@ -58,9 +58,9 @@ class SequenceRows:
         self._grow(64)
 
     def _grow(self, capacity: int) -> None:
-        for handle in range(len(self.sequences), capacity):
+        for handle in range(len(self._sequences), capacity):
             heapq.heappush(self._free, handle)
-        self.sequences += [None] * (capacity - len(self.sequences))
+        self._sequences += [None] * (capacity - len(self._sequences))
         self.known = _grown(self.known, capacity)
         self.computed = _grown(self.computed, capacity)
         self.pending = _grown(self.pending, capacity)
@@ -77,9 +77,9 @@ class SequenceRows:
     def open(self, sequence: Sequence) -> None:
         """Gives the sequence a handle."""
         if not self._free:
-            self._grow(2 * len(self.sequences))
+            self._grow(2 * len(self._sequences))
         handle = sequence.handle = heapq.heappop(self._free)
-        self.sequences[handle] = sequence
+        self._sequences[handle] = sequence
         self.alive[handle] = True
         self.pending[handle] = 0
         self.known[handle] = 0
@@ -124,31 +124,36 @@ class SequenceRows:
             self._close(handle)
 
     def _close(self, handle: int) -> None:
-        sequence = self.sequences[handle]
+        sequence = self._sequences[handle]
         assert sequence is not None
         self._sync_tokens(sequence)
         sequence.num_pending = 0
         sequence.handle = NO_HANDLE
         self._leaving.discard(handle)
-        self.sequences[handle] = None
+        self._sequences[handle] = None
         self.alive[handle] = False
         self._stops.pop(handle, None)
         heapq.heappush(self._free, handle)
 
     def settle(self) -> None:
         """Frees the handles of those that left and are promised nothing any more."""
-        for handle in [handle for handle in self._leaving if not self.pending[handle]]:
-            self._close(handle)
+        if self._leaving:
+            for handle in [handle for handle in self._leaving if not self.pending[handle]]:
+                self._close(handle)
 
     def clear(self) -> None:
         """The executor is gone: what was promised never comes, and nobody has a row."""
-        for handle, sequence in enumerate(self.sequences):
+        for handle, sequence in enumerate(self._sequences):
             if sequence is not None:
                 self.pending[handle] = 0
                 self.stop_decoding(sequence)
                 self._close(handle)
 
     # -- whole steps
+
+    def of(self, handles: list[int]) -> list[Sequence]:
+        """The sequences with these handles, which must be in use."""
+        return list(map(self._sequences.__getitem__, handles))  # type: ignore[arg-type]  # free handles alone have None
 
     def decoding_rows(self) -> Rows:
         """Handles that decode, ascending. Not to be changed by the caller."""
@@ -206,10 +211,10 @@ class SequenceRows:
         """Checks the rows against the sequences that hold blocks; raises InvariantError."""
         for sequence in held:
             handle = sequence.handle
-            if handle == NO_HANDLE or self.sequences[handle] is not sequence:
+            if handle == NO_HANDLE or self._sequences[handle] is not sequence:
                 raise InvariantError(f"sequence {sequence.key} has handle {handle}, which is not its own")
         holders = {sequence.handle for sequence in held}
-        used = {handle for handle, sequence in enumerate(self.sequences) if sequence is not None}
+        used = {handle for handle, sequence in enumerate(self._sequences) if sequence is not None}
         if used != holders | self._leaving or used & set(self._free):
             raise InvariantError(f"handles {sorted(used)} are used, {sorted(holders | self._leaving)} should be")
         for handle in np.flatnonzero(self.decoding).tolist():
