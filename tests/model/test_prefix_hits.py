@@ -1,0 +1,151 @@
+"""Prefix hits of the real scheduler and pool against those of a plain radix tree over the same history."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from fake_executor import expected_output
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from radix_tree import RadixTree
+from scheduler_driver import Driver, output
+
+from pagekv.kvmanager.sequence import Sequence
+
+# Two tokens only, so prefixes collide all the time.
+VOCAB = 2
+
+quick = settings(max_examples=int(os.environ.get("PAGEKV_TEST_EXAMPLES", "60")), deadline=None)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A request: so many tokens of what an earlier one left behind, then new ones."""
+
+    earlier: int
+    kept: int
+    new: list[int]
+    max_tokens: int
+
+
+turns = st.lists(
+    st.builds(
+        Turn,
+        earlier=st.integers(0, 11),
+        kept=st.integers(0, 40),
+        new=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=14),
+        max_tokens=st.integers(1, 9),
+    ),
+    min_size=1,
+    max_size=12,
+)
+block_sizes = st.sampled_from([1, 2, 4])
+budgets = st.sampled_from([3, 64])
+
+
+def prompts(history: list[Turn], *, one_of_its_own: bool) -> list[tuple[list[int], list[int]]]:
+    """Prompt and output of every request; with `one_of_its_own` each prompt ends with a token that no other has."""
+    played: list[tuple[list[int], list[int]]] = []
+    for number, turn in enumerate(history):
+        prompt, answer = played[turn.earlier % number] if number else ([], [])
+        before = [*prompt, *answer]
+        prompt = before[: turn.kept] + turn.new
+        if one_of_its_own:
+            prompt.append(VOCAB + number)
+        played.append((prompt, expected_output(prompt, turn.max_tokens, VOCAB)))
+    return played
+
+
+def blocks_of(prompt: list[int], answer: list[int], block_size: int) -> int:
+    return -(-(len(prompt) + len(answer) - 1) // block_size)
+
+
+def cached_tokens(driver: Driver, prompt: list[int], answer: list[int]) -> int:
+    """Runs one request to its end, alone."""
+    request = driver.submit(prompt, max_tokens=len(answer))
+    driver.drain()
+    assert output(request) == answer
+    cached = request.sequences[0].cached_tokens
+    assert cached is not None
+    return cached
+
+
+@quick
+@given(history=turns, block_size=block_sizes, budget=budgets)
+def test_hits_equal_those_of_a_radix_tree(history: list[Turn], block_size: int, budget: int) -> None:
+    """CHECKLIST E11: with memory for everything, the table of digests finds what a walk down a tree finds."""
+    played = prompts(history, one_of_its_own=False)
+    driver = Driver(sum(blocks_of(*turn, block_size) for turn in played), block_size, budget, vocab=VOCAB)
+    tree = RadixTree(block_size)
+    for turn in played:
+        assert cached_tokens(driver, *turn) == tree.serve(*turn)
+    assert driver.pool.num_published == len(tree.nodes)
+    assert driver.pool.evictions == 0
+
+
+@quick
+@given(history=turns, block_size=block_sizes, budget=budgets, spare=st.integers(0, 12))
+def test_hits_equal_those_of_a_tree_that_evicts_its_oldest_leaf(
+    history: list[Turn], block_size: int, budget: int, spare: int
+) -> None:
+    """CHECKLIST G3, G6, Z16: least recently used first, the deepest first on equal age, and never a hole in a chain.
+
+    Every prompt ends with a token of its own, so nothing is computed twice; copies that nobody finds have no node.
+    """
+    played = prompts(history, one_of_its_own=True)
+    capacity = max(blocks_of(*turn, block_size) for turn in played) + spare
+    driver = Driver(capacity, block_size, budget, vocab=VOCAB)
+    tree = RadixTree(block_size, capacity)
+    for turn in played:
+        assert cached_tokens(driver, *turn) == tree.serve(*turn)
+        assert driver.pool.num_published == len(tree.nodes)
+        assert driver.pool.evictions == tree.evictions
+
+
+@quick
+@given(history=turns, block_size=block_sizes, partial=st.booleans(), spare=st.integers(0, 12))
+def test_eviction_costs_hits_and_no_token(history: list[Turn], block_size: int, partial: bool, spare: int) -> None:
+    """CHECKLIST F18, G2: whatever is computed again, outputs are right, and full hits are those of an endless memory at
+    most. With hits on parts of blocks less than a block more.
+    """
+    played = prompts(history, one_of_its_own=False)
+    capacity = max(blocks_of(*turn, block_size) for turn in played) + spare
+    driver = Driver(capacity, block_size, vocab=VOCAB, partial_hits=partial)
+    tree = RadixTree(block_size)
+    for turn in played:
+        most = tree.serve(*turn) + (block_size - 1 if partial else 0)
+        assert cached_tokens(driver, *turn) <= most
+
+
+def plain(value: Any) -> Any:
+    """A step plan without identities: equal decisions become equal values."""
+    if isinstance(value, Sequence):
+        return value.request.command.request_id, value.index
+    if is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, dict):
+        return {key: plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+@quick
+@given(history=turns, steps=st.lists(st.integers(0, 4), min_size=12, max_size=12), spare=st.integers(0, 6))
+def test_the_same_history_gives_the_same_steps(history: list[Turn], steps: list[int], spare: int) -> None:
+    """CHECKLIST F1, I1: nothing in a decision depends on when or where it is taken, preemptions included."""
+    played = prompts(history, one_of_its_own=False)
+    capacity = max(blocks_of(*turn, 2) for turn in played) + spare
+
+    def decisions() -> list[Any]:
+        driver = Driver(capacity, 2, 16, 4, vocab=VOCAB)
+        for number, (prompt, answer) in enumerate(played):
+            driver.submit(prompt, max_tokens=len(answer), priority=number % 2)
+            for _ in range(steps[number]):
+                driver.step()
+        driver.drain()
+        return [plain(plan) for plan in driver.plans]
+
+    assert decisions() == decisions()
