@@ -250,6 +250,11 @@ def test_early_stopping_takes_the_first_that_end() -> None:
         search = BeamSearch(2, 2, 1.0, early, 9, frozenset({9}))
         run(search, scripted(rows))
         assert [found.token_ids for found in search.results()] == expected
+        # However few results are asked for, as many as there are beams must have ended.
+        fewer = BeamSearch(2, 1, 1.0, early, 9, frozenset({9}))
+        run(fewer, scripted(rows))
+        assert [found.token_ids for found in fewer.results()] == expected[:1]
+        assert fewer.num_tokens == search.num_tokens
 
 
 def test_too_small_a_vocabulary_ends_with_what_there_is() -> None:
