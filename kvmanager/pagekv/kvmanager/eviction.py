@@ -1,8 +1,14 @@
-"""In what order free blocks are given away."""
+"""In what order free blocks are given away: the eviction policies (DESIGN 5, CHECKLIST G3 to G6, G9, G10).
+
+Every policy keeps a chain whole from its front: as blocks are freed deepest first, and a hit on a block is a hit on all
+blocks before it, no block goes before the cached ones that follow it. None looks at a clock, so equal histories evict
+equally.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -11,6 +17,13 @@ from numpy.typing import NDArray
 from pagekv.kvmanager.free_queue import FreeQueue
 
 Blocks = NDArray[np.int32]
+
+# `lru`: least recently used first. `slru`: the same in two segments, see SegmentedLruOrder.
+POLICIES = ("lru", "slru")
+DEFAULT_POLICY = "slru"
+DEFAULT_PROTECTED_SHARE = 0.2
+# One prompt can have 1 in so many of the protected blocks.
+_PROMPTS_PROTECTED = 8
 
 
 class EvictionOrder(Protocol):
@@ -35,12 +48,23 @@ class EvictionOrder(Protocol):
         ...
 
     def hit(self, blocks: Blocks) -> None:
-        """Blocks, free before or held, that a prefix hit has proven useful."""
+        """A prefix hit has proven these blocks useful: all of a prompt's cached blocks from the first one on, which
+        are held by now.
+        """
         ...
 
     def forget(self, blocks: Blocks) -> None:
-        """Blocks whose content is void."""
+        """Blocks, free or held, whose content is void."""
         ...
+
+
+def make_order(policy: str, num_blocks: int, protected_share: float = DEFAULT_PROTECTED_SHARE) -> EvictionOrder:
+    """An order with every block in it. `policy` is one of POLICIES; `protected_share`, 0 to 1, matters to `slru`."""
+    if policy == "lru":
+        return LruOrder(num_blocks)
+    if policy == "slru":
+        return SegmentedLruOrder(num_blocks, protected_share)
+    raise ValueError(f"eviction policy: must be one of {', '.join(POLICIES)}, got {policy!r}")
 
 
 class LruOrder(FreeQueue):
@@ -51,3 +75,90 @@ class LruOrder(FreeQueue):
 
     def forget(self, blocks: Blocks) -> None:
         """Nothing was remembered."""
+
+
+class SegmentedLruOrder:
+    """Segmented LRU (Karedla, Love and Wherry, Computer 27(3), 1994), with a bound on what one prompt can protect.
+
+    States of a free block: on probation, or protected. A block that was hit since it was filled is proven, and is
+    protected when it becomes free; all others are on probation and go first. So whatever is read only once, one long
+    context or a scan, passes through probation and leaves the protected blocks alone. At most `protected_share` of the
+    pool is protected: the least recently used of more falls back to the tail of probation and has to prove itself
+    again, which is how prefixes that went out of use leave.
+
+    Only the first blocks of a prompt can be proven, as many as an eighth of the protected ones: otherwise the second
+    turn of one long context would push everything else out. What follows them is on probation, as under plain LRU.
+    """
+
+    def __init__(self, num_blocks: int, protected_share: float = DEFAULT_PROTECTED_SHARE) -> None:
+        self.capacity = int(num_blocks * protected_share)
+        # Blocks of one prompt, from its first, that can be protected.
+        self.depth = min(self.capacity, max(1, self.capacity // _PROMPTS_PROTECTED))
+        self._probation = FreeQueue(num_blocks)
+        self._protected = FreeQueue(num_blocks, full=False)
+        # Of a free block it says in which queue it is, of a held one in which it will be.
+        self._proven = np.zeros(num_blocks, np.bool_)
+
+    def __len__(self) -> int:
+        return len(self._probation) + len(self._protected)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._probation or block in self._protected
+
+    def __iter__(self) -> Iterator[int]:
+        """In the order in which they would go now."""
+        return chain(self._probation, self._protected)
+
+    @property
+    def num_protected(self) -> int:
+        """Free blocks that go last; at most `capacity`."""
+        return len(self._protected)
+
+    def append(self, blocks: Blocks) -> None:
+        """Puts blocks that became free at the tail of their segment, in order."""
+        proven = self._proven[blocks]
+        if not proven.any():
+            self._probation.append(blocks)
+            return
+        # First those on probation: should the blocks before them in their chain fall back at once, they come after.
+        self._probation.append(blocks[~proven])
+        self._protected.append(blocks[proven])
+        excess = len(self._protected) - self.capacity
+        if excess > 0:
+            fallen = self._protected.pop(excess)
+            self._proven[fallen] = False
+            self._probation.append(fallen)
+
+    def remove(self, blocks: Blocks) -> None:
+        """Takes free blocks out from wherever they are."""
+        proven = self._proven[blocks]
+        if proven.any():
+            self._protected.remove(blocks[proven])
+            blocks = blocks[~proven]
+        self._probation.remove(blocks)
+
+    def pop(self, count: int) -> Blocks:
+        """Takes `count` blocks, those on probation first. Raises IndexError when there are not so many."""
+        if count > len(self):
+            raise IndexError(f"{count} blocks wanted, {len(self)} are free")
+        unproven = self._probation.pop(min(count, len(self._probation)))
+        if len(unproven) == count:
+            return unproven
+        proven = self._protected.pop(count - len(unproven))
+        self._proven[proven] = False
+        return np.concatenate([unproven, proven])
+
+    def hit(self, blocks: Blocks) -> None:
+        """Proves the first `depth` of the blocks."""
+        self._proven[blocks[: self.depth]] = True
+
+    def forget(self, blocks: Blocks) -> None:
+        """Whatever enters these blocks next has to prove itself; those that are protected fall back."""
+        proven = blocks[self._proven[blocks]]
+        if not len(proven):
+            return
+        protected = np.fromiter(self._protected, np.int32, len(self._protected))
+        self._proven[proven] = False
+        fallen = protected[~self._proven[protected]]
+        self._protected.remove(fallen)
+        self._probation.append(fallen)
