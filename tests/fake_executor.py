@@ -6,8 +6,11 @@ slot holds the whole prefix it was computed for, so a read through a wrong, stal
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from pagekv.kvmanager.beam_search import BeamSearch
+from pagekv.kvmanager.request import TokenLogprobs
 from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
 
 
@@ -17,6 +20,21 @@ def next_token(prefix: tuple[int, ...], vocab: int) -> int:
     for token in prefix:
         value = (value * 1_000_003 ^ token * 7_919 + 12_345) & 0xFFFF_FFFF
     return (value >> 7) % vocab
+
+
+def likeliest(prefix: tuple[int, ...], vocab: int, count: int) -> list[tuple[int, float]]:
+    """The likeliest tokens after a prefix with their log-probabilities, best first."""
+    weights = [1 + next_token((*prefix, token), 1000) for token in range(vocab)]
+    total = sum(weights)
+    ranked = sorted(range(vocab), key=lambda token: (-weights[token], token))
+    return [(token, math.log(weights[token] / total)) for token in ranked[:count]]
+
+
+def expected_beams(prompt: list[int], search: BeamSearch, vocab: int) -> list[tuple[int, ...]]:
+    """What a beam search must return: the search itself, without blocks."""
+    while not search.done:
+        search.advance([likeliest((*prompt, *beam.token_ids), vocab, search.num_candidates) for beam in search.beams])
+    return [result.token_ids for result in search.results()]
 
 
 def expected_output(prompt: list[int], max_tokens: int, vocab: int, ends: tuple[int, ...] = ()) -> list[int]:
@@ -34,6 +52,8 @@ class _Live:
     tokens: list[int]
     table: list[int]
     computed: int
+    # Likeliest tokens to report.
+    num_candidates: int
 
 
 class FakeExecutor:
@@ -57,14 +77,22 @@ class FakeExecutor:
         for new in plan.new:
             assert new.handle not in self.live
             assert 0 <= new.computed_tokens < len(new.token_ids)
-            self.live[new.handle] = _Live(list(new.token_ids), list(new.block_ids), new.computed_tokens)
+            search = new.sequence.request.search
+            wanted = 0 if search is None else search.num_candidates
+            self.live[new.handle] = _Live(list(new.token_ids), list(new.block_ids), new.computed_tokens, wanted)
         for handle, block in zip(plan.append_handles, plan.append_blocks, strict=True):
             self.live[handle].table.append(block)
         counts = dict(zip(plan.scheduled_handles, plan.scheduled_tokens, strict=True))
         assert len(counts) == len(plan.scheduled_handles), "a sequence is scheduled twice"
         shares = [(handle, seq, counts.get(handle, 1)) for handle, seq in self.live.items()]
         self._write(shares)
-        sampled = [(handle, self._read(seq, count)) for handle, seq, count in shares if self._samples(seq, count)]
+        prefixes = [(handle, self._read(seq, count)) for handle, seq, count in shares if self._samples(seq, count)]
+        sampled = [(handle, next_token(prefix, self.vocab)) for handle, prefix in prefixes]
+        logprobs = {
+            handle: TokenLogprobs(0, 0.0, tuple(likeliest(prefix, self.vocab, self.live[handle].num_candidates)))
+            for handle, prefix in prefixes
+            if self.live[handle].num_candidates
+        }
         computed = sum(count for _, _, count in shares)
         assert computed == plan.num_tokens
         for handle, seq, count in shares:
@@ -76,7 +104,7 @@ class FakeExecutor:
         self.computed_tokens += computed
         self.largest_step = max(self.largest_step, computed)
         handles, tokens = [handle for handle, _ in sampled], [token for _, token in sampled]
-        return StepOutcome(self.steps, handles, tokens, {}, computed, 0, 0)
+        return StepOutcome(self.steps, handles, tokens, logprobs, computed, 0, 0)
 
     @staticmethod
     def _samples(seq: _Live, count: int) -> bool:
@@ -94,10 +122,11 @@ class FakeExecutor:
                 written.add(slot)
                 self.slots[slot] = tuple(seq.tokens[: position + 1])
 
-    def _read(self, seq: _Live, count: int) -> int:
+    def _read(self, seq: _Live, count: int) -> tuple[int, ...]:
+        """What the model sees: the prefix, read slot by slot."""
         prefix: tuple[int, ...] = ()
         for position in range(seq.computed + count):
             prefix = (*prefix, seq.tokens[position])
             slot = (seq.table[position // self.block_size], position % self.block_size)
             assert self.slots.get(slot) == prefix, f"slot {slot} does not hold position {position} of {seq.tokens}"
-        return next_token(prefix, self.vocab)
+        return prefix

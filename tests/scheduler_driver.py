@@ -10,7 +10,8 @@ from pagekv.kvmanager.block_hash import root_digest
 from pagekv.kvmanager.block_pool import BlockPool
 from pagekv.kvmanager.delivery import deliver
 from pagekv.kvmanager.request import CacheIdentity, FinishReason, GenerateCommand, RequestStream, SamplingParams
-from pagekv.kvmanager.scheduler import Scheduler, SchedulerLimits
+from pagekv.kvmanager.running import SchedulerLimits
+from pagekv.kvmanager.scheduler import Scheduler
 from pagekv.kvmanager.sequence import LiveRequest, SequenceState, live_request
 from pagekv.kvmanager.step_plan import StepPlan
 
@@ -56,11 +57,18 @@ class Driver:
         stop_token_ids: tuple[int, ...] = (),
         min_tokens: int = 0,
         resumed: int = 0,
+        beam_width: int = 0,
+        length_penalty: float = 1.0,
     ) -> LiveRequest:
         arrival = len(self.requests)
         identity = identity or CacheIdentity()
         sampling = SamplingParams(
-            temperature=0.0, max_tokens=max_tokens, stop_token_ids=stop_token_ids, min_tokens=min_tokens
+            temperature=0.0,
+            max_tokens=max_tokens,
+            stop_token_ids=stop_token_ids,
+            min_tokens=min_tokens,
+            beam_width=beam_width,
+            length_penalty=length_penalty,
         )
         command = GenerateCommand(f"r{arrival}", prompt, sampling, n, resumed, identity, priority)
         root = root_digest("model", identity.namespace, identity.adapter_id)
@@ -129,6 +137,11 @@ def streamed(request: LiveRequest, index: int = 0) -> tuple[list[int], FinishRea
     """What the request's reader would get for a sequence, all at once."""
     delta = request.stream._pending.get(index)
     return (delta.token_ids, delta.finish) if delta else ([], None)
+
+
+def results(request: LiveRequest) -> list[list[int]]:
+    """What the request's reader would get for each of its outputs."""
+    return [delta.token_ids for _, delta in sorted(request.stream._pending.items())]
 
 
 def finished(request: LiveRequest) -> bool:

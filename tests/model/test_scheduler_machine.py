@@ -2,12 +2,13 @@
 
 import os
 
-from fake_executor import expected_output
+from fake_executor import expected_beams, expected_output
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from scheduler_driver import Driver, output
+from scheduler_driver import Driver, output, results
 
+from pagekv.kvmanager.beam_search import BeamSearch
 from pagekv.kvmanager.request import CacheIdentity
 from pagekv.kvmanager.sequence import LiveRequest, SequenceState
 
@@ -62,6 +63,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         write=st.sampled_from([True, True, False]),
         stop=st.sampled_from([(), (), (1,)]),
         resumed=st.sampled_from([0, 0, 3]),
+        beam_width=st.sampled_from([0, 0, 0, 1, 2, 3]),
     )
     def submit(
         self,
@@ -74,11 +76,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         write: bool,
         stop: tuple[int, ...],
         resumed: int,
+        beam_width: int,
     ) -> None:
-        resumed = min(resumed, max_tokens - 1, len(prompt) - 1) if n == 1 else 0
-        if len(prompt) - resumed + max_tokens - 1 <= self.capacity:
+        resumed = min(resumed, max_tokens - 1, len(prompt) - 1) if n == 1 and not beam_width else 0
+        beam_width = min(beam_width, self.driver.scheduler.limits.max_running)
+        size = self.driver.block_size
+        needed = -(-(len(prompt) - resumed + max_tokens - 1) // size) * max(1, beam_width)
+        if needed * size <= self.capacity:
             identity = CacheIdentity(namespace=namespace, read=read, write=write)
-            self.driver.submit(prompt, max_tokens, priority, n, identity, stop, resumed=resumed)
+            n = min(n, beam_width) if beam_width else n
+            self.driver.submit(prompt, max_tokens, priority, n, identity, stop, resumed=resumed, beam_width=beam_width)
 
     @rule()
     def plan(self) -> None:
@@ -105,8 +112,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def stop_one_sequence(self, data: st.DataObject) -> None:
         """As for a stop string: the others of its request go on."""
         index = data.draw(st.integers(0, len(self.driver.requests) - 1))
-        self.aborted.add(index)
-        self.driver.scheduler.finish(self.driver.requests[index].sequences[0])
+        request = self.driver.requests[index]
+        if request.search is None:
+            self.aborted.add(index)
+            self.driver.scheduler.finish(request.sequences[0])
+
+    @rule()
+    def preempt_all(self) -> None:
+        self.driver.scheduler.preempt_all()
 
     @rule()
     def lose_executor(self) -> None:
@@ -129,6 +142,19 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _judge(self, index: int, request: LiveRequest) -> None:
         command = request.command
+        if command.sampling.beam_width:
+            assert all(sequence.state is SequenceState.FINISHED for sequence in request.sequences)
+            if index not in self.aborted:
+                search = BeamSearch(
+                    command.sampling.beam_width,
+                    command.n,
+                    1.0,
+                    False,
+                    command.sampling.max_tokens,
+                    frozenset(command.sampling.stop_token_ids),
+                )
+                assert results(request) == [list(t) for t in expected_beams(command.prompt_ids, search, VOCAB)]
+            return
         left = command.sampling.max_tokens - command.resumed_tokens
         wanted = expected_output(command.prompt_ids, left, VOCAB, command.sampling.stop_token_ids)
         for sequence in request.sequences:

@@ -31,16 +31,20 @@ class BlockTables:
         self._block_size = pool.block_size
         self._prefix_cache = prefix_cache
         self._partial_hits = partial_hits
-        # Copies that the step being planned has to make, (source, destination), in order.
+        # Copies that the next step has to make, (source, destination), in order.
         self._copies: list[tuple[int, int]] = []
         # Published blocks that this very step computes: they can be hit, for a layer writes all of a step's keys and
         # values before it attends, but not copied, for copies come before everything else.
         self._being_computed: list[Blocks] = []
 
-    def begin_step(self, copies: list[tuple[int, int]]) -> None:
-        """From now on what is published belongs to the next step, and its copies go into `copies`."""
-        self._copies = copies
+    def begin_step(self) -> None:
+        """From now on what is published belongs to the next step."""
         self._being_computed.clear()
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """The copies that a step which has been planned must make, (source, destination), in order."""
+        copies, self._copies = self._copies, []
+        return copies
 
     # -- taking
 
@@ -132,6 +136,28 @@ class BlockTables:
             child.num_computed = last
         return True
 
+    def fork_beams(self, parents: List[Sequence], children: List[Sequence]) -> bool:
+        """Gives each child what its parent has computed: the full blocks, shared, and a copy of a partial last one.
+        All of them, or none: False, and nothing has changed, when there are not enough blocks.
+        """
+        size = self._block_size
+        partial = [parent.num_computed % size != 0 for parent in parents]
+        copies = self.pool.allocate(sum(partial))
+        if copies is None:
+            return False
+        fresh = iter(copies.tolist())
+        for parent, child, copy in zip(parents, children, partial, strict=True):
+            shared = parent.num_computed // size
+            child.block_table = parent.block_table[:shared]
+            self.pool.touch(child.blocks())
+            if copy:
+                block = next(fresh)
+                self._copies.append((parent.block_table[shared], block))
+                child.block_table.append(block)
+            child.num_computed = parent.num_computed
+            child.num_published = min(shared, parent.num_published)
+        return True
+
     # -- publishing
 
     def publish(self, sequence: Sequence, *, computed_now: bool = False) -> None:
@@ -215,7 +241,12 @@ class BlockTables:
 
     def forget(self, sequence: Sequence) -> None:
         """Gives every block back."""
-        self.pool.free(sequence.blocks())
+        blocks = sequence.blocks()
+        if self._copies:
+            # Nobody wants the copies any more, and their destinations may be somebody else's before they are made.
+            given_back = set(blocks.tolist())
+            self._copies = [copy for copy in self._copies if copy[1] not in given_back]
+        self.pool.free(blocks)
         sequence.block_table = array("i")
         sequence.num_published = 0
         sequence.num_computed = 0

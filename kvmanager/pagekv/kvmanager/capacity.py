@@ -55,6 +55,17 @@ def check_output_fits(num_prompt: int, max_tokens: int, beam_width: int, model: 
         )
 
 
+def check_fits(command: GenerateCommand, model: ModelInfo) -> None:
+    """Raises InvalidRequest unless a deployment can take the request to its end: it was read for another one, maybe."""
+    sampling, total = command.sampling, total_tokens(command)
+    check_output_fits(total - sampling.max_tokens, sampling.max_tokens, sampling.beam_width, model)
+    if total > model.max_model_len:
+        raise InvalidRequest(
+            "sampling_params.max_tokens",
+            f"prompt and output of {total} tokens do not fit, the context has {model.max_model_len} tokens",
+        )
+
+
 def _needs(num_tokens: int, needed: int, beam_width: int, model: ModelInfo) -> str:
     beams = f" for {beam_width} beams" if beam_width else ""
     return f"{num_tokens} tokens{beams} need {needed} blocks, the pool has {model.num_device_blocks}"

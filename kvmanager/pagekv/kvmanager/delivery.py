@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pagekv.kvmanager.sequence import Sequence
+from pagekv.kvmanager.request import FinishReason, SequenceDelta
+from pagekv.kvmanager.sequence import LiveRequest, Sequence, SequenceState
 from pagekv.kvmanager.step_plan import Committed, StepOutcome
 
 
@@ -15,9 +16,50 @@ def deliver(committed: Committed, outcome: StepOutcome) -> list[Sequence]:
             logprobs = outcome.logprobs.get(handle)
             if logprobs is not None:
                 sequence.request.stream.push_logprobs(sequence.index, logprobs)
-    ended = []
+    ended = [request.sequences[0] for request in committed.searched]
+    for request in committed.searched:
+        _deliver_results(request)
     for position, ending in committed.endings.items():
         sequence = committed.sequences[position]
         sequence.request.stream.push_end(sequence.index, ending.reason, ending.stop_token_id)
         ended.append(sequence)
     return ended
+
+
+def _deliver_results(request: LiveRequest) -> None:
+    """The results of a beam search that is done, best first, each whole in one delta."""
+    assert request.search is not None
+    root = request.sequences[0]
+    for index, result in enumerate(request.search.results()):
+        stopped = result.finish is FinishReason.STOP
+        request.stream.push(
+            SequenceDelta(
+                index,
+                list(result.token_ids),
+                cached_tokens=root.cached_tokens or 0,
+                preemptions=root.preemptions,
+                finish=result.finish,
+                stop_token_id=result.token_ids[-1] if stopped else None,
+                cumulative_logprob=result.logprob,
+            )
+        )
+
+
+def unfinished_outputs(request: LiveRequest) -> dict[int, Sequence]:
+    """The outputs whose reader has not seen their end, by index, each with a sequence that works on it."""
+    if request.search is not None:
+        return dict.fromkeys(range(request.command.n), request.sequences[0])
+    return {s.index: s for s in request.sequences if s.state is not SequenceState.FINISHED}
+
+
+def deliver_abort(request: LiveRequest, outputs: dict[int, Sequence]) -> None:
+    """Ends these outputs as aborted."""
+    for index, sequence in outputs.items():
+        request.stream.push(
+            SequenceDelta(
+                index,
+                cached_tokens=sequence.cached_tokens or 0,
+                preemptions=sequence.preemptions,
+                finish=FinishReason.ABORT,
+            )
+        )

@@ -4,9 +4,9 @@ A step is planned from what will be true once the steps in flight are done: ever
 counted though its value is unknown, so step N + 1 can be planned while step N runs. When a promised token turns out to
 end a sequence, the step in flight has computed one token too many for it, which is dropped.
 
-Order within a step: decodes first; then forks; then prefills under way; then admissions from the waiting queue while
-budget, sequence slots and blocks last. Only decodes need blocks beyond those taken at admission, so only they preempt,
-and the victim, the last of the running order, never stands before the one that needs the block.
+Order within a step: decodes first; then beams and forks; then prefills under way; then admissions from the waiting
+queue while budget, sequence slots and blocks last. Only decodes and beams need blocks beyond those taken at admission,
+so only they preempt, and the victim, the last of the running order, never stands before the one that needs the block.
 
 Sequences that decode live in `SequenceRows`, so that a step costs a fixed number of vector operations and Python work
 only for the few that cross a block border, begin or end.
@@ -14,50 +14,25 @@ only for the few that cross a block border, begin or end.
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as List
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pagekv.kvmanager.beam_groups import begin_search, give_blocks, make_way, plan_returns, take_candidates
 from pagekv.kvmanager.block_pool import BlockPool
-from pagekv.kvmanager.block_tables import BlockTables
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.request import FinishReason
+from pagekv.kvmanager.running import Running, SchedulerCounters, SchedulerLimits, key
 from pagekv.kvmanager.sequence import NO_HANDLE, LiveRequest, Sequence, SequenceState
-from pagekv.kvmanager.sequence_rows import Rows, SequenceRows
-from pagekv.kvmanager.step_plan import Committed, Ending, NewSequence, StepOutcome, StepPlan
+from pagekv.kvmanager.sequence_rows import Rows
+from pagekv.kvmanager.step_plan import Committed, Ending, StepOutcome, StepPlan
 from pagekv.kvmanager.waiting_queue import WaitingQueue
 
 # Steps after which a head of the queue that did not fit looks for newly cached blocks, even if none became free.
 RETRY_STEPS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """Bounds of a step and of admission."""
-
-    # Tokens computed in one step at most.
-    max_batch_tokens: int
-    # Sequences in the executor at most.
-    max_running: int
-    # Share of the pool that admission leaves free, so that running decodes can grow.
-    watermark: float
-    prefix_cache: bool
-    # Reuse the beginning of a cached block by copying it.
-    partial_hits: bool = True
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Cumulative since the manager started; names as in GetStatsResponse."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
 
 
 @dataclass(slots=True)
@@ -76,61 +51,78 @@ class Scheduler:
     with at most two steps in flight.
     """
 
-    def __init__(self, pool: BlockPool, limits: SchedulerLimits, eos_token_ids: Iterable[int]) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        limits: SchedulerLimits,
+        eos_token_ids: Iterable[int],
+        on_admission: Callable[[Sequence], None] = lambda sequence: None,
+    ) -> None:
+        """`on_admission` is called with every sequence that gets its blocks for the first time, before it publishes."""
+        self._on_admission = on_admission
         self.counters = SchedulerCounters()
         self.waiting = WaitingQueue()
-        # Sorted by key; RUNNING and DRAINING.
-        self.running: list[Sequence] = []
-        # Of those, the ones with known tokens left to plan; sorted by key.
-        self._prefilling: list[Sequence] = []
+        self._running = Running(pool, limits, self.waiting, self.counters)
+        self._rows = self._running.rows
+        self._eos = tuple(eos_token_ids)
         # Requests whose sequence 0 runs and others wait for its prompt.
         self._forking: list[LiveRequest] = []
-        # Sequences in the state FORKING.
-        self._num_forking = 0
-        # Handles that the executor still holds and the next step must drop.
-        self._leaving: list[int] = []
         self._blocked: _Blocked | None = None
-        self._adopt(pool, limits, eos_token_ids)
 
-    def _adopt(self, pool: BlockPool, limits: SchedulerLimits, eos_token_ids: Iterable[int]) -> None:
-        self.pool = pool
-        self.limits = limits
-        self.tables = BlockTables(pool, prefix_cache=limits.prefix_cache, partial_hits=limits.partial_hits)
-        self._block_size = pool.block_size
-        self._eos = tuple(eos_token_ids)
-        self._rows = SequenceRows(pool.block_size)
+    @property
+    def pool(self) -> BlockPool:
+        """The pool of the present epoch."""
+        return self._running.pool
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        """The bounds of the present epoch."""
+        return self._running.limits
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Sequences that hold blocks, first to be served first. Not to be changed."""
+        return self._running.order
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that hold no blocks: those in the queue and those that wait for a fork."""
+        return len(self.waiting) + self._running.num_forking
 
     # -- entering
 
     def add(self, request: LiveRequest) -> None:
         """Queues a request: its sequence 0; the others follow by fork."""
+        if request.command.sampling.beam_width:
+            begin_search(request, self._eos)
         self.waiting.push(request.sequences[0])
-        self._num_forking += len(request.sequences) - 1
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences that hold no blocks: those in the queue and those that wait for a fork."""
-        return len(self.waiting) + self._num_forking
+        self._running.num_forking += len(request.sequences) - 1
 
     # -- planning
 
     def schedule(self) -> StepPlan | None:
         """Plans the next step, or None when there is nothing to do now."""
-        plan = StepPlan(finished=self._leaving)
-        self.tables.begin_step(plan.copies)
-        budget = self.limits.max_batch_tokens
+        running, budget = self._running, self._running.limits.max_batch_tokens
+        plan = StepPlan(finished=running.leaving)
+        running.tables.begin_step()
+        if running.returning:
+            give_blocks(running)
         decodes = self._plan_decodes(plan, budget)
         plan.num_tokens = len(decodes)
         sampling: list[int] = []
+        under_way = list(running.prefilling)
+        if running.returning:
+            plan_returns(running, plan, budget, sampling)
         if self._forking:
             self._plan_forks(plan, budget, sampling)
-        if self._prefilling:
-            self._plan_prefills(plan, budget, sampling)
+        for sequence in under_way:
+            running.plan_chunk(plan, sequence, budget, sampling)
         self._plan_admissions(plan, budget, sampling)
+        plan.copies = running.tables.take_copies()
         plan.sampling = np.sort(np.concatenate([decodes, np.array(sampling, np.intp)])) if sampling else decodes
         if not plan.num_tokens and not plan.finished:
             return None
-        self._leaving = []
+        running.leaving = list(plan.beams)
         return plan
 
     def _plan_decodes(self, plan: StepPlan, budget: int) -> Rows:
@@ -174,37 +166,27 @@ class Scheduler:
         """One more block for each of these decodes, whose tables are full; True if that preempted sequences."""
         chunks = self._rows.completed_blocks(rows)
         sequences = self._rows.of(rows.tolist())
-        blocks = self.pool.allocate(len(rows))
+        running = self._running
+        blocks = running.pool.allocate(len(rows))
         exhausted = blocks is None
         if blocks is None:
             # In running order, so that nobody is preempted after it got its block.
             order = sorted(range(len(rows)), key=lambda position: sequences[position].key)
-            got = [(position, block) for position in order if (block := self._block_for(sequences[position])) >= 0]
+            got = [(position, block) for position in order if (block := running.block_for(sequences[position])) >= 0]
             kept = [position for position, _ in got]
             rows, chunks, sequences = rows[kept], chunks[kept], [sequences[position] for position in kept]
             blocks = np.array([block for _, block in got], np.int32)
-        self.tables.grow(sequences, blocks, chunks)
-        self._rows.slots[rows] += self._block_size
+        running.tables.grow(sequences, blocks, chunks)
+        self._rows.slots[rows] += running.pool.block_size
         plan.append_handles += rows.tolist()
         plan.append_blocks += blocks.tolist()
         return exhausted
-
-    def _block_for(self, sequence: Sequence) -> int:
-        """One block for a decode, preempting from the end of the running order; -1 when that reached the sequence
-        itself, which then waits.
-        """
-        while sequence.state is SequenceState.RUNNING:
-            blocks = self.pool.allocate(1)
-            if blocks is not None:
-                return int(blocks[0])
-            # Lowest priority, latest arrival. A draining sequence gives its blocks back by itself very soon.
-            self._preempt(next(s for s in reversed(self.running) if s.state is SequenceState.RUNNING))
-        return -1
 
     def _plan_forks(self, plan: StepPlan, budget: int, sampling: list[int]) -> None:
         """Forks every request whose prompt has been computed by an earlier step. Where slots, budget or blocks do not
         suffice for all sequences of a request, they queue, and find what they can in the prefix cache.
         """
+        running = self._running
         for request in list(self._forking):
             parent = request.sequences[0]
             if parent.state is SequenceState.RUNNING and not self._rows.decoding[parent.handle]:
@@ -212,96 +194,52 @@ class Scheduler:
             self._forking.remove(request)
             children = [s for s in request.sequences if s.state is SequenceState.FORKING]
             holds_prompt = parent.state in (SequenceState.RUNNING, SequenceState.DRAINING)
-            room = min(budget - plan.num_tokens, self.limits.max_running - len(self.running))
-            fits = len(children) <= room and self.pool.num_free - len(children) >= self._watermark()
-            if children and holds_prompt and fits and self.tables.fork(parent, children):
-                self._num_forking -= len(children)
+            room = min(budget - plan.num_tokens, running.limits.max_running - len(running.order))
+            fits = len(children) <= room and running.pool.num_free - len(children) >= running.watermark(request)
+            if children and holds_prompt and fits and running.tables.fork(parent, children):
+                running.num_forking -= len(children)
                 for child in children:
                     child.cached_tokens = parent.cached_tokens
-                    self._enter(plan, child, budget, sampling)
+                    running.hold(child)
+                    running.enter(plan, child, budget, sampling)
             else:
-                self._queue(children)
-
-    def _queue(self, sequences: Iterable[Sequence]) -> None:
-        for sequence in sequences:
-            self._num_forking -= sequence.state is SequenceState.FORKING
-            sequence.state = SequenceState.WAITING
-            self.waiting.push(sequence)
-
-    def _plan_prefills(self, plan: StepPlan, budget: int, sampling: list[int]) -> None:
-        """The next chunk of every admitted sequence with known tokens left to compute."""
-        for sequence in list(self._prefilling):
-            self._plan_chunk(plan, sequence, budget, sampling)
+                running.queue(children)
 
     def _plan_admissions(self, plan: StepPlan, budget: int, sampling: list[int]) -> None:
         """Admits waiting sequences in order; the first that does not fit blocks those behind it (no starvation)."""
-        while plan.num_tokens < budget and len(self.running) < self.limits.max_running:
-            sequence = self.waiting.head()
+        running = self._running
+        while (sequence := self.waiting.head()) is not None and plan.num_tokens < budget:
             # A preempted sequence is recomputed from its tokens, so those still promised must arrive first.
-            if sequence is None or sequence.handle != NO_HANDLE or not self._admit(sequence):
+            if sequence.handle != NO_HANDLE:
                 return
+            if len(running.order) >= running.limits.max_running or not self._admit(sequence):
+                if plan.num_tokens or not make_way(running, sequence):
+                    return
+                continue
             self.waiting.pop()
-            self._enter(plan, sequence, budget, sampling)
+            running.hold(sequence)
+            running.enter(plan, sequence, budget, sampling)
             if sequence.index == 0 and any(s.state is SequenceState.FORKING for s in sequence.request.sequences):
                 self._forking.append(sequence.request)
 
     def _admit(self, sequence: Sequence) -> bool:
         """Takes blocks for a waiting sequence; False, and nothing taken, when they would not leave the watermark."""
-        blocked = self._blocked
+        running, blocked = self._running, self._blocked
         if blocked is not None and blocked.sequence is sequence:
             blocked.steps_left -= 1
-            if blocked.steps_left and self.pool.num_free < blocked.free_needed and self.running:
+            if blocked.steps_left and running.pool.num_free < blocked.free_needed and running.order:
                 return False
         self._blocked = None
-        missing = self.tables.admit(sequence, self._watermark())
+        missing = running.tables.admit(sequence, running.watermark(sequence.request))
         if missing:
-            self._blocked = _Blocked(sequence, self.pool.num_free + missing, RETRY_STEPS)
+            self._blocked = _Blocked(sequence, running.pool.num_free + missing, RETRY_STEPS)
             return False
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.num_computed, sequence.num_prompt)
             self.counters.prompt_tokens += sequence.num_prompt
             self.counters.cached_tokens += sequence.cached_tokens
+            self._on_admission(sequence)
         return True
-
-    def _watermark(self) -> int:
-        # With nothing running it protects nobody, and insisting on it could block a large prompt for ever.
-        return math.ceil(self.limits.watermark * self.pool.num_blocks) if self.running else 0
-
-    def _enter(self, plan: StepPlan, sequence: Sequence, budget: int, sampling: list[int]) -> None:
-        """Makes a sequence that has its blocks known to the executor, and plans its first chunk."""
-        sequence.state = SequenceState.RUNNING
-        self._rows.open(sequence)
-        insort(self.running, sequence, key=_key)
-        insort(self._prefilling, sequence, key=_key)
-        plan.new.append(
-            NewSequence(
-                sequence,
-                sequence.handle,
-                sequence.token_ids[:],
-                sequence.block_table[:],
-                sequence.num_computed,
-            )
-        )
-        self._plan_chunk(plan, sequence, budget, sampling)
-
-    def _plan_chunk(self, plan: StepPlan, sequence: Sequence, budget: int, sampling: list[int]) -> None:
-        """As many of the known tokens as the budget has left."""
-        remaining = len(sequence.token_ids) - sequence.num_computed
-        chunk = min(remaining, budget - plan.num_tokens)
-        if chunk != 1:
-            plan.scheduled_handles.append(sequence.handle)
-            plan.scheduled_tokens.append(chunk)
-        if not chunk:
-            return
-        sequence.num_computed += chunk
-        plan.num_tokens += chunk
-        if chunk == remaining:
-            del self._prefilling[bisect_left(self._prefilling, sequence.key, key=_key)]
-            self._rows.start_decoding(sequence)
-            sampling.append(sequence.handle)
-        # Steps run in order and a layer writes the whole step's keys and values before it attends, so the blocks of
-        # this chunk can be hit by the very next admission, even within this step.
-        self.tables.publish(sequence, computed_now=True)
 
     @staticmethod
     def _sit_out(plan: StepPlan, handle: int) -> None:
@@ -340,8 +278,9 @@ class Scheduler:
         endings = self._endings(rows, tokens, known)
         for position in endings:
             self.finish(sequences[position])
+        searched = take_candidates(self._running, plan, outcome) if plan.beams else []
         rows_of.settle()
-        return Committed(sequences, kept, tokens.tolist(), endings)
+        return Committed(sequences, kept, tokens.tolist(), endings, searched)
 
     def _endings(self, rows: Rows, tokens: NDArray[np.uint32], known: NDArray[np.int32]) -> dict[int, Ending]:
         """Which of the rows end with the token they just got, by position in `rows`."""
@@ -364,99 +303,79 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Ends a sequence in any state; its blocks are free for the very next step. Idempotent."""
-        state = sequence.state
+        running, state = self._running, sequence.state
         if state is SequenceState.FORKING:
-            self._num_forking -= 1
+            running.num_forking -= 1
         elif state is SequenceState.WAITING:
             if sequence.handle != NO_HANDLE:
                 self._rows.leave(sequence, finished=True)
             sequence.state = SequenceState.FINISHED
             self.waiting.forget()
-        elif state in (SequenceState.RUNNING, SequenceState.DRAINING):
-            self._release(sequence, SequenceState.FINISHED)
+        elif state is not SequenceState.FINISHED:
+            running.release(sequence, SequenceState.FINISHED)
         sequence.state = SequenceState.FINISHED
         if sequence.index == 0 and state is SequenceState.WAITING:
             # Nobody computes the prompt for the others any more.
-            self._queue(s for s in sequence.request.sequences if s.state is SequenceState.FORKING)
+            running.queue(s for s in sequence.request.sequences if s.state is SequenceState.FORKING)
 
     def preempt_all(self) -> None:
-        """Makes every running sequence give its blocks back and wait; they are recomputed."""
-        for sequence in reversed(self.running[:]):
-            if sequence.state is SequenceState.RUNNING:
-                self._preempt(sequence)
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Frees every block; the sequence waits and is recomputed from its tokens. Tokens in flight still count."""
-        self.counters.preemptions += 1
-        sequence.preemptions += 1
-        self._release(sequence, SequenceState.WAITING)
-        self.waiting.push(sequence)
-
-    def _release(self, sequence: Sequence, state: SequenceState) -> None:
-        """The one way out of the running order: blocks back to the pool, last block first."""
-        if sequence.state is SequenceState.RUNNING:
-            self._leaving.append(sequence.handle)
-        del self.running[bisect_left(self.running, sequence.key, key=_key)]
-        self._prefilling = [other for other in self._prefilling if other is not sequence]
-        sequence.state = state
-        self._rows.leave(sequence, finished=state is SequenceState.FINISHED)
-        self.tables.free(sequence)
+        """Makes running sequences give their blocks back and wait; they are recomputed. Those whose last token is in
+        flight keep theirs until it has come.
+        """
+        self._running.preempt_all()
 
     def lose_executor(self, pool: BlockPool, limits: SchedulerLimits, eos_token_ids: Iterable[int]) -> None:
         """A new epoch with empty pools: everything running waits again and is recomputed from its tokens. Tokens that
         steps in flight promised never come and will be sampled again, the same ones.
         """
-        self._rows.clear()
-        for sequence in self.running:
-            self.tables.forget(sequence)
-        self._queue(self.running)
-        self.running = []
-        self._prefilling = []
-        self._leaving = []
+        lost = self._running
+        lost.lose()
+        pool.evictions += lost.pool.evictions
+        pool.hash_alarms += lost.pool.hash_alarms
+        self._running = Running(pool, limits, self.waiting, self.counters)
+        self._running.num_forking = lost.num_forking
+        self._rows = self._running.rows
+        self._eos = tuple(eos_token_ids)
         self._blocked = None
-        pool.evictions += self.pool.evictions
-        pool.hash_alarms += self.pool.hash_alarms
-        self._adopt(pool, limits, eos_token_ids)
 
     # -- views
 
     def sync(self) -> None:
         """Brings the counts and tokens of every running sequence up to date; between steps they live in columns."""
         for sequence in self.running:
-            self._rows.sync(sequence)
+            if sequence.handle != NO_HANDLE:
+                self._rows.sync(sequence)
 
     # -- proof
 
-    def check_integrity(self, live: Iterable[Sequence]) -> None:
-        """Recomputes block counts and queue lengths from the live sequences; raises InvariantError."""
+    def check_integrity(self, live: Iterable[Sequence], pins: Iterable[List[int]] = ()) -> None:
+        """Recomputes block counts and queue lengths from the live sequences and the blocks of each pin; raises
+        InvariantError.
+        """
         self.sync()
         sequences = list(live)
         held = [s for s in sequences if s.state in (SequenceState.RUNNING, SequenceState.DRAINING)]
-        self.pool.check_integrity([s.block_table for s in held])
-        if sorted(held, key=_key) != self.running:
+        self.pool.check_integrity([*(s.block_table for s in held), *pins])
+        if sorted(held, key=key) != self.running:
             raise InvariantError(f"{len(held)} sequences hold blocks, the running order has {len(self.running)}")
         waiting = sum(1 for s in sequences if s.state is SequenceState.WAITING)
         if waiting != len(self.waiting):
             raise InvariantError(f"{waiting} sequences wait, the waiting queue counts {len(self.waiting)}")
         forking = {s.request.arrival for s in sequences if s.state is SequenceState.FORKING}
-        if self._num_forking != sum(1 for s in sequences if s.state is SequenceState.FORKING):
-            raise InvariantError(f"{len(forking)} requests wait for a fork, {self._num_forking} sequences are counted")
+        if self._running.num_forking != sum(1 for s in sequences if s.state is SequenceState.FORKING):
+            raise InvariantError(f"{self._running.num_forking} sequences are counted that wait for a fork")
         parents = {request.arrival for request in self._forking}
         parents |= {s.request.arrival for s in sequences if s.index == 0 and s.state is SequenceState.WAITING}
         if not forking <= parents:
             raise InvariantError(f"requests {sorted(forking - parents)} wait for a fork that nobody makes")
         self._rows.check_integrity(held)
         for s in held:
-            covered = -(-max(len(s.token_ids), s.num_computed) // self._block_size)
+            covered = -(-max(len(s.token_ids), s.num_computed) // self.pool.block_size)
             if not s.num_computed <= s.num_total <= s.max_total or covered not in (
                 len(s.block_table),
                 len(s.block_table) + 1,
             ):
                 raise InvariantError(
                     f"sequence {s.key}: {s.num_computed} computed of {s.num_total} (at most {s.max_total}) in "
-                    f"{len(s.block_table)} blocks of {self._block_size}"
+                    f"{len(s.block_table)} blocks of {self.pool.block_size}"
                 )
-
-
-def _key(sequence: Sequence) -> tuple[int, int, int]:
-    return sequence.key

@@ -9,6 +9,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from pagekv.kvmanager.beam_search import BeamSearch
 from pagekv.kvmanager.request import GenerateCommand, RequestStream
 
 NO_HANDLE = -1
@@ -36,7 +37,9 @@ class LiveRequest:
     arrival: int
     # Parent digest of its first block: 32 bytes.
     root: bytes
+    # Those of beam search are its live beams, best first.
     sequences: list[Sequence] = field(default_factory=list)
+    search: BeamSearch | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +80,8 @@ class Sequence:
     # None until first admitted.
     cached_tokens: int | None = None
     preemptions: int = 0
+    # Of a beam that waits for the others of its search: (token id, log-probability), likeliest first.
+    candidates: list[tuple[int, float]] | None = None
 
     @property
     def num_total(self) -> int:
@@ -87,6 +92,21 @@ class Sequence:
     def num_output(self) -> int:
         """Tokens generated, resumed ones included."""
         return len(self.token_ids) - self.num_prompt
+
+    def branch(self, index: int) -> Sequence:
+        """Another sequence with the same past, which holds nothing yet."""
+        return Sequence(
+            request=self.request,
+            index=index,
+            token_ids=self.token_ids[:],
+            num_prompt=self.num_prompt,
+            max_total=self.max_total,
+            key=(*self.key[:2], index),
+            publishes=self.publishes,
+            digests=self.digests[:],
+            cached_tokens=self.cached_tokens,
+            preemptions=self.preemptions,
+        )
 
     def blocks(self) -> NDArray[np.int32]:
         """The block table, [num_blocks], as a copy."""
@@ -101,7 +121,7 @@ class Sequence:
 def live_request(
     command: GenerateCommand, stream: RequestStream, arrival: int, root: bytes, priority_aging: int
 ) -> LiveRequest:
-    """A request as it enters the scheduler, with its `command.n` sequences.
+    """A request as it enters the scheduler, with its `command.n` sequences, or the one that a beam search begins with.
 
     Its rank decides who runs first: `priority_aging` is the number of later arrivals that one level of priority is
     worth, so a request is passed by fewer than that many per level, however many keep coming. 0: priority alone.
@@ -121,6 +141,6 @@ def live_request(
             publishes=command.identity.write,
             state=SequenceState.FORKING if index else SequenceState.WAITING,
         )
-        for index in range(command.n)
+        for index in range(1 if command.sampling.beam_width else command.n)
     ]
     return request

@@ -102,6 +102,11 @@ class SequenceRows:
         self.decoding[handle] = True
         self._decoding_rows = None
 
+    def expect_candidates(self, sequence: Sequence) -> None:
+        """A beam: the executor will answer once, and the token it answers with does not count."""
+        self.pending[sequence.handle] = 1
+        self.alive[sequence.handle] = False
+
     def stop_decoding(self, sequence: Sequence) -> None:
         """It takes part in no further step; promised tokens still come."""
         self.decoding[sequence.handle] = False
@@ -115,8 +120,8 @@ class SequenceRows:
         handle = sequence.handle
         self.sync(sequence)
         self.stop_decoding(sequence)
-        self.alive[handle] = not finished
         if finished:
+            self.alive[handle] = False
             self._stops.pop(handle, None)
         if self.pending[handle]:
             self._leaving.add(handle)
@@ -209,11 +214,13 @@ class SequenceRows:
 
     def check_integrity(self, held: list[Sequence]) -> None:
         """Checks the rows against the sequences that hold blocks; raises InvariantError."""
-        for sequence in held:
+        # Beams are at the executor only while they compute.
+        here = [s for s in held if s.handle != NO_HANDLE or s.request.search is None]
+        for sequence in here:
             handle = sequence.handle
             if handle == NO_HANDLE or self._sequences[handle] is not sequence:
                 raise InvariantError(f"sequence {sequence.key} has handle {handle}, which is not its own")
-        holders = {sequence.handle for sequence in held}
+        holders = {sequence.handle for sequence in here}
         used = {handle for handle, sequence in enumerate(self._sequences) if sequence is not None}
         if used != holders | self._leaving or used & set(self._free):
             raise InvariantError(f"handles {sorted(used)} are used, {sorted(holders | self._leaving)} should be")

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagekv.kvmanager.request import FinishReason, TokenLogprobs
-from pagekv.kvmanager.sequence import Sequence
+from pagekv.kvmanager.sequence import LiveRequest, Sequence
 
 _NOBODY = np.empty(0, np.intp)
 
@@ -40,6 +40,8 @@ class StepPlan:
     scheduled_tokens: list[int] = field(default_factory=list)
     # Handles of those that sample in this step, ascending. Stays with the manager.
     sampling: NDArray[np.intp] = field(default_factory=lambda: _NOBODY)
+    # Of those, beams: not the sampled token counts but the likeliest ones. Handle to sequence; stays with the manager.
+    beams: dict[int, Sequence] = field(default_factory=dict)
     num_tokens: int = 0
 
 
@@ -73,3 +75,5 @@ class Committed:
     handles: list[int]
     token_ids: list[int]
     endings: dict[int, Ending]
+    # Requests whose beam search is done.
+    searched: list[LiveRequest]

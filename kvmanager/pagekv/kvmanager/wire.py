@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pagekv.kvmanager.request import SamplingParams, TokenLogprobs
+from pagekv.kvmanager.request import TokenLogprobs
 from pagekv.kvmanager.sequence import Sequence
 from pagekv.kvmanager.step_plan import NewSequence, StepOutcome, StepPlan
 from pagekv.v1 import executor_service_pb2 as pb
@@ -49,11 +49,12 @@ def _new_sequence(new: NewSequence, eos_token_ids: Iterable[int]) -> pb.NewSeque
         num_prompt_tokens=sequence.num_prompt,
         block_ids=new.block_ids,
         computed_tokens=new.computed_tokens,
-        sampling=_sampling(sequence.request.command.sampling, sequence, eos_token_ids),
+        sampling=_sampling(sequence, eos_token_ids),
     )
 
 
-def _sampling(params: SamplingParams, sequence: Sequence, eos_token_ids: Iterable[int]) -> pb.StepSampling:
+def _sampling(sequence: Sequence, eos_token_ids: Iterable[int]) -> pb.StepSampling:
+    params, search = sequence.request.command.sampling, sequence.request.search
     ends = set(params.stop_token_ids)
     if not params.ignore_eos:
         ends.update(eos_token_ids)
@@ -71,7 +72,8 @@ def _sampling(params: SamplingParams, sequence: Sequence, eos_token_ids: Iterabl
         banned_until_min=sorted(ends) if params.min_tokens else (),
         bias_token_ids=params.logit_bias.keys(),
         biases=params.logit_bias.values(),
-        logprobs=params.logprobs,
+        # A beam's next token is the search's matter: it needs the likeliest ones.
+        logprobs=params.logprobs if search is None else search.num_candidates,
     )
 
 

@@ -24,7 +24,8 @@ from pagekv.kvmanager.replay.simulated_executor import BegunStep, SimulatedExecu
 from pagekv.kvmanager.replay.timed_mode import replay_timed
 from pagekv.kvmanager.replay.trace import TraceRecord, read_trace
 from pagekv.kvmanager.request import GenerateCommand, RequestStream, SamplingParams
-from pagekv.kvmanager.scheduler import Scheduler, SchedulerLimits
+from pagekv.kvmanager.running import SchedulerLimits
+from pagekv.kvmanager.scheduler import Scheduler
 from pagekv.kvmanager.sequence import LiveRequest, live_request
 from pagekv.kvmanager.step_plan import NewSequence, StepPlan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagekv.kvmanager.replay.cost import StepCost
-from pagekv.kvmanager.scheduler import SchedulerLimits
+from pagekv.kvmanager.running import SchedulerLimits
 
 # How to treat prefixes: `lru` is the pool as it is, `none` switches the prefix cache off.
 POLICIES = ("lru", "none")

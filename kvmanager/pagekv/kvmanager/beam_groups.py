@@ -1,0 +1,134 @@
+"""Beam search over the block pool: beams fork, share their past, copy the block they write, and are dropped.
+
+Every live beam computes one position a step and reports its likeliest tokens. When all beams of a search have, the
+search decides, and the beams of the next step take over the blocks: the first that goes on from a beam keeps its table,
+others share its full blocks and get a copy of the one they will write, and a beam that nothing goes on from gives its
+private blocks back at once (CHECKLIST J2, J3). The decision needs the step's result, so a search takes part in every
+second step when steps are sent ahead.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable
+
+from pagekv.kvmanager.beam_search import BeamSearch, Continuation
+from pagekv.kvmanager.running import Running, key
+from pagekv.kvmanager.sequence import NO_HANDLE, LiveRequest, Sequence, SequenceState
+from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
+
+
+def begin_search(request: LiveRequest, eos_token_ids: Iterable[int]) -> None:
+    """Gives a request that asks for one its search."""
+    sampling = request.command.sampling
+    request.search = BeamSearch(
+        sampling.beam_width,
+        request.command.n,
+        sampling.length_penalty,
+        sampling.early_stopping,
+        sampling.max_tokens,
+        sampling.end_ids(eos_token_ids),
+        sampling.min_tokens,
+    )
+
+
+def give_blocks(running: Running) -> None:
+    """Gives a block to every returning beam whose table is full. To be called before anything is planned: it may
+    preempt.
+    """
+    size = running.pool.block_size
+    for sequence in list(running.returning):
+        if sequence.num_computed == len(sequence.block_table) * size:
+            block = running.block_for(sequence)
+            if block >= 0:
+                running.tables.publish(sequence)
+                sequence.block_table.append(block)
+
+
+def plan_returns(running: Running, plan: StepPlan, budget: int, sampling: list[int]) -> None:
+    """Enters the beams that a decision has given their next token, as far as the budget goes."""
+    while running.returning and plan.num_tokens < budget:
+        running.enter(plan, running.returning.pop(0), budget, sampling)
+
+
+def take_candidates(running: Running, plan: StepPlan, outcome: StepOutcome) -> list[LiveRequest]:
+    """Takes in what a step's beams reported, and advances the searches that have heard from all of theirs; returns
+    those that are done.
+    """
+    heard: dict[int, LiveRequest] = {}
+    for handle, sequence in plan.beams.items():
+        if sequence.handle != handle or sequence.state is not SequenceState.DRAINING:
+            continue  # preempted or aborted since
+        running.rows.leave(sequence, finished=False)
+        sequence.candidates = list(outcome.logprobs[handle].top)
+        heard[sequence.request.arrival] = sequence.request
+    done = []
+    for request in heard.values():
+        if all(sequence.candidates is not None for sequence in request.sequences) and _advance(running, request):
+            done.append(request)
+    return done
+
+
+def _advance(running: Running, request: LiveRequest) -> bool:
+    """One decision; True when it was the last, and every block is back."""
+    search, beams = request.search, request.sequences
+    assert search is not None
+    continuing = search.advance([beam.candidates or [] for beam in beams])
+    running.counters.generated_tokens += len(continuing)
+    going_on = {continuation.parent for continuation in continuing}
+    for index, beam in enumerate(beams):
+        if index not in going_on:
+            running.release(beam, SequenceState.FINISHED)
+    if search.done:
+        return True
+    _fork(running, request, continuing)
+    return False
+
+
+def _fork(running: Running, request: LiveRequest, continuing: list[Continuation]) -> None:
+    """Makes `request.sequences` the beams that go on, best first, each with its next token."""
+    beams = request.sequences
+    kept: dict[int, Sequence] = {}
+    children: list[Sequence] = []
+    following: list[Sequence] = []
+    serial = 1 + max(beam.index for beam in beams)
+    for continuation in continuing:
+        parent = beams[continuation.parent]
+        if continuation.parent not in kept:
+            kept[continuation.parent] = parent
+            following.append(parent)
+        else:
+            child = parent.branch(serial)
+            serial += 1
+            children.append(child)
+            following.append(child)
+    parents = [beams[c.parent] for c, s in zip(continuing, following, strict=True) if s in children]
+    forked = running.tables.fork_beams(parents, children)
+    for continuation, sequence in zip(continuing, following, strict=True):
+        sequence.token_ids.append(continuation.token_id)
+        sequence.candidates = None
+    request.sequences = following
+    if forked:
+        for child in children:
+            running.hold(child)
+        for sequence in following:
+            sequence.state = SequenceState.RUNNING
+            insort(running.returning, sequence, key=key)
+    else:
+        # Refused whole: nobody goes on until all can.
+        running.queue(children)
+        running.preempt(following[0])
+
+
+def make_way(running: Running, head: Sequence) -> bool:
+    """Breaks up searches that hold each other up. When everything that holds blocks is a beam that waits for beams
+    without blocks, and the head of the queue finds no room, the last other search gives its blocks back. False when
+    that is not how things are.
+    """
+    if any(s.state is not SequenceState.DRAINING or s.handle != NO_HANDLE for s in running.order):
+        return False
+    for sequence in reversed(running.order):
+        if sequence.request is not head.request:
+            running.preempt(sequence)
+            return True
+    return False

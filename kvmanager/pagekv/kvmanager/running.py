@@ -1,0 +1,188 @@
+"""The running order: sequences that hold blocks, how they enter it and the one way out of it.
+
+Blocks come with a place in the order and go back when it is left, by finish, by preemption or with the executor. The
+beams of one search come and go on their own while it advances, and are preempted together.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.block_tables import BlockTables
+from pagekv.kvmanager.sequence import NO_HANDLE, LiveRequest, Sequence, SequenceState
+from pagekv.kvmanager.sequence_rows import SequenceRows
+from pagekv.kvmanager.step_plan import NewSequence, StepPlan
+from pagekv.kvmanager.waiting_queue import WaitingQueue
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Bounds of a step and of admission."""
+
+    # Tokens computed in one step at most.
+    max_batch_tokens: int
+    # Sequences in the executor at most.
+    max_running: int
+    # Share of the pool that admission leaves free, so that running decodes can grow.
+    watermark: float
+    prefix_cache: bool
+    # Reuse the beginning of a cached block by copying it.
+    partial_hits: bool = True
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Cumulative since the manager started; names as in GetStatsResponse."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+
+
+class Running:
+    """Of one epoch: a new one begins with empty pools. What waits and what is counted goes on."""
+
+    def __init__(
+        self, pool: BlockPool, limits: SchedulerLimits, waiting: WaitingQueue, counters: SchedulerCounters
+    ) -> None:
+        self.pool = pool
+        self.limits = limits
+        self.tables = BlockTables(pool, prefix_cache=limits.prefix_cache, partial_hits=limits.partial_hits)
+        self.rows = SequenceRows(pool.block_size)
+        self.waiting = waiting
+        self.counters = counters
+        # Sorted by key; RUNNING and DRAINING.
+        self.order: list[Sequence] = []
+        # Of those, the ones with known tokens left to plan; sorted by key.
+        self.prefilling: list[Sequence] = []
+        # Beams that have a block for their next token or will get one, and are to enter the executor; sorted by key.
+        self.returning: list[Sequence] = []
+        # Handles that the executor still holds and the next step must drop.
+        self.leaving: list[int] = []
+        # Sequences in the state FORKING.
+        self.num_forking = 0
+
+    def watermark(self, request: LiveRequest) -> int:
+        """Blocks that an admission of this request leaves free."""
+        # With no other running it protects nobody, and insisting on it could block a large prompt for ever.
+        alone = not self.order or self.order[0].request is request is self.order[-1].request
+        return 0 if alone else math.ceil(self.limits.watermark * self.pool.num_blocks)
+
+    # -- in
+
+    def hold(self, sequence: Sequence) -> None:
+        """A sequence that has its blocks takes its place."""
+        sequence.state = SequenceState.RUNNING
+        insort(self.order, sequence, key=key)
+
+    def enter(self, plan: StepPlan, sequence: Sequence, budget: int, sampling: list[int]) -> None:
+        """Makes a sequence of the order known to the executor, and plans its first chunk."""
+        self.rows.open(sequence)
+        insort(self.prefilling, sequence, key=key)
+        tokens, table = sequence.token_ids[:], sequence.block_table[:]
+        plan.new.append(NewSequence(sequence, sequence.handle, tokens, table, sequence.num_computed))
+        self.plan_chunk(plan, sequence, budget, sampling)
+
+    def plan_chunk(self, plan: StepPlan, sequence: Sequence, budget: int, sampling: list[int]) -> None:
+        """As many of the known tokens as the budget has left."""
+        remaining = len(sequence.token_ids) - sequence.num_computed
+        chunk = min(remaining, budget - plan.num_tokens)
+        if chunk != 1:
+            plan.scheduled_handles.append(sequence.handle)
+            plan.scheduled_tokens.append(chunk)
+        if not chunk:
+            return
+        sequence.num_computed += chunk
+        plan.num_tokens += chunk
+        if chunk == remaining:
+            del self.prefilling[bisect_left(self.prefilling, sequence.key, key=key)]
+            sampling.append(sequence.handle)
+            if sequence.request.search is None:
+                self.rows.start_decoding(sequence)
+            else:
+                # What follows is not the token that it samples: it leaves after this step and waits for the decision.
+                sequence.state = SequenceState.DRAINING
+                self.rows.expect_candidates(sequence)
+                plan.beams[sequence.handle] = sequence
+        # Steps run in order and a layer writes the whole step's keys and values before it attends, so the blocks of
+        # this chunk can be hit by the very next admission, even within this step.
+        self.tables.publish(sequence, computed_now=True)
+
+    def block_for(self, sequence: Sequence) -> int:
+        """One block for a sequence, preempting from the end of the order; -1 when that reached the sequence itself,
+        which then waits.
+        """
+        while sequence.state is SequenceState.RUNNING:
+            blocks = self.pool.allocate(1)
+            if blocks is not None:
+                return int(blocks[0])
+            # Lowest priority, latest arrival. What is draining gives its blocks back by itself very soon, unless it is
+            # a beam, which may have to wait for others.
+            self.preempt(
+                next(
+                    s for s in reversed(self.order) if s.state is SequenceState.RUNNING or s.request.search is not None
+                )
+            )
+        return -1
+
+    # -- out
+
+    def queue(self, sequences: Iterable[Sequence]) -> None:
+        """Makes sequences that hold nothing wait for admission."""
+        for sequence in sequences:
+            self.num_forking -= sequence.state is SequenceState.FORKING
+            sequence.state = SequenceState.WAITING
+            self.waiting.push(sequence)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Frees every block; the sequence waits and is recomputed from its tokens. Tokens in flight still count, unless
+        it is a beam: then all of its search wait, and what was in flight is computed again.
+        """
+        group = [sequence] if sequence.request.search is None else sequence.request.sequences
+        for member in reversed(group):
+            if member.state in (SequenceState.RUNNING, SequenceState.DRAINING):
+                self.counters.preemptions += 1
+                member.preemptions += 1
+                member.candidates = None
+                self.release(member, SequenceState.WAITING)
+                self.waiting.push(member)
+
+    def preempt_all(self) -> None:
+        """Preempts every sequence but those whose last token is in flight."""
+        for sequence in reversed(self.order[:]):
+            if sequence.state is SequenceState.RUNNING or (
+                sequence.state is SequenceState.DRAINING and sequence.request.search is not None
+            ):
+                self.preempt(sequence)
+
+    def release(self, sequence: Sequence, state: SequenceState) -> None:
+        """The one way out of the order: blocks back to the pool, last block first."""
+        at_executor = sequence.state is SequenceState.RUNNING and sequence.handle != NO_HANDLE
+        del self.order[bisect_left(self.order, sequence.key, key=key)]
+        for others in (self.prefilling, self.returning):
+            if sequence in others:
+                others.remove(sequence)
+        sequence.state = state
+        if at_executor:
+            self.leaving.append(sequence.handle)
+        if sequence.handle != NO_HANDLE:
+            self.rows.leave(sequence, finished=state is SequenceState.FINISHED)
+        self.tables.free(sequence)
+
+    def lose(self) -> None:
+        """The executor is gone with every block: what ran waits and is recomputed from its tokens."""
+        self.rows.clear()
+        for sequence in self.order:
+            self.tables.forget(sequence)
+            sequence.candidates = None
+        self.queue(self.order)
+
+
+def key(sequence: Sequence) -> tuple[int, int, int]:
+    """Smaller runs first and is preempted last."""
+    return sequence.key

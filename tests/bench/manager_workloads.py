@@ -1,0 +1,211 @@
+"""What `bench_manager.py` measures: each function sets one kind of work up, does it, checks the result and returns samples.
+
+Nothing is stubbed: the real scheduler over the real pool, prefix cache and token comparison on, SHA-256 identities.
+Samples are seconds for one unit of work; a collection of garbage never falls into one.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import random
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Callable
+
+import numpy as np
+
+from pagekv.kvmanager.block_hash import chain_digests, root_digest, token_bytes
+from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.request import GenerateCommand, RequestStream, SamplingParams
+from pagekv.kvmanager.scheduler import Scheduler, SchedulerLimits
+from pagekv.kvmanager.sequence import LiveRequest, live_request
+from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
+
+BLOCK_SIZE = 16
+ROOT = root_digest("bench", "", "")
+
+
+def scheduler(num_blocks: int, max_running: int = 2048) -> Scheduler:
+    """With the manager's defaults but for the bounds that the work needs."""
+    limits = SchedulerLimits(max_batch_tokens=1 << 20, max_running=max_running, watermark=0.01, prefix_cache=True)
+    return Scheduler(BlockPool(num_blocks, BLOCK_SIZE), limits, (2,))
+
+
+def request(index: int, prompt: list[int], max_tokens: int) -> LiveRequest:
+    """A request as the engine loop makes them."""
+    command = GenerateCommand(f"r{index}", prompt, SamplingParams(max_tokens=max_tokens))
+    return live_request(command, RequestStream(command.request_id, 1), index, ROOT, 256)
+
+
+def outcome(plan: StepPlan, step: int, token: int) -> StepOutcome:
+    """What an executor would answer: one token, which ends nobody, for everyone who samples."""
+    handles = plan.sampling.tolist()
+    return StepOutcome(step, handles, [token] * len(handles), {}, plan.num_tokens, 0, 0)
+
+
+def decode_steps(running: int, steps: int) -> list[float]:
+    """Seconds for `schedule` and `commit` of a step with `running` decodes, one step ahead as in the engine loop.
+
+    Prompt lengths are spread, so that each step has its share of sequences that fill a block. One sample is the mean of
+    block_size consecutive steps: every sequence fills exactly one block in each.
+    """
+    engine = scheduler(running * (64 + steps // BLOCK_SIZE + 8))
+    chance = random.Random(7)
+    for index in range(running):
+        length = 256 + index % BLOCK_SIZE
+        engine.add(request(index, [chance.randrange(10, 30_000) for _ in range(length)], steps + 64))
+    plan = engine.schedule()
+    assert plan is not None
+    before = engine.counters.generated_tokens
+    samples: list[float] = []
+    with _no_collection():
+        for step in range(1, steps + 1):
+            answer = outcome(plan, step, 100 + step % 50)
+            begun = time.perf_counter()
+            ahead = engine.schedule()
+            engine.commit(plan, answer)
+            samples.append(time.perf_counter() - begun)
+            assert ahead is not None
+            assert len(ahead.sampling) == running
+            plan = ahead
+    assert engine.counters.generated_tokens - before == steps * running
+    engine.commit(plan, outcome(plan, steps + 1, 100))
+    engine.sync()
+    assert all(len(s.block_table) == -(-s.num_computed // BLOCK_SIZE) for s in engine.running)
+    assert all(s.token_ids[-1] == 100 for s in engine.running)
+    warm = samples[2 * BLOCK_SIZE :]
+    groups = [warm[at : at + BLOCK_SIZE] for at in range(0, len(warm) - BLOCK_SIZE + 1, BLOCK_SIZE)]
+    return [sum(group) / BLOCK_SIZE for group in groups]
+
+
+def admissions(length: int, repeats: int, *, cached: bool) -> list[float]:
+    """Seconds for `schedule` when it admits one waiting prompt: hash, match, allocate, publish and plan.
+
+    The pool has been used before, as it has a minute after start: its memory is mapped, its table has grown.
+    """
+    engine = scheduler(2 * length // BLOCK_SIZE * (repeats + 2))
+    _fill(engine.pool, engine.pool.num_blocks)
+    engine.pool.clear_prefix_table()
+    chance = np.random.default_rng(11)
+    prompts = [chance.integers(10, 30_000, length).tolist() for _ in range(1 if cached else repeats + 1)]
+    samples: list[float] = []
+    with _no_collection():
+        for index in range(repeats + 1):
+            engine.add(request(index, prompts[0 if cached else index], 1))
+            begun = time.perf_counter()
+            plan = engine.schedule()
+            samples.append(time.perf_counter() - begun)
+            assert plan is not None
+            (new,) = plan.new
+            # A cached prompt is cached whole, and its last token is computed all the same.
+            assert plan.num_tokens == (1 if cached and index else length)
+            assert len(new.block_ids) == length // BLOCK_SIZE
+            engine.commit(plan, outcome(plan, 1, 99))
+            assert engine.pool.num_active == 0
+    assert engine.pool.num_published == length // BLOCK_SIZE * (1 if cached else repeats + 1)
+    return samples[1:]
+
+
+def hash_floor(length: int, repeats: int) -> list[float]:
+    """Seconds for SHA-256 of the blocks of a prompt of `length` tokens and nothing else: no cold admission is faster."""
+    chunks = [bytes([index % 251]) * (4 * BLOCK_SIZE) for index in range(length // BLOCK_SIZE)]
+    samples: list[float] = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        digest = ROOT
+        for chunk in chunks:
+            digest = hashlib.sha256(digest + chunk).digest()
+        samples.append(time.perf_counter() - begun)
+    return samples
+
+
+def churn(num_blocks: int, repeats: int, per_sample: int = 64) -> list[float]:
+    """Seconds a block for allocate, publish and free of sequences of 256 blocks while the pool is full of cached
+    blocks, so that each allocation evicts. Digests are computed before.
+    """
+    pool = BlockPool(num_blocks, BLOCK_SIZE)
+    run = 256
+    filled = _fill(pool, num_blocks)
+    assert pool.num_cached_free == filled == num_blocks
+    samples: list[float] = []
+    serial = num_blocks
+    for _ in range(repeats):
+        ready = []
+        for _ in range(per_sample):
+            ids = np.arange(serial * BLOCK_SIZE, (serial + run) * BLOCK_SIZE, dtype=np.uint32)
+            serial += run
+            ready.append((chain_digests(ROOT, ids.tobytes(), BLOCK_SIZE), ids.reshape(-1, BLOCK_SIZE)))
+        before = pool.evictions
+        with _no_collection():
+            begun = time.perf_counter()
+            for digests, chunks in ready:
+                blocks = pool.allocate(run)
+                assert blocks is not None
+                pool.publish_chain(blocks, digests, ROOT, chunks, media=False)
+                pool.free(blocks)
+            samples.append((time.perf_counter() - begun) / (per_sample * run))
+        assert pool.evictions - before == per_sample * run
+    assert pool.num_published == num_blocks
+    return samples
+
+
+def _fill(pool: BlockPool, count: int) -> int:
+    """Fills `count` free blocks with cached chains of 256; returns how many are cached."""
+    serial = 0
+    while serial < count:
+        run = min(256, count - serial)
+        ids = np.arange(serial * BLOCK_SIZE, (serial + run) * BLOCK_SIZE, dtype=np.uint32)
+        blocks = pool.allocate(run)
+        assert blocks is not None
+        digests = chain_digests(ROOT, ids.tobytes(), BLOCK_SIZE)
+        pool.publish_chain(blocks, digests, ROOT, ids.reshape(-1, BLOCK_SIZE), media=False)
+        pool.free(blocks)
+        serial += run
+    return pool.num_cached_free
+
+
+def bytes_per_block(num_blocks: int) -> float:
+    """Resident bytes per block of a pool with every block cached, measured in a process of its own."""
+    script = (
+        "import manager_workloads as w; before = w.resident(); pool = w.BlockPool(%d, w.BLOCK_SIZE); "
+        "w._fill(pool, %d); print((w.resident() - before) / %d)"
+    ) % (num_blocks, num_blocks, num_blocks)
+    out = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    return float(out.stdout)
+
+
+def resident() -> int:
+    """Bytes of this process in memory now (Linux)."""
+    gc.collect()
+    with open("/proc/self/smaps_rollup") as rollup:
+        return 1024 * next(int(line.split()[1]) for line in rollup if line.startswith("Rss:"))
+
+
+def token_conversion(length: int, repeats: int) -> list[float]:
+    """Seconds to turn a list of token ids into the form the manager keeps; done when a request is taken, not when it
+    is admitted."""
+    ids = list(range(length))
+    samples = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        array("I", ids)
+        samples.append(time.perf_counter() - begun)
+    assert token_bytes(ids) == array("I", ids).tobytes()
+    return samples
+
+
+class _no_collection:
+    """The garbage collector off, after a collection."""
+
+    def __enter__(self) -> None:
+        gc.collect()
+        gc.disable()
+
+    def __exit__(self, *_: object) -> None:
+        gc.enable()
+
+
+Workload = Callable[[], list[float]]

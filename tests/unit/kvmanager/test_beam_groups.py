@@ -1,0 +1,107 @@
+"""Beam search over the pool: the right hypotheses, shared blocks, copies before writes, nothing left behind."""
+
+import pytest
+from fake_executor import expected_beams
+from scheduler_driver import VOCAB, Driver, finished, results
+
+from pagekv.kvmanager.beam_search import BeamSearch
+from pagekv.kvmanager.sequence import LiveRequest, SequenceState
+
+
+def expect(prompt: list[int], width: int, n: int, max_tokens: int, ends: tuple[int, ...] = ()) -> list[list[int]]:
+    search = BeamSearch(width, n, 1.0, False, max_tokens, frozenset(ends))
+    return [list(tokens) for tokens in expected_beams(prompt, search, VOCAB)]
+
+
+def live(request: LiveRequest) -> list[list[int]]:
+    return [sequence.block_table.tolist() for sequence in request.sequences]
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 9])
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_hypotheses_are_those_of_the_search(length: int, width: int, depth: int) -> None:
+    driver = Driver(depth=depth)
+    prompt = list(range(length))
+    request = driver.submit(prompt, max_tokens=9, n=width, beam_width=width)
+    driver.drain()
+    assert results(request) == expect(prompt, width, width, 9)
+    assert driver.pool.num_active == 0
+    assert driver.executor.live == {}
+
+
+def test_beams_share_full_blocks_and_copy_the_one_they_write() -> None:
+    """CHECKLIST J2, J3: a beam that goes on from the same parent shares what is full and copies what it writes."""
+    driver = Driver(depth=1)
+    request = driver.submit(list(range(9)), max_tokens=8, beam_width=3)
+    driver.step()
+    tables = live(request)
+    assert len(tables) == 3
+    assert len({tuple(table[:2]) for table in tables}) == 1
+    assert len({table[2] for table in tables}) == 3
+    plan = driver.plan()
+    assert plan is not None
+    assert [source for source, _ in plan.copies] == [tables[0][2]] * 2
+    shared = len({block for table in tables for block in table})
+    assert shared == 5
+    assert driver.pool.num_active == shared
+
+
+def test_a_dropped_beam_gives_its_private_blocks_back_in_that_step() -> None:
+    driver = Driver(depth=1, num_blocks=64)
+    request = driver.submit(list(range(6)), max_tokens=12, beam_width=4)
+    for _ in range(40):
+        if not driver.step():
+            break
+        held = {block for table in live(request) for block in table if not finished(request)}
+        assert driver.pool.num_active == len(held)
+    assert driver.pool.num_active == 0
+
+
+@pytest.mark.parametrize("num_blocks", [16, 20, 28])
+def test_searches_and_decodes_that_preempt_each_other_all_come_out_right(num_blocks: int) -> None:
+    driver = Driver(num_blocks=num_blocks, max_running=8)
+    searches = [driver.submit([i, 1, 2, 3, 4], max_tokens=9, n=2, beam_width=4) for i in range(3)]
+    plain = [driver.submit([i, 5, 6], max_tokens=12) for i in range(3)]
+    driver.drain()
+    assert driver.scheduler.counters.preemptions > 0
+    for i, request in enumerate(searches):
+        assert results(request) == expect([i, 1, 2, 3, 4], 4, 2, 9)
+    assert all(finished(request) for request in plain)
+
+
+def test_searches_that_wait_for_each_other_are_broken_up() -> None:
+    """Each needs more slots than the other leaves: one gives way, and both finish."""
+    driver = Driver(num_blocks=24, max_running=4, depth=2)
+    requests = [driver.submit([i, 1, 2, 3, 4], max_tokens=6, beam_width=3) for i in range(4)]
+    driver.drain()
+    for i, request in enumerate(requests):
+        assert results(request) == expect([i, 1, 2, 3, 4], 3, 1, 6)
+
+
+def test_abort_and_a_lost_executor_in_the_middle_of_a_search() -> None:
+    driver = Driver(depth=2)
+    gone = driver.submit(list(range(5)), max_tokens=9, beam_width=3)
+    stays = driver.submit(list(range(6)), max_tokens=9, beam_width=3)
+    for _ in range(5):
+        driver.step()
+    driver.plan()
+    driver.abort(gone)
+    driver.check()
+    assert all(sequence.state is SequenceState.FINISHED for sequence in gone.sequences)
+    driver.step()
+    driver.plan()
+    driver.lose_executor()
+    driver.check()
+    driver.drain()
+    assert results(stays) == expect(list(range(6)), 3, 1, 9)
+    assert driver.pool.num_active == 0
+
+
+def test_a_search_ends_with_its_end_tokens() -> None:
+    ends = tuple(range(0, VOCAB, 3))
+    driver = Driver(eos=ends[:2])
+    request = driver.submit([4, 5, 6], max_tokens=20, n=3, beam_width=3, stop_token_ids=ends[2:])
+    driver.drain()
+    assert results(request) == expect([4, 5, 6], 3, 3, 20, ends)
+    assert any(tokens[-1] in ends for tokens in results(request))
