@@ -35,6 +35,13 @@ def test_rows_slots_and_samples() -> None:
     assert [(row, state.seq_id) for row, state in step.sampling] == [(9, 3), (10, 1)]
 
 
+def test_slots_follow_the_block_table() -> None:
+    """CHECKLIST B9: with blocks of 4 and the table [19, 18, 5], position p is in table[p // 4] at offset p % 4."""
+    blocks, offsets = build([scheduled(1, [19, 18, 5], 0, 11)]).slots
+    slots = list(zip(blocks.tolist(), offsets.tolist(), strict=True))
+    assert [slots[position] for position in (0, 3, 4, 8, 10)] == [(19, 0), (19, 3), (18, 0), (5, 0), (5, 2)]
+
+
 def test_parts_cover_every_row_in_order() -> None:
     rng = random.Random(0)
     for _ in range(50):
