@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ OPTIONS = ReplayOptions(
     block_size=512,
     tokens_per_id=512,
     partial_blocks=True,
+    protected_share=0.2,
     speed=1.0,
     max_batch_tokens=2048,
     max_running=64,
@@ -130,6 +131,17 @@ def test_without_a_prefix_cache_nothing_hits() -> None:
 
 
 SMALLER = random_trace(seed=99)
+
+
+@pytest.mark.parametrize("replay", [replay_cache, replay_timed])
+def test_slru_keeps_a_prefix_in_use_from_a_scan(replay: Callable[..., Row]) -> None:
+    """CHECKLIST G9, G10: the third request comes after more blocks than there are were read once."""
+    prompts = [(0, 1, 10), (0, 1, 11), *(tuple(range(first, first + 10)) for first in (20, 30, 40)), (0, 1, 12)]
+    records = [TraceRecord(float(index), 4 * len(ids), 1, ids) for index, ids in enumerate(prompts)]
+    options = replace(SMALL, protected_share=0.8)
+    assert replay(records, options, "lru", 20, ignore).hit_blocks == 2
+    assert replay(records, options, "slru", 20, ignore).hit_blocks == 4
+    assert replay(records, replace(options, protected_share=0.0), "slru", 20, ignore).hit_blocks == 2
 
 
 def timing(row: Row) -> Timing:

@@ -30,16 +30,19 @@ def report(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
 
 
 def test_one_row_for_each_policy_and_capacity(capsys: pytest.CaptureFixture[str]) -> None:
-    found = report(capsys, MOONCAKE, "--mode", "cache", "--blocks", "20,all", "--policy", "lru,none")
+    found = report(capsys, MOONCAKE, "--mode", "cache", "--blocks", "20,all", "--policy", "lru,slru,none")
     assert found["options"]["block_size"] == 512
     assert [(row["policy"], row["unbounded"]) for row in found["rows"]] == [
         ("lru", False),
         ("lru", True),
+        ("slru", False),
+        ("slru", True),
         ("none", False),
         ("none", True),
     ]
-    lru, unbounded = found["rows"][:2]
+    lru, unbounded, _, slru = found["rows"][:4]
     assert lru["block_hit_rate"] == lru["hit_blocks"] / lru["prompt_blocks"] <= unbounded["block_hit_rate"]
+    assert unbounded["hit_blocks"] == slru["hit_blocks"]
     assert lru["timing"] is None
 
 
@@ -83,7 +86,7 @@ def test_refusals_say_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path
     [
         ("--blocks 10,x", "argument --blocks: each must be a whole number from 1 to 2147483647, got 'x'; or all"),
         ("--blocks 0", "argument --blocks: each must be"),
-        ("--policy lru,mru", "argument --policy: each must be one of lru, none, got 'mru'"),
+        ("--policy lru,mru", "argument --policy: each must be one of lru, slru, none, got 'mru'"),
         ("--block-size 24", "argument --block-size: must be a power of two"),
         ("--speed 0", "argument --speed: must be a number"),
         ("--step-ms nan", "argument --step-ms: must be a number"),

@@ -20,7 +20,7 @@ import numpy as np
 from pagekv.kvmanager.block_hash import TOKEN_BYTES, chain_digests, root_digest
 from pagekv.kvmanager.block_pool import BlockPool
 from pagekv.kvmanager.errors import InvariantError
-from pagekv.kvmanager.replay.options import ReplayOptions
+from pagekv.kvmanager.replay.options import NO_CACHE, ReplayOptions
 from pagekv.kvmanager.replay.prompt import distinct_prefixes, prompt_bytes
 from pagekv.kvmanager.replay.report import Row
 from pagekv.kvmanager.replay.trace import TraceRecord
@@ -42,7 +42,8 @@ def replay_cache(
     begun = time.perf_counter()
     size = options.block_size
     unbounded = num_blocks is None
-    pool = BlockPool(num_blocks or distinct_blocks(records, options), size)
+    num_blocks = num_blocks or distinct_blocks(records, options)
+    pool = BlockPool(num_blocks, size, options.order(policy, num_blocks))
     root = root_digest("replay", "", "")
     hit_blocks = hit_tokens = prompt_blocks = prompt_tokens = 0
     for done, record in enumerate(records):
@@ -50,7 +51,7 @@ def replay_cache(
         blocks = -(-length // size) if options.partial_blocks else length // size
         prompt_blocks += blocks
         prompt_tokens += length
-        if policy != "none":
+        if policy != NO_CACHE:
             hits = _use(pool, root, prompt_bytes(record, options.tokens_per_id, blocks * size))
             hit_blocks += hits
             hit_tokens += min(hits * size, length)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pagekv.common.flags import FlagParser, integer, number, power_of_two
+from pagekv.kvmanager.eviction import DEFAULT_POLICY, DEFAULT_PROTECTED_SHARE
 from pagekv.kvmanager.replay.cache_mode import replay_cache
 from pagekv.kvmanager.replay.cost import StepCost
 from pagekv.kvmanager.replay.options import MODES, POLICIES, ReplayOptions
@@ -24,7 +25,7 @@ _MAX_BLOCKS = 2**31 - 1
 _EPILOG = """\
 examples:
   pagekv replay conversation_trace.jsonl --blocks 20000,40000,80000,all
-  pagekv replay conversation_trace.jsonl --blocks 40000 --policy lru,none --speed 0.5
+  pagekv replay conversation_trace.jsonl --blocks 40000 --policy slru,lru,none --speed 0.5
   pagekv replay conversation_trace.jsonl --mode cache --plot hits.svg
   pagekv replay AzureLLMInferenceTrace_conv.csv --blocks 2000,4000 --json
 
@@ -86,9 +87,16 @@ def make_parser() -> FlagParser:
     parser.add_argument(
         "--policy",
         type=_listed(_policy),
-        default=["lru"],
+        default=[DEFAULT_POLICY],
         metavar="LIST",
-        help="lru: the prefix cache as it is; none: without it [lru]",
+        help=f"slru, lru: the manager's eviction policies; none: without the prefix cache [{DEFAULT_POLICY}]",
+    )
+    parser.flag(
+        "protected-share",
+        "share of the pool, 0 to 1, that slru protects at most",
+        default=DEFAULT_PROTECTED_SHARE,
+        type=number(0, 1),
+        metavar="SHARE",
     )
     parser.add_argument(
         "--block-size",
@@ -147,6 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         block_size=args.block_size or (args.tokens_per_id if args.mode == "cache" else 16),
         tokens_per_id=args.tokens_per_id,
         partial_blocks=args.mode == "cache" and not args.full_blocks,
+        protected_share=args.protected_share,
         speed=args.speed,
         max_batch_tokens=args.max_batch_tokens,
         max_running=args.max_running,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pagekv.kvmanager.eviction import DEFAULT_POLICY, EvictionOrder, make_order
+from pagekv.kvmanager.eviction import POLICIES as EVICTION_POLICIES
 from pagekv.kvmanager.replay.cost import StepCost
 from pagekv.kvmanager.running import SchedulerLimits
 
-# How to treat prefixes: `lru` is the pool as it is, `none` switches the prefix cache off.
-POLICIES = ("lru", "none")
+# How to treat prefixes: an eviction policy of the pool, or `none`, which switches the prefix cache off.
+NO_CACHE = "none"
+POLICIES = (*EVICTION_POLICIES, NO_CACHE)
 MODES = ("timed", "cache")
 
 
@@ -21,6 +24,8 @@ class ReplayOptions:
     tokens_per_id: int
     # Cache mode: also blocks that a prompt fills only in part count, and are cached, like the trace's last ids.
     partial_blocks: bool
+    # Of the pool, at most, under `slru`.
+    protected_share: float
     # Timed mode.
     speed: float
     max_batch_tokens: int
@@ -31,4 +36,8 @@ class ReplayOptions:
 
     def limits(self, policy: str) -> SchedulerLimits:
         """The scheduler's bounds under a policy."""
-        return SchedulerLimits(self.max_batch_tokens, self.max_running, self.watermark, policy != "none")
+        return SchedulerLimits(self.max_batch_tokens, self.max_running, self.watermark, policy != NO_CACHE)
+
+    def order(self, policy: str, num_blocks: int) -> EvictionOrder:
+        """Free blocks of a pool in the order of a policy; without a cache any will do."""
+        return make_order(DEFAULT_POLICY if policy == NO_CACHE else policy, num_blocks, self.protected_share)

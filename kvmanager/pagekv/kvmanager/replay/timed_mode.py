@@ -89,7 +89,8 @@ class _TimedReplay:
     def __init__(self, records: Sequence[TraceRecord], options: ReplayOptions, policy: str, num_blocks: int) -> None:
         self.arrivals = array("d", [record.arrival_s / options.speed for record in records])
         self.executor = SimulatedExecutor(options.cost, options.block_size, self.arrivals)
-        self.scheduler = Scheduler(BlockPool(num_blocks, options.block_size), options.limits(policy), ())
+        pool = BlockPool(num_blocks, options.block_size, options.order(policy, num_blocks))
+        self.scheduler = Scheduler(pool, options.limits(policy), ())
         self.now_s = self.arrivals[0] if records else 0.0
         # Integrals over simulated time.
         self.slot_s = self.unused_slot_s = 0.0
