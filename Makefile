@@ -31,6 +31,10 @@ demo: $(RUN_STAMP) ## start both processes and stream text from the demo model (
 test: $(DEV_STAMP) ## run all tests (ARGS="-k name" is handed to pytest)
 	@$(BIN)/python -m pytest $(ARGS)
 
+.PHONY: test-nightly
+test-nightly: $(DEV_STAMP) ## the tests with random histories, each with ten thousand of them (about half an hour)
+	@PAGEKV_TEST_EXAMPLES=10000 $(BIN)/python -m pytest --timeout 3600 tests/model $(ARGS)
+
 # --- checks
 
 .PHONY: lint
@@ -82,6 +86,10 @@ bench: $(DEV_STAMP) ## measure the stack against transformers on the same model 
 .PHONY: ci
 ci: ## everything CI runs, in fresh environments
 	@bash .ci/run
+
+.PHONY: bench-manager
+bench-manager: $(DEV_STAMP) ## measure scheduler, prefix cache and pool beside their peers' figures (ARGS=--json)
+	@$(BIN)/python tests/bench/bench_manager.py $(ARGS)
 
 # --- housekeeping
 

@@ -1,4 +1,4 @@
-"""What `bench_manager.py` measures: each function sets one kind of work up, does it, checks the result and returns samples.
+"""What `bench_manager.py` measures: each function sets one kind of work up, does it, checks it and returns samples.
 
 Nothing is stubbed: the real scheduler over the real pool, prefix cache and token comparison on, SHA-256 identities.
 Samples are seconds for one unit of work; a collection of garbage never falls into one.
@@ -12,15 +12,15 @@ import random
 import subprocess
 import sys
 import time
-from array import array
-from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
-from pagekv.kvmanager.block_hash import chain_digests, root_digest, token_bytes
+from pagekv.kvmanager.block_hash import chain_digests, root_digest
 from pagekv.kvmanager.block_pool import BlockPool
 from pagekv.kvmanager.request import GenerateCommand, RequestStream, SamplingParams
-from pagekv.kvmanager.scheduler import Scheduler, SchedulerLimits
+from pagekv.kvmanager.running import SchedulerLimits
+from pagekv.kvmanager.scheduler import Scheduler
 from pagekv.kvmanager.sequence import LiveRequest, live_request
 from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
 
@@ -110,7 +110,7 @@ def admissions(length: int, repeats: int, *, cached: bool) -> list[float]:
 
 
 def hash_floor(length: int, repeats: int) -> list[float]:
-    """Seconds for SHA-256 of the blocks of a prompt of `length` tokens and nothing else: no cold admission is faster."""
+    """Seconds for SHA-256 of the blocks of a prompt of `length` tokens and nothing else: the floor of a cold one."""
     chunks = [bytes([index % 251]) * (4 * BLOCK_SIZE) for index in range(length // BLOCK_SIZE)]
     samples: list[float] = []
     for _ in range(repeats):
@@ -170,10 +170,11 @@ def _fill(pool: BlockPool, count: int) -> int:
 def bytes_per_block(num_blocks: int) -> float:
     """Resident bytes per block of a pool with every block cached, measured in a process of its own."""
     script = (
-        "import manager_workloads as w; before = w.resident(); pool = w.BlockPool(%d, w.BLOCK_SIZE); "
-        "w._fill(pool, %d); print((w.resident() - before) / %d)"
-    ) % (num_blocks, num_blocks, num_blocks)
-    out = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+        f"import manager_workloads as w; before = w.resident(); pool = w.BlockPool({num_blocks}, w.BLOCK_SIZE); "
+        f"w._fill(pool, {num_blocks}); print((w.resident() - before) / {num_blocks})"
+    )
+    here = Path(__file__).parent
+    out = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, cwd=here)
     return float(out.stdout)
 
 
@@ -182,19 +183,6 @@ def resident() -> int:
     gc.collect()
     with open("/proc/self/smaps_rollup") as rollup:
         return 1024 * next(int(line.split()[1]) for line in rollup if line.startswith("Rss:"))
-
-
-def token_conversion(length: int, repeats: int) -> list[float]:
-    """Seconds to turn a list of token ids into the form the manager keeps; done when a request is taken, not when it
-    is admitted."""
-    ids = list(range(length))
-    samples = []
-    for _ in range(repeats):
-        begun = time.perf_counter()
-        array("I", ids)
-        samples.append(time.perf_counter() - begun)
-    assert token_bytes(ids) == array("I", ids).tobytes()
-    return samples
 
 
 class _no_collection:
@@ -206,6 +194,3 @@ class _no_collection:
 
     def __exit__(self, *_: object) -> None:
         gc.enable()
-
-
-Workload = Callable[[], list[float]]

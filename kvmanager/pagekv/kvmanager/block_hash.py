@@ -20,6 +20,8 @@ import msgpack
 from pagekv.kvmanager.request import MediaSpan
 
 TOKEN_BYTES = 4
+# Of a block without media: sha256(parent digest + token bytes).digest().
+sha256 = hashlib.sha256
 # One media key: where the span starts relative to the block (negative when it began before), and its digest.
 MediaKeys = list[tuple[int, str]]
 
@@ -52,8 +54,8 @@ def media_keys(media: Sequence[MediaSpan], start: int, end: int) -> MediaKeys:
 def block_digest(parent: bytes, tokens: bytes, keys: MediaKeys | None = None) -> bytes:
     """Digest (32 bytes) of a full block after `parent`; `tokens` as `token_bytes` gives them."""
     if keys:
-        return hashlib.sha256(parent + tokens + msgpack.packb(keys)).digest()
-    return hashlib.sha256(parent + tokens).digest()
+        return sha256(parent + tokens + msgpack.packb(keys)).digest()
+    return sha256(parent + tokens).digest()
 
 
 def chain_digests(
@@ -68,7 +70,7 @@ def chain_digests(
     digests: list[bytes] = []
     if not media:
         # The floor of every cold prompt: nothing in this loop but the hash itself.
-        sha256, append = hashlib.sha256, digests.append
+        append = digests.append
         for (chunk,) in struct.iter_unpack(f"{stride}s", memoryview(tokens)[: starts.stop]):
             parent = sha256(parent + chunk).digest()
             append(parent)

@@ -26,6 +26,11 @@ from pagekv.kvmanager.prefix_table import Blocks, Chunks, PrefixTable
 class TableLog(Protocol):
     """Who wants to know what enters and leaves the prefix table. Digests are 32 bytes."""
 
+    @property
+    def watched(self) -> bool:
+        """Whether `stored` is to be called."""
+        ...
+
     def stored(self, block: int, digest: bytes, parent: bytes) -> None: ...
 
     def removed(self, digests: Sequence[bytes]) -> None: ...
@@ -96,7 +101,7 @@ class BlockPool:
         """Enters full, held blocks into the prefix table, each after its parent digest; see `PrefixTable.add`."""
         self._check_held(blocks)
         entered = self.table.add(blocks, digests, parents, chunks, media=media)
-        if self._log is not None:
+        if self._log is not None and self._log.watched:
             for position in entered:
                 self._log.stored(int(blocks[position]), digests[position], parents[position])
 
@@ -106,7 +111,7 @@ class BlockPool:
         """`publish` for consecutive blocks of one sequence, the first one after the digest `parent`."""
         self._check_held(blocks)
         entered = self.table.add_chain(blocks, digests, parent, chunks, media=media)
-        if self._log is not None:
+        if self._log is not None and self._log.watched:
             for position in entered:
                 before = digests[position - 1] if position else parent
                 self._log.stored(int(blocks[position]), digests[position], before)

@@ -11,7 +11,7 @@ from collections.abc import Sequence as List
 
 import numpy as np
 
-from pagekv.kvmanager.block_hash import TOKEN_BYTES, block_digest, chain_digests
+from pagekv.kvmanager.block_hash import TOKEN_BYTES, chain_digests, sha256
 from pagekv.kvmanager.block_pool import BlockPool
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.prefix_table import Blocks, Chunks
@@ -198,13 +198,13 @@ class BlockTables:
             missing = (index + 1) * size - len(tokens)
             if missing > 0:
                 tokens.frombytes(chunk[-TOKEN_BYTES * missing :])
-            if prefix_cache and sequence.num_published == index and sequence.publishes:
-                known, request = sequence.digests, sequence.request
-                parent = known[-1] if index else request.root
-                if request.command.identity.media:
+            if prefix_cache and sequence.publishes and sequence.num_published == index:
+                known = sequence.digests
+                parent = known[-1] if index else sequence.request.root
+                if sequence.has_media:
                     self._publish_with_media(sequence, index, parent, chunk)
                 else:
-                    digest = block_digest(parent, chunk)
+                    digest = sha256(parent + chunk).digest()
                     known.append(digest)
                     ready.append(position)
                     offered.append(table[index])

@@ -146,6 +146,11 @@ class Continuations:
             parent = _MEMBER - parent
         return parent if 0 <= parent < self._num_blocks else FIRST
 
+    def parents(self) -> Column:
+        """`parent` of every block, [num_blocks]."""
+        parents = np.where(self._parent <= _MEMBER, _MEMBER - self._parent, self._parent)
+        return np.where((parents >= 0) & (parents < self._num_blocks), parents, FIRST).astype(np.int32)
+
     def follow(self, root: bytes, chunks: NDArray[np.uint32]) -> list[int]:
         """The longest run of blocks, each a child of the one before and the first of a root, that hold `chunks`,
         [n, block_size].

@@ -8,7 +8,8 @@ the same blocks. What the walk can miss (a block whose parent was evicted, or th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,20 @@ from pagekv.kvmanager.errors import InvariantError
 Blocks = NDArray[np.int32]
 # Token ids of consecutive blocks, [n, block_size].
 Chunks = NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class TableColumns:
+    """A prefix table at one moment: columns by block id, of which only those of published blocks mean anything."""
+
+    published: NDArray[np.bool_]
+    digests: list[bytes | None]
+    # The block before each in its chain; -1 when it is not in the table.
+    parents: Blocks
+    # Digests of the parents of which `parents` does not know the digest.
+    loose_parents: dict[int, bytes]
+    # [num_blocks, block_size].
+    tokens: NDArray[np.uint32]
 
 
 class PrefixTable:
@@ -64,23 +79,16 @@ class PrefixTable:
         ids: list[int] = self._tokens[block].tolist()
         return ids
 
-    def blocks(self) -> list[int]:
-        """Every block in the table, parents before their children."""
-        order: list[int] = []
-        children: dict[bytes, list[int]] = {}
-        for block in self._block_of.values():
-            parent = self.parent(block)
-            assert parent is not None
-            children.setdefault(parent, []).append(block)
-        # Chains begin where the parent is in nobody's digest.
-        pending = [block for parent, group in children.items() if parent not in self._block_of for block in group]
-        while pending:
-            block = pending.pop()
-            order.append(block)
-            digest = self._digest[block]
-            assert digest is not None
-            pending += children.get(digest, ())
-        return order
+    def newest_digests(self) -> Iterator[bytes]:
+        """Every digest in the table, the one that entered last first."""
+        return reversed(self._block_of)
+
+    def columns(self) -> TableColumns:
+        """A copy of everything, made in a few vector operations so that nobody waits long for it."""
+        parents, loose = self._continuations.parents(), dict(self._loose_parent)
+        # What the walk cannot reach may have its parent in the table all the same.
+        parents[list(loose)] = [self._block_of.get(digest, -1) for digest in loose.values()]
+        return TableColumns(self.published.copy(), self._digest[:], parents, loose, self._tokens.copy())
 
     def follow(self, root: bytes, chunks: Chunks) -> list[int]:
         """Longest leading run of cached blocks with these token ids after a chain root, found without hashing."""
@@ -126,7 +134,10 @@ class PrefixTable:
             table[digest] = block
             column[block] = digest
             entered.append(position)
-            parent_blocks.append(table.get(parent, -1))
+            parent_block = table.get(parent, -1)
+            if parent_block < 0 or media:
+                self._loose_parent[block] = parent
+            parent_blocks.append(parent_block)
         found = np.array(parent_blocks, np.int32)
         if len(entered) == len(blocks):
             self._enter(blocks, found, parents, chunks, media)
@@ -149,6 +160,10 @@ class PrefixTable:
             column[block] = digest
         found = np.empty(len(ids), np.int32)
         found[0], found[1:] = table.get(parent, -1), blocks[:-1]
+        if media:
+            self._loose_parent.update(zip(ids, parents, strict=True))
+        elif found[0] < 0:
+            self._loose_parent[ids[0]] = parent
         self._enter(blocks, found, parents, chunks, media)
         return list(range(len(ids)))
 
@@ -157,12 +172,8 @@ class PrefixTable:
     ) -> None:
         self._tokens[blocks] = chunks
         self.published[blocks] = True
-        if media:
-            self._loose_parent.update(zip(blocks.tolist(), parents, strict=True))
-            return
-        for position in np.flatnonzero(parent_blocks < 0).tolist():
-            self._loose_parent[int(blocks[position])] = parents[position]
-        self._continuations.add(blocks, parent_blocks, parents)
+        if not media:
+            self._continuations.add(blocks, parent_blocks, parents)
 
     def remove(self, blocks: Blocks) -> list[bytes]:
         """Takes blocks of the table out and returns their digests, in order."""

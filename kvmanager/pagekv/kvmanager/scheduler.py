@@ -27,7 +27,7 @@ from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.request import FinishReason
 from pagekv.kvmanager.running import Running, SchedulerCounters, SchedulerLimits, key
 from pagekv.kvmanager.sequence import NO_HANDLE, LiveRequest, Sequence, SequenceState
-from pagekv.kvmanager.sequence_rows import Rows
+from pagekv.kvmanager.sequence_rows import Rows, span
 from pagekv.kvmanager.step_plan import Committed, Ending, StepOutcome, StepPlan
 from pagekv.kvmanager.waiting_queue import WaitingQueue
 
@@ -131,8 +131,8 @@ class Scheduler:
         rows = rows_of.decoding_rows()
         if not len(rows):
             return rows
-        computed = rows_of.computed[rows]
-        last = computed >= rows_of.max_total[rows] - 1
+        at = span(rows)
+        last = rows_of.computed[at] >= rows_of.last_input[at]
         if np.count_nonzero(last):
             # The last token it may have is promised already: leave the executor, keep the blocks until it is here.
             for handle in rows[last].tolist():
@@ -141,20 +141,19 @@ class Scheduler:
                 rows_of.stop_decoding(sequence)
                 plan.finished.append(handle)
             rows = rows_of.decoding_rows()
-            computed = rows_of.computed[rows]
         others: list[int] = []
         if len(rows) > budget:
             rows, others = self._first_in_order(budget)
-            computed = rows_of.computed[rows]
-        full = computed == rows_of.slots[rows]
+        at = span(rows)
+        full = rows_of.computed[at] == rows_of.slots[at]
         if np.count_nonzero(full) and self._grow(plan, rows[full]):
             rows = rows[rows_of.decoding[rows]]
-            computed = rows_of.computed[rows]
+            at = span(rows)
         for handle in others:
             if rows_of.decoding[handle]:
                 self._sit_out(plan, handle)
-        rows_of.computed[rows] = computed + 1
-        rows_of.pending[rows] += 1
+        rows_of.computed[at] += 1
+        rows_of.pending[at] += 1
         return rows
 
     def _first_in_order(self, count: int) -> tuple[Rows, list[int]]:
@@ -260,15 +259,16 @@ class Scheduler:
             )
         rows = np.array(outcome.sampled_handles, np.intp)
         tokens = np.array(outcome.sampled_tokens, np.uint32)
-        if not np.array_equal(rows, planned):
+        if len(rows) != len(planned) or np.count_nonzero(rows != planned):
             # The executor reports them in the order they came to it.
             order = rows.argsort()
             rows, tokens = rows[order], tokens[order]
             if not np.array_equal(rows, planned):
                 odd = sorted(set(rows.tolist()) ^ set(planned.tolist()))[:8]
                 raise InvariantError(f"step {outcome.step} sampled other sequences than planned, such as {odd}")
-        rows_of.pending[rows] -= 1
-        alive = rows_of.alive[rows]
+        at = span(rows)
+        rows_of.pending[at] -= 1
+        alive = rows_of.alive[at]
         if np.count_nonzero(alive) < len(rows):
             rows, tokens = rows[alive], tokens[alive]  # without the one token too many
         known = rows_of.append(rows, tokens)
@@ -285,10 +285,8 @@ class Scheduler:
     def _endings(self, rows: Rows, tokens: NDArray[np.uint32], known: NDArray[np.int32]) -> dict[int, Ending]:
         """Which of the rows end with the token they just got, by position in `rows`."""
         rows_of = self._rows
-        full = known >= rows_of.max_total[rows]
-        is_eos = np.zeros(len(rows), np.bool_)
-        for token in self._eos:
-            is_eos |= tokens == token
+        full = known > rows_of.last_input[span(rows)]
+        is_eos = _is_any(tokens, self._eos)
         if np.count_nonzero(is_eos):
             is_eos &= known >= rows_of.eos_from[rows]
         stopped = rows_of.stopped(rows, tokens, known)
@@ -379,3 +377,11 @@ class Scheduler:
                     f"sequence {s.key}: {s.num_computed} computed of {s.num_total} (at most {s.max_total}) in "
                     f"{len(s.block_table)} blocks of {self.pool.block_size}"
                 )
+
+
+def _is_any(tokens: NDArray[np.uint32], wanted: tuple[int, ...]) -> NDArray[np.bool_]:
+    """Which of the tokens are one of a few; faster than `np.isin` for these."""
+    found = tokens == wanted[0] if wanted else np.zeros(len(tokens), np.bool_)
+    for token in wanted[1:]:
+        found |= tokens == token
+    return found

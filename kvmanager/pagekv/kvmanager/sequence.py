@@ -64,6 +64,8 @@ class Sequence:
     key: tuple[int, int, int]
     # Its full blocks go into the prefix table.
     publishes: bool = True
+    # Its blocks are told apart by more than their tokens.
+    has_media: bool = False
     state: SequenceState = SequenceState.WAITING
     # int32.
     block_table: array[int] = field(default_factory=lambda: array("i"))
@@ -103,6 +105,7 @@ class Sequence:
             max_total=self.max_total,
             key=(*self.key[:2], index),
             publishes=self.publishes,
+            has_media=self.has_media,
             digests=self.digests[:],
             cached_tokens=self.cached_tokens,
             preemptions=self.preemptions,
@@ -139,6 +142,7 @@ def live_request(
             max_total=num_prompt + command.sampling.max_tokens,
             key=(rank, arrival, index),
             publishes=command.identity.write,
+            has_media=bool(command.identity.media),
             state=SequenceState.FORKING if index else SequenceState.WAITING,
         )
         for index in range(1 if command.sampling.beam_width else command.n)

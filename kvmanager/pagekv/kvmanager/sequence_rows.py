@@ -44,7 +44,8 @@ class SequenceRows:
         self.pending = np.zeros(0, np.int32)
         # Positions that the block table has slots for.
         self.slots = np.zeros(0, np.int32)
-        self.max_total = np.zeros(0, np.int32)
+        # Position of the last token that is ever computed; the one behind it is sampled and ends the sequence.
+        self.last_input = np.zeros(0, np.int32)
         # Known tokens from which a stop token, and end-of-sequence, end the sequence.
         self.stops_from = np.zeros(0, np.int32)
         self.eos_from = np.zeros(0, np.int32)
@@ -65,7 +66,7 @@ class SequenceRows:
         self.computed = _grown(self.computed, capacity)
         self.pending = _grown(self.pending, capacity)
         self.slots = _grown(self.slots, capacity)
-        self.max_total = _grown(self.max_total, capacity)
+        self.last_input = _grown(self.last_input, capacity)
         self.stops_from = _grown(self.stops_from, capacity)
         self.eos_from = _grown(self.eos_from, capacity)
         self.decoding = _grown(self.decoding, capacity)
@@ -91,7 +92,7 @@ class SequenceRows:
         self.known[handle] = self.computed[handle] = known
         self.pending[handle] = 1
         self.slots[handle] = len(sequence.block_table) * size
-        self.max_total[handle] = sequence.max_total
+        self.last_input[handle] = sequence.max_total - 1
         least = self.stops_from[handle] = sequence.num_prompt + sampling.min_tokens
         self.eos_from[handle] = _NEVER if sampling.ignore_eos else least
         if sampling.stop_token_ids:
@@ -167,15 +168,15 @@ class SequenceRows:
         return self._decoding_rows
 
     def append(self, rows: Rows, tokens: NDArray[np.uint32]) -> NDArray[np.int32]:
-        """Takes in one promised token per row; returns how many each row knows now. Rows of finished sequences are
-        not to be given.
+        """Takes in one promised token per row; returns how many each row knows now, not to be changed. Rows of finished
+        sequences are not to be given.
         """
-        size = self._block_size
-        known = self.known[rows]
-        self._tail[rows, (known // size) & 1, known & (size - 1)] = tokens
-        known += 1
-        self.known[rows] = known
-        return known
+        room = 2 * self._block_size
+        at = span(rows)
+        # Two blocks of latest tokens a row, used in turn: a ring.
+        self._tail.reshape(-1)[rows * room + (self.known[at] & (room - 1))] = tokens
+        self.known[at] += 1
+        return self.known[at]
 
     def stopped(self, rows: Rows, tokens: NDArray[np.uint32], known: NDArray[np.int32]) -> list[int]:
         """Positions in `rows` whose token is a stop token of the sequence itself; after `append`."""
@@ -189,7 +190,8 @@ class SequenceRows:
 
     def completed_blocks(self, rows: Rows) -> NDArray[np.uint32]:
         """Tokens of the block that ends at each row's computed position, [len(rows), block_size]."""
-        tokens: NDArray[np.uint32] = self._tail[rows, (self.computed[rows] // self._block_size - 1) & 1]
+        halves = self._tail.reshape(-1, self._block_size)
+        tokens: NDArray[np.uint32] = halves[2 * rows + ((self.computed[rows] // self._block_size - 1) & 1)]
         return tokens
 
     # -- single rows
@@ -228,6 +230,15 @@ class SequenceRows:
             known, computed, pending = int(self.known[handle]), int(self.computed[handle]), int(self.pending[handle])
             if handle not in holders or computed != known + pending - 1:
                 raise InvariantError(f"row {handle} decodes with {known} known, {computed} computed, {pending} pending")
+
+
+def span(rows: Rows) -> Rows | slice:
+    """What to index columns with for these ascending rows: a slice if they are consecutive, as in steady state, which
+    needs no gathering.
+    """
+    if len(rows) and rows[-1] - rows[0] + 1 == len(rows):
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return rows
 
 
 def _grown(column: NDArray[_T], capacity: int) -> NDArray[_T]:
