@@ -1,0 +1,60 @@
+"""A block pool with prefixes in its table, put there as the scheduler would, for tests of what looks into it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pagekv.kvmanager.block_hash import chain_digests, root_digest, token_bytes
+from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.prefix_table import Blocks
+from pagekv.kvmanager.request import MediaSpan
+
+FINGERPRINT = "model"
+
+
+def root_of(namespace: str = "", adapter_id: str = "") -> bytes:
+    return root_digest(FINGERPRINT, namespace, adapter_id)
+
+
+ROOT = root_of()
+
+
+def hold(pool: BlockPool, prompt: list[int], root: bytes = ROOT, media: tuple[MediaSpan, ...] = ()) -> Blocks:
+    """Computes a prompt: hits what is cached, allocates and publishes the other full blocks, and holds them all."""
+    size = pool.block_size
+    digests = chain_digests(root, token_bytes(prompt), size, media)
+    chunks = np.array(prompt[: len(digests) * size], np.uint32).reshape(-1, size)
+    hits = np.array(pool.match(digests, chunks), np.int32)
+    pool.touch(hits)
+    count = len(hits)
+    fresh = pool.allocate(len(digests) - count)
+    assert fresh is not None
+    parent = digests[count - 1] if count else root
+    if len(fresh):
+        pool.publish_chain(fresh, digests[count:], parent, chunks[count:], media=bool(media))
+    return np.concatenate((hits, fresh))
+
+
+def cache(pool: BlockPool, prompt: list[int], root: bytes = ROOT, media: tuple[MediaSpan, ...] = ()) -> list[int]:
+    """As `hold`, and lets go again: the blocks are cached. Returns them."""
+    blocks = hold(pool, prompt, root, media)
+    pool.free(blocks)
+    ids: list[int] = blocks.tolist()
+    return ids
+
+
+def evict_all(pool: BlockPool) -> None:
+    """Takes every free block for something else, and gives it back."""
+    blocks = pool.allocate(pool.num_free)
+    assert blocks is not None
+    pool.free(blocks)
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
