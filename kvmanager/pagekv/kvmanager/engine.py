@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 from pagekv.kvmanager.request import CacheIdentity, GenerateCommand, RequestStream
+from pagekv.kvmanager.table_watch import TableWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,61 @@ class PrefixMatch:
     partial_tokens: int = 0
 
 
+class BlockOutcome(Enum):
+    """What a lookup finds for a block of a prompt; meanings as in the contract."""
+
+    HIT = "hit"
+    NEVER_SEEN = "never seen"
+    EVICTED = "evicted"
+    OTHER_IDENTITY = "other identity"
+    PARTIAL_TAIL = "partial tail"
+    DIVERGED = "diverged"
+    CLEARED = "cleared"
+    UNREACHABLE = "unreachable"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockExplanation:
+    """Why positions [start, end) of a prompt hit or miss; fields as in the contract."""
+
+    start: int
+    end: int
+    outcome: BlockOutcome
+    reason: str
+    # None for a partial tail.
+    block_hash: bytes | None = None
+    block_id: int | None = None
+    shared_tokens: int = 0
+    steps_ago: int | None = None
+    seconds_ago: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixExplanation:
+    """A page of a prompt's blocks, and the block to go on from; `cached_tokens` are those of the whole prompt."""
+
+    blocks: list[BlockExplanation]
+    next_start: int | None
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PinResult:
+    """Handle and size of a new pin; "" and 0 when nothing of the prompt was cached."""
+
+    pin_id: str
+    pinned_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReset:
+    """What a reset took away."""
+
+    removed_blocks: int
+    preempted_sequences: int = 0
+    ended_pins: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceView:
     """A sequence's block table as GetBlockTable shows it."""
@@ -53,6 +110,8 @@ class BlockView:
     ref_count: int
     block_hash: bytes
     parent_hash: bytes
+    # Of the holders, those that are pins.
+    pins: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +185,36 @@ class Engine(Protocol):
 
     def lookup_prefix(self, token_ids: list[int], identity: CacheIdentity) -> PrefixMatch: ...
 
+    def explain_prefix(
+        self, token_ids: list[int], identity: CacheIdentity, start: int, limit: int
+    ) -> PrefixExplanation:
+        """Why each of up to `limit` blocks of a prompt, from block `start` on, hits or misses; changes nothing."""
+        ...
+
+    def pin_prefix(self, token_ids: list[int], identity: CacheIdentity, lease_s: int) -> PinResult:
+        """Keeps what is cached of a prompt for `lease_s` seconds. Raises LimitExceeded, with nothing changed."""
+        ...
+
+    def unpin_prefix(self, pin_id: str) -> int:
+        """Ends a pin; tokens it held, 0 when there is no such pin."""
+        ...
+
     def block_tables(self, request_id: str) -> list[SequenceView] | None:
         """None when there is no such request."""
         ...
 
     def list_blocks(self, start: int, limit: int, state: str | None) -> tuple[list[BlockView], int | None]:
-        """Blocks by ascending id from `start`; state "free", "cached", "active" or None. Second: where to go on."""
+        """Blocks by ascending id from `start`; state "free", "cached", "active", "pinned" or None. Second: where to go
+        on.
+        """
         ...
 
-    def reset_prefix_cache(self) -> int | None:
-        """Forgets every cached block and returns how many; None, and nothing changed, while blocks are held."""
+    def reset_prefix_cache(self, force: bool) -> CacheReset | None:
+        """Forgets every cached block. While blocks are held: None, and nothing changed; with `force` what holds them is
+        preempted, and pins end.
+        """
+        ...
+
+    def watch_events(self) -> TableWatch:
+        """The prefix table now and as it changes; the caller closes it. Raises LimitExceeded, Unavailable."""
         ...

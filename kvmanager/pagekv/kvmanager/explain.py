@@ -1,0 +1,134 @@
+"""Why a prompt hits or misses, block by block. Changes nothing but the alarm counter.
+
+It looks only where the caller could: at chains of its own namespace. An answer about another namespace would tell
+whether somebody there has sent these tokens, so such a block is simply one that was never seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import numpy as np
+
+from pagekv.kvmanager.block_hash import chain_digests, token_bytes
+from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.engine import BlockExplanation, BlockOutcome, PrefixExplanation
+from pagekv.kvmanager.request import MediaSpan
+from pagekv.kvmanager.table_log import TableLog
+
+
+def explain_prefix(
+    pool: BlockPool,
+    log: TableLog,
+    root: bytes,
+    token_ids: Sequence[int],
+    media: Sequence[MediaSpan],
+    other_roots: Sequence[tuple[str, bytes]],
+    start: int,
+    limit: int,
+) -> PrefixExplanation:
+    """Up to `limit` blocks of a prompt from block `start` on.
+
+    `root` is the digest before its first block, `other_roots` are adapters ("": none) and the roots that the prompt
+    would have with them.
+    """
+    explainer = _Explainer(pool, log, root, token_ids, media, other_roots)
+    total = -(-len(token_ids) // pool.block_size)
+    end = min(total, start + limit)
+    return PrefixExplanation(
+        blocks=list(explainer.blocks(start, end)),
+        next_start=end if end < total else None,
+        cached_tokens=len(explainer.hits) * pool.block_size,
+    )
+
+
+class _Explainer:
+    """One prompt against the table as it is."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        log: TableLog,
+        root: bytes,
+        token_ids: Sequence[int],
+        media: Sequence[MediaSpan],
+        other_roots: Sequence[tuple[str, bytes]],
+    ) -> None:
+        size = pool.block_size
+        self._pool, self._log, self._root, self._media = pool, log, root, media
+        self._tokens = np.array(token_ids, np.uint32)
+        chunks = self._tokens[: len(token_ids) // size * size].reshape(-1, size)
+        self._digests = chain_digests(root, token_bytes(token_ids), size, media)
+        self.hits = pool.match(self._digests, chunks)
+        # By tokens alone, so up to the first medium only.
+        plain = min((span.position for span in media), default=len(token_ids)) // size
+        # How many leading blocks are cached for other adapters, longest first.
+        reach = [(len(pool.table.follow(other, chunks[:plain])), adapter) for adapter, other in other_roots]
+        self._elsewhere = max(reach, default=(0, ""), key=lambda pair: pair[0])
+
+    def blocks(self, start: int, end: int) -> Iterator[BlockExplanation]:
+        """Blocks [start, end) of the prompt."""
+        for index in range(start, min(end, len(self._digests))):
+            yield self._full_block(index)
+        if start <= len(self._digests) < end:
+            yield self._tail()
+
+    def _full_block(self, index: int) -> BlockExplanation:
+        size, digest = self._pool.block_size, self._digests[index]
+
+        explanation = partial(BlockExplanation, index * size, (index + 1) * size, block_hash=digest)
+        if index < len(self.hits):
+            block = self.hits[index]
+            reason = f"cached in block {block}"
+            if (index + 1) * size == len(self._tokens):
+                reason += "; a request still computes its last token"
+            return explanation(BlockOutcome.HIT, reason, block_id=block, shared_tokens=size)
+        held = self._pool.table.lookup(digest)
+        if held is not None and index > len(self.hits):
+            reason = f"cached in block {held}, but a block before it is not"
+            return explanation(BlockOutcome.UNREACHABLE, reason, block_id=held, shared_tokens=size)
+        removed = self._log.removed_ago(digest)
+        if removed is not None:
+            when = f"{removed.steps} steps and {removed.seconds:.1f} s ago"
+            reason = f"the table was cleared {when}" if removed.cleared else f"evicted {when}"
+            outcome = BlockOutcome.CLEARED if removed.cleared else BlockOutcome.EVICTED
+            return explanation(outcome, reason, steps_ago=removed.steps, seconds_ago=removed.seconds)
+        reach, adapter = self._elsewhere
+        if index < reach:
+            where = f"for adapter {adapter!r}" if adapter else "without an adapter"
+            return explanation(BlockOutcome.OTHER_IDENTITY, f"cached {where}")
+        if index > len(self.hits):
+            return explanation(BlockOutcome.NEVER_SEEN, "never stored; it follows a block that misses")
+        near, shared = self._nearest(index)
+        if shared:
+            reason = (
+                f"block {near} follows the same prefix and shares {shared} of {size} tokens; "
+                f"they differ at position {index * size + shared}"
+            )
+            return explanation(BlockOutcome.DIVERGED, reason, block_id=near, shared_tokens=shared)
+        return explanation(BlockOutcome.NEVER_SEEN, "never stored after this prefix")
+
+    def _tail(self) -> BlockExplanation:
+        size, index = self._pool.block_size, len(self._digests)
+        tail = len(self._tokens) - index * size
+        reason = f"{tail} of {size} tokens: only full blocks are cached; {size - tail} more would fill it"
+        near, shared = self._nearest(index) if index == len(self.hits) else (-1, 0)
+        if shared:
+            reason += f"; block {near} begins with the first {shared}"
+        return BlockExplanation(
+            index * size,
+            len(self._tokens),
+            BlockOutcome.PARTIAL_TAIL,
+            reason,
+            block_id=near if shared else None,
+            shared_tokens=shared,
+        )
+
+    def _nearest(self, index: int) -> tuple[int, int]:
+        """The cached block after the hits that shares most leading tokens with block `index`, and how many."""
+        start = index * self._pool.block_size
+        tokens = self._tokens[start : start + self._pool.block_size]
+        if any(span.position < start + len(tokens) and span.position + span.length > start for span in self._media):
+            return -1, 0
+        return self._pool.table.longest_run(self.hits[-1] if self.hits else self._root, tokens)

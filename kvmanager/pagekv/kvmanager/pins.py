@@ -1,0 +1,122 @@
+"""Pins: leases on cached prefixes. A pin holds blocks as a sequence does, so nothing it holds can be evicted."""
+
+from __future__ import annotations
+
+import heapq
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagekv.common.errors import LimitExceeded
+from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.prefix_table import Blocks
+
+MAX_PINS = 4096
+MIN_LEASE_S, MAX_LEASE_S = 1, 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """One lease. Ends at `expires_at` (seconds of the clock) or before."""
+
+    pin_id: str
+    blocks: Blocks
+    expires_at: float
+
+
+class Pins:
+    """The pins of one pool. A live request must always be able to finish, so they never take what it may still need."""
+
+    def __init__(self, pool: BlockPool, max_share: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Pinned blocks are at most the share `max_share`, 0 to 1, of the pool; `clock` gives seconds."""
+        self._pool = pool
+        self._max_share = max_share
+        self._clock = clock
+        self._pins: dict[str, Pin] = {}
+        # (expires_at, pin id), also of some that have ended before.
+        self._expiries: list[tuple[float, str]] = []
+        # How many pins hold a block.
+        self._holders: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks held by at least one pin."""
+        return len(self._holders)
+
+    @property
+    def next_expiry(self) -> float | None:
+        """When `expire` has something to do, or thinks so; seconds of the clock."""
+        return self._expiries[0][0] if self._expiries else None
+
+    def holders(self, block: int) -> int:
+        """Pins that hold a block."""
+        return self._holders[block]
+
+    def pin(self, blocks: Sequence[int], lease_s: float, largest_need: int) -> str:
+        """Holds cached blocks for `lease_s` seconds and returns the handle of the pin.
+
+        `largest_need` is how many blocks a live request may come to need. Raises LimitExceeded, with nothing held, when
+        there are too many pins, when their blocks would pass the share, or when that request could no longer finish.
+        """
+        if len(self._pins) >= MAX_PINS:
+            raise LimitExceeded(f"{MAX_PINS} pins are held, which is the most there can be; unpin one")
+        pinned = self.num_blocks + sum(1 for block in blocks if block not in self._holders)
+        total = self._pool.num_blocks
+        allowed = int(total * self._max_share)
+        if pinned > allowed:
+            raise LimitExceeded(
+                f"with this prefix {pinned} blocks would be pinned, at most {allowed} of {total} can be "
+                f"(--max-pinned-share {self._max_share:g})"
+            )
+        if pinned > total - largest_need:
+            raise LimitExceeded(
+                f"with this prefix {pinned} of {total} blocks would be pinned, and a live request may need "
+                f"{largest_need}"
+            )
+        held = np.array(blocks, np.int32)
+        self._pool.touch(held)
+        self._holders.update(blocks)
+        pin = Pin(f"pin-{secrets.token_hex(8)}", held, self._clock() + lease_s)
+        self._pins[pin.pin_id] = pin
+        heapq.heappush(self._expiries, (pin.expires_at, pin.pin_id))
+        return pin.pin_id
+
+    def unpin(self, pin_id: str) -> int:
+        """Ends a pin; returns how many blocks it held, 0 when there is no such pin (any more)."""
+        pin = self._pins.pop(pin_id, None)
+        if pin is None:
+            return 0
+        self._pool.free(pin.blocks)
+        for block in pin.blocks.tolist():
+            self._holders[block] -= 1
+            if not self._holders[block]:
+                del self._holders[block]
+        if len(self._expiries) > 2 * len(self._pins) + 64:
+            self._expiries = [(pin.expires_at, pin.pin_id) for pin in self._pins.values()]
+            heapq.heapify(self._expiries)
+        return len(pin.blocks)
+
+    def expire(self) -> int:
+        """Ends every pin whose lease is over; returns how many."""
+        now, before = self._clock(), len(self._pins)
+        while self._expiries and self._expiries[0][0] <= now:
+            self.unpin(heapq.heappop(self._expiries)[1])
+        return before - len(self._pins)
+
+    def end_all(self) -> int:
+        """Ends every pin; returns how many."""
+        ended = list(self._pins)
+        for pin_id in ended:
+            self.unpin(pin_id)
+        return len(ended)
+
+    def tables(self) -> list[list[int]]:
+        """The blocks of each pin, for `BlockPool.check_integrity`."""
+        return [pin.blocks.tolist() for pin in self._pins.values()]
