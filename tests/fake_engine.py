@@ -5,8 +5,20 @@ from __future__ import annotations
 from dataclasses import fields
 
 from pagekv.common.errors import AlreadyExists
-from pagekv.kvmanager.engine import BlockView, ModelInfo, PrefixMatch, SequenceView, Stats
+from pagekv.kvmanager.engine import (
+    BlockExplanation,
+    BlockOutcome,
+    BlockView,
+    CacheReset,
+    ModelInfo,
+    PinResult,
+    PrefixExplanation,
+    PrefixMatch,
+    SequenceView,
+    Stats,
+)
 from pagekv.kvmanager.request import CacheIdentity, FinishReason, GenerateCommand, RequestStream, SequenceDelta
+from pagekv.kvmanager.table_watch import StoredBlock, TableWatch
 
 MODEL = ModelInfo(
     model_id="small",
@@ -35,6 +47,10 @@ class FakeEngine:
         self.lookups: list[tuple[list[int], CacheIdentity]] = []
         self.refusal: Exception | None = None
         self.held_blocks = False
+        # What a watch begins with, and the watch of the latest WatchEvents.
+        self.table: list[tuple[bytes, StoredBlock]] = []
+        self.watch: TableWatch | None = None
+        self.ended_watches: list[TableWatch] = []
 
     def submit(self, command: GenerateCommand) -> RequestStream:
         if self.refusal is not None:
@@ -75,7 +91,26 @@ class FakeEngine:
 
     def lookup_prefix(self, token_ids: list[int], identity: CacheIdentity) -> PrefixMatch:
         self.lookups.append((token_ids, identity))
-        return PrefixMatch(device_tokens=8, host_tokens=4, block_ids=[7, 3])
+        return PrefixMatch(device_tokens=8, host_tokens=4, block_ids=[7, 3], partial_tokens=2)
+
+    def explain_prefix(
+        self, token_ids: list[int], identity: CacheIdentity, start: int, limit: int
+    ) -> PrefixExplanation:
+        self.lookups.append((token_ids, identity))
+        hit = BlockExplanation(0, 4, BlockOutcome.HIT, "cached", b"\xaa", 7, 4)
+        old = BlockExplanation(4, 8, BlockOutcome.EVICTED, "evicted", b"\xbb", steps_ago=0, seconds_ago=0.5)
+        tail = BlockExplanation(8, 9, BlockOutcome.PARTIAL_TAIL, "tail")
+        end = min(3, start + limit)
+        return PrefixExplanation([hit, old, tail][start:end], end if end < 3 else None, 4)
+
+    def pin_prefix(self, token_ids: list[int], identity: CacheIdentity, lease_s: int) -> PinResult:
+        if self.refusal is not None:
+            raise self.refusal
+        self.lookups.append((token_ids, identity))
+        return PinResult(f"pin-{lease_s}", 8)
+
+    def unpin_prefix(self, pin_id: str) -> int:
+        return 8 if pin_id == "pin-60" else 0
 
     def block_tables(self, request_id: str) -> list[SequenceView] | None:
         if request_id not in self.live:
@@ -83,13 +118,21 @@ class FakeEngine:
         return [SequenceView(0, "running", 9, 8, [7, 3, 1], [b"\x01" * 32, b"\x02" * 32])]
 
     def list_blocks(self, start: int, limit: int, state: str | None) -> tuple[list[BlockView], int | None]:
-        kinds = [("free", 0, b""), ("cached", 0, b"\xcc"), ("active", 2, b"\xaa")]
+        kinds = [("free", 0, b"", 0), ("cached", 0, b"\xcc", 0), ("active", 2, b"\xaa", 1), ("pinned", 1, b"\xee", 1)]
         blocks = [
-            BlockView(i, kinds[i % 3][1], kinds[i % 3][2], b"")
+            BlockView(i, kinds[i % 4][1], kinds[i % 4][2], b"", kinds[i % 4][3])
             for i in range(start, 10)
-            if state in (None, kinds[i % 3][0])
+            if state in (None, kinds[i % 4][0])
         ]
         return blocks[:limit], (blocks[limit].block_id if len(blocks) > limit else None)
 
-    def reset_prefix_cache(self) -> int | None:
-        return None if self.held_blocks else 5
+    def reset_prefix_cache(self, force: bool) -> CacheReset | None:
+        if force:
+            return CacheReset(5, 2, 1)
+        return None if self.held_blocks else CacheReset(5)
+
+    def watch_events(self) -> TableWatch:
+        if self.refusal is not None:
+            raise self.refusal
+        self.watch = TableWatch(iter(self.table), self.ended_watches.append, max_unread=5000)
+        return self.watch

@@ -17,7 +17,7 @@ from pagekv.executor.oracle import expected_tokens
 from pagekv.kvmanager.engine_config import EngineConfig
 from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.request import CacheIdentity, FinishReason, GenerateCommand, SamplingParams
-from pagekv.kvmanager.scheduler import SchedulerLimits
+from pagekv.kvmanager.running import SchedulerLimits
 
 pytestmark = pytest.mark.e2e
 
@@ -98,6 +98,8 @@ def test_every_output_of_ten_thousand_random_requests_is_right() -> None:
                 pipeline_depth=2,
                 step_timeout_s=30,
                 take_over=False,
+                priority_aging=256,
+                max_pinned_share=0.5,
                 limits=limits,
             )
         )

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any, NoReturn
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
-from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotFound, NotImplementedYet
-from pagekv.kvmanager.engine import BlockView, Engine
+from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotFound
+from pagekv.kvmanager.engine import BlockExplanation, BlockView, Engine
+from pagekv.kvmanager.pins import MAX_LEASE_S, MIN_LEASE_S
 from pagekv.kvmanager.prompt_input import PromptReader
+from pagekv.kvmanager.request import CacheIdentity
 from pagekv.kvmanager.serving_state import ServingState
+from pagekv.kvmanager.table_watch import Diff, StoredBlock
 from pagekv.kvmanager.validation import check_media, check_request_id, read_cache_controls
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import cache_service_pb2_grpc as pb_grpc
 
-DEFAULT_LIMIT = 100
+if TYPE_CHECKING:
+    from pagekv.kvmanager.prompt_input import PromptRequest
+
+DEFAULT_BLOCKS = 100
+DEFAULT_EXPLANATIONS = 1000
 MAX_LIMIT = 10_000
+# Events in one message: with token ids in blocks of 256 less than 2 MB, and a few milliseconds to write.
+MAX_EVENTS = 1024
+MAX_PIN_ID_CHARACTERS = 64
 _STATES = {
     pb.BLOCK_STATE_UNSPECIFIED: None,
     pb.BLOCK_STATE_FREE: "free",
     pb.BLOCK_STATE_CACHED: "cached",
     pb.BLOCK_STATE_ACTIVE: "active",
+    pb.BLOCK_STATE_PINNED: "pinned",
 }
 
 
@@ -35,14 +47,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
         return pb.GetStatsResponse(**asdict(self._engine.stats()))
 
     async def LookupPrefix(self, request: pb.LookupPrefixRequest, context: Any) -> pb.LookupPrefixResponse:
-        served = self._state.served()
-        model = served.model
-        identity = read_cache_controls(request.cache)
-        reader = PromptReader(
-            served.tokenizer, model.vocab_size, model.max_model_len, f"the context has {model.max_model_len} tokens"
-        )
-        prompt = await reader.read(request)
-        check_media(identity, len(prompt))
+        prompt, identity = await self._read_prompt(request)
         match = self._engine.lookup_prefix(prompt, identity)
         return pb.LookupPrefixResponse(
             prompt_tokens=len(prompt),
@@ -53,7 +58,18 @@ class CacheService(pb_grpc.CacheServiceServicer):
         )
 
     async def ExplainPrefix(self, request: pb.ExplainPrefixRequest, context: Any) -> pb.ExplainPrefixResponse:
-        _not_yet("ExplainPrefix")
+        _check_limit(request.limit)
+        prompt, identity = await self._read_prompt(request)
+        num_blocks = -(-len(prompt) // self._state.served().model.block_size)
+        if request.start >= num_blocks:
+            raise InvalidRequest("start", f"must be from 0 to {num_blocks - 1} (the prompt), got {request.start}")
+        found = self._engine.explain_prefix(prompt, identity, request.start, request.limit or DEFAULT_EXPLANATIONS)
+        return pb.ExplainPrefixResponse(
+            blocks=map(_explanation, found.blocks),
+            next_start=found.next_start,
+            prompt_tokens=len(prompt),
+            cached_tokens=found.cached_tokens,
+        )
 
     async def GetBlockTable(self, request: pb.GetBlockTableRequest, context: Any) -> pb.GetBlockTableResponse:
         check_request_id("request_id", request.request_id)
@@ -78,46 +94,123 @@ class CacheService(pb_grpc.CacheServiceServicer):
         num_blocks = self._state.served().model.num_device_blocks
         if request.start >= num_blocks:
             raise InvalidRequest("start", f"must be from 0 to {num_blocks - 1} (the pool), got {request.start}")
-        if request.limit > MAX_LIMIT:
-            raise InvalidRequest("limit", f"must be from 0 to {MAX_LIMIT}, got {request.limit}")
+        _check_limit(request.limit)
         if request.state not in _STATES:
             raise InvalidRequest("state", f"must be from 0 to {len(_STATES) - 1}, got {request.state}")
         blocks, next_start = self._engine.list_blocks(
-            request.start, request.limit or DEFAULT_LIMIT, _STATES[request.state]
+            request.start, request.limit or DEFAULT_BLOCKS, _STATES[request.state]
         )
         return pb.ListBlocksResponse(blocks=map(_block_info, blocks), next_start=next_start)
 
     async def PinPrefix(self, request: pb.PinPrefixRequest, context: Any) -> pb.PinPrefixResponse:
-        _not_yet("PinPrefix")
+        lease = request.lease_seconds
+        if not MIN_LEASE_S <= lease <= MAX_LEASE_S:
+            raise InvalidRequest("lease_seconds", f"must be from {MIN_LEASE_S} to {MAX_LEASE_S}, got {lease}")
+        prompt, identity = await self._read_prompt(request)
+        pin = self._engine.pin_prefix(prompt, identity, lease)
+        return pb.PinPrefixResponse(pin_id=pin.pin_id, pinned_tokens=pin.pinned_tokens)
 
     async def UnpinPrefix(self, request: pb.UnpinPrefixRequest, context: Any) -> pb.UnpinPrefixResponse:
-        _not_yet("UnpinPrefix")
+        if not 1 <= len(request.pin_id) <= MAX_PIN_ID_CHARACTERS:
+            raise InvalidRequest(
+                "pin_id", f"must be from 1 to {MAX_PIN_ID_CHARACTERS} characters, has {len(request.pin_id)}"
+            )
+        return pb.UnpinPrefixResponse(unpinned_tokens=self._engine.unpin_prefix(request.pin_id))
 
     async def ResetPrefixCache(self, request: pb.ResetPrefixCacheRequest, context: Any) -> pb.ResetPrefixCacheResponse:
-        if request.force:
-            _not_yet("ResetPrefixCache with force")
-        removed = self._engine.reset_prefix_cache()
-        if removed is None:
-            raise FailedPrecondition("running requests hold blocks: wait for them to end, or abort them first")
-        return pb.ResetPrefixCacheResponse(removed_blocks=removed)
+        reset = self._engine.reset_prefix_cache(request.force)
+        if reset is None:
+            raise FailedPrecondition("running requests or pins hold blocks: wait for them to end, or use force")
+        return pb.ResetPrefixCacheResponse(**asdict(reset))
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
-        _not_yet("WatchEvents")
-        yield pb.WatchEventsResponse()  # never reached; makes this a stream, as the contract has it
+        watch = self._engine.watch_events()
+        # Also called when the call is cancelled while a message is being written, where no `finally` here would run.
+        context.add_done_callback(lambda _: watch.close())
+        with_tokens, sequence = not request.omit_token_ids, count(1)
+        more = True
+        while more:
+            # In pieces: the engine plans steps while each of them is on its way.
+            blocks = watch.take_snapshot(MAX_EVENTS)
+            more = len(blocks) == MAX_EVENTS
+            yield pb.WatchEventsResponse(
+                sequence=next(sequence),
+                snapshot=True,
+                events=[_stored(digest, block, with_tokens) for digest, block in blocks],
+                more=more,
+            )
+        while not request.snapshot_only:
+            for events, more in _pieces(await watch.take(), with_tokens):
+                yield pb.WatchEventsResponse(sequence=next(sequence), events=events, more=more)
+
+    async def _read_prompt(self, request: PromptRequest) -> tuple[list[int], CacheIdentity]:
+        """Token ids and cache identity of a request about a prompt. Raises InvalidRequest, Unavailable."""
+        served = self._state.served()
+        model = served.model
+        identity = read_cache_controls(request.cache)
+        reader = PromptReader(
+            served.tokenizer, model.vocab_size, model.max_model_len, f"the context has {model.max_model_len} tokens"
+        )
+        prompt = await reader.read(request)
+        check_media(identity, len(prompt))
+        return prompt, identity
 
 
-def _not_yet(what: str) -> NoReturn:
-    raise NotImplementedYet(f"{what} is part of the contract and not served by this version")
+def _check_limit(limit: int) -> None:
+    if limit > MAX_LIMIT:
+        raise InvalidRequest("limit", f"must be from 0 to {MAX_LIMIT}, got {limit}")
 
 
 def _block_info(view: BlockView) -> pb.BlockInfo:
-    state = (
-        pb.BLOCK_STATE_ACTIVE if view.ref_count else pb.BLOCK_STATE_CACHED if view.block_hash else pb.BLOCK_STATE_FREE
-    )
+    if view.ref_count:
+        state = pb.BLOCK_STATE_ACTIVE if view.ref_count > view.pins else pb.BLOCK_STATE_PINNED
+    else:
+        state = pb.BLOCK_STATE_CACHED if view.block_hash else pb.BLOCK_STATE_FREE
     return pb.BlockInfo(
         block_id=view.block_id,
         ref_count=view.ref_count,
         state=state,
         block_hash=view.block_hash.hex(),
         parent_hash=view.parent_hash.hex(),
+        pins=view.pins,
     )
+
+
+def _explanation(block: BlockExplanation) -> pb.BlockExplanation:
+    return pb.BlockExplanation(
+        start=block.start,
+        end=block.end,
+        outcome=pb.BlockOutcome.Value(f"BLOCK_OUTCOME_{block.outcome.name}"),
+        block_hash=block.block_hash.hex() if block.block_hash is not None else "",
+        block_id=block.block_id,
+        reason=block.reason,
+        shared_tokens=block.shared_tokens,
+        steps_ago=block.steps_ago,
+        seconds_ago=block.seconds_ago,
+    )
+
+
+def _pieces(diff: Diff, with_tokens: bool) -> Iterator[tuple[Sequence[pb.CacheEvent], bool]]:
+    """The events of a batch, MAX_EVENTS at a time, and whether more follow."""
+    events = [pb.CacheEvent(cleared=pb.AllBlocksCleared())] if diff.cleared else []
+    for digest, block in diff.changes.items():
+        if len(events) == MAX_EVENTS:
+            yield events, True
+            events = []
+        events.append(_removed(digest) if block is None else _stored(digest, block, with_tokens))
+    yield events, False
+
+
+def _stored(digest: bytes, block: StoredBlock, with_tokens: bool) -> pb.CacheEvent:
+    return pb.CacheEvent(
+        stored=pb.BlockStored(
+            block_hash=digest.hex(),
+            parent_hash=block.parent.hex(),
+            token_ids=block.token_ids if with_tokens else (),
+            tier=pb.TIER_DEVICE,
+        )
+    )
+
+
+def _removed(digest: bytes) -> pb.CacheEvent:
+    return pb.CacheEvent(removed=pb.BlockRemoved(block_hash=digest.hex(), tier=pb.TIER_DEVICE))

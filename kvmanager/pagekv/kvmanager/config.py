@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pagekv.common.flags import FlagParser, address, integer, number, power_of_two
 from pagekv.common.logs import LOG_FORMATS, LOG_LEVELS
 from pagekv.kvmanager.engine_config import EngineConfig
-from pagekv.kvmanager.scheduler import SchedulerLimits
+from pagekv.kvmanager.running import SchedulerLimits
 
 # --tokenizer: as the executor's model has it, or none at all.
 FROM_EXECUTOR, NO_TOKENIZER = "auto", "none"
@@ -106,6 +106,13 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
         type=integer(0, 10**6),
         metavar="N",
     )
+    flag(
+        "max-pinned-share",
+        "share of the pool, 0 to 1, that PinPrefix may keep from eviction",
+        default=0.5,
+        type=number(0, 1),
+        metavar="SHARE",
+    )
     flag("pipeline-depth", "steps sent ahead: 1 or 2", default=2, type=integer(1, 2), metavar="N")
     flag(
         "step-timeout-s",
@@ -147,6 +154,7 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
             pipeline_depth=args.pipeline_depth,
             step_timeout_s=args.step_timeout_s,
             take_over=args.take_over,
+            max_pinned_share=args.max_pinned_share,
             limits=SchedulerLimits(
                 max_batch_tokens=args.max_batch_tokens,
                 max_running=args.max_running,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagekv.kvmanager.scheduler import SchedulerLimits
+from pagekv.kvmanager.running import SchedulerLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,4 +27,6 @@ class EngineConfig:
     step_timeout_s: float
     # Attach even if another manager's stream lives.
     take_over: bool
+    # Share of the pool, 0 to 1, that pins may hold.
+    max_pinned_share: float
     limits: SchedulerLimits

@@ -18,9 +18,20 @@ from pagekv.common.errors import AlreadyExists, InvalidRequest, Overloaded, Unav
 from pagekv.common.logs import Log
 from pagekv.kvmanager.block_hash import root_digest
 from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.cache_admin import CacheAdmin
+from pagekv.kvmanager.capacity import blocks_needed, total_tokens
 from pagekv.kvmanager.delivery import deliver
 from pagekv.kvmanager.deployment import plan_deployment
-from pagekv.kvmanager.engine import BlockView, ModelInfo, PrefixMatch, SequenceView, Stats
+from pagekv.kvmanager.engine import (
+    BlockView,
+    CacheReset,
+    ModelInfo,
+    PinResult,
+    PrefixExplanation,
+    PrefixMatch,
+    SequenceView,
+    Stats,
+)
 from pagekv.kvmanager.engine_config import EngineConfig
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.executor_client import AttachRefused, ExecutorLink, ExecutorLost
@@ -28,7 +39,6 @@ from pagekv.kvmanager.introspection import (
     EngineTotals,
     block_views,
     collect_stats,
-    match_prefix,
     sequence_views,
 )
 from pagekv.kvmanager.request import CacheIdentity, FinishReason, GenerateCommand, RequestStream, SequenceDelta
@@ -36,6 +46,7 @@ from pagekv.kvmanager.scheduler import Scheduler
 from pagekv.kvmanager.sequence import LiveRequest, SequenceState, live_request
 from pagekv.kvmanager.step_plan import StepOutcome
 from pagekv.kvmanager.steps_in_flight import StepsInFlight
+from pagekv.kvmanager.table_watch import TableWatch
 
 log = Log(__name__)
 
@@ -65,6 +76,7 @@ class EngineLoop:
         self._in_flight = StepsInFlight()
         self._arrivals = 0
         self._totals = EngineTotals()
+        self._cache = CacheAdmin(config.limits.prefix_cache, config.max_pinned_share, self._wake.set)
         # The latest step committed left work to do.
         self._work_left = False
 
@@ -107,13 +119,14 @@ class EngineLoop:
         )
         if self._model is not None and self._model != model:
             self._adopt_other_model(model)
-        pool = BlockPool(model.num_device_blocks, config.block_size)
+        pool = BlockPool(model.num_device_blocks, config.block_size, log=self._cache.log)
         limits = replace(config.limits, max_running=min(config.limits.max_running, description.max_sequences))
         if self._scheduler is None:
-            self._scheduler = Scheduler(pool, limits, model.eos_token_ids)
+            self._scheduler = Scheduler(pool, limits, model.eos_token_ids, self._cache.count_admission)
         else:
             self._in_flight.end_epoch()
             self._scheduler.lose_executor(pool, limits, model.eos_token_ids)
+        self._cache.adopt(pool, model.model_fingerprint)
         self._model = model
         self._totals.epochs += 1
         self._attached = True
@@ -162,12 +175,12 @@ class EngineLoop:
                     for sequence in deliver(committed, outcome):
                         self._forget_if_done(sequence.request)
                     self._work_left = bool(self._live)
-                if len(self._in_flight) < self._config.pipeline_depth:
-                    ahead = scheduler.schedule()
-                    if ahead is not None:
-                        self._in_flight.add(ahead)
-                        await link.send(ahead, self._config.step_timeout_s)
-                        continue
+                ahead = scheduler.schedule() if len(self._in_flight) < self._config.pipeline_depth else None
+                self._cache.border(self._totals.steps)
+                if ahead is not None:
+                    self._in_flight.add(ahead)
+                    await link.send(ahead, self._config.step_timeout_s)
+                    continue
                 if watchdog.done():
                     watchdog.result()
                 await self._wake.wait()
@@ -225,6 +238,7 @@ class EngineLoop:
         for request_id in list(self._live):
             self.abort(request_id)
         self._stopping = True
+        self._cache.end(Unavailable("the manager is shutting down", RETRY_DELAY_S))
         self._wake.set()
 
     # -- requests
@@ -235,7 +249,9 @@ class EngineLoop:
         return self._model
 
     def submit(self, command: GenerateCommand) -> RequestStream:
-        """Queues a request. Raises AlreadyExists, Overloaded, Unavailable, or InvalidRequest when it can never fit."""
+        """Queues a request. Raises AlreadyExists, Overloaded, Unavailable, InvalidRequest when it can never fit, or
+        LimitExceeded when it cannot beside what is pinned.
+        """
         if self._draining:
             raise Unavailable("the manager is shutting down", RETRY_DELAY_S)
         if self._model is None or self._scheduler is None:
@@ -251,6 +267,7 @@ class EngineLoop:
                 f"prompt and output of {max_total} tokens need {needed} blocks, "
                 f"the pool has {self._model.num_device_blocks}",
             )
+        self._cache.check_room(needed)
         waiting = self._scheduler.num_waiting
         if waiting + command.n > self._config.max_queue:
             self._totals.rejected += 1
@@ -269,6 +286,7 @@ class EngineLoop:
         self._arrivals += 1
         self._totals.requests += 1
         self._live[command.request_id] = request
+        self._cache.note_request(identity)
         self._idle.clear()
         scheduler.add(request)
         self._wake.set()
@@ -332,13 +350,38 @@ class EngineLoop:
 
     def stats(self) -> Stats:
         """A snapshot of every counter and gauge. Raises Unavailable before the first attachment."""
-        return collect_stats(self._serving(), self._totals, self._attached)
+        return collect_stats(self._serving(), self._totals, self._cache, self._attached)
 
     def lookup_prefix(self, token_ids: list[int], identity: CacheIdentity) -> PrefixMatch:
         """What is cached of a prompt; changes nothing. Raises Unavailable before the first attachment."""
-        pool = self._serving().pool
-        assert self._model is not None
-        return match_prefix(pool, self._model.model_fingerprint, token_ids, identity)
+        limits = self._serving().limits
+        return self._cache.lookup(token_ids, identity, limits.prefix_cache and limits.partial_hits)
+
+    def explain_prefix(
+        self, token_ids: list[int], identity: CacheIdentity, start: int, limit: int
+    ) -> PrefixExplanation:
+        """Why a page of a prompt's blocks hits or misses. Raises Unavailable before the first attachment."""
+        self._serving()
+        return self._cache.explain(token_ids, identity, start, limit)
+
+    def pin_prefix(self, token_ids: list[int], identity: CacheIdentity, lease_s: int) -> PinResult:
+        """Keeps what is cached of a prompt for a while. Raises LimitExceeded, Unavailable."""
+        size = self._serving().pool.block_size
+        commands = [request.command for request in self._live.values()]
+        needs = [blocks_needed(total_tokens(command), size, command.sampling.beam_width) for command in commands]
+        return self._cache.pin(token_ids, identity, lease_s, max(needs, default=0))
+
+    def unpin_prefix(self, pin_id: str) -> int:
+        """Ends a pin; tokens it held, 0 when there is no such pin. Raises Unavailable before the first attachment."""
+        self._serving()
+        return self._cache.unpin(pin_id)
+
+    def watch_events(self) -> TableWatch:
+        """The prefix table now and as it changes. Raises LimitExceeded, Unavailable."""
+        if self._stopping:
+            raise Unavailable("the manager is shutting down", RETRY_DELAY_S)
+        self._serving()
+        return self._cache.watch()
 
     def block_tables(self, request_id: str) -> list[SequenceView] | None:
         """Block tables of a live request; None when there is no such request."""
@@ -349,17 +392,20 @@ class EngineLoop:
 
     def list_blocks(self, start: int, limit: int, state: str | None) -> tuple[list[BlockView], int | None]:
         """Blocks by ascending id from `start`, and the id to go on from. Raises Unavailable when never attached."""
-        return block_views(self._serving().pool, start, limit, state)
+        self._serving()
+        return block_views(self._cache, start, limit, state)
 
-    def reset_prefix_cache(self) -> int | None:
-        """Forgets every cached block and returns how many; None, and nothing changed, while blocks are held."""
-        pool = self._serving().pool
-        return None if pool.num_active else pool.clear_prefix_table()
+    def reset_prefix_cache(self, force: bool) -> CacheReset | None:
+        """Forgets every cached block. While blocks are held: None, and nothing changed; with `force` what holds them is
+        preempted, and pins end.
+        """
+        return self._cache.reset(self._serving(), force)
 
     def check_integrity(self) -> None:
         """Recomputes every counter from scratch; raises InvariantError."""
         scheduler = self._serving()
-        scheduler.check_integrity(s for request in self._live.values() for s in request.sequences)
+        sequences = (s for request in self._live.values() for s in request.sequences)
+        scheduler.check_integrity(sequences, self._cache.pins.tables())
 
     def _serving(self) -> Scheduler:
         if self._scheduler is None:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from pagekv.kvmanager.block_hash import chain_digests, root_digest, token_bytes
-from pagekv.kvmanager.block_pool import BlockPool
-from pagekv.kvmanager.engine import BlockView, PrefixMatch, SequenceView, Stats
-from pagekv.kvmanager.request import CacheIdentity
+from pagekv.kvmanager.cache_admin import CacheAdmin
+from pagekv.kvmanager.engine import BlockView, SequenceView, Stats
 from pagekv.kvmanager.scheduler import Scheduler
 from pagekv.kvmanager.sequence import LiveRequest, SequenceState
 
@@ -28,9 +24,9 @@ class EngineTotals:
     epochs: int = 0
 
 
-def collect_stats(scheduler: Scheduler, totals: EngineTotals, attached: bool) -> Stats:
+def collect_stats(scheduler: Scheduler, totals: EngineTotals, cache: CacheAdmin, attached: bool) -> Stats:
     """A snapshot of every counter and gauge."""
-    pool, counters = scheduler.pool, scheduler.counters
+    pool, counters, prompts = scheduler.pool, scheduler.counters, cache.counters
     prompt = counters.prompt_tokens
     return Stats(
         block_size=pool.block_size,
@@ -58,6 +54,18 @@ def collect_stats(scheduler: Scheduler, totals: EngineTotals, attached: bool) ->
         executor_idle_us_total=totals.idle_us,
         executor_busy_us_total=totals.busy_us,
         executor_attached=attached,
+        published_blocks=pool.num_published,
+        pinned_blocks=cache.pins.num_blocks,
+        pins=len(cache.pins),
+        watchers=cache.log.num_watches,
+        prompt_blocks_total=prompts.prompt_blocks,
+        cached_blocks_total=prompts.cached_blocks,
+        block_hit_rate=prompts.cached_blocks / prompts.prompt_blocks if prompts.prompt_blocks else 0.0,
+        misses_never_seen_total=prompts.misses_never_seen,
+        misses_evicted_total=prompts.misses_evicted,
+        misses_cleared_total=prompts.misses_cleared,
+        misses_diverged_total=prompts.misses_diverged,
+        misses_partial_tail_total=prompts.misses_partial_tail,
     )
 
 
@@ -71,16 +79,6 @@ def utilization(scheduler: Scheduler) -> float:
     scheduler.sync()
     empty = sum(len(sequence.block_table) * size - sequence.num_computed for sequence in scheduler.running)
     return 1.0 - empty / slots if slots else 1.0
-
-
-def match_prefix(pool: BlockPool, fingerprint: str, token_ids: list[int], identity: CacheIdentity) -> PrefixMatch:
-    """What is cached of a prompt, without touching it."""
-    tokens = token_bytes(token_ids)
-    root = root_digest(fingerprint, identity.namespace, identity.adapter_id)
-    digests = chain_digests(root, tokens, pool.block_size, identity.media)
-    chunks = np.array(token_ids[: len(digests) * pool.block_size], np.uint32).reshape(-1, pool.block_size)
-    blocks = pool.match(digests, chunks)
-    return PrefixMatch(device_tokens=len(blocks) * pool.block_size, host_tokens=0, block_ids=blocks)
 
 
 def sequence_views(request: LiveRequest, block_size: int) -> list[SequenceView]:
@@ -99,14 +97,18 @@ def sequence_views(request: LiveRequest, block_size: int) -> list[SequenceView]:
     ]
 
 
-def block_views(pool: BlockPool, start: int, limit: int, state: str | None) -> tuple[list[BlockView], int | None]:
-    """Up to `limit` blocks from id `start` in a state ("free", "cached", "active"; None: any), and where to go on."""
-    found: list[BlockView] = []
+def block_views(cache: CacheAdmin, start: int, limit: int, state: str | None) -> tuple[list[BlockView], int | None]:
+    """Up to `limit` blocks from id `start` in a state ("free", "cached", "active", "pinned"; None: any), and where to
+    go on.
+    """
+    pool, found = cache.pool, list[BlockView]()
     for block in range(start, pool.num_blocks):
         if len(found) == limit:
             return found, block
         digest = pool.table.digest(block)
-        kind = "active" if pool.ref_count(block) else "cached" if digest is not None else "free"
+        holders, pins = pool.ref_count(block), cache.pins.holders(block)
+        held = "active" if holders > pins else "pinned"
+        kind = held if holders else "cached" if digest is not None else "free"
         if state in (None, kind):
-            found.append(BlockView(block, pool.ref_count(block), digest or b"", pool.table.parent(block) or b""))
+            found.append(BlockView(block, holders, digest or b"", pool.table.parent(block) or b"", pins))
     return found, None

@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from pagekv.v1 import cache_service_pb2, inference_service_pb2, types_pb2
 
     # The messages whose oneof `input` is a prompt.
-    PromptRequest: TypeAlias = inference_service_pb2.GenerateRequest | cache_service_pb2.LookupPrefixRequest
+    PromptRequest: TypeAlias = (
+        inference_service_pb2.GenerateRequest
+        | cache_service_pb2.LookupPrefixRequest
+        | cache_service_pb2.ExplainPrefixRequest
+        | cache_service_pb2.PinPrefixRequest
+    )
 
 MAX_TEXT_BYTES = 8 * 2**20
 MAX_CHAT_MESSAGES = 4096

@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any, cast
 
 import grpc
 import pytest
-import small_tokenizers
-from fake_engine import MODEL, FakeEngine
+from cache_harness import TOKENIZER, run
+from fake_engine import FakeEngine
 
-from pagekv.common.server import GrpcServer
-from pagekv.kvmanager.cache_service import CacheService
+from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.request import CacheIdentity, GenerateCommand, MediaSpan, SamplingParams
-from pagekv.kvmanager.serving_state import ServingState
-from pagekv.kvmanager.tokenizer import Tokenizer
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import cache_service_pb2_grpc as pb_grpc
 from pagekv.v1 import types_pb2
 
-TOKENIZER = Tokenizer(small_tokenizers.byte_level())
 IDS = types_pb2.TokenizedInput(input_ids=[5, 6, 7])
-
-
-def run(body: Callable[[FakeEngine, pb_grpc.CacheServiceAsyncStub], Awaitable[None]]) -> None:
-    async def main() -> None:
-        engine = FakeEngine()
-        state = ServingState(engine)
-        state.open(MODEL.model_fingerprint, TOKENIZER)
-        server = GrpcServer("127.0.0.1:0", ["pagekv.v1.CacheService"])
-        pb_grpc.add_CacheServiceServicer_to_server(CacheService(engine, state), server.server)
-        port = await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            try:
-                await body(engine, cast("pb_grpc.CacheServiceAsyncStub", pb_grpc.CacheServiceStub(channel)))
-            finally:
-                await server.stop(0)
-
-    asyncio.run(main())
 
 
 def test_stats_arrive_under_their_names() -> None:
@@ -59,6 +36,7 @@ def test_lookup_prefix() -> None:
         )
         answer = await stub.LookupPrefix(pb.LookupPrefixRequest(tokenized=IDS, cache=controls))
         assert (answer.prompt_tokens, answer.device_tokens, answer.host_tokens) == (3, 8, 4)
+        assert answer.partial_tokens == 2
         assert list(answer.block_ids) == [7, 3]
         assert engine.lookups == [([5, 6, 7], CacheIdentity("n", media=(MediaSpan(1, 2, "h"),)))]
         await stub.LookupPrefix(pb.LookupPrefixRequest(text="void"))
@@ -83,14 +61,15 @@ def test_block_table_of_a_live_request() -> None:
 
 def test_list_blocks_in_pieces_and_by_state() -> None:
     async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
-        answer = await stub.ListBlocks(pb.ListBlocksRequest(limit=3))
-        free, cached, active = answer.blocks
+        answer = await stub.ListBlocks(pb.ListBlocksRequest(limit=4))
+        free, cached, active, pinned = answer.blocks
         assert free == pb.BlockInfo(state=pb.BLOCK_STATE_FREE)
         assert cached == pb.BlockInfo(block_id=1, state=pb.BLOCK_STATE_CACHED, block_hash="cc")
-        assert active == pb.BlockInfo(block_id=2, ref_count=2, state=pb.BLOCK_STATE_ACTIVE, block_hash="aa")
-        assert answer.next_start == 3
-        answer = await stub.ListBlocks(pb.ListBlocksRequest(start=3, state=pb.BLOCK_STATE_ACTIVE))
-        assert [block.block_id for block in answer.blocks] == [5, 8]
+        assert active == pb.BlockInfo(block_id=2, ref_count=2, state=pb.BLOCK_STATE_ACTIVE, block_hash="aa", pins=1)
+        assert pinned == pb.BlockInfo(block_id=3, ref_count=1, state=pb.BLOCK_STATE_PINNED, block_hash="ee", pins=1)
+        assert answer.next_start == 4
+        answer = await stub.ListBlocks(pb.ListBlocksRequest(start=3, state=pb.BLOCK_STATE_PINNED))
+        assert [block.block_id for block in answer.blocks] == [3, 7]
         assert not answer.HasField("next_start")
 
     run(body)
@@ -119,7 +98,15 @@ def test_list_blocks_in_pieces_and_by_state() -> None:
         ("GetBlockTable", pb.GetBlockTableRequest(), "request_id"),
         ("ListBlocks", pb.ListBlocksRequest(start=10), "start"),
         ("ListBlocks", pb.ListBlocksRequest(limit=10001), "limit"),
-        ("ListBlocks", pb.ListBlocksRequest(state=cast("pb.BlockState.ValueType", 4)), "state"),
+        ("ListBlocks", pb.ListBlocksRequest(state=cast("pb.BlockState.ValueType", 5)), "state"),
+        ("ExplainPrefix", pb.ExplainPrefixRequest(), "input"),
+        ("ExplainPrefix", pb.ExplainPrefixRequest(tokenized=IDS, start=1), "start"),
+        ("ExplainPrefix", pb.ExplainPrefixRequest(tokenized=IDS, limit=10001), "limit"),
+        ("PinPrefix", pb.PinPrefixRequest(lease_seconds=1), "input"),
+        ("PinPrefix", pb.PinPrefixRequest(tokenized=IDS), "lease_seconds"),
+        ("PinPrefix", pb.PinPrefixRequest(tokenized=IDS, lease_seconds=86401), "lease_seconds"),
+        ("UnpinPrefix", pb.UnpinPrefixRequest(), "pin_id"),
+        ("UnpinPrefix", pb.UnpinPrefixRequest(pin_id="p" * 65), "pin_id"),
     ],
 )
 def test_bad_fields(method: str, message: Any, field: str) -> None:
@@ -136,36 +123,48 @@ def test_reset() -> None:
     async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
         assert (await stub.ResetPrefixCache(pb.ResetPrefixCacheRequest())).removed_blocks == 5
         engine.held_blocks = True
-        with pytest.raises(grpc.aio.AioRpcError, match="running requests hold blocks") as caught:
+        with pytest.raises(grpc.aio.AioRpcError, match="running requests or pins hold blocks") as caught:
             await stub.ResetPrefixCache(pb.ResetPrefixCacheRequest())
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        answer = await stub.ResetPrefixCache(pb.ResetPrefixCacheRequest(force=True))
+        assert answer == pb.ResetPrefixCacheResponse(removed_blocks=5, preempted_sequences=2, ended_pins=1)
 
     run(body)
 
 
-@pytest.mark.parametrize(
-    ("method", "message"),
-    [
-        ("ExplainPrefix", pb.ExplainPrefixRequest(text="x")),
-        ("PinPrefix", pb.PinPrefixRequest(text="x", lease_seconds=1)),
-        ("UnpinPrefix", pb.UnpinPrefixRequest(pin_id="p")),
-        ("ResetPrefixCache", pb.ResetPrefixCacheRequest(force=True)),
-    ],
-)
-def test_what_is_not_served_yet_says_so(method: str, message: Any) -> None:
+def test_explain_prefix_in_pages() -> None:
     async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
-        with pytest.raises(grpc.aio.AioRpcError, match=rf"{method}.* not served by this version") as caught:
-            await getattr(stub, method)(message)
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        prompt = types_pb2.TokenizedInput(input_ids=[5] * 9)
+        controls = types_pb2.CacheControls(namespace="n", adapter_id="a")
+        answer = await stub.ExplainPrefix(pb.ExplainPrefixRequest(tokenized=prompt, cache=controls))
+        assert engine.lookups == [([5] * 9, CacheIdentity("n", "a"))]
+        hit, old, tail = answer.blocks
+        assert hit == pb.BlockExplanation(
+            end=4, outcome=pb.BLOCK_OUTCOME_HIT, block_hash="aa", block_id=7, reason="cached", shared_tokens=4
+        )
+        assert (old.outcome, old.steps_ago, old.seconds_ago) == (pb.BLOCK_OUTCOME_EVICTED, 0, 0.5)
+        assert old.HasField("steps_ago")
+        assert not old.HasField("block_id")
+        assert tail == pb.BlockExplanation(start=8, end=9, outcome=pb.BLOCK_OUTCOME_PARTIAL_TAIL, reason="tail")
+        assert (answer.prompt_tokens, answer.cached_tokens) == (9, 4)
+        assert not answer.HasField("next_start")
+        answer = await stub.ExplainPrefix(pb.ExplainPrefixRequest(tokenized=prompt, start=1, limit=1))
+        assert [block.start for block in answer.blocks] == [4]
+        assert answer.next_start == 2
 
     run(body)
 
 
-def test_watching_events_is_not_served_yet() -> None:
+def test_pin_and_unpin() -> None:
     async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
-        with pytest.raises(grpc.aio.AioRpcError, match=r"WatchEvents .* not served by this version") as caught:
-            async for _ in stub.WatchEvents(pb.WatchEventsRequest()):
-                pass
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        answer = await stub.PinPrefix(pb.PinPrefixRequest(tokenized=IDS, lease_seconds=60))
+        assert answer == pb.PinPrefixResponse(pin_id="pin-60", pinned_tokens=8)
+        assert engine.lookups == [([5, 6, 7], CacheIdentity())]
+        assert (await stub.UnpinPrefix(pb.UnpinPrefixRequest(pin_id="pin-60"))).unpinned_tokens == 8
+        assert (await stub.UnpinPrefix(pb.UnpinPrefixRequest(pin_id="pin-61"))).unpinned_tokens == 0
+        engine.refusal = LimitExceeded("12 blocks would be pinned, at most 5 of 10")
+        with pytest.raises(grpc.aio.AioRpcError, match="12 blocks would be pinned, at most 5 of 10") as caught:
+            await stub.PinPrefix(pb.PinPrefixRequest(tokenized=IDS, lease_seconds=60))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
     run(body)

@@ -6,7 +6,7 @@ import pytest
 
 from pagekv.kvmanager.config import ManagerConfig, parse_config
 from pagekv.kvmanager.engine_config import EngineConfig
-from pagekv.kvmanager.scheduler import SchedulerLimits
+from pagekv.kvmanager.running import SchedulerLimits
 
 DEFAULTS = ManagerConfig(
     listen="127.0.0.1:50051",
@@ -26,6 +26,7 @@ DEFAULTS = ManagerConfig(
         pipeline_depth=2,
         step_timeout_s=60.0,
         take_over=False,
+        max_pinned_share=0.5,
         limits=SchedulerLimits(max_batch_tokens=2048, max_running=256, watermark=0.01, prefix_cache=True),
     ),
 )
@@ -59,9 +60,10 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
         "PAGEKV_PREFIX_CACHE": "off",
         "PAGEKV_PARTIAL_HITS": "off",
         "PAGEKV_PRIORITY_AGING": "5",
+        "PAGEKV_MAX_PINNED_SHARE": "0.75",
     }
     limits = SchedulerLimits(max_batch_tokens=64, max_running=5, watermark=0.25, prefix_cache=False, partial_hits=False)
-    engine = EngineConfig("executor:1", 256, 7, 100, 3, 5, 1, 2.0, True, limits)
+    engine = EngineConfig("executor:1", 256, 7, 100, 3, 5, 1, 2.0, True, 0.75, limits)
     expected = ManagerConfig("unix:/run/pagekv", "none", 0.5, "debug", "json", "/tmp/port", False, engine)
     assert parse_config([], env) == expected
     assert parse_config(["--max-queue", "9"], env).engine.max_queue == 9

@@ -1,0 +1,174 @@
+"""What the cache service asks of the pool and does to it between two steps: explain, pin, reset, watch.
+
+Lives as long as the engine loop and outlives its pools: what left the table of a lost executor is remembered, and
+watchers are told; its pins are over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from pagekv.common.errors import LimitExceeded
+from pagekv.kvmanager.block_hash import chain_digests, root_digest, token_bytes
+from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.engine import CacheReset, PinResult, PrefixExplanation, PrefixMatch
+from pagekv.kvmanager.explain import explain_prefix
+from pagekv.kvmanager.known_adapters import KnownAdapters
+from pagekv.kvmanager.pins import Pins
+from pagekv.kvmanager.prompt_counters import PromptCounters
+from pagekv.kvmanager.request import CacheIdentity
+from pagekv.kvmanager.scheduler import Scheduler
+from pagekv.kvmanager.sequence import Sequence as LiveSequence
+from pagekv.kvmanager.table_log import TableLog
+from pagekv.kvmanager.table_watch import TableWatch
+
+
+class CacheAdmin:
+    """Owned by the engine loop, which calls `adopt` for each pool and `border` after each step it plans or commits."""
+
+    def __init__(
+        self,
+        prefix_cache: bool,
+        max_pinned_share: float,
+        wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`prefix_cache`: whether blocks are reused across requests. `wake` is called when blocks became free outside
+        of a step.
+        """
+        self.log = TableLog(clock)
+        self.counters = PromptCounters()
+        self._prefix_cache = prefix_cache
+        self._max_pinned_share = max_pinned_share
+        self._wake = wake
+        self._clock = clock
+        self._adapters = KnownAdapters()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def adopt(self, pool: BlockPool, fingerprint: str) -> None:
+        """The pool of a new epoch, empty and with this log, for the model with this fingerprint."""
+        self.pool = pool
+        self.pins = Pins(pool, self._max_pinned_share, self._clock)
+        self._fingerprint = fingerprint
+        self._arm()
+        self.log.follow(pool.table)
+
+    def border(self, step: int) -> None:
+        """`step` steps are completed, and the table is consistent."""
+        self.log.border(step)
+
+    def end(self, error: Exception) -> None:
+        """Tells every watcher that it is over; no lease ends any more."""
+        self.log.end_watches(error)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # -- requests
+
+    def check_room(self, needed: int) -> None:
+        """Raises LimitExceeded when a request that needs so many blocks cannot finish beside the pins."""
+        pinned = self.pins.num_blocks
+        if needed > self.pool.num_blocks - pinned:
+            raise LimitExceeded(
+                f"prompt and output need {needed} blocks; {pinned} of {self.pool.num_blocks} are pinned until they are "
+                "unpinned or their leases end"
+            )
+
+    def note_request(self, identity: CacheIdentity) -> None:
+        """A request was accepted."""
+        self._adapters.note(identity.namespace, identity.adapter_id)
+
+    def count_admission(self, sequence: LiveSequence) -> None:
+        """A sequence got its blocks for the first time."""
+        reads_cache = self._prefix_cache and sequence.request.command.identity.read
+        self.counters.count(sequence, self.pool, self.log, reads_cache)
+
+    # -- prefixes
+
+    def lookup(self, token_ids: Sequence[int], identity: CacheIdentity, partial_hits: bool) -> PrefixMatch:
+        """What is cached of a prompt; changes nothing. `partial_hits`: also of the block behind, by copying."""
+        size = self.pool.block_size
+        root = self._root(identity, identity.adapter_id)
+        digests = chain_digests(root, token_bytes(token_ids), size, identity.media)
+        tokens = np.array(token_ids, np.uint32)
+        hits = self.pool.match(digests, tokens[: len(digests) * size].reshape(-1, size))
+        found = len(hits) * size
+        partial = 0
+        if partial_hits and not identity.media and found < len(tokens):
+            _, partial = self.pool.table.longest_run(hits[-1] if hits else root, tokens[found : found + size])
+        return PrefixMatch(device_tokens=found, host_tokens=0, block_ids=hits, partial_tokens=partial)
+
+    def explain(self, token_ids: Sequence[int], identity: CacheIdentity, start: int, limit: int) -> PrefixExplanation:
+        """Why a page of a prompt's blocks hits or misses; changes nothing."""
+        others = self._adapters.others(identity.namespace, identity.adapter_id)
+        return explain_prefix(
+            self.pool,
+            self.log,
+            self._root(identity, identity.adapter_id),
+            token_ids,
+            identity.media,
+            [(adapter, self._root(identity, adapter)) for adapter in others],
+            start,
+            limit,
+        )
+
+    def _root(self, identity: CacheIdentity, adapter_id: str) -> bytes:
+        return root_digest(self._fingerprint, identity.namespace, adapter_id)
+
+    # -- pins
+
+    def pin(self, token_ids: Sequence[int], identity: CacheIdentity, lease_s: float, largest_need: int) -> PinResult:
+        """Pins what is cached of a prompt. Raises LimitExceeded, with nothing changed."""
+        blocks = self.lookup(token_ids, identity, partial_hits=False).block_ids
+        if not blocks:
+            return PinResult("", 0)
+        pin_id = self.pins.pin(blocks, lease_s, largest_need)
+        self._arm()
+        return PinResult(pin_id, len(blocks) * self.pool.block_size)
+
+    def unpin(self, pin_id: str) -> int:
+        """Ends a pin; tokens it held, 0 when there is no such pin."""
+        blocks = self.pins.unpin(pin_id)
+        if blocks:
+            self._arm()
+            self._wake()
+        return blocks * self.pool.block_size
+
+    def _arm(self) -> None:
+        """Sets the timer for the next lease that ends."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due = self.pins.next_expiry
+        if due is not None:
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, due - self._clock()), self._expire)
+
+    def _expire(self) -> None:
+        if self.pins.expire():
+            self._wake()
+        self._arm()
+
+    # -- the whole table
+
+    def reset(self, scheduler: Scheduler, force: bool) -> CacheReset | None:
+        """Forgets every cached block. While blocks are held: None, and nothing changed; with `force` running sequences
+        are preempted and pins end.
+        """
+        if not force:
+            return None if self.pool.num_active else CacheReset(self.pool.clear_prefix_table())
+        before = scheduler.counters.preemptions
+        scheduler.preempt_all()
+        ended = self.pins.end_all()
+        self._arm()
+        # What still drains keeps its blocks, as private ones, for the moment that it needs.
+        removed = self.pool.clear_prefix_table()
+        self._wake()
+        return CacheReset(removed, scheduler.counters.preemptions - before, ended)
+
+    def watch(self) -> TableWatch:
+        """The table now and as it changes. Raises LimitExceeded."""
+        return self.log.watch()

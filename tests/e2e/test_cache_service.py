@@ -1,0 +1,211 @@
+"""Explaining, pinning, resetting and watching the cache of a real stack that is busy with something else."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import suppress
+
+import pytest
+from calls import Caller, request_for
+from stack import ORACLE, Stack, running_stack
+
+from pagekv.client import AsyncPageKVClient, BlockStored, FailedPrecondition, LimitExceeded, TableReplica
+from pagekv.client.errors import PageKVError
+
+pytestmark = pytest.mark.e2e
+
+SMALL = ["--num-device-blocks", "96", "--block-size", "4", "--max-batch-tokens", "64"]
+
+
+async def stored(client: AsyncPageKVClient) -> dict[str, str]:
+    """Hash to parent hash of every block in the prefix table, from ListBlocks."""
+    listed = await client.list_blocks(limit=10_000)
+    return {block.block_hash: block.parent_hash for block in listed.blocks if block.block_hash}
+
+
+def copied(replica: TableReplica) -> dict[str, str]:
+    return {block.block_hash: block.parent_hash for block in replica.blocks.values()}
+
+
+class Load:
+    """Requests with prefixes in common, in a pool that is too small for them, and people who steer the cache."""
+
+    def __init__(self, stack: Stack, seed: int) -> None:
+        self.stack = stack
+        self.rng = random.Random(seed)
+        self.families = [[self.rng.randrange(3, 400) for _ in range(40)] for _ in range(5)]
+
+    def prompt(self) -> list[int]:
+        prefix = self.rng.choice(self.families)[: self.rng.randrange(4, 41)]
+        return prefix + [self.rng.randrange(3, 400) for _ in range(self.rng.randrange(1, 20))]
+
+    async def generate(self, caller: Caller, count: int) -> None:
+        for _ in range(count):
+            length = self.rng.randrange(5, 40)
+            result = await caller.generate(request_for(self.prompt(), length, ignore_eos=True))
+            assert len(result.tokens) == length
+
+    async def steer(self, client: AsyncPageKVClient, stop: asyncio.Event) -> None:
+        """Until `stop`: pins, unpins, explains, resets, and kills the executor once."""
+        pins: list[str] = []
+        for round_number in range(10_000):
+            if stop.is_set():
+                break
+            prompt = self.prompt()
+            with suppress(LimitExceeded):
+                pins.append((await client.pin_prefix(prompt, 600)).pin_id)
+            explained = await client.explain_prefix(prompt)
+            assert explained.prompt_tokens == len(prompt) == explained.blocks[-1].end
+            if pins and self.rng.random() < 0.5:
+                pin = pins.pop(self.rng.randrange(len(pins)))
+                if pin:
+                    await client.unpin_prefix(pin)
+            if self.rng.random() < 0.1:
+                with suppress(FailedPrecondition):
+                    await client.reset_prefix_cache(force=self.rng.random() < 0.5)
+            if round_number == 20:
+                await asyncio.to_thread(self.stack.executor.kill)
+                await asyncio.to_thread(self.stack.executor.start, self.stack.executor.port)
+            await asyncio.sleep(0.01)
+        for pin in filter(None, pins):
+            await client.unpin_prefix(pin)
+
+
+def test_a_replica_holds_the_managers_table_after_everything_that_can_happen_to_it() -> None:
+    """CHECKLIST K7. Evictions, pins, resets, a killed executor, and a watcher that joins in the middle of it."""
+
+    async def follow(client: AsyncPageKVClient, replica: TableReplica) -> None:
+        async for batch in client.watch_events():
+            replica.apply(batch)
+
+    async def run(stack: Stack) -> None:
+        load = Load(stack, seed=1)
+        stop = asyncio.Event()
+        replicas = [TableReplica(), TableReplica()]
+        async with Caller(stack.target) as caller, AsyncPageKVClient(stack.target) as client:
+            watching = [asyncio.create_task(follow(client, replicas[0]))]
+            steering = asyncio.create_task(load.steer(client, stop))
+            working = asyncio.gather(*(load.generate(caller, 10) for _ in range(6)))
+            await asyncio.sleep(0.3)
+            watching.append(asyncio.create_task(follow(client, replicas[1])))
+            await working
+            stop.set()
+            await steering
+            stats = await caller.idle_stats()
+            assert stats.evicted_blocks_total > 0
+            assert (stats.executor_restarts_total, stats.watchers, stats.pins) == (1, 2, 0)
+            table = await stored(client)
+            for _ in range(1000):
+                if all(copied(replica) == table for replica in replicas):
+                    break
+                await asyncio.sleep(0.01)
+            assert [copied(replica) for replica in replicas] == [table, table]
+            assert len(table) == stats.published_blocks > 0
+            assert all(len(block.token_ids) == 4 for block in replicas[0].blocks.values())
+            for task in watching:
+                task.cancel()
+            # The server notices that its readers are gone.
+            for _ in range(1000):
+                if not (await client.stats()).watchers:
+                    break
+                await asyncio.sleep(0.01)
+            assert (await client.stats()).watchers == 0
+
+    with running_stack([*ORACLE, "--step-time-ms", "2"], SMALL) as stack:
+        asyncio.run(run(stack))
+
+
+def test_a_pinned_prefix_outlives_a_flood_and_an_expired_one_does_not() -> None:
+    """CHECKLIST F7: a lease does what a dummy request would otherwise be kept running for."""
+
+    async def run(stack: Stack) -> None:
+        pinned, expired, free = ([base + i for i in range(16)] for base in (10, 100, 200))
+        async with Caller(stack.target) as caller, AsyncPageKVClient(stack.target) as client:
+            for prompt in (pinned, expired, free):
+                await caller.generate(request_for(prompt, 1))
+            pin = await client.pin_prefix(pinned, 86_400)
+            assert pin.pinned_tokens == 16
+            await client.pin_prefix(expired, 1)
+            for _ in range(1000):
+                if (await client.stats()).pins == 1:
+                    break
+                await asyncio.sleep(0.01)
+            await Load(stack, seed=2).generate(caller, 15)
+            tokens = [(await client.lookup_prefix(prompt)).device_tokens for prompt in (pinned, expired, free)]
+            assert tokens == [16, 0, 0]
+            outcomes = {block.outcome for block in (await client.explain_prefix(free)).blocks}
+            assert outcomes == {"evicted"}
+            states = {block.state for block in (await client.list_blocks(state="pinned")).blocks}
+            assert states == {"pinned"}
+
+    with running_stack(ORACLE, SMALL) as stack:
+        asyncio.run(run(stack))
+
+
+def test_a_forced_reset_preempts_and_no_stream_notices() -> None:
+    async def run(stack: Stack) -> None:
+        async with Caller(stack.target) as caller, AsyncPageKVClient(stack.target) as client:
+            request = request_for([7] * 20, 60, ignore_eos=True)
+            wanted = await caller.generate(request)
+            stream = asyncio.create_task(caller.generate(request))
+            preempted = 0
+            while not stream.done():
+                try:
+                    await client.reset_prefix_cache()
+                except FailedPrecondition:
+                    preempted += (await client.reset_prefix_cache(force=True)).preempted_sequences
+                await asyncio.sleep(0.02)
+            assert (await stream).tokens == wanted.tokens
+            assert preempted > 0
+
+    with running_stack([*ORACLE, "--step-time-ms", "2"], SMALL) as stack:
+        asyncio.run(run(stack))
+
+
+def test_a_watch_ends_with_its_manager() -> None:
+    async def run(stack: Stack) -> None:
+        async with AsyncPageKVClient(stack.target) as client:
+            watched = client.watch_events()
+            first = await anext(watched)
+            assert (first.snapshot, first.events) == (True, ())
+            stopping = asyncio.create_task(asyncio.to_thread(stack.manager.stop))
+            with pytest.raises(PageKVError, match="shutting down"):
+                await anext(watched)
+            assert await stopping == 0
+
+    with running_stack(ORACLE, SMALL) as stack:
+        asyncio.run(run(stack))
+
+
+def test_the_snapshot_of_a_large_table_fits_its_messages() -> None:
+    """16,384 blocks in more than 16 messages."""
+
+    async def run(stack: Stack) -> None:
+        async with Caller(stack.target) as caller, AsyncPageKVClient(stack.target) as client:
+            for base in range(8):
+                await caller.generate(request_for([3 + (base + i) % 400 for i in range(2000)], 1))
+            batches = [batch async for batch in client.watch_events(snapshot_only=True)]
+            replica = TableReplica()
+            assert [replica.apply(batch) for batch in batches] == [False] * (len(batches) - 1) + [True]
+            assert len(batches) >= 16
+            assert copied(replica) == {
+                block.block_hash: block.parent_hash
+                for start in range(0, 17_000, 10_000)
+                for block in (await client.list_blocks(start, 10_000)).blocks
+                if block.block_hash
+            }
+            known: set[str] = set()
+            roots: set[str] = set()
+            for batch in batches:
+                for event in batch.events:
+                    assert isinstance(event, BlockStored)
+                    if event.parent_hash not in known:
+                        roots.add(event.parent_hash)
+                    known.add(event.block_hash)
+            # All in one namespace: the only parent that is no block before it is the one root.
+            assert len(roots) == 1
+
+    args = ["--num-device-blocks", "17000", "--block-size", "1", "--max-batch-tokens", "8192"]
+    with running_stack(ORACLE, args) as stack:
+        asyncio.run(run(stack))

@@ -1,0 +1,156 @@
+"""Random load on scheduler, pins, resets and lost executors, watched: every reader holds the table at every border."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from cached_prefixes import Clock
+from fake_executor import FakeExecutor, expected_output
+from scheduler_driver import VOCAB, Driver, finished, output
+from table_reader import Reader, table_of
+
+from pagekv.common.errors import LimitExceeded
+from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.cache_admin import CacheAdmin
+from pagekv.kvmanager.capacity import blocks_needed, total_tokens
+from pagekv.kvmanager.engine import BlockOutcome
+from pagekv.kvmanager.request import CacheIdentity
+from pagekv.kvmanager.scheduler import Scheduler
+
+BLOCKS, SIZE = 16, 4
+ANY = CacheIdentity()
+
+
+class WatchedDriver(Driver):
+    """A driver whose pools a CacheAdmin looks after, as the engine loop has it."""
+
+    def __init__(self, partial_hits: bool) -> None:
+        super().__init__(BLOCKS, SIZE, partial_hits=partial_hits)
+        self.clock = Clock()
+        self.admin = CacheAdmin(True, 0.5, lambda: None, self.clock)
+        self.pool = BlockPool(BLOCKS, SIZE, log=self.admin.log)
+        self.scheduler = Scheduler(self.pool, self.scheduler.limits, (), self.admin.count_admission)
+        self.admin.adopt(self.pool, "model")
+
+    def lose_executor(self) -> None:
+        self.pool = BlockPool(BLOCKS, SIZE, log=self.admin.log)
+        self.scheduler.lose_executor(self.pool, self.scheduler.limits, ())
+        self.admin.adopt(self.pool, "model")
+        self.in_flight.clear()
+        self.executor = FakeExecutor(BLOCKS, SIZE, VOCAB)
+
+    def check(self) -> None:
+        sequences = (s for request in self.requests for s in request.sequences)
+        self.scheduler.check_integrity(sequences, self.admin.pins.tables())
+
+    def largest_need(self) -> int:
+        live = [request.command for request in self.requests if not finished(request)]
+        return max((blocks_needed(total_tokens(command), SIZE) for command in live), default=0)
+
+
+class History:
+    """One random history."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.driver = WatchedDriver(partial_hits=rng.random() < 0.5)
+        self.readers = [Reader(self.driver.admin.watch())]
+        # Read now and then only.
+        self.slow = Reader(self.driver.admin.watch())
+        self.pins: list[str] = []
+        self.steps = 0
+
+    def prompt(self) -> list[int]:
+        return [self.rng.randrange(2) for _ in range(self.rng.randrange(1, 24))]
+
+    def move(self) -> None:
+        rng, driver, admin = self.rng, self.driver, self.driver.admin
+        move = rng.random()
+        if move < 0.3:
+            self.submit(self.prompt(), rng.randrange(1, 12), rng.choice((1, 1, 1, 3)))
+        elif move < 0.6:
+            driver.plan()
+        elif move < 0.8:
+            driver.complete()
+        elif move < 0.88:
+            self.pin(self.prompt(), rng.randrange(1, 30))
+        elif move < 0.91 and self.pins:
+            admin.unpin(rng.choice(self.pins))
+        elif move < 0.94:
+            self.clock_goes_on(rng.randrange(10))
+        elif move < 0.96:
+            driver.abort(rng.choice(driver.requests)) if driver.requests else None
+        elif move < 0.98:
+            admin.reset(driver.scheduler, force=rng.random() < 0.7)
+        elif move < 0.99:
+            driver.lose_executor()
+        else:
+            self.readers.append(Reader(admin.watch()))
+
+    def submit(self, prompt: list[int], max_tokens: int, n: int) -> None:
+        try:
+            self.driver.admin.check_room(blocks_needed(len(prompt) + max_tokens, SIZE))
+        except LimitExceeded:
+            return
+        self.driver.submit(prompt, max_tokens, n=n)
+
+    def pin(self, prompt: list[int], lease_s: int) -> None:
+        admin = self.driver.admin
+        try:
+            pin = admin.pin(prompt, ANY, lease_s, self.driver.largest_need())
+        except LimitExceeded:
+            return
+        if pin.pin_id:
+            self.pins.append(pin.pin_id)
+            cached = [block.outcome for block in admin.explain(prompt, ANY, 0, 99).blocks]
+            assert cached[: pin.pinned_tokens // SIZE] == [BlockOutcome.HIT] * (pin.pinned_tokens // SIZE)
+
+    def clock_goes_on(self, seconds: int) -> None:
+        self.driver.clock.now += seconds
+        self.driver.admin._expire()
+
+    def border(self) -> None:
+        """What is true after every step planned or committed, and whatever the services did in between."""
+        driver, admin = self.driver, self.driver.admin
+        self.steps += 1
+        admin.border(self.steps)
+        driver.check()
+        table = table_of(driver.pool)
+        for reader in self.readers:
+            reader.read()
+            assert reader.table == table
+        if self.rng.random() < 0.1:
+            self.slow.read()
+            assert self.slow.table == table
+        for blocks in admin.pins.tables():
+            assert all(driver.pool.table.digest(block) is not None for block in blocks)
+        assert admin.pins.num_blocks <= BLOCKS // 2
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_readers_hold_the_table_at_every_border_and_every_request_finishes(seed: int) -> None:
+    """CHECKLIST K7, F7: a consumer that replays the events has exactly the manager's table, whatever happens to it;
+    and pins, which last to the end here, never keep a live request from finishing.
+    """
+
+    async def main() -> None:
+        history = History(random.Random(seed))
+        driver = history.driver
+        for _ in range(250):
+            history.move()
+            history.border()
+        while driver.step():
+            history.border()
+        assert all(finished(request) for request in driver.requests)
+        ran_out = [r for r in driver.requests if len(output(r)) == r.command.sampling.max_tokens]
+        for request in ran_out:
+            prompt = request.command.prompt_ids
+            assert output(request) == expected_output(prompt, request.command.sampling.max_tokens, VOCAB)
+        history.slow.read()
+        assert history.slow.table == table_of(driver.pool)
+        assert driver.admin.pins.end_all() >= 0
+        assert driver.pool.num_active == 0
+
+    asyncio.run(main())
