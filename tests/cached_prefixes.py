@@ -29,9 +29,13 @@ def hold(pool: BlockPool, prompt: list[int], root: bytes = ROOT, media: tuple[Me
     count = len(hits)
     fresh = pool.allocate(len(digests) - count)
     assert fresh is not None
-    parent = digests[count - 1] if count else root
-    if len(fresh):
-        pool.publish_chain(fresh, digests[count:], parent, chunks[count:], media=bool(media))
+    # As the manager does: what comes before the media is text like any other.
+    border = max(count, min((span.position for span in media), default=len(prompt)) // size)
+    for begin, end, is_media in ((count, border, False), (border, len(digests), True)):
+        if begin < min(end, len(digests)):
+            blocks, part = fresh[begin - count : end - count], chunks[begin:end]
+            before = digests[begin - 1] if begin else root
+            pool.publish_chain(blocks, digests[begin:end], before, part, first=begin == 0, media=is_media)
     return np.concatenate((hits, fresh))
 
 

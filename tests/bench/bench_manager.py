@@ -138,8 +138,8 @@ def show(rows: list[Row]) -> str:
     floor = by_work.get(BENCHES[0].work)
     if floor is not None:
         lines.append(
-            f"\nSHA-256 takes {floor / 256:.2f} us a block here, {floor * 1e-6 / 256 / REFERENCE_HASH_S:.2f} times what "
-            "it takes where peers and bounds come from."
+            f"\nSHA-256 takes {floor / 256:.2f} us a block here, {floor * 1e-6 / 256 / REFERENCE_HASH_S:.2f} times "
+            "what it takes where peers and bounds come from."
         )
     small, large = (by_work.get(bench.work) for bench in BENCHES[6:8])
     if small and large:

@@ -144,7 +144,7 @@ def churn(num_blocks: int, repeats: int, per_sample: int = 64) -> list[float]:
             for digests, chunks in ready:
                 blocks = pool.allocate(run)
                 assert blocks is not None
-                pool.publish_chain(blocks, digests, ROOT, chunks, media=False)
+                pool.publish_chain(blocks, digests, ROOT, chunks, first=True, media=False)
                 pool.free(blocks)
             samples.append((time.perf_counter() - begun) / (per_sample * run))
         assert pool.evictions - before == per_sample * run
@@ -161,7 +161,7 @@ def _fill(pool: BlockPool, count: int) -> int:
         blocks = pool.allocate(run)
         assert blocks is not None
         digests = chain_digests(ROOT, ids.tobytes(), BLOCK_SIZE)
-        pool.publish_chain(blocks, digests, ROOT, ids.reshape(-1, BLOCK_SIZE), media=False)
+        pool.publish_chain(blocks, digests, ROOT, ids.reshape(-1, BLOCK_SIZE), first=True, media=False)
         pool.free(blocks)
         serial += run
     return pool.num_cached_free

@@ -95,26 +95,43 @@ class BlockPool:
         self.hash_alarms += alarm
         return blocks
 
+    def note_collision(self, digest: bytes) -> None:
+        """Raises the alarm if a digest that the walk did not find is in the table: it stands for another content."""
+        self.hash_alarms += self.table.lookup(digest) is not None
+
     def publish(
-        self, blocks: Blocks, digests: Sequence[bytes], parents: Sequence[bytes], chunks: Chunks, *, media: bool
-    ) -> None:
-        """Enters full, held blocks into the prefix table, each after its parent digest; see `PrefixTable.add`."""
+        self,
+        blocks: Blocks,
+        digests: Sequence[bytes],
+        parents: Sequence[bytes],
+        chunks: Chunks,
+        *,
+        first: Sequence[bool],
+        media: bool,
+    ) -> list[int]:
+        """Enters full, held blocks into the prefix table, each after its parent digest; see `PrefixTable.add`. Returns
+        the positions of those whose digest collided with that of another content, also in the alarm counter.
+        """
         self._check_held(blocks)
-        entered = self.table.add(blocks, digests, parents, chunks, media=media)
+        added = self.table.add(blocks, digests, parents, chunks, first=first, media=media)
+        self.hash_alarms += len(added.collided)
         if self._log is not None and self._log.watched:
-            for position in entered:
+            for position in added.entered:
                 self._log.stored(int(blocks[position]), digests[position], parents[position])
+        return added.collided
 
     def publish_chain(
-        self, blocks: Blocks, digests: Sequence[bytes], parent: bytes, chunks: Chunks, *, media: bool
-    ) -> None:
-        """`publish` for consecutive blocks of one sequence, the first one after the digest `parent`."""
+        self, blocks: Blocks, digests: Sequence[bytes], parent: bytes, chunks: Chunks, *, first: bool, media: bool
+    ) -> list[int]:
+        """`publish` for consecutive blocks of one sequence, at least one, the first one after the digest `parent`."""
         self._check_held(blocks)
-        entered = self.table.add_chain(blocks, digests, parent, chunks, media=media)
+        added = self.table.add_chain(blocks, digests, parent, chunks, first=first, media=media)
+        self.hash_alarms += len(added.collided)
         if self._log is not None and self._log.watched:
-            for position in entered:
+            for position in added.entered:
                 before = digests[position - 1] if position else parent
                 self._log.stored(int(blocks[position]), digests[position], before)
+        return added.collided
 
     def _check_held(self, blocks: Blocks) -> None:
         if self.num_unheld(blocks):
@@ -148,10 +165,11 @@ class BlockPool:
         blocks = self._free.pop(count)
         cached = blocks[self.table.published[blocks]]
         if len(cached):
-            digests = self.table.remove(cached)
-            self._free.forget(cached)
-            self._num_cached_free -= len(cached)
             self.evictions += len(cached)
+            # More than were asked for where a block that stays follows one that goes.
+            cached, digests = self.table.remove(cached)
+            self._free.forget(cached)
+            self._num_cached_free -= self.num_unheld(cached)
             if self._log is not None:
                 self._log.removed(digests)
         self._ref_count[blocks] = 1

@@ -88,14 +88,19 @@ class BlockTables:
 
     def _match(self, sequence: Sequence, most: int) -> Blocks:
         """Longest leading run of cached blocks, at most `most`; brings `digests` along."""
-        chunks = sequence.chunks(self._block_size)[:most]
-        table, digests = self.pool.table, sequence.digests
-        media = sequence.request.command.identity.media
-        blocks = [] if media else table.follow(sequence.request.root, chunks)
+        size, table, digests = self._block_size, self.pool.table, sequence.digests
+        chunks = sequence.chunks(size)[:most]
+        text = min(most, sequence.first_media // size)
+        blocks = table.follow(sequence.request.root, chunks[:text])
+        found = len(blocks)
         digests += table.digests(blocks[len(digests) :])
-        if len(blocks) < most:
+        if found < most:
             self._extend_digests(sequence)
-            blocks += self.pool.match(digests[len(blocks) : most], chunks[len(blocks) :])
+            if found == text:
+                # From the media on by digest.
+                blocks += self.pool.match(digests[found:most], chunks[found:])
+            else:
+                self.pool.note_collision(digests[found])
         return np.array(blocks, np.int32)
 
     def _partial_hit(self, sequence: Sequence, hits: Blocks) -> tuple[int, int]:
@@ -173,10 +178,17 @@ class BlockTables:
             return
         self._extend_digests(sequence)
         digests, blocks = sequence.digests, sequence.blocks()[first:full]
-        parent = digests[first - 1] if first else sequence.request.root
-        media = bool(sequence.request.command.identity.media)
-        chunks = sequence.chunks(size)[first:full]
-        self.pool.publish_chain(blocks, digests[first:full], parent, chunks, media=media)
+        chunks = sequence.chunks(size)
+        # What comes before the media is told by its tokens, like any other text.
+        border = min(max(first, sequence.first_media // size), full)
+        for begin, end, media in ((first, border, False), (border, full, True)):
+            if begin < end and sequence.publishes:
+                parent = digests[begin - 1] if begin else sequence.request.root
+                offered = blocks[begin - first : end - first]
+                collided = self.pool.publish_chain(
+                    offered, digests[begin:end], parent, chunks[begin:end], first=begin == 0, media=media
+                )
+                sequence.publishes = not collided
         if computed_now and self._partial_hits:
             self._being_computed.append(blocks)
 
@@ -191,6 +203,7 @@ class BlockTables:
         offered: list[int] = []
         digests: list[bytes] = []
         parents: list[bytes] = []
+        first: list[bool] = []
         for position, (sequence, block) in enumerate(zip(sequences, blocks.tolist(), strict=True)):
             table, tokens = sequence.block_table, sequence.token_ids
             index = len(table) - 1
@@ -201,11 +214,14 @@ class BlockTables:
             if prefix_cache and sequence.publishes and sequence.num_published == index:
                 known = sequence.digests
                 parent = known[-1] if index else sequence.request.root
-                if sequence.has_media:
-                    self._publish_with_media(sequence, index, parent, chunk)
+                if (index + 1) * size > sequence.first_media:
+                    # Rare, so by the way of prompts, which wants to know how far it has come.
+                    sequence.num_computed = (index + 1) * size
+                    self.publish(sequence)
                 else:
                     digest = sha256(parent + chunk).digest()
                     known.append(digest)
+                    first.append(index == 0)
                     ready.append(position)
                     offered.append(table[index])
                     digests.append(digest)
@@ -214,14 +230,9 @@ class BlockTables:
             table.append(block)
         if ready:
             full = chunks if len(ready) == len(chunks) else chunks[ready]
-            self.pool.publish(np.array(offered, np.int32), digests, parents, full, media=False)
-
-    def _publish_with_media(self, sequence: Sequence, index: int, parent: bytes, chunk: bytes) -> None:
-        media = sequence.request.command.identity.media
-        digests = chain_digests(parent, chunk, self._block_size, media, index)
-        sequence.digests += digests
-        tokens = np.frombuffer(chunk, np.uint32).reshape(1, -1)
-        self.pool.publish(sequence.blocks()[index : index + 1], digests, [parent], tokens, media=True)
+            held = np.array(offered, np.int32)
+            for position in self.pool.publish(held, digests, parents, full, first=first, media=False):
+                sequences[ready[position]].publishes = False
 
     def _extend_digests(self, sequence: Sequence) -> None:
         """Brings `digests` up to the full blocks of the known tokens."""

@@ -8,7 +8,10 @@ from pagekv.kvmanager.executor_client import AttachRefused, Description
 
 
 def plan_deployment(description: Description, config: EngineConfig) -> ModelInfo:
-    """Pool size and context that both agree on. Raises AttachRefused when the flags ask for more than there is."""
+    """Pool size and context that both agree on. Raises AttachRefused when the flags ask for more than there is.
+
+    The context may be longer than what the pool holds: `capacity` says what fits, and refusals then name the pool.
+    """
     fitting = description.device_kv_bytes // max(1, description.bytes_per_block)
     num_blocks = config.num_device_blocks or fitting
     if num_blocks > fitting:
@@ -21,11 +24,10 @@ def plan_deployment(description: Description, config: EngineConfig) -> ModelInfo
             f"the executor has {description.device_kv_bytes} bytes for KV memory, one block takes "
             f"{description.bytes_per_block}: free memory or choose a smaller --block-size"
         )
-    longest = min(description.max_model_len, num_blocks * config.block_size)
     return ModelInfo(
         model_id=description.model_id,
         model_fingerprint=description.model_fingerprint,
-        max_model_len=min(longest, config.max_model_len or longest),
+        max_model_len=min(description.max_model_len, config.max_model_len or description.max_model_len),
         vocab_size=description.vocab_size,
         eos_token_ids=description.eos_token_ids,
         block_size=config.block_size,

@@ -19,8 +19,8 @@ from pagekv.common.logs import Log
 from pagekv.kvmanager.block_hash import root_digest
 from pagekv.kvmanager.block_pool import BlockPool
 from pagekv.kvmanager.cache_admin import CacheAdmin
-from pagekv.kvmanager.capacity import blocks_needed, total_tokens
-from pagekv.kvmanager.delivery import deliver
+from pagekv.kvmanager.capacity import blocks_needed, check_fits, fits, total_tokens
+from pagekv.kvmanager.delivery import deliver, deliver_abort, unfinished_outputs
 from pagekv.kvmanager.deployment import plan_deployment
 from pagekv.kvmanager.engine import (
     BlockView,
@@ -41,7 +41,7 @@ from pagekv.kvmanager.introspection import (
     collect_stats,
     sequence_views,
 )
-from pagekv.kvmanager.request import CacheIdentity, FinishReason, GenerateCommand, RequestStream, SequenceDelta
+from pagekv.kvmanager.request import CacheIdentity, GenerateCommand, RequestStream
 from pagekv.kvmanager.scheduler import Scheduler
 from pagekv.kvmanager.sequence import LiveRequest, SequenceState, live_request
 from pagekv.kvmanager.step_plan import StepOutcome
@@ -153,8 +153,7 @@ class EngineLoop:
         )
         log.warning("the executor changed", same_model=same, blocks=model.num_device_blocks, model=model.model_id)
         for request in list(self._live.values()):
-            fits = all(s.max_total <= model.max_model_len for s in request.sequences)
-            if not (same and fits):
+            if not (same and fits(request.command, model)):
                 self._close(request)
                 request.stream.fail(Unavailable("the executor restarted with another model or a smaller pool"))
 
@@ -258,16 +257,10 @@ class EngineLoop:
             raise Unavailable("no executor is attached yet", RETRY_DELAY_S)
         if command.request_id in self._live:
             raise AlreadyExists("request_id", f"{command.request_id!r} is in use by a running request")
-        max_total = len(command.prompt_ids) - command.resumed_tokens + command.sampling.max_tokens
-        # The last token is sampled and never computed, so it needs no slot.
-        needed = -(-(max_total - 1) // self._model.block_size)
-        if needed > self._model.num_device_blocks:
-            raise InvalidRequest(
-                "sampling_params.max_tokens",
-                f"prompt and output of {max_total} tokens need {needed} blocks, "
-                f"the pool has {self._model.num_device_blocks}",
-            )
-        self._cache.check_room(needed)
+        sampling = command.sampling
+        check_fits(command, self._model)
+        self._check_limits(command)
+        self._cache.check_room(blocks_needed(total_tokens(command), self._model.block_size, sampling.beam_width))
         waiting = self._scheduler.num_waiting
         if waiting + command.n > self._config.max_queue:
             self._totals.rejected += 1
@@ -275,6 +268,19 @@ class EngineLoop:
                 f"the queue is full: {waiting} sequences wait, at most {self._config.max_queue}", RETRY_DELAY_S
             )
         return self._enqueue(command)
+
+    def _check_limits(self, command: GenerateCommand) -> None:
+        """Refuses what no retry could help."""
+        width, most = command.sampling.beam_width, self._serving().limits.max_running
+        if command.n > self._config.max_queue:
+            raise InvalidRequest(
+                "sampling_params.n", f"must be from 1 to {self._config.max_queue} (--max-queue), got {command.n}"
+            )
+        if width > most:
+            raise InvalidRequest(
+                "sampling_params.beam_width",
+                f"must be from 0 to {most} (--max-running and what the executor takes), got {width}",
+            )
 
     def _enqueue(self, command: GenerateCommand) -> RequestStream:
         model, scheduler = self._model, self._serving()
@@ -312,17 +318,9 @@ class EngineLoop:
 
     def _abort(self, request: LiveRequest) -> None:
         self._totals.aborted += 1
-        unfinished = [s for s in request.sequences if s.state is not SequenceState.FINISHED]
+        unfinished = unfinished_outputs(request)
         self._close(request)
-        for sequence in unfinished:
-            request.stream.push(
-                SequenceDelta(
-                    sequence.index,
-                    cached_tokens=sequence.cached_tokens or 0,
-                    preemptions=sequence.preemptions,
-                    finish=FinishReason.ABORT,
-                )
-            )
+        deliver_abort(request, unfinished)
 
     def stop_sequence(self, stream: RequestStream, index: int) -> None:
         """The reader found a stop string: ends one sequence quietly; nothing more is pushed for it."""

@@ -1,25 +1,33 @@
 """The prefix table: which block holds which prefix, found by digest or by walking tokens (DESIGN 5, CHECKLIST E10).
 
-A published block has a digest, the token ids it was computed for and a parent, the block or chain root before it. Two
-ways lead to it. By digest, in a dictionary, with the token ids compared on every hit. And along `Continuations`, from
-parent to child by token ids alone, which needs no hashing; since a digest is a function of root and tokens, both give
-the same blocks. What the walk can miss (a block whose parent was evicted, or that holds media) the digests find.
+A published block has a digest, the token ids it was computed for and a parent, the block or chain root before it. The
+table is a forest: a block enters only after its parent and leaves with it at the latest. Two ways lead to a block. By
+digest, in a dictionary, with the token ids compared on every hit. And along `Continuations`, from parent to child by
+token ids alone, which needs no hashing. Both give the same blocks, but for those told apart by media, which only their
+digests find.
+
+A digest that belongs to another content already is a collision: nothing enters under it and nothing after it, so even a
+bad hash function could not make one prefix pass for another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pagekv.kvmanager.continuations import Continuations
+from pagekv.kvmanager.continuations import FIRST, Continuations
 from pagekv.kvmanager.errors import InvariantError
 
 Blocks = NDArray[np.int32]
 # Token ids of consecutive blocks, [n, block_size].
 Chunks = NDArray[np.uint32]
+
+# In place of a parent block: there is nothing to enter.
+_PRESENT = -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +44,15 @@ class TableColumns:
     tokens: NDArray[np.uint32]
 
 
+class Added(NamedTuple):
+    """What became of the blocks offered to the table, by position."""
+
+    # In the table now.
+    entered: list[int]
+    # Their digest belongs to a block with another content: a hash collision. What follows them must not be offered.
+    collided: list[int]
+
+
 class PrefixTable:
     """Entries over the block ids of one pool. Arrays of block ids are int32."""
 
@@ -45,7 +62,7 @@ class PrefixTable:
         self.published = np.zeros(num_blocks, np.bool_)
         self._block_of: dict[bytes, int] = {}
         self._digest: list[bytes | None] = [None] * num_blocks
-        # Parent digests that are no longer, or never were, the digest of a block: chain roots, orphans, media.
+        # Parent digests of the first blocks of chains, and of all blocks that the walk must not find.
         self._loose_parent: dict[int, bytes] = {}
         self._tokens = np.zeros((num_blocks, block_size), np.uint32)
         self._continuations = Continuations(num_blocks, self._tokens)
@@ -118,83 +135,137 @@ class PrefixTable:
     # -- changing
 
     def add(
-        self, blocks: Blocks, digests: Sequence[bytes], parents: Sequence[bytes], chunks: Chunks, *, media: bool
-    ) -> list[int]:
-        """Enters blocks that are not in the table; returns the positions of those whose digest was free.
+        self,
+        blocks: Blocks,
+        digests: Sequence[bytes],
+        parents: Sequence[bytes],
+        chunks: Chunks,
+        *,
+        first: Sequence[bool],
+        media: bool,
+    ) -> Added:
+        """Enters blocks that are not in the table, each after the block with its parent digest or, where it is the
+        `first` of a chain, after that root. Refused are those whose parent is not in the table.
 
         Where a digest is there already its block stays and the new one remains private: blocks are never merged.
         `media`: the tokens alone do not identify the blocks, so the walk must not find them.
         """
-        table, column = self._block_of, self._digest
-        entered: list[int] = []
-        parent_blocks: list[int] = []
+        added = Added([], [])
+        found: list[int] = []
         for position, (block, digest, parent) in enumerate(zip(blocks.tolist(), digests, parents, strict=True)):
-            if digest in table:
-                continue
-            table[digest] = block
-            column[block] = digest
-            entered.append(position)
-            parent_block = table.get(parent, -1)
-            if parent_block < 0 or media:
-                self._loose_parent[block] = parent
-            parent_blocks.append(parent_block)
-        found = np.array(parent_blocks, np.int32)
-        if len(entered) == len(blocks):
-            self._enter(blocks, found, parents, chunks, media)
-        elif entered:
-            kept = [parents[position] for position in entered]
-            self._enter(blocks[entered], found, kept, chunks[entered], media)
-        return entered
+            parent_block = self._offer(block, digest, parent, chunks[position], first[position], media)
+            if parent_block is None:
+                added.collided.append(position)
+            elif parent_block != _PRESENT:
+                added.entered.append(position)
+                found.append(parent_block)
+        if added.entered:
+            self._enter(blocks, np.array(found, np.int32), parents, chunks, media, added.entered)
+        return added
+
+    def _offer(
+        self, block: int, digest: bytes, parent: bytes, chunk: NDArray[np.uint32], first: bool, media: bool
+    ) -> int | None:
+        """Takes a block into the dictionary and returns its parent block, FIRST for a root. _PRESENT: the digest is in
+        the table for this very content, or the parent is not; None: it is there for another content.
+        """
+        table = self._block_of
+        parent_block = FIRST if first else table.get(parent, _PRESENT)
+        present = table.get(digest)
+        if present is not None:
+            same = bool((self._tokens[present] == chunk).all())
+            if same and present not in self._loose_parent:
+                same = self._continuations.parent(present) == parent_block
+            return _PRESENT if same or parent_block == _PRESENT else None
+        if parent_block == _PRESENT:
+            return _PRESENT
+        table[digest] = block
+        self._digest[block] = digest
+        if first or media:
+            self._loose_parent[block] = parent
+        return parent_block
 
     def add_chain(
-        self, blocks: Blocks, digests: Sequence[bytes], parent: bytes, chunks: Chunks, *, media: bool
-    ) -> list[int]:
-        """`add` for consecutive blocks of one sequence, at least one, the first one after `parent`."""
+        self, blocks: Blocks, digests: Sequence[bytes], parent: bytes, chunks: Chunks, *, first: bool, media: bool
+    ) -> Added:
+        """`add` for consecutive blocks of one sequence, at least one; `first`: the chain begins with them."""
         table, column = self._block_of, self._digest
         parents = [parent, *digests[:-1]]
-        if not table.keys().isdisjoint(digests):
-            return self.add(blocks, digests, parents, chunks, media=media)
+        parent_block = FIRST if first else table.get(parent, _PRESENT)
+        if parent_block == _PRESENT or len(set(digests)) < len(digests) or not table.keys().isdisjoint(digests):
+            return self._add_chain_slowly(blocks, digests, parents, chunks, first, media)
         ids = blocks.tolist()
         table.update(zip(digests, ids, strict=True))
         for block, digest in zip(ids, digests, strict=True):
             column[block] = digest
-        found = np.empty(len(ids), np.int32)
-        found[0], found[1:] = table.get(parent, -1), blocks[:-1]
         if media:
             self._loose_parent.update(zip(ids, parents, strict=True))
-        elif found[0] < 0:
+        elif first:
             self._loose_parent[ids[0]] = parent
+        found = np.empty(len(ids), np.int32)
+        found[0], found[1:] = parent_block, blocks[:-1]
         self._enter(blocks, found, parents, chunks, media)
-        return list(range(len(ids)))
+        return Added(list(range(len(ids))), [])
+
+    def _add_chain_slowly(
+        self,
+        blocks: Blocks,
+        digests: Sequence[bytes],
+        parents: Sequence[bytes],
+        chunks: Chunks,
+        first: bool,
+        media: bool,
+    ) -> Added:
+        """Block by block, as each has to find its parent; up to the first collision."""
+        added = Added([], [])
+        for position in range(len(blocks)):
+            one = slice(position, position + 1)
+            here = first and position == 0
+            result = self.add(blocks[one], digests[one], parents[one], chunks[one], first=[here], media=media)
+            if result.collided:
+                added.collided.append(position)
+                break
+            if result.entered:
+                added.entered.append(position)
+        return added
 
     def _enter(
-        self, blocks: Blocks, parent_blocks: Blocks, parents: Sequence[bytes], chunks: Chunks, media: bool
+        self,
+        blocks: Blocks,
+        parent_blocks: Blocks,
+        parents: Sequence[bytes],
+        chunks: Chunks,
+        media: bool,
+        entered: list[int] | None = None,
     ) -> None:
+        """Fills the columns of blocks that are in the dictionary; `entered`: of these positions only."""
+        if entered is not None and len(entered) < len(blocks):
+            blocks, chunks, parents = blocks[entered], chunks[entered], [parents[position] for position in entered]
         self._tokens[blocks] = chunks
         self.published[blocks] = True
         if not media:
             self._continuations.add(blocks, parent_blocks, parents)
 
-    def remove(self, blocks: Blocks) -> list[bytes]:
-        """Takes blocks of the table out and returns their digests, in order."""
+    def remove(self, blocks: Blocks) -> tuple[Blocks, list[bytes]]:
+        """Takes blocks of the table out, and with them what follows on from them; returns all of them, and their
+        digests.
+        """
+        removed: list[int] = []
+        while len(blocks):
+            removed += blocks.tolist()
+            blocks = np.array([child for child, _ in self._continuations.remove(blocks)], np.int32)
         column, table, loose = self._digest, self._block_of, self._loose_parent
-        ids = blocks.tolist()
         digests: list[bytes] = []
-        for block in ids:
+        for block in removed:
             digest = column[block]
             if digest is None or table.pop(digest, None) != block:
                 raise InvariantError(f"block {block} holds a digest that the prefix table maps elsewhere")
             digests.append(digest)
-        # A child that stays remembers the digest that it follows.
-        for child, parent in self._continuations.remove(blocks):
-            digest = column[parent]
-            assert digest is not None
-            loose[child] = digest
-        for block in ids:
             column[block] = None
             loose.pop(block, None)
-        self.published[blocks] = False
-        return digests
+        everything = np.array(removed, np.int32)
+        self.published[everything] = False
+        return everything, digests
 
     def clear(self) -> int:
         """Forgets everything; returns how many blocks were in the table."""

@@ -13,6 +13,8 @@ from pagekv.kvmanager.beam_search import BeamSearch
 from pagekv.kvmanager.request import GenerateCommand, RequestStream
 
 NO_HANDLE = -1
+# A position behind every other.
+NEVER = 2**40
 
 
 class SequenceState(Enum):
@@ -64,8 +66,8 @@ class Sequence:
     key: tuple[int, int, int]
     # Its full blocks go into the prefix table.
     publishes: bool = True
-    # Its blocks are told apart by more than their tokens.
-    has_media: bool = False
+    # First position that stands for a medium: from its block on, tokens alone do not tell blocks apart.
+    first_media: int = NEVER
     state: SequenceState = SequenceState.WAITING
     # int32.
     block_table: array[int] = field(default_factory=lambda: array("i"))
@@ -105,7 +107,7 @@ class Sequence:
             max_total=self.max_total,
             key=(*self.key[:2], index),
             publishes=self.publishes,
-            has_media=self.has_media,
+            first_media=self.first_media,
             digests=self.digests[:],
             cached_tokens=self.cached_tokens,
             preemptions=self.preemptions,
@@ -133,6 +135,7 @@ def live_request(
     rank = arrival + command.priority * priority_aging if priority_aging else command.priority
     num_prompt = len(command.prompt_ids) - command.resumed_tokens
     tokens = array("I", command.prompt_ids)
+    first_media = min((span.position for span in command.identity.media), default=NEVER)
     request.sequences = [
         Sequence(
             request=request,
@@ -142,7 +145,7 @@ def live_request(
             max_total=num_prompt + command.sampling.max_tokens,
             key=(rank, arrival, index),
             publishes=command.identity.write,
-            has_media=bool(command.identity.media),
+            first_media=first_media,
             state=SequenceState.FORKING if index else SequenceState.WAITING,
         )
         for index in range(1 if command.sampling.beam_width else command.n)

@@ -21,14 +21,21 @@ def publish(pool: BlockPool, blocks: list[int], tokens: list[int]) -> list[bytes
     new = [i for i in range(len(digests)) if pool.table.digest(blocks[i]) is None]
     parents = [digests[i - 1] if i else ROOT for i in new]
     rows = chunks(tokens, pool.block_size)[new]
-    pool.publish(ids([blocks[i] for i in new]), [digests[i] for i in new], parents, rows, media=False)
+    pool.publish(
+        ids([blocks[i] for i in new]),
+        [digests[i] for i in new],
+        parents,
+        rows,
+        first=[i == 0 for i in new],
+        media=False,
+    )
     return digests
 
 
 def held(pool: BlockPool, count: int) -> list[int]:
     blocks = pool.allocate(count)
     assert blocks is not None
-    return blocks.tolist()
+    return list(map(int, blocks))
 
 
 def ids(blocks: list[int]) -> NDArray[np.int32]:
@@ -161,7 +168,7 @@ def test_hash_collision_is_a_miss_and_an_alarm() -> None:
     """CHECKLIST E9: with a constant hash, token comparison is what keeps outputs right."""
     pool = BlockPool(4, 2)
     constant = b"\0" * 32
-    pool.publish(ids(held(pool, 1)), [constant], [ROOT], chunks([1, 2], 2), media=False)
+    pool.publish(ids(held(pool, 1)), [constant], [ROOT], chunks([1, 2], 2), first=[True], media=False)
     assert pool.match([constant], chunks([1, 2], 2)) == [0]
     assert pool.match([constant], chunks([3, 4], 2)) == []
     assert pool.hash_alarms == 1
@@ -183,7 +190,7 @@ def test_misuse_is_a_broken_invariant() -> None:
     with pytest.raises(InvariantError, match="nobody holds"):
         pool.free(ids([0]))
     with pytest.raises(InvariantError, match="nobody holds"):
-        pool.publish(ids([0]), [b"x" * 32], [ROOT], chunks([1], 1), media=False)
+        pool.publish(ids([0]), [b"x" * 32], [ROOT], chunks([1], 1), first=[True], media=False)
 
 
 @pytest.mark.parametrize("damage", ["ref", "table", "gauge"])

@@ -12,10 +12,11 @@ from engine_harness import DESCRIPTION, VOCAB, Bench, Link, command, config, exp
 
 from pagekv.common.errors import AlreadyExists, InvalidRequest, Overloaded, Unavailable
 from pagekv.kvmanager import engine_loop
+from pagekv.kvmanager.capacity import longest_sequence
 from pagekv.kvmanager.engine import CacheReset
 from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.executor_client import AttachRefused, ExecutorLink, ExecutorLost
-from pagekv.kvmanager.request import CacheIdentity, FinishReason
+from pagekv.kvmanager.request import CacheIdentity, FinishReason, GenerateCommand, SamplingParams
 from pagekv.kvmanager.step_plan import StepOutcome
 
 
@@ -148,6 +149,35 @@ def test_the_queue_counts_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
         assert engine.stats().rejected_requests_total == 1
 
     run(monkeypatch, body, max_queue=6)
+
+
+def test_what_no_deployment_of_this_size_can_ever_take_is_refused_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as RESOURCE_EXHAUSTED, which says to come back."""
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        with pytest.raises(InvalidRequest, match=r"from 1 to 6 \(--max-queue\), got 7") as caught:
+            engine.submit(command("a", [1], n=7))
+        assert caught.value.field == "sampling_params.n"
+        beams = SamplingParams(max_tokens=2, beam_width=33)
+        with pytest.raises(InvalidRequest, match=r"from 0 to 8 \(--max-running .*\), got 33"):
+            engine.submit(GenerateCommand("b", [1], beams))
+        assert engine.stats().rejected_requests_total == 0
+
+    run(monkeypatch, body, max_queue=6)
+
+
+def test_the_context_may_be_longer_than_what_the_pool_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Needed and available blocks are named then, here and where the prompt is read."""
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        assert engine.model is not None
+        assert engine.model.max_model_len == 200
+        assert longest_sequence(engine.model) == 5 * 4 + 1
+        with pytest.raises(InvalidRequest, match=r"from 1 to 18, got 19: 22 tokens need 6 blocks, the pool has 5"):
+            engine.submit(command("x", [1, 2, 3], max_tokens=19))
+        assert await read(engine.submit(command("y", [1, 2, 3], max_tokens=18))) == expect([1, 2, 3], 18)
+
+    run(monkeypatch, body, num_device_blocks=5)
 
 
 def test_looking_a_prompt_up_counts_its_full_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,7 @@ class Cache:
         assert fresh is not None
         if len(fresh):
             parent = digests[found - 1] if found else ROOT
-            self.pool.publish_chain(fresh, digests[found:], parent, chunks[found:], media=False)
+            self.pool.publish_chain(fresh, digests[found:], parent, chunks[found:], first=not found, media=False)
         return np.concatenate([hits, fresh]), found
 
     def read(self, words: list[int]) -> int:

@@ -109,18 +109,32 @@ def test_cleared_says_when() -> None:
 
 
 def test_a_block_behind_a_hole_is_unreachable() -> None:
-    """CHECKLIST F1: blocks behind the first miss are not used."""
+    """CHECKLIST F1: blocks behind the first miss are not used. Without media they would have left with the first."""
     bench = Bench(6)
-    hold(bench.pool, [*range(8)])  # its second block is that of the other prefix, too
-    long = hold(bench.pool, [*range(8), *range(60, 64)])
+    media = (MediaSpan(0, 1, "picture"),)
+    hold(bench.pool, [*range(8)], media=media)  # its second block is that of the other prefix, too
+    long = hold(bench.pool, [*range(8), *range(60, 64)], media=media)
     # The first request ends, the longer one lets go of all but its last block.
     bench.pool.free(long[:2])
     bench.pool.free(long[:2])
     evict_all(bench.pool)
-    blocks = bench.explain([*range(8), *range(60, 64)]).blocks
+    blocks = bench.explain([*range(8), *range(60, 64)], media=media).blocks
     assert [b.outcome for b in blocks] == [BlockOutcome.EVICTED] * 2 + [BlockOutcome.UNREACHABLE]
     assert blocks[2].block_id == long[2]
     assert blocks[2].reason == f"cached in block {long[2]}, but a block before it is not"
+
+
+def test_what_follows_an_evicted_block_leaves_with_it() -> None:
+    """CHECKLIST G4, Z16: a chain never has a hole, even where somebody still holds its end."""
+    bench = Bench(6)
+    hold(bench.pool, [*range(8)])
+    long = hold(bench.pool, [*range(8), *range(60, 64)])
+    bench.pool.free(long[:2])
+    bench.pool.free(long[:2])
+    evict_all(bench.pool)
+    assert [b.outcome for b in bench.explain([*range(8), *range(60, 64)]).blocks] == [BlockOutcome.EVICTED] * 3
+    assert bench.pool.num_published == 0
+    bench.pool.check_integrity([long[2:].tolist()])
 
 
 def test_diverged_says_where() -> None:

@@ -1,7 +1,11 @@
+import random
+import zlib
+
 import pytest
 from fake_executor import expected_output
 from scheduler_driver import VOCAB, Driver, finished, output, streamed
 
+from pagekv.kvmanager import block_hash, block_tables
 from pagekv.kvmanager.request import CacheIdentity, FinishReason
 from pagekv.kvmanager.sequence import SequenceState
 
@@ -297,6 +301,36 @@ def test_n_sequences_share_their_prompt_and_copy_the_block_they_write(length: in
     assert [output(request, i) for i in range(3)] == [expect(prompt, 3)] * 3
     assert [s.cached_tokens for s in request.sequences] == [0, 0, 0]
     assert driver.pool.num_active == 0
+
+
+@pytest.mark.parametrize("values", [1, 2, 5])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_hash_with_few_values_costs_hits_and_never_an_output(
+    values: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CHECKLIST E9: with `values` digests in all, everything collides all the time."""
+
+    class Weak:
+        def __init__(self, data: bytes) -> None:
+            self.value = zlib.crc32(data) % values
+
+        def digest(self) -> bytes:
+            return bytes([self.value]) * 32
+
+    monkeypatch.setattr(block_hash, "sha256", Weak)
+    monkeypatch.setattr(block_tables, "sha256", Weak)
+    chance = random.Random(seed)
+    driver = Driver(num_blocks=24, block_size=2, max_running=4, partial_hits=bool(seed % 2), vocab=3)
+    prompts = []
+    for _ in range(60):
+        prompts.append([chance.randrange(3) for _ in range(chance.randrange(1, 12))])
+        driver.submit(prompts[-1], max_tokens=chance.randrange(1, 8))
+        for _ in range(chance.randrange(3)):
+            driver.step()
+    driver.drain()
+    for prompt, request in zip(prompts, driver.requests, strict=True):
+        assert output(request) == expected_output(prompt, request.command.sampling.max_tokens, 3)
+    assert driver.pool.hash_alarms > 0
 
 
 @pytest.mark.parametrize("lacking", ["blocks", "slots", "budget"])

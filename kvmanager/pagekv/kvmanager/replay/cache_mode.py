@@ -93,6 +93,6 @@ def _use(pool: BlockPool, root: bytes, tokens: bytes) -> int:
         parent, digests = digests[len(found) - 1], digests[len(found) :]
     if len(fresh):
         new = chunks[len(hits) : len(hits) + len(fresh)]
-        pool.publish_chain(fresh, digests[: len(fresh)], parent, new, media=False)
+        pool.publish_chain(fresh, digests[: len(fresh)], parent, new, first=not hits, media=False)
     pool.free(np.concatenate([held, fresh]))
     return len(hits)
