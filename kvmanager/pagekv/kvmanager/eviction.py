@@ -95,7 +95,7 @@ class SegmentedLruOrder:
         # Blocks of one prompt, from its first, that can be protected.
         self.depth = min(self.capacity, max(1, self.capacity // _PROMPTS_PROTECTED))
         self._probation = FreeQueue(num_blocks)
-        self._protected = FreeQueue(num_blocks, full=False)
+        self._protected = self._probation.beside(self.capacity)
         # Of a free block it says in which queue it is, of a held one in which it will be.
         self._proven = np.zeros(num_blocks, np.bool_)
 
@@ -116,26 +116,38 @@ class SegmentedLruOrder:
 
     def append(self, blocks: Blocks) -> None:
         """Puts blocks that became free at the tail of their segment, in order."""
-        proven = self._proven[blocks]
-        if not proven.any():
-            self._probation.append(blocks)
-            return
+        unproven, proven = self._divided(blocks)
         # First those on probation: should the blocks before them in their chain fall back at once, they come after.
-        self._probation.append(blocks[~proven])
-        self._protected.append(blocks[proven])
-        excess = len(self._protected) - self.capacity
+        if len(unproven):
+            self._probation.append(unproven)
+        excess = len(self._protected) + len(proven) - self.capacity
         if excess > 0:
-            fallen = self._protected.pop(excess)
+            fallen = self._protected.pop(min(excess, len(self._protected)))
+            own = excess - len(fallen)
+            if own:
+                fallen, proven = np.concatenate([fallen, proven[:own]]), proven[own:]
             self._proven[fallen] = False
             self._probation.append(fallen)
+        if len(proven):
+            self._protected.append(proven)
 
     def remove(self, blocks: Blocks) -> None:
         """Takes free blocks out from wherever they are."""
+        unproven, proven = self._divided(blocks)
+        if len(unproven):
+            self._probation.remove(unproven)
+        if len(proven):
+            self._protected.remove(proven)
+
+    def _divided(self, blocks: Blocks) -> tuple[Blocks, Blocks]:
+        """Those that are not proven and those that are, each in order."""
         proven = self._proven[blocks]
-        if proven.any():
-            self._protected.remove(blocks[proven])
-            blocks = blocks[~proven]
-        self._probation.remove(blocks)
+        count = np.count_nonzero(proven)
+        if count == 0:
+            return blocks, blocks[:0]
+        if count == len(blocks):
+            return blocks[:0], blocks
+        return blocks[~proven], blocks[proven]
 
     def pop(self, count: int) -> Blocks:
         """Takes `count` blocks, those on probation first. Raises IndexError when there are not so many."""

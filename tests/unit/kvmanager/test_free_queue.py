@@ -44,25 +44,32 @@ def test_more_than_there_are_is_refused_and_nothing_is_taken() -> None:
 
 
 @given(st.data())
-def test_agrees_with_a_plain_list(data: st.DataObject) -> None:
-    """Batches of every kind; joining and leaving often enough to fill the array of entries several times."""
+def test_agrees_with_plain_lists(data: st.DataObject) -> None:
+    """Batches of every kind, in a queue and one beside it; joining often enough to fill the entries several times."""
     size = data.draw(st.integers(1, 6))
-    queue, model = FreeQueue(size), list(range(size))
+    capacity = data.draw(st.integers(0, size))
+    first = FreeQueue(size)
+    queues = (first, first.beside(capacity))
+    models: tuple[list[int], list[int]] = (list(range(size)), [])
     for _ in range(data.draw(st.integers(0, 40))):
+        which = data.draw(st.sampled_from([0, 0, 1]))
+        queue, model = queues[which], models[which]
         move = data.draw(st.sampled_from(["pop", "append", "remove"]))
-        outside = [block for block in range(size) if block not in model]
+        outside = [block for block in range(size) if block not in models[0] + models[1]]
         if move == "pop":
             count = data.draw(st.integers(0, len(model)))
             assert queue.pop(count).tolist() == model[:count]
             del model[:count]
         elif move == "append":
-            joining = data.draw(st.lists(st.sampled_from(outside), unique=True)) if outside else []
+            room = (capacity if which else size) - len(model)
+            joining = data.draw(st.lists(st.sampled_from(outside), unique=True, max_size=room)) if outside else []
             queue.append(ids(joining))
             model += joining
         else:
             leaving = data.draw(st.lists(st.sampled_from(model), unique=True)) if model else []
             queue.remove(ids(leaving))
-            model = [block for block in model if block not in leaving]
-        assert list(queue) == model
-        assert len(queue) == len(model)
-        assert all((block in queue) == (block in model) for block in range(size))
+            model[:] = [block for block in model if block not in leaving]
+        for queue, model in zip(queues, models, strict=True):
+            assert list(queue) == model
+            assert len(queue) == len(model)
+            assert [block for block in range(size) if block in queue] == sorted(model)
