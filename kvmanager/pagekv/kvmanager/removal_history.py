@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat
 
 # Digests in one generation. Two are kept, so at least this many of the newest are known and at most twice as many.
 GENERATION = 32_768
@@ -36,7 +36,7 @@ class RemovalHistory:
 
     def add(self, digests: Iterable[bytes], removal: Removal) -> None:
         """Remembers up to a generation of these digests."""
-        self._young.update(dict.fromkeys(islice(digests, self._generation), removal))
+        self._young.update(zip(islice(digests, self._generation), repeat(removal), strict=False))
         if len(self._young) >= self._generation:
             self._old, self._young = self._young, {}
 

@@ -96,7 +96,7 @@ class TableLog:
         """The table is consistent; `step` steps are completed. Watchers get what changed."""
         self._step = step
         self._removal = None
-        if self._pending:
+        if self._watches and self._pending:
             diff = self._resolve()
             for watch in list(self._watches):
                 watch.push(diff)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from pagekv.common.errors import FellBehind
 from pagekv.kvmanager.table_diff import TableDiff
@@ -15,8 +15,7 @@ from pagekv.kvmanager.table_diff import TableDiff
 MAX_UNREAD = 131_072
 
 
-@dataclass(frozen=True, slots=True)
-class StoredBlock:
+class StoredBlock(NamedTuple):
     """A block that entered the table; digests are 32 bytes, `parent` is that of the block or chain root before it."""
 
     parent: bytes
