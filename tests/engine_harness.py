@@ -119,6 +119,8 @@ def config(**changes: object) -> EngineConfig:
         pipeline_depth=2,
         step_timeout_s=5,
         take_over=False,
+        eviction_policy="slru",
+        protected_share=0.2,
         max_pinned_share=0.5,
         limits=SchedulerLimits(max_batch_tokens=64, max_running=32, watermark=0.0, prefix_cache=True),
     )

@@ -99,6 +99,8 @@ def test_every_output_of_ten_thousand_random_requests_is_right() -> None:
                 step_timeout_s=30,
                 take_over=False,
                 priority_aging=256,
+                eviction_policy="slru",
+                protected_share=0.2,
                 max_pinned_share=0.5,
                 limits=limits,
             )

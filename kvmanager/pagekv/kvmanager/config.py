@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pagekv.common.flags import FlagParser, address, integer, number, power_of_two
 from pagekv.common.logs import LOG_FORMATS, LOG_LEVELS
 from pagekv.kvmanager.engine_config import EngineConfig
+from pagekv.kvmanager.eviction import DEFAULT_POLICY, DEFAULT_PROTECTED_SHARE, POLICIES
 from pagekv.kvmanager.running import SchedulerLimits
 
 # --tokenizer: as the executor's model has it, or none at all.
@@ -107,6 +108,20 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
         metavar="N",
     )
     flag(
+        "eviction-policy",
+        "which cached blocks go first; lru: the least recently used; slru: the same, but those that were hit after "
+        "those that were not",
+        default=DEFAULT_POLICY,
+        choices=POLICIES,
+    )
+    flag(
+        "protected-share",
+        "share of the pool, 0 to 1, that slru keeps at most for blocks that were hit",
+        default=DEFAULT_PROTECTED_SHARE,
+        type=number(0, 1),
+        metavar="SHARE",
+    )
+    flag(
         "max-pinned-share",
         "share of the pool, 0 to 1, that PinPrefix may keep from eviction",
         default=0.5,
@@ -154,6 +169,8 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
             pipeline_depth=args.pipeline_depth,
             step_timeout_s=args.step_timeout_s,
             take_over=args.take_over,
+            eviction_policy=args.eviction_policy,
+            protected_share=args.protected_share,
             max_pinned_share=args.max_pinned_share,
             limits=SchedulerLimits(
                 max_batch_tokens=args.max_batch_tokens,

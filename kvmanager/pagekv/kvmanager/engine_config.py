@@ -27,6 +27,9 @@ class EngineConfig:
     step_timeout_s: float
     # Attach even if another manager's stream lives.
     take_over: bool
+    # One of eviction.POLICIES, and the share of the pool, 0 to 1, that `slru` protects at most.
+    eviction_policy: str
+    protected_share: float
     # Share of the pool, 0 to 1, that pins may hold.
     max_pinned_share: float
     limits: SchedulerLimits

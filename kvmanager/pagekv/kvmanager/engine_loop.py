@@ -34,6 +34,7 @@ from pagekv.kvmanager.engine import (
 )
 from pagekv.kvmanager.engine_config import EngineConfig
 from pagekv.kvmanager.errors import InvariantError
+from pagekv.kvmanager.eviction import make_order
 from pagekv.kvmanager.executor_client import AttachRefused, ExecutorLink, ExecutorLost
 from pagekv.kvmanager.introspection import (
     EngineTotals,
@@ -119,7 +120,8 @@ class EngineLoop:
         )
         if self._model is not None and self._model != model:
             self._adopt_other_model(model)
-        pool = BlockPool(model.num_device_blocks, config.block_size, log=self._cache.log)
+        order = make_order(config.eviction_policy, model.num_device_blocks, config.protected_share)
+        pool = BlockPool(model.num_device_blocks, config.block_size, order, self._cache.log)
         limits = replace(config.limits, max_running=min(config.limits.max_running, description.max_sequences))
         if self._scheduler is None:
             self._scheduler = Scheduler(pool, limits, model.eos_token_ids, self._cache.count_admission)

@@ -26,6 +26,8 @@ DEFAULTS = ManagerConfig(
         pipeline_depth=2,
         step_timeout_s=60.0,
         take_over=False,
+        eviction_policy="slru",
+        protected_share=0.2,
         max_pinned_share=0.5,
         limits=SchedulerLimits(max_batch_tokens=2048, max_running=256, watermark=0.01, prefix_cache=True),
     ),
@@ -60,10 +62,12 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
         "PAGEKV_PREFIX_CACHE": "off",
         "PAGEKV_PARTIAL_HITS": "off",
         "PAGEKV_PRIORITY_AGING": "5",
+        "PAGEKV_EVICTION_POLICY": "lru",
+        "PAGEKV_PROTECTED_SHARE": "0.5",
         "PAGEKV_MAX_PINNED_SHARE": "0.75",
     }
     limits = SchedulerLimits(max_batch_tokens=64, max_running=5, watermark=0.25, prefix_cache=False, partial_hits=False)
-    engine = EngineConfig("executor:1", 256, 7, 100, 3, 5, 1, 2.0, True, 0.75, limits)
+    engine = EngineConfig("executor:1", 256, 7, 100, 3, 5, 1, 2.0, True, "lru", 0.5, 0.75, limits)
     expected = ManagerConfig("unix:/run/pagekv", "none", 0.5, "debug", "json", "/tmp/port", False, engine)
     assert parse_config([], env) == expected
     assert parse_config(["--max-queue", "9"], env).engine.max_queue == 9
@@ -81,6 +85,8 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
         (["--max-queue", "0"], {}, "--max-queue: must be a whole number from 1 to 1000000"),
         (["--max-model-len", "-1"], {}, "--max-model-len: must be a whole number from 0"),
         (["--watermark", "nan"], {}, "--watermark: must be a number from 0 to 0.5, got 'nan'"),
+        (["--eviction-policy", "fifo"], {}, "--eviction-policy: invalid choice: 'fifo' (choose from"),
+        (["--protected-share", "1.5"], {}, "--protected-share: must be a number from 0 to 1, got '1.5'"),
         (["--pipeline-depth", "3"], {}, "--pipeline-depth: must be a whole number from 1 to 2, got '3'"),
         (["--step-timeout-s", "0"], {}, "--step-timeout-s: must be a number from 0.1 to 3600"),
         (["--grace-s", "-1"], {}, "--grace-s: must be a number from 0 to 3600"),

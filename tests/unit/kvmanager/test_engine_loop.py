@@ -192,6 +192,23 @@ def test_looking_a_prompt_up_counts_its_full_blocks(monkeypatch: pytest.MonkeyPa
     run(monkeypatch, body)
 
 
+@pytest.mark.parametrize(("policy", "share", "cached"), [("lru", 0.5, 0), ("slru", 0.5, 8), ("slru", 0.0, 0)])
+def test_blocks_are_evicted_as_the_flags_say(
+    monkeypatch: pytest.MonkeyPatch, policy: str, share: float, cached: int
+) -> None:
+    """CHECKLIST G9, G10: two blocks were hit, then 100 blocks are read once in a pool of 64."""
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        prefix = list(range(8))
+        for number in range(2):
+            await read(engine.submit(command(f"hit {number}", [*prefix, 40 + number], 1)))
+        for token in range(10, 14):
+            await read(engine.submit(command(f"scan {token}", [token] * 100, 1)))
+        assert engine.lookup_prefix([*prefix, 49], CacheIdentity()).device_tokens == cached
+
+    run(monkeypatch, body, eviction_policy=policy, protected_share=share)
+
+
 def test_refused_steps_are_tried_again_ever_more_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         bench.broken = True
