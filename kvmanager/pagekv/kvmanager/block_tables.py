@@ -89,7 +89,7 @@ class BlockTables:
     def _match(self, sequence: Sequence, most: int) -> Blocks:
         """Longest leading run of cached blocks, at most `most`; brings `digests` along."""
         size, table, digests = self._block_size, self.pool.table, sequence.digests
-        chunks = sequence.chunks(size)[:most]
+        chunks = sequence.chunks(size, 0, most)
         text = min(most, sequence.first_media // size)
         blocks = table.follow(sequence.request.root, chunks[:text])
         found = len(blocks)
@@ -178,15 +178,15 @@ class BlockTables:
             return
         self._extend_digests(sequence)
         digests, blocks = sequence.digests, sequence.blocks()[first:full]
-        chunks = sequence.chunks(size)
+        chunks = sequence.chunks(size, first, full)
         # What comes before the media is told by its tokens, like any other text.
         border = min(max(first, sequence.first_media // size), full)
         for begin, end, media in ((first, border, False), (border, full, True)):
             if begin < end and sequence.publishes:
                 parent = digests[begin - 1] if begin else sequence.request.root
-                offered = blocks[begin - first : end - first]
+                here = slice(begin - first, end - first)
                 collided = self.pool.publish_chain(
-                    offered, digests[begin:end], parent, chunks[begin:end], first=begin == 0, media=media
+                    blocks[here], digests[begin:end], parent, chunks[here], first=begin == 0, media=media
                 )
                 sequence.publishes = not collided
         if computed_now and self._partial_hits:

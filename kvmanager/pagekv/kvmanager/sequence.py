@@ -117,10 +117,10 @@ class Sequence:
         """The block table, [num_blocks], as a copy."""
         return np.array(self.block_table, np.int32)
 
-    def chunks(self, block_size: int) -> NDArray[np.uint32]:
-        """Token ids of the full blocks, [num_full, block_size], as a copy."""
-        full = len(self.token_ids) // block_size * block_size
-        return np.frombuffer(self.token_ids, np.uint32, full).reshape(-1, block_size).copy()
+    def chunks(self, block_size: int, first: int, end: int) -> NDArray[np.uint32]:
+        """Token ids of the full blocks `first` to `end`, which is left out: [end - first, block_size], as a copy."""
+        view = np.frombuffer(self.token_ids, np.uint32)[first * block_size : end * block_size]
+        return view.reshape(-1, block_size).copy()
 
 
 def live_request(
