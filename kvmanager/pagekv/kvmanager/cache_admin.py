@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.block_hash import chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.capacity import blocks_needed, total_tokens
 from pagekv.kvmanager.engine import CacheReset, PinResult, PrefixExplanation, PrefixMatch
 from pagekv.kvmanager.explain import explain_prefix
 from pagekv.kvmanager.known_adapters import KnownAdapters
 from pagekv.kvmanager.pins import Pins
 from pagekv.kvmanager.prompt_counters import PromptCounters
-from pagekv.kvmanager.request import CacheIdentity
+from pagekv.kvmanager.request import CacheIdentity, GenerateCommand
 from pagekv.kvmanager.scheduler import Scheduler
 from pagekv.kvmanager.sequence import Sequence as LiveSequence
 from pagekv.kvmanager.table_log import TableLog
@@ -121,12 +122,18 @@ class CacheAdmin:
 
     # -- pins
 
-    def pin(self, token_ids: Sequence[int], identity: CacheIdentity, lease_s: float, largest_need: int) -> PinResult:
-        """Pins what is cached of a prompt. Raises LimitExceeded, with nothing changed."""
+    def pin(
+        self, token_ids: Sequence[int], identity: CacheIdentity, lease_s: float, live: Iterable[GenerateCommand]
+    ) -> PinResult:
+        """Pins what is cached of a prompt, beside the requests that are live. Raises LimitExceeded, with nothing
+        changed.
+        """
         blocks = self.lookup(token_ids, identity, partial_hits=False).block_ids
         if not blocks:
             return PinResult("", 0)
-        pin_id = self.pins.pin(blocks, lease_s, largest_need)
+        size = self.pool.block_size
+        needs = [blocks_needed(total_tokens(command), size, command.sampling.beam_width) for command in live]
+        pin_id = self.pins.pin(blocks, lease_s, max(needs, default=0))
         self._arm()
         return PinResult(pin_id, len(blocks) * self.pool.block_size)
 

@@ -36,16 +36,10 @@ from pagekv.kvmanager.engine_config import EngineConfig
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.eviction import make_order
 from pagekv.kvmanager.executor_client import AttachRefused, ExecutorLink, ExecutorLost
-from pagekv.kvmanager.introspection import (
-    EngineTotals,
-    block_views,
-    collect_stats,
-    sequence_views,
-)
+from pagekv.kvmanager.introspection import EngineTotals, block_views, collect_stats, sequence_views
 from pagekv.kvmanager.request import CacheIdentity, GenerateCommand, RequestStream
 from pagekv.kvmanager.scheduler import Scheduler
 from pagekv.kvmanager.sequence import LiveRequest, SequenceState, live_request
-from pagekv.kvmanager.step_plan import StepOutcome
 from pagekv.kvmanager.steps_in_flight import StepsInFlight
 from pagekv.kvmanager.table_watch import TableWatch
 
@@ -172,7 +166,7 @@ class EngineLoop:
                     plan = self._in_flight.answered(outcome)
                     committed = scheduler.commit(plan, outcome)
                     self._in_flight.pop()
-                    self._count(outcome)
+                    self._totals.count(outcome, self._work_left)
                     for sequence in deliver(committed, outcome):
                         self._forget_if_done(sequence.request)
                     self._work_left = bool(self._live)
@@ -187,14 +181,6 @@ class EngineLoop:
                 await self._wake.wait()
         finally:
             watchdog.cancel()
-
-    def _count(self, outcome: StepOutcome) -> None:
-        totals = self._totals
-        totals.steps += 1
-        totals.computed_tokens += outcome.computed_tokens
-        totals.busy_us += outcome.execute_us
-        # Waiting for a step counts against the manager only where there was something to plan.
-        totals.idle_us += outcome.idle_us if self._work_left else 0
 
     async def _watch(self) -> None:
         """Ends with ExecutorLost when the oldest step in flight is overdue; wakes the loop to see it."""
@@ -366,10 +352,8 @@ class EngineLoop:
 
     def pin_prefix(self, token_ids: list[int], identity: CacheIdentity, lease_s: int) -> PinResult:
         """Keeps what is cached of a prompt for a while. Raises LimitExceeded, Unavailable."""
-        size = self._serving().pool.block_size
-        commands = [request.command for request in self._live.values()]
-        needs = [blocks_needed(total_tokens(command), size, command.sampling.beam_width) for command in commands]
-        return self._cache.pin(token_ids, identity, lease_s, max(needs, default=0))
+        self._serving()
+        return self._cache.pin(token_ids, identity, lease_s, (request.command for request in self._live.values()))
 
     def unpin_prefix(self, pin_id: str) -> int:
         """Ends a pin; tokens it held, 0 when there is no such pin. Raises Unavailable before the first attachment."""

@@ -8,6 +8,7 @@ from pagekv.kvmanager.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine import BlockView, SequenceView, Stats
 from pagekv.kvmanager.scheduler import Scheduler
 from pagekv.kvmanager.sequence import LiveRequest, SequenceState
+from pagekv.kvmanager.step_plan import StepOutcome
 
 
 @dataclass(slots=True)
@@ -22,6 +23,14 @@ class EngineTotals:
     aborted: int = 0
     rejected: int = 0
     epochs: int = 0
+
+    def count(self, outcome: StepOutcome, work_left: bool) -> None:
+        """Adds a step; `work_left`: the step before it left something to do."""
+        self.steps += 1
+        self.computed_tokens += outcome.computed_tokens
+        self.busy_us += outcome.execute_us
+        # Waiting for a step counts against the manager only where there was something to plan.
+        self.idle_us += outcome.idle_us if work_left else 0
 
 
 def collect_stats(scheduler: Scheduler, totals: EngineTotals, cache: CacheAdmin, attached: bool) -> Stats:

@@ -14,9 +14,9 @@ from table_reader import Reader, table_of
 from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.block_pool import BlockPool
 from pagekv.kvmanager.cache_admin import CacheAdmin
-from pagekv.kvmanager.capacity import blocks_needed, total_tokens
+from pagekv.kvmanager.capacity import blocks_needed
 from pagekv.kvmanager.engine import BlockOutcome
-from pagekv.kvmanager.request import CacheIdentity
+from pagekv.kvmanager.request import CacheIdentity, GenerateCommand
 from pagekv.kvmanager.scheduler import Scheduler
 
 BLOCKS, SIZE = 16, 4
@@ -45,10 +45,8 @@ class WatchedDriver(Driver):
         sequences = (s for request in self.requests for s in request.sequences)
         self.scheduler.check_integrity(sequences, self.admin.pins.tables())
 
-    def largest_need(self) -> int:
-        live = [request.command for request in self.requests if not finished(request)]
-        needs = [blocks_needed(total_tokens(command), SIZE, command.sampling.beam_width) for command in live]
-        return max(needs, default=0)
+    def live_commands(self) -> list[GenerateCommand]:
+        return [request.command for request in self.requests if not finished(request)]
 
 
 class History:
@@ -101,7 +99,7 @@ class History:
     def pin(self, prompt: list[int], lease_s: int) -> None:
         admin = self.driver.admin
         try:
-            pin = admin.pin(prompt, ANY, lease_s, self.driver.largest_need())
+            pin = admin.pin(prompt, ANY, lease_s, self.driver.live_commands())
         except LimitExceeded:
             return
         if pin.pin_id:
