@@ -33,7 +33,7 @@ test: $(DEV_STAMP) ## run all tests (ARGS="-k name" is handed to pytest)
 
 .PHONY: test-nightly
 test-nightly: $(DEV_STAMP) ## the tests with random histories, each with ten thousand of them (about half an hour)
-	@PAGEKV_TEST_EXAMPLES=10000 $(BIN)/python -m pytest --timeout 3600 tests/model $(ARGS)
+	@PAGEKV_TEST_EXAMPLES=10000 $(BIN)/python -m pytest --timeout 3600 tests/model tests/unit/kvmanager/test_continuations.py $(ARGS)
 
 # --- checks
 
