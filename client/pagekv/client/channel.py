@@ -16,7 +16,8 @@ _IDEMPOTENT = (
     ("pagekv.v1.InferenceService", ("Abort", "Tokenize", "Detokenize", "GetModelInfo")),
     (
         "pagekv.v1.CacheService",
-        ("GetStats", "LookupPrefix", "ExplainPrefix", "GetBlockTable", "ListBlocks", "UnpinPrefix"),
+        # WatchEvents only until its first message has come.
+        ("GetStats", "LookupPrefix", "ExplainPrefix", "GetBlockTable", "ListBlocks", "UnpinPrefix", "WatchEvents"),
     ),
 )
 _RETRY = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 import pytest
-from scripted_server import Fails, Hangs, ScriptedServer
+from scripted_server import LOST, Fails, Hangs, ScriptedServer
 
-from pagekv.client import BlockStored, FellBehind, PageKVClient, TableReplica, wire
+from pagekv.client import BlockStored, ConnectionLost, FellBehind, PageKVClient, TableReplica, wire
 from pagekv.common import errors
 from pagekv.v1 import cache_service_pb2 as cache_pb
 
@@ -42,6 +42,15 @@ def test_watched_events_make_a_replica(server: ScriptedServer, client: PageKVCli
     assert seen == [(False, "a"), (True, "ab"), (True, "bc"), (True, "d")]
     assert replica.blocks["d"] == BlockStored("d", "", (1, 2))
     with pytest.raises(FellBehind, match="start again"):
+        next(watched)
+
+
+def test_a_watch_begins_again_until_its_first_message(server: ScriptedServer, client: PageKVClient) -> None:
+    server.expect("WatchEvents", Fails(LOST))
+    server.expect("WatchEvents", cache_pb.WatchEventsResponse(sequence=1, snapshot=True), Fails(LOST))
+    watched = client.watch_events()
+    assert next(watched).snapshot
+    with pytest.raises(ConnectionLost):
         next(watched)
 
 
