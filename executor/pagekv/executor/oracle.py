@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from pagekv.executor.backend import BlockCopies, CopyKind, Description, Sampled, Scheduled, SequenceState
 from pagekv.executor.layout import LAYOUT
-from pagekv.executor.oracle_truth import FIRST, Words, choose_token, expected_tokens, extend_chain
+from pagekv.executor.oracle_truth import FIRST, Words, choose_token, expected_tokens, extend_chain, likeliest
 
 __all__ = ["DEFAULT_KV_BYTES", "OracleBackend", "OracleModel", "SlotError", "expected_tokens"]
 
@@ -259,8 +259,5 @@ class OracleBackend:
         )
         if sampling.logprobs is None:
             return Sampled(token)
-        # Made-up but deterministic: the chosen token is the likeliest, its neighbours follow.
-        logprob = -(drawn % 1024) / 256
-        count = min(sampling.logprobs, model.vocab_size)
-        top = tuple(((token + rank) % model.vocab_size, logprob - rank / 8) for rank in range(count))
-        return Sampled(token, logprob, top)
+        top = likeliest(token, drawn, model.vocab_size, max(1, sampling.logprobs))
+        return Sampled(token, top[0][1], top[: sampling.logprobs])

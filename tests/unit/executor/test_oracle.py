@@ -18,6 +18,7 @@ from pagekv.executor.oracle_truth import (
     choose_token,
     expected_tokens,
     extend_chain,
+    likeliest,
     mix,
     mix_all,
 )
@@ -134,6 +135,15 @@ def test_logprobs_come_best_first() -> None:
     assert sampled.top[0] == (sampled.token_id, sampled.logprob)
     assert len(sampled.top) == 3
     assert sorted(sampled.top, key=lambda pair: -pair[1]) == list(sampled.top)
+
+
+def test_likeliest_tokens_of_two_prefixes_interleave_and_sum_exactly_in_float32() -> None:
+    """What beam search lives on: continuations of several beams among the best."""
+    tops = [likeliest(token, drawn, VOCAB, 4) for token, drawn in ((5, 100), (511, 700))]
+    assert [token for token, _ in tops[1]] == [511, 0, 1, 2]
+    merged = sorted(((logprob, row) for row, top in enumerate(tops) for _, logprob in top), reverse=True)
+    assert {row for _, row in merged[:4]} == {0, 1}
+    assert all(np.float32(logprob) == logprob for logprob, _ in merged)
 
 
 # -- wrong slots
