@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 from fake_executor import FakeExecutor
 
@@ -41,11 +42,19 @@ class Driver:
         self.priority_aging = priority_aging
         self.eos = eos
         self.scheduler = Scheduler(self.pool, limits, eos)
-        self.executor = FakeExecutor(num_blocks, block_size, vocab)
+        self.vocab = vocab
+        self.executor = self._new_executor()
         self.depth = depth
         self.in_flight: deque[StepPlan] = deque()
         self.requests: list[LiveRequest] = []
         self.plans: list[StepPlan] = []
+
+    def _new_executor(self) -> Any:
+        """What runs the plans, with empty pools."""
+        return FakeExecutor(self.pool.num_blocks, self.block_size, self.vocab)
+
+    def _send(self, plan: StepPlan) -> None:
+        """Called with every plan when it has been made, before anything else happens."""
 
     def submit(
         self,
@@ -59,17 +68,20 @@ class Driver:
         resumed: int = 0,
         beam_width: int = 0,
         length_penalty: float = 1.0,
+        **sampling_fields: Any,
     ) -> LiveRequest:
+        """`sampling_fields` are others of SamplingParams; greedy by default."""
         arrival = len(self.requests)
         identity = identity or CacheIdentity()
-        sampling = SamplingParams(
-            temperature=0.0,
-            max_tokens=max_tokens,
-            stop_token_ids=stop_token_ids,
-            min_tokens=min_tokens,
-            beam_width=beam_width,
-            length_penalty=length_penalty,
-        )
+        fields: dict[str, Any] = {
+            "temperature": 0.0,
+            "max_tokens": max_tokens,
+            "stop_token_ids": stop_token_ids,
+            "min_tokens": min_tokens,
+            "beam_width": beam_width,
+            "length_penalty": length_penalty,
+        }
+        sampling = SamplingParams(**{**fields, **sampling_fields})
         command = GenerateCommand(f"r{arrival}", prompt, sampling, n, resumed, identity, priority)
         root = root_digest("model", identity.namespace, identity.adapter_id)
         request = live_request(command, RequestStream(command.request_id, n), arrival, root, self.priority_aging)
@@ -85,6 +97,7 @@ class Driver:
         if plan is not None:
             self.in_flight.append(plan)
             self.plans.append(plan)
+            self._send(plan)
         self.scheduler.sync()
         return plan
 
@@ -122,7 +135,7 @@ class Driver:
         self.pool = BlockPool(self.pool.num_blocks, self.block_size)
         self.scheduler.lose_executor(self.pool, self.scheduler.limits, self.eos)
         self.in_flight.clear()
-        self.executor = FakeExecutor(self.pool.num_blocks, self.block_size, self.executor.vocab)
+        self.executor = self._new_executor()
 
     def check(self) -> None:
         self.scheduler.check_integrity(s for request in self.requests for s in request.sequences)

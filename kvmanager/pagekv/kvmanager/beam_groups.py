@@ -46,8 +46,11 @@ def give_blocks(running: Running) -> None:
 
 
 def plan_returns(running: Running, plan: StepPlan, budget: int, sampling: list[int]) -> None:
-    """Enters the beams that a decision has given their next token, as far as the budget goes."""
-    while running.returning and plan.num_tokens < budget:
+    """Enters the beams that a decision has given their next token, as far as budget and sequence slots go."""
+    # More beams may hold blocks than fit into the executor at once. Each leaves after a step, so the others follow; and
+    # while there are as many nothing else is admitted, so what stays there leaves at least one slot.
+    room = running.limits.max_running - len(running.rows.decoding_rows()) - len(running.prefilling)
+    while running.returning and plan.num_tokens < budget and len(plan.beams) < room:
         running.enter(plan, running.returning.pop(0), budget, sampling)
 
 

@@ -42,6 +42,7 @@ class _Blocked:
     """
 
     sequence: Sequence
+    # Beside the watermark, which is another one when others have left.
     free_needed: int
     steps_left: int
 
@@ -224,14 +225,15 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Takes blocks for a waiting sequence; False, and nothing taken, when they would not leave the watermark."""
         running, blocked = self._running, self._blocked
+        watermark = running.watermark(sequence.request)
         if blocked is not None and blocked.sequence is sequence:
             blocked.steps_left -= 1
-            if blocked.steps_left and running.pool.num_free < blocked.free_needed and running.order:
+            if blocked.steps_left and running.pool.num_free < blocked.free_needed + watermark and running.order:
                 return False
         self._blocked = None
-        missing = running.tables.admit(sequence, running.watermark(sequence.request))
+        missing = running.tables.admit(sequence, watermark)
         if missing:
-            self._blocked = _Blocked(sequence, running.pool.num_free + missing, RETRY_STEPS)
+            self._blocked = _Blocked(sequence, running.pool.num_free + missing - watermark, RETRY_STEPS)
             return False
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.num_computed, sequence.num_prompt)

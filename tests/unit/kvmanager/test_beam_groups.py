@@ -3,6 +3,7 @@
 import pytest
 from fake_executor import expected_beams
 from scheduler_driver import VOCAB, Driver, finished, results
+from wire_driver import WireDriver, expected_results
 
 from pagekv.kvmanager.beam_search import BeamSearch
 from pagekv.kvmanager.sequence import LiveRequest, SequenceState
@@ -77,6 +78,30 @@ def test_searches_that_wait_for_each_other_are_broken_up() -> None:
     driver.drain()
     for i, request in enumerate(requests):
         assert results(request) == expect([i, 1, 2, 3, 4], 3, 1, 6)
+
+
+def test_beams_that_wait_hold_more_blocks_than_the_executor_has_slots() -> None:
+    """Four beams beside three decodes, four slots: they compute in turns and never five at once."""
+    driver = WireDriver(max_running=4, depth=2)
+    plain = [driver.submit([i, 5, 6], max_tokens=30) for i in range(3)]
+    driver.step()
+    search = driver.submit(list(range(6)), max_tokens=6, n=4, beam_width=4)
+    driver.drain()
+    assert results(search) == expected_results(search.command, driver.vocab, ())
+    assert all(finished(request) for request in plain)
+
+
+def test_beams_held_back_by_the_watermark_go_on_when_the_others_have_ended() -> None:
+    """The watermark protects those that run beside it: once they are gone it must not be waited for."""
+    driver = Driver(num_blocks=10, block_size=16, watermark=0.5, prefix_cache=False)
+    plain = driver.submit([1, 2], max_tokens=14)
+    search = driver.submit(list(range(20)), max_tokens=8, beam_width=4)
+    while len(search.sequences) < 4:
+        driver.step()
+    driver.scheduler.preempt_all()
+    driver.drain()
+    assert finished(plain)
+    assert results(search) == expect(list(range(20)), 4, 1, 8)
 
 
 def test_abort_and_a_lost_executor_in_the_middle_of_a_search() -> None:
