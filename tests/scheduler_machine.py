@@ -1,0 +1,201 @@
+"""Random histories of the real scheduler and pool: whatever happens, every output is right and every block comes back.
+
+Two machines share the rules: one is judged by the fake executor, which looks into every slot, the other by the
+executor's own step check and oracle behind the messages of the wire.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import wire_driver
+from fake_executor import expected_beams, expected_output
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from scheduler_driver import Driver, output, results
+from wire_driver import WireDriver
+
+from pagekv.kvmanager.beam_search import BeamSearch
+from pagekv.kvmanager.request import CacheIdentity, GenerateCommand
+from pagekv.kvmanager.sequence import LiveRequest, SequenceState
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Judged by the fake executor, with two tokens only, so that prefixes collide all the time."""
+
+    VOCAB = 2
+    EOS: tuple[int, ...] = ()
+    DRIVER = Driver
+
+    @initialize(
+        num_blocks=st.integers(6, 24),
+        block_size=st.sampled_from([1, 2, 4]),
+        budget=st.integers(2, 24),
+        running=st.integers(1, 6),
+        watermark=st.sampled_from([0.0, 0.2]),
+        depth=st.sampled_from([1, 2]),
+        prefix_cache=st.sampled_from([True, True, True, False]),
+        partial_hits=st.booleans(),
+        priority_aging=st.sampled_from([0, 2]),
+    )
+    def start(self, num_blocks: int, block_size: int, budget: int, running: int, **options: Any) -> None:
+        self.driver = self.DRIVER(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_batch_tokens=budget,
+            max_running=running,
+            vocab=self.VOCAB,
+            eos=self.EOS,
+            **options,
+        )
+        self.capacity = num_blocks * block_size
+        # Sequences that were ended from outside, and all of a request: (request, index), (request, -1).
+        self.stopped: set[tuple[int, int]] = set()
+
+    def sampling(self, data: st.DataObject, beam_width: int, max_tokens: int) -> dict[str, Any]:
+        """Further fields of SamplingParams."""
+        return {}
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20),
+        max_tokens=st.integers(1, 10),
+        priority=st.integers(0, 1),
+        n=st.sampled_from([1, 1, 2, 3]),
+        namespace=st.sampled_from(["", "", "other"]),
+        read=st.sampled_from([True, True, False]),
+        write=st.sampled_from([True, True, False]),
+        stop=st.sampled_from([(), (), (1,)]),
+        resumed=st.sampled_from([0, 0, 3]),
+        beam_width=st.sampled_from([0, 0, 0, 1, 2, 3]),
+        data=st.data(),
+    )
+    def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        priority: int,
+        n: int,
+        namespace: str,
+        read: bool,
+        write: bool,
+        stop: tuple[int, ...],
+        resumed: int,
+        beam_width: int,
+        data: st.DataObject,
+    ) -> None:
+        resumed = min(resumed, max_tokens - 1, len(prompt) - 1) if n == 1 and not beam_width else 0
+        beam_width = min(beam_width, self.driver.scheduler.limits.max_running)
+        size = self.driver.block_size
+        needed = -(-(len(prompt) - resumed + max_tokens - 1) // size) * max(1, beam_width)
+        if needed * size <= self.capacity:
+            identity = CacheIdentity(namespace=namespace, read=read, write=write)
+            n = min(n, beam_width) if beam_width else n
+            more = self.sampling(data, beam_width, max_tokens)
+            self.driver.submit(
+                prompt, max_tokens, priority, n, identity, stop, resumed=resumed, beam_width=beam_width, **more
+            )
+
+    @rule()
+    def plan(self) -> None:
+        self.driver.plan()
+
+    @rule()
+    def complete(self) -> None:
+        self.driver.complete()
+
+    @rule(steps=st.integers(1, 5))
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.driver.step()
+
+    @precondition(lambda self: self.driver.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        at = data.draw(st.integers(0, len(self.driver.requests) - 1))
+        self.stopped.add((at, -1))
+        self.driver.abort(self.driver.requests[at])
+
+    @precondition(lambda self: self.driver.requests)
+    @rule(data=st.data())
+    def stop_one_sequence(self, data: st.DataObject) -> None:
+        """As for a stop string: the others of its request go on."""
+        at = data.draw(st.integers(0, len(self.driver.requests) - 1))
+        request = self.driver.requests[at]
+        if request.search is None:
+            index = data.draw(st.integers(0, len(request.sequences) - 1))
+            self.stopped.add((at, index))
+            self.driver.scheduler.finish(request.sequences[index])
+
+    @rule()
+    def preempt_all(self) -> None:
+        self.driver.scheduler.preempt_all()
+
+    @rule()
+    def lose_executor(self) -> None:
+        self.driver.lose_executor()
+
+    @invariant()
+    def consistent(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.check()
+            limits = self.driver.scheduler.limits
+            assert self.driver.executor.largest_step <= limits.max_batch_tokens
+
+    def teardown(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        self.driver.drain()
+        assert self.driver.pool.num_active == 0
+        assert not self.driver.executor.live
+        for at, request in enumerate(self.driver.requests):
+            assert all(sequence.state is SequenceState.FINISHED for sequence in request.sequences)
+            if request.search is None:
+                self._judge(at, request)
+            elif (at, -1) not in self.stopped:
+                assert results(request) == self.wanted_results(request.command)
+
+    def _judge(self, at: int, request: LiveRequest) -> None:
+        for sequence in request.sequences:
+            got, wanted = output(request, sequence.index), self.wanted(request.command, sequence.index)
+            stopped = {(at, -1), (at, sequence.index)} & self.stopped
+            assert got == (wanted[: len(got)] if stopped else wanted)
+
+    def wanted(self, command: GenerateCommand, index: int) -> list[int]:
+        """What a sequence must generate."""
+        left = command.sampling.max_tokens - command.resumed_tokens
+        return expected_output(command.prompt_ids, left, self.VOCAB, command.sampling.stop_token_ids)
+
+    def wanted_results(self, command: GenerateCommand) -> list[list[int]]:
+        """What a beam search must return."""
+        sampling = command.sampling
+        ends = frozenset(sampling.stop_token_ids)
+        search = BeamSearch(sampling.beam_width, command.n, 1.0, False, sampling.max_tokens, ends)
+        return [list(tokens) for tokens in expected_beams(command.prompt_ids, search, self.VOCAB)]
+
+
+class WireMachine(SchedulerMachine):
+    """Judged by the real executor. More tokens than two: a search has `beam_width` left when others end it."""
+
+    VOCAB = 6
+    EOS = (5,)
+    DRIVER = WireDriver
+
+    def sampling(self, data: st.DataObject, beam_width: int, max_tokens: int) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "ignore_eos": data.draw(st.booleans()),
+            "min_tokens": data.draw(st.integers(0, max_tokens)),
+        }
+        if beam_width:
+            fields["length_penalty"] = data.draw(st.sampled_from([1.0, 0.0, -1.0]))
+            fields["early_stopping"] = data.draw(st.booleans())
+        else:
+            fields["temperature"] = data.draw(st.sampled_from([0.0, 1.0]))
+            fields["seed"] = data.draw(st.integers(0, 3))
+            fields["logprobs"] = data.draw(st.sampled_from([None, 0, 2]))
+        return fields
+
+    def wanted(self, command: GenerateCommand, index: int) -> list[int]:
+        return wire_driver.expected_output(command, index, self.VOCAB, self.EOS)
+
+    def wanted_results(self, command: GenerateCommand) -> list[list[int]]:
+        return wire_driver.expected_results(command, self.VOCAB, self.EOS)
