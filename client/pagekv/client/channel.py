@@ -48,7 +48,8 @@ def channel_options(target: str) -> list[tuple[str, Any]]:
         ("grpc.keepalive_timeout_ms", 10_000),
         # gRPC's own pauses between connection attempts grow to two minutes; a restarted server is back in seconds.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # How long one attempt may take, in truth: a busy machine answers late.
+        ("grpc.min_reconnect_backoff_ms", 5_000),
         ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
     ]

@@ -212,7 +212,7 @@ class Scheduler:
             # A preempted sequence is recomputed from its tokens, so those still promised must arrive first.
             if sequence.handle != NO_HANDLE:
                 return
-            if len(running.order) >= running.limits.max_running or not self._admit(sequence):
+            if len(running.order) >= running.limits.max_running or not self._admit(sequence, plan):
                 if plan.num_tokens or not make_way(running, sequence):
                     return
                 continue
@@ -222,13 +222,14 @@ class Scheduler:
             if sequence.index == 0 and any(s.state is SequenceState.FORKING for s in sequence.request.sequences):
                 self._forking.append(sequence.request)
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _admit(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Takes blocks for a waiting sequence; False, and nothing taken, when they would not leave the watermark."""
         running, blocked = self._running, self._blocked
         watermark = running.watermark(sequence.request)
         if blocked is not None and blocked.sequence is sequence:
             blocked.steps_left -= 1
-            if blocked.steps_left and running.pool.num_free < blocked.free_needed + watermark and running.order:
+            # With nothing planned there may be no later step to look again in.
+            if plan.num_tokens and blocked.steps_left and running.pool.num_free < blocked.free_needed + watermark:
                 return False
         self._blocked = None
         missing = running.tables.admit(sequence, watermark)
