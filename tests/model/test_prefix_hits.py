@@ -105,6 +105,21 @@ def test_hits_equal_those_of_a_tree_that_evicts_its_oldest_leaf(
 
 
 @quick
+@given(history=turns, block_size=block_sizes, budget=budgets, spare=st.integers(0, 12))
+def test_what_is_computed_again_is_as_young_as_its_latest_copy(
+    history: list[Turn], block_size: int, budget: int, spare: int
+) -> None:
+    """CHECKLIST G4, G6: the same, with prompts and outputs that come again and are computed again in part."""
+    played = prompts(history, one_of_its_own=False)
+    capacity = max(blocks_of(*turn, block_size) for turn in played) + spare
+    driver = Driver(capacity, block_size, budget, vocab=VOCAB)
+    tree = RadixTree(block_size, capacity)
+    for turn in played:
+        assert cached_tokens(driver, *turn) == tree.serve(*turn)
+        assert driver.pool.num_published == len(tree.nodes)
+
+
+@quick
 @given(history=turns, block_size=block_sizes, partial=st.booleans(), spare=st.integers(0, 12))
 def test_eviction_costs_hits_and_no_token(history: list[Turn], block_size: int, partial: bool, spare: int) -> None:
     """CHECKLIST F18, G2: whatever is computed again, outputs are right, and full hits are those of an endless memory at

@@ -20,7 +20,7 @@ import numpy as np
 
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.eviction import EvictionOrder, LruOrder
-from pagekv.kvmanager.prefix_table import Blocks, Chunks, PrefixTable
+from pagekv.kvmanager.prefix_table import Added, Blocks, Chunks, PrefixTable
 
 
 class TableLog(Protocol):
@@ -47,8 +47,8 @@ class BlockPool:
         """`order` is that of eviction, least recently used by default; it starts with every block in it."""
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.table = PrefixTable(num_blocks, block_size)
         self._ref_count = np.zeros(num_blocks, np.int32)
+        self.table = PrefixTable(num_blocks, block_size, self._ref_count)
         self._free = order if order is not None else LruOrder(num_blocks)
         self._log = log
         self._num_cached_free = 0
@@ -114,7 +114,7 @@ class BlockPool:
         """
         self._check_held(blocks)
         added = self.table.add(blocks, digests, parents, chunks, first=first, media=media)
-        self.hash_alarms += len(added.collided)
+        self._note(added)
         if self._log is not None and self._log.watched:
             for position in added.entered:
                 self._log.stored(int(blocks[position]), digests[position], parents[position])
@@ -126,12 +126,18 @@ class BlockPool:
         """`publish` for consecutive blocks of one sequence, at least one, the first one after the digest `parent`."""
         self._check_held(blocks)
         added = self.table.add_chain(blocks, digests, parent, chunks, first=first, media=media)
-        self.hash_alarms += len(added.collided)
+        self._note(added)
         if self._log is not None and self._log.watched:
             for position in added.entered:
                 before = digests[position - 1] if position else parent
                 self._log.stored(int(blocks[position]), digests[position], before)
         return added.collided
+
+    def _note(self, added: Added) -> None:
+        self.hash_alarms += len(added.collided)
+        if added.superseded:
+            self._num_cached_free -= len(added.superseded)
+            self._free.forget(np.array(added.superseded, np.int32))
 
     def _check_held(self, blocks: Blocks) -> None:
         if self.num_unheld(blocks):

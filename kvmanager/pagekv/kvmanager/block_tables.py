@@ -184,6 +184,9 @@ class BlockTables:
         for begin, end, media in ((first, border, False), (border, full, True)):
             if begin < end and sequence.publishes:
                 parent = digests[begin - 1] if begin else sequence.request.root
+                if not self._is_entered(sequence, begin - 1, parent):
+                    sequence.publishes = False
+                    break
                 here = slice(begin - first, end - first)
                 collided = self.pool.publish_chain(
                     blocks[here], digests[begin:end], parent, chunks[here], first=begin == 0, media=media
@@ -191,6 +194,18 @@ class BlockTables:
                 sequence.publishes = not collided
         if computed_now and self._partial_hits:
             self._being_computed.append(blocks)
+
+    def _is_entered(self, sequence: Sequence, index: int, digest: bytes) -> bool:
+        """Whether what the table has under a digest really is the sequence's logical block: its own, or another copy of
+        the same prefix, which is told by its tokens. Then the next block can be entered after it. -1 is the root.
+        """
+        if index < 0:
+            return True
+        entry = self.pool.table.lookup(digest)
+        if entry is None or entry == sequence.block_table[index] or index * self._block_size >= sequence.first_media:
+            return entry is not None
+        walked = self.pool.table.follow(sequence.request.root, sequence.chunks(self._block_size, 0, index + 1))
+        return len(walked) == index + 1 and walked[-1] == entry
 
     def grow(self, sequences: List[Sequence], blocks: Blocks, chunks: Chunks) -> None:
         """Appends one block to each table, [n], whose last one is full by then with token ids `chunks`,
@@ -218,6 +233,8 @@ class BlockTables:
                     # Rare, so by the way of prompts, which wants to know how far it has come.
                     sequence.num_computed = (index + 1) * size
                     self.publish(sequence)
+                elif not self._is_entered(sequence, index - 1, parent):
+                    sequence.publishes = False
                 else:
                     digest = sha256(parent + chunk).digest()
                     known.append(digest)

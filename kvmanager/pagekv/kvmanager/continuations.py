@@ -128,6 +128,27 @@ class Continuations:
         self._child[blocks] = _NONE
         return orphans
 
+    def replace(self, old: int, new: int) -> None:
+        """Puts `new`, which is absent, has no children and holds the same tokens, where `old` is: after its parent and
+        before its children. Raises InvariantError, and changes nothing, when it is not so.
+        """
+        if old not in self or new in self or self._child_at[new] != _NONE or self._row(old) != self._row(new):
+            raise InvariantError(f"block {new} cannot take the place of block {old} among the continuations")
+        parent, child = self._parent_at[old], self._child_at[old]
+        self._parent_at[new], self._parent_at[old] = parent, _ABSENT
+        if parent >= 0:
+            self._child_at[parent] = new
+        elif parent <= _MEMBER:
+            members = self._families[_MEMBER - parent]
+            members[members.index(old, bisect_left(members, self._row(old), key=self._row))] = new
+        self._child_at[new], self._child_at[old] = child, _NONE
+        if child == _SEVERAL:
+            members = self._families[new] = self._families.pop(old)
+            for member in members:
+                self._parent_at[member] = _MEMBER - new
+        elif child != _NONE:
+            self._parent_at[child] = new
+
     def clear(self) -> None:
         """Takes every block out."""
         self._parent[:] = _ABSENT

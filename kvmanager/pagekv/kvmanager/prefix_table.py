@@ -26,8 +26,10 @@ Blocks = NDArray[np.int32]
 # Token ids of consecutive blocks, [n, block_size].
 Chunks = NDArray[np.uint32]
 
-# In place of a parent block: there is nothing to enter.
-_PRESENT = -2
+# In place of a parent block: it is not in the table; there is nothing to enter; the digest is another content's.
+_MISSING = -2
+_PRESENT = -3
+_COLLIDED = -4
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +49,21 @@ class TableColumns:
 class Added(NamedTuple):
     """What became of the blocks offered to the table, by position."""
 
-    # In the table now.
+    # In the table now, and their digest was not.
     entered: list[int]
     # Their digest belongs to a block with another content: a hash collision. What follows them must not be offered.
     collided: list[int]
+    # Blocks that were in the table and are not any more: another copy of the same content has their entry now.
+    superseded: list[int]
 
 
 class PrefixTable:
     """Entries over the block ids of one pool. Arrays of block ids are int32."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, ref_count: Blocks) -> None:
+        """`ref_count`: how many hold each block; the pool's column, read only."""
         self.block_size = block_size
+        self._ref_count = ref_count
         # Whether a block is in the table, as a column for vector operations.
         self.published = np.zeros(num_blocks, np.bool_)
         self._block_of: dict[bytes, int] = {}
@@ -147,43 +153,69 @@ class PrefixTable:
         """Enters blocks that are not in the table, each after the block with its parent digest or, where it is the
         `first` of a chain, after that root. Refused are those whose parent is not in the table.
 
-        Where a digest is there already its block stays and the new one remains private: blocks are never merged.
+        Where a digest is there already and somebody holds its block, the new one remains private: blocks are never
+        merged. Where nobody does, the new one has the entry from now on: what follows it is in use, and a parent that
+        was evicted before would leave a hole (CHECKLIST G4).
         `media`: the tokens alone do not identify the blocks, so the walk must not find them.
         """
-        added = Added([], [])
+        added = Added([], [], [])
         found: list[int] = []
         for position, (block, digest, parent) in enumerate(zip(blocks.tolist(), digests, parents, strict=True)):
+            present = self._block_of.get(digest)
             parent_block = self._offer(block, digest, parent, chunks[position], first[position], media)
-            if parent_block is None:
+            if parent_block == _COLLIDED:
                 added.collided.append(position)
-            elif parent_block != _PRESENT:
+            elif parent_block >= FIRST:
                 added.entered.append(position)
                 found.append(parent_block)
+            elif present is not None and self._block_of[digest] != present:
+                added.superseded.append(present)
         if added.entered:
             self._enter(blocks, np.array(found, np.int32), parents, chunks, media, added.entered)
         return added
 
     def _offer(
         self, block: int, digest: bytes, parent: bytes, chunk: NDArray[np.uint32], first: bool, media: bool
-    ) -> int | None:
-        """Takes a block into the dictionary and returns its parent block, FIRST for a root. _PRESENT: the digest is in
-        the table for this very content, or the parent is not; None: it is there for another content.
-        """
+    ) -> int:
+        """Takes a block into the dictionary and returns its parent block, FIRST for a root; or why it is not there."""
         table = self._block_of
-        parent_block = FIRST if first else table.get(parent, _PRESENT)
+        parent_block = FIRST if first else table.get(parent, _MISSING)
         present = table.get(digest)
         if present is not None:
-            same = bool((self._tokens[present] == chunk).all())
-            if same and present not in self._loose_parent:
-                same = self._continuations.parent(present) == parent_block
-            return _PRESENT if same or parent_block == _PRESENT else None
-        if parent_block == _PRESENT:
+            # Nothing is in the table without its parent, so this content could not be there if that is missing.
+            if parent_block == _MISSING or not self._is_copy(present, parent_block, parent, chunk, media):
+                return _COLLIDED
+            if present != block and not self._ref_count[present]:
+                self._supersede(present, block)
             return _PRESENT
+        if parent_block == _MISSING:
+            return _MISSING
         table[digest] = block
         self._digest[block] = digest
         if first or media:
             self._loose_parent[block] = parent
         return parent_block
+
+    def _is_copy(self, block: int, parent_block: int, parent: bytes, chunk: NDArray[np.uint32], media: bool) -> bool:
+        """Whether a block in the table has these token ids and this parent; of media only the digest tells."""
+        if media == (block in self._continuations) or not (self._tokens[block] == chunk).all():
+            return False
+        if media or parent_block == FIRST:
+            return self._loose_parent.get(block) == parent
+        return self._continuations.parent(block) == parent_block
+
+    def _supersede(self, old: int, new: int) -> None:
+        """Gives the entry of a block, with parent and children, to another copy of it."""
+        digest = self._digest[old]
+        assert digest is not None
+        self._tokens[new] = self._tokens[old]
+        self._block_of[digest] = new
+        self._digest[new], self._digest[old] = digest, None
+        self.published[new], self.published[old] = True, False
+        if old in self._loose_parent:
+            self._loose_parent[new] = self._loose_parent.pop(old)
+        if old in self._continuations:
+            self._continuations.replace(old, new)
 
     def add_chain(
         self, blocks: Blocks, digests: Sequence[bytes], parent: bytes, chunks: Chunks, *, first: bool, media: bool
@@ -191,8 +223,8 @@ class PrefixTable:
         """`add` for consecutive blocks of one sequence, at least one; `first`: the chain begins with them."""
         table, column = self._block_of, self._digest
         parents = [parent, *digests[:-1]]
-        parent_block = FIRST if first else table.get(parent, _PRESENT)
-        if parent_block == _PRESENT or len(set(digests)) < len(digests) or not table.keys().isdisjoint(digests):
+        parent_block = FIRST if first else table.get(parent, _MISSING)
+        if parent_block == _MISSING or len(set(digests)) < len(digests) or not table.keys().isdisjoint(digests):
             return self._add_chain_slowly(blocks, digests, parents, chunks, first, media)
         ids = blocks.tolist()
         table.update(zip(digests, ids, strict=True))
@@ -205,7 +237,7 @@ class PrefixTable:
         found = np.empty(len(ids), np.int32)
         found[0], found[1:] = parent_block, blocks[:-1]
         self._enter(blocks, found, parents, chunks, media)
-        return Added(list(range(len(ids))), [])
+        return Added(list(range(len(ids))), [], [])
 
     def _add_chain_slowly(
         self,
@@ -217,7 +249,7 @@ class PrefixTable:
         media: bool,
     ) -> Added:
         """Block by block, as each has to find its parent; up to the first collision."""
-        added = Added([], [])
+        added = Added([], [], [])
         for position in range(len(blocks)):
             one = slice(position, position + 1)
             here = first and position == 0
@@ -227,6 +259,7 @@ class PrefixTable:
                 break
             if result.entered:
                 added.entered.append(position)
+            added.superseded.extend(result.superseded)
         return added
 
     def _enter(
@@ -290,3 +323,11 @@ class PrefixTable:
         stray = self._loose_parent.keys() - set(held.values())
         if stray:
             raise InvariantError(f"parents kept of blocks that are not in the table, such as {sorted(stray)[:8]}")
+        walked: dict[int, int | bytes] = {}
+        for block in held.values():
+            parent = self._continuations.parent(block)
+            if block in self._continuations:
+                walked[block] = self._loose_parent[block] if parent == FIRST else parent
+            if parent != FIRST and not self.published[parent]:
+                raise InvariantError(f"block {block} follows block {parent}, which is not in the table")
+        self._continuations.check_integrity(walked)

@@ -110,8 +110,10 @@ class TableLog:
             if entered is None:
                 diff.changes[digest] = None
             else:
-                block, parent = entered
-                diff.changes[digest] = StoredBlock(parent, array("I", self._table.token_ids(block)))
+                # Not the block that was told of: another copy may have its entry by now.
+                block = self._table.lookup(digest)
+                assert block is not None
+                diff.changes[digest] = StoredBlock(entered[1], array("I", self._table.token_ids(block)))
         self._pending = TableDiff()
         return diff
 

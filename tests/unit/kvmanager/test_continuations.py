@@ -122,6 +122,17 @@ def test_what_is_in_already_is_refused_and_nothing_changes() -> None:
         them.check_integrity({5: ROOTS[0]})
 
 
+def test_only_a_copy_takes_a_place() -> None:
+    them = index([[1], [1], [2], [1], [1]])
+    them.add(column([0, 4]), column([FIRST, 3]), ROOTS[:1] * 2)
+    for old, new in ((0, 2), (1, 3), (0, 4), (0, 3)):
+        with pytest.raises(InvariantError, match="cannot take the place"):
+            them.replace(old, new)
+        them.check_integrity({0: ROOTS[0], 4: 3})
+    them.replace(0, 1)
+    them.check_integrity({1: ROOTS[0], 4: 3})
+
+
 def test_rows_must_be_what_the_index_reads() -> None:
     for tokens in (np.zeros((3, 2), np.uint32), np.zeros((4, 2), np.int64), np.zeros((4, 4), np.uint32)[:, ::2]):
         with pytest.raises(ValueError, match="tokens: must be"):
@@ -284,6 +295,21 @@ class ContinuationsMachine(RuleBasedStateMachine):
             chain.append(data.draw(st.sampled_from(children)))
         self.leave(chain[::-1] if deepest_first else chain)
 
+    @rule(data=st.data())
+    def replace(self, data: st.DataObject) -> None:
+        """Another copy of a block takes its place."""
+        parents = {entry.parent for entry in self.model.entries.values()}
+        childless = [block for block in self.absent() if block not in parents]
+        assume(childless and self.model.entries)
+        old = data.draw(st.sampled_from(sorted(self.model.entries)))
+        new = data.draw(st.sampled_from(childless))
+        self.tokens[new] = self.tokens[old]
+        self.index.replace(old, new)
+        self.model.entries[new] = self.model.entries.pop(old)
+        for entry in self.model.entries.values():
+            if entry.parent == old and isinstance(entry.parent, int):
+                entry.parent = new
+
     def leave(self, blocks: list[int]) -> None:
         wanted = self.model.remove(blocks)
         assert sorted(self.index.remove(column(blocks))) == wanted
@@ -326,6 +352,7 @@ class ContinuationsMachine(RuleBasedStateMachine):
         )
         for block, entry in self.model.entries.items():
             assert self.index.parent(block) == (entry.parent if isinstance(entry.parent, int) else FIRST)
+        assert self.index.parents().tolist() == [self.index.parent(block) for block in range(NUM_BLOCKS)]
 
     def teardown(self) -> None:
         if hasattr(self, "bounds"):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
+
 import pytest
 from fake_executor import expected_output
 from scheduler_driver import VOCAB, Driver, finished, output
 
+from pagekv.kvmanager import block_hash, block_tables
 from pagekv.kvmanager.request import CacheIdentity, MediaSpan
 from pagekv.kvmanager.sequence import LiveRequest
 
@@ -112,6 +116,41 @@ def test_a_medium_changes_the_blocks_it_covers_and_those_after() -> None:
     serve(driver, prompt, identity=cat)
     assert serve(driver, prompt, identity=dog) == 4
     assert serve(driver, prompt, identity=cat) == 12
+
+
+class _Forgetful:
+    """A hash of a block's own tokens, whatever stands before them: the parent digest is the first 32 bytes."""
+
+    def __init__(self, data: bytes) -> None:
+        self._hash = hashlib.sha256(data[32:])
+
+    def digest(self) -> bytes:
+        return self._hash.digest()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("partial", [False, True])
+def test_equal_tokens_after_another_prefix_are_told_apart_without_a_hash(
+    monkeypatch: pytest.MonkeyPatch, partial: bool, seed: int
+) -> None:
+    """CHECKLIST E9: every block collides with all that hold the same tokens, and every output is right. What is hit was
+    reached from the root over blocks whose token ids were compared.
+    """
+    for module in (block_hash, block_tables):
+        monkeypatch.setattr(module, "sha256", _Forgetful)
+    chance = random.Random(seed)
+    driver = Driver(num_blocks=32, block_size=2, max_running=4, partial_hits=partial, vocab=3)
+    prompts = [[chance.randrange(3) for _ in range(chance.randrange(1, 14))] for _ in range(80)]
+    requests = []
+    for prompt in prompts:
+        requests.append(driver.submit(prompt, max_tokens=chance.randrange(1, 8)))
+        for _ in range(chance.randrange(3)):
+            driver.step()
+    driver.drain()
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert output(request) == expected_output(prompt, request.command.sampling.max_tokens, 3)
+    assert driver.pool.hash_alarms > 0
+    assert sum(cached(request) for request in requests) > 0
 
 
 @pytest.mark.parametrize("partial", [False, True])
