@@ -1,7 +1,8 @@
 """A model of the executor that takes step plans directly: a dictionary of slots, tokens that depend on what is read.
 
 It is small on purpose: tests of the scheduler judge every decision by whether the tokens it leads to are right. Each
-slot holds the whole prefix it was computed for, so a read through a wrong, stale or unwritten block shows at once.
+slot holds the whole prefix it was computed for, and its identity: a read through a wrong, stale or unwritten block
+shows at once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from pagekv.kvmanager.beam_search import BeamSearch
-from pagekv.kvmanager.request import TokenLogprobs
+from pagekv.kvmanager.request import CacheIdentity, TokenLogprobs
 from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
 
 
@@ -47,6 +48,10 @@ def expected_output(prompt: list[int], max_tokens: int, vocab: int, ends: tuple[
     return tokens[len(prompt) :]
 
 
+# Namespace, adapter, media and tokens.
+_Content = tuple[str, str, list[tuple[int, str]], list[int]]
+
+
 @dataclass
 class _Live:
     tokens: list[int]
@@ -54,6 +59,13 @@ class _Live:
     computed: int
     # Likeliest tokens to report.
     num_candidates: int
+    identity: CacheIdentity
+
+    def content(self, end: int) -> _Content:
+        """What keys and values at position `end - 1` depend on."""
+        identity = self.identity
+        media = [(span.position, span.digest) for span in identity.media if span.position < end]
+        return identity.namespace, identity.adapter_id, media, self.tokens[:end]
 
 
 class FakeExecutor:
@@ -61,7 +73,7 @@ class FakeExecutor:
 
     def __init__(self, num_blocks: int, block_size: int, vocab: int) -> None:
         self.num_blocks, self.block_size, self.vocab = num_blocks, block_size, vocab
-        self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.slots: dict[tuple[int, int], _Content] = {}
         self.live: dict[int, _Live] = {}
         self.steps = 0
         self.computed_tokens = 0
@@ -79,7 +91,9 @@ class FakeExecutor:
             assert 0 <= new.computed_tokens < len(new.token_ids)
             search = new.sequence.request.search
             wanted = 0 if search is None else search.num_candidates
-            self.live[new.handle] = _Live(list(new.token_ids), list(new.block_ids), new.computed_tokens, wanted)
+            identity = new.sequence.request.command.identity
+            tokens, table = list(new.token_ids), list(new.block_ids)
+            self.live[new.handle] = _Live(tokens, table, new.computed_tokens, wanted, identity)
         for handle, block in zip(plan.append_handles, plan.append_blocks, strict=True):
             self.live[handle].table.append(block)
         counts = dict(zip(plan.scheduled_handles, plan.scheduled_tokens, strict=True))
@@ -120,13 +134,15 @@ class FakeExecutor:
                 slot = (block, position % self.block_size)
                 assert slot not in written, f"slot {slot} is written twice in one step"
                 written.add(slot)
-                self.slots[slot] = tuple(seq.tokens[: position + 1])
+                self.slots[slot] = seq.content(position + 1)
 
     def _read(self, seq: _Live, count: int) -> tuple[int, ...]:
         """What the model sees: the prefix, read slot by slot."""
-        prefix: tuple[int, ...] = ()
-        for position in range(seq.computed + count):
-            prefix = (*prefix, seq.tokens[position])
-            slot = (seq.table[position // self.block_size], position % self.block_size)
-            assert self.slots.get(slot) == prefix, f"slot {slot} does not hold position {position} of {seq.tokens}"
-        return prefix
+        end = seq.computed + count
+        for position in range(end):
+            slot, content = (
+                (seq.table[position // self.block_size], position % self.block_size),
+                seq.content(position + 1),
+            )
+            assert self.slots.get(slot) == content, f"slot {slot} does not hold position {position} of {content}"
+        return tuple(seq.tokens[:end])

@@ -10,6 +10,8 @@ from fake_executor import FakeExecutor
 from pagekv.kvmanager.block_hash import root_digest
 from pagekv.kvmanager.block_pool import BlockPool
 from pagekv.kvmanager.delivery import deliver
+from pagekv.kvmanager.eviction import LruOrder, SegmentedLruOrder
+from pagekv.kvmanager.pins import Pins
 from pagekv.kvmanager.request import CacheIdentity, FinishReason, GenerateCommand, RequestStream, SamplingParams
 from pagekv.kvmanager.running import SchedulerLimits
 from pagekv.kvmanager.scheduler import Scheduler
@@ -35,9 +37,12 @@ class Driver:
         vocab: int = VOCAB,
         partial_hits: bool = False,
         priority_aging: int = 0,
+        protected_share: float | None = None,
     ) -> None:
+        """`protected_share`: evicts by segmented LRU with this share, else by LRU."""
         self.block_size = block_size
-        self.pool = BlockPool(num_blocks, block_size)
+        self.protected_share = protected_share
+        self._new_pool(num_blocks)
         limits = SchedulerLimits(max_batch_tokens, max_running, watermark, prefix_cache, partial_hits)
         self.priority_aging = priority_aging
         self.eos = eos
@@ -48,6 +53,12 @@ class Driver:
         self.in_flight: deque[StepPlan] = deque()
         self.requests: list[LiveRequest] = []
         self.plans: list[StepPlan] = []
+
+    def _new_pool(self, num_blocks: int) -> None:
+        share = self.protected_share
+        order = LruOrder(num_blocks) if share is None else SegmentedLruOrder(num_blocks, share)
+        self.pool = BlockPool(num_blocks, self.block_size, order)
+        self.pins = Pins(self.pool, max_share=1.0)
 
     def _new_executor(self) -> Any:
         """What runs the plans, with empty pools."""
@@ -132,13 +143,14 @@ class Driver:
 
     def lose_executor(self) -> None:
         """A killed executor: steps in flight never answer, the pools are empty."""
-        self.pool = BlockPool(self.pool.num_blocks, self.block_size)
+        self._new_pool(self.pool.num_blocks)
         self.scheduler.lose_executor(self.pool, self.scheduler.limits, self.eos)
         self.in_flight.clear()
         self.executor = self._new_executor()
 
     def check(self) -> None:
-        self.scheduler.check_integrity(s for request in self.requests for s in request.sequences)
+        live = (s for request in self.requests for s in request.sequences)
+        self.scheduler.check_integrity(live, self.pins.tables())
 
 
 def output(request: LiveRequest, index: int = 0) -> list[int]:

@@ -6,18 +6,26 @@ executor's own step check and oracle behind the messages of the wire.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
+import numpy as np
 import wire_driver
 from fake_executor import expected_beams, expected_output
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from scheduler_driver import Driver, output, results
+from scheduler_driver import Driver, finished, output, results
 from wire_driver import WireDriver
 
+from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.beam_search import BeamSearch
-from pagekv.kvmanager.request import CacheIdentity, GenerateCommand
+from pagekv.kvmanager.block_hash import chain_digests, token_bytes
+from pagekv.kvmanager.capacity import blocks_needed, total_tokens
+from pagekv.kvmanager.request import CacheIdentity, GenerateCommand, MediaSpan
 from pagekv.kvmanager.sequence import LiveRequest, SequenceState
+
+# Two media that differ where they look alike to the tokens, and one in the middle of a prompt.
+MEDIA = [(), (), (MediaSpan(0, 3, "aa"),), (MediaSpan(0, 3, "bb"),), (MediaSpan(5, 2, "cc"),)]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -37,6 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache=st.sampled_from([True, True, True, False]),
         partial_hits=st.booleans(),
         priority_aging=st.sampled_from([0, 2]),
+        protected_share=st.sampled_from([None, 0.2, 0.5, 1.0]),
     )
     def start(self, num_blocks: int, block_size: int, budget: int, running: int, **options: Any) -> None:
         self.driver = self.DRIVER(
@@ -48,9 +57,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             eos=self.EOS,
             **options,
         )
-        self.capacity = num_blocks * block_size
         # Sequences that were ended from outside, and all of a request: (request, index), (request, -1).
         self.stopped: set[tuple[int, int]] = set()
+        # Pins, some of which may have ended with the memory they held.
+        self.pinned: list[str] = []
 
     def sampling(self, data: st.DataObject, beam_width: int, max_tokens: int) -> dict[str, Any]:
         """Further fields of SamplingParams."""
@@ -62,6 +72,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 1),
         n=st.sampled_from([1, 1, 2, 3]),
         namespace=st.sampled_from(["", "", "other"]),
+        adapter=st.sampled_from(["", "", "other"]),
+        media=st.sampled_from(MEDIA),
         read=st.sampled_from([True, True, False]),
         write=st.sampled_from([True, True, False]),
         stop=st.sampled_from([(), (), (1,)]),
@@ -76,6 +88,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: int,
         n: int,
         namespace: str,
+        adapter: str,
+        media: tuple[MediaSpan, ...],
         read: bool,
         write: bool,
         stop: tuple[int, ...],
@@ -87,8 +101,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         beam_width = min(beam_width, self.driver.scheduler.limits.max_running)
         size = self.driver.block_size
         needed = -(-(len(prompt) - resumed + max_tokens - 1) // size) * max(1, beam_width)
-        if needed * size <= self.capacity:
-            identity = CacheIdentity(namespace=namespace, read=read, write=write)
+        if needed <= self.driver.pool.num_blocks - self.driver.pins.num_blocks:
+            media = tuple(span for span in media if span.position + span.length <= len(prompt) - resumed)
+            identity = CacheIdentity(namespace, adapter, media, read, write)
             n = min(n, beam_width) if beam_width else n
             more = self.sampling(data, beam_width, max_tokens)
             self.driver.submit(
@@ -131,6 +146,34 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.scheduler.preempt_all()
 
     @rule()
+    def reset(self) -> None:
+        """A forced reset of the prefix cache."""
+        self.driver.scheduler.preempt_all()
+        self.driver.pins.end_all()
+        self.driver.pool.clear_prefix_table()
+
+    @precondition(lambda self: self.driver.requests)
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        """What is cached of a prompt, as far as every live request can still finish."""
+        driver, size = self.driver, self.driver.block_size
+        request = data.draw(st.sampled_from(driver.requests))
+        command = request.command
+        digests = chain_digests(request.root, token_bytes(command.prompt_ids), size, command.identity.media)
+        chunks = np.array(command.prompt_ids, np.uint32)[: len(digests) * size].reshape(-1, size)
+        live = [r.command for r in driver.requests if not finished(r)]
+        needs = [blocks_needed(total_tokens(c), size, c.sampling.beam_width) for c in live]
+        blocks = driver.pool.match(digests, chunks)
+        if blocks:
+            with contextlib.suppress(LimitExceeded):
+                self.pinned.append(driver.pins.pin(blocks, 60, max(needs, default=0)))
+
+    @precondition(lambda self: self.pinned)
+    @rule()
+    def unpin(self) -> None:
+        self.driver.pins.unpin(self.pinned.pop())
+
+    @rule()
     def lose_executor(self) -> None:
         self.driver.lose_executor()
 
@@ -145,7 +188,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "driver"):
             return
         self.driver.drain()
-        assert self.driver.pool.num_active == 0
+        assert self.driver.pool.num_active == self.driver.pins.num_blocks
         assert not self.driver.executor.live
         for at, request in enumerate(self.driver.requests):
             assert all(sequence.state is SequenceState.FINISHED for sequence in request.sequences)
