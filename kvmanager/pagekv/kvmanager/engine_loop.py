@@ -112,11 +112,10 @@ class EngineLoop:
         await link.attach(
             self._manager_id, config.block_size, model.num_device_blocks, description.layout, config.take_over
         )
-        if self._model is not None and self._model != model:
-            self._adopt_other_model(model)
+        limits = replace(config.limits, max_running=min(config.limits.max_running, description.max_sequences))
+        self._end_what_does_not_fit(model, limits.max_running)
         order = make_order(config.eviction_policy, model.num_device_blocks, config.protected_share)
         pool = BlockPool(model.num_device_blocks, config.block_size, order, self._cache.log)
-        limits = replace(config.limits, max_running=min(config.limits.max_running, description.max_sequences))
         if self._scheduler is None:
             self._scheduler = Scheduler(pool, limits, model.eos_token_ids, self._cache.count_admission)
         else:
@@ -138,20 +137,22 @@ class EngineLoop:
             block_size=model.block_size,
         )
 
-    def _adopt_other_model(self, model: ModelInfo) -> None:
-        """The executor came back with another model or pool size. Requests that it cannot continue exactly end."""
-        old = self._model
-        assert old is not None
+    def _end_what_does_not_fit(self, model: ModelInfo, max_running: int) -> None:
+        """The executor may have come back as another one. Requests that it cannot continue exactly end."""
+        old = self._model or model
         same = (old.model_fingerprint, old.vocab_size, old.eos_token_ids) == (
             model.model_fingerprint,
             model.vocab_size,
             model.eos_token_ids,
         )
-        log.warning("the executor changed", same_model=same, blocks=model.num_device_blocks, model=model.model_id)
+        if old != model:
+            log.warning("the executor changed", same_model=same, blocks=model.num_device_blocks, model=model.model_id)
         for request in list(self._live.values()):
-            if not (same and fits(request.command, model)):
+            width = request.command.sampling.beam_width
+            if not (same and fits(request.command, model) and width <= max_running):
                 self._close(request)
-                request.stream.fail(Unavailable("the executor restarted with another model or a smaller pool"))
+                what = "another model, a smaller pool, or room for fewer sequences"
+                request.stream.fail(Unavailable(f"the executor restarted with {what}"))
 
     async def _drive(self, link: ExecutorLink) -> None:
         """Plans, sends and commits until the link is lost or the loop is stopped."""

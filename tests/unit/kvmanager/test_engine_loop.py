@@ -137,6 +137,25 @@ def test_a_smaller_pool_ends_the_requests_that_no_longer_fit(monkeypatch: pytest
     run(monkeypatch, body)
 
 
+def test_fewer_slots_end_the_searches_that_need_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All beams must be there at once: such a search would wait for ever, and everything else behind it."""
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        bench.step_s = 0.01
+        sampling = SamplingParams(temperature=0.0, max_tokens=20, beam_width=4)
+        wide = engine.submit(GenerateCommand("wide", [1, 2, 3], sampling))
+        plain = engine.submit(command("plain", [4, 5], max_tokens=20))
+        await until(lambda: len(bench.plans) >= 6)
+        bench.description = replace(DESCRIPTION, max_sequences=3)
+        assert bench.link is not None
+        bench.link.lose()
+        with pytest.raises(Unavailable, match="fewer sequences"):
+            await read(wide)
+        assert await read(plain) == expect([4, 5], 20)
+
+    run(monkeypatch, body)
+
+
 def test_the_queue_counts_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         streams = [engine.submit(command("a", [1], n=3)), engine.submit(command("b", [2], n=2))]
