@@ -46,7 +46,7 @@ def test_a_sequence_fills_its_blocks_in_order() -> None:
     where = {position: slot(request, position, 4) for position in range(11)}
     driver.complete()
     for position, place in where.items():
-        assert driver.executor.slots[place] == tuple(prompt[: position + 1])
+        assert driver.executor.slots[place] == ("", "", [], prompt[: position + 1])
 
 
 def test_blocks_come_from_wherever_they_are_free() -> None:
