@@ -38,8 +38,8 @@ class CacheAdmin:
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`prefix_cache`: whether blocks are reused across requests. `wake` is called when blocks became free outside
-        of a step.
+        """`prefix_cache`: whether blocks are reused across requests. `wake` is called when blocks became free or the
+        table was cleared outside of a step.
         """
         self.log = TableLog(clock)
         self.counters = PromptCounters()
@@ -165,15 +165,18 @@ class CacheAdmin:
         """Forgets every cached block. While blocks are held: None, and nothing changed; with `force` running sequences
         are preempted and pins end.
         """
+        if not force and self.pool.num_active:
+            return None
+        # Watchers are told at the next border, which must not wait for a step.
+        self._wake()
         if not force:
-            return None if self.pool.num_active else CacheReset(self.pool.clear_prefix_table())
+            return CacheReset(self.pool.clear_prefix_table())
         before = scheduler.counters.preemptions
         scheduler.preempt_all()
         ended = self.pins.end_all()
         self._arm()
         # What still drains keeps its blocks, as private ones, for the moment that it needs.
         removed = self.pool.clear_prefix_table()
-        self._wake()
         return CacheReset(removed, scheduler.counters.preemptions - before, ended)
 
     def watch(self) -> TableWatch:

@@ -77,6 +77,23 @@ def test_a_reset_is_refused_while_pins_hold_blocks(monkeypatch: pytest.MonkeyPat
     run(monkeypatch, body)
 
 
+def test_watchers_see_a_reset_though_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reset is a border of its own: no step has to come for it to be told."""
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        await read(engine.submit(command("a", EIGHT, 1)))
+        await asyncio.sleep(0)
+        watch = engine.watch_events()
+        assert len(watch.take_snapshot(99)) == 2
+        assert engine.reset_prefix_cache(force=False) == CacheReset(2)
+        told = await asyncio.wait_for(watch.take(), 2)
+        assert told.cleared
+        assert not told.changes
+        watch.close()
+
+    run(monkeypatch, body)
+
+
 def test_pins_are_gauges_and_a_state_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """CHECKLIST K5: pinned against evictable."""
 
