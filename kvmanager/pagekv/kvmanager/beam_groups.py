@@ -106,7 +106,8 @@ def _fork(running: Running, request: LiveRequest, continuing: list[Continuation]
             children.append(child)
             following.append(child)
     parents = [beams[c.parent] for c, s in zip(continuing, following, strict=True) if s in children]
-    forked = running.tables.fork_beams(parents, children)
+    while not (forked := running.tables.fork_beams(parents, children)) and running.preempt_behind(beams[0]):
+        pass  # Like decodes, a search takes blocks from those behind it.
     for continuation, sequence in zip(continuing, following, strict=True):
         sequence.token_ids.append(continuation.token_id)
         sequence.candidates = None
@@ -118,7 +119,7 @@ def _fork(running: Running, request: LiveRequest, continuing: list[Continuation]
             sequence.state = SequenceState.RUNNING
             insort(running.returning, sequence, key=key)
     else:
-        # Refused whole: nobody goes on until all can.
+        # Refused whole, and nobody is behind: none goes on until all can.
         running.queue(children)
         running.preempt(following[0])
 

@@ -121,14 +121,18 @@ class Running:
             blocks = self.pool.allocate(1)
             if blocks is not None:
                 return int(blocks[0])
-            # Lowest priority, latest arrival. What is draining gives its blocks back by itself very soon, unless it is
-            # a beam, which may have to wait for others.
-            self.preempt(
-                next(
-                    s for s in reversed(self.order) if s.state is SequenceState.RUNNING or s.request.search is not None
-                )
-            )
+            self.preempt(next(s for s in reversed(self.order) if _may_be_preempted(s)))
         return -1
+
+    def preempt_behind(self, sequence: Sequence) -> bool:
+        """Preempts the last of the order, if it stands behind this sequence's request; False when nobody does."""
+        for other in reversed(self.order):
+            if other.request is sequence.request or other.key < sequence.key:
+                break
+            if _may_be_preempted(other):
+                self.preempt(other)
+                return True
+        return False
 
     # -- out
 
@@ -155,9 +159,7 @@ class Running:
     def preempt_all(self) -> None:
         """Preempts every sequence but those whose last token is in flight."""
         for sequence in reversed(self.order[:]):
-            if sequence.state is SequenceState.RUNNING or (
-                sequence.state is SequenceState.DRAINING and sequence.request.search is not None
-            ):
+            if sequence.state is not SequenceState.WAITING and _may_be_preempted(sequence):
                 self.preempt(sequence)
 
     def release(self, sequence: Sequence, state: SequenceState) -> None:
@@ -181,6 +183,12 @@ class Running:
             self.tables.forget(sequence)
             sequence.candidates = None
         self.queue(self.order)
+
+
+def _may_be_preempted(sequence: Sequence) -> bool:
+    """Of the order: what is draining gives its blocks back by itself very soon, unless it is a beam, which may have to
+    wait for others."""
+    return sequence.state is SequenceState.RUNNING or sequence.request.search is not None
 
 
 def key(sequence: Sequence) -> tuple[int, int, int]:

@@ -91,6 +91,18 @@ def test_beams_that_wait_hold_more_blocks_than_the_executor_has_slots() -> None:
     assert all(finished(request) for request in plain)
 
 
+def test_a_fork_takes_blocks_from_those_behind_it_and_never_from_its_own_search() -> None:
+    """The front of the running order is never preempted, whether it decodes or forks."""
+    driver = Driver(num_blocks=12, block_size=8, prefix_cache=False)
+    search = driver.submit(list(range(9)), max_tokens=16, n=4, beam_width=4)
+    behind = [driver.submit([i, 5, 6], max_tokens=30) for i in range(8)]
+    driver.drain()
+    assert results(search) == expect(list(range(9)), 4, 4, 16)
+    assert all(sequence.preemptions == 0 for sequence in search.sequences)
+    assert sum(request.sequences[0].preemptions for request in behind) > 0
+    assert all(finished(request) for request in behind)
+
+
 def test_beams_held_back_by_the_watermark_go_on_when_the_others_have_ended() -> None:
     """The watermark protects those that run beside it: once they are gone it must not be waited for."""
     driver = Driver(num_blocks=10, block_size=16, watermark=0.5, prefix_cache=False)
