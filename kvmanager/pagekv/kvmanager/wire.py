@@ -27,17 +27,19 @@ def step_request(plan: StepPlan, epoch: int, step: int, eos_token_ids: Iterable[
 
 def _copies(pairs: list[tuple[int, int]]) -> list[pb.MemoryOp]:
     """Copies in order. Those of one operation may all happen at once, so one that writes a block which an earlier one
-    reads begins the next operation.
+    reads or writes, or reads one which an earlier one writes, begins the next operation.
     """
     operations: list[pb.MemoryOp] = []
     sources: set[int] = set()
+    destinations: set[int] = set()
     for source, destination in pairs:
-        if not operations or destination in sources:
+        if not operations or destination in sources or {source, destination} & destinations:
             operations.append(pb.MemoryOp(kind=pb.MEMORY_OP_KIND_COPY))
-            sources = set()
+            sources, destinations = set(), set()
         operations[-1].sources.append(source)
         operations[-1].destinations.append(destination)
         sources.add(source)
+        destinations.add(destination)
     return operations
 
 

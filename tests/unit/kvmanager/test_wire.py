@@ -76,6 +76,20 @@ def test_a_step_with_everything() -> None:
     )
 
 
+def test_copies_of_one_operation_may_all_happen_at_once() -> None:
+    """One that depends on an earlier one begins the next operation: the executor refuses it otherwise."""
+
+    def operations(*copies: tuple[int, int]) -> list[list[tuple[int, int]]]:
+        message = step_request(StepPlan([1], list(copies)), 1, 1, ())
+        return [list(zip(op.sources, op.destinations, strict=True)) for op in message.memory_ops]
+
+    assert operations((1, 2), (3, 4), (1, 5)) == [[(1, 2), (3, 4), (1, 5)]]
+    assert operations((1, 2), (3, 1)) == [[(1, 2)], [(3, 1)]]
+    assert operations((1, 2), (2, 3)) == [[(1, 2)], [(2, 3)]]
+    assert operations((1, 2), (3, 2), (4, 5)) == [[(1, 2)], [(3, 2), (4, 5)]]
+    assert operations() == []
+
+
 def test_ends_that_do_not_count_are_not_banned() -> None:
     def banned(sampling: SamplingParams) -> list[int]:
         message = step_request(StepPlan([], [], [new_sequence(sampling)]), 1, 1, (1, 4))
