@@ -36,6 +36,7 @@ class Driver:
         eos: tuple[int, ...] = (),
         vocab: int = VOCAB,
         partial_hits: bool = False,
+        fork_sharing: bool = True,
         priority_aging: int = 0,
         protected_share: float | None = None,
     ) -> None:
@@ -43,7 +44,7 @@ class Driver:
         self.block_size = block_size
         self.protected_share = protected_share
         self._new_pool(num_blocks)
-        limits = SchedulerLimits(max_batch_tokens, max_running, watermark, prefix_cache, partial_hits)
+        limits = SchedulerLimits(max_batch_tokens, max_running, watermark, prefix_cache, partial_hits, fork_sharing)
         self.priority_aging = priority_aging
         self.eos = eos
         self.scheduler = Scheduler(self.pool, limits, eos)

@@ -44,6 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         depth=st.sampled_from([1, 2]),
         prefix_cache=st.sampled_from([True, True, True, False]),
         partial_hits=st.booleans(),
+        fork_sharing=st.sampled_from([True, True, True, False]),
         priority_aging=st.sampled_from([0, 2]),
         protected_share=st.sampled_from([None, 0.2, 0.5, 1.0]),
     )

@@ -23,14 +23,15 @@ _NO_BLOCKS = np.empty(0, np.int32)
 class BlockTables:
     """The one place where blocks are taken for sequences and given back."""
 
-    def __init__(self, pool: BlockPool, *, prefix_cache: bool, partial_hits: bool) -> None:
+    def __init__(self, pool: BlockPool, *, prefix_cache: bool, partial_hits: bool, fork_sharing: bool = True) -> None:
         """`prefix_cache`: reuse blocks across requests. `partial_hits`: also the beginning of a block, by copying.
-        Sharing between the sequences of one request is neither's matter: it is always on (CHECKLIST J6).
+        `fork_sharing` is another matter: the sequences of one request hold blocks together (CHECKLIST J6).
         """
         self.pool = pool
         self._block_size = pool.block_size
         self._prefix_cache = prefix_cache
         self._partial_hits = partial_hits
+        self._fork_sharing = fork_sharing
         # Copies that the next step has to make, (source, destination), in order.
         self._copies: list[tuple[int, int]] = []
         # Published blocks that this very step computes: they can be hit, for a layer writes all of a step's keys and
@@ -119,14 +120,14 @@ class BlockTables:
     def fork(self, parent: Sequence, children: List[Sequence]) -> bool:
         """Gives each child the blocks before the parent's last prompt position, shared, and a copy of the block with
         it, so that each can compute that position and go on by itself. All of them, or none: False, and nothing has
-        changed, when there are not enough blocks.
+        changed, when there are not enough blocks, or sequences share none.
 
         The parent has computed its prompt in an earlier step; the children know exactly the prompt.
         """
         size = self._block_size
         last = len(parent.request.command.prompt_ids) - 1
         shared = last // size
-        copies = self.pool.allocate(len(children))
+        copies = self.pool.allocate(len(children)) if self._fork_sharing else None
         if copies is None:
             return False
         table = parent.block_table
@@ -142,23 +143,23 @@ class BlockTables:
         return True
 
     def fork_beams(self, parents: List[Sequence], children: List[Sequence]) -> bool:
-        """Gives each child what its parent has computed: the full blocks, shared, and a copy of a partial last one.
-        All of them, or none: False, and nothing has changed, when there are not enough blocks.
+        """Gives each child what its parent has computed: the full blocks, shared, and a copy of a partial last one; a
+        copy of everything where sequences share none. All of them, or none: False, and nothing has changed, when there
+        are not enough blocks.
         """
-        size = self._block_size
-        partial = [parent.num_computed % size != 0 for parent in parents]
-        copies = self.pool.allocate(sum(partial))
+        # Leading blocks of each parent that its child shares, and those behind them.
+        shares = [parent.num_computed // self._block_size if self._fork_sharing else 0 for parent in parents]
+        sources = [parent.block_table[shared:] for parent, shared in zip(parents, shares, strict=True)]
+        copies = self.pool.allocate(sum(map(len, sources)))
         if copies is None:
             return False
         fresh = iter(copies.tolist())
-        for parent, child, copy in zip(parents, children, partial, strict=True):
-            shared = parent.num_computed // size
+        for parent, child, shared, copied in zip(parents, children, shares, sources, strict=True):
             child.block_table = parent.block_table[:shared]
             self.pool.touch(child.blocks())
-            if copy:
-                block = next(fresh)
-                self._copies.append((parent.block_table[shared], block))
-                child.block_table.append(block)
+            for source in copied:
+                child.block_table.append(next(fresh))
+                self._copies.append((source, child.block_table[-1]))
             child.num_computed = parent.num_computed
             child.num_published = min(shared, parent.num_published)
         return True

@@ -99,6 +99,11 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
         "also reuse the beginning of a cached block, by copying it (with --prefix-cache)",
         default=True,
     )
+    switch(
+        "fork-sharing",
+        "the sequences of one request (n, beam_width) share blocks, whatever --prefix-cache says of other requests",
+        default=True,
+    )
     flag(
         "priority-aging",
         "0 to 1000000: fewer later requests than this pass a waiting one for each level of priority they are ahead; "
@@ -178,6 +183,7 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
                 watermark=args.watermark,
                 prefix_cache=args.prefix_cache,
                 partial_hits=args.partial_hits,
+                fork_sharing=args.fork_sharing,
             ),
         ),
     )

@@ -32,6 +32,8 @@ class SchedulerLimits:
     prefix_cache: bool
     # Reuse the beginning of a cached block by copying it.
     partial_hits: bool = True
+    # Sequences of one request hold blocks together.
+    fork_sharing: bool = True
 
 
 @dataclass(slots=True)
@@ -52,7 +54,12 @@ class Running:
     ) -> None:
         self.pool = pool
         self.limits = limits
-        self.tables = BlockTables(pool, prefix_cache=limits.prefix_cache, partial_hits=limits.partial_hits)
+        self.tables = BlockTables(
+            pool,
+            prefix_cache=limits.prefix_cache,
+            partial_hits=limits.partial_hits,
+            fork_sharing=limits.fork_sharing,
+        )
         self.rows = SequenceRows(pool.block_size)
         self.waiting = waiting
         self.counters = counters
