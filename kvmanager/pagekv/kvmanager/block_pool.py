@@ -7,8 +7,8 @@ States of a block (a column of parallel arrays, not an object; DESIGN 5, CHECKLI
     active    ref_count > 0, not in the table   private to its holder, who may write to it
     shared    ref_count > 0, in the table       read by any number of sequences, written by nobody again
 
-Moves: `allocate` free|cached → active (evicting), `publish` active → shared, `touch` +1 and out of the free queue,
-`free` -1 and, at 0, into the free queue. All take blocks in batches: a few vector operations, however many there are.
+Moves: `allocate` free|cached → active (evicting), `publish` active → shared, `touch` and `share` +1 and out of the free
+queue, `free` -1 and, at 0, into the free queue. All take blocks in batches: a few vector operations, however many.
 """
 
 from __future__ import annotations
@@ -154,13 +154,17 @@ class BlockPool:
     # -- holding
 
     def touch(self, blocks: Blocks) -> None:
+        """`share` for a prefix hit, of a prompt's cached blocks from its first on, which the eviction order counts."""
+        self.share(blocks)
+        self._free.hit(blocks)
+
+    def share(self, blocks: Blocks) -> None:
         """Adds a holder to each block, none twice; cached blocks leave the free queue, so nobody can evict them."""
         unheld = blocks[self._ref_count[blocks] == 0]
         if len(unheld):
             self._free.remove(unheld)
             self._num_cached_free -= int(np.count_nonzero(self.table.published[unheld]))
         self._ref_count[blocks] += 1
-        self._free.hit(blocks)
 
     def allocate(self, count: int) -> Blocks | None:
         """Takes `count` blocks from the head of the free queue, evicting cached ones; None, and nothing taken, when

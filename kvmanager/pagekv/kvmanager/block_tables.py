@@ -74,7 +74,7 @@ class BlockTables:
             pool.touch(hits)
         if shared:
             held = np.array([source], np.int32)
-            pool.touch(held)
+            pool.share(held)
         fresh = pool.allocate(needed)
         if fresh is None:
             raise InvariantError(f"{needed} blocks were free and could not be allocated")
@@ -132,7 +132,7 @@ class BlockTables:
             return False
         table = parent.block_table
         for child, copy in zip(children, copies.tolist(), strict=True):
-            self.pool.touch(np.array(table[:shared], np.int32))
+            self.pool.share(np.array(table[:shared], np.int32))
             if last % size:
                 self._copies.append((table[shared], copy))
             child.block_table = table[:shared]
@@ -156,12 +156,12 @@ class BlockTables:
         fresh = iter(copies.tolist())
         for parent, child, shared, copied in zip(parents, children, shares, sources, strict=True):
             child.block_table = parent.block_table[:shared]
-            self.pool.touch(child.blocks())
+            self.pool.share(child.blocks())
             for source in copied:
                 child.block_table.append(next(fresh))
                 self._copies.append((source, child.block_table[-1]))
             child.num_computed = parent.num_computed
-            child.num_published = min(shared, parent.num_published)
+            child.num_published = parent.num_published
         return True
 
     # -- publishing

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from itertools import islice
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from scheduler_driver import Driver
 
 from pagekv.kvmanager.block_hash import chain_digests, root_digest
 from pagekv.kvmanager.block_pool import BlockPool
@@ -209,6 +211,23 @@ def test_one_long_context_leaves_the_prefixes_of_short_requests() -> None:
             context += words(16)
         left[policy].append(sum(cache.cached(prefix) for prefix in prefixes))
     assert left == {"lru": [0, 0], "slru": [1280, 1280]}
+
+
+@pytest.mark.parametrize("sampling", [{"n": 3}, {"beam_width": 3}])
+def test_a_scan_whose_prompts_fork_is_still_a_scan(sampling: dict[str, int]) -> None:
+    """CHECKLIST G9: that the sequences of one request share its blocks does not prove them useful to others."""
+    driver, words = Driver(num_blocks=100, protected_share=0.2), iter(range(10_000))
+    prefixes = [[*islice(words, 17)] for _ in range(4)]
+    for _ in range(2):
+        for prefix in prefixes:
+            driver.submit(prefix, max_tokens=1)
+            driver.drain()
+    for _ in range(30):
+        driver.submit([*islice(words, 21)], max_tokens=2, **sampling)
+        driver.drain()
+    again = [driver.submit(prefix, max_tokens=1) for prefix in prefixes]
+    driver.drain()
+    assert [request.sequences[0].cached_tokens for request in again] == [8] * 4
 
 
 def test_the_protected_share_is_a_bound() -> None:

@@ -370,6 +370,20 @@ def test_the_tail_of_a_prompt_is_copied_from_a_cached_block() -> None:
     assert output(first) == expect([1, 2, 3, 4, 5, 6, 7, 8, 9], 2)
 
 
+def test_a_copy_that_would_take_one_block_too_many_is_done_without() -> None:
+    """Its source must not be given away before it is copied, and here it has to be: every block is needed."""
+    driver = Driver(num_blocks=4, partial_hits=True)
+    driver.submit([1, 2, 3, 4, 5], max_tokens=1)
+    driver.drain()
+    prompt = [1, 2, 3, 9, *[7] * 12]
+    request = driver.submit(prompt, max_tokens=1)
+    plan = driver.plan()
+    assert plan is not None
+    assert (plan.copies, plan.num_tokens) == ([], 16)
+    driver.drain()
+    assert output(request) == expect(prompt, 1)
+
+
 def test_a_block_computed_in_this_very_step_is_not_copied_from() -> None:
     driver = Driver(partial_hits=True)
     driver.submit([1, 2, 3, 4, 5, 6, 7, 8], max_tokens=2)
