@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -214,7 +215,7 @@ def test_one_long_context_leaves_the_prefixes_of_short_requests() -> None:
 
 
 @pytest.mark.parametrize("sampling", [{"n": 3}, {"beam_width": 3}])
-def test_a_scan_whose_prompts_fork_is_still_a_scan(sampling: dict[str, int]) -> None:
+def test_a_scan_whose_prompts_fork_is_still_a_scan(sampling: dict[str, Any]) -> None:
     """CHECKLIST G9: that the sequences of one request share its blocks does not prove them useful to others."""
     driver, words = Driver(num_blocks=100, protected_share=0.2), iter(range(10_000))
     prefixes = [[*islice(words, 17)] for _ in range(4)]

@@ -354,6 +354,22 @@ def test_a_fork_that_does_not_fit_is_refused_whole(lacking: str) -> None:
     assert [output(request, i) for i in range(4)] == [expect(prompt, 3)] * 4
 
 
+def test_a_fork_leaves_the_watermark_to_those_that_run_beside_it() -> None:
+    """Its copies are admitted like any newcomer: the others wait in the queue while a decode may need what is free."""
+    driver = Driver(num_blocks=10, watermark=0.3, depth=1)
+    beside = driver.submit([50, 51, 52], max_tokens=20)
+    driver.step()
+    request = driver.submit([1, 2, 3, 4, 5, 6], max_tokens=3, n=6)
+    driver.step()
+    plan = driver.plan()
+    assert plan is not None
+    assert plan.copies == []
+    assert driver.pool.num_free >= 3
+    driver.drain()
+    assert [output(request, i) for i in range(6)] == [expect([1, 2, 3, 4, 5, 6], 3)] * 6
+    assert output(beside) == expect([50, 51, 52], 20)
+
+
 def test_the_tail_of_a_prompt_is_copied_from_a_cached_block() -> None:
     """CHECKLIST J4: of a block that shares three of four tokens, three are copied and the fourth is computed."""
     driver = Driver(partial_hits=True)
