@@ -81,6 +81,11 @@ class BlockPool:
         """Holders of the block."""
         return int(self._ref_count[block])
 
+    @property
+    def ref_counts(self) -> Blocks:
+        """Holders of every block, [num_blocks]. Not to be changed."""
+        return self._ref_count
+
     def num_unheld(self, blocks: Blocks) -> int:
         """How many of these blocks nobody holds: what touching them takes from the free ones."""
         return len(blocks) - int(np.count_nonzero(self._ref_count[blocks]))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from pagekv.kvmanager.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine import BlockView, SequenceView, Stats
 from pagekv.kvmanager.scheduler import Scheduler
@@ -110,14 +112,26 @@ def block_views(cache: CacheAdmin, start: int, limit: int, state: str | None) ->
     """Up to `limit` blocks from id `start` in a state ("free", "cached", "active", "pinned"; None: any), and where to
     go on.
     """
-    pool, found = cache.pool, list[BlockView]()
-    for block in range(start, pool.num_blocks):
-        if len(found) == limit:
-            return found, block
-        digest = pool.table.digest(block)
-        holders, pins = pool.ref_count(block), cache.pins.holders(block)
-        held = "active" if holders > pins else "pinned"
-        kind = held if holders else "cached" if digest is not None else "free"
-        if state in (None, kind):
-            found.append(BlockView(block, holders, digest or b"", pool.table.parent(block) or b"", pins))
-    return found, None
+    # Vector operations: the engine waits for this, and a pool may have millions of blocks.
+    pool, pins = cache.pool, cache.pins.holders[start:]
+    ref_counts, published = pool.ref_counts[start:], pool.table.published[start:]
+    if state is None:
+        wanted = np.ones(len(ref_counts), np.bool_)
+    elif state == "active":
+        wanted = ref_counts > pins
+    elif state == "pinned":
+        wanted = (ref_counts == pins) & (pins > 0)
+    else:
+        wanted = (ref_counts == 0) & (published == (state == "cached"))
+    blocks: list[int] = (start + np.flatnonzero(wanted)[: limit + 1]).tolist()
+    views = [
+        BlockView(
+            block,
+            pool.ref_count(block),
+            pool.table.digest(block) or b"",
+            pool.table.parent(block) or b"",
+            int(cache.pins.holders[block]),
+        )
+        for block in blocks[:limit]
+    ]
+    return views, blocks[limit] if len(blocks) > limit else None

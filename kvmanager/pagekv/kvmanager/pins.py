@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -39,25 +38,18 @@ class Pins:
         self._pins: dict[str, Pin] = {}
         # (expires_at, pin id), also of some that have ended before.
         self._expiries: list[tuple[float, str]] = []
-        # How many pins hold a block.
-        self._holders: Counter[int] = Counter()
+        # How many pins hold each block, [num_blocks]. Not to be changed by others.
+        self.holders = np.zeros(pool.num_blocks, np.int32)
+        # Blocks held by at least one pin.
+        self.num_blocks = 0
 
     def __len__(self) -> int:
         return len(self._pins)
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks held by at least one pin."""
-        return len(self._holders)
-
-    @property
     def next_expiry(self) -> float | None:
         """When `expire` has something to do, or thinks so; seconds of the clock."""
         return self._expiries[0][0] if self._expiries else None
-
-    def holders(self, block: int) -> int:
-        """Pins that hold a block."""
-        return self._holders[block]
 
     def pin(self, blocks: Sequence[int], lease_s: float, largest_need: int) -> str:
         """Holds cached blocks for `lease_s` seconds and returns the handle of the pin.
@@ -67,7 +59,8 @@ class Pins:
         """
         if len(self._pins) >= MAX_PINS:
             raise LimitExceeded(f"{MAX_PINS} pins are held, which is the most there can be; unpin one")
-        pinned = self.num_blocks + sum(1 for block in blocks if block not in self._holders)
+        held = np.array(blocks, np.int32)
+        pinned = self.num_blocks + int(np.count_nonzero(self.holders[held] == 0))
         total = self._pool.num_blocks
         allowed = int(total * self._max_share)
         if pinned > allowed:
@@ -80,9 +73,9 @@ class Pins:
                 f"with this prefix {pinned} of {total} blocks would be pinned, and a live request may need "
                 f"{largest_need}"
             )
-        held = np.array(blocks, np.int32)
         self._pool.touch(held)
-        self._holders.update(blocks)
+        self.holders[held] += 1
+        self.num_blocks = pinned
         pin = Pin(f"pin-{secrets.token_hex(8)}", held, self._clock() + lease_s)
         self._pins[pin.pin_id] = pin
         heapq.heappush(self._expiries, (pin.expires_at, pin.pin_id))
@@ -94,10 +87,8 @@ class Pins:
         if pin is None:
             return 0
         self._pool.free(pin.blocks)
-        for block in pin.blocks.tolist():
-            self._holders[block] -= 1
-            if not self._holders[block]:
-                del self._holders[block]
+        self.holders[pin.blocks] -= 1
+        self.num_blocks -= int(np.count_nonzero(self.holders[pin.blocks] == 0))
         if len(self._expiries) > 2 * len(self._pins) + 64:
             self._expiries = [(pin.expires_at, pin.pin_id) for pin in self._pins.values()]
             heapq.heapify(self._expiries)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from scheduler_driver import Driver
 
 from pagekv.kvmanager.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine import Stats
-from pagekv.kvmanager.introspection import EngineTotals, collect_stats
+from pagekv.kvmanager.introspection import EngineTotals, block_views, collect_stats
 
 
 def stats(driver: Driver) -> Stats:
@@ -55,3 +56,29 @@ def test_usage_stays_between_0_and_1_and_hits_count_tokens_of_prompts() -> None:
     assert last.prompt_tokens_total == 12 * 5
     assert last.cached_tokens_total == sum(r.sequences[0].cached_tokens or 0 for r in driver.requests) > 0
     assert last.prefix_hit_rate == pytest.approx(last.cached_tokens_total / 60)
+
+
+def test_blocks_are_listed_by_state_in_pages() -> None:
+    """CHECKLIST D12: each block is in one state, pages of a state name every block of it once, and the last says so."""
+    driver = Driver(num_blocks=12, block_size=2, depth=1)
+    driver.submit([1, 2, 3, 4, 5], max_tokens=1)
+    driver.drain()
+    cache = CacheAdmin(True, 1.0, lambda: None)
+    cache.adopt(driver.pool, "model")
+    cache.pins.pin(driver.pool.table.follow(driver.requests[0].root, np.array([[1, 2]], np.uint32)), 60, 0)
+    driver.submit([1, 2, 9], max_tokens=4)
+    driver.plan()
+    states = {}
+    for state in ("free", "cached", "active", "pinned", None):
+        found: list[int] = []
+        start: int | None = 0
+        while start is not None:
+            views, start = block_views(cache, start, 2, state)
+            assert 1 <= len(views) <= 2
+            found += [view.block_id for view in views]
+        states[state] = found
+        if state == "active":
+            driver.abort(driver.requests[1])
+    assert (states[None], states["active"], states["cached"], states["pinned"]) == (list(range(12)), [0, 3], [1], [0])
+    assert sorted(states["free"] + states["cached"] + states["active"]) == list(range(12))
+    assert block_views(cache, 0, 2, "active") == ([], None)

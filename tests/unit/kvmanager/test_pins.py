@@ -44,10 +44,10 @@ def test_pins_that_share_blocks_count_them_once() -> None:
     long, short = cache(pool, [1] * 12), cache(pool, [1] * 8)
     first, second = pins.pin(long, 60, 0), pins.pin(short, 60, 0)
     assert pins.num_blocks == 3
-    assert [pins.holders(block) for block in long] == [2, 2, 1]
+    assert pins.holders[long].tolist() == [2, 2, 1]
     assert [pool.ref_count(block) for block in long] == [2, 2, 1]
     pins.unpin(first)
-    assert [pins.holders(block) for block in long] == [1, 1, 0]
+    assert pins.holders[long].tolist() == [1, 1, 0]
     assert pins.num_blocks == 2
     pins.unpin(second)
     assert pins.num_blocks == 0
