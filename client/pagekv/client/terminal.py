@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any, TextIO
 
 _BAR_WIDTH = 28
+# Characters that a column of text gets at least, however narrow the terminal.
+_NARROWEST = 20
 # Redraws of the status line a second, at most.
 _REDRAWS_PER_S = 12
 
@@ -31,6 +34,11 @@ class Terminal:
         self._err_styled = self.err_is_terminal and not plain
         self._status = ""
         self._drawn_at = 0.0
+
+    @property
+    def out_columns(self) -> int | None:
+        """Width of standard output; None where that is no terminal, and lines are for programs."""
+        return _columns(self.out) if self.out_is_terminal else None
 
     def write(self, text: str) -> None:
         """Result text as it arrives, without a line end."""
@@ -107,8 +115,12 @@ def _columns(stream: TextIO) -> int:
         return 80
 
 
-def table(rows: Sequence[Sequence[object]], header: Sequence[str] = (), *, indent: str = "") -> str:
-    """Columns two spaces apart; columns of numbers to the right. Rows are equally long."""
+def table(
+    rows: Sequence[Sequence[object]], header: Sequence[str] = (), *, indent: str = "", width: int | None = None
+) -> str:
+    """Columns two spaces apart; columns of numbers to the right. Rows are equally long. The last column is broken into
+    lines where a row would be wider than `width`, unless that would leave it too narrow to read.
+    """
     cells = [[str(cell) for cell in row] for row in rows]
     if header:
         cells.insert(0, list(header))
@@ -117,10 +129,19 @@ def table(rows: Sequence[Sequence[object]], header: Sequence[str] = (), *, inden
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     numeric = [all(isinstance(row[column], (int, float)) for row in rows) for column in range(len(widths))]
     lines = []
+    if width is not None and (room := width - len(indent) - sum(widths[:-1]) - 2 * len(widths[:-1])) >= _NARROWEST:
+        cells = [line for row in cells for line in _broken(row, room)]
+        widths[-1] = min(widths[-1], room)
     for row in cells:
         padded = [c.rjust(w) if right else c.ljust(w) for c, w, right in zip(row, widths, numeric, strict=True)]
         lines.append(indent + "  ".join(padded).rstrip())
     return "\n".join(lines)
+
+
+def _broken(row: Sequence[str], room: int) -> list[list[str]]:
+    """The row as several, so that its last cell has at most `room` characters in each."""
+    first, *more = textwrap.wrap(row[-1], room) or [""]
+    return [[*row[:-1], first], *([*[""] * (len(row) - 1), line] for line in more)]
 
 
 def milliseconds(seconds: float | None) -> str:

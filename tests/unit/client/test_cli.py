@@ -459,6 +459,9 @@ def test_styles_only_on_a_terminal_that_wants_them() -> None:
 def test_tables_and_times() -> None:
     assert table([("a", 10), ("bcd", 2)], ("name", "n"), indent=" ") == " name   n\n a     10\n bcd    2"
     assert table([]) == ""
+    rows = [("a", "one two three four five six"), ("b", "seven")]
+    assert table(rows, width=24) == "a  one two three four\n   five six\nb  seven"
+    assert table(rows, width=10) == table(rows)
     assert [milliseconds(s) for s in (None, 0.0001234, 0.00123, 0.123, 12.3)] == [
         "-", "0.12 ms", "1.2 ms", "123 ms", "12300 ms",
     ]  # fmt: skip

@@ -73,7 +73,7 @@ def test_a_pin_of_nothing_is_exit_status_1(
 ) -> None:
     server.expect("PinPrefix", cache_pb.PinPrefixResponse())
     assert main(["pin", "new"]) == 1
-    assert "nothing of this prompt is cached" in capsys.readouterr().out
+    assert "no full block of this prompt is cached" in capsys.readouterr().out
 
 
 def _event(name: str, parent: str = "") -> cache_pb.CacheEvent:

@@ -88,7 +88,7 @@ def explain(args: argparse.Namespace, terminal: Terminal) -> int:
     terminal.print(f"{found.cached_tokens} of {found.prompt_tokens} tokens cached in full blocks ({share:.0%})")
     runs = (list(run) for _, run in groupby(enumerate(found.blocks), key=lambda item: _story(item[1])))
     rows = [_row([index for index, _ in run], [block for _, block in run]) for run in runs]
-    terminal.print(table(rows, ("blocks", "tokens", "outcome", "why")))
+    terminal.print(table(rows, ("blocks", "tokens", "outcome", "why"), width=terminal.out_columns))
     return 0
 
 
@@ -133,7 +133,7 @@ def pin(args: argparse.Namespace, terminal: Terminal) -> int:
     elif made.pin_id:
         terminal.print(f"{made.pin_id}: {made.pinned_tokens} tokens pinned for {args.lease} s")
     else:
-        terminal.print("nothing of this prompt is cached, so nothing is pinned; generate from it first")
+        terminal.print("nothing pinned: no full block of this prompt is cached; generate from it first")
     return 0 if made.pin_id else 1
 
 
