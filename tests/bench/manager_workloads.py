@@ -18,6 +18,7 @@ import numpy as np
 
 from pagekv.kvmanager.block_hash import chain_digests, root_digest
 from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.eviction import make_order
 from pagekv.kvmanager.request import GenerateCommand, RequestStream, SamplingParams
 from pagekv.kvmanager.running import SchedulerLimits
 from pagekv.kvmanager.scheduler import Scheduler
@@ -31,7 +32,12 @@ ROOT = root_digest("bench", "", "")
 def scheduler(num_blocks: int, max_running: int = 2048) -> Scheduler:
     """With the manager's defaults but for the bounds that the work needs."""
     limits = SchedulerLimits(max_batch_tokens=1 << 20, max_running=max_running, watermark=0.01, prefix_cache=True)
-    return Scheduler(BlockPool(num_blocks, BLOCK_SIZE), limits, (2,))
+    return Scheduler(make_pool(num_blocks), limits, (2,))
+
+
+def make_pool(num_blocks: int) -> BlockPool:
+    """With the manager's default eviction."""
+    return BlockPool(num_blocks, BLOCK_SIZE, make_order("slru", num_blocks, 0.2))
 
 
 def request(index: int, prompt: list[int], max_tokens: int) -> LiveRequest:
@@ -126,7 +132,7 @@ def churn(num_blocks: int, repeats: int, per_sample: int = 64) -> list[float]:
     """Seconds a block for allocate, publish and free of sequences of 256 blocks while the pool is full of cached
     blocks, so that each allocation evicts. Digests are computed before.
     """
-    pool = BlockPool(num_blocks, BLOCK_SIZE)
+    pool = make_pool(num_blocks)
     run = 256
     filled = _fill(pool, num_blocks)
     assert pool.num_cached_free == filled == num_blocks
@@ -170,7 +176,7 @@ def _fill(pool: BlockPool, count: int) -> int:
 def bytes_per_block(num_blocks: int) -> float:
     """Resident bytes per block of a pool with every block cached, measured in a process of its own."""
     script = (
-        f"import manager_workloads as w; before = w.resident(); pool = w.BlockPool({num_blocks}, w.BLOCK_SIZE); "
+        f"import manager_workloads as w; before = w.resident(); pool = w.make_pool({num_blocks}); "
         f"w._fill(pool, {num_blocks}); print((w.resident() - before) / {num_blocks})"
     )
     here = Path(__file__).parent

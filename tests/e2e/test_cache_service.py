@@ -139,8 +139,7 @@ def test_a_pinned_prefix_outlives_a_flood_and_an_expired_one_does_not() -> None:
             states = {block.state for block in (await client.list_blocks(state="pinned")).blocks}
             assert states == {"pinned"}
 
-    # A pin counts as a hit; with nothing protected a flood is enough.
-    with running_stack(ORACLE, [*SMALL, "--protected-share", "0"]) as stack:
+    with running_stack(ORACLE, SMALL) as stack:
         asyncio.run(run(stack))
 
 

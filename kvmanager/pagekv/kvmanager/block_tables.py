@@ -71,7 +71,8 @@ class BlockTables:
             # The source of a copy must not be given away before it is copied; if that is one too many, do without.
             shared = shared if spare else 0
         if len(hits):
-            pool.touch(hits)
+            # Only a prompt that comes again proves its blocks; a sequence that returns after preemption does not.
+            (pool.touch if sequence.cached_tokens is None else pool.share)(hits)
         if shared:
             held = np.array([source], np.int32)
             pool.share(held)

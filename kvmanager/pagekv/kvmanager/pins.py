@@ -73,7 +73,7 @@ class Pins:
                 f"with this prefix {pinned} of {total} blocks would be pinned, and a live request may need "
                 f"{largest_need}"
             )
-        self._pool.touch(held)
+        self._pool.share(held)
         self.holders[held] += 1
         self.num_blocks = pinned
         pin = Pin(f"pin-{secrets.token_hex(8)}", held, self._clock() + lease_s)
