@@ -116,6 +116,23 @@ def test_beams_held_back_by_the_watermark_go_on_when_the_others_have_ended() -> 
     assert results(search) == expect(list(range(20)), 4, 1, 8)
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_beam_that_has_reported_reports_again_after_preemption(lost: bool) -> None:
+    """What some beams reported before all were preempted must not decide while the others are still to come."""
+    prompt = [1, 2, 3, 4, 5]
+    driver = Driver(max_batch_tokens=3, depth=1)
+    request = driver.submit(prompt, max_tokens=8, beam_width=4)
+    while [s.candidates is None for s in request.sequences].count(False) != 3:
+        assert driver.step()
+    if lost:
+        driver.lose_executor()
+    else:
+        driver.scheduler.preempt_all()
+    assert [s.candidates for s in request.sequences] == [None] * 4
+    driver.drain()
+    assert results(request) == expect(prompt, 4, 1, 8)
+
+
 def test_abort_and_a_lost_executor_in_the_middle_of_a_search() -> None:
     driver = Driver(depth=2)
     gone = driver.submit(list(range(5)), max_tokens=9, beam_width=3)
