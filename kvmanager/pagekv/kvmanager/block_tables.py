@@ -162,6 +162,7 @@ class BlockTables:
                 child.block_table.append(next(fresh))
                 self._copies.append((source, child.block_table[-1]))
             child.num_computed = parent.num_computed
+            # Of copies too: they must not be offered, for they may come to be given back before they are made.
             child.num_published = parent.num_published
         return True
 

@@ -133,6 +133,19 @@ def test_a_beam_that_has_reported_reports_again_after_preemption(lost: bool) -> 
     assert results(request) == expect(prompt, 4, 1, 8)
 
 
+def test_copies_that_are_never_made_are_never_hit() -> None:
+    """Beams that share nothing copy full blocks too; preempted before that, they leave nothing behind as cached."""
+    driver = Driver(block_size=2, fork_sharing=False, depth=1)
+    search = driver.submit(list(range(7)), max_tokens=8, n=3, beam_width=3)
+    driver.step()
+    assert len(search.sequences) == 3
+    # What the parent offered is gone, so that equal blocks would be taken.
+    driver.pool.clear_prefix_table()
+    driver.scheduler.preempt_all()
+    driver.drain()
+    assert results(search) == expect(list(range(7)), 3, 3, 8)
+
+
 def test_abort_and_a_lost_executor_in_the_middle_of_a_search() -> None:
     driver = Driver(depth=2)
     gone = driver.submit(list(range(5)), max_tokens=9, beam_width=3)
