@@ -175,6 +175,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.pins.unpin(self.pinned.pop())
 
     @rule()
+    def reset_prefix_cache(self) -> None:
+        """As with `force`: what drains keeps its blocks, which nobody finds any more."""
+        self.driver.scheduler.preempt_all()
+        self.driver.pool.clear_prefix_table()
+
+    @rule()
     def lose_executor(self) -> None:
         self.driver.lose_executor()
 
