@@ -134,15 +134,24 @@ def running_executor(args: Sequence[str] = (), directory: Path | None = None) ->
 @contextmanager
 def running_stack(executor_args: Sequence[str] = (), manager_args: Sequence[str] = ()) -> Iterator[Stack]:
     """Both processes, serving; killed at the end if they still run."""
-    with tempfile.TemporaryDirectory() as temporary, running_executor(executor_args, Path(temporary)) as executor:
-        args = ["--executor", executor.target, *manager_args]
-        manager = Process("pagekv.kvmanager.server", args, Path(temporary))
-        try:
-            manager.start()
-            manager.wait_serving()
-            yield Stack(executor, manager)
-        finally:
-            _end(manager)
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        running_executor(executor_args, Path(temporary)) as executor,
+        running_manager(executor, manager_args) as stack,
+    ):
+        yield stack
+
+
+@contextmanager
+def running_manager(executor: Process, args: Sequence[str] = ()) -> Iterator[Stack]:
+    """A manager that serves over an executor which no other drives; several may follow each other."""
+    manager = Process("pagekv.kvmanager.server", ["--executor", executor.target, *args], executor.directory)
+    try:
+        manager.start()
+        manager.wait_serving()
+        yield Stack(executor, manager)
+    finally:
+        _end(manager)
 
 
 def _end(process: Process) -> None:
