@@ -1,1 +1,1 @@
-"""CUDA kernels of the executor. Empty until the GPU backend lands."""
+"""CUDA kernels of the executor: paged attention over the block pool, and what compiles, plans and starts it."""

@@ -1,0 +1,336 @@
+"""Paged attention over a block pool: what an executor calls. Needs neither CuPy nor torch; tensors are anything with
+`data_ptr()`, `shape`, `stride()` and `dtype` (torch's, on any device).
+
+    attention = PagedAttention(CupyLauncher(), pool, variant, num_heads=32)
+    plan = plan_step(batch, ...).bind(...)          # step_plan.py: once a step
+    for layer in range(num_layers):
+        attention.write(layer, key, value, plan)    # the new tokens' keys and values into their slots
+        attention.attend(layer, query, out, plan)   # decode, merge and prefill, as far as the step has such rows
+
+Everything is enqueued on the launcher's current stream; nothing waits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pagekv.kernels import geometry
+from pagekv.kernels.launcher import Launcher
+from pagekv.kernels.params import BLOCK_COPY, CACHE_WRITE, DECODE, MERGE, PREFILL, fill
+from pagekv.kernels.step_plan import StepPlan
+from pagekv.kernels.variants import BLOCK_SIZES, UnsupportedVariant, Variant
+
+LAYOUT_AXES = ("num_blocks", "num_layers", "2", "block_size", "num_kv_heads", "head_size")
+MAX_GROUP_SIZE = 64
+
+
+class Tensor(Protocol):
+    """As much of torch's tensor as is needed here. Strides count elements."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def dtype(self) -> Any: ...
+    def stride(self) -> Sequence[int]: ...
+    def data_ptr(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding applied while keys are written."""
+
+    table: Tensor
+    """float32 [positions, rotary_dim]: the cosines of a position's rotary_dim / 2 angles, then their sines."""
+    interleaved: bool = False
+    """False: element i pairs with i + rotary_dim / 2 (Llama in transformers). True: with its neighbour."""
+
+
+def scratch_bytes(num_partials: int, num_heads: int, head_size: int) -> int:
+    """Bytes of device memory for a step's partial results: outputs, then (maximum, sum) pairs, float32."""
+    return num_partials * num_heads * (head_size + 2) * 4
+
+
+class PagedAttention:
+    """The attention of one model over one block pool. Holds no state of a step."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        pool: Tensor,
+        variant: Variant,
+        *,
+        num_heads: int,
+        scale: float | None = None,
+        windows: Sequence[int] = (),
+        soft_cap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        k_scales: Sequence[float] = (),
+        v_scales: Sequence[float] = (),
+    ) -> None:
+        """`pool`: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_size], contiguous, of `variant.kv_dtype`.
+
+        `scale`: multiplies the logits; default 1 / sqrt(head_size). `windows`: per layer, how many keys a query sees,
+        itself included; 0 or absent: all. `soft_cap`: logits become cap * tanh(logit / cap); 0: none.
+        `alibi_slopes`: float32 [num_heads]; None: no ALiBi. `k_scales`, `v_scales`: per layer, what a stored fp8
+        element is multiplied by; absent: 1.
+
+        Raises UnsupportedVariant, naming the field, for a combination that no kernel serves, and ValueError for a pool
+        that is not what the variant says.
+        """
+        if len(pool.shape) != len(LAYOUT_AXES) or pool.shape[2] != 2:
+            raise ValueError(f"pool: must be [{', '.join(LAYOUT_AXES)}], got {tuple(pool.shape)}")
+        self.num_blocks, self.num_layers, _, self.block_size, self.num_kv_heads, head_size = map(int, pool.shape)
+        if head_size != variant.head_size:
+            raise ValueError(f"pool: head size must be the variant's {variant.head_size}, got {head_size}")
+        if dtype_name(pool) != variant.kv_dtype:
+            raise ValueError(f"pool: must be of the variant's {variant.kv_dtype}, got {dtype_name(pool)}")
+        if self.block_size not in BLOCK_SIZES:
+            raise UnsupportedVariant(f"block_size: must be a power of two from 1 to 256, got {self.block_size}")
+        if num_heads < 1 or num_heads % self.num_kv_heads:
+            raise UnsupportedVariant(
+                f"num_heads: must be a multiple of the {self.num_kv_heads} KV heads of the pool, got {num_heads}"
+            )
+        if num_heads // self.num_kv_heads > MAX_GROUP_SIZE:
+            raise UnsupportedVariant(
+                f"num_heads: at most {MAX_GROUP_SIZE} query heads a KV head, got {num_heads // self.num_kv_heads}"
+            )
+        if not math.isfinite(soft_cap) or soft_cap < 0:
+            raise ValueError(f"soft_cap: must be finite and at least 0, got {soft_cap}")
+        if (any(windows) or soft_cap or alibi_slopes is not None) and not variant.features:
+            raise UnsupportedVariant("features: window, soft cap and ALiBi need a variant with features")
+        self.variant = variant
+        self.num_heads = num_heads
+        self.scale = 1 / math.sqrt(head_size) if scale is None else scale
+        self.soft_cap = soft_cap
+        self._windows = self._per_layer("windows", windows, 0)
+        self._k_scales = self._per_layer("k_scales", k_scales, 1.0)
+        self._v_scales = self._per_layer("v_scales", v_scales, 1.0)
+        self._launcher = launcher
+        self._pool = pool
+        self._alibi = alibi_slopes
+        self._kv_stride = self.block_size * self.num_kv_heads * head_size
+        self._block_stride = self.num_layers * 2 * self._kv_stride
+
+    @property
+    def plan_window(self) -> int:
+        """`window` for `plan_step`: the widest of any layer, 0 if any layer sees everything."""
+        return 0 if 0 in self._windows else int(max(self._windows))
+
+    def scratch_bytes(self, num_partials: int) -> int:
+        """Bytes of device memory that `HostPlan.bind` needs for this many partial results."""
+        return scratch_bytes(num_partials, self.num_heads, self.variant.head_size)
+
+    def write(
+        self,
+        layer: int,
+        key: Tensor,
+        value: Tensor,
+        plan: StepPlan,
+        *,
+        rope: Rope | None = None,
+        query: Tensor | None = None,
+    ) -> None:
+        """Stores keys and values ([rows, num_kv_heads, head_size]; rows may be apart) in the slots of the plan's rows.
+
+        With `rope`, keys are rotated before they are stored (`key` itself is not changed) and `query`
+        ([rows, num_heads, head_size]), if given, is rotated in place.
+        """
+        self._check_layer(layer)
+        if not plan.num_rows:
+            return
+        self._check_rows("key", key, plan, self.num_kv_heads)
+        self._check_rows("value", value, plan, self.num_kv_heads)
+        if query is not None:
+            if rope is None:
+                raise ValueError("query: is only rotated, which needs rope")
+            self._check_rows("query", query, plan, self.num_heads)
+        rotary_dim = int(rope.table.shape[1]) if rope else 0
+        if rope and (
+            dtype_name(rope.table) != "float32" or rotary_dim % 2 or not 0 < rotary_dim <= self.variant.head_size
+        ):
+            raise ValueError(
+                f"rope: must be float32 [positions, even, at most {self.variant.head_size}], got "
+                f"{dtype_name(rope.table)} {tuple(rope.table.shape)}"
+            )
+        self._launch(
+            "pagekv_cache_write",
+            geometry.cache_write(
+                self.variant, plan.num_rows, self.num_heads if query is not None else 0, self.num_kv_heads
+            ),
+            fill(
+                CACHE_WRITE,
+                key=key.data_ptr(),
+                value=value.data_ptr(),
+                query=query.data_ptr() if query is not None else 0,
+                pool=self._pool.data_ptr(),
+                slots=plan.slots,
+                rope=rope.table.data_ptr() if rope else 0,
+                positions=plan.positions,
+                block_stride=self._block_stride,
+                kv_stride=self._kv_stride,
+                key_stride=key.stride()[0],
+                value_stride=value.stride()[0],
+                query_stride=query.stride()[0] if query is not None else 0,
+                num_tokens=plan.num_rows,
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                block_size_log2=self.block_size.bit_length() - 1,
+                layer=layer,
+                rotary_dim=rotary_dim,
+                rope_interleaved=int(rope.interleaved) if rope else 0,
+                k_scale=self._k_scales[layer],
+                v_scale=self._v_scales[layer],
+            ),
+        )
+
+    def attend(self, layer: int, query: Tensor, out: Tensor, plan: StepPlan) -> None:
+        """Attention of all the plan's rows: `decode` and `prefill`."""
+        self.decode(layer, query, out, plan)
+        self.prefill(layer, query, out, plan)
+
+    def decode(self, layer: int, query: Tensor, out: Tensor, plan: StepPlan) -> None:
+        """Attention of the plan's decode rows; `query` and `out` are [rows, num_heads, head_size] of the whole step."""
+        self._check_layer(layer)
+        if not plan.num_decode_items:
+            return
+        self._check_rows("query", query, plan, self.num_heads)
+        self._check_rows("out", out, plan, self.num_heads)
+        partial_out = plan.scratch
+        partial_state = partial_out + plan.num_partials * self.num_heads * self.variant.head_size * 4
+        self._launch(
+            "pagekv_decode",
+            geometry.decode(self.variant, plan.num_decode_items, self.num_heads, self.num_kv_heads),
+            fill(
+                DECODE,
+                context_lens=plan.context_lens,
+                items=plan.decode_items,
+                partial_out=partial_out,
+                partial_state=partial_state,
+                num_items=plan.num_decode_items,
+                **self._attention_values(layer, query, out, plan),
+            ),
+        )
+        if plan.num_merge_items:
+            self._launch(
+                "pagekv_merge",
+                geometry.merge(self.variant, plan.num_merge_items, self.num_heads),
+                fill(
+                    MERGE,
+                    out=out.data_ptr(),
+                    partial_out=partial_out,
+                    partial_state=partial_state,
+                    items=plan.merge_items,
+                    out_stride=out.stride()[0],
+                    num_items=plan.num_merge_items,
+                    num_heads=self.num_heads,
+                ),
+            )
+
+    def prefill(self, layer: int, query: Tensor, out: Tensor, plan: StepPlan) -> None:
+        """Attention of the plan's prompt rows."""
+        self._check_layer(layer)
+        if not plan.num_prefill_items:
+            return
+        self._check_rows("query", query, plan, self.num_heads)
+        self._check_rows("out", out, plan, self.num_heads)
+        self._launch(
+            "pagekv_prefill",
+            geometry.prefill(self.variant, plan.num_prefill_items, self.num_heads, self.num_kv_heads),
+            fill(
+                PREFILL,
+                context_lens=plan.context_lens,
+                query_start=plan.query_start,
+                items=plan.prefill_items,
+                num_items=plan.num_prefill_items,
+                **self._attention_values(layer, query, out, plan),
+            ),
+        )
+
+    def copy_blocks(self, pairs: Tensor, *, source_pool: Tensor | None = None) -> None:
+        """Copies whole blocks: `pairs` is int32 [n, 2] on the device, source and destination.
+
+        The caller checked the ids; no block may be a destination and part of another pair. `source_pool`: another pool
+        of the same shape after its first axis; default this one.
+        """
+        source = self._pool if source_pool is None else source_pool
+        if dtype_name(pairs) != "int32" or len(pairs.shape) != 2 or pairs.shape[1] != 2:
+            raise ValueError(f"pairs: must be int32 [n, 2], got {dtype_name(pairs)} {tuple(pairs.shape)}")
+        if tuple(source.shape[1:]) != tuple(self._pool.shape[1:]) or source.dtype != self._pool.dtype:
+            raise ValueError(f"source_pool: must match {tuple(self._pool.shape)}, got {tuple(source.shape)}")
+        if not pairs.shape[0]:
+            return
+        block_bytes = self._block_stride * self.variant.kv_element_bytes
+        self._launch(
+            "pagekv_block_copy",
+            geometry.block_copy(int(pairs.shape[0]), block_bytes),
+            fill(
+                BLOCK_COPY,
+                source_pool=source.data_ptr(),
+                destination_pool=self._pool.data_ptr(),
+                pairs=pairs.data_ptr(),
+                block_bytes=block_bytes,
+                num_pairs=int(pairs.shape[0]),
+            ),
+        )
+
+    def _attention_values(self, layer: int, query: Tensor, out: Tensor, plan: StepPlan) -> dict[str, float]:
+        """The fields that decode and prefill share."""
+        return {
+            "query": query.data_ptr(),
+            "out": out.data_ptr(),
+            "pool": self._pool.data_ptr(),
+            "block_tables": plan.block_tables,
+            "alibi_slopes": self._alibi.data_ptr() if self._alibi is not None else 0,
+            "block_stride": self._block_stride,
+            "kv_stride": self._kv_stride,
+            "query_stride": query.stride()[0],
+            "out_stride": out.stride()[0],
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "block_size_log2": self.block_size.bit_length() - 1,
+            "table_stride": plan.table_stride,
+            "layer": layer,
+            "window": self._windows[layer],
+            "scale": self.scale,
+            "soft_cap": self.soft_cap,
+            "k_scale": self._k_scales[layer],
+            "v_scale": self._v_scales[layer],
+        }
+
+    def _launch(self, kernel: str, shape: geometry.Geometry, params: Any) -> None:
+        self._launcher.launch(kernel, self.variant, shape.grid, shape.threads, shape.shared_bytes, params)
+
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.num_layers:
+            raise ValueError(f"layer: must be in [0, {self.num_layers}), got {layer}")
+
+    def _check_rows(self, name: str, tensor: Tensor, plan: StepPlan, heads: int) -> None:
+        """A row's heads lie side by side; rows may be apart (a slice of a fused projection)."""
+        shape = (plan.num_rows, heads, self.variant.head_size)
+        if tuple(tensor.shape) != shape or dtype_name(tensor) != self.variant.dtype:
+            raise ValueError(
+                f"{name}: must be {self.variant.dtype} {shape}, got {dtype_name(tensor)} {tuple(tensor.shape)}"
+            )
+        stride = tuple(tensor.stride())
+        bytes_apart = stride[0] * self.variant.element_bytes
+        if stride[1:] != (self.variant.head_size, 1) or tensor.data_ptr() % 16 or bytes_apart % 16:
+            raise ValueError(
+                f"{name}: heads must be side by side and rows at multiples of 16 bytes, got strides {stride}"
+            )
+
+    def _per_layer(self, name: str, values: Sequence[Any], default: Any) -> tuple[Any, ...]:
+        if not len(values):
+            return (default,) * self.num_layers
+        if len(values) != self.num_layers:
+            raise ValueError(f"{name}: must have {self.num_layers} entries, one a layer, got {len(values)}")
+        if any(not math.isfinite(value) or value < 0 or (name != "windows" and value == 0) for value in values):
+            raise ValueError(f"{name}: must be finite and positive, got {list(values)}")
+        return tuple(values)
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """torch.float16 -> float16."""
+    return str(tensor.dtype).rpartition(".")[2]

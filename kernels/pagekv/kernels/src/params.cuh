@@ -1,0 +1,110 @@
+// Parameter structures: one per kernel, passed by value as its only argument. params.py mirrors them field by field.
+//
+// Plain old data with natural alignment: 8-byte fields first, then 4-byte fields. Pointers are device addresses; a null
+// pointer means what its field says. Strides count elements, not bytes. Every size was checked on the host.
+//
+// T: rows (tokens) of the step. S: its sequences. H: query heads. G: KV heads. D: head size.
+// Pool: [num_blocks, num_layers, 2, block_size, G, D]; block_stride = num_layers * 2 * kv_stride,
+// kv_stride = block_size * G * D (from a block's keys of a layer to its values of that layer).
+#pragma once
+#include "types.cuh"
+
+// K and V of the step's new tokens into their slots; with `rope` set, keys and queries are rotated on the way.
+struct CacheWriteParams {
+    const void* key;         // [T, G, D], rows key_stride apart
+    const void* value;       // [T, G, D], rows value_stride apart
+    void* query;             // [T, H, D], rows query_stride apart, rotated in place; null: no RoPE for queries
+    void* pool;
+    const i32* slots;        // [T] block * block_size + offset; negative: the row is skipped
+    const float* rope;       // [positions, rotary_dim]: cosines, then sines, of each position; null: nothing is rotated
+    const i32* positions;    // [T] row of `rope`
+    i64 block_stride;
+    i64 kv_stride;
+    i64 key_stride;
+    i64 value_stride;
+    i64 query_stride;
+    i32 num_tokens;          // T
+    i32 num_heads;           // H
+    i32 num_kv_heads;        // G
+    i32 block_size_log2;
+    i32 layer;
+    i32 rotary_dim;          // even, at most D: the first rotary_dim elements of a head are rotated
+    i32 rope_interleaved;    // 0: pairs (i, i + rotary_dim / 2); 1: pairs (2i, 2i + 1)
+    float k_scale;           // fp8 only: value = stored * scale
+    float v_scale;
+};
+
+// Whole blocks, all layers: destination := source. No block is a destination and part of another pair.
+struct BlockCopyParams {
+    const void* source_pool;
+    void* destination_pool;  // may be the same pool
+    const i32* pairs;        // [num_pairs, 2]: source block, destination block
+    i64 block_bytes;         // multiple of 16
+    i32 num_pairs;
+};
+
+// One thread block: one work item (a split of one row's keys) for one KV head, all query heads of its group.
+struct DecodeParams {
+    const void* query;          // [T, H, D], rows query_stride apart
+    void* out;                  // [T, H, D], rows out_stride apart
+    const void* pool;
+    const i32* block_tables;    // [S, table_stride]
+    const i32* context_lens;    // [S] visible keys, those of this step included
+    const i32* items;           // [num_items, 4]: row, sequence, split, partial (see work_plan.py); row < 0: nothing to do
+    float* partial_out;         // [partials, H, D] unmerged results, normalised
+    float* partial_state;       // [partials, H, 2]: maximum logit and sum of exponentials, base 2
+    const float* alibi_slopes;  // [H]; null: none
+    i64 block_stride;
+    i64 kv_stride;
+    i64 query_stride;
+    i64 out_stride;
+    i32 num_items;
+    i32 num_heads;              // H
+    i32 num_kv_heads;           // G
+    i32 block_size_log2;
+    i32 table_stride;
+    i32 layer;
+    i32 window;                 // keys in (q - window, q]; 0: all
+    float scale;
+    float soft_cap;             // 0: none
+    float k_scale;
+    float v_scale;
+};
+
+// Partial results of rows that were split, merged in position order.
+struct MergeParams {
+    void* out;                   // [T, H, D], rows out_stride apart
+    const float* partial_out;    // as DecodeParams
+    const float* partial_state;
+    const i32* items;            // [num_items, 4]: row, first partial, partials, unused; row < 0: nothing to do
+    i64 out_stride;
+    i32 num_items;
+    i32 num_heads;
+};
+
+// One thread block: one tile of a sequence's query rows for one KV head.
+struct PrefillParams {
+    const void* query;          // [T, H, D], rows query_stride apart
+    void* out;                  // [T, H, D], rows out_stride apart
+    const void* pool;
+    const i32* block_tables;    // [S, table_stride]
+    const i32* context_lens;    // [S]
+    const i32* query_start;     // [S + 1] first row of each sequence; its last query sees context_lens[s] keys
+    const i32* items;           // [num_items, 4]: sequence, first query of the tile, unused, unused; sequence < 0: nothing
+    const float* alibi_slopes;  // [H]; null: none
+    i64 block_stride;
+    i64 kv_stride;
+    i64 query_stride;
+    i64 out_stride;
+    i32 num_items;
+    i32 num_heads;
+    i32 num_kv_heads;
+    i32 block_size_log2;
+    i32 table_stride;
+    i32 layer;
+    i32 window;
+    float scale;
+    float soft_cap;
+    float k_scale;
+    float v_scale;
+};

@@ -1,0 +1,275 @@
+"""One step's attention work: validated on the host, made of NumPy arrays, packed into one upload, bound to addresses.
+
+    batch = StepBatch(query_start, context_lens, block_tables, decodes)
+    host = plan_step(batch, num_blocks=..., block_size=..., extra={"input_ids": ids})
+    buffer[: host.words.size].copy_(pinned)        # the step's only upload; the caller owns both buffers
+    plan = host.bind(buffer.data_ptr(), scratch.data_ptr())
+
+Every section of the upload starts at a multiple of 16 bytes. With `capacity`, sections have a fixed size and place and
+are padded with work that does nothing, so that a captured CUDA graph may read them again and again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pagekv.kernels.prefill_plan import prefill_items
+from pagekv.kernels.work_plan import decode_work
+
+Ints = np.ndarray[Any, np.dtype[np.int32]]
+
+ALIGN = 4
+"""int32 words: sections start at multiples of 16 bytes."""
+PADDING = -1
+"""What a padded item or slot starts with: kernels skip it."""
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The sequences of a step. S: sequences, T: rows, W: width of the block tables. Integer arrays of any width."""
+
+    query_start: Ints
+    """[S + 1]: first row of each sequence among the step's packed rows; starts at 0, ends at T, never falls."""
+    context_lens: Ints
+    """[S]: visible keys of each sequence's last row, those of this step included."""
+    block_tables: Ints
+    """[S, W]: block ids; entries past a sequence's last block are not looked at."""
+    decodes: np.ndarray[Any, np.dtype[np.bool_]]
+    """[S]: True for a sequence whose single row is a generated token (the decode kernel), False for rows of a prompt
+    (the prefill kernel). The two kernels may differ in the last bits, so this must follow from the token alone."""
+    writes: np.ndarray[Any, np.dtype[np.bool_]] | None = None
+    """[S]: False for sequences whose new rows are not to be written to the pool (padding, warm-up). None: all are."""
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Fixed sizes of a captured graph's sections: every step that replays it must fit."""
+
+    sequences: int
+    rows: int
+    table_width: int
+    decode_items: int
+    merge_items: int
+    prefill_items: int = 0
+    partials: int = 0
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every section."""
+        return {
+            "query_start": (self.sequences + 1,),
+            "context_lens": (self.sequences,),
+            "block_tables": (self.sequences, self.table_width),
+            "slots": (self.rows,),
+            "positions": (self.rows,),
+            "decode_items": (self.decode_items, 4),
+            "merge_items": (self.merge_items, 4),
+            "prefill_items": (self.prefill_items, 4),
+        }
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A step's work on the device: addresses and counts, as the kernels take them."""
+
+    num_rows: int
+    num_sequences: int
+    table_stride: int
+    num_decode_items: int
+    num_merge_items: int
+    num_prefill_items: int
+    num_partials: int
+    query_start: int
+    context_lens: int
+    block_tables: int
+    slots: int
+    positions: int
+    decode_items: int
+    merge_items: int
+    prefill_items: int
+    scratch: int
+    """Address of float32 [num_partials, num_heads, head_size + 2] words: see `attention.scratch_bytes`."""
+    extra: Mapping[str, int] = field(default_factory=dict)
+    """Address of each section that the caller added."""
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """A step's work before its upload."""
+
+    words: Ints
+    """[n]: everything, in one array."""
+    offsets: Mapping[str, int]
+    """Section -> its first word."""
+    counts: Mapping[str, int]
+
+    def bind(self, address: int, scratch: int = 0) -> StepPlan:
+        """The plan for a copy of `words` at a device address that is a multiple of 16.
+
+        `scratch`: device address of what `attention.scratch_bytes(counts["num_partials"])` asks for.
+        """
+        if address % (4 * ALIGN) or scratch % (4 * ALIGN):
+            raise ValueError(f"address: must be a multiple of {4 * ALIGN}, got {address:#x} and scratch {scratch:#x}")
+        if self.counts["num_partials"] and not scratch:
+            raise ValueError("scratch: this step has partial results and needs memory for them")
+        at = {name: address + 4 * offset for name, offset in self.offsets.items()}
+        own = {name: at.pop(name) for name in SECTIONS}
+        return StepPlan(**self.counts, **own, scratch=scratch, extra=at)
+
+
+SECTIONS = (
+    "query_start",
+    "context_lens",
+    "block_tables",
+    "slots",
+    "positions",
+    "decode_items",
+    "merge_items",
+    "prefill_items",
+)
+SKIPPED_BELOW_ZERO = ("slots", "decode_items", "merge_items", "prefill_items")
+
+
+def plan_step(
+    batch: StepBatch,
+    *,
+    num_blocks: int,
+    block_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    window: int = 0,
+    capacity: Capacity | None = None,
+    extra: Mapping[str, Ints] | None = None,
+) -> HostPlan:
+    """Validates a batch and lays out its work.
+
+    `window`: the widest window of any layer (0 if any layer sees everything). `extra`: more int32 arrays for the same
+    upload. Raises ValueError naming the field and the first offending entry; nothing is kept then.
+    """
+    query_start, context_lens, tables = (
+        np.ascontiguousarray(array, np.int32) for array in (batch.query_start, batch.context_lens, batch.block_tables)
+    )
+    counts = validate(batch, num_blocks, block_size)
+    positions = row_positions(query_start, context_lens, counts)
+    slots = row_slots(tables, positions, counts, block_size)
+    if batch.writes is not None:
+        slots[~np.repeat(batch.writes, counts)] = PADDING
+    decodes = np.asarray(batch.decodes, bool)
+    decode_sequences = np.flatnonzero(decodes).astype(np.int32)
+    work = decode_work(
+        rows=query_start[decode_sequences],
+        sequences=decode_sequences,
+        context_lens=context_lens[decode_sequences],
+        window=window,
+    )
+    group_size = num_heads // num_kv_heads
+    prefills = prefill_items(query_start, context_lens, np.flatnonzero(~decodes).astype(np.int32), group_size)
+    arrays = {
+        "query_start": query_start,
+        "context_lens": context_lens,
+        "block_tables": tables,
+        "slots": slots,
+        "positions": positions,
+        "decode_items": work.items,
+        "merge_items": work.merges,
+        "prefill_items": prefills,
+        **{name: np.ascontiguousarray(array, np.int32) for name, array in (extra or {}).items()},
+    }
+    if capacity and work.num_partials > capacity.partials:
+        raise ValueError(f"partials: {work.num_partials} do not fit the capacity of {capacity.partials}")
+    words, offsets = pack(arrays, capacity.shapes() if capacity else {})
+    return HostPlan(
+        words,
+        offsets,
+        {
+            "num_rows": capacity.rows if capacity else len(slots),
+            "num_sequences": capacity.sequences if capacity else len(context_lens),
+            "table_stride": capacity.table_width if capacity else tables.shape[1],
+            "num_decode_items": capacity.decode_items if capacity else len(work.items),
+            "num_merge_items": capacity.merge_items if capacity else len(work.merges),
+            "num_prefill_items": capacity.prefill_items if capacity else len(prefills),
+            "num_partials": capacity.partials if capacity else work.num_partials,
+        },
+    )
+
+
+def validate(batch: StepBatch, num_blocks: int, block_size: int) -> Ints:
+    """Checks every id and length of a batch; the rows of each sequence. Raises ValueError."""
+    query_start, context_lens, tables = (
+        np.asarray(a) for a in (batch.query_start, batch.context_lens, batch.block_tables)
+    )
+    sequences = len(context_lens)
+    if query_start.shape != (sequences + 1,):
+        raise ValueError(f"query_start: must have {sequences + 1} entries, got shape {query_start.shape}")
+    if tables.ndim != 2 or len(tables) != sequences:
+        raise ValueError(f"block_tables: must have {sequences} rows, got shape {tables.shape}")
+    if np.shape(batch.decodes) != (sequences,):
+        raise ValueError(f"decodes: must have {sequences} entries, got shape {np.shape(batch.decodes)}")
+    if query_start[0] != 0:
+        raise ValueError(f"query_start: must start at 0, got {query_start[0]}")
+    counts = np.diff(query_start).astype(np.int32)
+    _refuse("query_start", counts < 0, "falls at sequence {}", counts)
+    _refuse("context_lens", context_lens < counts, "is below the number of rows of sequence {}", context_lens)
+    limit = tables.shape[1] * block_size
+    _refuse(
+        "context_lens",
+        context_lens > limit,
+        f"is above the {limit} slots of the block table of sequence {{}}",
+        context_lens,
+    )
+    _refuse("decodes", batch.decodes & (counts != 1), "a decode has exactly one row, unlike sequence {}", counts)
+    used = np.arange(tables.shape[1]) * block_size < context_lens[:, None]
+    bad = used & ((tables < 0) | (tables >= num_blocks))
+    if bad.any():
+        sequence, column = np.argwhere(bad)[0]
+        raise ValueError(
+            f"block_tables: block {tables[sequence, column]} of sequence {sequence} (entry {column}) "
+            f"must be in [0, {num_blocks})"
+        )
+    return counts
+
+
+def _refuse(name: str, bad: np.ndarray[Any, np.dtype[np.bool_]], what: str, values: np.ndarray[Any, Any]) -> None:
+    if bad.any():
+        sequence = int(np.argmax(bad))
+        raise ValueError(f"{name}: {what.format(sequence)} ({values[sequence]})")
+
+
+def row_positions(query_start: Ints, context_lens: Ints, counts: Ints) -> Ints:
+    """[T]: position of every row in its sequence."""
+    first = context_lens - counts
+    return (np.arange(query_start[-1]) + np.repeat(first - query_start[:-1], counts)).astype(np.int32)
+
+
+def row_slots(tables: Ints, positions: Ints, counts: Ints, block_size: int) -> Ints:
+    """[T]: slot (block * block_size + offset) of every row."""
+    sequence = np.repeat(np.arange(len(counts)), counts)
+    blocks = tables[sequence, positions // block_size].astype(np.int64)
+    slots = blocks * block_size + positions % block_size
+    if len(slots) and slots.max() > np.iinfo(np.int32).max:
+        raise ValueError(f"slots: {slots.max()} does not fit 32 bits; the pool has too many blocks")
+    return slots.astype(np.int32)
+
+
+def pack(arrays: Mapping[str, Ints], shapes: Mapping[str, tuple[int, ...]]) -> tuple[Ints, dict[str, int]]:
+    """All arrays in one, each at a multiple of 16 bytes, padded to its entry of `shapes` where it has one."""
+    offsets, end = {}, 0
+    shapes = {**{name: array.shape for name, array in arrays.items()}, **shapes}
+    for name, array in arrays.items():
+        if any(have > room for have, room in zip(array.shape, shapes[name], strict=True)):
+            raise ValueError(f"{name}: {array.shape} does not fit the capacity of {shapes[name]}")
+        offsets[name] = end
+        end += -(-math.prod(shapes[name]) // ALIGN) * ALIGN
+    words = np.zeros(max(end, ALIGN), np.int32)
+    for name, array in arrays.items():
+        target = words[offsets[name] :][: math.prod(shapes[name])].reshape(shapes[name])
+        if name == "query_start":
+            target[...] = array[-1]
+        elif name in SKIPPED_BELOW_ZERO:
+            target[...] = PADDING
+        target[tuple(slice(size) for size in array.shape)] = array
+    return words, offsets

@@ -1,0 +1,121 @@
+"""What a kernel variant is: the macros it is compiled with, and which combinations exist.
+
+Block size, group size and head counts are run-time parameters, so that the number of variants stays small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from types import MappingProxyType
+
+HEAD_SIZES = (64, 80, 96, 128, 256)
+BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+# Name -> code of PAGEKV_DTYPE and PAGEKV_KV_DTYPE (types.cuh).
+DTYPE_CODES: Mapping[str, int] = MappingProxyType({"float32": 0, "float16": 1, "bfloat16": 2, "float8_e4m3fn": 3})
+DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1})
+
+# Element type of queries and outputs -> element types of KV memory that it goes with.
+DTYPE_PAIRS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "float32": ("float32",),
+        "float16": ("float16", "float8_e4m3fn"),
+        "bfloat16": ("bfloat16", "float8_e4m3fn"),
+    }
+)
+
+
+class UnsupportedVariant(ValueError):
+    """No kernel exists for this combination; the message names the field and what it may be."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compiled form of the kernels."""
+
+    dtype: str
+    """Element type of queries, new keys and values, and outputs: float32, float16 or bfloat16."""
+    kv_dtype: str
+    """Element type of the block pool: the same as `dtype`, or float8_e4m3fn beside a 16-bit dtype."""
+    head_size: int
+    """Elements of a head: 64, 80, 96, 128 or 256."""
+    features: bool = False
+    """Whether sliding window, soft cap and ALiBi are compiled in; which of them apply is chosen at run time."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_PAIRS:
+            raise UnsupportedVariant(f"dtype: must be one of {', '.join(DTYPE_PAIRS)}, got {self.dtype!r}")
+        if self.kv_dtype not in DTYPE_PAIRS[self.dtype]:
+            pairs = ", ".join(DTYPE_PAIRS[self.dtype])
+            raise UnsupportedVariant(f"kv_dtype: must be one of {pairs} with dtype {self.dtype}, got {self.kv_dtype!r}")
+        if self.head_size not in HEAD_SIZES:
+            sizes = ", ".join(map(str, HEAD_SIZES))
+            raise UnsupportedVariant(f"head_size: must be one of {sizes}, got {self.head_size!r}")
+
+    @property
+    def element_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def kv_element_bytes(self) -> int:
+        return DTYPE_BYTES[self.kv_dtype]
+
+    def macros(self) -> dict[str, int]:
+        """Every macro of the kernels and its value."""
+        return {
+            "PAGEKV_DTYPE": DTYPE_CODES[self.dtype],
+            "PAGEKV_KV_DTYPE": DTYPE_CODES[self.kv_dtype],
+            "PAGEKV_HEAD_SIZE": self.head_size,
+            "PAGEKV_FEATURES": int(self.features),
+        }
+
+    def __str__(self) -> str:
+        kv_dtype = "" if self.kv_dtype == self.dtype else f"/{self.kv_dtype}"
+        return f"{self.dtype}{kv_dtype} d{self.head_size}{' features' if self.features else ''}"
+
+
+def all_variants() -> list[Variant]:
+    """Every variant that exists, in a stable order."""
+    return [
+        Variant(dtype, kv_dtype, head_size, features)
+        for dtype, kv_dtypes in DTYPE_PAIRS.items()
+        for kv_dtype, head_size, features in product(kv_dtypes, HEAD_SIZES, (False, True))
+    ]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One `extern "C"` kernel: its file, its parameter structure, and the macros that its text depends on."""
+
+    name: str
+    source: str
+    struct: str
+    macros: tuple[str, ...]
+
+    def macros_of(self, variant: Variant) -> dict[str, int]:
+        """The variant's macros as far as this kernel depends on them: equal results mean the same machine code.
+
+        The others are set to the plainest variant's, so that every kernel finds all of them defined.
+        """
+        values = variant.macros()
+        return {name: values[name] if name in self.macros else plain for name, plain in PLAIN_MACROS.items()}
+
+
+PLAIN_MACROS: Mapping[str, int] = MappingProxyType(Variant("float32", "float32", 64).macros())
+DTYPES = ("PAGEKV_DTYPE", "PAGEKV_KV_DTYPE")
+HEAD_SIZE = "PAGEKV_HEAD_SIZE"
+
+KERNELS: Mapping[str, Kernel] = MappingProxyType(
+    {
+        kernel.name: kernel
+        for kernel in (
+            Kernel("pagekv_cache_write", "cache_write.cu", "CacheWriteParams", (*DTYPES, HEAD_SIZE)),
+            Kernel("pagekv_block_copy", "block_copy.cu", "BlockCopyParams", ()),
+            Kernel("pagekv_decode", "decode.cu", "DecodeParams", (*DTYPES, HEAD_SIZE, "PAGEKV_FEATURES")),
+            Kernel("pagekv_merge", "merge.cu", "MergeParams", ("PAGEKV_DTYPE", HEAD_SIZE)),
+            Kernel("pagekv_prefill", "prefill.cu", "PrefillParams", (*DTYPES, HEAD_SIZE, "PAGEKV_FEATURES")),
+        )
+    }
+)
