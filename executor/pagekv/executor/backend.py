@@ -1,6 +1,6 @@
 """What a backend is: model identity, pools, and one step of computation. No protobuf, no gRPC.
 
-The service validates a step against `SequenceState` before it calls `execute`, so a backend may trust what it gets.
+The service validates a step against `SequenceState` before it launches it, so a backend may trust what it gets.
 """
 
 from __future__ import annotations
@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
+
+# Stands in `SequenceState.token_ids` for a token that a launched step samples and nobody has collected yet.
+UNKNOWN_TOKEN = -1
 
 
 class CopyKind(Enum):
@@ -50,8 +53,9 @@ class Sampling:
 class SequenceState:
     """A live sequence as the executor knows it.
 
-    `token_ids` are all known tokens; sampling appends to it. `computed_tokens` leading positions have keys and values
-    in the blocks of `block_table`; the session advances it after each step. Invariant between steps:
+    `token_ids` are all tokens; sampling appends to it, at first UNKNOWN_TOKEN where the step is collected later, so at
+    most the trailing ones are unknown. `computed_tokens` leading positions have keys and values in the blocks of
+    `block_table`; the epoch advances it when it has launched a step. Invariant between steps:
     0 <= computed_tokens < len(token_ids), and computed_tokens <= len(block_table) * block_size.
     """
 
@@ -111,21 +115,78 @@ class Description:
     prefill_tokens_per_s: int = 0
 
 
+class Launch(Protocol):
+    """A step on its way."""
+
+    @property
+    def ready(self) -> bool:
+        """True when `collect` does not wait, for certain and from the beginning."""
+        ...
+
+    def collect(self) -> dict[int, Sampled]:
+        """Waits for the step; the sampled token per seq_id that `samples`. Called once, in the order of launching, from
+        one thread, which may be another than launches. Raises what the computation raised.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The `Launch` of a backend that computes before it returns."""
+
+    sampled: dict[int, Sampled]
+
+    @property
+    def ready(self) -> bool:
+        """As `Launch.ready`."""
+        return True
+
+    def collect(self) -> dict[int, Sampled]:
+        """As `Launch.collect`."""
+        return self.sampled
+
+
 class Backend(Protocol):
-    """One device with a loaded model. Called from one thread at a time."""
+    """One device with a loaded model. Called from one thread at a time, but for `Launch.collect`."""
 
     def describe(self, block_size: int, token_budget: int) -> Description:
         """Identity and measured memory; runs the profiling pass once per (block size, token budget)."""
         ...
 
     def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None:
-        """Replaces the pools; old contents are gone. Raises MemoryError when they do not fit."""
+        """Replaces the pools, after everything launched; old contents are gone. Raises MemoryError when they do not
+        fit.
+        """
         ...
 
     def copy_blocks(self, copies: BlockCopies) -> None:
-        """Copies whole blocks; ids are already checked."""
+        """Copies whole blocks, after everything launched before and before everything launched later; ids are already
+        checked.
+        """
         ...
+
+    def launch(self, scheduled: list[Scheduled]) -> Launch:
+        """Computes every scheduled position in one pass, or begins to; launches run in the order of their calls. What
+        it needs of the states it takes before it returns; an UNKNOWN_TOKEN among the scheduled positions is what an
+        earlier launch samples for that sequence.
+        """
+        ...
+
+    def forget(self, states: list[SequenceState]) -> None:
+        """These sequences have left and are never scheduled again."""
+        ...
+
+
+class SynchronousBackend:
+    """What a backend needs besides, whose `execute` returns what a step sampled."""
 
     def execute(self, scheduled: list[Scheduled]) -> dict[int, Sampled]:
         """Computes every scheduled position in one pass; returns the sampled token per seq_id that `samples`."""
-        ...
+        raise NotImplementedError
+
+    def launch(self, scheduled: list[Scheduled]) -> Launch:
+        """As `Backend.launch`."""
+        return Finished(self.execute(scheduled))
+
+    def forget(self, states: list[SequenceState]) -> None:
+        """As `Backend.forget`: nothing is kept of a sequence."""

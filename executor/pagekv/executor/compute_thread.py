@@ -1,4 +1,6 @@
-"""The one thread that calls the backend. Jobs run strictly in the order they were posted, with nothing in between."""
+"""A thread with a queue: the one that calls the backend, or the one that collects its steps. Jobs run strictly in the
+order they were posted, with nothing in between.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,9 @@ class ComputeThread:
     A daemon: a backend that hangs cannot keep the process from exiting.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "compute") -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="compute", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     @property
@@ -64,4 +66,4 @@ class ComputeThread:
             try:
                 job()
             except Exception:
-                log.exception("a job of the compute thread raised")
+                log.exception("a job raised", thread=self._thread.name)

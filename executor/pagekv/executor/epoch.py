@@ -1,6 +1,7 @@
 """An epoch: the live sequences of one manager, and how a step changes them. No asyncio, no gRPC.
 
-A step moves through `check_step` (which touches nothing) and then `run`, which alone changes state and memory.
+A step moves through `check_step`, which touches nothing; then `Epoch.launch` changes state and hands it to the backend;
+then `LaunchedStep.collect` fills in what it sampled. Later steps may be launched in between.
 """
 
 from __future__ import annotations
@@ -8,16 +9,27 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from pagekv.executor.backend import Backend, BlockCopies, Sampled, Scheduled, SequenceState
+from pagekv.executor.backend import (
+    UNKNOWN_TOKEN,
+    Backend,
+    BlockCopies,
+    Finished,
+    Launch,
+    Sampled,
+    Scheduled,
+    SequenceState,
+)
 from pagekv.executor.step import Step, StepReport
 from pagekv.executor.step_check import CheckedStep, EpochLimits, check_step
 
 
 @dataclass(slots=True)
 class Epoch:
-    """State of one epoch. Owned by the compute thread, except `over`, which the event loop sets to fence it.
+    """State of one epoch. Owned by the compute thread, except `over`, which the event loop sets to fence it, and what
+    collecting a step changes: the times of reports and tokens that are unknown.
 
-    `over` goes from False to True once and never back; whoever runs steps looks at it before each one.
+    `over` goes from False to True once and never back; whoever launches steps looks at it before each one. `failed`
+    does the same for collecting: no step behind one that failed is reported.
     """
 
     epoch: int
@@ -30,33 +42,31 @@ class Epoch:
     held: dict[int, set[int]] = field(default_factory=dict)
     next_step: int = 1
     over: bool = False
+    failed: bool = False
     # perf_counter_ns at the end of the step before; 0: no step yet.
     _last_end: int = 0
 
     def run(self, step: Step) -> StepReport:
-        """Checks, applies and executes a step. Raises InvalidRequest or StaleEpoch before anything is touched; any
-        other exception comes from the backend and leaves state and memory undefined: the epoch is over then.
+        """Launches a step and collects it. Raises as both."""
+        return self.launch(step).collect()
+
+    def launch(self, step: Step) -> LaunchedStep:
+        """Checks and applies a step and hands it to the backend. Raises InvalidRequest or StaleEpoch before anything is
+        touched; any other exception comes from the backend and leaves state and memory undefined: the epoch is over
+        then.
         """
         begin = time.perf_counter_ns()
         checked = check_step(step, self.epoch, self.next_step, self.live, self.held, self.limits)
         self._apply(checked)
-        sampled = self.backend.execute(checked.scheduled) if checked.scheduled else {}
-        ordered = self._advance(checked.scheduled, sampled)
+        launch = self.backend.launch(checked.scheduled) if checked.scheduled else Finished({})
+        sampling = self._advance(checked.scheduled)
         self.next_step += 1
-        end = time.perf_counter_ns()
-        idle = begin - self._last_end if self._last_end else 0
-        self._last_end = end
-        return StepReport(
-            epoch=self.epoch,
-            step=step.step,
-            sampled=ordered,
-            computed_tokens=checked.num_tokens,
-            execute_us=(end - begin) // 1000,
-            idle_us=idle // 1000,
-        )
+        return LaunchedStep(self, step.step, begin, checked.num_tokens, launch, sampling)
 
     def _apply(self, checked: CheckedStep) -> None:
         """In the order of the contract: leave, copy, enter, append."""
+        if checked.finished:
+            self.backend.forget([self.live[seq_id] for seq_id in checked.finished])
         for seq_id in checked.finished:
             del self.live[seq_id], self.held[seq_id]
         for copies in checked.copies:
@@ -72,17 +82,61 @@ class Epoch:
         if copies.sources:
             self.backend.copy_blocks(copies)
 
+    def report(self, step: int, begin: int, num_tokens: int, sampled: dict[int, Sampled]) -> StepReport:
+        """The report of a step that ends now. A step launched while the one before ran begins when that one ends."""
+        end = time.perf_counter_ns()
+        idle = max(0, begin - self._last_end) if self._last_end else 0
+        execute = end - max(begin, self._last_end)
+        self._last_end = end
+        return StepReport(
+            epoch=self.epoch,
+            step=step,
+            sampled=sampled,
+            computed_tokens=num_tokens,
+            execute_us=execute // 1000,
+            idle_us=idle // 1000,
+        )
+
     @staticmethod
-    def _advance(scheduled: list[Scheduled], sampled: dict[int, Sampled]) -> dict[int, Sampled]:
-        """Moves every sequence on by what was computed. Raises RuntimeError when the backend sampled others."""
-        ordered: dict[int, Sampled] = {}
+    def _advance(scheduled: list[Scheduled]) -> list[tuple[SequenceState, int]]:
+        """Moves every sequence on by what is computed; those that sample, with the index of their unknown token."""
+        sampling = []
         for item in scheduled:
             state = item.state
             state.computed_tokens = item.start + item.count
             if state.computed_tokens == len(state.token_ids):
-                chosen = ordered[state.seq_id] = sampled[state.seq_id]
-                state.token_ids.append(chosen.token_id)
+                sampling.append((state, len(state.token_ids)))
+                state.token_ids.append(UNKNOWN_TOKEN)
+        return sampling
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step the backend has. Collected once, in the order of launching."""
+
+    _epoch: Epoch
+    _step: int
+    # perf_counter_ns before the step was looked at.
+    _begin: int
+    _num_tokens: int
+    _launch: Launch
+    # Who samples, in the order the sequences entered the epoch, and where in `token_ids` the token goes.
+    _sampling: list[tuple[SequenceState, int]]
+
+    @property
+    def ready(self) -> bool:
+        """As `Launch.ready`."""
+        return self._launch.ready
+
+    def collect(self) -> StepReport:
+        """Waits for the step and fills in its tokens. Raises what the backend raised, and RuntimeError when it sampled
+        others than it should: the epoch is over then.
+        """
+        sampled, ordered = self._launch.collect(), {}
+        for state, index in self._sampling:
+            chosen = ordered[state.seq_id] = sampled[state.seq_id]
+            state.token_ids[index] = chosen.token_id
         if len(ordered) != len(sampled):
             odd = sorted(sampled.keys() - ordered.keys())
             raise RuntimeError(f"the backend sampled sequences that have tokens left to compute: {odd}")
-        return ordered
+        return self._epoch.report(self._step, self._begin, self._num_tokens, ordered)

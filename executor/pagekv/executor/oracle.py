@@ -16,7 +16,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pagekv.executor.backend import BlockCopies, CopyKind, Description, Sampled, Scheduled, SequenceState
+from pagekv.executor.backend import (
+    BlockCopies,
+    CopyKind,
+    Description,
+    Sampled,
+    Scheduled,
+    SequenceState,
+    SynchronousBackend,
+)
 from pagekv.executor.layout import LAYOUT
 from pagekv.executor.oracle_truth import FIRST, Words, choose_token, expected_tokens, extend_chain, likeliest
 
@@ -102,7 +110,7 @@ class _Truth:
         return self._slots[begin:end]
 
 
-class OracleBackend:
+class OracleBackend(SynchronousBackend):
     """A `Backend` that judges. `step_time_s` and `token_time_s` make a step last at least so long (and so much more
     per computed token), as a device would.
     """

@@ -1,5 +1,5 @@
 """Who drives the executor: one manager at a time, by epoch. Lives on the event loop; backend work goes to the
-compute thread.
+compute thread, waiting for launched steps to a second one, so that the next step is prepared while one runs.
 
 At most one epoch is current. `attach` fences the one before it (its stream ends with ABORTED, its queued steps are
 dropped, a step under way is finished) and only then replaces the pools. An epoch takes one Run stream; when that ends,
@@ -24,7 +24,7 @@ from pagekv.common.errors import (
 from pagekv.common.logs import Log
 from pagekv.executor.backend import Backend, Description
 from pagekv.executor.compute_thread import ComputeThread
-from pagekv.executor.epoch import Epoch
+from pagekv.executor.epoch import Epoch, LaunchedStep
 from pagekv.executor.run_stream import RunStream
 from pagekv.executor.step import Step, StepReport
 from pagekv.executor.step_check import MAX_STEP_TOKENS, EpochLimits
@@ -59,6 +59,10 @@ class Session:
 
     def __init__(self, compute: ComputeThread, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self._compute = compute
+        # From the first step on that is not ready when launched.
+        self._collector: ComputeThread | None = None
+        # Jobs given to the collector, counted on the compute thread, and those done, counted on its own.
+        self._num_posted = self._num_collected = 0
         self._clock_ns = clock_ns
         self._loop = asyncio.get_running_loop()
         self._backend: Backend | None = None
@@ -196,7 +200,7 @@ class Session:
             if epoch is None or not epoch.over:
                 self._report(stream, None)
 
-        self._compute.post(end)
+        self._compute.post(lambda: self._in_order(end, True))
 
     def close_stream(self, stream: RunStream) -> None:
         """The Run call is over, and with it the epoch it was bound to. Idempotent."""
@@ -224,9 +228,39 @@ class Session:
         """On the compute thread: one step, unless its epoch was fenced meanwhile."""
         if epoch.over:
             return
+        launched: LaunchedStep | Exception
+        try:
+            launched = epoch.launch(step)
+        except Exception as error:
+            launched = error
+            # Before any later step is looked at.
+            epoch.over = True
+        ready = isinstance(launched, Exception) or launched.ready
+        self._in_order(lambda: self._collect(epoch, stream, step, launched), ready)
+
+    def _in_order(self, job: Callable[[], None], ready: bool) -> None:
+        """On the compute thread: runs a job after those before it: here and now where that means no waiting."""
+        if ready and self._num_posted == self._num_collected:
+            job()
+            return
+
+        def counted() -> None:
+            job()
+            self._num_collected += 1
+
+        self._num_posted += 1
+        self._collector = self._collector or ComputeThread("collect")
+        self._collector.post(counted)
+
+    def _collect(self, epoch: Epoch, stream: RunStream, step: Step, launched: LaunchedStep | Exception) -> None:
+        """Reports a step once it has ended, unless one before it failed."""
+        if epoch.failed:
+            return
         outcome: StepReport | Exception
         try:
-            outcome = epoch.run(step)
+            if isinstance(launched, Exception):
+                raise launched
+            outcome = launched.collect()
         except PageKVError as error:
             log.warning("refused a step", epoch=epoch.epoch, step=step.step, reason=error)
             outcome = error
@@ -234,12 +268,11 @@ class Session:
             log.exception("a step failed", epoch=epoch.epoch, step=step.step)
             outcome = StepFailed(f"step {step.step}: {type(error).__name__}: {error}")
         if isinstance(outcome, Exception):
-            # Before any later step is looked at.
-            epoch.over = True
+            epoch.over = epoch.failed = True
         self._report(stream, outcome)
 
     def _report(self, stream: RunStream, outcome: StepReport | Exception | None) -> None:
-        """On the compute thread: hands an outcome to the event loop."""
+        """On either thread: hands an outcome to the event loop."""
         try:
             self._loop.call_soon_threadsafe(stream.deliver, outcome)
         except RuntimeError:
@@ -255,6 +288,8 @@ class Session:
         if current is not None:
             current.over = True
         await self._compute.call(lambda: None)
+        if self._collector is not None:
+            await self._collector.call(lambda: None)
         reason = Unavailable("the executor is shutting down")
         if current is not None:
             self._end_epoch(current, reason)

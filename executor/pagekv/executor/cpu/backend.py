@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from pagekv.common.logs import Log
-from pagekv.executor.backend import BlockCopies, Description, Sampled, Scheduled
+from pagekv.executor.backend import BlockCopies, Description, Sampled, Scheduled, SynchronousBackend
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.machine import available_bytes, copy_bandwidth, keep_freed_memory, usable_cores
 from pagekv.executor.cpu.model import load_model
@@ -24,7 +24,7 @@ log = Log(__name__)
 MAX_MEMORY_SHARE = 0.9
 
 
-class CpuBackend:
+class CpuBackend(SynchronousBackend):
     """States: loaded; with pools after `allocate`, which may be called again. Implements `Backend`."""
 
     def __init__(
