@@ -7,8 +7,9 @@ States of a block (a column of parallel arrays, not an object; DESIGN 5, CHECKLI
     active    ref_count > 0, not in the table   private to its holder, who may write to it
     shared    ref_count > 0, in the table       read by any number of sequences, written by nobody again
 
-Moves: `allocate` free|cached → active (evicting), `publish` active → shared, `touch` and `share` +1 and out of the free
-queue, `free` -1 and, at 0, into the free queue. All take blocks in batches: a few vector operations, however many.
+Moves: `allocate` free|cached → active (evicting), `publish_chain` and `publish_after` active → shared, `touch` and
+`share` +1 and out of the free queue, `free` -1 and, at 0, into the free queue. All take blocks in batches: a few vector
+operations, however many.
 """
 
 from __future__ import annotations
@@ -104,31 +105,31 @@ class BlockPool:
         """Raises the alarm if a digest that the walk did not find is in the table: it stands for another content."""
         self.hash_alarms += self.table.lookup(digest) is not None
 
-    def publish(
+    def publish_after(
         self,
-        blocks: Blocks,
+        blocks: Sequence[int],
         digests: Sequence[bytes],
-        parents: Sequence[bytes],
+        parents: Sequence[int],
+        parent_digests: Sequence[bytes],
         chunks: Chunks,
-        *,
-        first: Sequence[bool],
-        media: bool,
     ) -> list[int]:
-        """Enters full, held blocks into the prefix table, each after its parent digest; see `PrefixTable.add`. Returns
-        the positions of those whose digest collided with that of another content, also in the alarm counter.
+        """Enters full, held blocks of text into the prefix table, each after another one; see
+        `PrefixTable.add_after`. Returns the positions of those left out, which `publish_chain` can judge.
         """
-        self._check_held(blocks)
-        added = self.table.add(blocks, digests, parents, chunks, first=first, media=media)
-        self._note(added)
+        self._check_held(np.array(blocks, np.int32))
+        left_out = self.table.add_after(blocks, digests, parents, parent_digests, chunks)
         if self._log is not None and self._log.watched:
-            for position in added.entered:
-                self._log.stored(int(blocks[position]), digests[position], parents[position])
-        return added.collided
+            for position in sorted(set(range(len(blocks))).difference(left_out)):
+                self._log.stored(blocks[position], digests[position], parent_digests[position])
+        return left_out
 
     def publish_chain(
         self, blocks: Blocks, digests: Sequence[bytes], parent: bytes, chunks: Chunks, *, first: bool, media: bool
     ) -> list[int]:
-        """`publish` for consecutive blocks of one sequence, at least one, the first one after the digest `parent`."""
+        """Enters consecutive full, held blocks of one sequence, at least one, into the prefix table, the first one
+        after the digest `parent`; see `PrefixTable.add_chain`. Returns the positions of those whose digest collided
+        with that of another content, also in the alarm counter.
+        """
         self._check_held(blocks)
         added = self.table.add_chain(blocks, digests, parent, chunks, first=first, media=media)
         self._note(added)

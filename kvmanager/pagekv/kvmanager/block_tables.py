@@ -13,6 +13,7 @@ import numpy as np
 
 from pagekv.kvmanager.block_hash import TOKEN_BYTES, chain_digests, sha256
 from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.continuations import FIRST
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.prefix_table import Blocks, Chunks
 from pagekv.kvmanager.sequence import Sequence
@@ -219,40 +220,44 @@ class BlockTables:
         prefix_cache = self._prefix_cache
         ready: list[int] = []
         offered: list[int] = []
+        before: list[int] = []
         digests: list[bytes] = []
         parents: list[bytes] = []
-        first: list[bool] = []
         for position, (sequence, block) in enumerate(zip(sequences, blocks.tolist(), strict=True)):
             table, tokens = sequence.block_table, sequence.token_ids
             index = len(table) - 1
+            full = index * size + size
             chunk = raw[position * stride : (position + 1) * stride]
-            missing = (index + 1) * size - len(tokens)
+            missing = full - len(tokens)
             if missing > 0:
                 tokens.frombytes(chunk[-TOKEN_BYTES * missing :])
             if prefix_cache and sequence.publishes and sequence.num_published == index:
-                known = sequence.digests
-                parent = known[-1] if index else sequence.request.root
-                if (index + 1) * size > sequence.first_media:
-                    # Rare, so by the way of prompts, which wants to know how far it has come.
-                    sequence.num_computed = (index + 1) * size
-                    self.publish(sequence)
-                elif not self._is_entered(sequence, index - 1, parent):
-                    sequence.publishes = False
+                if full > sequence.first_media:
+                    self._publish_again(sequence, index)
                 else:
+                    known = sequence.digests
+                    parent = known[-1] if index else sequence.request.root
                     digest = sha256(parent + chunk).digest()
                     known.append(digest)
-                    first.append(index == 0)
                     ready.append(position)
                     offered.append(table[index])
+                    before.append(table[index - 1] if index else FIRST)
                     digests.append(digest)
                     parents.append(parent)
             sequence.num_published = index + 1
             table.append(block)
         if ready:
-            full = chunks if len(ready) == len(chunks) else chunks[ready]
-            held = np.array(offered, np.int32)
-            for position in self.pool.publish(held, digests, parents, full, first=first, media=False):
-                sequences[ready[position]].publishes = False
+            for place in self.pool.publish_after(offered, digests, before, parents, chunks[ready]):
+                sequence = sequences[ready[place]]
+                self._publish_again(sequence, sequence.num_published - 1)
+
+    def _publish_again(self, sequence: Sequence, index: int) -> None:
+        """`publish` for the logical block `index`, which is full: the way of prompts, which wants to know how far it
+        has come, for the few blocks that are not simply the next one.
+        """
+        sequence.num_published = index
+        sequence.num_computed = (index + 1) * self._block_size
+        self.publish(sequence)
 
     def _extend_digests(self, sequence: Sequence) -> None:
         """Brings `digests` up to the full blocks of the known tokens."""

@@ -71,6 +71,12 @@ class FreeQueue:
         """Takes `count` blocks from the head, in order. Raises IndexError when there are not so many."""
         if count > self._length:
             raise IndexError(f"{count} blocks wanted, {self._length} are free")
+        if self._length == self._tail - self._head:
+            # No entry is void, as long as nothing has left from the middle.
+            blocks = self._entries[self._head : self._head + count].copy()
+            self._head += count
+            self.remove(blocks)
+            return blocks
         taken: list[NDArray[np.int32]] = []
         left = count
         while left:

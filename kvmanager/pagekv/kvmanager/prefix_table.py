@@ -26,10 +26,8 @@ Blocks = NDArray[np.int32]
 # Token ids of consecutive blocks, [n, block_size].
 Chunks = NDArray[np.uint32]
 
-# In place of a parent block: it is not in the table; there is nothing to enter; the digest is another content's.
+# In place of a parent block that is not in the table.
 _MISSING = -2
-_PRESENT = -3
-_COLLIDED = -4
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,61 +138,37 @@ class PrefixTable:
 
     # -- changing
 
-    def add(
+    def add_after(
         self,
-        blocks: Blocks,
+        blocks: Sequence[int],
         digests: Sequence[bytes],
-        parents: Sequence[bytes],
+        parents: Sequence[int],
+        parent_digests: Sequence[bytes],
         chunks: Chunks,
-        *,
-        first: Sequence[bool],
-        media: bool,
-    ) -> Added:
-        """Enters blocks that are not in the table, each after the block with its parent digest or, where it is the
-        `first` of a chain, after that root. Refused are those whose parent is not in the table.
-
-        Where a digest is there already and somebody holds its block, the new one remains private: blocks are never
-        merged. Where nobody does, the new one has the entry from now on: what follows it is in use, and a parent that
-        was evicted before would leave a hole (CHECKLIST G4).
-        `media`: the tokens alone do not identify the blocks, so the walk must not find them.
+    ) -> list[int]:
+        """Enters blocks of text, block i after block `parents[i]` or, if that is FIRST, after the root
+        `parent_digests[i]`. Only the simple case: left out, and returned by position, is every block whose digest is in
+        the table already or whose parent is not what the table has under its digest.
         """
-        added = Added([], [], [])
-        found: list[int] = []
-        for position, (block, digest, parent) in enumerate(zip(blocks.tolist(), digests, parents, strict=True)):
-            present = self._block_of.get(digest)
-            parent_block = self._offer(block, digest, parent, chunks[position], first[position], media)
-            if parent_block == _COLLIDED:
-                added.collided.append(position)
-            elif parent_block >= FIRST:
-                added.entered.append(position)
-                found.append(parent_block)
-            elif present is not None and self._block_of[digest] != present:
-                added.superseded.append(present)
-        if added.entered:
-            self._enter(blocks, np.array(found, np.int32), parents, chunks, media, added.entered)
-        return added
-
-    def _offer(
-        self, block: int, digest: bytes, parent: bytes, chunk: NDArray[np.uint32], first: bool, media: bool
-    ) -> int:
-        """Takes a block into the dictionary and returns its parent block, FIRST for a root; or why it is not there."""
-        table = self._block_of
-        parent_block = FIRST if first else table.get(parent, _MISSING)
-        present = table.get(digest)
-        if present is not None:
-            # Nothing is in the table without its parent, so this content could not be there if that is missing.
-            if parent_block == _MISSING or not self._is_copy(present, parent_block, parent, chunk, media):
-                return _COLLIDED
-            if present != block and not self._ref_count[present]:
-                self._supersede(present, block)
-            return _PRESENT
-        if parent_block == _MISSING:
-            return _MISSING
-        table[digest] = block
-        self._digest[block] = digest
-        if first or media:
-            self._loose_parent[block] = parent
-        return parent_block
+        table, column = self._block_of, self._digest
+        left_out: list[int] = []
+        for position, (block, digest, parent) in enumerate(zip(blocks, digests, parents, strict=True)):
+            if parent == FIRST:
+                if table.setdefault(digest, block) == block:
+                    self._loose_parent[block] = parent_digests[position]
+                    column[block] = digest
+                    continue
+            elif table.get(parent_digests[position]) == parent and table.setdefault(digest, block) == block:
+                column[block] = digest
+                continue
+            left_out.append(position)
+        new, after = np.array(blocks, np.int32), np.array(parents, np.int32)
+        if left_out:
+            rest = [position for position in range(len(blocks)) if position not in left_out]
+            new, after, chunks = new[rest], after[rest], chunks[rest]
+            parent_digests = [parent_digests[position] for position in rest]
+        self._enter(new, after, parent_digests, chunks, False)
+        return left_out
 
     def _is_copy(self, block: int, parent_block: int, parent: bytes, chunk: NDArray[np.uint32], media: bool) -> bool:
         """Whether a block in the table has these token ids and this parent; of media only the digest tells."""
@@ -220,7 +194,15 @@ class PrefixTable:
     def add_chain(
         self, blocks: Blocks, digests: Sequence[bytes], parent: bytes, chunks: Chunks, *, first: bool, media: bool
     ) -> Added:
-        """`add` for consecutive blocks of one sequence, at least one; `first`: the chain begins with them."""
+        """Enters consecutive blocks of one sequence, at least one, that are not in the table, the first one after the
+        block with the digest `parent` or, if it is the `first` of a chain, after that root. Refused are those whose
+        parent is not in the table.
+
+        Where a digest is there already and somebody holds its block, the new one remains private: blocks are never
+        merged. Where nobody does, the new one has the entry from now on: what follows it is in use, and a parent that
+        was evicted before would leave a hole (CHECKLIST G4).
+        `media`: the tokens alone do not identify the blocks, so the walk must not find them.
+        """
         table, column = self._block_of, self._digest
         parents = [parent, *digests[:-1]]
         parent_block = FIRST if first else table.get(parent, _MISSING)
@@ -250,30 +232,31 @@ class PrefixTable:
     ) -> Added:
         """Block by block, as each has to find its parent; up to the first collision."""
         added = Added([], [], [])
-        for position in range(len(blocks)):
-            one = slice(position, position + 1)
-            here = first and position == 0
-            result = self.add(blocks[one], digests[one], parents[one], chunks[one], first=[here], media=media)
-            if result.collided:
+        for position, (block, digest, parent) in enumerate(zip(blocks.tolist(), digests, parents, strict=True)):
+            parent_block = FIRST if first and position == 0 else self._block_of.get(parent, _MISSING)
+            present = self._block_of.get(digest)
+            if present is None:
+                if parent_block != _MISSING:
+                    self._block_of[digest] = block
+                    self._digest[block] = digest
+                    if parent_block == FIRST or media:
+                        self._loose_parent[block] = parent
+                    one = slice(position, position + 1)
+                    self._enter(blocks[one], np.array([parent_block], np.int32), [parent], chunks[one], media)
+                    added.entered.append(position)
+            # Nothing is in the table without its parent, so this content could not be there if that is missing.
+            elif parent_block == _MISSING or not self._is_copy(present, parent_block, parent, chunks[position], media):
                 added.collided.append(position)
                 break
-            if result.entered:
-                added.entered.append(position)
-            added.superseded.extend(result.superseded)
+            elif present != block and not self._ref_count[present]:
+                self._supersede(present, block)
+                added.superseded.append(present)
         return added
 
     def _enter(
-        self,
-        blocks: Blocks,
-        parent_blocks: Blocks,
-        parents: Sequence[bytes],
-        chunks: Chunks,
-        media: bool,
-        entered: list[int] | None = None,
+        self, blocks: Blocks, parent_blocks: Blocks, parents: Sequence[bytes], chunks: Chunks, media: bool
     ) -> None:
-        """Fills the columns of blocks that are in the dictionary; `entered`: of these positions only."""
-        if entered is not None and len(entered) < len(blocks):
-            blocks, chunks, parents = blocks[entered], chunks[entered], [parents[position] for position in entered]
+        """Fills the columns of blocks that are in the dictionary."""
         self._tokens[blocks] = chunks
         self.published[blocks] = True
         if not media:

@@ -14,6 +14,7 @@ only for the few that cross a block border, begin or end.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
@@ -136,11 +137,10 @@ class Scheduler:
         last = rows_of.computed[at] >= rows_of.last_input[at]
         if np.count_nonzero(last):
             # The last token it may have is promised already: leave the executor, keep the blocks until it is here.
-            for handle in rows[last].tolist():
-                (sequence,) = rows_of.of([handle])
+            for sequence in rows_of.of(rows[last]):
                 sequence.state = SequenceState.DRAINING
                 rows_of.stop_decoding(sequence)
-                plan.finished.append(handle)
+                plan.finished.append(sequence.handle)
             rows = rows_of.decoding_rows()
         others: list[int] = []
         if len(rows) > budget:
@@ -165,7 +165,7 @@ class Scheduler:
     def _grow(self, plan: StepPlan, rows: Rows) -> bool:
         """One more block for each of these decodes, whose tables are full; True if that preempted sequences."""
         chunks = self._rows.completed_blocks(rows)
-        sequences = self._rows.of(rows.tolist())
+        sequences = self._rows.of(rows)
         running = self._running
         blocks = running.pool.allocate(len(rows))
         exhausted = blocks is None
@@ -254,36 +254,35 @@ class Scheduler:
         """Takes in a step's tokens and finishes sequences that ended. Tokens for sequences that have finished since
         are dropped. Raises InvariantError when the outcome does not answer the plan.
         """
-        rows_of, planned = self._rows, plan.sampling
-        if len(outcome.sampled_handles) != len(outcome.sampled_tokens):
-            raise InvariantError(
-                f"step {outcome.step} sampled {len(outcome.sampled_tokens)} tokens for "
-                f"{len(outcome.sampled_handles)} sequences"
-            )
-        rows = np.array(outcome.sampled_handles, np.intp)
-        tokens = np.array(outcome.sampled_tokens, np.uint32)
-        if len(rows) != len(planned) or np.count_nonzero(rows != planned):
+        rows_of, rows = self._rows, plan.sampling
+        handles, sampled = outcome.sampled_handles, outcome.sampled_tokens
+        if len(handles) != len(sampled):
+            raise InvariantError(f"step {outcome.step} sampled {len(sampled)} tokens for {len(handles)} sequences")
+        kept = rows.tolist()
+        if handles != kept:
             # The executor reports them in the order they came to it.
-            order = rows.argsort()
-            rows, tokens = rows[order], tokens[order]
-            if not np.array_equal(rows, planned):
-                odd = sorted(set(rows.tolist()) ^ set(planned.tolist()))[:8]
+            order = sorted(range(len(handles)), key=handles.__getitem__)
+            if [handles[position] for position in order] != kept:
+                odd = sorted(set(handles) ^ set(kept))[:8]
                 raise InvariantError(f"step {outcome.step} sampled other sequences than planned, such as {odd}")
+            sampled = [sampled[position] for position in order]
+        # Through an array, which takes a third of the time of np.array.
+        tokens = np.frombuffer(array("I", sampled), np.uint32)
         at = span(rows)
         rows_of.pending[at] -= 1
         alive = rows_of.alive[at]
         if np.count_nonzero(alive) < len(rows):
             rows, tokens = rows[alive], tokens[alive]  # without the one token too many
+            kept, sampled = rows.tolist(), tokens.tolist()
         known = rows_of.append(rows, tokens)
         self.counters.generated_tokens += len(rows)
-        kept = rows.tolist()
-        sequences = rows_of.of(kept)
+        sequences = rows_of.of(rows)
         endings = self._endings(rows, tokens, known)
         for position in endings:
             self.finish(sequences[position])
         searched = take_candidates(self._running, plan, outcome) if plan.beams else []
         rows_of.settle()
-        return Committed(sequences, kept, tokens.tolist(), endings, searched)
+        return Committed(sequences, kept, sampled, endings, searched)
 
     def _endings(self, rows: Rows, tokens: NDArray[np.uint32], known: NDArray[np.int32]) -> dict[int, Ending]:
         """Which of the rows end with the token they just got, by position in `rows`."""

@@ -157,9 +157,11 @@ class SequenceRows:
 
     # -- whole steps
 
-    def of(self, handles: list[int]) -> list[Sequence]:
-        """The sequences with these handles, which must be in use."""
-        return list(map(self._sequences.__getitem__, handles))  # type: ignore[arg-type]  # free handles alone have None
+    def of(self, rows: Rows) -> list[Sequence]:
+        """The sequences in these rows, ascending, which must be in use."""
+        at = span(rows)
+        found = self._sequences[at] if isinstance(at, slice) else map(self._sequences.__getitem__, at.tolist())
+        return list(found)  # type: ignore[arg-type]  # free rows alone have None
 
     def decoding_rows(self) -> Rows:
         """Handles that decode, ascending. Not to be changed by the caller."""

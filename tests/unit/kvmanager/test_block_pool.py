@@ -4,6 +4,7 @@ from numpy.typing import NDArray
 
 from pagekv.kvmanager.block_hash import chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.continuations import FIRST
 from pagekv.kvmanager.errors import InvariantError
 
 ROOT = root_digest("model", "", "")
@@ -17,18 +18,14 @@ def chunks(tokens: list[int], block_size: int) -> NDArray[np.uint32]:
 def publish(pool: BlockPool, blocks: list[int], tokens: list[int]) -> list[bytes]:
     """Publishes the full blocks of `tokens` in `blocks`; returns their digests."""
     digests = chain_digests(ROOT, token_bytes(tokens), pool.block_size)
-    # Those that are in the table already are offered again, as the scheduler never does.
-    new = [i for i in range(len(digests)) if pool.table.digest(blocks[i]) is None]
-    parents = [digests[i - 1] if i else ROOT for i in new]
-    rows = chunks(tokens, pool.block_size)[new]
-    pool.publish(
-        ids([blocks[i] for i in new]),
-        [digests[i] for i in new],
-        parents,
-        rows,
-        first=[i == 0 for i in new],
-        media=False,
-    )
+    # Those that are in the table already would be offered again, which the scheduler never does.
+    begin = next((i for i in range(len(digests)) if pool.table.digest(blocks[i]) is None), len(digests))
+    if begin < len(digests):
+        parent = digests[begin - 1] if begin else ROOT
+        rows = chunks(tokens, pool.block_size)[begin:]
+        pool.publish_chain(
+            ids(blocks[begin : len(digests)]), digests[begin:], parent, rows, first=not begin, media=False
+        )
     return digests
 
 
@@ -168,7 +165,7 @@ def test_hash_collision_is_a_miss_and_an_alarm() -> None:
     """CHECKLIST E9: with a constant hash, token comparison is what keeps outputs right."""
     pool = BlockPool(4, 2)
     constant = b"\0" * 32
-    pool.publish(ids(held(pool, 1)), [constant], [ROOT], chunks([1, 2], 2), first=[True], media=False)
+    pool.publish_chain(ids(held(pool, 1)), [constant], ROOT, chunks([1, 2], 2), first=True, media=False)
     assert pool.match([constant], chunks([1, 2], 2)) == [0]
     assert pool.match([constant], chunks([3, 4], 2)) == []
     assert pool.hash_alarms == 1
@@ -190,7 +187,31 @@ def test_misuse_is_a_broken_invariant() -> None:
     with pytest.raises(InvariantError, match="nobody holds"):
         pool.free(ids([0]))
     with pytest.raises(InvariantError, match="nobody holds"):
-        pool.publish(ids([0]), [b"x" * 32], [ROOT], chunks([1], 1), first=[True], media=False)
+        pool.publish_chain(ids([0]), [b"x" * 32], ROOT, chunks([1], 1), first=True, media=False)
+    with pytest.raises(InvariantError, match="nobody holds"):
+        pool.publish_after([0], [b"x" * 32], [FIRST], [ROOT], chunks([1], 1))
+
+
+def test_blocks_after_others_enter_only_in_the_simple_case() -> None:
+    """What sequences that decode publish: each block after the sequence's own one, or else left out and unchanged."""
+    pool = BlockPool(8, 1)
+    blocks = held(pool, 8)
+    digests = publish(pool, blocks[:2], [1, 2])
+    news = [bytes([number]) * 32 for number in range(5)]
+    left_out = pool.publish_after(
+        blocks[2:7],
+        [news[0], digests[1], news[2], news[3], news[0]],
+        [blocks[1], blocks[0], FIRST, blocks[0], blocks[1]],
+        [digests[1], digests[0], ROOT, digests[1], digests[1]],
+        chunks([3, 2, 7, 3, 3], 1),
+    )
+    # There already; the parent digest is another block's; there since this call.
+    assert left_out == [1, 3, 4]
+    assert [pool.table.lookup(digest) for digest in news] == [blocks[2], None, blocks[4], None, None]
+    assert pool.table.follow(ROOT, chunks([1, 2, 3], 1)) == blocks[:3]
+    assert pool.table.follow(ROOT, chunks([7], 1)) == [blocks[4]]
+    assert pool.num_published == 4
+    pool.check_integrity([blocks])
 
 
 @pytest.mark.parametrize("damage", ["ref", "table", "gauge"])
