@@ -1,0 +1,153 @@
+// What decode and prefill share: softmax in base 2, features of the logits, and the way from a token to its pool memory.
+//
+// Softmax. A partial result over some keys is (maximum, sum, out): the largest logit, the sum of 2^(logit - maximum), and
+// the sum of 2^(logit - maximum) * value. Logits are kept in base 2 (multiplied by log2 e), because the hardware's
+// exponential is 2^x. No keys: (-inf, 0, 0). Partial results are merged over the common maximum, and merging one of no
+// keys changes no bit: its weight is exactly 0 and every other weight exactly what it was.
+//
+// Logits. logit = soft_cap(dot * scale) + slope * (key position - query position), then masked: keys after the query and
+// keys that a sliding window has left are -inf. Masks come last, so nothing that a masked slot holds reaches the result.
+//
+// Pool. [num_blocks, num_layers, 2, block_size, num_kv_heads, head_size]. A token's key row of one KV head is head_size
+// neighbouring elements; the rows of its other KV heads follow. Slots at and past the context length were never written
+// and may hold NaN. They are never read: their rows in shared memory are zeros.
+//
+// Shared memory. A tile is TILE token rows, KV_ROW_STRIDE bytes apart: the row rounded up to an odd number of 16-byte
+// chunks, so that eight consecutive rows lie in different banks and neither ldmatrix nor a column of loads has conflicts.
+#pragma once
+#include "params.cuh"
+#include "ptx.cuh"
+#include "types.cuh"
+
+constexpr int HEAD_SIZE = PAGEKV_HEAD_SIZE;
+constexpr bool FP32 = PAGEKV_DTYPE == 0;
+constexpr bool FP8_KV = PAGEKV_KV_DTYPE == 3;
+constexpr int ELEMENT_BYTES = FP32 ? 4 : 2;
+constexpr int KV_ELEMENT_BYTES = FP8_KV ? 1 : ELEMENT_BYTES;
+
+constexpr int CHUNK_BYTES = 16;  // of one cp.async
+__host__ __device__ constexpr int padded_row(int bytes) { return ((bytes / CHUNK_BYTES) | 1) * CHUNK_BYTES; }
+constexpr int KV_ROW_BYTES = HEAD_SIZE * KV_ELEMENT_BYTES;
+constexpr int KV_ROW_STRIDE = padded_row(KV_ROW_BYTES);
+
+constexpr float LOG2_E = 1.4426950408889634f;
+
+// ---- softmax state ----
+
+struct Softmax {
+    float maximum;  // base 2; -inf: no key seen
+    float sum;
+};
+
+__device__ __forceinline__ Softmax no_keys() { return {-infinity(), 0.0f}; }
+
+// What to subtract from logits whose maximum this is: with no key seen, logits of -inf must give weight 0, not NaN.
+__device__ __forceinline__ float reference(float maximum) { return maximum == -infinity() ? 0.0f : maximum; }
+
+// Factor that brings a partial result from its own maximum to the common one, at least as large.
+__device__ __forceinline__ float weight(float maximum, float common) { return exp2_approx(maximum - reference(common)); }
+
+// 1 / sum, and 0 where no key was seen: the output of a row without keys is 0.
+__device__ __forceinline__ float normaliser(float sum) { return sum > 0.0f ? 1.0f / sum : 0.0f; }
+
+// ---- logits ----
+
+struct Logits {
+    float scale;       // softmax scale; times log2 e where nothing stands between it and the exponential
+    float soft_cap;    // 0: none
+    i32 window;        // 0: none
+
+    // `stored_scale`: what a dot product over stored keys must be multiplied by (fp8).
+    __device__ __forceinline__ static Logits of(float scale, float soft_cap, i32 window, float stored_scale) {
+        float of_dot = scale * stored_scale;
+        return {PAGEKV_FEATURES ? of_dot : of_dot * LOG2_E, soft_cap, window};
+    }
+
+    // Base-2 logit. `distance` = key position - query position, never positive for a visible key.
+    __device__ __forceinline__ float operator()(float dot, float slope, i32 distance) const {
+        float x = dot * scale;
+#if PAGEKV_FEATURES
+        if (soft_cap != 0.0f) {
+            // tanh(y) = 1 - 2 / (1 + e^(2y)), exact at both ends: e^(2y) reaches inf or 0.
+            float e = exp2_approx(x / soft_cap * (2.0f * LOG2_E));
+            x = soft_cap * (1.0f - 2.0f / (1.0f + e));
+        }
+        x = (x + slope * (float)distance) * LOG2_E;
+#endif
+        return x;
+    }
+
+    // First position that the query at `position` sees.
+    __device__ __forceinline__ i32 first_visible(i32 position) const {
+#if PAGEKV_FEATURES
+        if (window > 0 && position >= window) return position - window + 1;
+#endif
+        return 0;
+    }
+};
+
+// ---- pool addresses ----
+
+// Key and value rows of one KV head in one layer.
+struct PagedRows {
+    const u8* keys;     // key row of slot 0 of block 0
+    i64 values;         // bytes from a slot's key row to its value row
+    i64 block_bytes;    // from a slot to the same slot of the next block
+    i32 token_bytes;    // from a slot to the next of its block
+    i32 block_size_log2;
+
+    template <class Params>
+    __device__ __forceinline__ static PagedRows of(const Params& p, i32 kv_head) {
+        PagedRows rows;
+        rows.keys = (const u8*)p.pool + (i64)p.layer * 2 * p.kv_stride * KV_ELEMENT_BYTES + (i64)kv_head * KV_ROW_BYTES;
+        rows.values = p.kv_stride * KV_ELEMENT_BYTES;
+        rows.block_bytes = p.block_stride * KV_ELEMENT_BYTES;
+        rows.token_bytes = p.num_kv_heads * KV_ROW_BYTES;
+        rows.block_size_log2 = p.block_size_log2;
+        return rows;
+    }
+
+    // Where block `id` begins, from `keys`. Kept in shared memory, so that a row's address costs one load and two adds.
+    __device__ __forceinline__ i64 block_offset(i32 id) const { return (i64)id * block_bytes; }
+
+    __device__ __forceinline__ i32 logical_block(i32 position) const { return position >> block_size_log2; }
+
+    __device__ __forceinline__ i64 slot_offset(i32 position) const {
+        return (i64)(position & ((1 << block_size_log2) - 1)) * token_bytes;
+    }
+};
+
+// Puts the pool offsets of logical blocks [first, last) of a sequence into shared memory, for load_tile. The caller
+// synchronises. `table`: the sequence's row of the block tables.
+template <int THREADS>
+__device__ __forceinline__ void load_block_offsets(const PagedRows& rows, const i32* table, i32 first, i32 last, i64* offsets) {
+    for (i32 i = first + (i32)threadIdx.x; i < last; i += THREADS) offsets[i - first] = rows.block_offset(table[i]);
+}
+
+// Starts copying the keys and values at positions [tile, tile + TOKENS) into shared memory. Rows outside
+// [first_valid, last_valid) become zeros and their blocks are not looked up. `offsets[b - first_block]`: where logical
+// block b begins. All THREADS threads take part; neighbours copy neighbouring chunks.
+template <int TOKENS, int THREADS>
+__device__ __forceinline__ void load_tile(const PagedRows& rows, const i64* offsets, i32 first_block, i32 tile, i32 first_valid,
+                                 i32 last_valid, u8* keys, u8* values) {
+    constexpr int CHUNKS = KV_ROW_BYTES / CHUNK_BYTES;
+    constexpr int ROUNDS = (TOKENS * CHUNKS + THREADS - 1) / THREADS;
+#pragma unroll
+    for (int round = 0; round < ROUNDS; ++round) {
+        i32 index = round * THREADS + (i32)threadIdx.x;
+        i32 token = index / CHUNKS, chunk = index % CHUNKS;
+        if constexpr (THREADS % CHUNKS == 0) {
+            token = round * (THREADS / CHUNKS) + (i32)threadIdx.x / CHUNKS;
+            chunk = (i32)threadIdx.x % CHUNKS;
+        }
+        if (TOKENS * CHUNKS % THREADS != 0 && index >= TOKENS * CHUNKS) break;
+        i32 position = tile + token;
+        bool valid = position >= first_valid && position < last_valid;
+        i64 offset = 0;
+        if (valid) offset = offsets[rows.logical_block(position) - first_block] + rows.slot_offset(position);
+        const u8* source = rows.keys + offset + chunk * CHUNK_BYTES;
+        u32 target = token * KV_ROW_STRIDE + chunk * CHUNK_BYTES;
+        cp_async_16(keys + target, source, valid);
+        cp_async_16(values + target, source + rows.values, valid);
+    }
+}

@@ -1,0 +1,210 @@
+// Tensor-core attention of 16 query rows over tiles in shared memory: the steps that decode and prefill are made of.
+//
+// One warp, mma.m16n8k16 with f32 accumulators. With row = lane / 4 and pair = lane % 4, a lane holds of a 16 x 8
+// accumulator the columns 2 * pair and 2 * pair + 1 of rows `row` (elements 0, 1) and `row + 8` (elements 2, 3).
+//   scores   S[16, TOKENS] = Q[16, D] K[TOKENS, D]^T   fragment n holds tokens 8n .. 8n + 7
+//   weights  P = 2^(S - maximum), rounded to 16 bits and used as they lie: an accumulator pair is an operand fragment
+//   values   O[16, D] += P[16, TOKENS] V[TOKENS, D]    fragment n holds dims given by output_dim
+//
+// fp8 (e4m3) keys and values become 16-bit operands in registers by moving bits. A byte's sign, exponent and mantissa,
+// moved to where f16 has them, read 2^-8 of the value, subnormals included, and the factor goes into the scales. bf16's
+// exponent is wider: bits moved read 2^-120 of the value, and an exact multiplication brings it back. Two bytes at even
+// places of a word are moved with one shift, and the odd two with another, so the order of dims within a fragment is
+// (0, 2), (1, 3): Q is loaded in that order, and output_dim says which dims the accumulators hold. Weights meet fp8
+// values as f16 whatever the model's type is. Code 0x7f (NaN) is not preserved; slots that were never written are zeros.
+#pragma once
+#include "attention.cuh"
+
+constexpr bool BF16 = PAGEKV_DTYPE == 2;
+
+template <bool same> struct WeightOf { typedef Element type; };
+template <> struct WeightOf<false> { typedef f16 type; };
+typedef WeightOf<!FP8_KV>::type Weight;  // of the second product's operands
+
+constexpr int K_STEPS = HEAD_SIZE / 16;       // of the scores' product
+constexpr int OUT_FRAGMENTS = HEAD_SIZE / 8;  // accumulators of 16 rows
+constexpr int Q_ROW_STRIDE = padded_row(HEAD_SIZE * 2);
+
+// What products over stored fp8 bytes must be multiplied by, beside the layer's scale.
+constexpr float STORED_KEY_SCALE = FP8_KV && !BF16 ? 256.0f : 1.0f;
+constexpr float STORED_VALUE_SCALE = FP8_KV ? 256.0f : 1.0f;
+
+// ---- operands ----
+
+// Bytes 0 and 2 of a word of e4m3 as f16 pair, times 2^-8; shift the word right by 8 for bytes 1 and 3.
+__device__ __forceinline__ u32 e4m3_to_f16x2(u32 x) { return ((x << 8) & 0x80008000u) | ((x << 7) & 0x3f803f80u); }
+
+__device__ __forceinline__ u32 e4m3_to_bf16x2(u32 x) {
+    u32 scaled = ((x << 8) & 0x80008000u) | ((x << 4) & 0x07f007f0u);
+    return bf16x2_multiply(scaled, 0x7b807b80u);  // 2^120, exact
+}
+
+// Query operand of k-step `step`: rows 0..15 of a tile with rows Q_ROW_STRIDE bytes apart.
+__device__ __forceinline__ void load_query(const u8* tile, int step, u32 (&a)[4]) {
+    i32 lane = threadIdx.x % 32;
+    if constexpr (!FP8_KV) {
+        // Matrices: rows 0-7 and 8-15 at dims 0-7, then both at dims 8-15.
+        ldmatrix_x4(a, tile + (lane % 16) * Q_ROW_STRIDE + step * 32 + (lane / 16) * 16);
+    } else {
+        const u8* source = tile + (lane / 4) * Q_ROW_STRIDE + step * 32 + (lane % 4) * 8;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            u32 low = *(const u32*)(source + half * 8 * Q_ROW_STRIDE);
+            u32 high = *(const u32*)(source + half * 8 * Q_ROW_STRIDE + 4);
+            a[half] = (low & 0xffffu) | (high << 16);
+            a[half + 2] = (low >> 16) | (high & 0xffff0000u);
+        }
+    }
+}
+
+// Key operands of k-step `step` for tokens [token, token + 16): b[0..1] for the first eight, b[2..3] for the others.
+__device__ __forceinline__ void load_keys(const u8* tile, int token, int step, u32 (&b)[4]) {
+    i32 lane = threadIdx.x % 32;
+    if constexpr (!FP8_KV) {
+        i32 row = token + (lane / 16) * 8 + lane % 8;
+        ldmatrix_x4(b, tile + row * KV_ROW_STRIDE + step * 32 + (lane / 8 % 2) * 16);
+    } else {
+        const u8* source = tile + (token + lane / 4) * KV_ROW_STRIDE + step * 16 + (lane % 4) * 4;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            u32 x = *(const u32*)(source + half * 8 * KV_ROW_STRIDE);
+            b[2 * half] = BF16 ? e4m3_to_bf16x2(x) : e4m3_to_f16x2(x);
+            b[2 * half + 1] = BF16 ? e4m3_to_bf16x2(x >> 8) : e4m3_to_f16x2(x >> 8);
+        }
+    }
+}
+
+// Value operands of tokens [token, token + 16) for 32 dims: b[j] is of accumulator 4 * group + j. Of a head size that is
+// no multiple of 32 the last group has two accumulators, and b[2], b[3] are not to be used.
+__device__ __forceinline__ void load_values(const u8* tile, int token, int group, u32 (&b)[4][2]) {
+    const i32 lane = threadIdx.x % 32;
+    const u8* row = tile + (token + lane % 16) * KV_ROW_STRIDE;
+    const bool whole = 4 * group + 4 <= OUT_FRAGMENTS;
+    u32 x[4];
+    if constexpr (!FP8_KV) {
+#pragma unroll
+        for (int half = 0; half < (whole ? 2 : 1); ++half) {
+            // Matrices: tokens 0-7 and 8-15 of eight dims, then both of the next eight.
+            ldmatrix_x4_trans(x, row + group * 64 + half * 32 + (lane / 16) * 16);
+            b[2 * half][0] = x[0], b[2 * half][1] = x[1];
+            b[2 * half + 1][0] = x[2], b[2 * half + 1][1] = x[3];
+        }
+    } else {
+        // The same with bytes: a matrix is sixteen dims wide, and a register holds two dims of two tokens.
+        ldmatrix_x4_trans(x, row + group * 32 + (whole ? lane / 16 * 16 : 0));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            b[i / 2 * 2][i % 2] = e4m3_to_f16x2(x[i]);
+            b[i / 2 * 2 + 1][i % 2] = e4m3_to_f16x2(x[i] >> 8);
+        }
+    }
+}
+
+// Dim of element `element` (0 or 1, and the same for 2 and 3) of accumulator `fragment`.
+__device__ __forceinline__ int output_dim(int fragment, int element) {
+    i32 pair = threadIdx.x % 4;
+    return FP8_KV ? fragment / 2 * 16 + pair * 4 + element * 2 + fragment % 2 : fragment * 8 + pair * 2 + element;
+}
+
+// ---- steps ----
+
+// Accumulators of 16 rows: softmax state of rows `row` and `row + 8`, and their outputs. `sum` counts this lane's tokens
+// only until `finish` adds up the four lanes of a row.
+struct Rows16 {
+    float maximum[2];
+    float sum[2];
+    float out[OUT_FRAGMENTS][4];
+
+    __device__ __forceinline__ void clear() {
+        maximum[0] = maximum[1] = -infinity();
+        sum[0] = sum[1] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < OUT_FRAGMENTS; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) out[n][i] = 0.0f;
+    }
+
+    __device__ __forceinline__ void finish() {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            sum[half] += __shfl_xor_sync(kFullWarp, sum[half], 1);
+            sum[half] += __shfl_xor_sync(kFullWarp, sum[half], 2);
+        }
+    }
+};
+
+// Dot products of 16 rows with tokens [token, token + TOKENS) of a tile. `query(step, a)` gives the operand of a k-step.
+template <int TOKENS, class Query>
+__device__ __forceinline__ void scores(Query query, const u8* keys, int token, float (&s)[TOKENS / 8][4]) {
+#pragma unroll
+    for (int n = 0; n < TOKENS / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[n][i] = 0.0f;
+#pragma unroll
+    for (int step = 0; step < K_STEPS; ++step) {
+        u32 a[4];
+        query(step, a);
+#pragma unroll
+        for (int n = 0; n < TOKENS / 16; ++n) {
+            u32 b[4];
+            load_keys(keys, token + n * 16, step, b);
+            mma_m16n8k16<Element>(s[2 * n], a, b[0], b[1]);
+            mma_m16n8k16<Element>(s[2 * n + 1], a, b[2], b[3]);
+        }
+    }
+}
+
+// Turns base-2 logits (masked ones -inf) into weights, and brings `rows` to the maximum that includes them.
+template <int TOKENS>
+__device__ __forceinline__ void soften(float (&s)[TOKENS / 8][4], Rows16& rows) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float before = rows.maximum[half], maximum = before;
+#pragma unroll
+        for (int n = 0; n < TOKENS / 8; ++n) maximum = fmaxf(maximum, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
+        maximum = fmaxf(maximum, __shfl_xor_sync(kFullWarp, maximum, 1));
+        maximum = fmaxf(maximum, __shfl_xor_sync(kFullWarp, maximum, 2));
+        float base = reference(maximum), sum = 0.0f;
+#pragma unroll
+        for (int n = 0; n < TOKENS / 8; ++n)
+#pragma unroll
+            for (int i = 2 * half; i < 2 * half + 2; ++i) {
+                s[n][i] = exp2_approx(s[n][i] - base);
+                sum += s[n][i];
+            }
+        if (maximum != before) {  // otherwise the factor is exactly 1
+            float factor = exp2_approx(before - base);
+            rows.maximum[half] = maximum;
+            rows.sum[half] *= factor;
+#pragma unroll
+            for (int n = 0; n < OUT_FRAGMENTS; ++n) {
+                rows.out[n][2 * half] *= factor;
+                rows.out[n][2 * half + 1] *= factor;
+            }
+        }
+        rows.sum[half] += sum;
+    }
+}
+
+// Adds the weighted values of tokens [token, token + TOKENS) of a tile.
+template <int TOKENS>
+__device__ __forceinline__ void add_values(const float (&s)[TOKENS / 8][4], const u8* values, int token, Rows16& rows) {
+#pragma unroll
+    for (int n = 0; n < TOKENS / 16; ++n) {
+        u32 a[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float* w = &s[2 * n + i / 2][2 * (i % 2)];
+            a[i] = pack2<Weight>(w[0], w[1]);
+        }
+#pragma unroll
+        for (int group = 0; group < (OUT_FRAGMENTS + 3) / 4; ++group) {
+            u32 b[4][2];
+            load_values(values, token + n * 16, group, b);
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                if (4 * group + j < OUT_FRAGMENTS)
+                    mma_m16n8k16<Weight>(rows.out[4 * group + j], a, b[j][0], b[j][1]);
+        }
+    }
+}
