@@ -1,0 +1,250 @@
+// CUDA's built-in functions and the PTX wrappers of ptx.cuh, for kernels that run on the CPU (see host_cuda.h).
+#pragma once
+
+// --- barriers
+
+inline void __syncthreads(PAGEKV_HERE) { host_run::wait(host_run::Thread::kBarrier, {"__syncthreads", file, line}); }
+inline void __syncwarp(unsigned mask = 0xffffffffu, PAGEKV_HERE) {
+    host_run::warp_operation({"__syncwarp", file, line}, mask, nullptr, nullptr);
+}
+inline void __threadfence() {}
+inline void __threadfence_block() {}
+
+// --- shuffles and votes
+
+namespace host_run {
+
+struct Shuffle { u_int64_t value, result; unsigned source; };
+
+inline void resolve_shuffle(void** operands, unsigned mask) {
+    for (unsigned i = 0; i < 32; ++i) {
+        if (!(mask >> i & 1)) continue;
+        Shuffle* own = static_cast<Shuffle*>(operands[i]);
+        if (!(mask >> own->source & 1)) return note("shuffle: lane %u reads lane %u, outside mask 0x%08x", i, own->source, mask);
+        own->result = static_cast<Shuffle*>(operands[own->source])->value;
+    }
+}
+
+template <typename T> T shuffle(const Site& site, unsigned mask, T value, unsigned source) {
+    static_assert(sizeof(T) <= 8, "shuffles move up to 8 bytes");
+    Shuffle operand = {0, 0, source};
+    memcpy(&operand.value, &value, sizeof(T));
+    warp_operation(site, mask, &operand, resolve_shuffle);
+    memcpy(&value, &operand.result, sizeof(T));
+    return value;
+}
+
+struct Vote { bool predicate; unsigned ballot; };
+
+inline void resolve_vote(void** operands, unsigned mask) {
+    unsigned ballot = 0;
+    for (unsigned i = 0; i < 32; ++i)
+        if ((mask >> i & 1) && static_cast<Vote*>(operands[i])->predicate) ballot |= 1u << i;
+    for (unsigned i = 0; i < 32; ++i)
+        if (mask >> i & 1) static_cast<Vote*>(operands[i])->ballot = ballot;
+}
+
+inline unsigned vote(const Site& site, unsigned mask, bool predicate) {
+    Vote operand = {predicate, 0};
+    warp_operation(site, mask, &operand, resolve_vote);
+    return operand.ballot;
+}
+
+}  // namespace host_run
+
+template <typename T> T __shfl_sync(unsigned mask, T value, int source, int width = 32, PAGEKV_HERE) {
+    const unsigned lane = host_run::lane();
+    return host_run::shuffle({"__shfl_sync", file, line}, mask, value, (lane & ~(width - 1)) | (source & (width - 1)));
+}
+template <typename T> T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32, PAGEKV_HERE) {
+    const unsigned lane = host_run::lane(), source = lane ^ lanes;
+    return host_run::shuffle({"__shfl_xor_sync", file, line}, mask, value, source > (lane | (width - 1)) ? lane : source);
+}
+template <typename T> T __shfl_down_sync(unsigned mask, T value, unsigned lanes, int width = 32, PAGEKV_HERE) {
+    const unsigned lane = host_run::lane(), source = lane + lanes;
+    return host_run::shuffle({"__shfl_down_sync", file, line}, mask, value, source > (lane | (width - 1)) ? lane : source);
+}
+template <typename T> T __shfl_up_sync(unsigned mask, T value, unsigned lanes, int width = 32, PAGEKV_HERE) {
+    const unsigned lane = host_run::lane(), first = lane & ~(width - 1);
+    return host_run::shuffle({"__shfl_up_sync", file, line}, mask, value, lane < first + lanes ? lane : lane - lanes);
+}
+inline unsigned __ballot_sync(unsigned mask, bool predicate, PAGEKV_HERE) {
+    return host_run::vote({"__ballot_sync", file, line}, mask, predicate);
+}
+inline int __any_sync(unsigned mask, bool predicate, PAGEKV_HERE) {
+    return host_run::vote({"__any_sync", file, line}, mask, predicate) != 0;
+}
+inline int __all_sync(unsigned mask, bool predicate, PAGEKV_HERE) {
+    return host_run::vote({"__all_sync", file, line}, mask, predicate) == mask;
+}
+
+// --- arithmetic
+
+template <typename To, typename From> To host_bits(From value) {
+    static_assert(sizeof(To) == sizeof(From), "the same bits");
+    To result;
+    memcpy(&result, &value, sizeof result);
+    return result;
+}
+inline unsigned __float_as_uint(float value) { return host_bits<unsigned>(value); }
+inline int __float_as_int(float value) { return host_bits<int>(value); }
+inline float __uint_as_float(unsigned value) { return host_bits<float>(value); }
+inline float __int_as_float(int value) { return host_bits<float>(value); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __frcp_rn(float a) { return 1.0f / a; }
+inline float rsqrtf(float a) { return 1.0f / sqrtf(a); }
+inline int __popc(unsigned value) { return __builtin_popcount(value); }
+inline int __ffs(int value) { return __builtin_ffs(value); }
+inline int __clz(int value) { return value == 0 ? 32 : __builtin_clz(value); }
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
+inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
+inline long long min(long long a, long long b) { return a < b ? a : b; }
+inline long long max(long long a, long long b) { return a > b ? a : b; }
+inline float min(float a, float b) { return fminf(a, b); }
+inline float max(float a, float b) { return fmaxf(a, b); }
+template <typename T> T __ldg(const T* address) { return *address; }
+template <typename T> T atomicAdd(T* address, T value) {  // fibers are never interrupted
+    const T old = *address;
+    *address += value;
+    return old;
+}
+
+// --- PTX
+
+namespace host_ptx {
+
+using host_run::Site;
+
+inline float f16_to_float(unsigned short bits) {
+    const unsigned magnitude = bits & 0x7fffu;
+    // As a float 2^112 times too small, subnormals included; infinity and NaN get the whole exponent.
+    float value = host_bits<float>(magnitude << 13) * 0x1p112f;
+    if (magnitude >= 0x7c00u) value = host_bits<float>(magnitude << 13 | 0x7f800000u);
+    return bits & 0x8000u ? -value : value;
+}
+
+// Keeps `kept` of a mantissa's upper bits, to nearest, ties to even.
+inline unsigned round_mantissa(unsigned bits, int dropped) {
+    return (bits + (1u << (dropped - 1)) - 1 + (bits >> dropped & 1)) >> dropped;
+}
+
+inline unsigned short float_to_f16(float value) {
+    const unsigned bits = host_bits<unsigned>(value), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) return 0x7fff;  // what the instruction makes of every NaN
+    if (magnitude >= 0x47800000u) return sign | 0x7c00u;
+    if (magnitude >= 0x38800000u) return sign | (round_mantissa(magnitude, 13) - (112u << 10));
+    // Subnormals are multiples of 2^-24, the last place of floats at 0.5.
+    return sign | (host_bits<unsigned>(host_bits<float>(magnitude) + 0.5f) - 0x3f000000u);
+}
+
+inline unsigned short float_to_bf16(float value) {
+    const unsigned bits = host_bits<unsigned>(value);
+    return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fff : round_mantissa(bits, 16);
+}
+
+inline float bf16_to_float(unsigned short bits) { return host_bits<float>(static_cast<unsigned>(bits) << 16); }
+
+inline float exp2_approx(float x) { return exp2f(x); }
+
+inline unsigned byte_permute(unsigned a, unsigned b, unsigned selector) {
+    const u_int64_t both = u_int64_t{b} << 32 | a;
+    unsigned result = 0;
+    for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(both >> (selector >> (4 * i) & 7) * 8 & 0xff) << 8 * i;
+    return result;
+}
+
+inline unsigned bf16x2_multiply(unsigned a, unsigned b) {
+    const unsigned low = float_to_bf16(bf16_to_float(a) * bf16_to_float(b));
+    return low | static_cast<unsigned>(float_to_bf16(bf16_to_float(a >> 16) * bf16_to_float(b >> 16))) << 16;
+}
+
+// --- shared memory
+
+inline unsigned char* dynamic_shared() { return reinterpret_cast<unsigned char*>(host_run::run.shared); }
+
+inline void check_shared(const Site& site, const void* address) {
+    const char* byte = static_cast<const char*>(address);
+    const bool dynamic = byte >= host_run::run.shared && byte + 16 <= host_run::run.shared_end;
+    const bool fixed = __start_pagekv_shared != nullptr && byte >= __start_pagekv_shared && byte + 16 <= __stop_pagekv_shared;
+    if (!dynamic && !fixed) PAGEKV_HOST_FAIL("%s:%d: %s: not in shared memory: %p", site.file, site.line, site.what, address);
+    if (reinterpret_cast<uintptr_t>(address) % 16)
+        PAGEKV_HOST_FAIL("%s:%d: %s: not aligned to 16 bytes: %p", site.file, site.line, site.what, address);
+}
+
+inline void cp_async(void* shared, const void* global, bool valid, PAGEKV_HERE) {
+    check_shared({"cp.async", file, line}, shared);
+    if (valid && reinterpret_cast<uintptr_t>(global) % 16)
+        PAGEKV_HOST_FAIL("%s:%d: cp.async: source not aligned to 16 bytes: %p", file, line, global);
+    host_run::AsyncCopy copy = {static_cast<char*>(shared), {}};
+    if (valid) memcpy(copy.bytes, global, 16);
+    memset(shared, 0xff, 16);
+    host_run::run.current->groups.back().push_back(copy);
+}
+
+inline void cp_async_commit() { host_run::run.current->groups.emplace_back(); }
+
+inline void cp_async_wait(int pending) {
+    auto& groups = host_run::run.current->groups;
+    while (static_cast<int>(groups.size()) - 1 > pending) {  // the last one is open: no wait is for it
+        for (const host_run::AsyncCopy& copy : groups.front()) memcpy(copy.to, copy.bytes, 16);
+        groups.erase(groups.begin());
+    }
+}
+
+// --- tensor cores
+
+struct LoadMatrix { unsigned (*registers)[4]; const void* row; bool transposed; };
+
+inline void resolve_ldmatrix(void** operands, unsigned) {
+    for (unsigned lane = 0; lane < 32; ++lane) {
+        const LoadMatrix& own = *static_cast<LoadMatrix*>(operands[lane]);
+        for (unsigned matrix = 0; matrix < 4; ++matrix) {
+            unsigned short half[2];
+            for (unsigned i = 0; i < 2; ++i) {
+                const unsigned pair = 2 * (lane % 4) + i, other = lane / 4;
+                const unsigned row = own.transposed ? pair : other, column = own.transposed ? other : pair;
+                const LoadMatrix& source = *static_cast<LoadMatrix*>(operands[8 * matrix + row]);
+                half[i] = static_cast<const unsigned short*>(source.row)[column];
+            }
+            (*own.registers)[matrix] = half[0] | static_cast<unsigned>(half[1]) << 16;
+        }
+    }
+}
+
+inline void ldmatrix_x4(unsigned (&registers)[4], const void* row, bool transposed, PAGEKV_HERE) {
+    const Site site = {transposed ? "ldmatrix.trans" : "ldmatrix", file, line};
+    check_shared(site, row);
+    LoadMatrix operand = {&registers, row, transposed};
+    host_run::warp_operation(site, 0xffffffffu, &operand, resolve_ldmatrix);
+}
+
+struct Mma { float* d; const unsigned* a; unsigned b[2]; bool is_bf16; };
+typedef float Row8 __attribute__((vector_size(32)));
+
+inline void resolve_mma(void** operands, unsigned) {
+    float a[16][16];
+    Row8 b[16], d[16];
+    auto element = [](bool is_bf16, unsigned bits) { return is_bf16 ? bf16_to_float(bits) : f16_to_float(bits); };
+    for (unsigned lane = 0; lane < 32; ++lane) {
+        const Mma& own = *static_cast<Mma*>(operands[lane]);
+        const unsigned g = lane / 4, t = 2 * (lane % 4);
+        for (unsigned i = 0; i < 8; ++i)
+            a[g + 8 * (i / 2 % 2)][t + i % 2 + 8 * (i / 4)] = element(own.is_bf16, own.a[i / 2] >> 16 * (i % 2));
+        for (unsigned i = 0; i < 4; ++i) b[t + i % 2 + 8 * (i / 2)][g] = element(own.is_bf16, own.b[i / 2] >> 16 * (i % 2));
+        for (unsigned i = 0; i < 4; ++i) d[g + 8 * (i / 2)][t + i % 2] = own.d[i];
+    }
+    for (unsigned row = 0; row < 16; ++row)
+        for (unsigned k = 0; k < 16; ++k) d[row] += a[row][k] * b[k];
+    for (unsigned lane = 0; lane < 32; ++lane)
+        for (unsigned i = 0; i < 4; ++i)
+            static_cast<Mma*>(operands[lane])->d[i] = d[lane / 4 + 8 * (i / 2)][2 * (lane % 4) + i % 2];
+}
+
+inline void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, bool is_bf16, PAGEKV_HERE) {
+    Mma operand = {d, a, {b0, b1}, is_bf16};
+    host_run::warp_operation({is_bf16 ? "mma.bf16" : "mma.f16", file, line}, 0xffffffffu, &operand, resolve_mma);
+}
+
+}  // namespace host_ptx
