@@ -1,88 +1,15 @@
-"""PageKV's attention function in transformers' attention interface, and the attention arithmetic under it.
-
-A transformers model calls `paged_attention` once per layer; which positions see which, and where their keys and values
-are, comes with the step (`paged`, a keyword of the model's forward that it hands down untouched). Nothing is global
-but the function itself.
-"""
+"""The attention arithmetic of the CPU backend."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
-from torch import nn
-from transformers import AttentionInterface
 
-ATTENTION_NAME = "pagekv"
+from pagekv.executor.model.interface import Scores
+
 # Query rows at a time where scores are held in full: bounds them to this many times the context, per head.
 SCORE_ROWS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """How a layer turns query times key into weights: `cap * tanh(scale * qk / cap)`, or `scale * qk` without cap.
-
-    `window`: a position sees itself and the `window - 1` before it; None: all before it.
-    """
-
-    scale: float
-    cap: float | None = None
-    window: int | None = None
-
-
-class StepAttention(Protocol):
-    """One step's attention, for any layer."""
-
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
-    ) -> torch.Tensor:
-        """`query` `[num_heads, T, head_size]`, `key` and `value` `[num_kv_heads, T, head_size]` of the step's packed
-        tokens; returns `[T, num_heads, head_size]`.
-        """
-        ...
-
-
-class UnsupportedAttention(ValueError):
-    """The model asks for attention that PageKV does not compute."""
-
-
-def paged_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    paged: StepAttention | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """The function transformers calls: tensors are `[1, heads, T, head_size]`, the result `[1, T, heads, head_size]`.
-
-    Raises UnsupportedAttention for what would silently change the result if it were ignored.
-    """
-    if paged is None:
-        raise UnsupportedAttention("the model does not hand keyword arguments down to its attention")
-    if attention_mask is not None or query.shape[0] != 1:
-        raise UnsupportedAttention("the model brings an attention mask of its own")
-    if not getattr(module, "is_causal", True):
-        raise UnsupportedAttention("the model's attention is not causal")
-    for name in ("position_bias", "s_aux", "block_sequence_ids"):
-        if kwargs.get(name) is not None:
-            raise UnsupportedAttention(f"the model's attention uses {name}")
-    layer = getattr(module, "layer_idx", None)
-    if not isinstance(layer, int):
-        raise UnsupportedAttention("the model's attention layers have no number")
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    out = paged.attend(layer, query[0], key[0], value[0], Scores(scale, softcap, sliding_window))
-    return out.unsqueeze(0), None
-
-
-# No mask function is registered under this name on purpose: transformers then builds no mask at all.
-AttentionInterface.register(ATTENTION_NAME, paged_attention)
 
 
 def attend(

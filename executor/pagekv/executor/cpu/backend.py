@@ -11,15 +11,17 @@ import transformers
 from pagekv.common.logs import Log
 from pagekv.executor.backend import BlockCopies, Description, Sampled, Scheduled, SynchronousBackend
 from pagekv.executor.cpu.kv_cache import KvCache
+from pagekv.executor.cpu.linear import pack_linears
 from pagekv.executor.cpu.machine import available_bytes, copy_bandwidth, keep_freed_memory, usable_cores
-from pagekv.executor.cpu.model import load_model
 from pagekv.executor.cpu.profile import StepProfile, profile_step
 from pagekv.executor.cpu.runner import run_step
 from pagekv.executor.fingerprint import model_fingerprint
 from pagekv.executor.layout import LAYOUT
+from pagekv.executor.model.loading import load_model
 
 log = Log(__name__)
 
+DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 # Device and host pool together never take more of what is available than this.
 MAX_MEMORY_SHARE = 0.9
 
@@ -42,11 +44,14 @@ class CpuBackend(SynchronousBackend):
 
         Threads hold for the thread that builds the backend, which is the one that must use it. Raises as `load_model`.
         """
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype: must be one of {', '.join(DTYPES)} with the cpu backend, got {dtype!r}")
         keep_freed_memory()
         torch.set_num_threads(threads or usable_cores())
         self._model_id = model_id
         self._fingerprint = model_fingerprint(model_path)
-        self._loaded = load_model(model_path, dtype)
+        self._loaded = load_model(model_path, DTYPES[dtype])
+        pack_linears(self._loaded.model)
         self._kv_memory = kv_memory
         self._memory_share = memory_share
         self._max_sequences = max_sequences

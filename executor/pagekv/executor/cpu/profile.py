@@ -10,8 +10,8 @@ from pathlib import Path
 from pagekv.executor.backend import Sampling, Scheduled, SequenceState
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.machine import kib_field
-from pagekv.executor.cpu.model import LoadedModel
 from pagekv.executor.cpu.runner import run_step
+from pagekv.executor.model.loading import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,26 +6,11 @@ import torch
 from transformers import PreTrainedModel
 
 from pagekv.executor.backend import Sampled, Scheduled
-from pagekv.executor.cpu.attention import StepAttention
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.plan import StepPlan
 from pagekv.executor.cpu.sampler import sample
 from pagekv.executor.cpu.step_attention import PagedStepAttention
-
-
-def forward(
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    position_ids: torch.Tensor,
-    rows: torch.Tensor,
-    attention: StepAttention,
-) -> torch.Tensor:
-    """Logits `[R, vocab_size]` of `rows` `[R]` of packed tokens and positions `[1, T]`. R may not be 0."""
-    output = model(
-        input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows, paged=attention
-    )
-    logits: torch.Tensor = output.logits
-    return logits[0]
+from pagekv.executor.model.interface import forward
 
 
 @torch.inference_mode()

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from pagekv.executor.cpu.attention import Scores, UnsupportedAttention, attend, merge, paged_attention
+from pagekv.executor.cpu.attention import attend, merge
+from pagekv.executor.model.interface import Scores, UnsupportedAttention, paged_attention
 
 
 def plain(

@@ -10,12 +10,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from pagekv.executor.cpu.attention import ATTENTION_NAME, Scores, UnsupportedAttention
-from pagekv.executor.cpu.kv_cache import Geometry
-from pagekv.executor.cpu.linear import pack_linears
-from pagekv.executor.cpu.runner import forward
+from pagekv.executor.model.geometry import Geometry
+from pagekv.executor.model.interface import ATTENTION_NAME, Scores, UnsupportedAttention, forward
 
-DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 # Rotary embeddings whose frequencies follow the longest sequence of a batch, once that exceeds the original context.
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
@@ -26,27 +23,34 @@ class LoadedModel:
 
     model: PreTrainedModel
     geometry: Geometry
+    num_heads: int
+    # By layer.
+    scores: tuple[Scores, ...]
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
 
 
-def load_model(directory: Path, dtype: str) -> LoadedModel:
+def stored_dtype(directory: Path) -> torch.dtype | None:
+    """The element type that config.json says the weights have; None where it does not."""
+    dtype = getattr(AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config(), "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def load_model(directory: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> LoadedModel:
     """Loads a causal language model in Hugging Face format: config.json and safetensors, mapped and not copied where
-    the element type allows.
+    device and element type allow.
 
     Raises ValueError, naming the model and what to do, when it cannot be served exactly; OSError when files are
     missing.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype: must be one of {', '.join(DTYPES)}, got {dtype!r}")
     transformers_logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     _refuse_unsupported(directory, config)
     model, report = AutoModelForCausalLM.from_pretrained(
         directory,
         config=config,
-        dtype=DTYPES[dtype],
+        dtype=dtype,
         attn_implementation=ATTENTION_NAME,
         local_files_only=True,
         use_safetensors=True,
@@ -58,13 +62,14 @@ def load_model(directory: Path, dtype: str) -> LoadedModel:
             f"{directory}: the weights lack {len(absent)} tensors of the configuration, such as {absent[0]}; "
             "use a complete copy of the model"
         )
-    model.train(False).requires_grad_(False)
+    model.train(False).requires_grad_(False).to(device)
     text = config.get_text_config()
     probe = _probe(directory, model, text)
-    pack_linears(model)
     return LoadedModel(
         model=model,
-        geometry=Geometry(len(probe.calls), probe.num_kv_heads, probe.head_size, DTYPES[dtype]),
+        geometry=Geometry(len(probe.calls), probe.num_kv_heads, probe.head_size, dtype),
+        num_heads=probe.num_heads,
+        scores=tuple(probe.calls[layer].scores for layer in sorted(probe.calls)),
         vocab_size=min(probe.vocab_size, model.get_input_embeddings().num_embeddings),
         max_model_len=_max_model_len(directory, text),
         eos_token_ids=_eos_token_ids(model, text, probe.vocab_size),
@@ -86,11 +91,19 @@ def _refuse_unsupported(directory: Path, config: Any) -> None:
         raise ValueError(f"{kind} have layers of type {', '.join(sorted(other))}, not supported; use another model")
 
 
+@dataclass(frozen=True)
+class _Call:
+    """One layer's call: (query heads, KV heads, head size), and how it weighs."""
+
+    shape: tuple[int, int, int]
+    scores: Scores
+
+
 @dataclass
 class _Probe:
     """A `StepAttention` that notes how it is called and computes nothing."""
 
-    calls: dict[int, tuple[tuple[int, int], Scores]] = field(default_factory=dict)
+    calls: dict[int, _Call] = field(default_factory=dict)
     vocab_size: int = 0
 
     def attend(
@@ -100,16 +113,20 @@ class _Probe:
             raise UnsupportedAttention("the model's queries, keys and values do not have one head size")
         if layer in self.calls:
             raise UnsupportedAttention(f"layer {layer} of the model attends twice")
-        self.calls[layer] = ((key.shape[0], key.shape[2]), scores)
+        self.calls[layer] = _Call((query.shape[0], key.shape[0], key.shape[2]), scores)
         return torch.zeros_like(query.transpose(0, 1))
 
     @property
+    def num_heads(self) -> int:
+        return self.calls[0].shape[0]
+
+    @property
     def num_kv_heads(self) -> int:
-        return self.calls[0][0][0]
+        return self.calls[0].shape[1]
 
     @property
     def head_size(self) -> int:
-        return self.calls[0][0][1]
+        return self.calls[0].shape[2]
 
 
 @torch.inference_mode()
@@ -122,7 +139,9 @@ def _probe(directory: Path, model: PreTrainedModel, text: Any) -> _Probe:
             "use a model that does"
         )
     try:
-        logits = forward(model, torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None], torch.tensor([1]), probe)
+        with torch.device(model.device):
+            ids, positions, rows = torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None], torch.tensor([1])
+        logits = forward(model, ids, positions, rows, probe)
     except UnsupportedAttention as error:
         raise ValueError(f"{name} cannot be served: {error}; use another model") from error
     probe.vocab_size = logits.shape[-1]
@@ -131,10 +150,10 @@ def _probe(directory: Path, model: PreTrainedModel, text: Any) -> _Probe:
             f"{name} cannot be served: {len(probe.calls)} of its {text.num_hidden_layers} layers take their attention "
             "from transformers' attention interface; use a model whose every layer does"
         )
-    if len({shape for shape, _ in probe.calls.values()}) != 1:
+    if len({call.shape[1:] for call in probe.calls.values()}) != 1:
         raise ValueError(f"{name} cannot be served: its layers differ in KV heads or head size; use another model")
     for layer, kind in enumerate(getattr(text, "layer_types", None) or ()):
-        if (kind == "sliding_attention") != (probe.calls[layer][1].window is not None):
+        if (kind == "sliding_attention") != (probe.calls[layer].scores.window is not None):
             raise ValueError(f"{name} cannot be served: layer {layer} is {kind} and does not say so; use another model")
     return probe
 

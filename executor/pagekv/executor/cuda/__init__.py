@@ -1,0 +1,1 @@
+"""The CUDA backend: transformers models over a paged block pool on the GPU, with PageKV's own attention kernels."""

@@ -1,0 +1,99 @@
+"""PageKV's attention function in transformers' attention interface.
+
+A transformers model calls `paged_attention` once per layer; which positions see which, and where their keys and values
+are, comes with the step (`paged`, a keyword of the model's forward that it hands down untouched). Nothing is global
+but the function itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+
+ATTENTION_NAME = "pagekv"
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How a layer turns query times key into weights: `cap * tanh(scale * qk / cap)`, or `scale * qk` without cap.
+
+    `window`: a position sees itself and the `window - 1` before it; None: all before it.
+    """
+
+    scale: float
+    cap: float | None = None
+    window: int | None = None
+
+
+class StepAttention(Protocol):
+    """One step's attention, for any layer."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
+    ) -> torch.Tensor:
+        """`query` `[num_heads, T, head_size]`, `key` and `value` `[num_kv_heads, T, head_size]` of the step's packed
+        tokens; returns `[T, num_heads, head_size]`.
+        """
+        ...
+
+
+class UnsupportedAttention(ValueError):
+    """The model asks for attention that PageKV does not compute."""
+
+
+def paged_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    paged: StepAttention | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function transformers calls: tensors are `[1, heads, T, head_size]`, the result `[1, T, heads, head_size]`.
+
+    Raises UnsupportedAttention for what would silently change the result if it were ignored.
+    """
+    if paged is None:
+        raise UnsupportedAttention("the model does not hand keyword arguments down to its attention")
+    if attention_mask is not None or query.shape[0] != 1:
+        raise UnsupportedAttention("the model brings an attention mask of its own")
+    if not getattr(module, "is_causal", True):
+        raise UnsupportedAttention("the model's attention is not causal")
+    for name in ("position_bias", "s_aux", "block_sequence_ids"):
+        if kwargs.get(name) is not None:
+            raise UnsupportedAttention(f"the model's attention uses {name}")
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise UnsupportedAttention("the model's attention layers have no number")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    out = paged.attend(layer, query[0], key[0], value[0], Scores(scale, softcap, sliding_window))
+    return out.unsqueeze(0), None
+
+
+# No mask function is registered under this name on purpose: transformers then builds no mask at all.
+AttentionInterface.register(ATTENTION_NAME, paged_attention)
+
+
+def forward(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    rows: torch.Tensor | int,
+    attention: StepAttention,
+) -> torch.Tensor:
+    """Logits `[R, vocab_size]` of `rows` `[R]` of packed tokens and positions `[1, T]`. R may not be 0; 0
+    instead of a tensor: of all of them.
+    """
+    output = model(
+        input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows, paged=attention
+    )
+    logits: torch.Tensor = output.logits
+    return logits[0]
