@@ -14,9 +14,12 @@ INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"[^\n]*$')
 ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once\b")
 
 
+SOURCES = files("pagekv.kernels") / "src"
+
+
 def read(name: str) -> str:
     """The text of a file of `src/`. Raises FileNotFoundError where there is none."""
-    return (files("pagekv.kernels") / "src" / name).read_text(encoding="utf-8")
+    return (SOURCES / name).read_text(encoding="utf-8")
 
 
 @cache

@@ -102,6 +102,15 @@ class Kernel:
         values = variant.macros()
         return {name: values[name] if name in self.macros else plain for name, plain in PLAIN_MACROS.items()}
 
+    def label(self, variant: Variant) -> str:
+        """The variant in words, as far as this kernel depends on it."""
+        words = [variant.dtype] if "PAGEKV_DTYPE" in self.macros else []
+        if "PAGEKV_KV_DTYPE" in self.macros and variant.kv_dtype != variant.dtype:
+            words[-1:] = [f"{variant.dtype}/{variant.kv_dtype}"]
+        words += [f"d{variant.head_size}"] if HEAD_SIZE in self.macros else []
+        words += ["features"] if variant.features and "PAGEKV_FEATURES" in self.macros else []
+        return " ".join(words) or "any"
+
 
 PLAIN_MACROS: Mapping[str, int] = MappingProxyType(Variant("float32", "float32", 64).macros())
 DTYPES = ("PAGEKV_DTYPE", "PAGEKV_KV_DTYPE")
