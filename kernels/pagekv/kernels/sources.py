@@ -7,6 +7,7 @@ as CuPy's, whose key leaves out included files) see every edit of a header.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
 
@@ -24,25 +25,24 @@ def read(name: str) -> str:
 
 @cache
 def translation_unit(name: str) -> str:
-    """The text of `src/<name>` with every `#include "local"` replaced by that file, each once.
+    """The text of `src/<name>` with every `#include "local"` replaced by that file.
 
-    `#line` directives keep the compiler's messages pointing at the real files. `#include <...>` is left alone.
+    `#line` directives keep the compiler's messages pointing at the real files. A header may be included twice, by
+    branches of a conditional say: macros see to it that it counts once. `#include <...>` is left alone.
     """
-    lines: list[str] = []
-    _inline(name, lines, set())
-    return "\n".join(lines) + "\n"
+    return "\n".join(_inlined(name, ())) + "\n"
 
 
-def _inline(name: str, lines: list[str], seen: set[str]) -> None:
-    seen.add(name)
-    lines.append(f'#line 1 "{name}"')
+def _inlined(name: str, includers: tuple[str, ...]) -> Iterator[str]:
+    yield f'#line 1 "{name}"'
     for number, line in enumerate(read(name).splitlines(), start=1):
         if include := INCLUDE.match(line):
-            # Every header is written to be included once, as its `#pragma once` says.
-            if include[1] not in seen:
-                _inline(include[1], lines, seen)
-            lines.append(f'#line {number + 1} "{name}"')
-        elif not ONCE.match(line):  # has no meaning in a main file
-            lines.append(line)
+            header = include[1]
+            if header not in (*includers, name):
+                guard = "PAGEKV_INCLUDED_" + re.sub(r"\W", "_", header).upper()
+                yield f"#ifndef {guard}\n#define {guard}"
+                yield from _inlined(header, (*includers, name))
+                yield "#endif"
+            yield f'#line {number + 1} "{name}"'
         else:
-            lines.append("")
+            yield "" if ONCE.match(line) else line  # has no meaning in a main file

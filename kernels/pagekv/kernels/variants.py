@@ -102,6 +102,10 @@ class Kernel:
         values = variant.macros()
         return {name: values[name] if name in self.macros else plain for name, plain in PLAIN_MACROS.items()}
 
+    def options(self, variant: Variant) -> tuple[str, ...]:
+        """Compiler options, the architecture apart."""
+        return ("--std=c++17", *(f"-D{name}={value}" for name, value in self.macros_of(variant).items()))
+
     def label(self, variant: Variant) -> str:
         """The variant in words, as far as this kernel depends on it."""
         words = [variant.dtype] if "PAGEKV_DTYPE" in self.macros else []
