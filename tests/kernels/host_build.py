@@ -8,8 +8,9 @@ the kernel has ended. `HostKernelError` says what the kernel did wrong: a barrie
 undefined arithmetic, a loop that does not end. `edit` changes the kernel's text first, to prove that a fault is noticed
 (`planted_faults.py`).
 
-With PAGEKV_HOST_SANITIZE=1, in a process that has libasan preloaded (`sanitizer_environment`), kernels are compiled with
-AddressSanitizer: accesses outside of any array are errors too, and so are those to what `launcher.forbidden(array)` names.
+With PAGEKV_HOST_SANITIZE=1, in a process that has libasan preloaded (`sanitizer_environment`), kernels are compiled
+with AddressSanitizer: accesses outside of any array are errors too, and so are those to what
+`launcher.forbidden(array)` names.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ HERE = Path(__file__).resolve().parent
 CACHE = Path(os.environ.get("PAGEKV_HOST_KERNELS", HERE.parents[1] / "build" / "host-kernels"))
 SANITIZE = os.environ.get("PAGEKV_HOST_SANITIZE") == "1"
 
-FLAGS = (
-    "-std=c++17 -O1 -g1 -shared -fPIC -Wall -Wextra -Werror -Wno-unknown-pragmas -Wno-psabi -fno-strict-aliasing"
-    # One rounding per operation, as the twins assume; kernels that want a fused one say fmaf.
-    " -ffp-contract=off"
-    " -fsanitize=undefined -fsanitize-undefined-trap-on-error -ftrivial-auto-var-init=pattern"
-).split()
-SANITIZER_FLAGS = "-fsanitize=address -fsanitize-recover=address -fno-omit-frame-pointer".split()
+FLAGS = [
+    *("-std=c++17", "-O1", "-g1", "-shared", "-fPIC", "-fno-strict-aliasing"),
+    *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-psabi"),
+    "-ffp-contract=off",  # one rounding per operation, as the twins assume; kernels that want a fused one say fmaf
+    *("-fsanitize=undefined", "-fsanitize-undefined-trap-on-error", "-ftrivial-auto-var-init=pattern"),
+]
+SANITIZER_FLAGS = ["-fsanitize=address", "-fsanitize-recover=address", "-fno-omit-frame-pointer"]
 
 Edit = Callable[[str], str]
 
@@ -138,8 +139,9 @@ class HostLauncher:
                 begin = -(-array.ctypes.data // 8) * 8
                 size = max(0, (array.ctypes.data + array.nbytes) // 8 * 8 - begin)
                 address, length = ctypes.c_void_p(begin), ctypes.c_size_t(size)
-                runtime.__asan_poison_memory_region(address, length)
-                stack.callback(runtime.__asan_unpoison_memory_region, address, length)
+                # By name as text: two underscores begin a private name in a class.
+                getattr(runtime, "__asan_poison_memory_region")(address, length)
+                stack.callback(getattr(runtime, "__asan_unpoison_memory_region"), address, length)
             yield
 
 
@@ -187,7 +189,10 @@ def build(text: str, kernel: str, macros: tuple[str, ...] = ()) -> Path:
             source = Path(folder) / f"{kernel}.cc"
             source.write_text(whole, encoding="utf-8")
             made = Path(folder) / "library.so"
-            result = subprocess.run([path, *flags, "-o", made, source], capture_output=True, text=True)
+            # Not with the sanitizer preloaded, which would watch the compiler.
+            environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+            command = [path, *flags, "-o", made, source]
+            result = subprocess.run(command, env=environment, capture_output=True, text=True)
             assert result.returncode == 0, f"{kernel} does not compile with g++:\n{result.stderr}"
             made.replace(library)  # at once, so that a test beside this one never loads half a file
     return library

@@ -15,9 +15,9 @@ from pagekv.kernels.sources import translation_unit
 FORWARD, REVERSED = HostLauncher(), HostLauncher(reversed_order=True)
 Array = npt.NDArray[Any]
 
-PARAMS = np.dtype([("a", "u8"), ("b", "u8"), ("out", "u8"), ("count", "i4")], align=True)
+PARAMS = np.dtype([("a", "u8"), ("b", "u8"), ("out", "u8"), ("count", "i4"), ("which", "i4")], align=True)
 HEAD = translation_unit("types.cuh") + (
-    "struct Params { const void* a; const void* b; void* out; i32 count; };\n"
+    "struct Params { const void* a; const void* b; void* out; i32 count; i32 which; };\n"
     'extern "C" __global__ void probe(const Params p) {\n'
     "    PAGEKV_DYNAMIC_SHARED(shared);\n"
     "    const u32 thread = threadIdx.x;\n"
@@ -35,11 +35,12 @@ def probe(
     *,
     threads: int = 32,
     grid: int = 1,
+    which: int = 0,
     shared_bytes: int = 4096,
     launcher: HostLauncher = FORWARD,
 ) -> Array:
     """Runs a kernel with this body; returns `out`, which it wrote."""
-    params = np.array((address(a), address(b), address(out), out.size), PARAMS)
+    params = np.array((address(a), address(b), address(out), out.size, which), PARAMS)
     launcher.run_text("probe", HEAD + body + "\n}\n", (), (grid, 1, 1), threads, shared_bytes, params)
     return out
 
@@ -78,21 +79,20 @@ USE_LAYOUT = """
 """
 MULTIPLY = """
     float d[4] = {1.0f, 1.0f, 1.0f, 1.0f};
-    mma_m16n8k16<{type}>(d, a, b[0], b[1]);
+    if (p.which) mma_m16n8k16<bf16>(d, a, b[0], b[1]);
+    else mma_m16n8k16<f16>(d, a, b[0], b[1]);
     for (u32 i = 0; i < 4; ++i) out[(thread / 4 + 8 * (i / 2)) * 8 + 2 * (thread % 4) + i % 2] = d[i];
 """
 
 
 @pytest.mark.parametrize("fragments", [USE_LDMATRIX, USE_LAYOUT], ids=["ldmatrix", "by element"])
-@pytest.mark.parametrize(("name", "dtype"), [("f16", torch.float16), ("bf16", torch.bfloat16)])
 @pytest.mark.parametrize("launcher", [FORWARD, REVERSED], ids=["forward", "reversed"])
-def test_matrix_instructions_multiply_matrices(
-    fragments: str, name: str, dtype: torch.dtype, launcher: HostLauncher
-) -> None:
-    (a_bits, a), (b_bits, b) = halves(dtype, 16, 16), halves(dtype, 16, 8)
-    out = np.zeros((16, 8), np.float32)
-    probe(LOAD_TILES + fragments + MULTIPLY.replace("{type}", name), out, a_bits, b_bits, launcher=launcher)
-    np.testing.assert_allclose(out, a @ b + 1, rtol=1e-5, atol=1e-5)
+def test_matrix_instructions_multiply_matrices(fragments: str, launcher: HostLauncher) -> None:
+    body = LOAD_TILES + fragments + MULTIPLY
+    for is_bf16, dtype in enumerate((torch.float16, torch.bfloat16)):
+        (a_bits, a), (b_bits, b) = halves(dtype, 16, 16), halves(dtype, 16, 8)
+        out = probe(body, np.zeros((16, 8), np.float32), a_bits, b_bits, which=is_bf16, launcher=launcher)
+        np.testing.assert_allclose(out, a @ b + 1, rtol=1e-5, atol=1e-5)
 
 
 def test_16_bit_conversions_are_those_of_torch() -> None:
@@ -169,7 +169,8 @@ def test_floats_become_the_nearest_e4m3_and_saturate() -> None:
     large = np.array([448, 449, 464, 465, 1e30, np.inf, -500, -np.inf, np.nan], np.float32)
     body = """
     const float* const in = static_cast<const float*>(p.a);
-    for (i32 i = static_cast<i32>(thread); i < p.count; i += 32) static_cast<u8*>(p.out)[i] = from_float<e4m3>(in[i]).bits;
+    u8* const bytes = static_cast<u8*>(p.out);
+    for (i32 i = static_cast<i32>(thread); i < p.count; i += 32) bytes[i] = from_float<e4m3>(in[i]).bits;
     """
     bits = probe(body, np.zeros(inputs.size, np.uint8), inputs)
     np.testing.assert_array_equal(bits, torch.from_numpy(inputs).to(torch.float8_e4m3fn).view(torch.uint8).numpy())
@@ -222,7 +223,11 @@ def test_asynchronous_copies_arrive_at_the_wait_for_their_group() -> None:
     np.testing.assert_array_equal(out[:, 3], source[::4], "the copy that was not valid brings zeros")
 
 
-SUM_OF_NEIGHBOUR = "sums[thread] = static_cast<float>(thread);\n{barrier}\nout[thread] = sums[(thread + {step}) % 64];"
+SUM_OF_NEIGHBOUR = """
+    sums[thread] = static_cast<float>(thread);
+    if (p.which) __syncthreads();
+    out[thread] = sums[(thread + *static_cast<const u32*>(p.a)) % 64];
+"""
 
 
 def test_a_missing_barrier_shows_in_one_of_both_orders() -> None:
@@ -230,11 +235,18 @@ def test_a_missing_barrier_shows_in_one_of_both_orders() -> None:
         expected = (np.arange(64) + step) % 64
         seen = []
         for launcher in (FORWARD, REVERSED):
-            body = SUM_OF_NEIGHBOUR.replace("{step}", str(step))
-            out = np.zeros(64, np.float32)
-            whole = probe(body.replace("{barrier}", "__syncthreads();"), out, threads=64, launcher=launcher)
+            whole, broken = (
+                probe(
+                    SUM_OF_NEIGHBOUR,
+                    np.zeros(64, np.float32),
+                    np.array([step], np.uint32),
+                    threads=64,
+                    which=barrier,
+                    launcher=launcher,
+                )
+                for barrier in (1, 0)
+            )
             np.testing.assert_array_equal(whole, expected)
-            broken = probe(body.replace("{barrier}", ""), out, threads=64, launcher=launcher)
             seen.append(bool(np.isnan(broken).any()))
         assert any(seen)
 
@@ -255,7 +267,7 @@ FAULTS = {
     "cp_async_16(shared + 4096, p.a);": "not in shared memory",
     "out[0] = sums[1024 + thread];": "wrong address",
     "*reinterpret_cast<volatile float*>(thread) = 1.0f;": "undefined behaviour|wrong address",
-    "*reinterpret_cast<Bytes16*>(p.out) = *reinterpret_cast<const Bytes16*>(static_cast<const u8*>(p.a) + 4);": "misaligned",
+    "*static_cast<Bytes16*>(p.out) = *reinterpret_cast<const Bytes16*>(static_cast<const u8*>(p.a) + 4);": "misaligned",
     "volatile i32 most = 0x7fffffff; most = most + 1;": "overflow",
     "volatile i32 count = p.count; out[0] = static_cast<float>(1 << (count + 40));": "shift",
     "volatile i32 zero = 0; out[0] = static_cast<float>(p.count / zero);": "division|undefined",
@@ -263,14 +275,18 @@ FAULTS = {
 }
 
 
+# All of them in one text, because each text takes a second to compile.
+ANY_FAULT = "\n".join(f"if (p.which == {which}) {{ {body} }}" for which, body in enumerate(FAULTS))
+
+
 @pytest.mark.parametrize("body", FAULTS)
 def test_what_a_gpu_leaves_undefined_ends_the_launch(body: str) -> None:
-    zeros = np.zeros(256, np.float32)
+    zeros, which = np.zeros(256, np.float32), list(FAULTS).index(body)
     launcher = HostLauncher(seconds=1)
     with pytest.raises(HostKernelError, match=FAULTS[body]):
-        probe(body, np.zeros(64, np.float32), zeros, threads=64, launcher=launcher)
+        probe(ANY_FAULT, np.zeros(64, np.float32), zeros, threads=64, which=which, launcher=launcher)
     # The next launch starts afresh.
-    np.testing.assert_array_equal(probe("out[thread] = 2.0f;", np.zeros(32, np.float32), launcher=launcher), 2)
+    np.testing.assert_array_equal(probe(ANY_FAULT + "out[thread] = 2.0f;", np.zeros(32, np.float32), which=-1), 2)
 
 
 def test_an_error_names_its_line() -> None:
