@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pagekv.kernels.prefill_plan import THREADS, prefill_tile
 from pagekv.kernels.variants import Variant
 
 
@@ -37,5 +38,5 @@ def merge(variant: Variant, num_items: int, num_heads: int) -> Geometry:
 
 
 def prefill(variant: Variant, num_items: int, num_heads: int, num_kv_heads: int) -> Geometry:
-    """One thread block a tile of query rows and KV head."""
-    return Geometry((num_items, num_kv_heads, 1), 128, 0)
+    """One thread block an item (a tile of query rows) and KV head; the KV heads of an item are neighbours."""
+    return Geometry((num_items * num_kv_heads, 1, 1), THREADS, prefill_tile(variant).shared_bytes)

@@ -1,29 +1,73 @@
-"""Work items of the prefill kernel."""
+"""Work items of the prefill kernel, and the sizes of its tiles (`src/prefill_tile.cuh` has the same figures)."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from pagekv.kernels.variants import Variant
+
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 
-TILE_ROWS = 64
-"""Rows of the query tile of one thread block: pairs of a token and a query head of the KV head's group."""
+THREADS = 128
+WARPS = 4
+CHUNK_BYTES = 16
 
 
-def prefill_items(query_start: Ints, context_lens: Ints, sequences: Ints, group_size: int) -> Ints:
-    """[n, 4] of the given sequences: sequence, first query of the tile (counted within the sequence), 0, 0.
+@dataclass(frozen=True)
+class PrefillTile:
+    """What one thread block works on at a time."""
 
-    Tiles with the most keys come first, so that short ones fill the gaps at the end.
+    rows: int
+    """Query rows; a row is one (query, query head) pair of a KV head's group."""
+    keys: int
+    """Keys; tiles of keys begin at multiples of this."""
+    shared_bytes: int
+    """Dynamic shared memory of the thread block."""
+
+
+def prefill_tile(variant: Variant) -> PrefillTile:
+    """The tile of a variant's prefill kernel."""
+    large, fp32 = variant.head_size > 128, variant.dtype == "float32"
+    fp8 = variant.kv_element_bytes == 1
+    rows = WARPS * ((4 if large else 8) if fp32 else (16 if large else 32))
+    keys = 32 if fp32 or large else 64
+    stages = 2 if fp32 else 3
+    row_bytes = _padded(variant.head_size * variant.element_bytes)
+    slot_bytes = keys * (variant.head_size if fp8 else row_bytes)
+    shared = rows * row_bytes + stages * slot_bytes  # queries, ring of key and value tiles
+    shared += keys * row_bytes if fp8 else 0  # the widened tile
+    shared += 2 * keys * 8 + rows * 8  # addresses of keys, positions and slopes of rows
+    shared += rows * keys * 4 if fp32 else 0  # weights
+    return PrefillTile(rows, keys, shared)
+
+
+def _padded(row_bytes: int) -> int:
+    """To an odd number of chunks, so that rows begin in different banks."""
+    return (row_bytes // CHUNK_BYTES | 1) * CHUNK_BYTES
+
+
+def prefill_items(
+    query_start: Ints, context_lens: Ints, sequences: Ints, *, group_size: int, tile: PrefillTile, window: int = 0
+) -> Ints:
+    """[n, 4]: sequence, first row of the tile (query of the sequence * group_size + head of the group), 0, 0.
+
+    `sequences`: those to be worked on; each gets as many items as its rows fill tiles. Items that walk the most keys come
+    first, so that thread blocks which start last are short. `window`: as of the layer (0: none); only the order depends
+    on it.
     """
-    tokens = max(TILE_ROWS // group_size, 1)
     counts = query_start[sequences + 1] - query_start[sequences]
-    tiles = -(-counts // tokens)
+    rows = counts * group_size
+    tiles = -(-rows // tile.rows)
     owner = np.repeat(np.arange(len(sequences)), tiles)
-    nth = np.arange(len(owner)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+    first = (np.arange(len(owner)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile.rows
+    past = (context_lens[sequences] - counts)[owner]
+    last_key = past + (np.minimum(first + tile.rows, rows[owner]) - 1) // group_size
+    first_key = np.maximum(past + first // group_size - window + 1, 0) if window else np.zeros_like(last_key)
+    walked = last_key // tile.keys - first_key // tile.keys
     items = np.zeros((len(owner), 4), np.int32)
     items[:, 0] = sequences[owner]
-    items[:, 1] = nth * tokens
-    keys = context_lens[items[:, 0]] - counts[owner] + items[:, 1]
-    return items[np.argsort(-keys, kind="stable")]
+    items[:, 1] = first
+    return items[np.argsort(-walked, kind="stable")]

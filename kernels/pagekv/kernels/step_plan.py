@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from pagekv.kernels.prefill_plan import prefill_items
+from pagekv.kernels.prefill_plan import prefill_items, prefill_tile
+from pagekv.kernels.variants import Variant
 from pagekv.kernels.work_plan import decode_work
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
@@ -141,13 +142,14 @@ def plan_step(
     block_size: int,
     num_heads: int,
     num_kv_heads: int,
+    variant: Variant,
     window: int = 0,
     capacity: Capacity | None = None,
     extra: Mapping[str, Ints] | None = None,
 ) -> HostPlan:
     """Validates a batch and lays out its work.
 
-    `window`: the widest window of any layer (0 if any layer sees everything). `extra`: more int32 arrays for the same
+    `variant`: the kernels' that will do it; their tiles differ. `window`: the widest window of any layer (0 if any layer sees everything). `extra`: more int32 arrays for the same
     upload. Raises ValueError naming the field and the first offending entry; nothing is kept then.
     """
     query_start, context_lens, tables = (
@@ -167,7 +169,14 @@ def plan_step(
         window=window,
     )
     group_size = num_heads // num_kv_heads
-    prefills = prefill_items(query_start, context_lens, np.flatnonzero(~decodes).astype(np.int32), group_size)
+    prefills = prefill_items(
+        query_start,
+        context_lens,
+        np.flatnonzero(~decodes).astype(np.int32),
+        group_size=group_size,
+        tile=prefill_tile(variant),
+        window=window,
+    )
     arrays = {
         "query_start": query_start,
         "context_lens": context_lens,

@@ -66,23 +66,19 @@ struct Logits {
     // Base-2 logit. `distance` = key position - query position, never positive for a visible key.
     __device__ __forceinline__ float operator()(float dot, float slope, i32 distance) const {
         float x = dot * scale;
-#if PAGEKV_FEATURES
+        if constexpr (!PAGEKV_FEATURES) return x;
         if (soft_cap != 0.0f) {
             // tanh(y) = 1 - 2 / (1 + e^(2y)), exact at both ends: e^(2y) reaches inf or 0.
-            float e = exp2_approx(x / soft_cap * (2.0f * LOG2_E));
-            x = soft_cap * (1.0f - 2.0f / (1.0f + e));
+            // Fast divisions, within two units of the last place and 0 beyond 2^126: exact ones would be calls in a loop.
+            float e = exp2_approx(__fdividef(x, soft_cap) * (2.0f * LOG2_E));
+            x = soft_cap * (1.0f - __fdividef(2.0f, 1.0f + e));
         }
-        x = (x + slope * (float)distance) * LOG2_E;
-#endif
-        return x;
+        return (x + slope * (float)distance) * LOG2_E;
     }
 
     // First position that the query at `position` sees.
     __device__ __forceinline__ i32 first_visible(i32 position) const {
-#if PAGEKV_FEATURES
-        if (window > 0 && position >= window) return position - window + 1;
-#endif
-        return 0;
+        return PAGEKV_FEATURES && window > 0 && position >= window ? position - window + 1 : 0;
     }
 };
 

@@ -1,0 +1,114 @@
+// Prefill in fp32, without tensor cores: what one warp does with its WARP_ROWS query rows.
+//
+// A lane has one key of the tile and its scores with all rows of the warp; then, for the outputs, every 32nd dim. Weights
+// go from the one to the other through shared memory.
+#pragma once
+#include "prefill_tile.cuh"
+
+struct alignas(16) Floats4 { float x, y, z, w; };
+
+struct WarpRows {
+    static_assert(!FP32 || TILE_KEYS == 32, "a key for each lane");
+    static constexpr int DIMS = (HEAD_SIZE + 31) / 32;  // of a lane
+
+    const u8* queries;  // the warp's, in shared memory
+    float* weights;     // [WARP_ROWS, TILE_KEYS], the warp's, in shared memory
+    i32 row_of_warp;
+    float out[WARP_ROWS][DIMS];
+    float maximum[WARP_ROWS];  // of the logits, in base 2
+    float sum[WARP_ROWS];      // of the weights this lane has seen
+    const Row* rows;           // the warp's
+
+    static __device__ __forceinline__ i32 lane() { return (i32)threadIdx.x % 32; }
+    static __device__ __forceinline__ bool has_dim(int n) { return HEAD_SIZE % 32 == 0 || n * 32 + lane() < HEAD_SIZE; }
+
+    __device__ __forceinline__ void start(const Logits&, u8* shared) {
+        row_of_warp = (i32)threadIdx.x / 32 * WARP_ROWS;
+        rows = (const Row*)(shared + ROWS) + row_of_warp;
+        queries = shared + row_of_warp * ROW_STRIDE;
+        weights = (float*)(shared + WEIGHTS) + row_of_warp * TILE_KEYS;
+#pragma unroll
+        for (int i = 0; i < WARP_ROWS; ++i) {
+#pragma unroll
+            for (int n = 0; n < DIMS; ++n) out[i][n] = 0.0f;
+            maximum[i] = -infinity();
+            sum[i] = 0.0f;
+        }
+    }
+
+    __device__ __forceinline__ void keep_query() {}
+
+    // Weights of the tile of keys that begins at position `first_key`; outputs and sums are brought to the new maxima.
+    __device__ __forceinline__ void weigh(const Logits& logits, const u8* keys, i32 first_key, bool masked) {
+        float score[WARP_ROWS];
+#pragma unroll
+        for (int i = 0; i < WARP_ROWS; ++i) score[i] = 0.0f;
+        const Floats4* const key = (const Floats4*)(keys + lane() * ROW_STRIDE);
+#pragma unroll 4
+        for (int k = 0; k < HEAD_SIZE / 4; ++k) {
+            const Floats4 b = key[k];
+#pragma unroll
+            for (int i = 0; i < WARP_ROWS; ++i) {
+                const Floats4 a = ((const Floats4*)(queries + i * ROW_STRIDE))[k];
+                score[i] = fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, fmaf(a.w, b.w, score[i]))));
+            }
+        }
+        __syncwarp();  // every lane has used the weights of the tile before
+#pragma unroll
+        for (int i = 0; i < WARP_ROWS; ++i) {
+            const Row row = rows[i];
+            const i32 key = first_key + lane();
+            float x = logits(score[i], row.slope, key - row.position);
+            if (masked && (key > row.position || key < logits.first_visible(row.position))) x = -infinity();
+            float highest = fmaxf(maximum[i], x);
+#pragma unroll
+            for (int mask = 16; mask > 0; mask /= 2) highest = fmaxf(highest, __shfl_xor_sync(kFullWarp, highest, mask));
+            const float shrink = weight(maximum[i], highest);
+            const float mine = exp2_approx(x - reference(highest));
+            maximum[i] = highest;
+            sum[i] = fmaf(sum[i], shrink, mine);
+            weights[i * TILE_KEYS + lane()] = mine;
+#pragma unroll
+            for (int n = 0; n < DIMS; ++n) out[i][n] *= shrink;
+        }
+        __syncwarp();
+    }
+
+    // Adds a tile's values under the weights.
+    __device__ __forceinline__ void add(const u8* values) {
+#pragma unroll 2
+        for (int k = 0; k < TILE_KEYS; k += 4) {
+            float b[4][DIMS];
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+#pragma unroll
+                for (int n = 0; n < DIMS; ++n) {
+                    b[j][n] = has_dim(n) ? ((const float*)(values + (k + j) * ROW_STRIDE))[n * 32 + lane()] : 0.0f;
+                }
+#pragma unroll
+            for (int i = 0; i < WARP_ROWS; ++i) {
+                const Floats4 a = *(const Floats4*)(weights + i * TILE_KEYS + k);
+#pragma unroll
+                for (int n = 0; n < DIMS; ++n) {
+                    out[i][n] = fmaf(a.x, b[0][n], fmaf(a.y, b[1][n], fmaf(a.z, b[2][n], fmaf(a.w, b[3][n], out[i][n]))));
+                }
+            }
+        }
+    }
+
+    // Writes the rows that exist.
+    __device__ __forceinline__ void store(const QueryRows& all, u8*, void* to, i64 stride, float value_scale) {
+#pragma unroll
+        for (int i = 0; i < WARP_ROWS; ++i) {
+            float total = sum[i];
+#pragma unroll
+            for (int mask = 16; mask > 0; mask /= 2) total += __shfl_xor_sync(kFullWarp, total, mask);
+            const float scale = value_scale * normaliser(total);
+            if (row_of_warp + i >= all.count) continue;
+            float* const row = (float*)((u8*)to + all.offset(row_of_warp + i, stride));
+#pragma unroll
+            for (int n = 0; n < DIMS; ++n)
+                if (has_dim(n)) row[n * 32 + lane()] = out[i][n] * scale;
+        }
+    }
+};

@@ -1,0 +1,196 @@
+// Prefill on tensor cores: what one warp does with its WARP_ROWS query rows.
+//
+// Fragments (ptx.cuh): of each 16 rows a lane holds rows lane / 4 and lane / 4 + 8, and of each 8 columns two. Scores become
+// weights in place and are rounded to 16 bits in pairs, which is just the layout that the product with V takes them in.
+//
+// Maxima are those of raw dot products where nothing but a factor stands between them and the exponent, so that a weight
+// costs one multiply-add and one exponential.
+#pragma once
+#include "prefill_tile.cuh"
+
+struct WarpRows {
+    static constexpr int STRIPS = WARP_ROWS / 16;
+    static constexpr int HELD = 2 * STRIPS;  // of a lane: row i is 16 * (i / 2) + 8 * (i % 2) + lane / 4 of the warp's
+    static constexpr int STEPS = HEAD_SIZE / 16;
+    // Queries of short heads stay in registers; those of long ones are read again for every tile.
+    static constexpr bool KEEP_QUERY = STRIPS * STEPS * 4 <= 40;
+
+    const u8* queries;  // the warp's, in shared memory
+    float factor;       // of a score, in the exponent
+    i32 row_of_warp;
+    float out[STRIPS][HEAD_SIZE / 8][4];
+    u32 weight[STRIPS][TILE_KEYS / 16][4];
+    u32 kept[KEEP_QUERY ? STEPS : 1][STRIPS][4];
+    float maximum[HELD];  // of the scores
+    float sum[HELD];      // of the weights this lane has seen
+    const Row* rows;      // the warp's
+
+    static __device__ __forceinline__ i32 lane() { return (i32)threadIdx.x % 32; }
+    static __device__ __forceinline__ i32 row(int i) { return 16 * (i / 2) + 8 * (i % 2) + lane() / 4; }
+
+    __device__ __forceinline__ void start(const Logits& logits, u8* shared) {
+        row_of_warp = (i32)threadIdx.x / 32 * WARP_ROWS;
+        rows = (const Row*)(shared + ROWS) + row_of_warp;
+        queries = shared + row_of_warp * ROW_STRIDE;
+        factor = PAGEKV_FEATURES ? 1.0f : logits.scale;
+#pragma unroll
+        for (int strip = 0; strip < STRIPS; ++strip)
+#pragma unroll
+            for (int n = 0; n < HEAD_SIZE / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) out[strip][n][i] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < HELD; ++i) {
+            maximum[i] = -infinity();
+            sum[i] = 0.0f;
+        }
+    }
+
+    __device__ __forceinline__ void load_query(u32 (&a)[STRIPS][4], int step) const {
+        const u8* const mine = queries + lane() % 16 * ROW_STRIDE + lane() / 16 * 16;
+#pragma unroll
+        for (int strip = 0; strip < STRIPS; ++strip) ldmatrix_x4(a[strip], mine + strip * 16 * ROW_STRIDE + step * 32);
+    }
+
+    // Once the queries have arrived.
+    __device__ __forceinline__ void keep_query() {
+        if constexpr (KEEP_QUERY) {
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) load_query(kept[step], step);
+        }
+    }
+
+    // Weights of the tile of keys that begins at position `first_key`; outputs and sums are brought to the new maxima.
+    __device__ __forceinline__ void weigh(const Logits& logits, const u8* keys, i32 first_key, bool masked) {
+        float score[STRIPS][TILE_KEYS / 8][4];
+#pragma unroll
+        for (int strip = 0; strip < STRIPS; ++strip)
+#pragma unroll
+            for (int n = 0; n < TILE_KEYS / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) score[strip][n][i] = 0.0f;
+        // Matrices 0 and 1 of a load: eight keys, dims 0 to 7 and 8 to 15; matrices 2 and 3: the next eight keys.
+        const u8* const mine = keys + (lane() / 16 * 8 + lane() % 8) * ROW_STRIDE + lane() / 8 % 2 * 16;
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            u32 fresh[STRIPS][4];
+            if constexpr (!KEEP_QUERY) load_query(fresh, step);
+            u32(&a)[STRIPS][4] = KEEP_QUERY ? kept[KEEP_QUERY ? step : 0] : fresh;
+#pragma unroll
+            for (int n = 0; n < TILE_KEYS / 16; ++n) {
+                u32 b[4];
+                ldmatrix_x4(b, mine + n * 16 * ROW_STRIDE + step * 32);
+#pragma unroll
+                for (int strip = 0; strip < STRIPS; ++strip) {
+                    mma_m16n8k16<Element>(score[strip][2 * n], a[strip], b[0], b[1]);
+                    mma_m16n8k16<Element>(score[strip][2 * n + 1], a[strip], b[2], b[3]);
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < HELD; ++i) {
+            if (PAGEKV_FEATURES || masked) shape(logits, i, score[i / 2], first_key, masked);
+            soften(i, score[i / 2]);
+        }
+#pragma unroll
+        for (int strip = 0; strip < STRIPS; ++strip)
+#pragma unroll
+            for (int n = 0; n < TILE_KEYS / 16; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float(&from)[4] = score[strip][2 * n + i / 2];
+                    weight[strip][n][i] = pack2<Element>(from[i % 2 * 2], from[i % 2 * 2 + 1]);
+                }
+    }
+
+    // Features and masks of row i, whose scores are elements 2 (i % 2) and the next of each fragment.
+    __device__ __forceinline__ void shape(const Logits& logits, int i, float (&score)[TILE_KEYS / 8][4], i32 first_key, bool masked) const {
+        const Row row_i = rows[row(i)];
+        const i32 distance = first_key + lane() % 4 * 2 - row_i.position;
+        const i32 oldest = logits.first_visible(row_i.position) - row_i.position;
+#pragma unroll
+        for (int n = 0; n < TILE_KEYS / 8; ++n)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                float& x = score[n][i % 2 * 2 + j];
+                const i32 d = distance + n * 8 + j;
+                if (PAGEKV_FEATURES) x = logits(x, row_i.slope, d);
+                if (masked && (d > 0 || (PAGEKV_FEATURES && d < oldest))) x = -infinity();
+            }
+    }
+
+    // One step of the online softmax for row i: its scores become weights.
+    __device__ __forceinline__ void soften(int i, float (&score)[TILE_KEYS / 8][4]) {
+        const int half = i % 2 * 2;
+        float highest = maximum[i];
+#pragma unroll
+        for (int n = 0; n < TILE_KEYS / 8; ++n) highest = fmaxf(highest, fmaxf(score[n][half], score[n][half + 1]));
+        highest = fmaxf(highest, __shfl_xor_sync(kFullWarp, highest, 1));
+        highest = fmaxf(highest, __shfl_xor_sync(kFullWarp, highest, 2));
+        const float base = reference(highest);
+        // The difference comes first: where the maximum stays, this is 2^0, exactly 1.
+        const float shrink = exp2_approx((maximum[i] - base) * factor);
+        const float shift = -base * factor;
+        float total = 0.0f;
+#pragma unroll
+        for (int n = 0; n < TILE_KEYS / 8; ++n)
+#pragma unroll
+            for (int j = half; j < half + 2; ++j) {
+                score[n][j] = exp2_approx(fmaf(score[n][j], factor, shift));
+                total += score[n][j];
+            }
+        maximum[i] = highest;
+        sum[i] = fmaf(sum[i], shrink, total);
+#pragma unroll
+        for (int n = 0; n < HEAD_SIZE / 8; ++n) {
+            out[i / 2][n][half] *= shrink;
+            out[i / 2][n][half + 1] *= shrink;
+        }
+    }
+
+    // Adds a tile's values under the weights.
+    __device__ __forceinline__ void add(const u8* values) {
+        // Matrices 0 and 1 of a load: eight dims of tokens 0 to 7 and 8 to 15; matrices 2 and 3: the next eight dims.
+        const u8* const mine = values + lane() % 16 * ROW_STRIDE + lane() / 16 * 16;
+#pragma unroll
+        for (int k = 0; k < TILE_KEYS / 16; ++k)
+#pragma unroll
+            for (int n = 0; n < HEAD_SIZE / 16; ++n) {
+                u32 b[4];
+                ldmatrix_x4_trans(b, mine + k * 16 * ROW_STRIDE + n * 32);
+#pragma unroll
+                for (int strip = 0; strip < STRIPS; ++strip) {
+                    mma_m16n8k16<Element>(out[strip][2 * n], weight[strip][k], b[0], b[1]);
+                    mma_m16n8k16<Element>(out[strip][2 * n + 1], weight[strip][k], b[2], b[3]);
+                }
+            }
+    }
+
+    // Writes the rows that exist, through the warp's own rows of shared memory so that they leave 16 bytes at a time.
+    __device__ __forceinline__ void store(const QueryRows& all, u8* shared, void* to, i64 stride, float value_scale) {
+        u8* const staged = shared + row_of_warp * ROW_STRIDE;
+        __syncwarp();  // every lane has read the queries
+#pragma unroll
+        for (int i = 0; i < HELD; ++i) {
+            float total = sum[i];
+            total += __shfl_xor_sync(kFullWarp, total, 1);
+            total += __shfl_xor_sync(kFullWarp, total, 2);
+            const float scale = value_scale * normaliser(total);
+            u32* const mine = (u32*)(staged + row(i) * ROW_STRIDE) + lane() % 4;
+#pragma unroll
+            for (int n = 0; n < HEAD_SIZE / 8; ++n) {
+                const float(&from)[4] = out[i / 2][n];
+                mine[n * 4] = pack2<Element>(from[i % 2 * 2] * scale, from[i % 2 * 2 + 1] * scale);
+            }
+        }
+        __syncwarp();
+        constexpr int CHUNKS = ROW_BYTES / CHUNK_BYTES;
+        for (int index = lane(); index < WARP_ROWS * CHUNKS; index += 32) {
+            const i32 from = index / CHUNKS, byte = index % CHUNKS * CHUNK_BYTES;
+            if (row_of_warp + from < all.count) {
+                *(Bytes16*)((u8*)to + all.offset(row_of_warp + from, stride) + byte) =
+                    *(const Bytes16*)(staged + from * ROW_STRIDE + byte);
+            }
+        }
+    }
+};
