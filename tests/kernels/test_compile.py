@@ -10,11 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pagekv.kernels import compile_gate, gate_cache, ptxas_log, sources
-from pagekv.kernels.compile_gate import ARCHITECTURES, Budgets, Job, Outcome
+from pagekv.kernels import sources
+from pagekv.kernels.compile_gate import __main__ as gate
+from pagekv.kernels.compile_gate import jobs as gate_jobs
+from pagekv.kernels.compile_gate import ptxas_log
+from pagekv.kernels.compile_gate.cache import Cache
+from pagekv.kernels.compile_gate.jobs import ARCHITECTURES, Job, Outcome, jobs
+from pagekv.kernels.compile_gate.ptxas_log import Usage
+from pagekv.kernels.compile_gate.record import Record, sampled
+from pagekv.kernels.compile_gate.report import judge, table
 from pagekv.kernels.nvrtc import CompileError, Nvrtc
 from pagekv.kernels.params import DECODE, STRUCTS, fill
-from pagekv.kernels.ptxas_log import Usage
 from pagekv.kernels.sources import SOURCES, translation_unit
 from pagekv.kernels.variants import DTYPE_PAIRS, KERNELS, Kernel, UnsupportedVariant, Variant, all_variants
 
@@ -50,9 +56,9 @@ def test_every_variant_is_listed_once() -> None:
 
 
 def test_variants_that_a_kernel_does_not_tell_apart_are_compiled_once() -> None:
-    assert len(compile_gate.jobs([80, 90], ["pagekv_block_copy"], all_variants())) == 2
-    assert len(compile_gate.jobs([80], ["pagekv_merge"], all_variants())) == 3 * 5
-    assert len(compile_gate.jobs([80], ["pagekv_decode"], all_variants())) == 50
+    assert len(jobs([80, 90], [KERNELS["pagekv_block_copy"]], all_variants())) == 2
+    assert len(jobs([80], [KERNELS["pagekv_merge"]], all_variants())) == 3 * 5
+    assert len(jobs([80], [KERNELS["pagekv_decode"]], all_variants())) == 50
 
 
 @pytest.mark.parametrize("name", PRESENT)
@@ -67,7 +73,7 @@ def test_labels_tell_apart_what_macros_tell_apart(name: str) -> None:
 def test_a_kernel_depends_on_no_macro_it_does_not_list(name: str) -> None:
     # Else the gate would skip machine code that differs.
     text = re.sub(r"//[^\n]*", "", sources.read(KERNELS[name].source))
-    unlisted = set(compile_gate.jobs([80], [name], [PLAIN])[0].variant.macros()) - set(KERNELS[name].macros)
+    unlisted = set(PLAIN.macros()) - set(KERNELS[name].macros)
     assert [macro for macro in unlisted if macro in text] == []
 
 
@@ -111,7 +117,10 @@ def test_structures_lie_in_memory_as_numpy_lays_them_out(nvrtc: Nvrtc) -> None:
     nvrtc.compile(text, "params.cu", ["--gpu-architecture=sm_80", "--std=c++17", *macros])
     # NVRTC has no constant offsetof; both compilers follow the same rules, and g++ has one.
     plain = re.sub(r"^#include.*$", "", sources.read("params.cuh"), flags=re.M)
-    text = f"#include <cstddef>\ntypedef int i32;\ntypedef unsigned u32;\ntypedef long long i64;\n{plain}\n" + "\n".join(sizes + offsets)
+    text = (
+        f"#include <cstddef>\ntypedef int i32;\ntypedef unsigned u32;\ntypedef long long i64;\n{plain}\n"
+        + "\n".join(sizes + offsets)
+    )
     command = ["g++", "-std=c++17", "-fsyntax-only", "-x", "c++", "-"]
     result = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
@@ -196,13 +205,19 @@ def test_a_log_without_numbers_is_no_pass() -> None:
 # --- verdicts
 
 DECODE_JOB = Job(KERNELS["pagekv_decode"], PLAIN, 90)
-FINE = Usage(registers=100, stack=0, spill_stores=0, spill_loads=0, shared=0)
 
 
-def budgets_of(job: Job, registers: int) -> Budgets:
-    budgets = Budgets()
-    budgets.set(job, registers)
-    return budgets
+def usage_of(registers: int) -> Usage:
+    return Usage(registers, stack=0, spill_stores=0, spill_loads=0, shared=0)
+
+
+FINE = usage_of(100)
+
+
+def record_of(job: Job, usage: Usage) -> Record:
+    record = Record()
+    record.set(job, usage)
+    return record
 
 
 @pytest.mark.parametrize(
@@ -217,45 +232,92 @@ def budgets_of(job: Job, registers: int) -> Budgets:
     ],
 )
 def test_the_gate_fails_on(usage: Usage, verdict: str | None) -> None:
-    failures = compile_gate.judge(Outcome(DECODE_JOB, usage), budgets_of(DECODE_JOB, 100))
+    failures = judge(Outcome(DECODE_JOB, usage), record_of(DECODE_JOB, FINE))
     assert failures == [] if verdict is None else any(verdict in str(failure) for failure in failures)
     for failure in failures:
         assert str(failure).startswith("pagekv_decode float16 d128 sm_90: ")
 
 
 def test_the_gate_fails_on_what_has_no_budget_and_on_what_does_not_compile() -> None:
-    assert "no budget" in str(compile_gate.judge(Outcome(DECODE_JOB, FINE), Budgets())[0])
-    assert "nonsense" in str(compile_gate.judge(Outcome(DECODE_JOB, None, "nonsense"), budgets_of(DECODE_JOB, 1))[0])
+    assert "no budget" in str(judge(Outcome(DECODE_JOB, FINE), Record())[0])
+    assert "nonsense" in str(judge(Outcome(DECODE_JOB, None, "nonsense"), record_of(DECODE_JOB, FINE))[0])
 
 
 def test_a_broken_kernel_is_an_outcome_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_gate, "translation_unit", lambda name: "int x = ;")
-    assert "error" in compile_gate.compile_job(DECODE_JOB).error
-    monkeypatch.setattr(compile_gate, "translation_unit", lambda name: 'extern "C" __global__ void other() {}')
-    assert "pagekv_decode" in compile_gate.compile_job(DECODE_JOB).error
+    monkeypatch.setattr(gate_jobs, "translation_unit", lambda name: "int x = ;")
+    assert "error" in gate.compile_job(DECODE_JOB).error
+    monkeypatch.setattr(gate_jobs, "translation_unit", lambda name: 'extern "C" __global__ void other() {}')
+    assert "pagekv_decode" in gate.compile_job(DECODE_JOB).error
 
 
-def test_budgets_survive_the_file_and_forget_what_is_gone() -> None:
-    budgets = budgets_of(DECODE_JOB, 100)
-    gone = Job(Kernel("pagekv_gone", "gone.cu", "DecodeParams", ()), PLAIN, 90)
-    budgets.set(gone, 7)
-    budgets.set(Job(DECODE_JOB.kernel, PLAIN, 75), 7)
-    budgets.keep_only([DECODE_JOB])
-    again = Budgets(json.loads(budgets.dumps()))
-    assert again.dumps() == budgets.dumps()
-    assert again.get(DECODE_JOB) == 100
-    assert again.get(gone) is None
-    assert again.get(Job(DECODE_JOB.kernel, PLAIN, 75)) is None
+def test_the_record_survives_its_file_and_forgets_what_is_gone() -> None:
+    record = record_of(DECODE_JOB, FINE)
+    gone = Job(Kernel("pagekv_gone", "decode.cu", "DecodeParams", ()), PLAIN, 90)
+    record.set(gone, FINE)
+    record.keep_only([DECODE_JOB])
+    again = Record(json.loads(record.dumps()))
+    assert again.dumps() == record.dumps()
+    assert (again.budget(DECODE_JOB), again.budget(gone)) == (100, None)
+
+
+def test_the_record_stands_for_a_compilation_of_just_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = record_of(DECODE_JOB, FINE)
+    assert record.measured(DECODE_JOB) == FINE
+    assert record.measured(Job(DECODE_JOB.kernel, PLAIN, 80)) is None
+    text = DECODE_JOB.text
+    monkeypatch.setattr(gate_jobs, "translation_unit", lambda name: text + "// edited")
+    assert record.measured(DECODE_JOB) is None
+    assert record.budget(DECODE_JOB) == 100  # as a budget it still binds
+    record.set(Job(DECODE_JOB.kernel, PLAIN, 80), FINE)
+    assert record.budget(DECODE_JOB) is None  # numbers of two texts are never mixed
+
+
+def test_every_variant_is_compiled_on_one_architecture_whatever_the_record_says() -> None:
+    todo = jobs(list(ARCHITECTURES), KERNELS.values(), all_variants())
+    picked = [(job.kernel.name, job.label) for job in todo if sampled(job)]
+    assert len(picked) == len(set(picked)) == len(todo) / len(ARCHITECTURES)
+    assert {job.arch for job in todo if sampled(job)} == set(ARCHITECTURES)
+
+
+def run_gate(monkeypatch: pytest.MonkeyPatch, record: Record, registers: int, *args: str) -> int:
+    """The gate over one decode variant, with a compiler that always finds `registers`."""
+    record.nvrtc = ".".join(map(str, Nvrtc().version))
+    monkeypatch.setattr(gate, "select", lambda _: [DECODE_JOB])
+    monkeypatch.setattr(gate, "compile_all", lambda todo, *_: [Outcome(job, usage_of(registers)) for job in todo])
+    monkeypatch.setattr(Record, "load", lambda: record)
+    return gate.main(args)
+
+
+def test_a_record_that_the_compiler_contradicts_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gate, "sampled", lambda job: True)
+    assert run_gate(monkeypatch, record_of(DECODE_JOB, FINE), 100) == 0
+    # Fewer would pass as a budget; but for this very text it means that the record was not made by the gate.
+    assert run_gate(monkeypatch, record_of(DECODE_JOB, FINE), 90) == 1
+    assert "unlike the 100 on record for this very text" in capsys.readouterr().err
+
+
+def test_what_is_on_record_is_not_compiled_again_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "sampled", lambda job: False)
+    assert run_gate(monkeypatch, record_of(DECODE_JOB, FINE), 101) == 0
+    assert run_gate(monkeypatch, record_of(DECODE_JOB, FINE), 101, "--all") == 1
+
+
+def test_the_table_names_every_architecture() -> None:
+    lines = table([Outcome(Job(DECODE_JOB.kernel, PLAIN, arch), usage_of(arch)) for arch in ARCHITECTURES]).splitlines()
+    assert lines[1].split()[2:8] == ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
+    assert lines[2].split()[:9] == ["pagekv_decode", "float16", "d128", "80", "86", "89", "90", "100", "120"]
 
 
 def test_the_cache_is_keyed_by_text_options_and_compiler(tmp_path: Path) -> None:
-    cache = gate_cache.GateCache("12.9", folder=tmp_path)
+    cache = Cache("12.9", folder=tmp_path)
     cache.put("text", ["-a"], FINE)
     assert cache.get("text", ["-a"]) == FINE
     assert cache.get("text ", ["-a"]) is None
     assert cache.get("text", ["-b"]) is None
-    assert gate_cache.GateCache("13.0", folder=tmp_path).get("text", ["-a"]) is None
-    assert gate_cache.GateCache("12.9", folder=tmp_path, enabled=False).get("text", ["-a"]) is None
+    assert Cache("13.0", folder=tmp_path).get("text", ["-a"]) is None
+    assert Cache("12.9", folder=tmp_path, enabled=False).get("text", ["-a"]) is None
     next(tmp_path.iterdir()).write_text("{")
     assert cache.get("text", ["-a"]) is None
 
@@ -265,14 +327,8 @@ def test_the_cache_is_keyed_by_text_options_and_compiler(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", PRESENT)
 def test_kernel_compiles(name: str) -> None:
-    outcome = compile_gate.compile_job(Job(KERNELS[name], PLAIN, 90))
+    outcome = gate.compile_job(Job(KERNELS[name], PLAIN, 90))
     assert outcome.error == ""
     assert outcome.warnings == ""
     assert outcome.usage is not None
     assert outcome.usage.spill_stores + outcome.usage.spill_loads == 0
-
-
-def test_every_variant_has_a_budget_on_every_architecture() -> None:
-    budgets = Budgets(json.loads(compile_gate.BUDGETS.read_text()))
-    todo = compile_gate.jobs(list(ARCHITECTURES), list(KERNELS), all_variants())
-    assert [f"{job.kernel.name} {job.label} sm_{job.arch}" for job in todo if budgets.get(job) is None] == []

@@ -17,6 +17,11 @@ class Usage:
     shared: int
     """Static shared memory of a thread block."""
 
+    @property
+    def local(self) -> int:
+        """Bytes of local memory touched: 0 for a kernel that holds everything in registers."""
+        return self.stack + self.spill_stores + self.spill_loads
+
 
 ENTRY = re.compile(r"Compiling entry function '")
 FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")

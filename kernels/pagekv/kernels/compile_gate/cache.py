@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from pagekv.kernels.ptxas_log import Usage
+from pagekv.kernels.compile_gate.ptxas_log import Usage
 
 
-class GateCache:
+class Cache:
     """One small file an outcome; an unreadable or missing one is simply compiled again."""
 
     def __init__(self, version: str, *, folder: Path | None = None, enabled: bool = True) -> None:
