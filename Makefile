@@ -35,6 +35,19 @@ test: $(DEV_STAMP) ## run all tests (ARGS="-k name" is handed to pytest)
 test-nightly: $(DEV_STAMP) ## the tests with random histories, each with ten thousand of them (about half an hour)
 	@PAGEKV_TEST_EXAMPLES=10000 $(BIN)/python -m pytest --timeout 3600 tests/model tests/unit/kvmanager/test_continuations.py $(ARGS)
 
+.PHONY: kernels
+kernels: $(DEV_STAMP) ## compile every CUDA kernel for every architecture and run their tests, all without a GPU
+	@$(BIN)/python -m pagekv.kernels.compile_gate
+	@$(BIN)/python -m pytest tests/kernels $(ARGS)
+
+.PHONY: kernels-all
+kernels-all: $(DEV_STAMP) ## compile all kernels whatever is on record (15 minutes of one core)
+	@$(BIN)/python -m pagekv.kernels.compile_gate --all --no-cache
+
+.PHONY: kernels-update
+kernels-update: $(DEV_STAMP) ## record what the kernels take now as their budgets (after an edit of a kernel)
+	@$(BIN)/python -m pagekv.kernels.compile_gate --update
+
 # --- checks
 
 .PHONY: lint
