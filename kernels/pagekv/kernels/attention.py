@@ -22,6 +22,7 @@ from pagekv.kernels.launcher import Launcher
 from pagekv.kernels.params import BLOCK_COPY, CACHE_WRITE, DECODE, MERGE, PREFILL, fill
 from pagekv.kernels.step_plan import StepPlan
 from pagekv.kernels.variants import BLOCK_SIZES, UnsupportedVariant, Variant
+from pagekv.kernels.work_plan import MOST_FUSED_PARTIALS
 
 LAYOUT_AXES = ("num_blocks", "num_layers", "2", "block_size", "num_kv_heads", "head_size")
 MAX_GROUP_SIZE = 64
@@ -198,6 +199,7 @@ class PagedAttention:
             return
         self._check_rows("query", query, plan, self.num_heads)
         self._check_rows("out", out, plan, self.num_heads)
+        fused = plan.most_partials <= MOST_FUSED_PARTIALS
         partial_out = plan.scratch
         partial_state = partial_out + plan.num_partials * self.num_heads * self.variant.head_size * 4
         self._launch(
@@ -207,13 +209,15 @@ class PagedAttention:
                 DECODE,
                 context_lens=plan.context_lens,
                 items=plan.decode_items,
+                merges=plan.merge_items,
+                arrivals=plan.arrivals if fused else 0,
                 partial_out=partial_out,
                 partial_state=partial_state,
                 num_items=plan.num_decode_items,
                 **self._attention_values(layer, query, out, plan),
             ),
         )
-        if plan.num_merge_items:
+        if plan.num_merge_items and not fused:
             self._launch(
                 "pagekv_merge",
                 geometry.merge(self.variant, plan.num_merge_items, self.num_heads),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pagekv.kernels.prefill_plan import THREADS, prefill_tile
 from pagekv.kernels.variants import Variant
+from pagekv.kernels.work_plan import MAX_BLOCKS, decode_tile
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,16 @@ def block_copy(num_pairs: int, block_bytes: int) -> Geometry:
 
 
 def decode(variant: Variant, num_items: int, num_heads: int, num_kv_heads: int) -> Geometry:
-    """One thread block a work item and KV head."""
-    return Geometry((num_items, num_kv_heads, 1), 128, 0)
+    """One thread block an item, KV head and tile of its query heads, the KV heads of an item being neighbours; beyond
+    MAX_BLOCKS a thread block goes on to further items."""
+    tile = decode_tile(variant)
+    blocks = num_items * num_kv_heads * -(-num_heads // num_kv_heads // tile.rows)
+    return Geometry((min(blocks, MAX_BLOCKS), 1, 1), tile.threads, tile.shared_bytes)
 
 
 def merge(variant: Variant, num_items: int, num_heads: int) -> Geometry:
-    """One thread block a row and query head."""
-    return Geometry((num_items, num_heads, 1), 64, 0)
+    """One thread block a row and query head; a warp has 16 dims."""
+    return Geometry((num_items, num_heads, 1), variant.head_size * 2, 0)
 
 
 def prefill(variant: Variant, num_items: int, num_heads: int, num_kv_heads: int) -> Geometry:

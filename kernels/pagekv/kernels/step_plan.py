@@ -20,7 +20,7 @@ import numpy as np
 
 from pagekv.kernels.prefill_plan import prefill_items, prefill_tile
 from pagekv.kernels.variants import Variant
-from pagekv.kernels.work_plan import decode_work
+from pagekv.kernels.work_plan import arrivals_of_merge, decode_work, most_partials
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -84,6 +84,8 @@ class StepPlan:
     num_merge_items: int
     num_prefill_items: int
     num_partials: int
+    most_partials: int
+    """Of one row."""
     query_start: int
     context_lens: int
     block_tables: int
@@ -91,6 +93,7 @@ class StepPlan:
     positions: int
     decode_items: int
     merge_items: int
+    arrivals: int
     prefill_items: int
     scratch: int
     """Address of float32 [num_partials, num_heads, head_size + 2] words: see `attention.scratch_bytes`."""
@@ -130,6 +133,7 @@ SECTIONS = (
     "positions",
     "decode_items",
     "merge_items",
+    "arrivals",
     "prefill_items",
 )
 SKIPPED_BELOW_ZERO = ("slots", "decode_items", "merge_items", "prefill_items")
@@ -185,12 +189,16 @@ def plan_step(
         "positions": positions,
         "decode_items": work.items,
         "merge_items": work.merges,
+        "arrivals": np.zeros((len(work.merges), arrivals_of_merge(num_heads, num_kv_heads)), np.int32),
         "prefill_items": prefills,
         **{name: np.ascontiguousarray(array, np.int32) for name, array in (extra or {}).items()},
     }
     if capacity and work.num_partials > capacity.partials:
         raise ValueError(f"partials: {work.num_partials} do not fit the capacity of {capacity.partials}")
-    words, offsets = pack(arrays, capacity.shapes() if capacity else {})
+    shapes = capacity.shapes() if capacity else {}
+    if capacity:
+        shapes["arrivals"] = (capacity.merge_items, arrivals_of_merge(num_heads, num_kv_heads))
+    words, offsets = pack(arrays, shapes)
     return HostPlan(
         words,
         offsets,
@@ -202,6 +210,7 @@ def plan_step(
             "num_merge_items": capacity.merge_items if capacity else len(work.merges),
             "num_prefill_items": capacity.prefill_items if capacity else len(prefills),
             "num_partials": capacity.partials if capacity else work.num_partials,
+            "most_partials": most_partials(capacity.table_width * block_size) if capacity else work.most_partials,
         },
     )
 

@@ -1,4 +1,4 @@
-"""Work items of the decode and merge kernels."""
+"""Work of the decode kernel: its items, the merges of their partial results, and the sizes of its thread blocks."""
 
 from __future__ import annotations
 
@@ -7,32 +7,105 @@ from typing import Any
 
 import numpy as np
 
+from pagekv.kernels.variants import Variant
+
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 
-SPLIT_TOKENS = 512
-"""Keys a work item walks over: a row's keys are cut at absolute multiples of this, whatever else is in the batch."""
+SPLIT_TOKENS = 256
+"""Keys an item walks over: a row's keys are cut at absolute multiples of this, whatever else is in the batch, so that
+the bits of its result depend on the row alone. Small enough that 64 rows of 1k tokens fill a GPU even with one KV head."""
+
+MOST_FUSED_PARTIALS = 16
+"""Rows of at most so many splits are merged by the decode kernel itself, which saves a launch; a row's last thread block
+does it alone, which takes too long for more. Who merges changes no bit."""
+
+MAX_BLOCKS = 4096
+"""Thread blocks of a launch: some ten for each one that an H200 runs at a time. Beyond that a block takes several items,
+so that the padding of a captured graph costs nothing."""
+
+CHUNK_BYTES = 16
+MIN_ROWS = 16
+"""DecodeTile.rows of any variant is at least this."""
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """What a thread block of the decode kernel is (`src/decode.cuh` and the headers below it have the same figures)."""
+
+    tokens: int
+    """Keys of a tile; tiles begin at multiples of this."""
+    rows: int
+    """Most query heads of a thread block; KV heads with more of them are shared by several."""
+    threads: int
+    shared_bytes: int
+
+
+def decode_tile(variant: Variant) -> DecodeTile:
+    """The tile of a variant's decode kernel."""
+    head_size, fp32 = variant.head_size, variant.dtype == "float32"
+    row_bytes = head_size * variant.kv_element_bytes
+    tokens = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
+    warps = 4 if fp32 else tokens // 16
+    rows = 16 if fp32 else warps * 16
+    tile_bytes = 2 * tokens * _padded(row_bytes)
+    stages = min(65536 // (2 * tokens * row_bytes), 4)
+    if fp32:
+        behind_ring = rows * (head_size + tokens) * 4
+    else:
+        behind_ring = rows * _padded(head_size * 2)
+        if head_size <= 128 and behind_ring <= tile_bytes:
+            behind_ring = 0  # queries are in the ring until they are in registers
+    return DecodeTile(tokens, rows, warps * 32, SPLIT_TOKENS * 8 + stages * tile_bytes + behind_ring)
+
+
+def _padded(row_bytes: int) -> int:
+    """To an odd number of chunks, so that rows begin in different banks."""
+    return (row_bytes // CHUNK_BYTES | 1) * CHUNK_BYTES
+
+
+def most_partials(context_len: int) -> int:
+    """Partial results that a row of at most so many keys can have."""
+    splits = -(-context_len // SPLIT_TOKENS)
+    return splits if splits > 1 else 0
+
+
+def arrivals_of_merge(num_heads: int, num_kv_heads: int) -> int:
+    """Counters that the decode kernel needs for a merge: one for each KV head and thread block that shares it."""
+    return num_kv_heads * -(-num_heads // num_kv_heads // MIN_ROWS)
 
 
 @dataclass(frozen=True)
 class DecodeWork:
+    """Items of a step's decode rows."""
+
     items: Ints
-    """[n, 4]: row, sequence, split, partial (-1: the row has one split and its result goes straight out)."""
+    """[n, 4]: row, sequence, split, merge (-1: the row has one split and its result goes straight out)."""
     merges: Ints
-    """[m, 4]: row, first partial, number of partials, unused."""
+    """[m, 4]: row, first partial, number of partials, split of the first partial. A row's partials are neighbours."""
     num_partials: int
+    most_partials: int
+    """Of one row."""
 
 
 def decode_work(*, rows: Ints, sequences: Ints, context_lens: Ints, window: int = 0) -> DecodeWork:
-    """Items of the given decode rows, longest splits first. `window`: splits wholly before it are left out; 0: none."""
-    first = np.maximum(context_lens - window, 0) // SPLIT_TOKENS if window else np.zeros_like(context_lens)
+    """Items of the given decode rows (parallel arrays [R]), those with the most keys first, so that thread blocks which
+    start last are short.
+
+    `window`: splits wholly before it are left out; 0: none. A row without keys still has an item, which writes zeros.
+    """
+    oldest = np.maximum(context_lens - window, 0) if window else np.zeros_like(context_lens)
+    first = oldest // SPLIT_TOKENS
     splits = np.maximum(-(-context_lens // SPLIT_TOKENS) - first, 1)
-    partials = np.where(splits > 1, splits, 0)
+    merged = splits > 1
+    partials = np.where(merged, splits, 0)
     start = np.cumsum(partials) - partials
+    merge = np.where(merged, np.cumsum(merged) - 1, -1)
+
     owner = np.repeat(np.arange(len(rows)), splits)
-    nth = np.arange(len(owner)) - np.repeat(np.cumsum(splits) - splits, splits)
-    items = np.stack(
-        [rows[owner], sequences[owner], first[owner] + nth, np.where(splits[owner] > 1, start[owner] + nth, -1)], axis=1
-    ).astype(np.int32)
-    split_rows = splits > 1
-    merges = np.stack([rows, start, splits, np.zeros_like(rows)], axis=1)[split_rows].astype(np.int32)
-    return DecodeWork(items, merges, int(partials.sum()))
+    split = np.arange(len(owner)) - np.repeat(np.cumsum(splits) - splits - first, splits)
+    keys = np.minimum((split + 1) * SPLIT_TOKENS, context_lens[owner]) - np.maximum(split * SPLIT_TOKENS, oldest[owner])
+    order = np.argsort(-keys.astype(np.int16), kind="stable")  # of 16-bit integers this is a radix sort
+    owner, split = owner[order], split[order]
+    items = np.stack([rows[owner], sequences[owner], split, merge[owner]], axis=1).astype(np.int32)
+    merges = np.stack([rows, start, splits, first], axis=1)[merged].astype(np.int32)
+    return DecodeWork(items, merges, int(partials.sum()), int(partials.max(initial=0)))

@@ -43,16 +43,18 @@ struct BlockCopyParams {
     i32 num_pairs;
 };
 
-// One thread block: one work item (a split of one row's keys) for one KV head, all query heads of its group.
+// Work items (splits of one row's keys) times KV heads, all query heads of its group at a time; see work_plan.py.
 struct DecodeParams {
     const void* query;          // [T, H, D], rows query_stride apart
     void* out;                  // [T, H, D], rows out_stride apart
     const void* pool;
     const i32* block_tables;    // [S, table_stride]
     const i32* context_lens;    // [S] visible keys, those of this step included
-    const i32* items;           // [num_items, 4]: row, sequence, split, partial (see work_plan.py); row < 0: nothing to do
-    float* partial_out;         // [partials, H, D] unmerged results, normalised
-    float* partial_state;       // [partials, H, 2]: maximum logit and sum of exponentials, base 2
+    const i32* items;           // [num_items, 4]: row, sequence, split, merge (-1: none); row < 0: no item from here on
+    const i32* merges;          // [merges, 4]: row, first partial, partials, split of the first partial
+    u32* arrivals;              // [merges, G, head groups] zeros, and zeros again after the kernel; null: merge kernel
+    float* partial_out;         // [partials, H, D] sums of weighted values
+    float* partial_state;       // [partials, H, 2]: maximum logit and sum of weights, base 2
     const float* alibi_slopes;  // [H]; null: none
     i64 block_stride;
     i64 kv_stride;
@@ -76,7 +78,7 @@ struct MergeParams {
     void* out;                   // [T, H, D], rows out_stride apart
     const float* partial_out;    // as DecodeParams
     const float* partial_state;
-    const i32* items;            // [num_items, 4]: row, first partial, partials, unused; row < 0: nothing to do
+    const i32* items;            // [num_items, 4]: DecodeParams::merges; row < 0: nothing to do
     i64 out_stride;
     i32 num_items;
     i32 num_heads;
@@ -90,7 +92,7 @@ struct PrefillParams {
     const i32* block_tables;    // [S, table_stride]
     const i32* context_lens;    // [S]
     const i32* query_start;     // [S + 1] first row of each sequence; its last query sees context_lens[s] keys
-    const i32* items;           // [num_items, 4]: sequence, first query of the tile, unused, unused; sequence < 0: nothing
+    const i32* items;           // [num_items, 4]: sequence (< 0: nothing to do), first row, unused, unused; see prefill_plan.py
     const float* alibi_slopes;  // [H]; null: none
     i64 block_stride;
     i64 kv_stride;

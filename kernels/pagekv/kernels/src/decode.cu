@@ -1,0 +1,42 @@
+// Attention of rows that are one generated token each, over paged keys and values (split-KV flash decoding).
+//
+// Floor. Every visible key and value is read once: 2 * context * kv_heads * HEAD_SIZE * bytes per row, at memory speed;
+// nothing else counts. To keep a memory of B bytes/s with a latency of t busy, B * t bytes must be on their way: 4.8 TB/s
+// and a loaded microsecond are 36 KB on each of an H200's 132 SMs. Three thread blocks share an SM (72 KB of shared memory
+// each) and each keeps a tile of 64 tokens on its way, 32 KB of bf16 at head size 128, while it works on another.
+//
+// Shapes: params.cuh. Any group size (query heads a KV head), block sizes of powers of two, any strides between rows.
+// Work: one (row, split, KV head); a split is SPLIT_TOKENS keys. All query heads of the KV head are in one thread block,
+// so that keys and values are read once (more than BLOCK_ROWS heads: several neighbouring blocks, which find them in L2).
+// Grid: x walks over the work, KV head fastest, because the KV heads of a token are neighbours in memory and should be
+// read at the same time. Any grid size serves any amount of work: a block goes on to the work one grid further, until
+// there is none or a padded item comes (items behind one are not looked at), so that captured graphs need no exact size.
+// Threads: all copy tiles; what a warp computes is said in decode_mma.cuh (16-bit and fp8) and decode_fma.cuh (f32).
+// Shared memory: pool offsets of the split's blocks (a block id is read once, so paging costs two adds a row), then a ring
+// of STAGES tiles filled by cp.async, 16 bytes a copy, neighbouring threads on neighbouring chunks of a row; rows are
+// padded against bank conflicts (attention.cuh).
+//
+// Batch invariance. Keys are cut at absolute multiples of SPLIT_TOKENS and walked in tiles at absolute multiples of TILE
+// from position 0; which warp has which tokens follows from the group size; partial results are merged in position order;
+// what is wholly masked is an exact no-op. So the bits of a row's result are a function of its own query, keys and values
+// (and of window, scales and slopes) alone: not of the other rows, the order of the work, the grid, the physical blocks or
+// the block size.
+//
+// This replaces the mapping of the first PagedAttention kernel (thread group: query x key; warp: query x block; thread
+// block: query x sequence), which reads keys and values once for each query head and leaves most of a GPU idle when there
+// are fewer sequences than SMs.
+#include "types.cuh"
+#if PAGEKV_DTYPE == 0
+#include "decode_fma.cuh"
+#else
+#include "decode_mma.cuh"
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) pagekv_decode(const DecodeParams p) {
+    PAGEKV_DYNAMIC_SHARED(shared);
+    Work work;
+    for (i32 index = (i32)blockIdx.x; work.load(p, index, BLOCK_ROWS); index += (i32)gridDim.x) {
+        decode_work(p, work, shared);
+        __syncthreads();  // shared memory is free for the next work
+    }
+}

@@ -1,0 +1,153 @@
+// Decode with multiply-adds: f32 queries over f32 keys and values.
+//
+// A warp has whole query heads, warp, warp + 4, ... of the thread block's 16. Scores: a lane has a token and walks over
+// its dims, and one load of keys serves the warp's heads. Values: a lane has four dims (eight at head size 256) and walks
+// over the tokens, whose weights it finds in shared memory. Behind the ring lie queries [16][HEAD_SIZE] and weights
+// [16][TILE].
+#pragma once
+#include "decode.cuh"
+
+constexpr int WARPS = 4;
+constexpr int THREADS = WARPS * 32;
+constexpr int BLOCK_ROWS = 16;  // most query heads of a thread block
+constexpr int BLOCKS_PER_SM = 3;
+constexpr int WARP_ROWS = BLOCK_ROWS / WARPS;
+constexpr int PIECES = HEAD_SIZE / 4;
+constexpr int LANE_PIECES = (PIECES + 31) / 32;
+constexpr int LANE_TOKENS = (TILE + 31) / 32;
+
+__device__ __forceinline__ float4 load4(const void* address) { return *(const float4*)address; }
+
+__device__ __forceinline__ void multiply_add(float (&sum)[4], float factor, float4 v) {
+    sum[0] += factor * v.x;
+    sum[1] += factor * v.y;
+    sum[2] += factor * v.z;
+    sum[3] += factor * v.w;
+}
+
+__device__ __forceinline__ void decode_work(const DecodeParams& p, const Work& work, u8* shared) {
+    i64* offsets = (i64*)shared;
+    u8* ring = shared + OFFSETS_BYTES;
+    float* queries = (float*)(ring + RING_BYTES);
+    float* weights = queries + BLOCK_ROWS * HEAD_SIZE;
+    const i32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+
+    const PagedRows rows = PagedRows::of(p, work.kv_head);
+    const Logits logits = Logits::of(p.scale, p.soft_cap, p.window, 1.0f);
+    const float* query = (const float*)p.query + work.row * p.query_stride + work.first_head * HEAD_SIZE;
+    for (i32 i = (i32)threadIdx.x; i < BLOCK_ROWS * PIECES; i += THREADS) {
+        const bool valid = i / PIECES < work.heads;
+        cp_async_16(queries + i * 4, query + (valid ? i * 4 : 0), valid);
+    }
+    load_split_offsets<THREADS>(p, rows, work, offsets);
+    const i32 context = p.context_lens[work.sequence];
+    const Span span = Span::of(logits, rows, work.split, context);
+    __syncthreads();  // the offsets are there
+
+    Softmax state[WARP_ROWS];
+    float out[WARP_ROWS][LANE_PIECES][4];
+    float slope[WARP_ROWS];
+#pragma unroll
+    for (int r = 0; r < WARP_ROWS; ++r) {
+        const i32 head = warp + r * WARPS;
+        state[r] = no_keys();
+        slope[r] = 0.0f;
+        if (PAGEKV_FEATURES && p.alibi_slopes != nullptr && head < work.heads)
+            slope[r] = p.alibi_slopes[work.first_head + head];
+#pragma unroll
+        for (int i = 0; i < LANE_PIECES; ++i)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) out[r][i][j] = 0.0f;
+    }
+
+    for_each_tile<THREADS>(
+        rows, offsets, span, ring, [] {},
+        [&](i32 tile, const u8* keys, const u8* values) {
+            if (warp >= work.heads) return;
+            float s[WARP_ROWS][LANE_TOKENS];
+#pragma unroll
+            for (int k = 0; k < LANE_TOKENS; ++k) {
+                const u8* row = keys + (lane + 32 * k) % TILE * KV_ROW_STRIDE;
+                float sums[WARP_ROWS][4];
+#pragma unroll
+                for (int r = 0; r < WARP_ROWS; ++r) sums[r][0] = sums[r][1] = sums[r][2] = sums[r][3] = 0.0f;
+#pragma unroll 4
+                for (i32 piece = 0; piece < PIECES; ++piece) {
+                    const float4 key = load4(row + piece * 16);
+#pragma unroll
+                    for (int r = 0; r < WARP_ROWS; ++r) {
+                        if (warp + r * WARPS >= work.heads) continue;
+                        const float4 q = load4(queries + (warp + r * WARPS) * HEAD_SIZE + piece * 4);
+                        sums[r][0] += q.x * key.x;
+                        sums[r][1] += q.y * key.y;
+                        sums[r][2] += q.z * key.z;
+                        sums[r][3] += q.w * key.w;
+                    }
+                }
+                const i32 position = tile * TILE + lane + 32 * k;
+                const bool visible = lane + 32 * k < TILE && position >= span.first && position < span.last;
+#pragma unroll
+                for (int r = 0; r < WARP_ROWS; ++r) {
+                    const float dot = (sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3]);
+                    s[r][k] = visible ? logits(dot, slope[r], position - (context - 1)) : -infinity();
+                }
+            }
+#pragma unroll
+            for (int r = 0; r < WARP_ROWS; ++r) {
+                const i32 head = warp + r * WARPS;
+                if (head >= work.heads) continue;
+                float maximum = state[r].maximum;
+#pragma unroll
+                for (int k = 0; k < LANE_TOKENS; ++k) maximum = fmaxf(maximum, s[r][k]);
+#pragma unroll
+                for (int lanes = 16; lanes > 0; lanes /= 2)
+                    maximum = fmaxf(maximum, __shfl_xor_sync(kFullWarp, maximum, lanes));
+                const float factor = weight(state[r].maximum, maximum), base = reference(maximum);
+                state[r].maximum = maximum;
+                state[r].sum *= factor;
+#pragma unroll
+                for (int k = 0; k < LANE_TOKENS; ++k) {
+                    const float w = exp2_approx(s[r][k] - base);
+                    state[r].sum += w;
+                    if (lane + 32 * k < TILE) weights[head * TILE + lane + 32 * k] = w;
+                }
+#pragma unroll
+                for (int i = 0; i < LANE_PIECES; ++i)
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) out[r][i][j] *= factor;
+            }
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < LANE_PIECES; ++i) {
+                const i32 piece = lane + 32 * i;
+                if (piece >= PIECES) continue;
+#pragma unroll 2
+                for (i32 token = 0; token < TILE; token += 4) {
+                    float4 v[4];
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) v[j] = load4(values + (token + j) * KV_ROW_STRIDE + piece * 16);
+#pragma unroll
+                    for (int r = 0; r < WARP_ROWS; ++r) {
+                        if (warp + r * WARPS >= work.heads) continue;
+                        const float4 w = load4(weights + (warp + r * WARPS) * TILE + token);
+                        multiply_add(out[r][i], w.x, v[0]);
+                        multiply_add(out[r][i], w.y, v[1]);
+                        multiply_add(out[r][i], w.z, v[2]);
+                        multiply_add(out[r][i], w.w, v[3]);
+                    }
+                }
+            }
+        });
+
+#pragma unroll
+    for (int r = 0; r < WARP_ROWS; ++r) {
+        const i32 head = warp + r * WARPS;
+        if (head >= work.heads) continue;
+#pragma unroll
+        for (int lanes = 16; lanes > 0; lanes /= 2) state[r].sum += __shfl_xor_sync(kFullWarp, state[r].sum, lanes);
+#pragma unroll
+        for (int i = 0; i < LANE_PIECES; ++i)
+            if (lane + 32 * i < PIECES) store_result(p, work, work.first_head + head, (lane + 32 * i) * 4, state[r], out[r][i]);
+    }
+    merge_if_last<THREADS>(p, work, (u32*)ring);
+}
