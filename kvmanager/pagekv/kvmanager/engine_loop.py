@@ -37,9 +37,10 @@ from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.eviction import make_order
 from pagekv.kvmanager.executor_client import AttachRefused, ExecutorLink, ExecutorLost
 from pagekv.kvmanager.introspection import EngineTotals, block_views, collect_stats, sequence_views
+from pagekv.kvmanager.live_requests import LiveRequests
 from pagekv.kvmanager.request import CacheIdentity, GenerateCommand, RequestStream
 from pagekv.kvmanager.scheduler import Scheduler
-from pagekv.kvmanager.sequence import LiveRequest, SequenceState, live_request
+from pagekv.kvmanager.sequence import LiveRequest
 from pagekv.kvmanager.steps_in_flight import StepsInFlight
 from pagekv.kvmanager.table_watch import TableWatch
 
@@ -60,16 +61,13 @@ class EngineLoop:
         self._manager_id = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._wake = asyncio.Event()
         self._ready = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._scheduler: Scheduler | None = None
         self._model: ModelInfo | None = None
         self._attached = False
         self._draining = False
         self._stopping = False
-        self._live: dict[str, LiveRequest] = {}
+        self._live = LiveRequests(config.priority_aging)
         self._in_flight = StepsInFlight()
-        self._arrivals = 0
         self._totals = EngineTotals()
         self._cache = CacheAdmin(config.limits.prefix_cache, config.max_pinned_share, self._wake.set)
         # The latest step committed left work to do.
@@ -147,7 +145,7 @@ class EngineLoop:
         )
         if old != model:
             log.warning("the executor changed", same_model=same, blocks=model.num_device_blocks, model=model.model_id)
-        for request in list(self._live.values()):
+        for request in self._live.all():
             width = request.command.sampling.beam_width
             if not (same and fits(request.command, model) and width <= max_running):
                 self._close(request)
@@ -169,8 +167,8 @@ class EngineLoop:
                     self._in_flight.pop()
                     self._totals.count(outcome, self._work_left)
                     for sequence in deliver(committed, outcome):
-                        self._forget_if_done(sequence.request)
-                    self._work_left = bool(self._live)
+                        self._live.forget_if_done(sequence.request)
+                    self._work_left = len(self._live) > 0
                 ahead = scheduler.schedule() if len(self._in_flight) < self._config.pipeline_depth else None
                 self._cache.border(self._totals.steps)
                 if ahead is not None:
@@ -220,11 +218,11 @@ class EngineLoop:
         self._draining = True
         try:
             async with asyncio.timeout(grace_s):
-                await self._idle.wait()
+                await self._live.idle.wait()
         except TimeoutError:
             log.warning("grace time over, aborting", requests=len(self._live))
-        for request_id in list(self._live):
-            self.abort(request_id)
+        for request in self._live.all():
+            self._abort(request)
         self._stopping = True
         self._cache.end(Unavailable("the manager is shutting down", RETRY_DELAY_S))
         self._wake.set()
@@ -276,16 +274,12 @@ class EngineLoop:
         assert model is not None
         identity = command.identity
         root = root_digest(model.model_fingerprint, identity.namespace, identity.adapter_id)
-        stream = RequestStream(command.request_id, command.n)
-        request = live_request(command, stream, self._arrivals, root, self._config.priority_aging)
-        self._arrivals += 1
+        request = self._live.enter(command, root)
         self._totals.requests += 1
-        self._live[command.request_id] = request
         self._cache.note_request(identity)
-        self._idle.clear()
         scheduler.add(request)
         self._wake.set()
-        return stream
+        return request.stream
 
     def abort(self, request_id: str) -> bool:
         """Ends a request; its stream gets finish ABORT. False when it is not live. Its blocks are back at once."""
@@ -297,13 +291,9 @@ class EngineLoop:
 
     def cancel(self, stream: RequestStream) -> None:
         """The reader is gone: ends its request as `abort` does, and never another one that has its id by now."""
-        request = self._request_of(stream)
+        request = self._live.of(stream)
         if request is not None:
             self._abort(request)
-
-    def _request_of(self, stream: RequestStream) -> LiveRequest | None:
-        request = self._live.get(stream.request_id)
-        return request if request is not None and request.stream is stream else None
 
     def _abort(self, request: LiveRequest) -> None:
         self._totals.aborted += 1
@@ -313,10 +303,10 @@ class EngineLoop:
 
     def stop_sequence(self, stream: RequestStream, index: int) -> None:
         """The reader found a stop string: ends one sequence quietly; nothing more is pushed for it."""
-        request = self._request_of(stream)
+        request = self._live.of(stream)
         if request is not None and self._scheduler is not None:
             self._scheduler.finish(request.sequences[index])
-            self._forget_if_done(request)
+            self._live.forget_if_done(request)
             self._wake.set()
 
     def _close(self, request: LiveRequest) -> None:
@@ -324,14 +314,8 @@ class EngineLoop:
         if self._scheduler is not None:
             for sequence in request.sequences:
                 self._scheduler.finish(sequence)
-        self._forget_if_done(request)
+        self._live.forget_if_done(request)
         self._wake.set()
-
-    def _forget_if_done(self, request: LiveRequest) -> None:
-        if all(sequence.state is SequenceState.FINISHED for sequence in request.sequences):
-            self._live.pop(request.command.request_id, None)
-            if not self._live:
-                self._idle.set()
 
     # -- views
 
@@ -354,7 +338,7 @@ class EngineLoop:
     def pin_prefix(self, token_ids: list[int], identity: CacheIdentity, lease_s: int) -> PinResult:
         """Keeps what is cached of a prompt for a while. Raises LimitExceeded, Unavailable."""
         self._serving()
-        return self._cache.pin(token_ids, identity, lease_s, (request.command for request in self._live.values()))
+        return self._cache.pin(token_ids, identity, lease_s, self._live.commands())
 
     def unpin_prefix(self, pin_id: str) -> int:
         """Ends a pin; tokens it held, 0 when there is no such pin. Raises Unavailable before the first attachment."""
@@ -389,8 +373,7 @@ class EngineLoop:
     def check_integrity(self) -> None:
         """Recomputes every counter from scratch; raises InvariantError."""
         scheduler = self._serving()
-        sequences = (s for request in self._live.values() for s in request.sequences)
-        scheduler.check_integrity(sequences, self._cache.pins.tables())
+        scheduler.check_integrity(self._live.sequences(), self._cache.pins.tables())
 
     def _serving(self) -> Scheduler:
         if self._scheduler is None:

@@ -1,0 +1,65 @@
+"""The requests that have not ended, by id: how each enters, is found by its reader, and is forgotten. No scheduling."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from pagekv.kvmanager.request import GenerateCommand, RequestStream
+from pagekv.kvmanager.sequence import LiveRequest, Sequence, SequenceState, live_request
+
+
+class LiveRequests:
+    """A request is in here from `enter` until every sequence of it has finished. Used by the engine loop alone."""
+
+    def __init__(self, priority_aging: int) -> None:
+        """`priority_aging` as `live_request` takes it."""
+        self._priority_aging = priority_aging
+        self._requests: dict[str, LiveRequest] = {}
+        self._arrivals = 0
+        # Set while there is none.
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def all(self) -> list[LiveRequest]:
+        """In the order they came; a list of its own, so that they may be closed on the way."""
+        return list(self._requests.values())
+
+    def commands(self) -> Iterable[GenerateCommand]:
+        """What was asked for by each."""
+        return (request.command for request in self._requests.values())
+
+    def sequences(self) -> Iterable[Sequence]:
+        """Every sequence of every request, finished ones included."""
+        return (sequence for request in self._requests.values() for sequence in request.sequences)
+
+    def enter(self, command: GenerateCommand, root: bytes) -> LiveRequest:
+        """A request whose id is free; `root` is the parent digest of its first block."""
+        stream = RequestStream(command.request_id, command.n)
+        request = live_request(command, stream, self._arrivals, root, self._priority_aging)
+        self._arrivals += 1
+        self._requests[command.request_id] = request
+        self.idle.clear()
+        return request
+
+    def get(self, request_id: str) -> LiveRequest | None:
+        """The live request of this id."""
+        return self._requests.get(request_id)
+
+    def of(self, stream: RequestStream) -> LiveRequest | None:
+        """The live request that this reader reads; never another one that has its id by now."""
+        request = self._requests.get(stream.request_id)
+        return request if request is not None and request.stream is stream else None
+
+    def forget_if_done(self, request: LiveRequest) -> None:
+        """To be called whenever a sequence of it has finished."""
+        if all(sequence.state is SequenceState.FINISHED for sequence in request.sequences):
+            self._requests.pop(request.command.request_id, None)
+            if not self._requests:
+                self.idle.set()
