@@ -45,9 +45,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) pagekv_prefill(const Pr
     stream.first_key = logits.first_visible(rows.position(0));
     stream.end_key = rows.position(rows.count - 1) + 1;
     stream.start();
-    put_row(rows, p.alibi_slopes, shared);
+    Row* const table = (Row*)(shared + ROWS);
+    put_row(rows, p.alibi_slopes, table);
     __syncthreads();
-    load_queries(rows, p.query, p.query_stride, shared);  // in one group with the first half
+    load_queries(rows, table, p.query, p.query_stride, shared);  // in one group with the first half
 #pragma unroll
     for (int half = 0; half < STAGES - 1; ++half) stream.issue(2 * stream.first_tile() + half, half);
 

@@ -105,7 +105,7 @@ struct WarpRows {
             for (int mask = 16; mask > 0; mask /= 2) total += __shfl_xor_sync(kFullWarp, total, mask);
             const float scale = value_scale * normaliser(total);
             if (row_of_warp + i >= all.count) continue;
-            float* const row = (float*)((u8*)to + all.offset(row_of_warp + i, stride));
+            float* const row = (float*)((u8*)to + all.offset(row_of_warp + i, rows[i].position, stride));
 #pragma unroll
             for (int n = 0; n < DIMS; ++n)
                 if (has_dim(n)) row[n * 32 + lane()] = out[i][n] * scale;

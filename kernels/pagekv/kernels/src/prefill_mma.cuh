@@ -188,7 +188,7 @@ struct WarpRows {
         for (int index = lane(); index < WARP_ROWS * CHUNKS; index += 32) {
             const i32 from = index / CHUNKS, byte = index % CHUNKS * CHUNK_BYTES;
             if (row_of_warp + from < all.count) {
-                *(Bytes16*)((u8*)to + all.offset(row_of_warp + from, stride) + byte) =
+                *(Bytes16*)((u8*)to + all.offset(row_of_warp + from, rows[from].position, stride) + byte) =
                     *(const Bytes16*)(staged + from * ROW_STRIDE + byte);
             }
         }

@@ -40,39 +40,55 @@ struct QueryRows {
     i32 count;     // rows of the tile that exist, 1 to TILE_ROWS
 
     __device__ __forceinline__ i32 position(i32 row) const { return past + (first + row) / group; }
-    __device__ __forceinline__ i32 query_head(i32 row) const { return head + (first + row) % group; }
 
-    // Of a row in a tensor [T, H, D] with `stride` elements from one token to the next, in bytes.
-    __device__ __forceinline__ i64 offset(i32 row, i64 stride) const {
-        const i32 query = (first + row) / group, lane = (first + row) % group;
-        return ((token + query) * stride + (i64)(head + lane) * HEAD_SIZE) * ELEMENT_BYTES;
+    // Of a row at `position` in a tensor [T, H, D] with `stride` elements from one token to the next, in bytes.
+    __device__ __forceinline__ i64 offset(i32 row, i32 position, i64 stride) const {
+        const i32 query = position - past;
+        return ((token + query) * stride + (i64)(head + first + row - query * group) * HEAD_SIZE) * ELEMENT_BYTES;
     }
 };
 
-// What a row's logits depend on beside its query. Kept in shared memory, because registers are short.
+// What depends on a row alone. Kept in shared memory, because registers are short and divisions long.
 struct alignas(8) Row {
     i32 position;
     float slope;
 };
 static_assert(TILE_ROWS <= THREADS, "a thread for each row");
 
-__device__ __forceinline__ void put_row(const QueryRows& rows, const float* slopes, u8* shared) {
+__device__ __forceinline__ void put_row(const QueryRows& rows, const float* slopes, Row* table) {
     const i32 row = (i32)threadIdx.x;
     if (row >= TILE_ROWS) return;
-    Row made = {rows.position(row), 0.0f};
-    if (PAGEKV_FEATURES && slopes != nullptr && row < rows.count) made.slope = slopes[rows.query_head(row)];
-    ((Row*)(shared + ROWS))[row] = made;
+    const i32 position = rows.position(row);
+    float slope = 0.0f;
+    if (PAGEKV_FEATURES && slopes != nullptr && row < rows.count) {
+        slope = slopes[rows.head + rows.first + row - (position - rows.past) * rows.group];
+    }
+    table[row] = {position, slope};
 }
 
+// How threads share the copies of rows of CHUNKS chunks: PER_ROW neighbours take neighbouring chunks of one row. A power
+// of two, so that a thread's rows and chunks are its first ones plus constants.
+template <int CHUNKS> struct Copies {
+    static constexpr int PER_ROW = (CHUNKS & -CHUNKS) < THREADS ? (CHUNKS & -CHUNKS) : THREADS;
+    static constexpr int ROWS_AT_ONCE = THREADS / PER_ROW;
+
+    static __device__ __forceinline__ i32 first_row() { return (i32)threadIdx.x / PER_ROW; }
+    static __device__ __forceinline__ i32 first_byte() { return (i32)threadIdx.x % PER_ROW * CHUNK_BYTES; }
+};
+
 // Starts copying the tile's queries to shared memory; rows that do not exist become zeros.
-__device__ __forceinline__ void load_queries(const QueryRows& rows, const void* query, i64 stride, u8* shared) {
-    constexpr int CHUNKS = ROW_BYTES / CHUNK_BYTES;
-    static_assert(TILE_ROWS * CHUNKS % THREADS == 0, "every round is full");
+__device__ __forceinline__ void load_queries(const QueryRows& rows, const Row* table, const void* query, i64 stride,
+                                             u8* shared) {
+    using Mine = Copies<ROW_BYTES / CHUNK_BYTES>;
 #pragma unroll 4
-    for (int index = (i32)threadIdx.x; index < TILE_ROWS * CHUNKS; index += THREADS) {
-        const i32 row = index / CHUNKS, byte = index % CHUNKS * CHUNK_BYTES;
+    for (i32 row = Mine::first_row(); row < TILE_ROWS; row += Mine::ROWS_AT_ONCE) {
         const bool exists = row < rows.count;
-        cp_async_16(shared + row * ROW_STRIDE + byte, (const u8*)query + (exists ? rows.offset(row, stride) + byte : 0), exists);
+        const u8* const from = (const u8*)query + (exists ? rows.offset(row, table[row].position, stride) : 0);
+#pragma unroll
+        for (int byte = 0; byte < ROW_BYTES; byte += Mine::PER_ROW * CHUNK_BYTES) {
+            const i32 at = byte + Mine::first_byte();
+            cp_async_16(shared + row * ROW_STRIDE + at, from + at, exists);
+        }
     }
 }
 
@@ -82,6 +98,8 @@ __device__ __forceinline__ void load_queries(const QueryRows& rows, const void* 
 // Paging adds no wait: the block table is read two tiles ahead and addresses are made one tile ahead, a key by a thread,
 // so that loads find them in shared memory.
 struct KeyStream {
+    static constexpr i64 NOWHERE = 1;  // odd, as no address of a key is: zeros take its place, and nothing is read
+
     PagedRows rows;
     const i32* table;
     u8* shared;
@@ -92,8 +110,8 @@ struct KeyStream {
 
     __device__ __forceinline__ i32 first_tile() const { return first_key / TILE_KEYS; }
     __device__ __forceinline__ i32 end_tile() const { return (end_key + TILE_KEYS - 1) / TILE_KEYS; }
-    __device__ __forceinline__ const u8** addresses(i32 tile) const {
-        return (const u8**)(shared + ADDRESSES) + (tile & 1) * TILE_KEYS;
+    __device__ __forceinline__ i64* addresses(i32 tile) const {
+        return (i64*)(shared + ADDRESSES) + (tile & 1) * TILE_KEYS;
     }
     __device__ __forceinline__ i32 block_of_thread(i32 tile) const {
         const i32 key = tile * TILE_KEYS + (i32)threadIdx.x;
@@ -102,7 +120,7 @@ struct KeyStream {
     __device__ __forceinline__ void put_address(i32 tile, i32 block) const {
         const i32 key = tile * TILE_KEYS + (i32)threadIdx.x;
         addresses(tile)[threadIdx.x] =
-            block < 0 ? nullptr : rows.keys + rows.block_offset(block) + rows.slot_offset(key);
+            block < 0 ? NOWHERE : (i64)rows.keys + rows.block_offset(block) + rows.slot_offset(key);
     }
 
     // Addresses of the first two tiles. To be followed by a barrier.
@@ -122,19 +140,17 @@ struct KeyStream {
 
     // Starts the loads of a half, as one group of copies (empty past the last).
     __device__ __forceinline__ void issue(i32 half, i32 into) const {
-        constexpr int CHUNKS = KV_ROW_BYTES / CHUNK_BYTES;
-        constexpr int TOTAL = TILE_KEYS * CHUNKS;
-        if (half < 2 * end_tile()) {
-            const u8* const* const from = addresses(half / 2);
-            const i64 values = half % 2 ? rows.values : 0;
-            u8* const to = shared + RING + into * SLOT_BYTES;
+        using Mine = Copies<KV_ROW_BYTES / CHUNK_BYTES>;
+        if (half < 2 * end_tile() && (Mine::ROWS_AT_ONCE <= TILE_KEYS || Mine::first_row() < TILE_KEYS)) {
+            const i64* const from = addresses(half / 2) + Mine::first_row();
+            const i64 offset = (half % 2 ? rows.values : 0) + Mine::first_byte();
+            u8* const to = shared + RING + into * SLOT_BYTES + Mine::first_row() * SLOT_STRIDE + Mine::first_byte();
 #pragma unroll
-            for (int round = 0; round < (TOTAL + THREADS - 1) / THREADS; ++round) {
-                const i32 index = round * THREADS + (i32)threadIdx.x;
-                const i32 row = index / CHUNKS, byte = index % CHUNKS * CHUNK_BYTES;
-                if (TOTAL % THREADS == 0 || index < TOTAL) {
-                    const u8* const key = from[row];
-                    cp_async_16(to + row * SLOT_STRIDE + byte, key + values + byte, key != nullptr);
+            for (int row = 0; row < TILE_KEYS; row += Mine::ROWS_AT_ONCE) {
+                const i64 address = from[row];
+#pragma unroll
+                for (int byte = 0; byte < KV_ROW_BYTES; byte += Mine::PER_ROW * CHUNK_BYTES) {
+                    cp_async_16(to + row * SLOT_STRIDE + byte, (const u8*)(address + offset) + byte, (address & 1) == 0);
                 }
             }
         }

@@ -34,9 +34,12 @@ __device__ __forceinline__ void cp_async_16(void* shared, const void* global, bo
 #ifdef PAGEKV_HOST
     host_ptx::cp_async(shared, global, valid);
 #else
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
-                 "r"(valid ? 16 : 0)
-                 : "memory");
+    // As a predicate, not as a size of 0: a size costs instructions that allow for those between 0 and 16.
+    asm volatile(
+        "{\n.reg .pred ignore;\nsetp.eq.u32 ignore, %2, 0;\n"
+        "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, ignore;\n}" ::"r"(shared_address(shared)),
+        "l"(global), "r"(static_cast<u32>(valid))
+        : "memory");
 #endif
 }
 
