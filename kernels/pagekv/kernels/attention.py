@@ -26,6 +26,8 @@ from pagekv.kernels.work_plan import MOST_FUSED_PARTIALS
 
 LAYOUT_AXES = ("num_blocks", "num_layers", "2", "block_size", "num_kv_heads", "head_size")
 MAX_GROUP_SIZE = 64
+MAX_POOL_ROWS = 2**32
+"""The decode kernel numbers them with 32 bits; with 256 bytes a row that is a terabyte."""
 
 
 class Tensor(Protocol):
@@ -90,6 +92,11 @@ class PagedAttention:
             raise ValueError(f"pool: must be of the variant's {variant.kv_dtype}, got {dtype_name(pool)}")
         if self.block_size not in BLOCK_SIZES:
             raise UnsupportedVariant(f"block_size: must be a power of two from 1 to 256, got {self.block_size}")
+        rows = self.num_blocks * self.num_layers * 2 * self.block_size
+        if rows > MAX_POOL_ROWS:
+            raise UnsupportedVariant(
+                f"pool: at most {MAX_POOL_ROWS} rows (a token's keys or values of a layer), got {rows}"
+            )
         if num_heads < 1 or num_heads % self.num_kv_heads:
             raise UnsupportedVariant(
                 f"num_heads: must be a multiple of the {self.num_kv_heads} KV heads of the pool, got {num_heads}"

@@ -13,15 +13,15 @@ Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 SPLIT_TOKENS = 256
 """Keys an item walks over: a row's keys are cut at absolute multiples of this, whatever else is in the batch, so that
-the bits of its result depend on the row alone. Small enough that 64 rows of 1k tokens fill a GPU even with one KV head."""
+the bits of its result depend on the row alone. So small that 64 rows of 1k tokens fill a GPU even with one KV head."""
 
 MOST_FUSED_PARTIALS = 16
-"""Rows of at most so many splits are merged by the decode kernel itself, which saves a launch; a row's last thread block
-does it alone, which takes too long for more. Who merges changes no bit."""
+"""Rows of at most so many splits are merged by the decode kernel itself, which saves a launch; the last thread block of
+a row does it alone, which takes too long for more. Who merges changes no bit."""
 
 MAX_BLOCKS = 4096
-"""Thread blocks of a launch: some ten for each one that an H200 runs at a time. Beyond that a block takes several items,
-so that the padding of a captured graph costs nothing."""
+"""Thread blocks of a launch: some ten for each one that an H200 runs at a time. Beyond that a block takes several
+items, so that the padding of a captured graph costs nothing."""
 
 CHUNK_BYTES = 16
 MIN_ROWS = 16
@@ -55,7 +55,7 @@ def decode_tile(variant: Variant) -> DecodeTile:
         behind_ring = rows * _padded(head_size * 2)
         if head_size <= 128 and behind_ring <= tile_bytes:
             behind_ring = 0  # queries are in the ring until they are in registers
-    return DecodeTile(tokens, rows, warps * 32, SPLIT_TOKENS * 8 + stages * tile_bytes + behind_ring)
+    return DecodeTile(tokens, rows, warps * 32, SPLIT_TOKENS * 4 + stages * tile_bytes + behind_ring)
 
 
 def _padded(row_bytes: int) -> int:

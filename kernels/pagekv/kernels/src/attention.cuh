@@ -103,7 +103,7 @@ struct PagedRows {
         return rows;
     }
 
-    // Where block `id` begins, from `keys`. Kept in shared memory, so that a row's address costs one load and two adds.
+    // Where block `id` begins, from `keys`.
     __device__ __forceinline__ i64 block_offset(i32 id) const { return (i64)id * block_bytes; }
 
     __device__ __forceinline__ i32 logical_block(i32 position) const { return position >> block_size_log2; }
@@ -112,38 +112,3 @@ struct PagedRows {
         return (i64)(position & ((1 << block_size_log2) - 1)) * token_bytes;
     }
 };
-
-// Puts the pool offsets of logical blocks [first, last) of a sequence into shared memory, for load_tile. The caller
-// synchronises. `table`: the sequence's row of the block tables.
-template <int THREADS>
-__device__ __forceinline__ void load_block_offsets(const PagedRows& rows, const i32* table, i32 first, i32 last, i64* offsets) {
-    for (i32 i = first + (i32)threadIdx.x; i < last; i += THREADS) offsets[i - first] = rows.block_offset(table[i]);
-}
-
-// Starts copying the keys and values at positions [tile, tile + TOKENS) into shared memory. Rows outside
-// [first_valid, last_valid) become zeros and their blocks are not looked up. `offsets[b - first_block]`: where logical
-// block b begins. All THREADS threads take part; neighbours copy neighbouring chunks.
-template <int TOKENS, int THREADS>
-__device__ __forceinline__ void load_tile(const PagedRows& rows, const i64* offsets, i32 first_block, i32 tile, i32 first_valid,
-                                 i32 last_valid, u8* keys, u8* values) {
-    constexpr int CHUNKS = KV_ROW_BYTES / CHUNK_BYTES;
-    constexpr int ROUNDS = (TOKENS * CHUNKS + THREADS - 1) / THREADS;
-#pragma unroll
-    for (int round = 0; round < ROUNDS; ++round) {
-        i32 index = round * THREADS + (i32)threadIdx.x;
-        i32 token = index / CHUNKS, chunk = index % CHUNKS;
-        if constexpr (THREADS % CHUNKS == 0) {
-            token = round * (THREADS / CHUNKS) + (i32)threadIdx.x / CHUNKS;
-            chunk = (i32)threadIdx.x % CHUNKS;
-        }
-        if (TOKENS * CHUNKS % THREADS != 0 && index >= TOKENS * CHUNKS) break;
-        i32 position = tile + token;
-        bool valid = position >= first_valid && position < last_valid;
-        i64 offset = 0;
-        if (valid) offset = offsets[rows.logical_block(position) - first_block] + rows.slot_offset(position);
-        const u8* source = rows.keys + offset + chunk * CHUNK_BYTES;
-        u32 target = token * KV_ROW_STRIDE + chunk * CHUNK_BYTES;
-        cp_async_16(keys + target, source, valid);
-        cp_async_16(values + target, source + rows.values, valid);
-    }
-}

@@ -12,8 +12,8 @@
 // read at the same time. Any grid size serves any amount of work: a block goes on to the work one grid further, until
 // there is none or a padded item comes (items behind one are not looked at), so that captured graphs need no exact size.
 // Threads: all copy tiles; what a warp computes is said in decode_mma.cuh (16-bit and fp8) and decode_fma.cuh (f32).
-// Shared memory: pool offsets of the split's blocks (a block id is read once, so paging costs two adds a row), then a ring
-// of STAGES tiles filled by cp.async, 16 bytes a copy, neighbouring threads on neighbouring chunks of a row; rows are
+// Shared memory: places of the split's blocks (a block id is read once, and paging costs an add a row), then a ring of
+// STAGES tiles filled by cp.async, 16 bytes a copy, neighbouring threads on neighbouring chunks of a row; rows are
 // padded against bank conflicts (attention.cuh).
 //
 // Batch invariance. Keys are cut at absolute multiples of SPLIT_TOKENS and walked in tiles at absolute multiples of TILE

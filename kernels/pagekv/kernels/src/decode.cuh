@@ -11,8 +11,8 @@ constexpr int MAX_STAGES = 65536 / (2 * TILE * KV_ROW_BYTES);
 constexpr int STAGES = MAX_STAGES > 4 ? 4 : MAX_STAGES;  // a ring of about 64 KiB, so that three blocks share an SM
 static_assert(STAGES >= 2 && SPLIT_TOKENS % TILE == 0, "one tile in flight while one is used");
 
-// Dynamic shared memory: pool offsets of the split's blocks, then the ring of tiles (keys, values), then what a form adds.
-constexpr int OFFSETS_BYTES = SPLIT_TOKENS * 8;
+// Dynamic shared memory: places of the split's blocks, then the ring of tiles (keys, values), then what a form adds.
+constexpr int PLACES_BYTES = SPLIT_TOKENS * 4;
 constexpr int RING_BYTES = STAGES * 2 * TILE_BYTES;
 
 // One split of one row's keys, for the query heads of one KV head that this thread block serves.
@@ -51,7 +51,7 @@ struct Work {
 struct Span {
     i32 first, last;            // positions [first, last)
     i32 first_tile, last_tile;  // in units of TILE from position 0
-    i32 first_block;            // logical block of offsets[0]
+    i32 first_block;            // logical block of places[0]
 
     __device__ __forceinline__ static Span of(const Logits& logits, const PagedRows& rows, i32 split, i32 context) {
         Span span;
@@ -65,28 +65,77 @@ struct Span {
     }
 };
 
-// The split's part of the block table into shared memory. Which of its blocks are visible is not yet known, so that the
-// context length and the block ids arrive together; offsets made of ids past the context are never used.
-template <int THREADS>
-__device__ __forceinline__ void load_split_offsets(const DecodeParams& p, const PagedRows& rows, const Work& work,
-                                                   i64* offsets) {
-    const i32 first = rows.logical_block(work.split * SPLIT_TOKENS);
-    const i32 last = min(rows.logical_block((work.split + 1) * SPLIT_TOKENS - 1) + 1, p.table_stride);
-    load_block_offsets<THREADS>(rows, p.block_tables + (i64)work.sequence * p.table_stride, first, last, offsets);
-}
+// Where the split's rows are. Key rows of a KV head are token_bytes apart within a block, and so are those of neighbouring
+// blocks a whole number of times, so that a row's place is one 32-bit number: its address costs a load from shared memory,
+// an add and a multiply-add, whatever the block size.
+struct Places {
+    u64 keys;           // address of this thread's first chunk in the row at place 0
+    u64 values;         // bytes from a key row to its value row
+    u32 token_bytes;
+    u32 block_rows;     // places from a block to the next
+    i32 block_size_log2;
+    u32* of_block;      // shared, [SPLIT_TOKENS]: place of slot 0 of each of the split's blocks
+
+    __device__ __forceinline__ static Places of(const PagedRows& rows, u32* shared) {
+        Places places;
+        places.keys = (u64)rows.keys;
+        places.values = (u64)rows.values;
+        places.token_bytes = (u32)rows.token_bytes;
+        places.block_rows = (u32)(rows.block_bytes / CHUNK_BYTES) / (u32)(rows.token_bytes / CHUNK_BYTES);
+        places.block_size_log2 = rows.block_size_log2;
+        places.of_block = shared;
+        return places;
+    }
+
+    // Reads the split's part of the block table. Which of its blocks are visible is not yet known, so that the context
+    // length and the block ids arrive together; places made of ids past the context are never used.
+    template <int THREADS> __device__ __forceinline__ void load(const DecodeParams& p, const Work& work) const {
+        const i32 first = work.split * SPLIT_TOKENS >> block_size_log2;
+        const i32 last = min((((work.split + 1) * SPLIT_TOKENS - 1) >> block_size_log2) + 1, p.table_stride);
+        const i32* table = p.block_tables + (i64)work.sequence * p.table_stride;
+        for (i32 i = first + (i32)threadIdx.x; i < last; i += THREADS) of_block[i - first] = (u32)table[i] * block_rows;
+    }
+
+    // Starts copying the keys and values of a tile into shared memory; rows outside the span become zeros.
+    template <int THREADS> __device__ __forceinline__ void copy_tile(const Span& span, i32 tile, u8* target) const {
+        constexpr int CHUNKS = KV_ROW_BYTES / CHUNK_BYTES;
+        constexpr int ROUNDS = (TILE * CHUNKS + THREADS - 1) / THREADS;
+        const i32 slots = (1 << block_size_log2) - 1;
+        const i32 first_token = (i32)threadIdx.x / CHUNKS, first_chunk = (i32)threadIdx.x % CHUNKS;
+        u32 place[ROUNDS];
+#pragma unroll
+        for (int round = 0; round < ROUNDS; ++round) {
+            const i32 position = tile * TILE + token_of<THREADS>(round, first_token);
+            place[round] = of_block[(position >> block_size_log2) - span.first_block] + (position & slots);
+        }
+#pragma unroll
+        for (int round = 0; round < ROUNDS; ++round) {
+            if (TILE * CHUNKS % THREADS != 0 && round * THREADS + (i32)threadIdx.x >= TILE * CHUNKS) break;
+            const i32 token = token_of<THREADS>(round, first_token);
+            const i32 chunk = THREADS % CHUNKS == 0 ? first_chunk : (round * THREADS + (i32)threadIdx.x) % CHUNKS;
+            const bool valid = (u32)(tile * TILE + token - span.first) < (u32)(span.last - span.first);
+            const u64 source = keys + (u64)place[round] * token_bytes + chunk * CHUNK_BYTES;
+            u8* to = target + token * KV_ROW_STRIDE + chunk * CHUNK_BYTES;
+            cp_async_16(to, (const void*)source, valid);
+            cp_async_16(to + TILE_BYTES, (const void*)(source + values), valid);
+        }
+    }
+
+    // Token of the tile whose chunk this thread copies in a round; the last one where there is none left.
+    template <int THREADS> __device__ __forceinline__ static i32 token_of(int round, i32 first_token) {
+        constexpr int CHUNKS = KV_ROW_BYTES / CHUNK_BYTES;
+        if (THREADS % CHUNKS == 0) return round * (THREADS / CHUNKS) + first_token;
+        return min((round * THREADS + (i32)threadIdx.x) / CHUNKS, TILE - 1);
+    }
+};
 
 // Keeps STAGES - 1 tiles on their way. `step(tile, keys, values)` works on a tile of the span once it is there;
 // `begin()` runs when the copies that were started before this function are there. A tile's stage is filled again only
 // after a barrier that every warp passes when it is done with it.
 template <int THREADS, class Begin, class Step>
-__device__ __forceinline__ void for_each_tile(const PagedRows& rows, const i64* offsets, const Span& span, u8* ring,
-                                              Begin begin, Step step) {
+__device__ __forceinline__ void for_each_tile(const Places& places, const Span& span, u8* ring, Begin begin, Step step) {
     auto start = [&](i32 tile, i32 stage) {
-        if (tile < span.last_tile) {
-            u8* keys = ring + stage * 2 * TILE_BYTES;
-            load_tile<TILE, THREADS>(rows, offsets, span.first_block, tile * TILE, span.first, span.last, keys,
-                                     keys + TILE_BYTES);
-        }
+        if (tile < span.last_tile) places.copy_tile<THREADS>(span, tile, ring + stage * 2 * TILE_BYTES);
         cp_async_commit();
     };
 #pragma unroll

@@ -26,23 +26,23 @@ __device__ __forceinline__ void multiply_add(float (&sum)[4], float factor, floa
 }
 
 __device__ __forceinline__ void decode_work(const DecodeParams& p, const Work& work, u8* shared) {
-    i64* offsets = (i64*)shared;
-    u8* ring = shared + OFFSETS_BYTES;
+    u8* ring = shared + PLACES_BYTES;
     float* queries = (float*)(ring + RING_BYTES);
     float* weights = queries + BLOCK_ROWS * HEAD_SIZE;
     const i32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
     const PagedRows rows = PagedRows::of(p, work.kv_head);
+    const Places places = Places::of(rows, (u32*)shared);
     const Logits logits = Logits::of(p.scale, p.soft_cap, p.window, 1.0f);
     const float* query = (const float*)p.query + work.row * p.query_stride + work.first_head * HEAD_SIZE;
     for (i32 i = (i32)threadIdx.x; i < BLOCK_ROWS * PIECES; i += THREADS) {
         const bool valid = i / PIECES < work.heads;
         cp_async_16(queries + i * 4, query + (valid ? i * 4 : 0), valid);
     }
-    load_split_offsets<THREADS>(p, rows, work, offsets);
+    places.load<THREADS>(p, work);
     const i32 context = p.context_lens[work.sequence];
     const Span span = Span::of(logits, rows, work.split, context);
-    __syncthreads();  // the offsets are there
+    __syncthreads();  // the places are there
 
     Softmax state[WARP_ROWS];
     float out[WARP_ROWS][LANE_PIECES][4];
@@ -61,7 +61,7 @@ __device__ __forceinline__ void decode_work(const DecodeParams& p, const Work& w
     }
 
     for_each_tile<THREADS>(
-        rows, offsets, span, ring, [] {},
+        places, span, ring, [] {},
         [&](i32 tile, const u8* keys, const u8* values) {
             if (warp >= work.heads) return;
             float s[WARP_ROWS][LANE_TOKENS];

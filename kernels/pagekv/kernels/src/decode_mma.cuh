@@ -35,17 +35,17 @@ __device__ __forceinline__ void copy_queries(const DecodeParams& p, const Work& 
 }
 
 __device__ __forceinline__ void decode_work(const DecodeParams& p, const Work& work, u8* shared) {
-    i64* offsets = (i64*)shared;
-    u8* ring = shared + OFFSETS_BYTES;
+    u8* ring = shared + PLACES_BYTES;
     u8* query_rows = QUERY_IN_RING ? ring + (STAGES - 1) * 2 * TILE_BYTES : ring + RING_BYTES;
     const i32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const i32 row_tiles = work.heads <= 16 ? 1 : work.heads <= 32 ? 2 : 4, slices = WARPS / row_tiles;
     const i32 row_tile = warp % row_tiles, slice = warp / row_tiles;
 
     const PagedRows rows = PagedRows::of(p, work.kv_head);
+    const Places places = Places::of(rows, (u32*)shared);
     const Logits logits = Logits::of(p.scale, p.soft_cap, p.window, FP8_KV ? STORED_KEY_SCALE * p.k_scale : 1.0f);
     copy_queries(p, work, row_tiles * 16, query_rows);
-    load_split_offsets<THREADS>(p, rows, work, offsets);
+    places.load<THREADS>(p, work);
     const i32 context = p.context_lens[work.sequence];
     const Span span = Span::of(logits, rows, work.split, context);
     float slope[2] = {0.0f, 0.0f};
@@ -56,7 +56,7 @@ __device__ __forceinline__ void decode_work(const DecodeParams& p, const Work& w
             if (head < work.heads) slope[half] = p.alibi_slopes[work.first_head + head];
         }
     }
-    __syncthreads();  // the offsets are there
+    __syncthreads();  // the places are there
 
     Rows16 result;
     result.clear();
@@ -71,7 +71,7 @@ __device__ __forceinline__ void decode_work(const DecodeParams& p, const Work& w
         }
     };
     for_each_tile<THREADS>(
-        rows, offsets, span, ring,
+        places, span, ring,
         [&] {
             if constexpr (QUERY_IN_REGISTERS) {
 #pragma unroll
