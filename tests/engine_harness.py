@@ -14,6 +14,7 @@ from pagekv.kvmanager import engine_loop
 from pagekv.kvmanager.engine_config import EngineConfig
 from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.executor_client import Description, ExecutorLost
+from pagekv.kvmanager.failed_steps import Fault
 from pagekv.kvmanager.request import FinishReason, GenerateCommand, RequestStream, SamplingParams
 from pagekv.kvmanager.running import SchedulerLimits
 from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
@@ -44,6 +45,8 @@ class Bench:
         self.bend: Callable[[StepOutcome], StepOutcome] = lambda outcome: outcome
         # Every step is refused.
         self.broken = False
+        # A step with a sequence that begins like one of these ends the link, which says whose fault that was.
+        self.poison: dict[tuple[int, ...], Fault] = {}
         self.attaches: list[float] = []
         self.plans: list[StepPlan] = []
         self.link: Link | None = None
@@ -57,7 +60,7 @@ class Link:
         self.epoch = 0
         self._steps: deque[StepPlan] = deque()
         self._outcomes: deque[StepOutcome] = deque()
-        self._error: str | None = None
+        self._error: ExecutorLost | None = None
         self._executor = FakeExecutor(0, 1, VOCAB)
         bench.link = self
 
@@ -84,6 +87,10 @@ class Link:
             if self._bench.broken:
                 self.lose("refused")
                 return
+            for prompt, fault in self._bench.poison.items():
+                if any(tuple(live.tokens[: len(prompt)]) == prompt for live in self._executor.live.values()):
+                    self.lose("failed", fault)
+                    return
             if len(self._executor.live) > self._bench.description.max_sequences:
                 self.lose("more sequences than the executor holds")
                 return
@@ -93,19 +100,19 @@ class Link:
                 self._begin()
             self._wake()
 
-    def lose(self, reason: str = "killed") -> None:
-        self._error = reason
+    def lose(self, reason: str = "killed", fault: Fault = Fault.NONE) -> None:
+        self._error = ExecutorLost(reason, fault)
         self._wake()
 
     def take_outcome(self) -> StepOutcome | None:
         if self._outcomes:
             return self._outcomes.popleft()
         if self._error is not None:
-            raise ExecutorLost(self._error)
+            raise self._error
         return None
 
     async def close(self) -> None:
-        self._error = self._error or "closed"
+        self._error = self._error or ExecutorLost("closed")
 
 
 def config(**changes: object) -> EngineConfig:
@@ -118,6 +125,7 @@ def config(**changes: object) -> EngineConfig:
         priority_aging=256,
         pipeline_depth=2,
         step_timeout_s=5,
+        step_attempts=3,
         take_over=False,
         eviction_policy="slru",
         protected_share=0.2,

@@ -13,6 +13,7 @@ from pagekv.client.client import PageKVClient, Stream
 from pagekv.client.errors import (
     AlreadyExists,
     Cancelled,
+    ComputationFailed,
     ConnectionLost,
     DeadlineExceeded,
     FailedPrecondition,
@@ -69,6 +70,7 @@ __all__ = [
     "ChatMessage",
     "Chunk",
     "Completion",
+    "ComputationFailed",
     "ConnectionLost",
     "DeadlineExceeded",
     "EventBatch",

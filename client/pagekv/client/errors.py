@@ -17,6 +17,7 @@ from pagekv.common.errors import (
     ERROR_DOMAIN,
     STATUS_DETAILS_KEY,
     AlreadyExists,
+    ComputationFailed,
     FailedPrecondition,
     FellBehind,
     InvalidRequest,
@@ -33,6 +34,7 @@ from pagekv.common.errors import (
 __all__ = [
     "AlreadyExists",
     "Cancelled",
+    "ComputationFailed",
     "ConnectionLost",
     "DeadlineExceeded",
     "FailedPrecondition",
@@ -104,6 +106,7 @@ EXCEPTIONS: dict[tuple[grpc.StatusCode, str], Callable[[Failure], PageKVError]] 
     (grpc.StatusCode.FAILED_PRECONDITION, "FAILED_PRECONDITION"): lambda f: FailedPrecondition(f.message),
     (grpc.StatusCode.ABORTED, "STALE_EPOCH"): lambda f: StaleEpoch(f.message),
     (grpc.StatusCode.ABORTED, "FELL_BEHIND"): lambda f: FellBehind(f.message),
+    (grpc.StatusCode.INTERNAL, "COMPUTATION_FAILED"): lambda f: ComputationFailed(f.message),
     (grpc.StatusCode.UNIMPLEMENTED, "NOT_IMPLEMENTED"): lambda f: NotImplementedYet(f.message),
     (grpc.StatusCode.NOT_FOUND, ""): lambda f: NotFound(f.message),
     (grpc.StatusCode.UNAVAILABLE, ""): lambda f: _unavailable(f),

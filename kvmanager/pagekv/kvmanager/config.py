@@ -141,6 +141,14 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
         type=number(0.1, 3600),
         metavar="SECONDS",
     )
+    flag(
+        "step-attempts",
+        "epochs, 1 to 1000, that a request's step may fail in, with no token in between, before the request ends with "
+        "an error; an executor that is gone without a word counts a quarter",
+        default=3,
+        type=integer(1, 1000),
+        metavar="N",
+    )
     switch("take-over", "attach even while another manager drives the executor", default=False)
     flag(
         "grace-s",
@@ -173,6 +181,7 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
             priority_aging=args.priority_aging,
             pipeline_depth=args.pipeline_depth,
             step_timeout_s=args.step_timeout_s,
+            step_attempts=args.step_attempts,
             take_over=args.take_over,
             eviction_policy=args.eviction_policy,
             protected_share=args.protected_share,

@@ -25,6 +25,8 @@ class EngineConfig:
     pipeline_depth: int
     # A step without an answer for this long means the executor is lost.
     step_timeout_s: float
+    # Epochs that a request's step may fail in, with no token in between, before the request ends.
+    step_attempts: int
     # Attach even if another manager's stream lives.
     take_over: bool
     # One of eviction.POLICIES, and the share of the pool, 0 to 1, that `slru` protects at most.

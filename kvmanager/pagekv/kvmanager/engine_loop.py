@@ -36,6 +36,7 @@ from pagekv.kvmanager.engine_config import EngineConfig
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.eviction import make_order
 from pagekv.kvmanager.executor_client import AttachRefused, ExecutorLink, ExecutorLost
+from pagekv.kvmanager.failed_steps import FailedSteps, Fault
 from pagekv.kvmanager.introspection import EngineTotals, block_views, collect_stats, sequence_views
 from pagekv.kvmanager.live_requests import LiveRequests
 from pagekv.kvmanager.request import CacheIdentity, GenerateCommand, RequestStream
@@ -68,6 +69,7 @@ class EngineLoop:
         self._stopping = False
         self._live = LiveRequests(config.priority_aging)
         self._in_flight = StepsInFlight()
+        self._failed = FailedSteps(config.step_attempts)
         self._totals = EngineTotals()
         self._cache = CacheAdmin(config.limits.prefix_cache, config.max_pinned_share, self._wake.set)
         # The latest step committed left work to do.
@@ -91,8 +93,10 @@ class EngineLoop:
                 if isinstance(error, AttachRefused) and self._model is None:
                     raise
                 log.warning("no executor", executor=self._config.executor, reason=error, retry_s=delay)
+                self._give_up(error.fault if isinstance(error, ExecutorLost) else Fault.NONE)
             except InvariantError as error:
                 log.exception("broken invariant; opening a new epoch", reason=error)
+                self._give_up(Fault.STEP)
             finally:
                 self._detach()
                 await link.close()
@@ -166,6 +170,7 @@ class EngineLoop:
                     committed = scheduler.commit(plan, outcome)
                     self._in_flight.pop()
                     self._totals.count(outcome, self._work_left)
+                    self._failed.clear(plan, committed.sequences)
                     for sequence in deliver(committed, outcome):
                         self._live.forget_if_done(sequence.request)
                     self._work_left = len(self._live) > 0
@@ -188,9 +193,20 @@ class EngineLoop:
             while True:
                 await asyncio.sleep(min(1.0, timeout / 4))
                 if self._in_flight.waited_s() > timeout:
-                    raise ExecutorLost(f"no answer to a step for {timeout:g} s (--step-timeout-s)")
+                    raise ExecutorLost(f"no answer to a step for {timeout:g} s (--step-timeout-s)", Fault.STEP)
         finally:
             self._wake.set()
+
+    def _give_up(self, fault: Fault) -> None:
+        """An epoch is lost: ends the requests whose step was lost too often."""
+        plan = self._in_flight.oldest
+        if plan is None or self._scheduler is None or fault is Fault.NONE:
+            return
+        for request in self._failed.count(plan, self._scheduler.running, fault):
+            error = self._failed.error(request)
+            log.error("gave up a request", reason=error)
+            self._close(request)
+            request.stream.fail(error)
 
     def _detach(self) -> None:
         if self._attached:

@@ -10,7 +10,9 @@ from typing import cast
 
 import grpc
 
+from pagekv.common.errors import STATUS_DETAILS_KEY
 from pagekv.common.server import MAX_RECEIVE_BYTES
+from pagekv.kvmanager.failed_steps import Fault
 from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
 from pagekv.kvmanager.wire import step_outcome, step_request
 from pagekv.v1 import executor_service_pb2 as pb
@@ -23,6 +25,10 @@ ATTACH_TIMEOUT_S = 300.0
 
 class ExecutorLost(Exception):
     """The executor cannot be reached, refused a step, or did not answer in time: its epoch is over."""
+
+    def __init__(self, message: str, fault: Fault = Fault.NONE) -> None:
+        super().__init__(message)
+        self.fault = fault
 
 
 class AttachRefused(Exception):
@@ -68,7 +74,7 @@ class ExecutorLink:
         self._call: grpc.aio.StreamStreamCall[pb.StepRequest, pb.StepResult] | None = None
         self._reader: asyncio.Task[None] | None = None
         self._outcomes: deque[StepOutcome] = deque()
-        self._error: str | None = None
+        self._error: ExecutorLost | None = None
         self._eos: tuple[int, ...] = ()
         self._step = 0
         self.epoch = 0
@@ -115,13 +121,13 @@ class ExecutorLink:
         try:
             async for result in call:
                 if result.epoch != self.epoch:
-                    self._error = f"a result of epoch {result.epoch} in epoch {self.epoch}"
+                    self._error = ExecutorLost(f"a result of epoch {result.epoch} in epoch {self.epoch}")
                     break
                 self._outcomes.append(step_outcome(result))
                 self._wake()
-            self._error = self._error or "the executor closed the stream of steps"
+            self._error = self._error or ExecutorLost("the executor closed the stream of steps")
         except grpc.aio.AioRpcError as error:
-            self._error = _words(error, "Run")
+            self._error = ExecutorLost(_words(error, "Run"), _fault(error))
         self._wake()
 
     async def send(self, plan: StepPlan, timeout_s: float) -> None:
@@ -133,19 +139,20 @@ class ExecutorLink:
             async with asyncio.timeout(timeout_s):
                 await self._call.write(step_request(plan, self.epoch, self._step, self._eos))
         except TimeoutError as error:
-            raise ExecutorLost(f"the executor took in no step for {timeout_s:g} s (--step-timeout-s)") from error
+            what = f"the executor took in no step for {timeout_s:g} s (--step-timeout-s)"
+            raise ExecutorLost(what, Fault.STEP) from error
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             # The stream is over; the reader has the reason, at the latest a moment from now.
             if self._reader is not None:
                 await asyncio.wait([self._reader], timeout=1.0)
-            raise ExecutorLost(self._error or "the stream of steps broke") from error
+            raise self._error or ExecutorLost("the stream of steps broke") from error
 
     def take_outcome(self) -> StepOutcome | None:
         """The next outcome in step order, or None if there is none yet. Raises ExecutorLost after the last one."""
         if self._outcomes:
             return self._outcomes.popleft()
         if self._error is not None:
-            raise ExecutorLost(self._error)
+            raise self._error
         return None
 
     async def close(self) -> None:
@@ -160,6 +167,14 @@ class ExecutorLink:
 def _failure(error: grpc.aio.AioRpcError, method: str) -> ExecutorLost | AttachRefused:
     refused = error.code() == grpc.StatusCode.INVALID_ARGUMENT
     return (AttachRefused if refused else ExecutorLost)(_words(error, method))
+
+
+def _fault(error: grpc.aio.AioRpcError) -> Fault:
+    """What a broken stream of steps says of the step that was due."""
+    if error.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT):
+        return Fault.STEP
+    by_the_executor = any(key == STATUS_DETAILS_KEY for key, _ in error.trailing_metadata() or ())
+    return Fault.GONE if error.code() is grpc.StatusCode.UNAVAILABLE and not by_the_executor else Fault.NONE
 
 
 def _words(error: grpc.aio.AioRpcError, method: str) -> str:

@@ -24,6 +24,11 @@ class StepsInFlight:
     def __len__(self) -> int:
         return len(self._plans)
 
+    @property
+    def oldest(self) -> StepPlan | None:
+        """The step whose answer is due; None when nothing is in flight."""
+        return self._plans[0] if self._plans else None
+
     def add(self, plan: StepPlan) -> None:
         """A step that is about to be sent."""
         if not self._plans:

@@ -75,6 +75,10 @@ class FellBehind(PageKVError):
     """The reader of a stream took too little for too long; start again from the beginning."""
 
 
+class ComputationFailed(PageKVError):
+    """The model cannot compute the request: every attempt failed."""
+
+
 class NotImplementedYet(PageKVError):
     """The RPC is declared and not served by this version."""
 
@@ -99,6 +103,7 @@ STATUS_TABLE: dict[type[PageKVError], StatusRow] = {
     FailedPrecondition: StatusRow(grpc.StatusCode.FAILED_PRECONDITION, "FAILED_PRECONDITION"),
     StaleEpoch: StatusRow(grpc.StatusCode.ABORTED, "STALE_EPOCH"),
     FellBehind: StatusRow(grpc.StatusCode.ABORTED, "FELL_BEHIND"),
+    ComputationFailed: StatusRow(grpc.StatusCode.INTERNAL, "COMPUTATION_FAILED"),
     NotImplementedYet: StatusRow(grpc.StatusCode.UNIMPLEMENTED, "NOT_IMPLEMENTED"),
 }
 

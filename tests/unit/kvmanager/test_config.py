@@ -25,6 +25,7 @@ DEFAULTS = ManagerConfig(
         priority_aging=256,
         pipeline_depth=2,
         step_timeout_s=60.0,
+        step_attempts=3,
         take_over=False,
         eviction_policy="slru",
         protected_share=0.2,
@@ -55,6 +56,7 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
         "PAGEKV_MAX_QUEUE": "3",
         "PAGEKV_PIPELINE_DEPTH": "1",
         "PAGEKV_STEP_TIMEOUT_S": "2",
+        "PAGEKV_STEP_ATTEMPTS": "4",
         "PAGEKV_TAKE_OVER": "1",
         "PAGEKV_MAX_BATCH_TOKENS": "64",
         "PAGEKV_MAX_RUNNING": "5",
@@ -67,7 +69,7 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
         "PAGEKV_MAX_PINNED_SHARE": "0.75",
     }
     limits = SchedulerLimits(max_batch_tokens=64, max_running=5, watermark=0.25, prefix_cache=False, partial_hits=False)
-    engine = EngineConfig("executor:1", 256, 7, 100, 3, 5, 1, 2.0, True, "lru", 0.5, 0.75, limits)
+    engine = EngineConfig("executor:1", 256, 7, 100, 3, 5, 1, 2.0, 4, True, "lru", 0.5, 0.75, limits)
     expected = ManagerConfig("unix:/run/pagekv", "none", 0.5, "debug", "json", "/tmp/port", False, engine)
     assert parse_config([], env) == expected
     assert parse_config(["--max-queue", "9"], env).engine.max_queue == 9

@@ -1,0 +1,60 @@
+"""Whose steps fail again and again: a request that cannot be computed must not keep all others from running."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+
+from pagekv.common.errors import ComputationFailed
+from pagekv.kvmanager.sequence import LiveRequest, Sequence
+from pagekv.kvmanager.step_plan import StepPlan
+
+
+class Fault(Enum):
+    """What an epoch ended by, as an accusation of the step that was due: how many attempts it counts for."""
+
+    # The executor was stopped in order, or another manager took it over.
+    NONE = 0.0
+    # It is gone without a word. Most often somebody killed it, but a step can be what kills it each time.
+    GONE = 0.25
+    # It said that the step failed or breaks a rule, answered another one, or did not answer in time.
+    STEP = 1.0
+
+
+class FailedSteps:
+    """Counts, by request, attempts that failed in a row. A token of a request, or a decision of its beam search, clears
+    it: what moves on will end.
+    """
+
+    def __init__(self, most_attempts: int) -> None:
+        self._most = most_attempts
+        # Requests by identity: their ids may be used again.
+        self._attempts: dict[LiveRequest, float] = {}
+
+    def count(self, plan: StepPlan, running: Iterable[Sequence], fault: Fault) -> list[LiveRequest]:
+        """The step that was due was not answered; `running` are the sequences that held blocks then. Returns the
+        requests of the step that have had all their attempts, and forgets them.
+        """
+        took_part = {*plan.sampling.tolist(), *(new.handle for new in plan.new)}
+        for handle, tokens in zip(plan.scheduled_handles, plan.scheduled_tokens, strict=True):
+            (took_part.add if tokens else took_part.discard)(handle)
+        requests = {sequence.request for sequence in running if sequence.handle in took_part}
+        # Those that ended meanwhile, or were not in this step, are not looked at again.
+        self._attempts = {request: self._attempts.get(request, 0.0) + fault.value for request in requests}
+        spent = [request for request, attempts in self._attempts.items() if attempts >= self._most]
+        for request in spent:
+            del self._attempts[request]
+        return sorted(spent, key=lambda request: request.arrival)
+
+    def error(self, request: LiveRequest) -> ComputationFailed:
+        """What is told of a request that has had all its attempts. The reason stays in the logs: it may name others."""
+        return ComputationFailed(
+            f"request {request.command.request_id!r} could not be computed: its step failed {self._most} times with no "
+            "token in between; the logs of manager and executor have the reason"
+        )
+
+    def clear(self, plan: StepPlan, sequences: Iterable[Sequence]) -> None:
+        """A step was answered: `sequences` got a token each, the beams of `plan` their decision."""
+        if self._attempts:
+            for sequence in (*sequences, *plan.beams.values()):
+                self._attempts.pop(sequence.request, None)
