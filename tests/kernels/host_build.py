@@ -46,13 +46,20 @@ FLAGS = [
     "-ffp-contract=off",  # one rounding per operation, as the twins assume; kernels that want a fused one say fmaf
     *("-fsanitize=undefined", "-fsanitize-undefined-trap-on-error", "-ftrivial-auto-var-init=pattern"),
 ]
-SANITIZER_FLAGS = ["-fsanitize=address", "-fsanitize-recover=address", "-fno-omit-frame-pointer"]
+SANITIZER_FLAGS = [
+    *("-fsanitize=address", "-fsanitize-recover=address", "-fno-omit-frame-pointer"),
+    *("--param", "asan-instrumentation-with-call-threshold=1000000"),  # checks in line: their reports are host_cuda.h's
+]
 
 Edit = Callable[[str], str]
 
 
 class HostKernelError(RuntimeError):
     """A kernel that does what a GPU does not allow; the message says what and where."""
+
+
+class HostBuildError(RuntimeError):
+    """A kernel that g++ does not compile, or no g++; the message is the compiler's."""
 
 
 class _Launch(ctypes.Structure):
@@ -90,7 +97,7 @@ class HostLauncher:
         shared_bytes: int,
         params: Struct,
     ) -> None:
-        """Runs a kernel to its end. Raises HostKernelError, and AssertionError where it does not compile."""
+        """Runs a kernel to its end. Raises HostKernelError, and HostBuildError where it does not compile."""
         source = translation_unit(KERNELS[kernel].source)
         text = self.edit(source) if self.edit else source
         macros = tuple(f"-D{name}={value}" for name, value in KERNELS[kernel].macros_of(variant).items())
@@ -158,7 +165,8 @@ def _with_line(error: str, library: str) -> str:
 def compiler() -> tuple[str, str]:
     """Path and version of g++."""
     path = shutil.which("g++")
-    assert path, "g++ is missing: the tests that run kernels on the CPU need it (Debian, Ubuntu: apt-get install g++)"
+    if path is None:
+        raise HostBuildError("g++ is missing: tests run the kernels with it (Debian, Ubuntu: apt-get install g++)")
     version = subprocess.run([path, "-dumpfullversion", "-dumpmachine"], capture_output=True, text=True, check=True)
     return path, version.stdout.replace("\n", " ")
 
@@ -167,7 +175,7 @@ def compiler() -> tuple[str, str]:
 def load(text: str, kernel: str, macros: tuple[str, ...] = ()) -> ctypes.CDLL:
     """A kernel's library, compiled unless one of the same text and flags is in the cache.
 
-    Raises AssertionError with the compiler's messages where it does not compile.
+    Raises HostBuildError where it does not compile.
     """
     library = ctypes.CDLL(str(build(text, kernel, macros)))
     library.pagekv_host_launch.restype = ctypes.c_char_p
@@ -193,7 +201,8 @@ def build(text: str, kernel: str, macros: tuple[str, ...] = ()) -> Path:
             environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
             command = [path, *flags, "-o", made, source]
             result = subprocess.run(command, env=environment, capture_output=True, text=True)
-            assert result.returncode == 0, f"{kernel} does not compile with g++:\n{result.stderr}"
+            if result.returncode:
+                raise HostBuildError(f"{kernel} does not compile with g++:\n{result.stderr}")
             made.replace(library)  # at once, so that a test beside this one never loads half a file
     return library
 
@@ -203,7 +212,8 @@ def sanitizer_environment() -> dict[str, str]:
     path, _ = compiler()
     runtime = subprocess.run([path, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     library = Path(runtime.stdout.strip())
-    assert library.is_absolute(), "libasan is missing: it comes with g++ (Debian: libasan8, part of libgcc-12-dev)"
+    if not library.is_absolute():
+        raise HostBuildError("libasan is missing: it comes with g++ (Debian, Ubuntu: libgcc-dev depends on it)")
     options = {
         "detect_leaks": 0,  # Python's
         "halt_on_error": 0,  # an error ends the launch and not the process

@@ -158,6 +158,13 @@ inline void abandon() {
     if (run.current != nullptr) to_scheduler();
 }
 
+// Where in the library an instruction is, for host_build.py to find its line.
+inline size_t offset_of(const void* instruction) {
+    Dl_info library = {};
+    dladdr(instruction, &library);
+    return static_cast<const char*>(instruction) - static_cast<const char*>(library.dli_fbase);
+}
+
 // Signals on the fiber's own behalf: a trap of the undefined-behaviour checks, a wrong address, the time limit.
 inline void on_signal(int number, siginfo_t* info, void* context) {
     if (number == SIGVTALRM && !(run.running && pthread_equal(pthread_self(), run.owner))) {
@@ -175,21 +182,25 @@ inline void on_signal(int number, siginfo_t* info, void* context) {
 #if defined(__x86_64__)
         at = static_cast<ucontext_t*>(context)->uc_mcontext.gregs[REG_RIP];
 #endif
-        Dl_info library = {};
-        dladdr(reinterpret_cast<void*>(at), &library);
         const char* what = number == SIGILL ? "undefined behaviour (overflow, shift, misaligned access or array bound)"
                            : number == SIGFPE ? "division by zero"
                                               : "access to a wrong address";
         note("%s, address %p, at offset 0x%zx", what, info->si_addr,
-             static_cast<size_t>(at - reinterpret_cast<uintptr_t>(library.dli_fbase)));
+             offset_of(reinterpret_cast<void*>(at)));
     }
     to_scheduler();
 }
 
 #ifdef __SANITIZE_ADDRESS__
+// What the library's interceptors (memcpy) report.
 inline void on_address_error(const char* report) {
     const char* first = strstr(report, "ERROR: ");
     note("%.1500s", first ? first : report);
+}
+
+inline void bad_access(const char* what, const void* address, size_t bytes, const void* caller) {
+    PAGEKV_HOST_FAIL("AddressSanitizer: %s of %zu bytes at %p, which is not the launch's, at offset 0x%zx", what, bytes,
+                     address, offset_of(caller) - 1);
 }
 #endif
 
@@ -385,6 +396,7 @@ template <typename Params> const char* launch(void (*kernel)(Params), const Laun
 #ifdef __SANITIZE_ADDRESS__
     __asan_set_error_report_callback(on_address_error);
     __asan_unpoison_memory_region(run.stacks, run.threads.size() * kStride);  // fibers that were left
+    __asan_unpoison_memory_region(signal_stack, sizeof signal_stack);
 #endif
     run.running = true;
     gridDim = {launch.grid[0], launch.grid[1], launch.grid[2]};
@@ -405,6 +417,22 @@ template <typename Params> const char* launch(void (*kernel)(Params), const Laun
 }
 
 }  // namespace host_run
+
+#ifdef __SANITIZE_ADDRESS__
+// In place of the library's functions of these names, which would let a kernel go on and write where it must not.
+#define PAGEKV_HOST_REPORT(kind, bytes) \
+    extern "C" __attribute__((visibility("hidden"))) void __asan_report_##kind##bytes##_noabort(void* address) { \
+        host_run::bad_access(#kind, address, bytes, __builtin_return_address(0)); \
+    }
+#define PAGEKV_HOST_REPORTS(kind) \
+    PAGEKV_HOST_REPORT(kind, 1) PAGEKV_HOST_REPORT(kind, 2) PAGEKV_HOST_REPORT(kind, 4) PAGEKV_HOST_REPORT(kind, 8) \
+    PAGEKV_HOST_REPORT(kind, 16) \
+    extern "C" __attribute__((visibility("hidden"))) void __asan_report_##kind##_n_noabort(void* address, size_t bytes) { \
+        host_run::bad_access(#kind, address, bytes, __builtin_return_address(0)); \
+    }
+PAGEKV_HOST_REPORTS(load)
+PAGEKV_HOST_REPORTS(store)
+#endif
 
 #include "host_builtins.h"
 
