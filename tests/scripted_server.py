@@ -155,12 +155,17 @@ class _Servicer:
         raise AttributeError(method)
 
 
+MODEL = "f00d"
+
+
 def chunk(
     *token_ids: int, text: str | None = None, index: int = 0, prompt: int = 3, cached: int = 0, done: int = 0
 ) -> Any:
     """A GenerateResponse with a chunk; the text of token 7 is "t7 " unless given; `done` tokens came before."""
     return pb.GenerateResponse(
         request_id="req",
+        # As the real server, which says it in the first message of a call.
+        model_fingerprint="" if done else MODEL,
         chunk=pb.GenerateChunk(
             index=index,
             token_ids=token_ids,

@@ -75,6 +75,8 @@ class Generation:
         self._n = n
         self._received = _Received()
         self._any_chunk = False
+        # Of the model that generated what was received.
+        self._model_fingerprint = ""
         # Token ids of the prompt, known from the start or asked for when first needed.
         self._prompt_ids: list[int] | None = None
         if self._original.WhichOneof("input") == "tokenized":
@@ -134,11 +136,14 @@ class Generation:
         request.CopyFrom(self._original)
         request.tokenized.input_ids[:] = [*self._prompt_ids, *received.token_ids]
         request.resumed_tokens = len(received.token_ids)
+        # Another model would go on in other words: the server refuses that.
+        request.model_fingerprint = self._model_fingerprint
         return request
 
     def take(self, response: pb.GenerateResponse) -> Chunk | None:
         """A message of the stream; what the caller gets of it. The end of a sequence goes into `completions`."""
         self._interrupted_at, self._pause_s = None, FIRST_PAUSE_S
+        self._model_fingerprint = response.model_fingerprint or self._model_fingerprint
         if response.HasField("complete"):
             end = self._joined(wire.completion(response.request_id, response.complete))
             self.completions[end.index] = end

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagekv.common.errors import InvalidRequest
+from pagekv.common.errors import InvalidRequest, Unavailable
 from pagekv.kvmanager.engine import ModelInfo
 from pagekv.kvmanager.request import GenerateCommand
 
@@ -56,7 +56,11 @@ def check_output_fits(num_prompt: int, max_tokens: int, beam_width: int, model: 
 
 
 def check_fits(command: GenerateCommand, model: ModelInfo) -> None:
-    """Raises InvalidRequest unless a deployment can take the request to its end: it was read for another one, maybe."""
+    """Raises InvalidRequest unless a deployment can take the request to its end, and Unavailable when it was read for
+    another model: the executor may have come back as another one since.
+    """
+    if command.model_fingerprint not in ("", model.model_fingerprint):
+        raise Unavailable("the executor came back with another model while the request was read")
     sampling, total = command.sampling, total_tokens(command)
     check_output_fits(total - sampling.max_tokens, sampling.max_tokens, sampling.beam_width, model)
     if total > model.max_model_len:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from pagekv.kvmanager.engine import Engine
 from pagekv.kvmanager.request import FinishReason, GenerateCommand, RequestStream, TokenLogprobs
@@ -44,6 +45,8 @@ class Generation:
         # Of beam search nothing is known before its end.
         self._only_complete = only_complete or command.sampling.beam_width > 0
         self._eos = served.model.eos_token_ids
+        # Said once, in the first message.
+        self._fingerprint = served.model.model_fingerprint
         self._prompt_tokens = len(command.prompt_ids) - command.resumed_tokens
         prepared = StopStrings(stops)
         self._sequences = [_Sequence(SequenceOutput(command, prepared, served.tokenizer)) for _ in range(command.n)]
@@ -101,7 +104,7 @@ class Generation:
             cached_tokens=sequence.cached_tokens,
             logprobs=map(_position_logprobs, out.logprobs),
         )
-        return pb.GenerateResponse(request_id=self._command.request_id, chunk=chunk)
+        return self._response(chunk=chunk)
 
     def _complete(self, index: int, out: OutputDelta) -> pb.GenerateResponse:
         sequence = self._sequences[index]
@@ -122,7 +125,13 @@ class Generation:
             complete.stop_token_id = out.stop_token_id
         elif out.stop_string is not None:
             complete.stop_string = out.stop_string
-        return pb.GenerateResponse(request_id=self._command.request_id, complete=complete)
+        return self._response(complete=complete)
+
+    def _response(self, **event: pb.GenerateChunk | pb.GenerateComplete) -> pb.GenerateResponse:
+        fingerprint, self._fingerprint = self._fingerprint, ""
+        # Any: the stubs type each field of the oneof by itself.
+        fields: dict[str, Any] = {**event, "model_fingerprint": fingerprint}
+        return pb.GenerateResponse(request_id=self._command.request_id, **fields)
 
 
 def _position_logprobs(logprobs: TokenLogprobs) -> types_pb2.PositionLogprobs:

@@ -75,6 +75,8 @@ class GenerateCommand:
     resumed_tokens: int = 0
     identity: CacheIdentity = CacheIdentity()
     priority: int = 0
+    # Of the model it was read for; empty: any.
+    model_fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)

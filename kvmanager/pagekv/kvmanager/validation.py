@@ -7,7 +7,7 @@ import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pagekv.common.errors import InvalidRequest
+from pagekv.common.errors import FailedPrecondition, InvalidRequest
 from pagekv.kvmanager.beam_search import MAX_CANDIDATES
 from pagekv.kvmanager.capacity import check_output_fits, check_prompt_fits, longest_sequence
 from pagekv.kvmanager.engine import ModelInfo
@@ -50,10 +50,15 @@ _BEAM_ABSENT = ("seed", "stop", "logprobs", "logit_bias")
 async def read_generate(
     request: inference_service_pb2.GenerateRequest, model: ModelInfo, tokenizer: Tokenizer | None
 ) -> tuple[GenerateCommand, list[str]]:
-    """The command for the engine, and the stop strings, which are the edge's own matter. Raises InvalidRequest.
+    """The command for the engine, and the stop strings, which are the edge's own matter. Raises InvalidRequest,
+    or FailedPrecondition when the request is for another model.
 
     What costs little is checked first: a request that is wrong elsewhere is refused before its text is encoded.
     """
+    if request.model_fingerprint not in ("", model.model_fingerprint):
+        raise FailedPrecondition(
+            f"model_fingerprint: the model served is {model.model_fingerprint}, not {request.model_fingerprint[:64]}"
+        )
     request_id = request.request_id or f"req-{secrets.token_hex(12)}"
     check_request_id("request_id", request_id)
     _check("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
@@ -107,6 +112,7 @@ async def read_generate(
         resumed_tokens=resumed,
         identity=identity,
         priority=request.priority,
+        model_fingerprint=model.model_fingerprint,
     )
     return command, stops
 

@@ -28,6 +28,7 @@ class GenerateRequest(google.protobuf.message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     RESUMED_TOKENS_FIELD_NUMBER: builtins.int
     ONLY_COMPLETE_FIELD_NUMBER: builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Unique among running requests, 1 to 128 characters of [A-Za-z0-9._:-]. Empty: the server makes one."""
     text: builtins.str
@@ -43,6 +44,10 @@ class GenerateRequest(google.protobuf.message.Message):
     only_complete: builtins.bool
     """False or absent: stream chunks as tokens arrive. True: only the GenerateComplete of each sequence, as always with
     beam search.
+    """
+    model_fingerprint: builtins.str
+    """Refused with FAILED_PRECONDITION unless this is the fingerprint of the model served: what was generated before must
+    not be continued by another model. As GenerateResponse and GetModelInfoResponse say it. Empty: any model.
     """
     @property
     def tokenized(self) -> pagekv.v1.types_pb2.TokenizedInput:
@@ -72,9 +77,10 @@ class GenerateRequest(google.protobuf.message.Message):
         priority: builtins.int = ...,
         resumed_tokens: builtins.int = ...,
         only_complete: builtins.bool = ...,
+        model_fingerprint: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["cache", b"cache", "chat", b"chat", "input", b"input", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache", b"cache", "chat", b"chat", "input", b"input", "only_complete", b"only_complete", "priority", b"priority", "request_id", b"request_id", "resumed_tokens", b"resumed_tokens", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache", b"cache", "chat", b"chat", "input", b"input", "model_fingerprint", b"model_fingerprint", "only_complete", b"only_complete", "priority", b"priority", "request_id", b"request_id", "resumed_tokens", b"resumed_tokens", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["text", "tokenized", "chat"] | None: ...
 
 global___GenerateRequest = GenerateRequest
@@ -88,8 +94,11 @@ class GenerateResponse(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     CHUNK_FIELD_NUMBER: builtins.int
     COMPLETE_FIELD_NUMBER: builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """The request's id, given or made."""
+    model_fingerprint: builtins.str
+    """Digest of the model that answers, in the first message of a call; empty in later ones."""
     @property
     def chunk(self) -> global___GenerateChunk:
         """New tokens of one sequence."""
@@ -104,9 +113,10 @@ class GenerateResponse(google.protobuf.message.Message):
         request_id: builtins.str = ...,
         chunk: global___GenerateChunk | None = ...,
         complete: global___GenerateComplete | None = ...,
+        model_fingerprint: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["chunk", b"chunk", "complete", b"complete", "event", b"event"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "complete", b"complete", "event", b"event", "request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "complete", b"complete", "event", b"event", "model_fingerprint", b"model_fingerprint", "request_id", b"request_id"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["chunk", "complete"] | None: ...
 
 global___GenerateResponse = GenerateResponse

@@ -30,7 +30,8 @@ class InferenceServiceStub:
     """Generates one or more continuations of a prompt and streams them. Cancelling the call, or its deadline passing,
     aborts the request and frees its blocks. Errors: INVALID_ARGUMENT (a field, by name), ALREADY_EXISTS (request_id
     in use), RESOURCE_EXHAUSTED (queue full, with a retry delay), UNAVAILABLE (shutting down, no executor attached yet,
-    or the executor came back with another model), DEADLINE_EXCEEDED.
+    or the executor came back with another model), FAILED_PRECONDITION (model_fingerprint is of another model),
+    INTERNAL (the request's step failed again and again), DEADLINE_EXCEEDED.
     """
 
     Abort: grpc.UnaryUnaryMultiCallable[
@@ -73,7 +74,8 @@ class InferenceServiceAsyncStub:
     """Generates one or more continuations of a prompt and streams them. Cancelling the call, or its deadline passing,
     aborts the request and frees its blocks. Errors: INVALID_ARGUMENT (a field, by name), ALREADY_EXISTS (request_id
     in use), RESOURCE_EXHAUSTED (queue full, with a retry delay), UNAVAILABLE (shutting down, no executor attached yet,
-    or the executor came back with another model), DEADLINE_EXCEEDED.
+    or the executor came back with another model), FAILED_PRECONDITION (model_fingerprint is of another model),
+    INTERNAL (the request's step failed again and again), DEADLINE_EXCEEDED.
     """
 
     Abort: grpc.aio.UnaryUnaryMultiCallable[
@@ -118,7 +120,8 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
         """Generates one or more continuations of a prompt and streams them. Cancelling the call, or its deadline passing,
         aborts the request and frees its blocks. Errors: INVALID_ARGUMENT (a field, by name), ALREADY_EXISTS (request_id
         in use), RESOURCE_EXHAUSTED (queue full, with a retry delay), UNAVAILABLE (shutting down, no executor attached yet,
-        or the executor came back with another model), DEADLINE_EXCEEDED.
+        or the executor came back with another model), FAILED_PRECONDITION (model_fingerprint is of another model),
+        INTERNAL (the request's step failed again and again), DEADLINE_EXCEEDED.
         """
 
     @abc.abstractmethod

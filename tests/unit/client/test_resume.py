@@ -9,9 +9,17 @@ from typing import Any
 
 import grpc
 import pytest
-from scripted_server import LOST, Fails, ScriptedServer, chunk, complete
+from scripted_server import LOST, MODEL, Fails, ScriptedServer, chunk, complete
 
-from pagekv.client import ChatMessage, ConnectionLost, DeadlineExceeded, PageKVClient, ServerError, Unreachable
+from pagekv.client import (
+    ChatMessage,
+    ConnectionLost,
+    DeadlineExceeded,
+    FailedPrecondition,
+    PageKVClient,
+    ServerError,
+    Unreachable,
+)
 from pagekv.client.errors import Overloaded
 from pagekv.client.generation import Generation
 from pagekv.client.types import PositionLogprobs, TokenLogprob
@@ -30,6 +38,7 @@ def resumed_with(*received: int, prompt: tuple[int, ...] = (1, 2, 3), **sampling
         assert request.WhichOneof("input") == "tokenized"
         assert tuple(request.tokenized.input_ids) == (*prompt, *received)
         assert request.resumed_tokens == len(received)
+        assert request.model_fingerprint == MODEL
         for name, value in sampling.items():
             assert getattr(request.sampling_params, name) == value
 
@@ -49,6 +58,7 @@ def test_a_token_prompt_is_resumed_without_a_token_lost_or_repeated(
         # All else stays: seed, sampling, request id, cache controls.
         request.tokenized.input_ids[:] = first[0].tokenized.input_ids
         request.resumed_tokens = 0
+        request.model_fingerprint = ""
         assert request == first[0]
 
     # The text of token 6 comes with the first new tokens.
@@ -194,6 +204,16 @@ def test_another_tokenizer_is_noticed(server: ScriptedServer, client: PageKVClie
     server.expect("GetModelInfo", INFO)
     with pytest.raises(ServerError, match=r"had 3 tokens .* 4; is it another model"):
         client.generate("x")
+
+
+def test_another_model_is_never_gone_on_with(server: ScriptedServer, client: PageKVClient) -> None:
+    server.expect("Generate", chunk(4, 5), Fails(LOST))
+    refused = errors.FailedPrecondition("model_fingerprint: the model served is beef, not f00d")
+    server.expect("Generate", Fails(refused), check=resumed_with(4, 5))
+    stream = client.stream([1, 2, 3])
+    assert next(stream).token_ids == (4, 5)
+    with pytest.raises(FailedPrecondition, match="model served is beef, not f00d"):
+        next(stream)
 
 
 def test_a_stream_that_ends_early_without_a_status_is_an_error(server: ScriptedServer, client: PageKVClient) -> None:

@@ -39,6 +39,28 @@ def test_a_prompt_of_10_mb_is_refused_by_name() -> None:
     run(body)
 
 
+def test_a_request_for_another_model_is_refused() -> None:
+    """What a client resumes with: the answer says once of which model it is, and no other may go on with it."""
+
+    async def body(h: Harness) -> None:
+        message = request()
+        message.model_fingerprint = MODEL.model_fingerprint
+        call = await h.start(message)
+        h.engine.push("r", 50)
+        assert (await call.read()).model_fingerprint == MODEL.model_fingerprint
+        h.engine.push("r", 51)
+        assert not (await call.read()).model_fingerprint
+        assert h.engine.commands[0].model_fingerprint == MODEL.model_fingerprint
+        message.model_fingerprint = "beef"
+        code, words, status = await refusal(h.stub.Generate(message))
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+        assert words == f"model_fingerprint: the model served is {MODEL.model_fingerprint}, not beef"
+        assert detail(status, error_details_pb2.ErrorInfo()).reason == "FAILED_PRECONDITION"
+        assert len(h.engine.commands) == 1
+
+    run(body)
+
+
 def test_a_taken_request_id() -> None:
     async def body(h: Harness) -> None:
         await h.start(request())

@@ -182,8 +182,10 @@ def test_refused(request_: pb.GenerateRequest, field: str, words: str) -> None:
 
 
 def test_every_field_of_the_contract_is_refused_somewhere() -> None:
-    """Booleans and the seed, where every value is valid, aside."""
-    free = {"seed", "ignore_eos", "no_read", "no_write", "only_complete"}
+    """Booleans and the seed, where every value is valid, aside; and the fingerprint, which is no bad field but a
+    precondition.
+    """
+    free = {"seed", "ignore_eos", "no_read", "no_write", "only_complete", "model_fingerprint"}
     paths = " ".join(field for _, field, _ in REFUSED).replace("[", ".").replace("]", "").replace(".", " ").split()
     messages = (pb.GenerateRequest, types_pb2.SamplingParams, types_pb2.CacheControls, types_pb2.MediaHash)
     names = {field.name for message in messages for field in message.DESCRIPTOR.fields}
@@ -220,7 +222,8 @@ def test_defaults() -> None:
     command, stops = read(ids(5, 6, 7))
     assert stops == []
     assert command.request_id.startswith("req-")
-    expected = GenerateCommand(command.request_id, [5, 6, 7], replace(SamplingParams(), seed=command.sampling.seed))
+    sampling = replace(SamplingParams(), seed=command.sampling.seed)
+    expected = GenerateCommand(command.request_id, [5, 6, 7], sampling, model_fingerprint=MODEL.model_fingerprint)
     assert command == expected
 
 
@@ -286,6 +289,7 @@ def test_every_value_arrives() -> None:
         n=64,
         identity=CacheIdentity("n" * 256, "a", (MediaSpan(1, 3, "h"),), read=False, write=False),
         priority=-100,
+        model_fingerprint=MODEL.model_fingerprint,
     )
 
 
