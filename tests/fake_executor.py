@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pagekv.kvmanager.beam_search import BeamSearch
 from pagekv.kvmanager.request import CacheIdentity, TokenLogprobs
-from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
+from pagekv.kvmanager.step_plan import Move, MoveKind, StepOutcome, StepPlan
 
 
 def next_token(prefix: tuple[int, ...], vocab: int) -> int:
@@ -71,9 +71,11 @@ class _Live:
 class FakeExecutor:
     """Applies plans in order; raises AssertionError on any broken promise."""
 
-    def __init__(self, num_blocks: int, block_size: int, vocab: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, vocab: int, host_blocks: int = 0) -> None:
         self.num_blocks, self.block_size, self.vocab = num_blocks, block_size, vocab
+        self.host_blocks = host_blocks
         self.slots: dict[tuple[int, int], _Content] = {}
+        self.host_slots: dict[tuple[int, int], _Content] = {}
         self.live: dict[int, _Live] = {}
         self.steps = 0
         self.computed_tokens = 0
@@ -82,10 +84,8 @@ class FakeExecutor:
     def run(self, plan: StepPlan) -> StepOutcome:
         for handle in plan.finished:
             del self.live[handle]
-        for source, destination in plan.copies:
-            for offset in range(self.block_size):
-                if (source, offset) in self.slots:
-                    self.slots[destination, offset] = self.slots[source, offset]
+        for move in plan.moves:
+            self._copy(move)
         for new in plan.new:
             assert new.handle not in self.live
             assert 0 <= new.computed_tokens < len(new.token_ids)
@@ -119,6 +119,23 @@ class FakeExecutor:
         self.largest_step = max(self.largest_step, computed)
         handles, tokens = [handle for handle, _ in sampled], [token for _, token in sampled]
         return StepOutcome(self.steps, handles, tokens, logprobs, computed, 0, 0)
+
+    def _copy(self, move: Move) -> None:
+        """A whole block: slots that were never written arrive unwritten."""
+        source_pool, most_source = self.slots, self.num_blocks
+        target_pool, most_target = self.slots, self.num_blocks
+        if move.kind is MoveKind.SWAP_IN:
+            source_pool, most_source = self.host_slots, self.host_blocks
+        elif move.kind is MoveKind.SWAP_OUT:
+            target_pool, most_target = self.host_slots, self.host_blocks
+        assert 0 <= move.source < most_source
+        assert 0 <= move.destination < most_target
+        for offset in range(self.block_size):
+            content = source_pool.get((move.source, offset))
+            if content is None:
+                target_pool.pop((move.destination, offset), None)
+            else:
+                target_pool[move.destination, offset] = content
 
     @staticmethod
     def _samples(seq: _Live, count: int) -> bool:

@@ -11,12 +11,14 @@ from pagekv.kvmanager.block_hash import root_digest
 from pagekv.kvmanager.block_pool import BlockPool
 from pagekv.kvmanager.delivery import deliver
 from pagekv.kvmanager.eviction import LruOrder, SegmentedLruOrder
+from pagekv.kvmanager.host_pool import HostPool
 from pagekv.kvmanager.pins import Pins
 from pagekv.kvmanager.request import CacheIdentity, FinishReason, GenerateCommand, RequestStream, SamplingParams
 from pagekv.kvmanager.running import SchedulerLimits
 from pagekv.kvmanager.scheduler import Scheduler
 from pagekv.kvmanager.sequence import LiveRequest, SequenceState, live_request
-from pagekv.kvmanager.step_plan import StepPlan
+from pagekv.kvmanager.step_plan import MoveKind, StepPlan
+from pagekv.kvmanager.swap_policy import SwapPolicy
 
 VOCAB = 97
 
@@ -39,15 +41,22 @@ class Driver:
         fork_sharing: bool = True,
         priority_aging: int = 0,
         protected_share: float | None = None,
+        host_blocks: int = 0,
+        preemption: str = "recompute",
+        write_back: bool = False,
     ) -> None:
         """`protected_share`: evicts by segmented LRU with this share, else by LRU."""
         self.block_size = block_size
         self.protected_share = protected_share
+        self.host_blocks = host_blocks
         self._new_pool(num_blocks)
-        limits = SchedulerLimits(max_batch_tokens, max_running, watermark, prefix_cache, partial_hits, fork_sharing)
+        policy = SwapPolicy(preemption, 1, 1, 1, 1)
+        limits = SchedulerLimits(
+            max_batch_tokens, max_running, watermark, prefix_cache, partial_hits, fork_sharing, policy, write_back
+        )
         self.priority_aging = priority_aging
         self.eos = eos
-        self.scheduler = Scheduler(self.pool, limits, eos)
+        self.scheduler = Scheduler(self.pool, limits, eos, host=self.host)
         self.vocab = vocab
         self.executor = self._new_executor()
         self.depth = depth
@@ -60,10 +69,11 @@ class Driver:
         order = LruOrder(num_blocks) if share is None else SegmentedLruOrder(num_blocks, share)
         self.pool = BlockPool(num_blocks, self.block_size, order)
         self.pins = Pins(self.pool, max_share=1.0)
+        self.host = HostPool(self.host_blocks, self.block_size)
 
     def _new_executor(self) -> Any:
         """What runs the plans, with empty pools."""
-        return FakeExecutor(self.pool.num_blocks, self.block_size, self.vocab)
+        return FakeExecutor(self.pool.num_blocks, self.block_size, self.vocab, self.host_blocks)
 
     def _send(self, plan: StepPlan) -> None:
         """Called with every plan when it has been made, before anything else happens."""
@@ -145,13 +155,18 @@ class Driver:
     def lose_executor(self) -> None:
         """A killed executor: steps in flight never answer, the pools are empty."""
         self._new_pool(self.pool.num_blocks)
-        self.scheduler.lose_executor(self.pool, self.scheduler.limits, self.eos)
+        self.scheduler.lose_executor(self.pool, self.scheduler.limits, self.eos, self.host)
         self.in_flight.clear()
         self.executor = self._new_executor()
 
     def check(self) -> None:
         live = (s for request in self.requests for s in request.sequences)
         self.scheduler.check_integrity(live, self.pins.tables())
+
+
+def copies(plan: StepPlan) -> list[tuple[int, int]]:
+    """Copies on the device, (source, destination)."""
+    return [(move.source, move.destination) for move in plan.moves if move.kind is MoveKind.COPY]
 
 
 def output(request: LiveRequest, index: int = 0) -> list[int]:

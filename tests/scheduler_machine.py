@@ -47,6 +47,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         fork_sharing=st.sampled_from([True, True, True, False]),
         priority_aging=st.sampled_from([0, 2]),
         protected_share=st.sampled_from([None, 0.2, 0.5, 1.0]),
+        host_blocks=st.sampled_from([0, 3, 8, 30]),
+        preemption=st.sampled_from(["swap", "swap", "auto", "recompute"]),
+        write_back=st.booleans(),
     )
     def start(self, num_blocks: int, block_size: int, budget: int, running: int, **options: Any) -> None:
         self.driver = self.DRIVER(
@@ -151,7 +154,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A forced reset of the prefix cache."""
         self.driver.scheduler.preempt_all()
         self.driver.pins.end_all()
-        self.driver.pool.clear_prefix_table()
+        self.driver.scheduler.clear_prefix_cache()
 
     @precondition(lambda self: self.driver.requests)
     @rule(data=st.data())
@@ -178,7 +181,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def reset_prefix_cache(self) -> None:
         """As with `force`: what drains keeps its blocks, which nobody finds any more."""
         self.driver.scheduler.preempt_all()
-        self.driver.pool.clear_prefix_table()
+        self.driver.scheduler.clear_prefix_cache()
 
     @rule()
     def lose_executor(self) -> None:
@@ -196,6 +199,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.driver.drain()
         assert self.driver.pool.num_active == self.driver.pins.num_blocks
+        assert self.driver.host.num_held == 0
         assert not self.driver.executor.live
         for at, request in enumerate(self.driver.requests):
             assert all(sequence.state is SequenceState.FINISHED for sequence in request.sequences)

@@ -31,10 +31,18 @@ MAX_MODEL_LEN = 64
 class WireExecutor:
     """An epoch over an oracle that is handed messages as bytes. Raises what the executor refuses a step with."""
 
-    def __init__(self, num_blocks: int, block_size: int, vocab: int, max_sequences: int, eos: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        vocab: int,
+        max_sequences: int,
+        eos: tuple[int, ...],
+        host_blocks: int,
+    ) -> None:
         backend = OracleBackend(OracleModel("", vocab, MAX_MODEL_LEN, eos), max_sequences=max_sequences)
-        backend.allocate(block_size, num_blocks, 0)
-        limits = EpochLimits(block_size, num_blocks, 0, vocab, MAX_MODEL_LEN, max_sequences)
+        backend.allocate(block_size, num_blocks, host_blocks)
+        limits = EpochLimits(block_size, num_blocks, host_blocks, vocab, MAX_MODEL_LEN, max_sequences)
         self.epoch = Epoch(EPOCH, "test", limits, backend)
         self._eos = eos
         self._sent: deque[bytes] = deque()
@@ -73,8 +81,8 @@ class WireDriver(Driver):
     """
 
     def _new_executor(self) -> Any:
-        limits = self.scheduler.limits
-        return WireExecutor(self.pool.num_blocks, self.block_size, self.vocab, limits.max_running, self.eos)
+        most = self.scheduler.limits.max_running
+        return WireExecutor(self.pool.num_blocks, self.block_size, self.vocab, most, self.eos, self.host_blocks)
 
     def _send(self, plan: StepPlan) -> None:
         self.executor.send(plan)

@@ -14,7 +14,7 @@ operations, however many.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -53,6 +53,8 @@ class BlockPool:
         self._free = order if order is not None else LruOrder(num_blocks)
         self._log = log
         self._num_cached_free = 0
+        # Called with published blocks just before they are given away.
+        self.on_evict: Callable[[Blocks], None] | None = None
         self.evictions = 0
         self.hash_alarms = 0
 
@@ -182,6 +184,8 @@ class BlockPool:
         cached = blocks[self.table.published[blocks]]
         if len(cached):
             self.evictions += len(cached)
+            if self.on_evict is not None:
+                self.on_evict(cached)
             # More than were asked for where a block that stays follows one that goes.
             cached, digests = self.table.remove(cached)
             self._free.forget(cached)

@@ -15,8 +15,12 @@ from pagekv.kvmanager.block_hash import TOKEN_BYTES, chain_digests, sha256
 from pagekv.kvmanager.block_pool import BlockPool
 from pagekv.kvmanager.continuations import FIRST
 from pagekv.kvmanager.errors import InvariantError
+from pagekv.kvmanager.host_pool import HostPool
 from pagekv.kvmanager.prefix_table import Blocks, Chunks
 from pagekv.kvmanager.sequence import Sequence
+from pagekv.kvmanager.step_plan import Move, MoveKind
+from pagekv.kvmanager.swap_policy import SwapPolicy
+from pagekv.kvmanager.swapping import SwapCounters, Swapper
 
 _NO_BLOCKS = np.empty(0, np.int32)
 
@@ -24,17 +28,31 @@ _NO_BLOCKS = np.empty(0, np.int32)
 class BlockTables:
     """The one place where blocks are taken for sequences and given back."""
 
-    def __init__(self, pool: BlockPool, *, prefix_cache: bool, partial_hits: bool, fork_sharing: bool = True) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        host: HostPool,
+        swap_counters: SwapCounters,
+        *,
+        prefix_cache: bool,
+        partial_hits: bool,
+        fork_sharing: bool = True,
+        write_back: bool = False,
+    ) -> None:
         """`prefix_cache`: reuse blocks across requests. `partial_hits`: also the beginning of a block, by copying.
         `fork_sharing` is another matter: the sequences of one request hold blocks together (CHECKLIST J6).
+        `write_back`: what is evicted from the device goes to the host pool.
         """
         self.pool = pool
         self._block_size = pool.block_size
         self._prefix_cache = prefix_cache
         self._partial_hits = partial_hits
         self._fork_sharing = fork_sharing
-        # Copies that the next step has to make, (source, destination), in order.
-        self._copies: list[tuple[int, int]] = []
+        # What the next step has to copy, in order.
+        self._moves: list[Move] = []
+        self._swapper = Swapper(pool, host, self._moves, swap_counters, shared=prefix_cache)
+        if write_back and prefix_cache:
+            pool.on_evict = self._swapper.write_back
         # Published blocks that this very step computes: they can be hit, for a layer writes all of a step's keys and
         # values before it attends, but not copied, for copies come before everything else.
         self._being_computed: list[Blocks] = []
@@ -43,10 +61,11 @@ class BlockTables:
         """From now on what is published belongs to the next step."""
         self._being_computed.clear()
 
-    def take_copies(self) -> list[tuple[int, int]]:
-        """The copies that a step which has been planned must make, (source, destination), in order."""
-        copies, self._copies = self._copies, []
-        return copies
+    def take_moves(self) -> list[Move]:
+        """What a step that has been planned must copy, in order."""
+        moves = self._moves[:]
+        self._moves.clear()
+        return moves
 
     # -- taking
 
@@ -61,8 +80,9 @@ class BlockTables:
         if self._prefix_cache and identity.read:
             # At least one token is computed, or there would be no logits to sample from.
             hits = self._match(sequence, (known - 1) // size)
-            if self._partial_hits and not identity.media:
-                source, shared = self._partial_hit(sequence, hits)
+        kept, computed = self._swapper.match(sequence, len(hits)) if self._swapper.host.num_blocks else ([], 0)
+        if not kept and self._prefix_cache and identity.read and self._partial_hits and not identity.media:
+            source, shared = self._partial_hit(sequence, hits)
         pool = self.pool
         needed = -(-known // size) - len(hits)
         spare = pool.num_free - needed - keep_free - (pool.num_unheld(hits) if len(hits) else 0)
@@ -77,16 +97,21 @@ class BlockTables:
         if shared:
             held = np.array([source], np.int32)
             pool.share(held)
+        # Neither may what is written back now take their place.
+        self._swapper.host.hold(kept)
         fresh = pool.allocate(needed)
         if fresh is None:
             raise InvariantError(f"{needed} blocks were free and could not be allocated")
         if shared:
-            self._copies.append((source, int(fresh[0])))
+            self._moves.append(Move(MoveKind.COPY, source, int(fresh[0])))
             pool.free(held)
+        self._swapper.swap_in(kept, fresh[: len(kept)].tolist())
+        self._swapper.host.release(kept)
+        self._swapper.drop(sequence)
         sequence.block_table = array("i", hits.tobytes())
         sequence.block_table.frombytes(fresh.tobytes())
         sequence.num_published = len(hits)
-        sequence.num_computed = len(hits) * size + shared
+        sequence.num_computed = computed if kept else len(hits) * size + shared
         return 0
 
     def _match(self, sequence: Sequence, most: int) -> Blocks:
@@ -136,7 +161,7 @@ class BlockTables:
         for child, copy in zip(children, copies.tolist(), strict=True):
             self.pool.share(np.array(table[:shared], np.int32))
             if last % size:
-                self._copies.append((table[shared], copy))
+                self._moves.append(Move(MoveKind.COPY, table[shared], copy))
             child.block_table = table[:shared]
             child.block_table.append(copy)
             child.digests = parent.digests[:shared]
@@ -161,7 +186,7 @@ class BlockTables:
             self.pool.share(child.blocks())
             for source in copied:
                 child.block_table.append(next(fresh))
-                self._copies.append((source, child.block_table[-1]))
+                self._moves.append(Move(MoveKind.COPY, source, child.block_table[-1]))
             child.num_computed = parent.num_computed
             # Of copies too: they must not be offered, for they may come to be given back before they are made.
             child.num_published = parent.num_published
@@ -270,6 +295,19 @@ class BlockTables:
 
     # -- giving back
 
+    def swap_out(self, sequence: Sequence, policy: SwapPolicy) -> None:
+        """Before `free`: keeps in the host pool what the sequence has computed, if the policy is for it, as far as
+        there is room.
+        """
+        if policy.mode != "recompute" and self._swapper.host.num_blocks:
+            self.publish(sequence)
+            if policy.swaps(*self._swapper.cost(sequence)):
+                self._swapper.swap_out(sequence)
+
+    def drop_swapped(self, sequence: Sequence) -> None:
+        """Gives back what the host pool keeps for a sequence."""
+        self._swapper.drop(sequence)
+
     def free(self, sequence: Sequence) -> None:
         """Publishes what is full by now and gives every block back, last block first."""
         self.publish(sequence)
@@ -277,12 +315,9 @@ class BlockTables:
 
     def forget(self, sequence: Sequence) -> None:
         """Gives every block back."""
-        blocks = sequence.blocks()
-        if self._copies:
-            # Nobody wants the copies any more, and their destinations may be somebody else's before they are made.
-            given_back = set(blocks.tolist())
-            self._copies = [copy for copy in self._copies if copy[1] not in given_back]
-        self.pool.free(blocks)
+        # Moves into them that are listed already stay: whoever gets these blocks next has his own listed behind, and
+        # a swap-out may have read them in between.
+        self.pool.free(sequence.blocks())
         sequence.block_table = array("i")
         sequence.num_published = 0
         sequence.num_computed = 0

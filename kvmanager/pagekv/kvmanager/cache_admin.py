@@ -170,13 +170,13 @@ class CacheAdmin:
         # Watchers are told at the next border, which must not wait for a step.
         self._wake()
         if not force:
-            return CacheReset(self.pool.clear_prefix_table())
+            return CacheReset(scheduler.clear_prefix_cache())
         before = scheduler.counters.preemptions
         scheduler.preempt_all()
         ended = self.pins.end_all()
         self._arm()
         # What still drains keeps its blocks, as private ones, for the moment that it needs.
-        removed = self.pool.clear_prefix_table()
+        removed = scheduler.clear_prefix_cache()
         return CacheReset(removed, scheduler.counters.preemptions - before, ended)
 
     def watch(self) -> TableWatch:

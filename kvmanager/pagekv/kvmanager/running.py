@@ -9,13 +9,16 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pagekv.kvmanager.block_pool import BlockPool
 from pagekv.kvmanager.block_tables import BlockTables
+from pagekv.kvmanager.host_pool import HostPool
 from pagekv.kvmanager.sequence import NO_HANDLE, LiveRequest, Sequence, SequenceState
 from pagekv.kvmanager.sequence_rows import SequenceRows
 from pagekv.kvmanager.step_plan import NewSequence, StepPlan
+from pagekv.kvmanager.swap_policy import SwapPolicy
+from pagekv.kvmanager.swapping import SwapCounters
 from pagekv.kvmanager.waiting_queue import WaitingQueue
 
 
@@ -34,6 +37,10 @@ class SchedulerLimits:
     partial_hits: bool = True
     # Sequences of one request hold blocks together.
     fork_sharing: bool = True
+    # What becomes of preempted sequences' blocks.
+    swap: SwapPolicy = field(default_factory=SwapPolicy)
+    # What is evicted from the device goes to the host pool.
+    write_back: bool = False
 
 
 @dataclass(slots=True)
@@ -44,21 +51,33 @@ class SchedulerCounters:
     cached_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    # Of the preemptions, those after which something was kept in the host pool.
+    swap_preemptions: int = 0
+    swaps: SwapCounters = field(default_factory=SwapCounters)
 
 
 class Running:
     """Of one epoch: a new one begins with empty pools. What waits and what is counted goes on."""
 
     def __init__(
-        self, pool: BlockPool, limits: SchedulerLimits, waiting: WaitingQueue, counters: SchedulerCounters
+        self,
+        pool: BlockPool,
+        host: HostPool,
+        limits: SchedulerLimits,
+        waiting: WaitingQueue,
+        counters: SchedulerCounters,
     ) -> None:
         self.pool = pool
+        self.host = host
         self.limits = limits
         self.tables = BlockTables(
             pool,
+            host,
+            counters.swaps,
             prefix_cache=limits.prefix_cache,
             partial_hits=limits.partial_hits,
             fork_sharing=limits.fork_sharing,
+            write_back=limits.write_back,
         )
         self.rows = SequenceRows(pool.block_size)
         self.waiting = waiting
@@ -151,8 +170,8 @@ class Running:
             self.waiting.push(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Frees every block; the sequence waits and is recomputed from its tokens. Tokens in flight still count, unless
-        it is a beam: then all of its search wait, and what was in flight is computed again.
+        """Frees every block; the sequence waits, and goes on from what it finds cached or swapped out. Tokens in flight
+        still count, unless it is a beam: then all of its search wait, and what was in flight is computed again.
         """
         group = [sequence] if sequence.request.search is None else sequence.request.sequences
         for member in reversed(group):
@@ -161,6 +180,7 @@ class Running:
                 member.preemptions += 1
                 member.candidates = None
                 self.release(member, SequenceState.WAITING)
+                self.counters.swap_preemptions += member.swapped is not None
                 self.waiting.push(member)
 
     def preempt_all(self) -> None:
@@ -181,6 +201,8 @@ class Running:
             self.leaving.append(sequence.handle)
         if sequence.handle != NO_HANDLE:
             self.rows.leave(sequence, finished=state is SequenceState.FINISHED)
+        if state is SequenceState.WAITING:
+            self.tables.swap_out(sequence, self.limits.swap)
         self.tables.free(sequence)
 
     def lose(self) -> None:

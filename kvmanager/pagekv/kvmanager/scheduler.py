@@ -20,16 +20,16 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pagekv.kvmanager.beam_groups import begin_search, give_blocks, make_way, plan_returns, take_candidates
 from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.endings import find_endings
 from pagekv.kvmanager.errors import InvariantError
-from pagekv.kvmanager.request import FinishReason
+from pagekv.kvmanager.host_pool import HostPool
 from pagekv.kvmanager.running import Running, SchedulerCounters, SchedulerLimits, key
 from pagekv.kvmanager.sequence import NO_HANDLE, LiveRequest, Sequence, SequenceState
 from pagekv.kvmanager.sequence_rows import Rows, span
-from pagekv.kvmanager.step_plan import Committed, Ending, StepOutcome, StepPlan
+from pagekv.kvmanager.step_plan import Committed, StepOutcome, StepPlan
 from pagekv.kvmanager.waiting_queue import WaitingQueue
 
 # Steps after which a head of the queue that did not fit looks for newly cached blocks, even if none became free.
@@ -59,12 +59,16 @@ class Scheduler:
         limits: SchedulerLimits,
         eos_token_ids: Iterable[int],
         on_admission: Callable[[Sequence], None] = lambda sequence: None,
+        host: HostPool | None = None,
     ) -> None:
-        """`on_admission` is called with every sequence that gets its blocks for the first time, before it publishes."""
+        """`on_admission` is called with every sequence that gets its blocks for the first time, before it publishes.
+        `host` is where sequences are swapped out to; None: nowhere.
+        """
         self._on_admission = on_admission
         self.counters = SchedulerCounters()
         self.waiting = WaitingQueue()
-        self._running = Running(pool, limits, self.waiting, self.counters)
+        host = HostPool(0, pool.block_size) if host is None else host
+        self._running = Running(pool, host, limits, self.waiting, self.counters)
         self._rows = self._running.rows
         self._eos = tuple(eos_token_ids)
         # Requests whose sequence 0 runs and others wait for its prompt.
@@ -75,6 +79,11 @@ class Scheduler:
     def pool(self) -> BlockPool:
         """The pool of the present epoch."""
         return self._running.pool
+
+    @property
+    def host(self) -> HostPool:
+        """The host pool of the present epoch."""
+        return self._running.host
 
     @property
     def limits(self) -> SchedulerLimits:
@@ -120,9 +129,9 @@ class Scheduler:
         for sequence in under_way:
             running.plan_chunk(plan, sequence, budget, sampling)
         self._plan_admissions(plan, budget, sampling)
-        plan.copies = running.tables.take_copies()
+        plan.moves = running.tables.take_moves()
         plan.sampling = np.sort(np.concatenate([decodes, np.array(sampling, np.intp)])) if sampling else decodes
-        if not plan.num_tokens and not plan.finished:
+        if not (plan.num_tokens or plan.finished or plan.moves):
             return None
         running.leaving = list(plan.beams)
         return plan
@@ -277,27 +286,12 @@ class Scheduler:
         known = rows_of.append(rows, tokens)
         self.counters.generated_tokens += len(rows)
         sequences = rows_of.of(rows)
-        endings = self._endings(rows, tokens, known)
+        endings = find_endings(rows_of, rows, tokens, known, self._eos)
         for position in endings:
             self.finish(sequences[position])
         searched = take_candidates(self._running, plan, outcome) if plan.beams else []
         rows_of.settle()
         return Committed(sequences, kept, sampled, endings, searched)
-
-    def _endings(self, rows: Rows, tokens: NDArray[np.uint32], known: NDArray[np.int32]) -> dict[int, Ending]:
-        """Which of the rows end with the token they just got, by position in `rows`."""
-        rows_of = self._rows
-        full = known > rows_of.last_input[span(rows)]
-        is_eos = _is_any(tokens, self._eos)
-        if np.count_nonzero(is_eos):
-            is_eos &= known >= rows_of.eos_from[rows]
-        stopped = rows_of.stopped(rows, tokens, known)
-        if not (stopped or np.count_nonzero(full | is_eos)):
-            return {}
-        endings = {position: Ending(FinishReason.LENGTH) for position in np.flatnonzero(full).tolist()}
-        for position in [*np.flatnonzero(is_eos).tolist(), *stopped]:
-            endings[position] = Ending(FinishReason.STOP, int(tokens[position]))
-        return endings
 
     # -- leaving
 
@@ -310,6 +304,7 @@ class Scheduler:
             if sequence.handle != NO_HANDLE:
                 self._rows.leave(sequence, finished=True)
             sequence.state = SequenceState.FINISHED
+            running.tables.drop_swapped(sequence)
             self.waiting.forget()
         elif state is not SequenceState.FINISHED:
             running.release(sequence, SequenceState.FINISHED)
@@ -324,19 +319,31 @@ class Scheduler:
         """
         self._running.preempt_all()
 
-    def lose_executor(self, pool: BlockPool, limits: SchedulerLimits, eos_token_ids: Iterable[int]) -> None:
+    def lose_executor(
+        self,
+        pool: BlockPool,
+        limits: SchedulerLimits,
+        eos_token_ids: Iterable[int],
+        host: HostPool | None = None,
+    ) -> None:
         """A new epoch with empty pools: everything running waits again and is recomputed from its tokens. Tokens that
         steps in flight promised never come and will be sampled again, the same ones.
         """
+        host = HostPool(0, pool.block_size) if host is None else host
         lost = self._running
         lost.lose()
         pool.evictions += lost.pool.evictions
         pool.hash_alarms += lost.pool.hash_alarms
-        self._running = Running(pool, limits, self.waiting, self.counters)
+        self._running = Running(pool, host, limits, self.waiting, self.counters)
         self._running.num_forking = lost.num_forking
         self._rows = self._running.rows
         self._eos = tuple(eos_token_ids)
         self._blocked = None
+
+    def clear_prefix_cache(self) -> int:
+        """Forgets what is cached in both tiers; returns how many blocks of the device were. What is held stays held."""
+        self.host.clear()
+        return self.pool.clear_prefix_table()
 
     # -- views
 
@@ -356,6 +363,8 @@ class Scheduler:
         sequences = list(live)
         held = [s for s in sequences if s.state in (SequenceState.RUNNING, SequenceState.DRAINING)]
         self.pool.check_integrity([*(s.block_table for s in held), *pins])
+        # What is swapped out was kept in the pool of its epoch, which is gone with it.
+        self.host.check_integrity([s.swapped.held() for s in sequences if s.swapped and s.swapped.pool is self.host])
         if sorted(held, key=key) != self.running:
             raise InvariantError(f"{len(held)} sequences hold blocks, the running order has {len(self.running)}")
         waiting = sum(1 for s in sequences if s.state is SequenceState.WAITING)
@@ -379,11 +388,3 @@ class Scheduler:
                     f"sequence {s.key}: {s.num_computed} computed of {s.num_total} (at most {s.max_total}) in "
                     f"{len(s.block_table)} blocks of {self.pool.block_size}"
                 )
-
-
-def _is_any(tokens: NDArray[np.uint32], wanted: tuple[int, ...]) -> NDArray[np.bool_]:
-    """Which of the tokens are one of a few; faster than `np.isin` for these."""
-    found = tokens == wanted[0] if wanted else np.zeros(len(tokens), np.bool_)
-    for token in wanted[1:]:
-        found |= tokens == token
-    return found

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagekv.kvmanager.beam_search import BeamSearch
+from pagekv.kvmanager.host_pool import NO_BLOCK, HostPool
 from pagekv.kvmanager.request import GenerateCommand, RequestStream
 
 NO_HANDLE = -1
@@ -42,6 +43,22 @@ class LiveRequest:
     # Those of beam search are its live beams, best first.
     sequences: list[Sequence] = field(default_factory=list)
     search: BeamSearch | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """What the host pool keeps for a preempted sequence, which holds these blocks."""
+
+    # Only there do the block ids mean anything: pools live as long as an epoch.
+    pool: HostPool
+    # Host block by logical block. NO_BLOCK: others held it on the device, where its digest may still find it.
+    blocks: list[int]
+    # Positions that they hold together.
+    num_computed: int
+
+    def held(self) -> list[int]:
+        """The host blocks, each as often as it is held."""
+        return [block for block in self.blocks if block != NO_BLOCK]
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +101,8 @@ class Sequence:
     # None until first admitted.
     cached_tokens: int | None = None
     preemptions: int = 0
+    # Of a sequence that waits after it was swapped out.
+    swapped: Swapped | None = None
     # Of a beam that waits for the others of its search: (token id, log-probability), likeliest first.
     candidates: list[tuple[int, float]] | None = None
 

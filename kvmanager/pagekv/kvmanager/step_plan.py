@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +14,22 @@ from pagekv.kvmanager.request import FinishReason, TokenLogprobs
 from pagekv.kvmanager.sequence import LiveRequest, Sequence
 
 _NOBODY = np.empty(0, np.intp)
+
+
+class MoveKind(Enum):
+    """Which pools a copy of a whole block connects."""
+
+    COPY = "copy"  # device to device
+    SWAP_OUT = "swap_out"  # device to host
+    SWAP_IN = "swap_in"  # host to device
+
+
+class Move(NamedTuple):
+    """One block to copy: block ids in the pools that `kind` connects."""
+
+    kind: MoveKind
+    source: int
+    destination: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +48,8 @@ class StepPlan:
     """One step, in the order the executor applies it. Columns of equal length pair by position."""
 
     finished: list[int]
-    # Device blocks to copy, (source, destination), one after the other.
-    copies: list[tuple[int, int]] = field(default_factory=list)
+    # Blocks to copy, one after the other, before anything is computed.
+    moves: list[Move] = field(default_factory=list)
     new: list[NewSequence] = field(default_factory=list)
     append_handles: list[int] = field(default_factory=list)
     append_blocks: list[int] = field(default_factory=list)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from pagekv.kvmanager.request import TokenLogprobs
 from pagekv.kvmanager.sequence import Sequence
-from pagekv.kvmanager.step_plan import NewSequence, StepOutcome, StepPlan
+from pagekv.kvmanager.step_plan import Move, MoveKind, NewSequence, StepOutcome, StepPlan
 from pagekv.v1 import executor_service_pb2 as pb
 
 
@@ -16,7 +16,7 @@ def step_request(plan: StepPlan, epoch: int, step: int, eos_token_ids: Iterable[
         epoch=epoch,
         step=step,
         finished_seqs=plan.finished,
-        memory_ops=_copies(plan.copies),
+        memory_ops=_memory_ops(plan.moves),
         new_seqs=[_new_sequence(new, eos_token_ids) for new in plan.new],
         append_seqs=plan.append_handles,
         append_blocks=plan.append_blocks,
@@ -25,17 +25,29 @@ def step_request(plan: StepPlan, epoch: int, step: int, eos_token_ids: Iterable[
     )
 
 
-def _copies(pairs: list[tuple[int, int]]) -> list[pb.MemoryOp]:
-    """Copies in order. Those of one operation may all happen at once, so one that writes a block which an earlier one
-    reads or writes, or reads one which an earlier one writes, begins the next operation.
+_KINDS = {
+    MoveKind.COPY: pb.MEMORY_OP_KIND_COPY,
+    MoveKind.SWAP_OUT: pb.MEMORY_OP_KIND_SWAP_OUT,
+    MoveKind.SWAP_IN: pb.MEMORY_OP_KIND_SWAP_IN,
+}
+
+
+def _memory_ops(moves: list[Move]) -> list[pb.MemoryOp]:
+    """Moves in order. Those of one operation are of one kind and may all happen at once, so one that writes a block
+    which an earlier one reads or writes, or reads one which an earlier one writes, begins the next operation.
     """
     operations: list[pb.MemoryOp] = []
+    last: MoveKind | None = None
     sources: set[int] = set()
     destinations: set[int] = set()
-    for source, destination in pairs:
-        if not operations or destination in sources or {source, destination} & destinations:
-            operations.append(pb.MemoryOp(kind=pb.MEMORY_OP_KIND_COPY))
-            sources, destinations = set(), set()
+    for kind, source, destination in moves:
+        meets = destination in destinations
+        if kind is MoveKind.COPY:
+            # Only here are sources and destinations in the same pool.
+            meets = meets or destination in sources or source in destinations
+        if kind is not last or meets:
+            operations.append(pb.MemoryOp(kind=_KINDS[kind]))
+            last, sources, destinations = kind, set(), set()
         operations[-1].sources.append(source)
         operations[-1].destinations.append(destination)
         sources.add(source)

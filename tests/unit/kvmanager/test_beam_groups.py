@@ -2,7 +2,7 @@
 
 import pytest
 from fake_executor import expected_beams
-from scheduler_driver import VOCAB, Driver, finished, results
+from scheduler_driver import VOCAB, Driver, copies, finished, results
 from wire_driver import WireDriver, expected_results
 
 from pagekv.kvmanager.beam_search import BeamSearch
@@ -42,7 +42,7 @@ def test_beams_share_full_blocks_and_copy_the_one_they_write() -> None:
     assert len({table[2] for table in tables}) == 3
     plan = driver.plan()
     assert plan is not None
-    assert [source for source, _ in plan.copies] == [tables[0][2]] * 2
+    assert [source for source, _ in copies(plan)] == [tables[0][2]] * 2
     shared = len({block for table in tables for block in table})
     assert shared == 5
     assert driver.pool.num_active == shared

@@ -3,7 +3,7 @@ import zlib
 
 import pytest
 from fake_executor import expected_output
-from scheduler_driver import VOCAB, Driver, finished, output, streamed
+from scheduler_driver import VOCAB, Driver, copies, finished, output, streamed
 
 from pagekv.kvmanager import block_hash, block_tables
 from pagekv.kvmanager.request import CacheIdentity, FinishReason
@@ -295,7 +295,7 @@ def test_n_sequences_share_their_prompt_and_copy_the_block_they_write(length: in
     assert [table[:shared] for table in tables] == [tables[0][:shared]] * 3
     assert driver.pool.num_active == len({block for table in tables for block in table})
     copied = 1 if (length - 1) % 4 else 0
-    assert [destination for _, destination in driver.plans[1].copies] == [t[shared] for t in tables[1:]][: 2 * copied]
+    assert [destination for _, destination in copies(driver.plans[1])] == [t[shared] for t in tables[1:]][: 2 * copied]
     assert driver.executor.computed_tokens == length + 3
     driver.drain()
     assert [output(request, i) for i in range(3)] == [expect(prompt, 3)] * 3
@@ -348,7 +348,7 @@ def test_a_fork_that_does_not_fit_is_refused_whole(lacking: str) -> None:
         driver.step()
     plan = driver.plan()
     assert plan is not None
-    assert plan.copies == []
+    assert copies(plan) == []
     assert all(new.computed_tokens % 4 == 0 for new in plan.new)
     driver.drain()
     assert [output(request, i) for i in range(4)] == [expect(prompt, 3)] * 4
@@ -363,7 +363,7 @@ def test_a_fork_leaves_the_watermark_to_those_that_run_beside_it() -> None:
     driver.step()
     plan = driver.plan()
     assert plan is not None
-    assert plan.copies == []
+    assert copies(plan) == []
     assert driver.pool.num_free >= 3
     driver.drain()
     assert [output(request, i) for i in range(6)] == [expect([1, 2, 3, 4, 5, 6], 3)] * 6
@@ -378,7 +378,7 @@ def test_the_tail_of_a_prompt_is_copied_from_a_cached_block() -> None:
     second = driver.submit([1, 2, 3, 4, 5, 6, 7, 99, 9], max_tokens=2)
     plan = driver.plan()
     assert plan is not None
-    assert [(source, new) for source, new in plan.copies] == [(1, second.sequences[0].block_table[1])]
+    assert [(source, new) for source, new in copies(plan)] == [(1, second.sequences[0].block_table[1])]
     assert plan.num_tokens == 2
     driver.drain()
     assert second.sequences[0].cached_tokens == 7
@@ -395,7 +395,7 @@ def test_a_copy_that_would_take_one_block_too_many_is_done_without() -> None:
     request = driver.submit(prompt, max_tokens=1)
     plan = driver.plan()
     assert plan is not None
-    assert (plan.copies, plan.num_tokens) == ([], 16)
+    assert (copies(plan), plan.num_tokens) == ([], 16)
     driver.drain()
     assert output(request) == expect(prompt, 1)
 
@@ -406,7 +406,7 @@ def test_a_block_computed_in_this_very_step_is_not_copied_from() -> None:
     second = driver.submit([1, 2, 3, 4, 5, 6, 9, 9], max_tokens=2)
     plan = driver.plan()
     assert plan is not None
-    assert (plan.copies, second.sequences[0].cached_tokens) == ([], 4)
+    assert (copies(plan), second.sequences[0].cached_tokens) == ([], 4)
     driver.drain()
     assert output(second) == expect([1, 2, 3, 4, 5, 6, 9, 9], 2)
 

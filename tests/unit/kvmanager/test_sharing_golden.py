@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fake_executor import expected_output
-from scheduler_driver import VOCAB, Driver, finished, results
+from scheduler_driver import VOCAB, Driver, copies, finished, results
 from wire_driver import WireDriver, expected_results
 
 from pagekv.kvmanager.sequence import LiveRequest
@@ -85,7 +85,7 @@ def test_five_continuations_hold_the_prompt_once_and_their_own_tokens_each(new: 
     driver = Driver(prefix_cache=False, depth=1)
     request = driver.submit(list(range(10)), max_tokens=new, n=5)
     assert peak_blocks(driver) == blocks
-    assert sum(len(plan.copies) for plan in driver.plans) == 4
+    assert sum(len(copies(plan)) for plan in driver.plans) == 4
     assert finished(request)
 
 
@@ -110,7 +110,7 @@ def test_sharing_within_a_request_and_between_requests_are_two_switches(
     request = driver.submit(prompt, max_tokens=6, n=5)
     assert peak_blocks(driver) == blocks
     # Only a fork copies: with partial hits off, what the prefix cache gives are full blocks.
-    assert sum(len(plan.copies) for plan in driver.plans) == (4 if fork_sharing else 0)
+    assert sum(len(copies(plan)) for plan in driver.plans) == (4 if fork_sharing else 0)
     after = driver.submit(prompt, max_tokens=6)
     driver.drain()
     assert after.sequences[0].cached_tokens == cached

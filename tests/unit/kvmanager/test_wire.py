@@ -5,7 +5,7 @@ from array import array
 from pagekv.kvmanager.block_hash import root_digest
 from pagekv.kvmanager.request import GenerateCommand, RequestStream, SamplingParams, TokenLogprobs
 from pagekv.kvmanager.sequence import LiveRequest, Sequence
-from pagekv.kvmanager.step_plan import NewSequence, StepPlan
+from pagekv.kvmanager.step_plan import Move, MoveKind, NewSequence, StepPlan
 from pagekv.kvmanager.wire import step_outcome, step_request
 from pagekv.v1 import executor_service_pb2 as pb
 
@@ -34,8 +34,8 @@ def test_a_step_with_everything() -> None:
         logit_bias={3: -1.0},
     )
     # 8 is read before it is written, so its writing begins another operation.
-    copies = [(7, 12), (8, 13), (9, 8), (7, 14)]
-    plan = StepPlan([1, 2], copies, [new_sequence(sampling, index=6)], [3, 3], [10, 11], [41, 5], [2, 0])
+    moves = [Move(MoveKind.COPY, *pair) for pair in [(7, 12), (8, 13), (9, 8), (7, 14)]]
+    plan = StepPlan([1, 2], moves, [new_sequence(sampling, index=6)], [3, 3], [10, 11], [41, 5], [2, 0])
     assert step_request(plan, 2**63, 7, (1, 4)) == pb.StepRequest(
         epoch=2**63,
         step=7,
@@ -80,7 +80,7 @@ def test_copies_of_one_operation_may_all_happen_at_once() -> None:
     """One that depends on an earlier one begins the next operation: the executor refuses it otherwise."""
 
     def operations(*copies: tuple[int, int]) -> list[list[tuple[int, int]]]:
-        message = step_request(StepPlan([1], list(copies)), 1, 1, ())
+        message = step_request(StepPlan([1], [Move(MoveKind.COPY, *pair) for pair in copies]), 1, 1, ())
         return [list(zip(op.sources, op.destinations, strict=True)) for op in message.memory_ops]
 
     assert operations((1, 2), (3, 4), (1, 5)) == [[(1, 2), (3, 4), (1, 5)]]
@@ -88,6 +88,19 @@ def test_copies_of_one_operation_may_all_happen_at_once() -> None:
     assert operations((1, 2), (2, 3)) == [[(1, 2)], [(2, 3)]]
     assert operations((1, 2), (3, 2), (4, 5)) == [[(1, 2)], [(3, 2), (4, 5)]]
     assert operations() == []
+
+
+def test_moves_between_the_pools_keep_their_order() -> None:
+    """Device and host ids mean different blocks, so only a block that is written twice begins another operation."""
+    out, back, copy = MoveKind.SWAP_OUT, MoveKind.SWAP_IN, MoveKind.COPY
+    moves = [Move(out, 1, 2), Move(out, 2, 1), Move(back, 3, 1), Move(back, 3, 2), Move(back, 4, 1), Move(copy, 1, 5)]
+    message = step_request(StepPlan([1], moves), 1, 1, ())
+    assert [(op.kind, list(op.sources), list(op.destinations)) for op in message.memory_ops] == [
+        (pb.MEMORY_OP_KIND_SWAP_OUT, [1, 2], [2, 1]),
+        (pb.MEMORY_OP_KIND_SWAP_IN, [3, 3], [1, 2]),
+        (pb.MEMORY_OP_KIND_SWAP_IN, [4], [1]),
+        (pb.MEMORY_OP_KIND_COPY, [1], [5]),
+    ]
 
 
 def test_ends_that_do_not_count_are_not_banned() -> None:

@@ -1,0 +1,129 @@
+"""The host pool: which block of host memory keeps which content, who needs it, and what makes room next (DESIGN 5).
+
+The manager owns this map exactly as it owns the device's; the executor only copies. A host block has a key, the digest
+of a full block, so that any sequence with the same prefix can get it back; or none, and then it is private to the one
+preempted sequence that holds it. Token ids are compared on every hit.
+
+    free      ref_count 0, no key      in the free queue
+    cached    ref_count 0, keyed       in the free queue: can be hit, or evicted
+    held      ref_count > 0            by preempted sequences that will want it back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagekv.kvmanager.errors import InvariantError
+from pagekv.kvmanager.free_queue import FreeQueue
+
+NO_BLOCK = -1
+
+
+class HostPool:
+    """Fixed pool of `num_blocks` host blocks of `block_size` tokens; 0 blocks make one that is always full."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self._ref_count = np.zeros(num_blocks, np.int32)
+        self._free = FreeQueue(num_blocks)
+        self._key: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+        self._tokens = np.zeros((num_blocks, block_size), np.uint32)
+        self.evictions = 0
+        self.hash_alarms = 0
+
+    # -- gauges
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that preempted sequences hold."""
+        return self.num_blocks - len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that can be hit, held ones included."""
+        return len(self._block_of)
+
+    # -- asking
+
+    def find(self, digest: bytes, tokens: NDArray[np.uint32]) -> int:
+        """The block with this digest and these token ids, [block_size]; NO_BLOCK when there is none. Changes nothing
+        but the alarm counter.
+        """
+        block = self._block_of.get(digest, NO_BLOCK)
+        if block != NO_BLOCK and not (self._tokens[block] == tokens).all():
+            self.hash_alarms += 1
+            return NO_BLOCK
+        return block
+
+    # -- holding
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Adds a holder to each block; nobody can evict them any more."""
+        for block in blocks:
+            if not self._ref_count[block]:
+                self._free.remove(np.array([block], np.int32))
+            self._ref_count[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Takes a holder off each block; at 0 it is the last to be evicted of those that are free by then."""
+        for block in blocks:
+            if self._ref_count[block] < 1:
+                raise InvariantError(f"release of host block {block}, which nobody holds")
+            self._ref_count[block] -= 1
+            if not self._ref_count[block]:
+                self._free.append(np.array([block], np.int32))
+
+    def take(self, digest: bytes | None, tokens: NDArray[np.uint32] | None) -> int:
+        """A block for a new content, held once, and NO_BLOCK when all are held. It evicts what was used least recently.
+
+        Keyed by `digest` with its token ids, [block_size]; None, or a digest that belongs to another content already:
+        private.
+        """
+        if not len(self._free):
+            return NO_BLOCK
+        (block,) = self._free.pop(1).tolist()
+        self.evictions += self._forget(block)
+        self._ref_count[block] = 1
+        if digest is not None and tokens is not None and self._block_of.setdefault(digest, block) == block:
+            self._key[block] = digest
+            self._tokens[block] = tokens
+        return int(block)
+
+    def clear(self) -> None:
+        """Forgets every key. Held blocks stay held, by those who know them."""
+        for block in list(self._block_of.values()):
+            self._forget(block)
+
+    def _forget(self, block: int) -> bool:
+        """Whether it had a key."""
+        key = self._key[block]
+        if key is None:
+            return False
+        del self._block_of[key]
+        self._key[block] = None
+        return True
+
+    # -- proof
+
+    def check_integrity(self, held: Sequence[Sequence[int]]) -> None:
+        """Recomputes every count from the blocks that each sequence holds; raises InvariantError."""
+        expected = np.zeros(self.num_blocks, np.int32)
+        for blocks in held:
+            for block in blocks:
+                expected[block] += 1
+        wrong = np.flatnonzero(expected != self._ref_count)
+        if len(wrong):
+            block = int(wrong[0])
+            raise InvariantError(
+                f"host block {block}: ref_count {self._ref_count[block]}, held by {expected[block]} sequences"
+            )
+        unheld = np.flatnonzero(expected == 0).tolist()
+        if sorted(self._free) != unheld:
+            raise InvariantError(f"{len(unheld)} host blocks are held by nobody, {len(self._free)} are free")
+        keyed = {key: block for block, key in enumerate(self._key) if key is not None}
+        if keyed != self._block_of:
+            raise InvariantError(f"{len(keyed)} host blocks have keys, the map has {len(self._block_of)}")
