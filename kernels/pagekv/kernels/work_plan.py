@@ -46,7 +46,7 @@ def decode_tile(variant: Variant) -> DecodeTile:
     row_bytes = head_size * variant.kv_element_bytes
     tokens = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
     warps = 4 if fp32 else tokens // 16
-    rows = 16 if fp32 else warps * 16
+    rows = 16 if fp32 else warps * 16 if head_size <= 128 else 32
     tile_bytes = 2 * tokens * _padded(row_bytes)
     stages = min(65536 // (2 * tokens * row_bytes), 4)
     if fp32:

@@ -15,6 +15,7 @@ constexpr int WARP_ROWS = BLOCK_ROWS / WARPS;
 constexpr int PIECES = HEAD_SIZE / 4;
 constexpr int LANE_PIECES = (PIECES + 31) / 32;
 constexpr int LANE_TOKENS = (TILE + 31) / 32;
+constexpr int SHARED_BYTES = PLACES_BYTES + RING_BYTES + BLOCK_ROWS * (HEAD_SIZE + TILE) * 4;
 
 __device__ __forceinline__ float4 load4(const void* address) { return *(const float4*)address; }
 

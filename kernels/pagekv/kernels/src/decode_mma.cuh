@@ -11,11 +11,12 @@
 
 constexpr int WARPS = TILE / 16;
 constexpr int THREADS = WARPS * 32;
-constexpr int BLOCK_ROWS = WARPS * 16;  // most query heads of a thread block
+constexpr int BLOCK_ROWS = HEAD_SIZE <= 128 ? WARPS * 16 : 32;  // most query heads of a thread block
 constexpr int BLOCKS_PER_SM = HEAD_SIZE <= 128 ? 3 : 2;
 constexpr bool QUERY_IN_REGISTERS = HEAD_SIZE <= 128;
 constexpr int QUERY_BYTES = BLOCK_ROWS * Q_ROW_STRIDE;
 constexpr bool QUERY_IN_RING = QUERY_IN_REGISTERS && QUERY_BYTES <= 2 * TILE_BYTES;
+constexpr int SHARED_BYTES = PLACES_BYTES + RING_BYTES + (QUERY_IN_RING ? 0 : QUERY_BYTES);
 
 // For the merge of the slices, in the ring: out [WARPS][16][OUT_STRIDE] and (maximum, sum) [WARPS][16].
 constexpr int OUT_STRIDE = HEAD_SIZE + 8;  // floats; rows of a fragment lie in different banks

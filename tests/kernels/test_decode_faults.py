@@ -1,0 +1,92 @@
+"""Faults planted in the decode and merge kernels: each must be noticed (see `planted_faults.py`).
+
+Not among them: the fences around the count of arrivals. The emulation runs thread blocks one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from decode_cases import TOLERANCE, Features, random_sequences, run_decode, store, worst_error
+from host_build import HostLauncher
+from planted_faults import Fault, assert_noticed, visible
+
+from pagekv.kernels.variants import Variant
+
+
+def check(
+    variant: Variant, features: Features, *, fused: bool = True, blocks: int | None = None
+) -> Callable[[HostLauncher], None]:
+    """A launch and its comparison: an empty row, rows that end within a tile, and one of four splits."""
+    sequences = random_sequences(np.random.default_rng(0), variant, [800, 0, 70, 256], group=3, kv_heads=2)
+    cache = store(np.random.default_rng(1), sequences, 16)
+
+    def run(launcher: HostLauncher) -> None:
+        result = run_decode(launcher, sequences, cache, features, fused=fused, blocks=blocks)
+        assert worst_error(sequences, result, features) <= TOLERANCE[variant.dtype]
+
+    return run
+
+
+FEATURES = Features(window=600, alibi=True)
+MMA = check(Variant("float16", "float16", 64, True), FEATURES)
+MMA_ALONE = check(Variant("float16", "float16", 64, True), FEATURES, blocks=1)
+FMA = check(Variant("float32", "float32", 64, True), FEATURES)
+FP8 = check(Variant("bfloat16", "float8_e4m3fn", 64, True), FEATURES)
+UNFUSED = check(Variant("float16", "float16", 64, True), FEATURES, fused=False)
+
+SPLITS_OF_128 = check(Variant("bfloat16", "bfloat16", 128, True), FEATURES, blocks=1)
+
+
+def fault(name: str, run: Callable[[HostLauncher], None], old: str, new: str = "") -> Fault:
+    return Fault(name, "pagekv_decode", old, new, run)
+
+
+WAIT = "        cp_async_wait<STAGES - 2>();\n        __syncthreads();\n        start("
+START_TOO_EARLY = "start(tile + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);\n" + WAIT.replace(
+    "start(", "if (false) start("
+)
+SLICES = "    }\n    __syncthreads();\n    constexpr"
+LAST = "min(begin + SPLIT_TOKENS, context)"
+STRANDS = "for (i32 i = strand; i < merge.partials; i += STRANDS) parts"
+TABLE_END = "+ 1, p.table_stride);"
+FAULTS = [
+    fault("no wait for a tile", MMA, WAIT, WAIT.replace("cp_async_wait<STAGES - 2>();", "")),
+    fault("a wait for one tile too few", MMA, WAIT, WAIT.replace("- 2", "- 1")),
+    fault("no barrier between copying and using a tile", MMA, WAIT, WAIT.replace("__syncthreads();", "")),
+    fault("a stage is filled again before the barrier", FMA, WAIT, START_TOO_EARLY),
+    fault("results overwrite a tile in use", MMA, "__syncthreads();  // the ring is free"),
+    fault("no barrier after the block ids, mma", MMA, "__syncthreads();  // the places are there"),
+    fault("no barrier after the block ids, fma", FMA, "__syncthreads();  // the places are there"),
+    fault("no barrier before the merge of slices", MMA, SLICES, SLICES.replace("__syncthreads();", "")),
+    fault("no barrier between items", SPLITS_OF_128, "__syncthreads();  // shared memory is free for the next work"),
+    fault("no barrier of a warp between weights and values", FMA, "            __syncwarp();\n"),
+    fault("a wrong block", MMA, "= (u32)table[i] * block_rows", "= (u32)table[i ^ 1] * block_rows"),
+    fault("the wrong layer", MMA, "(i64)p.layer * 2 * p.kv_stride", "(i64)p.layer * p.kv_stride"),
+    fault("keys for values", MMA, "rows.values = p.kv_stride", "rows.values = 0 * p.kv_stride"),
+    fault("one token too many", MMA, LAST, LAST.replace("context", "context + 1")),
+    fault("one token too few", FP8, LAST, LAST.replace("context", "context - 1")),
+    fault("a window of one more", MMA, "return position - window + 1", "return position - window"),
+    fault(
+        "ALiBi of another head", MMA, "slope[half] = p.alibi_slopes[work.first_head + ", "slope[half] = p.alibi_slopes["
+    ),
+    fault("masked keys are weighed", MMA, "visible ? logits(s[n][i]", "visible || true ? logits(s[n][i]"),
+    fault("slots never written are copied", MMA, "(source + values), valid)", "(source + values), valid || true)"),
+    fault("outputs keep the old maximum", MMA, "rows.out[n][2 * half] *= factor;"),
+    fault("sums keep the old maximum", FMA, "state[r].sum *= factor;"),
+    fault("fp8 dims out of order", FP8, "4 + element * 2 + fragment % 2", "4 + element + fragment % 2 * 2"),
+    fault("a row is merged before its last split", MMA, "(u32)merge.partials - 1", "(u32)merge.partials - 2"),
+    fault("the count of arrivals is left", MMA, "if (threadIdx.x == 0) *arrivals = 0;"),
+    fault("a partial result in the wrong place", MMA, "+ work.split - merge.first_split)", "+ work.split)"),
+    Fault("a partial result is left out", "pagekv_merge", STRANDS, STRANDS.replace("; i +=", " - 1; i +="), UNFUSED),
+    Fault("the wrong strands are added", "pagekv_merge", "lane / 4, 4);", "lane / 4, 2);", UNFUSED),
+    Fault("ids beside the table are read", "pagekv_decode", TABLE_END, "+ 1, 1000000);", MMA, sanitizer=True),
+]
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("fault", visible(FAULTS), ids=str)
+def test_planted_faults_are_noticed(fault: Fault) -> None:
+    assert_noticed(fault)
