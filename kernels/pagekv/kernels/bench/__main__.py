@@ -1,0 +1,69 @@
+"""Measures the kernels on the GPU at hand, in under 8 minutes: `python -m pagekv.kernels.bench`.
+
+Correctness first; nothing is timed on a GPU that computes something wrong. Then device copy bandwidth, decode, prefill,
+cache write, block copy, swap, and peers (torch's attention always, FlashInfer where it is installed), all on the same
+card in the same run. Prints tables and the floors, writes JSON with --json FILE.
+
+Exit status: 0 measured; 1 a kernel computes something wrong; 2 nothing to measure on; 3 a floor missed (with --strict).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+TOTAL_SECONDS = 460.0
+NEEDS = "pip install 'pagekv[executor,cuda12]' (or cuda13, as the driver allows)"
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m pagekv.kernels.bench", description=(__doc__ or "").split("\n")[0])
+    made.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found to this file")
+    made.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="time to take (default: %(default).0f)")
+    made.add_argument("--strict", action="store_true", help="exit with 3 where a floor was missed")
+    made.add_argument("--correctness-only", action="store_true", help="check the kernels and stop")
+    return made
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    if importlib.util.find_spec("torch") is None:
+        say(f"error: the bench needs a GPU, torch and CuPy, and torch is not installed: {NEEDS}")
+        return 2
+    from pagekv.kernels.bench.machine import Arena, Clock, CudaMachine
+    from pagekv.kernels.bench.report import Report
+    from pagekv.kernels.bench.stages import Bench
+    from pagekv.kernels.loader import GpuUnavailable
+
+    clock = Clock(args.seconds)
+    try:
+        machine = CudaMachine(say)
+    except GpuUnavailable as error:
+        say(f"error: the bench needs a GPU, torch and CuPy, and cannot run here: {error}")
+        return 2
+    report = Report({**machine.versions(), "python": platform.python_version()})
+    bench = Bench(machine, Arena(machine, machine.memory()), clock, report, say)
+    if not bench.correctness():
+        say("error: a kernel computes something wrong on this GPU; nothing was timed")
+        return 1
+    if not args.correctness_only:
+        for stage in (bench.bandwidth, bench.decode, bench.prefill, bench.memory, bench.swap, bench.flashinfer):
+            stage()
+    report.seconds = clock.spent
+    print(report.text())
+    if args.json:
+        args.json.write_text(report.to_json() + "\n")
+    missed = [row for row in report.floors() if row["reached"] is False]
+    return 3 if args.strict and missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""The bench, stage by stage. Each stage has its share of the time; what it does not get to is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from pagekv.kernels.bench import speed, swap_speed
+from pagekv.kernels.bench.correctness import LENGTHS, checks, variants_to_check
+from pagekv.kernels.bench.flashinfer_peer import FlashInferPeer, to_text
+from pagekv.kernels.bench.machine import Arena, Clock, Machine
+from pagekv.kernels.bench.report import Report
+from pagekv.kernels.bench.workload import (
+    GQA4,
+    DecodeCase,
+    PrefillCase,
+    counts_for_decode_floor,
+    decode_cases,
+    prefill_cases,
+    swap_cases,
+    write_cases,
+)
+from pagekv.kernels.loader import Say
+from pagekv.kernels.variants import Variant
+
+# Share of the time by whose end each stage stops. What a stage leaves is the next one's.
+CORRECTNESS, DECODE, PREFILL, MEMORY, SWAP, PEERS = 0.35, 0.60, 0.70, 0.74, 0.80, 0.98
+
+
+@dataclass
+class Bench:
+    """One run."""
+
+    machine: Machine
+    arena: Arena
+    clock: Clock
+    report: Report
+    say: Say
+
+    def correctness(self, variants: Iterable[Variant] | None = None, lengths: Iterable[int] = LENGTHS) -> bool:
+        """Whether every check passed. Stops at a variant's end when time is up; the first variant always runs."""
+        passed, unchecked = True, []
+        in_time = self.clock.until(CORRECTNESS)
+        for index, variant in enumerate(variants_to_check() if variants is None else variants):
+            if index and not in_time():
+                unchecked.append(str(variant))
+                continue
+            for check in checks(self.machine, variant, list(lengths)):
+                passed &= check.passed
+                mark = "ok" if check.passed else "WRONG"
+                self.say(f"{mark:<6}{check.name}: error {check.error:.2g}, allowed {check.allowed:.2g}")
+        if unchecked:
+            self.report.notes.append(f"correctness of {', '.join(unchecked)}: no time was left")
+        return passed
+
+    def bandwidth(self) -> None:
+        self.report.copy_gb_per_s = speed.copy_bandwidth(self.machine, self.arena)
+        self.say(f"device copy: {self.report.copy_gb_per_s:.0f} GB/s")
+
+    def decode(self, cases: Iterable[DecodeCase] | None = None) -> None:
+        def row(case: DecodeCase) -> dict[str, Any]:
+            found = speed.decode_row(self.machine, self.arena, case, self.report.copy_gb_per_s)
+            if counts_for_decode_floor(case):
+                found["counts_for"] = {"decode": found["share_of_copy"], "paged": found["paged_against_in_order"]}
+            return found
+
+        self._section("decode", DECODE, decode_cases() if cases is None else cases, row)
+
+    def prefill(self, cases: Iterable[PrefillCase] | None = None) -> None:
+        def row(case: PrefillCase) -> dict[str, Any]:
+            found = speed.prefill_row(self.machine, self.arena, case)
+            if (case.new, case.cached) == (4096, 0):
+                found["counts_for"] = {"prefill": found["against_sdpa"]}
+            return found
+
+        self._section("prefill", PREFILL, prefill_cases() if cases is None else cases, row)
+
+    def memory(self) -> None:
+        bandwidth = self.report.copy_gb_per_s
+        self._section(
+            "memory", MEMORY, write_cases(), lambda case: speed.write_row(self.machine, self.arena, case, bandwidth)
+        )
+        copies = (16, 128)
+        self._section(
+            "memory", MEMORY, copies, lambda n: speed.block_copy_row(self.machine, self.arena, GQA4, n, bandwidth)
+        )
+
+    def swap(self, total: int | None = None) -> None:
+        """`total`: bytes a case moves, default as `swap_cases`."""
+        cases = list(swap_cases() if total is None else swap_cases(total))
+        room = max(case.bytes for case in cases) * 4
+        if room > self.arena.size:
+            self.report.notes.append(f"swap: {room} bytes of device memory are needed")
+            return
+        host = self.machine.pinned(room)
+        memcpy = swap_speed.memcpy_gb_per_s(self.machine, self.arena, host)
+        self.say(f"one pinned copy: {memcpy[0]:.1f} GB/s out, {memcpy[1]:.1f} GB/s in")
+
+        def row(case: Any) -> dict[str, Any]:
+            found = swap_speed.swap_row(self.machine, self.arena, host, case, memcpy)
+            if case.block_size >= 16:
+                found["counts_for"] = {"swap": min(found["out_against_memcpy"], found["in_against_memcpy"])}
+            return found
+
+        self._section("swap", SWAP, cases, row)
+
+    def flashinfer(self, peer: Callable[[list[Any]], FlashInferPeer] = FlashInferPeer) -> None:
+        """Measured last and in a process of its own: it compiles, which may take all that is left."""
+        if not FlashInferPeer.installed():
+            self.report.notes.append("FlashInfer: not installed (pip install flashinfer-python==0.6.6)")
+            return
+        # The cases of a floor first, then the rest, so that what time allows is what matters.
+        rows = {to_text(case): (case, row) for case, row in self._measured()}
+        order = sorted(rows, key=lambda text: "decode" not in rows[text][1].get("counts_for", {}))
+        limit = max(5.0, self.clock.total * PEERS - self.clock.spent)
+        self.say(f"FlashInfer, at most {limit:.0f} s")
+        found = peer([rows[text][0] for text in order]).measure(limit)
+        self.report.machine["flashinfer"] = found["version"] or "failed"
+        for text, seconds in found["seconds"].items():
+            case, row = rows[text]
+            ours = row.get("microseconds", row.get("milliseconds", 0.0) * 1e3) / 1e6
+            row["against_flashinfer"] = seconds / ours
+            if isinstance(case, DecodeCase) and counts_for_decode_floor(case):
+                row.setdefault("counts_for", {})["flashinfer"] = row["against_flashinfer"]
+        missing = len(rows) - len(found["seconds"])
+        if missing:
+            self.report.notes.append(
+                f"FlashInfer: {missing} of {len(rows)} cases: {found['note'] or 'no reason given'}"
+            )
+
+    def _measured(self) -> list[tuple[Any, dict[str, Any]]]:
+        """Cases of decode and prefill that have a row."""
+        cases = {("decode", case.name): case for case in decode_cases()}
+        named: dict[tuple[str, str], Any] = {**cases, **{("prefill", case.name): case for case in prefill_cases()}}
+        return [
+            (named[section, row["case"]], row)
+            for section in ("decode", "prefill")
+            for row in self.report.sections.get(section, [])
+            if (section, row["case"]) in named
+        ]
+
+    def _section(self, name: str, share: float, cases: Iterable[Any], measure: Callable[[Any], dict[str, Any]]) -> None:
+        """Measures cases until the stage's time is up; names those that did not fit in memory or time."""
+        in_time = self.clock.until(share)
+        rows = self.report.sections.setdefault(name, [])
+        large, late = [], []
+        for case in cases:
+            label = getattr(case, "name", str(case))
+            if getattr(case, "kv_bytes", 0) > self.arena.size:
+                large.append(label)
+            elif not in_time():
+                late.append(label)
+            else:
+                rows.append(measure(case))
+        if large:
+            self.report.notes.append(f"{name} {'; '.join(large)}: keys and values exceed {self.arena.size >> 30} GiB")
+        if late:
+            self.report.notes.append(f"{name} {'; '.join(late)}: no time was left")
+        self.say(f"{name}: {len(rows)} cases, {self.clock.spent:.0f} s so far")
