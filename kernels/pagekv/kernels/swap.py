@@ -1,0 +1,224 @@
+"""Swapping whole blocks between device and host memory: one asynchronous memcpy per contiguous run of slabs, on copy
+streams beside the one that computes.
+
+    swapper = BlockSwapper(CudaStreams(), device_pool, host_pool)    # host_pool pinned (`pin`)
+    swapper.swap_out([7, 8, 9], [0, 1, 2])                           # waits on the device for what was enqueued before
+    swapper.swap_in([5], [7])                                        # ordered after the copy that reads block 7
+    swapper.before_compute(blocks_of_the_step)                       # the computation waits for these blocks alone
+
+Nothing here waits on the host. Copies out and in have a stream each, so both directions of the bus work at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Blocks that lie side by side on both sides."""
+
+    source: int
+    destination: int
+    count: int
+
+
+def runs(sources: Sequence[int], destinations: Sequence[int]) -> list[Run]:
+    """The fewest runs that copy sources[i] to destinations[i] for every i, in no particular order.
+
+    Raises ValueError where the lists differ in length, or a block is a destination twice.
+    """
+    if len(sources) != len(destinations):
+        raise ValueError(f"destinations: must have {len(sources)} entries, as sources, got {len(destinations)}")
+    if not len(sources):
+        return []
+    pairs = np.array([sources, destinations], np.int64)
+    # Pairs are independent of each other. With the same distance between both sides, neighbours in order of the source
+    # are neighbours on both, in whichever order they were named: blocks are freed last block first.
+    distance = pairs[1] - pairs[0]
+    pairs = pairs[:, np.lexsort((pairs[0], distance))]
+    if len(np.unique(pairs[1])) < len(sources):
+        raise ValueError("destinations: names a block twice")
+    apart = np.any(np.diff(pairs, axis=1) != 1, axis=0)
+    first = np.flatnonzero(np.concatenate([[True], apart]))
+    counts = np.diff(np.append(first, len(sources)))
+    return [Run(*run) for run in zip(*pairs[:, first].tolist(), counts.tolist(), strict=True)]
+
+
+class Stream(Enum):
+    """Where work is enqueued; the order within one is kept."""
+
+    COMPUTE = "compute"
+    OUT = "out"
+    IN = "in"
+
+
+class Streams(Protocol):
+    """What swapping needs of a device."""
+
+    def mark(self, stream: Stream) -> Any:
+        """An event: everything that the stream was given so far."""
+        ...
+
+    def wait(self, stream: Stream, event: Any) -> None:
+        """What the stream is given from now on runs after the event."""
+        ...
+
+    def done(self, event: Any) -> bool:
+        """Whether everything before the event has run."""
+        ...
+
+    def copy(self, stream: Stream, destination: Any, source: Any) -> None:
+        """Enqueues the copy of contiguous memory."""
+        ...
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """Copies of one call that may be under way."""
+
+    stream: Stream
+    event: Any
+    device_blocks: npt.NDArray[np.int64]
+    host_blocks: npt.NDArray[np.int64]
+
+
+class BlockSwapper:
+    """Swaps blocks of one pair of pools. Used by one thread.
+
+    Calls take effect in their order, and against the computation: a swap runs after everything that was enqueued on the
+    compute stream before it, and `before_compute` makes what comes after it wait.
+    """
+
+    def __init__(self, streams: Streams, device_pool: Any, host_pool: Any) -> None:
+        """Both pools are tensors or arrays `[num_blocks, ...]`, contiguous, with blocks of equal size."""
+        if tuple(device_pool.shape[1:]) != tuple(host_pool.shape[1:]) or device_pool.dtype != host_pool.dtype:
+            raise ValueError(
+                f"host_pool: must have blocks as device_pool, {tuple(device_pool.shape[1:])} of {device_pool.dtype}, "
+                f"got {tuple(host_pool.shape[1:])} of {host_pool.dtype}"
+            )
+        self._streams = streams
+        self._device = device_pool
+        self._host = host_pool
+        self._pending: list[_Transfer] = []
+
+    def swap_out(self, sources: Sequence[int], destinations: Sequence[int]) -> int:
+        """Copies device blocks to host blocks, pairs by position; returns the number of copies enqueued.
+
+        Raises ValueError, with nothing enqueued, for ids outside of a pool, or a destination named twice.
+        """
+        return self._swap(Stream.OUT, sources, destinations)
+
+    def swap_in(self, sources: Sequence[int], destinations: Sequence[int]) -> int:
+        """Copies host blocks to device blocks; as `swap_out`."""
+        return self._swap(Stream.IN, sources, destinations)
+
+    def before_compute(self, device_blocks: npt.ArrayLike | None = None) -> None:
+        """What the compute stream is given next waits for every swap that touches one of these blocks; None: for all.
+
+        A step that neither reads nor writes a block may run beside the copy that saves it.
+        """
+        self._forget_done()
+        waiting = self._pending
+        if device_blocks is not None and waiting:
+            used = np.zeros(len(self._device), np.bool_)
+            used[np.asarray(device_blocks, np.int64).ravel()] = True
+            waiting = [transfer for transfer in waiting if used[transfer.device_blocks].any()]
+        for transfer in waiting:
+            self._streams.wait(Stream.COMPUTE, transfer.event)
+        # A later swap waits for the compute stream, and so for these.
+        self._pending = [transfer for transfer in self._pending if not any(transfer is other for other in waiting)]
+
+    def _swap(self, stream: Stream, sources: Sequence[int], destinations: Sequence[int]) -> int:
+        source, destination = (self._device, self._host) if stream is Stream.OUT else (self._host, self._device)
+        for name, ids, pool in (("sources", sources, source), ("destinations", destinations, destination)):
+            if len(ids) and not 0 <= min(ids) <= max(ids) < len(pool):
+                raise ValueError(f"{name}: block ids must be in [0, {len(pool)}), got {min(ids)} to {max(ids)}")
+        copies = runs(sources, destinations)
+        if not copies:
+            return 0
+        device_blocks, host_blocks = (np.array(ids, np.int64) for ids in (sources, destinations))
+        if stream is Stream.IN:
+            device_blocks, host_blocks = host_blocks, device_blocks
+
+        self._forget_done()
+        self._streams.wait(stream, self._streams.mark(Stream.COMPUTE))
+        for other in self._pending:
+            # Of two transfers in opposite directions, one writes what the other reads wherever they share a block.
+            if other.stream is not stream and (
+                np.isin(other.device_blocks, device_blocks).any() or np.isin(other.host_blocks, host_blocks).any()
+            ):
+                self._streams.wait(stream, other.event)
+        for run in copies:
+            self._streams.copy(
+                stream,
+                destination[run.destination : run.destination + run.count],
+                source[run.source : run.source + run.count],
+            )
+        self._pending.append(_Transfer(stream, self._streams.mark(stream), device_blocks, host_blocks))
+        return len(copies)
+
+    def _forget_done(self) -> None:
+        self._pending = [transfer for transfer in self._pending if not self._streams.done(transfer.event)]
+
+
+class CudaStreams:
+    """Two copy streams of the current GPU beside torch's current stream. Implements `Streams`."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch = torch
+        self._copies = {Stream.OUT: torch.cuda.Stream(), Stream.IN: torch.cuda.Stream()}  # type: ignore[no-untyped-call]
+
+    def mark(self, stream: Stream) -> Any:
+        """As `Streams.mark`."""
+        event: Any = self._torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream(stream))
+        return event
+
+    def wait(self, stream: Stream, event: Any) -> None:
+        """As `Streams.wait`."""
+        self._stream(stream).wait_event(event)
+
+    def done(self, event: Any) -> bool:
+        """As `Streams.done`."""
+        return bool(event.query())
+
+    def copy(self, stream: Stream, destination: Any, source: Any) -> None:
+        """As `Streams.copy`: torch makes one `cudaMemcpyAsync` of contiguous memory of one type."""
+        with self._torch.cuda.stream(self._stream(stream)):
+            destination.copy_(source, non_blocking=True)
+
+    def _stream(self, stream: Stream) -> Any:
+        return self._copies[stream] if stream in self._copies else self._torch.cuda.current_stream()
+
+
+def pin(tensor: torch.Tensor) -> None:
+    """Page-locks a CPU tensor where it is, so that it can be copied while the host goes on; until `unpin`.
+
+    For pools of gigabytes: torch's own pinned memory takes the next power of two of what is asked. Raises MemoryError.
+    """
+    import torch
+
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+    if int(error):
+        raise MemoryError(f"pinned host memory: cannot lock {tensor.nbytes} bytes: CUDA error {int(error)}")
+
+
+def unpin(tensor: torch.Tensor) -> None:
+    """Unlocks what `pin` locked; copies with it must have ended."""
+    import torch
+
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    runtime.cudaHostUnregister(tensor.data_ptr())
