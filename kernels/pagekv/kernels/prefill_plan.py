@@ -54,9 +54,9 @@ def prefill_items(
 ) -> Ints:
     """[n, 4]: sequence, first row of the tile (query of the sequence * group_size + head of the group), 0, 0.
 
-    `sequences`: those to be worked on; each gets as many items as its rows fill tiles. Items that walk the most keys come
-    first, so that thread blocks which start last are short. `window`: as of the layer (0: none); only the order depends
-    on it.
+    `sequences`: those to be worked on; each gets as many items as its rows fill tiles. Items that walk the most keys
+    come first, so that thread blocks which start last are short. `window`: as of the layer (0: none); only the order
+    depends on it.
     """
     counts = query_start[sequences + 1] - query_start[sequences]
     rows = counts * group_size

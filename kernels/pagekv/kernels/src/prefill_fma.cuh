@@ -1,7 +1,7 @@
 // Prefill in fp32, without tensor cores: what one warp does with its WARP_ROWS query rows.
 //
 // A lane has one key of the tile and its scores with all rows of the warp; then, for the outputs, every 32nd dim. Weights
-// go from the one to the other through shared memory.
+// go from the one to the other through shared memory; the barriers of KeyStream::next are between writing and reading.
 #pragma once
 #include "prefill_tile.cuh"
 
@@ -53,7 +53,6 @@ struct WarpRows {
                 score[i] = fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, fmaf(a.w, b.w, score[i]))));
             }
         }
-        __syncwarp();  // every lane has used the weights of the tile before
 #pragma unroll
         for (int i = 0; i < WARP_ROWS; ++i) {
             const Row row = rows[i];
@@ -71,7 +70,6 @@ struct WarpRows {
 #pragma unroll
             for (int n = 0; n < DIMS; ++n) out[i][n] *= shrink;
         }
-        __syncwarp();
     }
 
     // Adds a tile's values under the weights.

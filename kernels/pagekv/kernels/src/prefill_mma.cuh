@@ -169,7 +169,6 @@ struct WarpRows {
     // Writes the rows that exist, through the warp's own rows of shared memory so that they leave 16 bytes at a time.
     __device__ __forceinline__ void store(const QueryRows& all, u8* shared, void* to, i64 stride, float value_scale) {
         u8* const staged = shared + row_of_warp * ROW_STRIDE;
-        __syncwarp();  // every lane has read the queries
 #pragma unroll
         for (int i = 0; i < HELD; ++i) {
             float total = sum[i];
