@@ -176,12 +176,14 @@ __device__ __forceinline__ void merge_if_last(const DecodeParams& p, const Work&
     if (work.merge < 0 || p.arrivals == nullptr) return;
     const Merge merge = Merge::load(p.merges, work.merge);
     u32* arrivals = p.arrivals + (work.merge * p.num_kv_heads + work.kv_head) * work.head_groups + work.head_group;
-    __threadfence();  // this thread's partial results, before the count that announces them
     __syncthreads();
-    if (threadIdx.x == 0) *shared = atomicAdd(arrivals, 1u);
+    if (threadIdx.x == 0) {
+        __threadfence();  // the block's partial results before the count that announces them (the barrier passes them on)
+        *shared = atomicAdd(arrivals, 1u);
+        __threadfence();  // and the count before what the other blocks wrote
+    }
     __syncthreads();
     if (*shared != (u32)merge.partials - 1) return;
-    __threadfence();
     if (threadIdx.x == 0) *arrivals = 0;
     constexpr int PIECES = HEAD_SIZE / 4;
     for (i32 i = (i32)threadIdx.x; i < work.heads * PIECES; i += THREADS)
