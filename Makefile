@@ -1,6 +1,6 @@
 # PageKV: every task of a developer and of CI. `make` alone lists them.
 #
-# Nothing has to be installed first but Python 3.11 or later (with venv), make and bash.
+# Nothing has to be installed first but Python 3.11 or later (with venv), make and bash; and g++ for the tests of kernels.
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c

@@ -172,7 +172,6 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@pytest.mark.sanitize
 @settings(max_examples=60)
 @given(case=cases())
 def test_any_shape_is_written_as_the_twin_writes_it(launcher: HostLauncher, case: Case) -> None:

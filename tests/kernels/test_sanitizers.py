@@ -1,7 +1,6 @@
 """Kernels under AddressSanitizer, in a process of their own: no access outside of what a launch was given.
 
-Outside of it (the usual session) one test starts that process; inside, tests marked `sanitize` run, here and in the
-other files.
+In the usual session one test per file starts that process; in it, the file's tests that are marked `sanitize` run.
 """
 
 from __future__ import annotations
@@ -18,13 +17,17 @@ from test_host_emulation import probe
 HERE = Path(__file__).resolve().parent
 
 if not SANITIZE:
+    MARK = "@pytest.mark.sanitize"
+    FILES = [path for path in sorted(HERE.glob("test_*.py")) if MARK in path.read_text(encoding="utf-8")]
 
-    def test_kernels_touch_nothing_but_their_own() -> None:
-        """Every test marked `sanitize`, under AddressSanitizer."""
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "sanitize", "-p", "no:cacheprovider", str(HERE)]
-        result = subprocess.run(
-            command, env=sanitizer_environment(), cwd=HERE.parents[1], capture_output=True, text=True, timeout=280
-        )
+    @pytest.mark.slow
+    @pytest.mark.timeout(1800)  # every kernel is compiled once more
+    @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
+    def test_kernels_touch_nothing_but_their_own(file: Path) -> None:
+        """The file's tests that are marked `sanitize`, under AddressSanitizer."""
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "sanitize", "-p", "no:cacheprovider", str(file)]
+        environment = sanitizer_environment()
+        result = subprocess.run(command, env=environment, cwd=HERE.parents[1], capture_output=True, text=True)
         assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-4000:]
         assert "passed" in result.stdout
 
