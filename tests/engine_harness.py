@@ -11,6 +11,7 @@ import pytest
 from fake_executor import FakeExecutor, expected_output
 
 from pagekv.kvmanager import engine_loop
+from pagekv.kvmanager.engine import ModelInfo
 from pagekv.kvmanager.engine_config import EngineConfig
 from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.executor_client import Description, ExecutorLost
@@ -67,10 +68,10 @@ class Link:
     async def describe(self, block_size: int, token_budget: int) -> Description:
         return self._bench.description
 
-    async def attach(self, manager_id: str, block_size: int, num_blocks: int, layout: str, take_over: bool) -> None:
+    async def attach(self, manager_id: str, model: ModelInfo, layout: str, take_over: bool) -> None:
         self._bench.attaches.append(asyncio.get_running_loop().time())
         self.epoch = len(self._bench.attaches)
-        self._executor = FakeExecutor(num_blocks, block_size, VOCAB)
+        self._executor = FakeExecutor(model.num_device_blocks, model.block_size, VOCAB, model.num_host_blocks)
 
     async def send(self, plan: StepPlan, timeout_s: float) -> None:
         self._bench.plans.append(plan)
@@ -120,6 +121,7 @@ def config(**changes: object) -> EngineConfig:
         executor="nowhere",
         block_size=4,
         num_device_blocks=0,
+        num_host_blocks=0,
         max_model_len=0,
         max_queue=100,
         priority_aging=256,

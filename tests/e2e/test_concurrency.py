@@ -9,6 +9,7 @@ import pytest
 from calls import Caller, request_for
 from stack import CPU, ORACLE, Stack, running_stack
 
+from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
 
 pytestmark = pytest.mark.e2e
@@ -79,18 +80,26 @@ def test_a_third_of_the_memory_finishes_every_request_unchanged(backend: str) ->
     need = sum(-(-(len(prompt) + 39) // 16) for prompt in many)
     executor = ORACLE if backend == "oracle" else CPU
 
-    async def run(target: str) -> tuple[list[list[int]], int]:
+    async def run(target: str) -> tuple[list[list[int]], cache_pb.GetStatsResponse]:
         async with Caller(target) as caller:
             results = await caller.generate_many(requests)
-            return [r.tokens for r in results], (await caller.idle_stats()).preemptions_total
+            return [r.tokens for r in results], await caller.idle_stats()
 
     with running_stack(executor, ["--num-device-blocks", str(need * 2)]) as stack:
-        wanted, preemptions = asyncio.run(run(stack.target))
-        assert preemptions == 0
-    with running_stack(executor, ["--num-device-blocks", str(need // 3), "--watermark", "0"]) as stack:
-        outputs, preemptions = asyncio.run(run(stack.target))
-    assert outputs == wanted
-    assert preemptions > 0
+        wanted, stats = asyncio.run(run(stack.target))
+        assert stats.preemptions_total == 0
+    small = ["--num-device-blocks", str(need // 3), "--watermark", "0"]
+    for mode in ("recompute", "swap", "auto"):
+        with running_stack(executor, [*small, "--preemption", mode, "--write-back"]) as stack:
+            outputs, stats = asyncio.run(run(stack.target))
+        assert outputs == wanted
+        assert stats.preemptions_total > 0
+        assert stats.host_held_blocks == 0
+        if mode == "recompute":
+            assert stats.swapped_out_blocks_total == 0
+        if mode == "swap":
+            assert stats.swap_preemptions_total > 0
+            assert stats.swapped_in_blocks_total > 0
 
 
 def test_1000_random_cancels_leak_nothing(oracle_stack: Stack) -> None:

@@ -222,6 +222,13 @@ class Stats:
     misses_cleared_total: int
     misses_diverged_total: int
     misses_partial_tail_total: int
+    num_host_blocks: int
+    host_cached_blocks: int
+    host_held_blocks: int
+    swap_preemptions_total: int
+    swapped_out_blocks_total: int
+    swapped_in_blocks_total: int
+    written_back_blocks_total: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from pagekv.kvmanager.block_pool import BlockPool
 from pagekv.kvmanager.capacity import blocks_needed, total_tokens
 from pagekv.kvmanager.engine import CacheReset, PinResult, PrefixExplanation, PrefixMatch
 from pagekv.kvmanager.explain import explain_prefix
+from pagekv.kvmanager.host_pool import NO_BLOCK, HostPool
 from pagekv.kvmanager.known_adapters import KnownAdapters
 from pagekv.kvmanager.pins import Pins
 from pagekv.kvmanager.prompt_counters import PromptCounters
@@ -50,9 +51,10 @@ class CacheAdmin:
         self._adapters = KnownAdapters()
         self._timer: asyncio.TimerHandle | None = None
 
-    def adopt(self, pool: BlockPool, fingerprint: str) -> None:
-        """The pool of a new epoch, empty and with this log, for the model with this fingerprint."""
+    def adopt(self, pool: BlockPool, host: HostPool, fingerprint: str) -> None:
+        """The pools of a new epoch, empty and with this log, for the model with this fingerprint."""
         self.pool = pool
+        self._host = host
         self.pins = Pins(pool, self._max_pinned_share, self._clock)
         self._fingerprint = fingerprint
         self._arm()
@@ -96,12 +98,18 @@ class CacheAdmin:
         root = self._root(identity, identity.adapter_id)
         digests = chain_digests(root, token_bytes(token_ids), size, identity.media)
         tokens = np.array(token_ids, np.uint32)
-        hits = self.pool.match(digests, tokens[: len(digests) * size].reshape(-1, size))
+        chunks = tokens[: len(digests) * size].reshape(-1, size)
+        hits = self.pool.match(digests, chunks)
         found = len(hits) * size
+        kept = 0
+        for digest, chunk in zip(digests[len(hits) :], chunks[len(hits) :], strict=True):
+            if self._host.find(digest, chunk) == NO_BLOCK:
+                break
+            kept += size
         partial = 0
-        if partial_hits and not identity.media and found < len(tokens):
+        if partial_hits and not kept and not identity.media and found < len(tokens):
             _, partial = self.pool.table.longest_run(hits[-1] if hits else root, tokens[found : found + size])
-        return PrefixMatch(device_tokens=found, host_tokens=0, block_ids=hits, partial_tokens=partial)
+        return PrefixMatch(device_tokens=found, host_tokens=kept, block_ids=hits, partial_tokens=partial)
 
     def explain(self, token_ids: Sequence[int], identity: CacheIdentity, start: int, limit: int) -> PrefixExplanation:
         """Why a page of a prompt's blocks hits or misses; changes nothing."""

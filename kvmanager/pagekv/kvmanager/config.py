@@ -10,6 +10,7 @@ from pagekv.common.logs import LOG_FORMATS, LOG_LEVELS
 from pagekv.kvmanager.engine_config import EngineConfig
 from pagekv.kvmanager.eviction import DEFAULT_POLICY, DEFAULT_PROTECTED_SHARE, POLICIES
 from pagekv.kvmanager.running import SchedulerLimits
+from pagekv.kvmanager.swap_policy import MODES, SwapPolicy
 
 # --tokenizer: as the executor's model has it, or none at all.
 FROM_EXECUTOR, NO_TOKENIZER = "auto", "none"
@@ -67,6 +68,25 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
         default=0,
         type=integer(0, 2**31 - 1),
         metavar="N",
+    )
+    flag(
+        "num-host-blocks",
+        "blocks in the host pool, which takes what preempted sequences had; 0: as many as the executor allows",
+        default=0,
+        type=integer(0, 2**31 - 1),
+        metavar="N",
+    )
+    flag(
+        "preemption",
+        "what becomes of the blocks of preempted sequences; swap: copied to the host pool; recompute: dropped and "
+        "computed again; auto: what costs less by the executor's measurements",
+        default="auto",
+        choices=MODES,
+    )
+    switch(
+        "write-back",
+        "blocks that the device evicts go to the host pool and serve later hits from there (with --prefix-cache)",
+        default=False,
     )
     flag(
         "max-batch-tokens",
@@ -176,6 +196,7 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
             executor=args.executor,
             block_size=args.block_size,
             num_device_blocks=args.num_device_blocks,
+            num_host_blocks=args.num_host_blocks,
             max_model_len=args.max_model_len,
             max_queue=args.max_queue,
             priority_aging=args.priority_aging,
@@ -193,6 +214,8 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
                 prefix_cache=args.prefix_cache,
                 partial_hits=args.partial_hits,
                 fork_sharing=args.fork_sharing,
+                swap=SwapPolicy(args.preemption),
+                write_back=args.write_back,
             ),
         ),
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pagekv.kvmanager.engine import ModelInfo
 from pagekv.kvmanager.engine_config import EngineConfig
 from pagekv.kvmanager.executor_client import AttachRefused, Description
+from pagekv.kvmanager.running import SchedulerLimits
 
 
 def plan_deployment(description: Description, config: EngineConfig) -> ModelInfo:
@@ -32,6 +35,31 @@ def plan_deployment(description: Description, config: EngineConfig) -> ModelInfo
         eos_token_ids=description.eos_token_ids,
         block_size=config.block_size,
         num_device_blocks=num_blocks,
-        num_host_blocks=0,
+        num_host_blocks=_num_host_blocks(description, config),
         backend=description.backend,
     )
+
+
+def _num_host_blocks(description: Description, config: EngineConfig) -> int:
+    """Raises AttachRefused when the flags ask for more than there is."""
+    fitting = description.host_kv_bytes // max(1, description.bytes_per_block)
+    if config.num_host_blocks > fitting:
+        raise AttachRefused(
+            f"--num-host-blocks {config.num_host_blocks} needs {config.num_host_blocks * description.bytes_per_block} "
+            f"bytes of host memory, the executor allows {description.host_kv_bytes}: at most {fitting} blocks"
+        )
+    if not config.limits.uses_host:
+        return 0
+    return config.num_host_blocks or fitting
+
+
+def plan_limits(description: Description, config: EngineConfig) -> SchedulerLimits:
+    """The flags' limits as far as this executor goes, with what it measured."""
+    swap = replace(
+        config.limits.swap,
+        block_bytes=description.bytes_per_block,
+        out_bytes_per_s=description.device_to_host_bytes_per_s,
+        in_bytes_per_s=description.host_to_device_bytes_per_s,
+        prefill_tokens_per_s=description.prefill_tokens_per_s,
+    )
+    return replace(config.limits, max_running=min(config.limits.max_running, description.max_sequences), swap=swap)

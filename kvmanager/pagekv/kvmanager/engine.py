@@ -155,6 +155,13 @@ class Stats:
     misses_cleared_total: int = 0
     misses_diverged_total: int = 0
     misses_partial_tail_total: int = 0
+    num_host_blocks: int = 0
+    host_cached_blocks: int = 0
+    host_held_blocks: int = 0
+    swap_preemptions_total: int = 0
+    swapped_out_blocks_total: int = 0
+    swapped_in_blocks_total: int = 0
+    written_back_blocks_total: int = 0
 
 
 class Engine(Protocol):

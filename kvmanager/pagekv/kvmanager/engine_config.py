@@ -15,6 +15,8 @@ class EngineConfig:
     block_size: int
     # 0: as many as the executor's measured memory holds.
     num_device_blocks: int
+    # 0: as many as the executor allows.
+    num_host_blocks: int
     # 0: the model's own limit.
     max_model_len: int
     # Sequences waiting, preempted ones included, beyond which requests are refused.

@@ -12,7 +12,6 @@ import os
 import socket
 import uuid
 from collections.abc import Callable
-from dataclasses import replace
 
 from pagekv.common.errors import AlreadyExists, InvalidRequest, Overloaded, Unavailable
 from pagekv.common.logs import Log
@@ -21,7 +20,7 @@ from pagekv.kvmanager.block_pool import BlockPool
 from pagekv.kvmanager.cache_admin import CacheAdmin
 from pagekv.kvmanager.capacity import blocks_needed, check_fits, fits, total_tokens
 from pagekv.kvmanager.delivery import deliver, deliver_abort, unfinished_outputs
-from pagekv.kvmanager.deployment import plan_deployment
+from pagekv.kvmanager.deployment import plan_deployment, plan_limits
 from pagekv.kvmanager.engine import (
     BlockView,
     CacheReset,
@@ -37,6 +36,7 @@ from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.eviction import make_order
 from pagekv.kvmanager.executor_client import AttachRefused, ExecutorLink, ExecutorLost
 from pagekv.kvmanager.failed_steps import FailedSteps, Fault
+from pagekv.kvmanager.host_pool import HostPool
 from pagekv.kvmanager.introspection import EngineTotals, block_views, collect_stats, sequence_views
 from pagekv.kvmanager.live_requests import LiveRequests
 from pagekv.kvmanager.request import CacheIdentity, GenerateCommand, RequestStream
@@ -111,19 +111,18 @@ class EngineLoop:
         config = self._config
         description = await link.describe(config.block_size, config.limits.max_batch_tokens)
         model = plan_deployment(description, config)
-        await link.attach(
-            self._manager_id, config.block_size, model.num_device_blocks, description.layout, config.take_over
-        )
-        limits = replace(config.limits, max_running=min(config.limits.max_running, description.max_sequences))
+        await link.attach(self._manager_id, model, description.layout, config.take_over)
+        limits = plan_limits(description, config)
         self._end_what_does_not_fit(model, limits.max_running)
         order = make_order(config.eviction_policy, model.num_device_blocks, config.protected_share)
         pool = BlockPool(model.num_device_blocks, config.block_size, order, self._cache.log)
+        host = HostPool(model.num_host_blocks, config.block_size)
         if self._scheduler is None:
-            self._scheduler = Scheduler(pool, limits, model.eos_token_ids, self._cache.count_admission)
+            self._scheduler = Scheduler(pool, limits, model.eos_token_ids, self._cache.count_admission, host)
         else:
             self._in_flight.end_epoch()
-            self._scheduler.lose_executor(pool, limits, model.eos_token_ids)
-        self._cache.adopt(pool, model.model_fingerprint)
+            self._scheduler.lose_executor(pool, limits, model.eos_token_ids, host)
+        self._cache.adopt(pool, host, model.model_fingerprint)
         self._model = model
         self._totals.epochs += 1
         self._attached = True
@@ -136,6 +135,7 @@ class EngineLoop:
             model=model.model_id,
             backend=model.backend,
             blocks=model.num_device_blocks,
+            host_blocks=model.num_host_blocks,
             block_size=model.block_size,
         )
 

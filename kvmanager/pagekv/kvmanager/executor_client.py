@@ -12,6 +12,7 @@ import grpc
 
 from pagekv.common.errors import STATUS_DETAILS_KEY
 from pagekv.common.server import MAX_RECEIVE_BYTES
+from pagekv.kvmanager.engine import ModelInfo
 from pagekv.kvmanager.failed_steps import Fault
 from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
 from pagekv.kvmanager.wire import step_outcome, step_request
@@ -49,6 +50,11 @@ class Description:
     backend: str
     eos_token_ids: tuple[int, ...]
     max_sequences: int
+    # What swapping is decided by; 0 where it was not measured, or there is no host memory.
+    host_kv_bytes: int = 0
+    device_to_host_bytes_per_s: int = 0
+    host_to_device_bytes_per_s: int = 0
+    prefill_tokens_per_s: int = 0
 
 
 class ExecutorLink:
@@ -98,14 +104,21 @@ class ExecutorLink:
             backend=answer.backend,
             eos_token_ids=self._eos,
             max_sequences=answer.max_sequences,
+            host_kv_bytes=answer.host_kv_bytes,
+            device_to_host_bytes_per_s=answer.device_to_host_bytes_per_s,
+            host_to_device_bytes_per_s=answer.host_to_device_bytes_per_s,
+            prefill_tokens_per_s=answer.prefill_tokens_per_s,
         )
 
-    async def attach(self, manager_id: str, block_size: int, num_blocks: int, layout: str, take_over: bool) -> None:
-        """Opens an epoch with empty pools and its stream of steps. Raises ExecutorLost or AttachRefused."""
+    async def attach(self, manager_id: str, model: ModelInfo, layout: str, take_over: bool) -> None:
+        """Opens an epoch with empty pools of the model's sizes, and its stream of steps. Raises ExecutorLost or
+        AttachRefused.
+        """
         request = pb.AttachRequest(
             manager_id=manager_id,
-            block_size=block_size,
-            num_device_blocks=num_blocks,
+            block_size=model.block_size,
+            num_device_blocks=model.num_device_blocks,
+            num_host_blocks=model.num_host_blocks,
             layout=layout,
             take_over=take_over,
         )

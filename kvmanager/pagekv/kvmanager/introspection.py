@@ -37,7 +37,7 @@ class EngineTotals:
 
 def collect_stats(scheduler: Scheduler, totals: EngineTotals, cache: CacheAdmin, attached: bool) -> Stats:
     """A snapshot of every counter and gauge."""
-    pool, counters, prompts = scheduler.pool, scheduler.counters, cache.counters
+    pool, host, counters, prompts = scheduler.pool, scheduler.host, scheduler.counters, cache.counters
     prompt = counters.prompt_tokens
     return Stats(
         block_size=pool.block_size,
@@ -61,7 +61,7 @@ def collect_stats(scheduler: Scheduler, totals: EngineTotals, cache: CacheAdmin,
         aborted_requests_total=totals.aborted,
         rejected_requests_total=totals.rejected,
         executor_restarts_total=max(0, totals.epochs - 1),
-        hash_alarms_total=pool.hash_alarms,
+        hash_alarms_total=pool.hash_alarms + host.hash_alarms,
         executor_idle_us_total=totals.idle_us,
         executor_busy_us_total=totals.busy_us,
         executor_attached=attached,
@@ -77,6 +77,13 @@ def collect_stats(scheduler: Scheduler, totals: EngineTotals, cache: CacheAdmin,
         misses_cleared_total=prompts.misses_cleared,
         misses_diverged_total=prompts.misses_diverged,
         misses_partial_tail_total=prompts.misses_partial_tail,
+        num_host_blocks=host.num_blocks,
+        host_cached_blocks=host.num_cached,
+        host_held_blocks=host.num_held,
+        swap_preemptions_total=counters.swap_preemptions,
+        swapped_out_blocks_total=counters.swaps.swapped_out,
+        swapped_in_blocks_total=counters.swaps.swapped_in,
+        written_back_blocks_total=counters.swaps.written_back,
     )
 
 

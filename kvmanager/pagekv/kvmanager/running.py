@@ -42,6 +42,11 @@ class SchedulerLimits:
     # What is evicted from the device goes to the host pool.
     write_back: bool = False
 
+    @property
+    def uses_host(self) -> bool:
+        """Whether anything can come to be kept in the host pool."""
+        return self.write_back or self.swap.mode != "recompute"
+
 
 @dataclass(slots=True)
 class SchedulerCounters:

@@ -183,6 +183,13 @@ class GetStatsResponse(google.protobuf.message.Message):
     MISSES_CLEARED_TOTAL_FIELD_NUMBER: builtins.int
     MISSES_DIVERGED_TOTAL_FIELD_NUMBER: builtins.int
     MISSES_PARTIAL_TAIL_TOTAL_FIELD_NUMBER: builtins.int
+    NUM_HOST_BLOCKS_FIELD_NUMBER: builtins.int
+    HOST_CACHED_BLOCKS_FIELD_NUMBER: builtins.int
+    HOST_HELD_BLOCKS_FIELD_NUMBER: builtins.int
+    SWAP_PREEMPTIONS_TOTAL_FIELD_NUMBER: builtins.int
+    SWAPPED_OUT_BLOCKS_TOTAL_FIELD_NUMBER: builtins.int
+    SWAPPED_IN_BLOCKS_TOTAL_FIELD_NUMBER: builtins.int
+    WRITTEN_BACK_BLOCKS_TOTAL_FIELD_NUMBER: builtins.int
     block_size: builtins.int
     """Tokens in one block."""
     num_blocks: builtins.int
@@ -264,6 +271,20 @@ class GetStatsResponse(google.protobuf.message.Message):
     """A cached block after the same prefix begins with the same tokens and then differs."""
     misses_partial_tail_total: builtins.int
     """Every full block hit; what missed is a partial last block."""
+    num_host_blocks: builtins.int
+    """Blocks in the host pool; 0: there is none."""
+    host_cached_blocks: builtins.int
+    """Of them, blocks that can be hit as a second tier of the prefix cache."""
+    host_held_blocks: builtins.int
+    """Of them, blocks held by sequences that were swapped out and wait for their return."""
+    swap_preemptions_total: builtins.int
+    """Of preemptions_total, those after which blocks were kept in the host pool; the others were dropped and recomputed."""
+    swapped_out_blocks_total: builtins.int
+    """Blocks copied to the host pool for preempted sequences."""
+    swapped_in_blocks_total: builtins.int
+    """Blocks copied back to the device."""
+    written_back_blocks_total: builtins.int
+    """Blocks copied to the host pool because the device evicted them (--write-back)."""
     def __init__(
         self,
         *,
@@ -304,8 +325,15 @@ class GetStatsResponse(google.protobuf.message.Message):
         misses_cleared_total: builtins.int = ...,
         misses_diverged_total: builtins.int = ...,
         misses_partial_tail_total: builtins.int = ...,
+        num_host_blocks: builtins.int = ...,
+        host_cached_blocks: builtins.int = ...,
+        host_held_blocks: builtins.int = ...,
+        swap_preemptions_total: builtins.int = ...,
+        swapped_out_blocks_total: builtins.int = ...,
+        swapped_in_blocks_total: builtins.int = ...,
+        written_back_blocks_total: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["aborted_requests_total", b"aborted_requests_total", "active_blocks", b"active_blocks", "block_hit_rate", b"block_hit_rate", "block_size", b"block_size", "cached_blocks_total", b"cached_blocks_total", "cached_free_blocks", b"cached_free_blocks", "cached_tokens_total", b"cached_tokens_total", "computed_tokens_total", b"computed_tokens_total", "evicted_blocks_total", b"evicted_blocks_total", "executor_attached", b"executor_attached", "executor_busy_us_total", b"executor_busy_us_total", "executor_idle_us_total", b"executor_idle_us_total", "executor_restarts_total", b"executor_restarts_total", "free_blocks", b"free_blocks", "generated_tokens_total", b"generated_tokens_total", "hash_alarms_total", b"hash_alarms_total", "kv_usage", b"kv_usage", "misses_cleared_total", b"misses_cleared_total", "misses_diverged_total", b"misses_diverged_total", "misses_evicted_total", b"misses_evicted_total", "misses_never_seen_total", b"misses_never_seen_total", "misses_partial_tail_total", b"misses_partial_tail_total", "num_blocks", b"num_blocks", "pinned_blocks", b"pinned_blocks", "pins", b"pins", "preemptions_total", b"preemptions_total", "prefix_hit_rate", b"prefix_hit_rate", "prompt_blocks_total", b"prompt_blocks_total", "prompt_tokens_total", b"prompt_tokens_total", "published_blocks", b"published_blocks", "rejected_requests_total", b"rejected_requests_total", "requests_total", b"requests_total", "running_sequences", b"running_sequences", "steps_total", b"steps_total", "utilization", b"utilization", "waiting_sequences", b"waiting_sequences", "watchers", b"watchers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aborted_requests_total", b"aborted_requests_total", "active_blocks", b"active_blocks", "block_hit_rate", b"block_hit_rate", "block_size", b"block_size", "cached_blocks_total", b"cached_blocks_total", "cached_free_blocks", b"cached_free_blocks", "cached_tokens_total", b"cached_tokens_total", "computed_tokens_total", b"computed_tokens_total", "evicted_blocks_total", b"evicted_blocks_total", "executor_attached", b"executor_attached", "executor_busy_us_total", b"executor_busy_us_total", "executor_idle_us_total", b"executor_idle_us_total", "executor_restarts_total", b"executor_restarts_total", "free_blocks", b"free_blocks", "generated_tokens_total", b"generated_tokens_total", "hash_alarms_total", b"hash_alarms_total", "host_cached_blocks", b"host_cached_blocks", "host_held_blocks", b"host_held_blocks", "kv_usage", b"kv_usage", "misses_cleared_total", b"misses_cleared_total", "misses_diverged_total", b"misses_diverged_total", "misses_evicted_total", b"misses_evicted_total", "misses_never_seen_total", b"misses_never_seen_total", "misses_partial_tail_total", b"misses_partial_tail_total", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "pinned_blocks", b"pinned_blocks", "pins", b"pins", "preemptions_total", b"preemptions_total", "prefix_hit_rate", b"prefix_hit_rate", "prompt_blocks_total", b"prompt_blocks_total", "prompt_tokens_total", b"prompt_tokens_total", "published_blocks", b"published_blocks", "rejected_requests_total", b"rejected_requests_total", "requests_total", b"requests_total", "running_sequences", b"running_sequences", "steps_total", b"steps_total", "swap_preemptions_total", b"swap_preemptions_total", "swapped_in_blocks_total", b"swapped_in_blocks_total", "swapped_out_blocks_total", b"swapped_out_blocks_total", "utilization", b"utilization", "waiting_sequences", b"waiting_sequences", "watchers", b"watchers", "written_back_blocks_total", b"written_back_blocks_total"]) -> None: ...
 
 global___GetStatsResponse = GetStatsResponse
 

@@ -248,6 +248,13 @@ STATS = cache_pb.GetStatsResponse(
     misses_cleared_total=3,
     misses_diverged_total=2,
     misses_partial_tail_total=1,
+    num_host_blocks=20,
+    host_cached_blocks=21,
+    host_held_blocks=22,
+    swap_preemptions_total=23,
+    swapped_out_blocks_total=24,
+    swapped_in_blocks_total=25,
+    written_back_blocks_total=26,
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
+import numpy as np
 import pytest
 from cached_prefixes import Clock
 from fake_executor import FakeExecutor, expected_output
@@ -12,10 +13,12 @@ from scheduler_driver import VOCAB, Driver, finished, output
 from table_reader import Reader, table_of
 
 from pagekv.common.errors import LimitExceeded
+from pagekv.kvmanager.block_hash import chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.block_pool import BlockPool
 from pagekv.kvmanager.cache_admin import CacheAdmin
 from pagekv.kvmanager.capacity import blocks_needed
 from pagekv.kvmanager.engine import BlockOutcome
+from pagekv.kvmanager.host_pool import HostPool
 from pagekv.kvmanager.request import CacheIdentity, GenerateCommand
 from pagekv.kvmanager.scheduler import Scheduler
 
@@ -32,12 +35,12 @@ class WatchedDriver(Driver):
         self.admin = CacheAdmin(True, 0.5, lambda: None, self.clock)
         self.pool = BlockPool(BLOCKS, SIZE, log=self.admin.log)
         self.scheduler = Scheduler(self.pool, self.scheduler.limits, (), self.admin.count_admission)
-        self.admin.adopt(self.pool, "model")
+        self.admin.adopt(self.pool, self.scheduler.host, "model")
 
     def lose_executor(self) -> None:
         self.pool = BlockPool(BLOCKS, SIZE, log=self.admin.log)
         self.scheduler.lose_executor(self.pool, self.scheduler.limits, ())
-        self.admin.adopt(self.pool, "model")
+        self.admin.adopt(self.pool, self.scheduler.host, "model")
         self.in_flight.clear()
         self.executor = FakeExecutor(BLOCKS, SIZE, VOCAB)
 
@@ -156,3 +159,24 @@ def test_readers_hold_the_table_at_every_border_and_every_request_finishes(seed:
         assert driver.pool.num_active == 0
 
     asyncio.run(main())
+
+
+def test_a_lookup_goes_on_in_the_host_pool_where_the_device_ends() -> None:
+    """Tokens are told by tier; a gap ends both, and a block of another content is none."""
+    pool, host = BlockPool(4, 2), HostPool(4, 2)
+    admin = CacheAdmin(True, 0.5, lambda: None)
+    admin.adopt(pool, host, "model")
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    digests = chain_digests(root_digest("model", "", ""), token_bytes(tokens), 2)
+    rows = np.array(tokens[:8], np.uint32).reshape(-1, 2)
+    blocks = pool.allocate(1)
+    assert blocks is not None
+    pool.publish_chain(blocks, digests[:1], root_digest("model", "", ""), rows[:1], first=True, media=False)
+    for index in (1, 3):
+        host.take(digests[index], rows[index])
+    match = admin.lookup(tokens, CacheIdentity(), partial_hits=True)
+    assert (match.device_tokens, match.host_tokens, match.partial_tokens) == (2, 2, 0)
+    host.take(digests[2], rows[2])
+    assert admin.lookup(tokens, CacheIdentity(), partial_hits=True).host_tokens == 6
+    assert admin.lookup([*tokens[:4], 0, 0], CacheIdentity(), partial_hits=True).host_tokens == 2
+    assert admin.lookup(tokens, CacheIdentity(namespace="other"), partial_hits=True).host_tokens == 0

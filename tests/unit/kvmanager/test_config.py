@@ -7,6 +7,7 @@ import pytest
 from pagekv.kvmanager.config import ManagerConfig, parse_config
 from pagekv.kvmanager.engine_config import EngineConfig
 from pagekv.kvmanager.running import SchedulerLimits
+from pagekv.kvmanager.swap_policy import SwapPolicy
 
 DEFAULTS = ManagerConfig(
     listen="127.0.0.1:50051",
@@ -20,6 +21,7 @@ DEFAULTS = ManagerConfig(
         executor="127.0.0.1:50052",
         block_size=16,
         num_device_blocks=0,
+        num_host_blocks=0,
         max_model_len=0,
         max_queue=1024,
         priority_aging=256,
@@ -30,7 +32,9 @@ DEFAULTS = ManagerConfig(
         eviction_policy="slru",
         protected_share=0.2,
         max_pinned_share=0.5,
-        limits=SchedulerLimits(max_batch_tokens=2048, max_running=256, watermark=0.01, prefix_cache=True),
+        limits=SchedulerLimits(
+            max_batch_tokens=2048, max_running=256, watermark=0.01, prefix_cache=True, swap=SwapPolicy("auto")
+        ),
     ),
 )
 
@@ -52,6 +56,9 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
         "PAGEKV_EXECUTOR": "executor:1",
         "PAGEKV_BLOCK_SIZE": "256",
         "PAGEKV_NUM_DEVICE_BLOCKS": "7",
+        "PAGEKV_NUM_HOST_BLOCKS": "9",
+        "PAGEKV_PREEMPTION": "swap",
+        "PAGEKV_WRITE_BACK": "on",
         "PAGEKV_MAX_MODEL_LEN": "100",
         "PAGEKV_MAX_QUEUE": "3",
         "PAGEKV_PIPELINE_DEPTH": "1",
@@ -68,8 +75,8 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
         "PAGEKV_PROTECTED_SHARE": "0.5",
         "PAGEKV_MAX_PINNED_SHARE": "0.75",
     }
-    limits = SchedulerLimits(max_batch_tokens=64, max_running=5, watermark=0.25, prefix_cache=False, partial_hits=False)
-    engine = EngineConfig("executor:1", 256, 7, 100, 3, 5, 1, 2.0, 4, True, "lru", 0.5, 0.75, limits)
+    limits = SchedulerLimits(64, 5, 0.25, False, partial_hits=False, swap=SwapPolicy("swap"), write_back=True)
+    engine = EngineConfig("executor:1", 256, 7, 9, 100, 3, 5, 1, 2.0, 4, True, "lru", 0.5, 0.75, limits)
     expected = ManagerConfig("unix:/run/pagekv", "none", 0.5, "debug", "json", "/tmp/port", False, engine)
     assert parse_config([], env) == expected
     assert parse_config(["--max-queue", "9"], env).engine.max_queue == 9
@@ -82,6 +89,8 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
         (["--listen", "50051"], {}, "--listen: must be host:port"),
         (["--executor", "host:99999"], {}, "--executor: must be host:port"),
         (["--num-device-blocks", "-1"], {}, "--num-device-blocks: must be a whole number from 0"),
+        (["--num-host-blocks", "x"], {}, "--num-host-blocks: must be a whole number from 0"),
+        (["--preemption", "drop"], {}, "--preemption: invalid choice: 'drop' (choose from"),
         (["--max-batch-tokens", "0"], {}, "--max-batch-tokens: must be a whole number from 1 to 65536"),
         (["--max-running", "x"], {}, "--max-running: must be a whole number from 1 to 65536, got 'x'"),
         (["--max-queue", "0"], {}, "--max-queue: must be a whole number from 1 to 1000000"),

@@ -13,11 +13,13 @@ from engine_harness import DESCRIPTION, VOCAB, Bench, Link, command, config, exp
 from pagekv.common.errors import AlreadyExists, InvalidRequest, Overloaded, Unavailable
 from pagekv.kvmanager import engine_loop
 from pagekv.kvmanager.capacity import longest_sequence
+from pagekv.kvmanager.deployment import plan_deployment
 from pagekv.kvmanager.engine import CacheReset
 from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.executor_client import AttachRefused, ExecutorLink, ExecutorLost
 from pagekv.kvmanager.request import CacheIdentity, FinishReason, GenerateCommand, SamplingParams
 from pagekv.kvmanager.step_plan import StepOutcome
+from pagekv.kvmanager.swap_policy import SwapPolicy
 
 
 def test_tokens_come_through_and_blocks_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,6 +201,34 @@ def test_the_context_may_be_longer_than_what_the_pool_holds(monkeypatch: pytest.
         assert await read(engine.submit(command("y", [1, 2, 3], max_tokens=18))) == expect([1, 2, 3], 18)
 
     run(monkeypatch, body, num_device_blocks=5)
+
+
+def test_the_host_pool_is_as_large_as_flag_and_executor_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CHECKLIST D14: both pools are in the configuration, and in what is served."""
+    with_host = replace(DESCRIPTION, host_kv_bytes=24)
+    swap = replace(config().limits, swap=SwapPolicy("swap"))
+    assert plan_deployment(with_host, config(limits=swap)).num_host_blocks == 24
+    assert plan_deployment(with_host, config(limits=swap, num_host_blocks=9)).num_host_blocks == 9
+    assert plan_deployment(with_host, config(limits=replace(swap, swap=SwapPolicy("recompute")))).num_host_blocks == 0
+    with pytest.raises(AttachRefused, match=r"--num-host-blocks 25 needs 25 bytes .* allows 24: at most 24 blocks"):
+        plan_deployment(with_host, config(limits=swap, num_host_blocks=25))
+
+
+def test_a_preempted_request_is_swapped_out_and_its_stream_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        streams = [engine.submit(command(f"r{i}", [i, 5, 6, 7, 8], max_tokens=12)) for i in range(4)]
+        for i, stream in enumerate(streams):
+            assert await read(stream) == expect([i, 5, 6, 7, 8], 12)
+        stats = engine.stats()
+        assert stats.num_host_blocks == 40
+        assert stats.host_held_blocks == 0
+        assert 0 < stats.swap_preemptions_total <= stats.preemptions_total
+        assert stats.swapped_out_blocks_total > 0
+
+    limits = replace(config().limits, swap=SwapPolicy("swap"))
+    monkeypatch.setattr("engine_harness.DESCRIPTION", replace(DESCRIPTION, host_kv_bytes=40))
+    run(monkeypatch, body, num_device_blocks=9, limits=limits)
 
 
 def test_looking_a_prompt_up_counts_its_full_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

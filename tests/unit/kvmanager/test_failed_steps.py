@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 from engine_harness import Bench, command, expect, read, run, until
+from fake_engine import MODEL
 
 from pagekv.common.errors import ComputationFailed, InvalidRequest, PageKVError, StaleEpoch, Unavailable, abort_with
 from pagekv.kvmanager.engine_loop import EngineLoop
@@ -141,7 +142,7 @@ def test_what_ends_the_stream_says_whose_fault_it_was(end: PageKVError | grpc.St
         await server.start()
         woken = asyncio.Event()
         link = ExecutorLink(f"127.0.0.1:{port}", woken.set)
-        await link.attach("m", 16, 4, "any", False)
+        await link.attach("m", MODEL, "any", False)
         await woken.wait()
         with pytest.raises(ExecutorLost) as lost:
             link.take_outcome()

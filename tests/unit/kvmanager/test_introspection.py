@@ -13,7 +13,7 @@ from pagekv.kvmanager.introspection import EngineTotals, block_views, collect_st
 
 def stats(driver: Driver) -> Stats:
     cache = CacheAdmin(True, 0.5, lambda: None)
-    cache.adopt(driver.pool, "model")
+    cache.adopt(driver.pool, driver.scheduler.host, "model")
     return collect_stats(driver.scheduler, EngineTotals(), cache, True)
 
 
@@ -64,7 +64,7 @@ def test_blocks_are_listed_by_state_in_pages() -> None:
     driver.submit([1, 2, 3, 4, 5], max_tokens=1)
     driver.drain()
     cache = CacheAdmin(True, 1.0, lambda: None)
-    cache.adopt(driver.pool, "model")
+    cache.adopt(driver.pool, driver.scheduler.host, "model")
     cache.pins.pin(driver.pool.table.follow(driver.requests[0].root, np.array([[1, 2]], np.uint32)), 60, 0)
     driver.submit([1, 2, 9], max_tokens=4)
     driver.plan()

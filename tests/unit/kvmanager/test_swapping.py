@@ -226,7 +226,7 @@ def test_a_whole_group_comes_back_with_its_sharing() -> None:
     [(4, 4, 63, False), (4, 4, 65, True), (0, 4, 33, True), (0, 4, 31, False), (0, 0, 0, False)],
 )
 def test_auto_takes_what_costs_less(out: int, back: int, tokens: int, swaps: bool) -> None:
-    """CHECKLIST I5: blocks of 2 MB at 1 GB/s out and in, against 4 ms a block of prefill: 8 tokens of 0.25 ms each way and block."""
+    """CHECKLIST I5: a block of 2 MB costs 2 ms each way at 1 GB/s, as much as 8 tokens of prefill at 4,000 a second."""
     policy = SwapPolicy("auto", 2_000_000, 10**9, 10**9, 4_000)
     assert policy.swaps(out, back, tokens) is swaps
 

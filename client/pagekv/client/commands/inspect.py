@@ -105,6 +105,10 @@ def stats_text(now: Stats, terminal: Terminal, generated_per_s: float | None = N
             ("pinned", f"{now.pinned_blocks} by {now.pins} pins"),
             ("free", f"{now.free_blocks}, of these {now.cached_free_blocks} still cached"),
             ("evicted", f"{now.evicted_blocks_total}"),
+            ("host pool", f"{now.num_host_blocks} blocks, {now.host_held_blocks} held by preempted sequences, "
+                          f"{now.host_cached_blocks} cached"),
+            ("moved", f"{now.swapped_out_blocks_total} swapped out, {now.swapped_in_blocks_total} in, "
+                      f"{now.written_back_blocks_total} written back"),
         ],
         "prefix cache": [
             ("blocks", f"{now.published_blocks}, watched by {now.watchers}"),
@@ -121,7 +125,7 @@ def stats_text(now: Stats, terminal: Terminal, generated_per_s: float | None = N
                          f"{now.rejected_requests_total} refused"),
             ("generated", f"{generated} tokens"),
             ("computed", f"{now.computed_tokens_total} tokens in {now.steps_total} steps"),
-            ("preemptions", f"{now.preemptions_total}"),
+            ("preemptions", f"{now.preemptions_total}, {now.swap_preemptions_total} of them by swap"),
             ("executor", ("attached" if now.executor_attached else "NOT ATTACHED")
                          + f", busy {busy / max(busy + idle, 1):.1%}, {now.executor_restarts_total} restarts"),
         ],

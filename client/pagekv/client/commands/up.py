@@ -44,7 +44,7 @@ def add_stack_flags(parser: CommandParser) -> None:
     """The flags that `up` and `demo` share."""
     group = parser.add_argument_group("model and memory (see pagekv-executor --help, pagekv-manager --help)")
     group.add_argument("--model", metavar="NAME", help="a model directory, a hub id, or demo [demo]")
-    group.add_argument("--backend", metavar="NAME", help="cpu or oracle [cpu]")
+    group.add_argument("--backend", metavar="NAME", help="cpu, cuda, oracle or auto [auto]")
     group.add_argument("--dtype", metavar="TYPE", help="element type of weights and KV memory")
     group.add_argument("--threads", metavar="N", help="compute threads")
     group.add_argument("--kv-memory", metavar="SIZE", help="memory for the KV pool, such as 512MiB")
