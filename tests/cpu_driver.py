@@ -1,4 +1,4 @@
-"""Small random models, transformers' own answers for them, and a driver that plays the manager for `CpuBackend`."""
+"""Small random models, transformers' own answers for them, and a driver that plays the manager for a backend."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import (
@@ -20,8 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from pagekv.executor.backend import BlockCopies, CopyKind, Sampling, Scheduled, SequenceState
-from pagekv.executor.cpu import CpuBackend
+from pagekv.executor.backend import BlockCopies, CopyKind, Sampled, Sampling, Scheduled, SequenceState
 
 VOCAB = 256
 # Wide weights: flat logits would make near ties, and the same token over and over.
@@ -112,10 +111,27 @@ def reference(model: Any, prompt: list[int], new: int) -> list[int]:
     return tokens
 
 
+class Pools(Protocol):
+    """Both pools, blocks first."""
+
+    device: torch.Tensor
+    host: torch.Tensor
+
+
+class Driven(Protocol):
+    """As much of a backend with pools as is needed here."""
+
+    @property
+    def cache(self) -> Pools: ...
+    def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None: ...
+    def copy_blocks(self, copies: BlockCopies) -> None: ...
+    def execute(self, scheduled: list[Scheduled]) -> dict[int, Sampled]: ...
+
+
 class Driver:
     """Gives blocks in random order, runs steps, appends what is sampled. The pool starts out full of NaN."""
 
-    def __init__(self, backend: CpuBackend, block_size: int = 4, num_blocks: int = 400, host_blocks: int = 0) -> None:
+    def __init__(self, backend: Driven, block_size: int = 4, num_blocks: int = 400, host_blocks: int = 0) -> None:
         backend.allocate(block_size, num_blocks, host_blocks)
         backend.cache.device[:num_blocks] = math.nan
         backend.cache.host.fill_(math.nan)

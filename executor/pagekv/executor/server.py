@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import logging
 import os
 import sys
@@ -25,6 +26,9 @@ log = Log(__name__)
 LAST_WORDS_S = 2.0
 # A step carries the tokens of the sequences that enter whole: many long prompts that hit one prefix can enter at once.
 MAX_STEP_BYTES = 256 * 2**20
+# --memory-share where it is not given: the GPU's memory is the executor's, a machine's is everybody's.
+CPU_MEMORY_SHARE = 0.4
+CUDA_MEMORY_SHARE = 0.9
 
 
 def load_backend(config: ExecutorConfig) -> Backend:
@@ -50,17 +54,52 @@ def load_backend(config: ExecutorConfig) -> Backend:
             step_time_s=config.step_time_ms / 1e3,
             token_time_s=config.token_time_us / 1e6,
         )
+    assert directory is not None
+    if config.backend == "cuda" or (config.backend == "auto" and _has_gpu()):
+        return _load_cuda(config, directory)
+    if config.kv_dtype != "auto":
+        raise ValueError(f"--kv-dtype {config.kv_dtype} needs --backend cuda")
     from pagekv.executor.cpu import CpuBackend
 
-    assert directory is not None
     return CpuBackend(
         directory,
         model_id(config.model),
         config.dtype,
         config.threads,
         config.kv_memory,
-        config.memory_share,
+        CPU_MEMORY_SHARE if config.memory_share is None else config.memory_share,
         config.max_sequences,
+    )
+
+
+def _has_gpu() -> bool:
+    # Without CuPy the answer is known, and torch need not be asked.
+    if importlib.util.find_spec("cupy") is None:
+        return False
+    from pagekv.executor.cuda.device import cuda_is_usable
+
+    return cuda_is_usable()
+
+
+def _load_cuda(config: ExecutorConfig, directory: Path) -> Backend:
+    from pagekv.executor.cuda.backend import CudaBackend
+    from pagekv.executor.cuda.device import CudaDevice
+    from pagekv.kernels.loader import GpuUnavailable
+
+    try:
+        device = CudaDevice()
+    except GpuUnavailable as error:
+        raise ValueError(f"--backend cuda: {error}") from error
+    return CudaBackend(
+        directory,
+        model_id(config.model),
+        device,
+        config.dtype,
+        config.kv_dtype,
+        config.kv_memory,
+        CUDA_MEMORY_SHARE if config.memory_share is None else config.memory_share,
+        config.max_sequences,
+        config.cuda_graphs,
     )
 
 
@@ -102,7 +141,7 @@ class Executor:
         config, begin = self._config, time.monotonic()
         log.info("loading", backend=config.backend, model=config.model or "none")
         backend = await self._compute.call(lambda: load_backend(config))
-        log.info("loaded", backend=config.backend, seconds=round(time.monotonic() - begin, 3))
+        log.info("loaded", backend=type(backend).__name__, seconds=round(time.monotonic() - begin, 3))
         return backend
 
     async def _shut_down(self, idle: bool) -> int:

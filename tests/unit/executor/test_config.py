@@ -9,8 +9,9 @@ from pagekv.executor.config import parse_config
 
 def test_defaults() -> None:
     config = parse_config([], env={})
-    assert (config.listen, config.backend, config.model) == ("127.0.0.1:50052", "cpu", "demo")
-    assert (config.dtype, config.threads, config.kv_memory, config.memory_share) == ("auto", 0, 0, 0.4)
+    assert (config.listen, config.backend, config.model) == ("127.0.0.1:50052", "auto", "demo")
+    assert (config.dtype, config.threads, config.kv_memory, config.memory_share) == ("auto", 0, 0, None)
+    assert (config.kv_dtype, config.cuda_graphs) == ("auto", True)
     assert (config.max_sequences, config.grace_s, config.port_file, config.reflection) == (1024, 10.0, "", True)
     assert (config.eos_token_ids, config.vocab_size, config.max_model_len) == (None, 0, 0)
 
@@ -35,8 +36,8 @@ def test_environment_is_checked_and_the_flag_wins() -> None:
     ("argv", "flag", "bounds"),
     [
         (["--listen", "nowhere"], "--listen", "host:port"),
-        (["--backend", "cuda"], "--backend", "'cuda' is not part of this version; choose cpu or oracle"),
-        (["--backend", "tpu"], "--backend", "must be one of cpu, oracle, got 'tpu'"),
+        (["--backend", "tpu"], "--backend", "'tpu'"),
+        (["--kv-dtype", "int4"], "--kv-dtype", "fp8"),
         (["--dtype", "int8"], "--dtype", "float32"),
         (["--threads", "-1"], "--threads", "from 0 to 1024, got '-1'"),
         (["--kv-memory", "12 parsecs"], "--kv-memory", "(such as 512MiB), got '12 parsecs'"),

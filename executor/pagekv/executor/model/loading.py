@@ -27,6 +27,8 @@ class LoadedModel:
     # By layer.
     scores: tuple[Scores, ...]
     vocab_size: int
+    # Columns of its logits: some models have more of them than token ids.
+    num_logits: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
 
@@ -71,6 +73,7 @@ def load_model(directory: Path, dtype: torch.dtype, device: torch.device | str =
         num_heads=probe.num_heads,
         scores=tuple(probe.calls[layer].scores for layer in sorted(probe.calls)),
         vocab_size=min(probe.vocab_size, model.get_input_embeddings().num_embeddings),
+        num_logits=probe.vocab_size,
         max_model_len=_max_model_len(directory, text),
         eos_token_ids=_eos_token_ids(model, text, probe.vocab_size),
     )

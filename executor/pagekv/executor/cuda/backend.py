@@ -1,0 +1,190 @@
+"""`CudaBackend`: the `Backend` of a machine with a GPU."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import torch
+import transformers
+
+from pagekv.common.logs import Log
+from pagekv.executor.backend import BlockCopies, Description, Launch, Sampled, Scheduled, SequenceState
+from pagekv.executor.cpu.machine import available_bytes
+from pagekv.executor.cuda.device import Device
+from pagekv.executor.cuda.kernel_attention import kv_geometry, serving_variant
+from pagekv.executor.cuda.pools import KvPools
+from pagekv.executor.cuda.profile import StepProfile, profile_step
+from pagekv.executor.cuda.runner import StepRunner
+from pagekv.executor.fingerprint import model_fingerprint
+from pagekv.executor.layout import LAYOUT
+from pagekv.executor.model.loading import load_model, stored_dtype
+
+log = Log(__name__)
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+KV_DTYPES = ("auto", "fp8")
+# Share of the host's memory that was available after loading that the pinned pool may take: locked memory is
+# nobody else's, and locking much of it takes a while.
+HOST_SHARE = 0.25
+
+
+class CudaBackend:
+    """States: loaded; with pools after `allocate`, which may be called again. Implements `Backend`.
+
+    Steps are enqueued and collected later; the next may be launched meanwhile. What a step sampled stays on the device
+    for the next one, so nothing waits for the way to the host and back.
+    """
+
+    def __init__(
+        self,
+        model_path: Path,
+        model_id: str,
+        device: Device,
+        dtype: str = "auto",
+        kv_dtype: str = "auto",
+        kv_memory: int = 0,
+        memory_share: float = 0.9,
+        max_sequences: int = 1024,
+        graphs: bool = True,
+    ) -> None:
+        """`dtype`: auto (as the weights are stored), float32, float16 or bfloat16. `kv_dtype`: auto (as the weights) or
+        fp8 (e4m3). `kv_memory`: bytes of the device pool; 0: `memory_share` of what is available after profiling.
+        `graphs`: record decode steps as CUDA graphs.
+
+        Raises as `load_model`, and ValueError for a model that no kernel serves.
+        """
+        if dtype != "auto" and dtype not in DTYPES:
+            raise ValueError(f"dtype: must be one of auto, {', '.join(DTYPES)} with the cuda backend, got {dtype!r}")
+        if kv_dtype not in KV_DTYPES:
+            raise ValueError(f"kv_dtype: must be one of {', '.join(KV_DTYPES)}, got {kv_dtype!r}")
+        self._device = device
+        self._model_id = model_id
+        self._fingerprint = model_fingerprint(model_path)
+        weights = DTYPES[dtype] if dtype != "auto" else _auto_dtype(model_path)
+        self._loaded = load_model(model_path, weights, device.torch_device)
+        kept = weights if kv_dtype == "auto" else torch.float8_e4m3fn
+        device.prepare(serving_variant(model_path, self._loaded, kept, device.launcher))
+        self._geometry = kv_geometry(self._loaded, kept)
+        self._kv_memory = kv_memory
+        self._memory_share = memory_share
+        self._max_sequences = max_sequences
+        self._graphs = graphs
+        self._pools: KvPools | None = None
+        self._runner: StepRunner | None = None
+        # Before any pool: what pools may come out of, however often they are replaced.
+        self._available = device.available_bytes()
+        self._host_available = available_bytes()
+        self._profiles: dict[tuple[int, int], StepProfile] = {}
+        self._bandwidth = device.bandwidth()
+
+    def describe(self, block_size: int, token_budget: int) -> Description:
+        """As `Backend.describe`."""
+        loaded, geometry = self._loaded, self._geometry
+        profile = self._profile(block_size, token_budget)
+        # The most of all profiles: a later one finds memory that an earlier one left to torch.
+        taken = max(other.activation_bytes for other in self._profiles.values())
+        left = max(0, self._available - taken)
+        device_bytes = self._kv_memory or int(self._memory_share * left)
+        to_host, to_device = self._bandwidth
+        return Description(
+            model_id=self._model_id,
+            model_fingerprint=self._fingerprint,
+            num_layers=geometry.num_layers,
+            num_kv_heads=geometry.num_kv_heads,
+            head_size=geometry.head_size,
+            kv_dtype=str(geometry.dtype).removeprefix("torch."),
+            vocab_size=loaded.vocab_size,
+            max_model_len=loaded.max_model_len,
+            bytes_per_block=geometry.bytes_per_block(block_size),
+            device_kv_bytes=device_bytes,
+            layout=LAYOUT,
+            backend="cuda",
+            eos_token_ids=loaded.eos_token_ids,
+            max_sequences=self._max_sequences,
+            versions={
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                **self._device.versions,
+            },
+            host_kv_bytes=min(device_bytes, int(HOST_SHARE * self._host_available)),
+            device_to_host_bytes_per_s=to_host,
+            host_to_device_bytes_per_s=to_device,
+            prefill_tokens_per_s=profile.prefill_tokens_per_s,
+        )
+
+    def _profile(self, block_size: int, token_budget: int) -> StepProfile:
+        key = (block_size, token_budget)
+        if key not in self._profiles:
+            self._profiles[key] = profile_step(
+                self._loaded, self._geometry, block_size, token_budget, self._max_sequences, self._device
+            )
+            log.info(
+                "profiled a step",
+                tokens=token_budget,
+                activation_bytes=self._profiles[key].activation_bytes,
+                tokens_per_s=self._profiles[key].prefill_tokens_per_s,
+                available_bytes=self._available,
+            )
+        return self._profiles[key]
+
+    def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None:
+        """As `Backend.allocate`."""
+        self._device.synchronize()
+        # The old pools go first: both at once might not fit.
+        if self._pools is not None:
+            self._pools.close()
+        self._runner = self._pools = None
+        size = self._geometry.bytes_per_block(block_size)
+        available = self._device.available_bytes()
+        if size * num_device_blocks > available:
+            raise MemoryError(
+                f"{num_device_blocks} device blocks need {size * num_device_blocks} bytes; {available} are available"
+            )
+        available = available_bytes()
+        if size * num_host_blocks > available:
+            raise MemoryError(
+                f"{num_host_blocks} host blocks need {size * num_host_blocks} bytes; {available} are available"
+            )
+        pools = KvPools(self._geometry, block_size, num_device_blocks, num_host_blocks, self._device)
+        self._runner = StepRunner(self._loaded, pools, self._device, self._max_sequences, self._graphs)
+        self._pools = pools
+
+    @property
+    def cache(self) -> KvPools:
+        """The pools. Raises RuntimeError before `allocate`."""
+        if self._pools is None:
+            raise RuntimeError("no pools are allocated")
+        return self._pools
+
+    @property
+    def runner(self) -> StepRunner:
+        """What runs the steps. Raises RuntimeError before `allocate`."""
+        if self._runner is None:
+            raise RuntimeError("no pools are allocated")
+        return self._runner
+
+    def copy_blocks(self, copies: BlockCopies) -> None:
+        """As `Backend.copy_blocks`."""
+        self.runner.copy(copies)
+
+    def launch(self, scheduled: list[Scheduled]) -> Launch:
+        """As `Backend.launch`. Raises ValueError or RuntimeError before anything is touched when an id, a length or a
+        slot is out of its bounds.
+        """
+        return self.runner.launch(scheduled)
+
+    def execute(self, scheduled: list[Scheduled]) -> dict[int, Sampled]:
+        """One step, waited for."""
+        return self.launch(scheduled).collect()
+
+    def forget(self, states: list[SequenceState]) -> None:
+        """As `Backend.forget`."""
+        self.runner.forget(states)
+
+
+def _auto_dtype(model_path: Path) -> torch.dtype:
+    """As the weights are stored, where kernels take that; else bfloat16."""
+    stored = stored_dtype(model_path)
+    return stored if stored is not None and stored in DTYPES.values() else torch.bfloat16

@@ -1,0 +1,248 @@
+"""What the backend needs of a GPU besides tensors and kernels: pinned memory, marks in its stream, graphs, measuring.
+
+Everything else in this package runs on any device of torch; tests run it on the CPU, with a `Device` of their own and a
+launcher that emulates the kernels.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from pagekv.common.logs import Log
+from pagekv.kernels.launcher import Launcher
+from pagekv.kernels.loader import CupyLauncher, GpuUnavailable
+from pagekv.kernels.swap import CudaStreams, Streams, pin, unpin
+from pagekv.kernels.variants import Variant
+
+log = Log(__name__)
+
+COPY_BYTES = 64 * 2**20
+COPY_ROUNDS = 4
+
+
+class Mark(Protocol):
+    """A place in the stream."""
+
+    def wait(self) -> None:
+        """Returns when everything enqueued before it is done. Any thread may wait."""
+        ...
+
+
+class Device(Protocol):
+    """One device and its stream, into which its thread enqueues."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where tensors go."""
+        ...
+
+    @property
+    def launcher(self) -> Launcher:
+        """Launches kernels into the stream."""
+        ...
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """The device's name and what drives it, for `Describe`."""
+        ...
+
+    def prepare(self, variant: Variant) -> None:
+        """Compiles the kernels of a variant, so that no step waits for it."""
+        ...
+
+    @property
+    def streams(self) -> Streams:
+        """For swapping: copy streams beside the one that computes."""
+        ...
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A little host memory that the device copies from and to while the host goes on. Raises MemoryError."""
+        ...
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        """Makes host memory of any size such memory, until `unpin`. Raises MemoryError."""
+        ...
+
+    def unpin(self, tensor: torch.Tensor) -> None:
+        """Ends what `pin` began."""
+        ...
+
+    def mark(self) -> Mark:
+        """Marks the end of what is enqueued so far."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits for everything enqueued."""
+        ...
+
+    def available_bytes(self) -> int:
+        """Device memory that this process can still get."""
+        ...
+
+    def reset_peak(self) -> None:
+        """Begins measuring `peak_bytes`."""
+        ...
+
+    def peak_bytes(self) -> int:
+        """The most that tensors held at once since `reset_peak`, beyond what they held then."""
+        ...
+
+    def bandwidth(self) -> tuple[int, int]:
+        """Bytes per second (device to host, host to device), measured with pinned memory."""
+        ...
+
+    def capture(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Records what `function` enqueues, without running it. Calling the result enqueues it all again, on the very
+        same memory, and returns the same tensor, which the next call overwrites.
+
+        Raises RuntimeError when `function` does what cannot be recorded.
+        """
+        ...
+
+
+class _Event:
+    """A `Mark` of CUDA."""
+
+    def __init__(self) -> None:
+        # Blocking: a thread that waits sleeps instead of spinning.
+        self._event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class CudaDevice:
+    """The GPU that torch calls current, with a stream of its own. Implements `Device`.
+
+    Streams are current for one thread: the one that builds it, which is the one that must use it.
+    """
+
+    def __init__(self) -> None:
+        """Raises GpuUnavailable, saying what is missing."""
+        if not torch.cuda.is_available():
+            raise GpuUnavailable(f"torch {torch.__version__} finds no GPU: it needs a CUDA build of torch and a driver")
+        self._torch_device = torch.device("cuda", torch.cuda.current_device())
+        torch.cuda.set_stream(torch.cuda.Stream(self._torch_device))  # type: ignore[no-untyped-call]
+        self._launcher = CupyLauncher(say=log.info)
+        self._streams = CudaStreams()
+        # Graphs run one after the other and what they return is used before the next: they can share their memory.
+        self._graph_pool: Any = None
+        self._held_before = 0
+
+    @property
+    def torch_device(self) -> torch.device:
+        """As `Device.torch_device`."""
+        return self._torch_device
+
+    @property
+    def launcher(self) -> Launcher:
+        """As `Device.launcher`."""
+        return self._launcher
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """As `Device.versions`."""
+        import cupy
+
+        return {
+            "cuda": str(torch.version.cuda),
+            "cupy": cupy.__version__,
+            "gpu": torch.cuda.get_device_name(self._torch_device),
+        }
+
+    def prepare(self, variant: Variant) -> None:
+        """As `Device.prepare`."""
+        self._launcher.prepare(variant)
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """As `Device.pinned`. torch keeps freed pinned memory and gives it out again once copies with it are done, so
+        buffers of a step cost no system call.
+        """
+        try:
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+        except RuntimeError as error:
+            raise MemoryError(f"pinned host memory {shape} of {dtype}: {error}") from error
+
+    @property
+    def streams(self) -> Streams:
+        """As `Device.streams`."""
+        return self._streams
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        """As `Device.pin`."""
+        pin(tensor)
+
+    def unpin(self, tensor: torch.Tensor) -> None:
+        """As `Device.unpin`."""
+        unpin(tensor)
+
+    def mark(self) -> Mark:
+        """As `Device.mark`."""
+        return _Event()
+
+    def synchronize(self) -> None:
+        """As `Device.synchronize`."""
+        torch.cuda.synchronize(self._torch_device)
+
+    def available_bytes(self) -> int:
+        """As `Device.available_bytes`."""
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self._torch_device)[0])
+
+    def reset_peak(self) -> None:
+        """As `Device.reset_peak`."""
+        self.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._torch_device)
+        self._held_before = torch.cuda.memory_reserved(self._torch_device)
+
+    def peak_bytes(self) -> int:
+        """As `Device.peak_bytes`. Counts what torch reserved, which is what the pool cannot have."""
+        return max(0, torch.cuda.max_memory_reserved(self._torch_device) - self._held_before)
+
+    def bandwidth(self) -> tuple[int, int]:
+        """As `Device.bandwidth`."""
+        host = self.pinned((COPY_BYTES,), torch.uint8)
+        device = torch.empty(COPY_BYTES, dtype=torch.uint8, device=self._torch_device)
+        return self._copy_rate(host, device), self._copy_rate(device, host)
+
+    def _copy_rate(self, destination: torch.Tensor, source: torch.Tensor) -> int:
+        best = float("inf")
+        for _ in range(COPY_ROUNDS):
+            self.synchronize()
+            begin = time.perf_counter()
+            destination.copy_(source, non_blocking=True)
+            self.synchronize()
+            best = min(best, time.perf_counter() - begin)
+        return int(COPY_BYTES / best)
+
+    def capture(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """As `Device.capture`."""
+        if self._graph_pool is None:
+            self._graph_pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Thread-local: the thread that collects steps may wait for a mark meanwhile.
+        with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
+            result = function()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+
+def cuda_is_usable() -> bool:
+    """True where this backend can run: torch sees a GPU and CuPy is installed."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        import cupy  # noqa: F401
+    except ImportError:
+        return False
+    return True

@@ -1,0 +1,104 @@
+"""CUDA graphs of decode steps: the model's whole forward pass, kernels inside, recorded once per shape and replayed.
+
+A graph reads its inputs where they were when it was recorded and starts as many thread blocks as then. So batches are
+filled up to a few sizes, and sections of the upload, tables and work items have the sizes of a `GraphKey`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from pagekv.common.logs import Log
+from pagekv.executor.cuda.device import Device
+from pagekv.kernels.step_plan import Capacity
+
+log = Log(__name__)
+
+MAX_GRAPH_BATCH = 512
+MAX_GRAPHS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """What a graph is recorded for. `items` is `batch` when no sequence has more than one split."""
+
+    batch: int
+    table_width: int
+    items: int
+
+    def capacity(self) -> Capacity:
+        """Sizes of the sections."""
+        split = self.items > self.batch
+        return Capacity(
+            sequences=self.batch,
+            rows=self.batch,
+            table_width=self.table_width,
+            decode_items=self.items,
+            merge_items=self.batch if split else 0,
+            partials=self.items if split else 0,
+        )
+
+
+def graph_key(num_sequences: int, table_width: int, num_items: int) -> GraphKey | None:
+    """The smallest key that a batch of decodes fits; None when it is too large for a graph."""
+    if not 0 < num_sequences <= MAX_GRAPH_BATCH:
+        return None
+    # 1, 2, 4, 8, 16, 32, then multiples of 32: padding computes rows for nobody.
+    batch = _power(num_sequences) if num_sequences <= 32 else -(-num_sequences // 32) * 32
+    # As few shapes as possible, since each is recorded once: fourfold steps in width, twofold in work.
+    width = 16
+    while width < table_width:
+        width *= 4
+    items = batch if num_items == num_sequences else max(2 * batch, _power(num_items))
+    return GraphKey(batch, width, items)
+
+
+def _power(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+class GraphCache:
+    """Graphs by key. The first step of a key runs as it is, which sets everything up that recording must not meet;
+    the second is recorded; later ones are replayed. The least recently used go first.
+    """
+
+    def __init__(self, device: Device, enabled: bool = True) -> None:
+        self.enabled = enabled
+        self._device = device
+        # None: met once.
+        self._graphs: OrderedDict[GraphKey, Callable[[], torch.Tensor] | None] = OrderedDict()
+        self.num_captured = 0
+        self.num_replayed = 0
+
+    def clear(self) -> None:
+        """Forgets everything: memory that graphs read has moved."""
+        if self._graphs:
+            self._device.synchronize()
+        self._graphs.clear()
+
+    def run(self, key: GraphKey, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What `forward` returns, computed by it or by a graph of an earlier `forward` of the same key."""
+        if key not in self._graphs:
+            self._graphs[key] = None
+            return forward()
+        self._graphs.move_to_end(key)
+        graph = self._graphs[key]
+        if graph is None:
+            try:
+                graph = self._graphs[key] = self._device.capture(forward)
+            except RuntimeError:
+                log.exception("this model cannot be recorded as a CUDA graph: going on without graphs")
+                self.enabled = False
+                self._graphs.clear()
+                return forward()
+            self.num_captured += 1
+            if len(self._graphs) > MAX_GRAPHS:
+                # What it computed may still be under way.
+                self._device.synchronize()
+                self._graphs.popitem(last=False)
+        self.num_replayed += 1
+        return graph()

@@ -1,0 +1,89 @@
+"""One step's attention by PageKV's kernels, as the model's layers ask for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from pagekv.executor.model.geometry import Geometry
+from pagekv.executor.model.interface import Scores
+from pagekv.executor.model.loading import LoadedModel
+from pagekv.kernels.attention import PagedAttention
+from pagekv.kernels.launcher import Launcher
+from pagekv.kernels.step_plan import StepPlan
+from pagekv.kernels.variants import UnsupportedVariant, Variant
+
+
+class KernelAttention:
+    """Lives for one step, or for one graph. Implements `StepAttention`."""
+
+    def __init__(self, paged: PagedAttention, plan: StepPlan) -> None:
+        self._paged = paged
+        self._plan = plan
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
+    ) -> torch.Tensor:
+        """As `StepAttention.attend`; how scores are computed was told to `PagedAttention` when it was made."""
+        query, key, value = _rows(query), _rows(key), _rows(value)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        self._paged.write(layer, key, value, self._plan)
+        self._paged.attend(layer, query, out, self._plan)
+        return out
+
+
+def _rows(heads: torch.Tensor) -> torch.Tensor:
+    """`[heads, T, head_size]` as `[T, heads, head_size]` whose rows are as the kernels want them: nearly always a view,
+    because models make heads from rows.
+    """
+    rows = heads.transpose(0, 1)
+    stride = rows.stride()
+    aligned = not (rows.data_ptr() % 16 or stride[0] * rows.element_size() % 16)
+    if stride[1:] == (rows.shape[2], 1) and aligned:
+        return rows
+    # By way of one dimension, because torch calls a tensor contiguous whatever the stride of a dimension of one.
+    return rows.contiguous().view(-1).view(rows.shape)
+
+
+def kv_geometry(loaded: LoadedModel, kv_dtype: torch.dtype) -> Geometry:
+    """The shape of the pool, whose element type need not be the model's."""
+    geometry = loaded.geometry
+    return Geometry(geometry.num_layers, geometry.num_kv_heads, geometry.head_size, kv_dtype)
+
+
+def make_attention(loaded: LoadedModel, pool: torch.Tensor, launcher: Launcher) -> PagedAttention:
+    """The attention of a model over a pool. Raises UnsupportedVariant for what no kernel serves."""
+    kinds = {(scores.scale, scores.cap) for scores in loaded.scores}
+    if len(kinds) != 1:
+        raise UnsupportedVariant("scale, soft_cap: must be the same in all layers")
+    scale, cap = kinds.pop()
+    windows = [scores.window or 0 for scores in loaded.scores]
+    variant = Variant(
+        dtype=str(loaded.geometry.dtype).removeprefix("torch."),
+        kv_dtype=str(pool.dtype).removeprefix("torch."),
+        head_size=loaded.geometry.head_size,
+        features=bool(cap or any(windows)),
+    )
+    return PagedAttention(
+        launcher,
+        pool,
+        variant,
+        num_heads=loaded.num_heads,
+        scale=scale,
+        windows=windows,
+        soft_cap=cap or 0.0,
+    )
+
+
+def serving_variant(directory: Path, loaded: LoadedModel, kv_dtype: torch.dtype, launcher: Launcher) -> Variant:
+    """The kernels that serve a model. Raises ValueError, naming the model, the reason and what to do, when none do."""
+    geometry = kv_geometry(loaded, kv_dtype)
+    shape = (1, geometry.num_layers, 2, 1, geometry.num_kv_heads, geometry.head_size)
+    try:
+        return make_attention(loaded, torch.empty(shape, dtype=kv_dtype), launcher).variant
+    except UnsupportedVariant as error:
+        raise ValueError(
+            f"{directory}: {type(loaded.model).__name__} cannot be served by the cuda backend: {error}; "
+            "use another model or --backend cpu"
+        ) from error

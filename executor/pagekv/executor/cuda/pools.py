@@ -1,0 +1,58 @@
+"""The block pools of the CUDA backend: keys and values on the device, and pinned host memory to swap with."""
+
+from __future__ import annotations
+
+import numpy.typing as npt
+import torch
+
+from pagekv.executor.backend import BlockCopies, CopyKind
+from pagekv.executor.cuda.device import Device
+from pagekv.executor.model.geometry import Geometry
+from pagekv.kernels.attention import PagedAttention
+from pagekv.kernels.swap import BlockSwapper
+
+
+class KvPools:
+    """Both `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_size]`. Blocks nobody wrote hold anything.
+
+    States: in use, then closed.
+    """
+
+    def __init__(
+        self, geometry: Geometry, block_size: int, num_device_blocks: int, num_host_blocks: int, device: Device
+    ) -> None:
+        """Raises MemoryError when the pools cannot be had."""
+        self.block_size = block_size
+        shape = (geometry.num_layers, 2, block_size, geometry.num_kv_heads, geometry.head_size)
+        self._device = device
+        try:
+            self.device = torch.empty((num_device_blocks, *shape), dtype=geometry.dtype, device=device.torch_device)
+            self.host = torch.empty((num_host_blocks, *shape), dtype=geometry.dtype)
+        except RuntimeError as error:
+            raise MemoryError(f"{num_device_blocks} device and {num_host_blocks} host blocks: {error}") from error
+        if num_host_blocks:
+            device.pin(self.host)
+        self._swapper = BlockSwapper(device.streams, self.device, self.host)
+
+    def close(self) -> None:
+        """Gives the pinned memory back; nothing may be under way."""
+        if len(self.host):
+            self._device.unpin(self.host)
+
+    def copy(self, copies: BlockCopies, attention: PagedAttention) -> None:
+        """Copies whole blocks, after what was enqueued before; `attention` is over the device pool. Steps that touch
+        swapped blocks wait for them in `before_step`.
+        """
+        if copies.kind is CopyKind.SWAP_OUT:
+            self._swapper.swap_out(copies.sources, copies.destinations)
+        elif copies.kind is CopyKind.SWAP_IN:
+            self._swapper.swap_in(copies.sources, copies.destinations)
+        else:
+            self._swapper.before_compute([*copies.sources, *copies.destinations])
+            pairs = self._device.pinned((len(copies.sources), 2), torch.int32)
+            pairs.copy_(torch.tensor([copies.sources, copies.destinations], dtype=torch.int32).t())
+            attention.copy_blocks(pairs.to(self._device.torch_device, non_blocking=True))
+
+    def before_step(self, blocks: npt.ArrayLike) -> None:
+        """What is enqueued next waits for the swaps under way that touch one of these blocks, and for no other."""
+        self._swapper.before_compute(blocks)

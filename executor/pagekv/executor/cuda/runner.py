@@ -1,0 +1,207 @@
+"""Runs steps: scheduled sequences to one upload, one forward pass, sampled tokens, and one way back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pagekv.executor.backend import BlockCopies, Sampled, Scheduled, SequenceState
+from pagekv.executor.cuda.device import Device, Mark
+from pagekv.executor.cuda.graphs import GraphCache, GraphKey, graph_key
+from pagekv.executor.cuda.kernel_attention import KernelAttention, make_attention
+from pagekv.executor.cuda.penalties import PenaltyTable
+from pagekv.executor.cuda.pools import KvPools
+from pagekv.executor.cuda.sampler import Chosen, sample
+from pagekv.executor.cuda.sampling_inputs import SamplingInputs
+from pagekv.executor.cuda.sequences import NO_BLOCK, LiveSequences
+from pagekv.executor.cuda.step_inputs import StepInputs, build_inputs
+from pagekv.executor.model.interface import forward
+from pagekv.executor.model.loading import LoadedModel
+from pagekv.kernels.step_plan import HostPlan, Ints, plan_step
+from pagekv.kernels.work_plan import decode_work
+
+# int32 words of the buffer that inputs are uploaded to, at first; it grows, and graphs are then recorded anew.
+UPLOAD_WORDS = 2**20
+# As transformers' `logits_to_keep`.
+ALL_ROWS = 0
+
+
+class StepRunner:
+    """One model over one pair of pools. Lives as long as the pools."""
+
+    def __init__(
+        self, loaded: LoadedModel, pools: KvPools, device: Device, max_sequences: int, graphs: bool = True
+    ) -> None:
+        self._loaded, self._pools, self._device = loaded, pools, device
+        self.attention = make_attention(loaded, pools.device, device.launcher)
+        self.graphs = GraphCache(device, graphs)
+        where = device.torch_device
+        self._penalties = PenaltyTable(loaded.num_logits, where)
+        self._live = LiveSequences(max_sequences, self._penalties)
+        # int32 [max_sequences + 1]: the token each sequence sampled last, by handle.
+        self._last_tokens = torch.zeros(max_sequences + 1, dtype=torch.int32, device=where)
+        self._words = torch.zeros(UPLOAD_WORDS, dtype=torch.int32, device=where)
+
+    def forget(self, states: list[SequenceState]) -> None:
+        """These sequences have left."""
+        self._live.forget(states)
+
+    def copy(self, copies: BlockCopies) -> None:
+        """Copies whole blocks, after what was launched before and before what is launched later."""
+        self._pools.copy(copies, self.attention)
+
+    @torch.inference_mode()
+    def launch(self, scheduled: list[Scheduled]) -> StepOnDevice:
+        """Enqueues a step. Raises ValueError or RuntimeError before anything is enqueued when an id, a length or a slot
+        is out of its bounds.
+        """
+        inputs = build_inputs(scheduled, self._live, self._pools.block_size)
+        sampling = SamplingInputs(inputs.sampling, self._loaded.num_logits, self._penalties)
+        key = self._graph_key(inputs)
+        host = self._plan(inputs, sampling, key)
+        tables = inputs.batch.block_tables
+        self._pools.before_step(tables[tables != NO_BLOCK])
+        self._upload(host)
+        if key is not None:
+            logits = self.graphs.run(key, self._decodes(host, key))[: len(inputs.sampling)]
+        else:
+            # Models cannot keep no row at all: where none samples, the last one.
+            count = len(inputs.sampling)
+            rows = self._section(host, "sampled_rows", (count,)).long() if count else 1
+            logits = self._forward(host, len(inputs.input_ids), rows)
+        if not inputs.sampling:
+            return StepOnDevice(self._device.mark(), [], None, [], [])
+        chosen = sample(logits, sampling.chunks(lambda *where: self._section(host, *where)), self._penalties)
+        handles = self._section(host, "sampled_handles", (len(inputs.sampling),))
+        # A sequence whose logits are not numbers is reported; until then it goes on with any token.
+        self._last_tokens.index_copy_(0, handles.long(), chosen.tokens.clamp(min=0).int())
+        return self._bring_back(chosen, sampling)
+
+    def _graph_key(self, inputs: StepInputs) -> GraphKey | None:
+        if not self.graphs.enabled or not inputs.decodes_only:
+            return None
+        batch = inputs.batch
+        every = np.arange(len(batch.context_lens), dtype=np.int32)
+        window = self.attention.plan_window
+        work = decode_work(rows=every, sequences=every, context_lens=batch.context_lens, window=window)
+        return graph_key(len(every), batch.block_tables.shape[1], len(work.items))
+
+    def _plan(self, inputs: StepInputs, sampling: SamplingInputs, key: GraphKey | None) -> HostPlan:
+        """The upload. What a graph reads comes first, with a size that follows from the key."""
+        rows = key.batch if key is not None else len(inputs.input_ids)
+        return plan_step(
+            inputs.batch,
+            num_blocks=self.attention.num_blocks,
+            block_size=self._pools.block_size,
+            num_heads=self.attention.num_heads,
+            num_kv_heads=self.attention.num_kv_heads,
+            variant=self.attention.variant,
+            window=self.attention.plan_window,
+            capacity=key.capacity() if key is not None else None,
+            extra={
+                "input_ids": _padded(inputs.input_ids, rows, 0),
+                "handles": _padded(inputs.handles, rows, self._live.spare),
+                "sampled_rows": inputs.sampled_rows,
+                "sampled_handles": inputs.sampled_handles,
+                **sampling.sections(),
+            },
+        )
+
+    def _upload(self, host: HostPlan) -> None:
+        """The step's only copy to the device. It waits in the stream until the step before has read its own."""
+        size = host.words.size
+        if size > self._words.numel():
+            self.graphs.clear()
+            self._words = torch.zeros(_power(size), dtype=torch.int32, device=self._device.torch_device)
+        pinned = self._device.pinned((size,), torch.int32)
+        pinned.numpy()[:] = host.words
+        self._words[:size].copy_(pinned, non_blocking=True)
+
+    def _section(
+        self, host: HostPlan, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.int32
+    ) -> torch.Tensor:
+        """A section of the upload, on the device."""
+        first, size = host.offsets[name], math.prod(shape) * dtype.itemsize // 4
+        return self._words[first : first + size].view(dtype).view(shape)
+
+    def _decodes(self, host: HostPlan, key: GraphKey) -> Callable[[], torch.Tensor]:
+        """The forward pass of a batch of decodes, reading what it needs from the device only, so that a recording of it
+        serves every step of the same key.
+        """
+        return lambda: self._forward(host, key.batch, ALL_ROWS)
+
+    def _forward(self, host: HostPlan, num_rows: int, rows: torch.Tensor | int) -> torch.Tensor:
+        """Logits of these rows, or of the last so many; ALL_ROWS: of every row."""
+        num_partials = host.counts["num_partials"]
+        size = self.attention.scratch_bytes(num_partials)
+        scratch = torch.empty(size, dtype=torch.uint8, device=self._device.torch_device)
+        plan = host.bind(self._words.data_ptr(), scratch.data_ptr() if num_partials else 0)
+        ids = self._section(host, "input_ids", (num_rows,))
+        fed = self._last_tokens[self._section(host, "handles", (num_rows,)).long()]
+        positions = self._section(host, "positions", (num_rows,))
+        return forward(
+            self._loaded.model,
+            torch.where(ids < 0, fed, ids).long()[None],
+            positions.long()[None],
+            rows,
+            KernelAttention(self.attention, plan),
+        )
+
+    def _bring_back(self, chosen: Chosen, sampling: SamplingInputs) -> StepOnDevice:
+        tokens = self._to_host(chosen.tokens)
+        logprobs = [(self._to_host(a), self._to_host(b), self._to_host(c)) for a, b, c in chosen.logprobs]
+        return StepOnDevice(self._device.mark(), sampling.states, tokens, sampling.logprobs_of, logprobs)
+
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        pinned = self._device.pinned(tuple(tensor.shape), tensor.dtype)
+        pinned.copy_(tensor, non_blocking=True)
+        return pinned
+
+
+@dataclass(frozen=True, slots=True)
+class StepOnDevice:
+    """A launched step. Implements `Launch`."""
+
+    _mark: Mark
+    # Who samples; their tokens, -1 where the logits are not numbers; pinned, and filled once the mark is reached.
+    _states: list[SequenceState]
+    _tokens: torch.Tensor | None
+    # Who asked for log-probabilities, and in chunks of them the token's, and ids and log-probabilities of the best.
+    _asking: list[SequenceState]
+    _logprobs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+    @property
+    def ready(self) -> bool:
+        """As `Launch.ready`: even a step that is over by now was not when it was launched."""
+        return False
+
+    def collect(self) -> dict[int, Sampled]:
+        """As `Launch.collect`. Raises ArithmeticError when the model computed something that is no number."""
+        self._mark.wait()
+        if self._tokens is None:
+            return {}
+        tokens: list[int] = self._tokens.tolist()
+        broken = [state.seq_id for state, token in zip(self._states, tokens, strict=True) if token < 0]
+        if broken:
+            raise ArithmeticError(f"the logits of sequences {broken} are not numbers")
+        sampled = {state.seq_id: Sampled(token) for state, token in zip(self._states, tokens, strict=True)}
+        rows = [row for chunk in self._logprobs for row in zip(*(part.tolist() for part in chunk), strict=True)]
+        for state, (logprob, ids, values) in zip(self._asking, rows, strict=True):
+            most = state.sampling.logprobs or 0
+            top = tuple(zip(ids[:most], values[:most], strict=True))
+            sampled[state.seq_id] = Sampled(sampled[state.seq_id].token_id, logprob, top)
+        return sampled
+
+
+def _padded(values: Ints, size: int, filler: int) -> Ints:
+    padded = np.full(size, filler, np.int32)
+    padded[: len(values)] = values
+    return padded
+
+
+def _power(number: int) -> int:
+    return 1 << (number - 1).bit_length()

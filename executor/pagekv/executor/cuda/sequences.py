@@ -1,0 +1,84 @@
+"""What the backend keeps of each live sequence: a handle on the device, its block table as an array, its penalties."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pagekv.executor.backend import SequenceState
+from pagekv.executor.cuda.penalties import PenaltyTable
+from pagekv.kernels.step_plan import Ints
+
+# What is in a table where the sequence has no block: refused by the kernels' plan, should a step reach it.
+NO_BLOCK = -1
+
+
+@dataclass(slots=True)
+class LiveSequence:
+    """`blocks` is the list that the first `num_blocks` entries of the table's row were taken from."""
+
+    state: SequenceState
+    handle: int
+    blocks: list[int] = field(default_factory=list)
+    num_blocks: int = 0
+    penalty_row: int | None = None
+
+
+class LiveSequences:
+    """Handles from 0 to max_sequences - 1; `spare` is nobody's, for rows that only fill a batch up."""
+
+    def __init__(self, max_sequences: int, penalties: PenaltyTable) -> None:
+        self.spare = max_sequences
+        self._penalties = penalties
+        self._free = list(range(max_sequences - 1, -1, -1))
+        self._live: dict[int, LiveSequence] = {}
+        self._tables: Ints = np.full((max_sequences, 1), NO_BLOCK, np.int32)
+
+    def get(self, state: SequenceState) -> LiveSequence:
+        """The entry of a sequence, made when it is first met. Raises RuntimeError when there are too many."""
+        entry = self._live.get(state.seq_id)
+        if entry is None or entry.state is not state:
+            if entry is not None:
+                self._release(entry)
+            if not self._free:
+                raise RuntimeError(f"more than {self.spare} sequences are live")
+            entry = self._live[state.seq_id] = LiveSequence(state, self._free.pop())
+        self._follow(entry)
+        return entry
+
+    def forget(self, states: list[SequenceState]) -> None:
+        """Releases what these sequences have, if anything."""
+        for state in states:
+            entry = self._live.get(state.seq_id)
+            if entry is not None and entry.state is state:
+                self._release(entry)
+
+    def tables(self, handles: Ints, width: int) -> Ints:
+        """Block tables `[n, width]`, NO_BLOCK behind a sequence's last block."""
+        self._widen(width)
+        return self._tables[handles, :width]
+
+    def _release(self, entry: LiveSequence) -> None:
+        del self._live[entry.state.seq_id]
+        self._free.append(entry.handle)
+        if entry.penalty_row is not None:
+            self._penalties.give_back(entry.penalty_row)
+
+    def _follow(self, entry: LiveSequence) -> None:
+        """Takes over what the block table grew by: tables are only appended to, else they are another list."""
+        blocks = entry.state.block_table
+        if blocks is not entry.blocks or len(blocks) < entry.num_blocks:
+            self._tables[entry.handle] = NO_BLOCK
+            entry.blocks, entry.num_blocks = blocks, 0
+        if len(blocks) > entry.num_blocks:
+            self._widen(len(blocks))
+            self._tables[entry.handle, entry.num_blocks : len(blocks)] = blocks[entry.num_blocks :]
+            entry.num_blocks = len(blocks)
+
+    def _widen(self, width: int) -> None:
+        rows, have = self._tables.shape
+        if width > have:
+            wider = np.full((rows, max(width, 2 * have)), NO_BLOCK, np.int32)
+            wider[:, :have] = self._tables
+            self._tables = wider

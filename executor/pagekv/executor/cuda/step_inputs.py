@@ -1,0 +1,79 @@
+"""One step's inputs as arrays: what the kernels plan with, which tokens go in, and which rows sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagekv.executor.backend import UNKNOWN_TOKEN, Scheduled
+from pagekv.executor.cuda.sequences import LiveSequence, LiveSequences
+from pagekv.kernels.step_plan import Ints, StepBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Rows are in the order of the scheduled sequences. T rows, S sequences, R of which sample."""
+
+    batch: StepBatch
+    # int32 [T]; UNKNOWN_TOKEN where the device knows it: the last token that the sequence of this handle sampled.
+    input_ids: Ints
+    # int32 [T]: the handle of each row's sequence.
+    handles: Ints
+    # Those that sample, and int32 [R]: which row, and the handle.
+    sampling: list[LiveSequence]
+    sampled_rows: Ints
+    sampled_handles: Ints
+
+    @property
+    def decodes_only(self) -> bool:
+        """Every row is a generated token that is followed by another."""
+        return bool(self.batch.decodes.all()) and len(self.sampling) == len(self.batch.decodes)
+
+
+def build_inputs(scheduled: Sequence[Scheduled], live: LiveSequences, block_size: int) -> StepInputs:
+    """The inputs of a step. Raises RuntimeError when a token is needed that neither host nor device knows."""
+    entries = [live.get(item.state) for item in scheduled]
+    starts = np.array([item.start for item in scheduled], np.int32)
+    counts = np.array([item.count for item in scheduled], np.int32)
+    prompts = np.array([item.state.num_prompt_tokens for item in scheduled], np.int32)
+    own_handles = np.array([entry.handle for entry in entries], np.int32)
+    query_start = np.zeros(len(scheduled) + 1, np.int32)
+    np.cumsum(counts, out=query_start[1:])
+    context_lens = starts + counts
+    ids: list[int] = []
+    for item in scheduled:
+        if item.count == 1:
+            ids.append(item.state.token_ids[item.start])
+        else:
+            ids += item.state.token_ids[item.start : item.start + item.count]
+    input_ids = np.array(ids, np.int32)
+    _check_unknown(input_ids, query_start, scheduled)
+    samples = np.array([item.samples for item in scheduled], bool)
+    return StepInputs(
+        batch=StepBatch(
+            query_start=query_start,
+            context_lens=context_lens,
+            block_tables=live.tables(own_handles, int(-(-context_lens.max() // block_size))),
+            # From the token alone, so that its kernel is the same whatever the step: see StepBatch.
+            decodes=(counts == 1) & (starts >= prompts),
+        ),
+        input_ids=input_ids,
+        handles=np.repeat(own_handles, counts),
+        sampling=[entry for entry, sampled in zip(entries, samples, strict=True) if sampled],
+        sampled_rows=query_start[1:][samples] - 1,
+        sampled_handles=own_handles[samples],
+    )
+
+
+def _check_unknown(input_ids: Ints, query_start: Ints, scheduled: Sequence[Scheduled]) -> None:
+    """Only the last token of a sequence may be unknown: that is the one its handle holds."""
+    unknown = np.flatnonzero(input_ids == UNKNOWN_TOKEN)
+    if not len(unknown):
+        return
+    owner = np.searchsorted(query_start, unknown, side="right") - 1
+    for row, index in zip(unknown.tolist(), owner.tolist(), strict=True):
+        item = scheduled[index]
+        if row != query_start[index + 1] - 1 or not item.samples:
+            raise RuntimeError(f"sequence {item.state.seq_id} would compute a token that is not known yet")

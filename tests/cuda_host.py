@@ -1,0 +1,122 @@
+"""`CudaBackend` without a GPU: a device of CPU tensors whose kernels are the real sources, run by the emulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from cpu_driver import MODELS
+from host_build import HostLauncher
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from pagekv.executor.cuda.backend import CudaBackend
+from pagekv.kernels.launcher import Launcher
+from pagekv.kernels.swap import Stream, Streams
+from pagekv.kernels.variants import Variant
+
+
+class HostMark:
+    """Everything is done when it returns."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class HostStreams:
+    """Every copy is done when it returns."""
+
+    def mark(self, stream: Stream) -> None:
+        """Nothing to wait for."""
+
+    def wait(self, stream: Stream, event: None) -> None:
+        """Nothing to wait for."""
+
+    def done(self, event: None) -> bool:
+        return True
+
+    def copy(self, stream: Stream, destination: torch.Tensor, source: torch.Tensor) -> None:
+        destination.copy_(source)
+
+
+@dataclass
+class HostDevice:
+    """A `Device` without streams. Recording a graph notes the function and runs nothing, as on a GPU; replaying runs
+    it with what it had bound when it was recorded."""
+
+    launcher: Launcher = field(default_factory=HostLauncher)
+    versions: dict[str, str] = field(default_factory=lambda: {"gpu": "emulated"})
+    torch_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    streams: Streams = field(default_factory=HostStreams)
+    pinned_bytes: int = 0
+    refuses_capture: bool = False
+    memory: int = 2**28
+    prepared: Variant | None = None
+
+    def prepare(self, variant: Variant) -> None:
+        self.prepared = variant
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        self.pinned_bytes += tensor.nbytes
+
+    def unpin(self, tensor: torch.Tensor) -> None:
+        self.pinned_bytes -= tensor.nbytes
+
+    def mark(self) -> HostMark:
+        return HostMark()
+
+    def synchronize(self) -> None:
+        pass
+
+    def available_bytes(self) -> int:
+        return self.memory
+
+    def reset_peak(self) -> None:
+        pass
+
+    def peak_bytes(self) -> int:
+        return 2**20
+
+    def bandwidth(self) -> tuple[int, int]:
+        return 10**9, 2 * 10**9
+
+    def capture(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        if self.refuses_capture:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return function
+
+
+def _small(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The same architecture with a head size that kernels serve, and two layers: emulation is slow."""
+    if config.model_type == "gpt2":
+        config.n_embd, config.n_head, config.n_layer = 128, 2, 2
+        return config
+    config.head_dim = 64
+    config.num_hidden_layers = 2
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:2]
+    return config
+
+
+def save_small_model(name: str, directory: Path, seed: int = 1, **fields: Any) -> Any:
+    """As `cpu_driver.save_model`, with heads of 64 elements; `fields` override the configuration."""
+    torch.manual_seed(seed)
+    config = _small(MODELS[name]())
+    for field_name, value in fields.items():
+        setattr(config, field_name, value)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # biases and norms start at one value, which would hide a mistake with them
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(directory)
+    return model
+
+
+def host_backend(directory: Path, device: HostDevice | None = None, **options: Any) -> CudaBackend:
+    """A backend over a saved model."""
+    return CudaBackend(directory, str(directory.name), device or HostDevice(), **options)

@@ -1,0 +1,182 @@
+"""`CudaBackend` outside of its arithmetic: what it says, what it refuses by name, and how steps go through an epoch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cpu_driver import Driver, prompts_of, save_model
+from cuda_host import HostDevice, host_backend, save_small_model
+from executor_steps import new_sequence
+
+from pagekv.executor.backend import BlockCopies, CopyKind, Sampling, Scheduled, SequenceState
+from pagekv.executor.config import parse_config
+from pagekv.executor.cuda.backend import CudaBackend
+from pagekv.executor.epoch import Epoch
+from pagekv.executor.layout import LAYOUT
+from pagekv.executor.server import load_backend
+from pagekv.executor.step import Step, StepSampling
+from pagekv.executor.step_check import EpochLimits
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    save_small_model("llama", directory)
+    return directory
+
+
+def test_description(llama: Path) -> None:
+    device = HostDevice()
+    backend = host_backend(llama, device, max_sequences=7, dtype="bfloat16", kv_dtype="fp8")
+    description = backend.describe(16, 20)
+    assert (description.num_layers, description.num_kv_heads, description.head_size) == (2, 2, 64)
+    assert description.kv_dtype == "float8_e4m3fn"
+    assert description.bytes_per_block == 2 * 2 * 16 * 2 * 64
+    # What the device has, less what a step takes, times the share.
+    assert description.device_kv_bytes == int(0.9 * (device.memory - device.peak_bytes()))
+    assert description.host_kv_bytes > 0
+    assert (description.layout, description.backend, description.max_sequences) == (LAYOUT, "cuda", 7)
+    assert (description.device_to_host_bytes_per_s, description.host_to_device_bytes_per_s) == device.bandwidth()
+    assert description.prefill_tokens_per_s > 0
+    assert description.versions["gpu"] == "emulated"
+    # Kernels are compiled before anything is served.
+    assert device.prepared is not None
+    assert (device.prepared.dtype, device.prepared.kv_dtype) == ("bfloat16", "float8_e4m3fn")
+
+
+def test_memory_given_is_memory_taken(llama: Path) -> None:
+    assert host_backend(llama, kv_memory=10**6).describe(16, 4).device_kv_bytes == 10**6
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("llama", {}, r"LlamaForCausalLM cannot be served by the cuda backend: head_size: .* got 12"),
+        ("gpt2", {}, r"GPT2LMHeadModel .* head_size"),
+    ],
+)
+def test_head_sizes_without_a_kernel_are_refused(
+    tmp_path: Path, name: str, options: dict[str, Any], reason: str
+) -> None:
+    save_model(name, tmp_path)
+    with pytest.raises(ValueError, match=reason):
+        host_backend(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dtype": "float64"}, "dtype: must be one of auto, float32, float16, bfloat16 with the cuda backend"),
+        ({"kv_dtype": "int8"}, "kv_dtype: must be one of auto, fp8, got 'int8'"),
+        ({"dtype": "float32", "kv_dtype": "fp8"}, "kv_dtype: must be one of float32 with dtype float32"),
+    ],
+)
+def test_element_types_without_a_kernel_are_refused(llama: Path, options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        host_backend(llama, **options)
+
+
+def test_a_machine_without_a_gpu_says_so() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ValueError, match=r"--backend cuda: torch .* finds no GPU"):
+        load_backend(parse_config(["--backend", "cuda"], env={}))
+    with pytest.raises(ValueError, match="--kv-dtype fp8 needs --backend cuda"):
+        load_backend(parse_config(["--kv-dtype", "fp8"], env={}))
+
+
+def test_pools_that_cannot_fit_are_refused(llama: Path) -> None:
+    backend = host_backend(llama)
+    with pytest.raises(MemoryError, match="are available"):
+        backend.allocate(256, 10**6, 0)
+    with pytest.raises(MemoryError, match="host blocks"):
+        backend.allocate(256, 1, 10**8)
+    with pytest.raises(RuntimeError, match="no pools"):
+        backend.launch([])
+
+
+@pytest.mark.parametrize(
+    ("table", "reason"),
+    [
+        ([3, 99], r"block_tables: block 99 .*must be in \[0, 8\)"),
+        ([3, -1], "block -1"),
+        ([3], "block -1 of sequence 0"),
+    ],
+)
+def test_ids_are_checked_before_anything_is_launched(llama: Path, table: list[int], reason: str) -> None:
+    backend = host_backend(llama)
+    backend.allocate(4, 8, 0)
+    backend.cache.device.fill_(7)
+    state = SequenceState(1, [1, 2, 3, 4, 5], 5, table, 0, Sampling())
+    with pytest.raises(ValueError, match=reason):
+        backend.launch([Scheduled(state, 0, 5)])
+    assert bool((backend.cache.device == 7).all())
+
+
+def test_more_input_than_the_buffer_holds(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffer moves, and what was recorded over the old one is not replayed."""
+    monkeypatch.setattr("pagekv.executor.cuda.runner.UPLOAD_WORDS", 128)
+    prompts = prompts_of([3, 30])
+    expected = [_alone(host_backend(llama), prompt) for prompt in prompts]
+    backend = host_backend(llama)
+    driver = Driver(backend, 16)
+    states = [driver.sequence(prompt) for prompt in prompts]
+    driver.generate(states[:1], 5)
+    assert driver.generate(states, 8) == expected
+
+
+def _alone(backend: CudaBackend, prompt: list[int]) -> list[int]:
+    driver = Driver(backend, 16)
+    return driver.generate([driver.sequence(prompt)], 8)[0]
+
+
+def test_every_way_of_copying(llama: Path) -> None:
+    device = HostDevice()
+    backend = host_backend(llama, device)
+    backend.allocate(2, 6, 4)
+    assert device.pinned_bytes == backend.cache.host.nbytes > 0
+    pools = backend.cache
+    for block in range(6):
+        pools.device[block] = block
+    backend.copy_blocks(BlockCopies(CopyKind.SWAP_OUT, [5, 2, 3], [0, 2, 3]))
+    backend.copy_blocks(BlockCopies(CopyKind.COPY, [0, 1], [3, 2]))
+    backend.copy_blocks(BlockCopies(CopyKind.SWAP_IN, [0, 3], [0, 5]))
+    assert [set(pools.device[block].flatten().tolist()) for block in range(6)] == [{5}, {1}, {1}, {0}, {4}, {3}]
+    backend.allocate(2, 6, 0)
+    assert device.pinned_bytes == 0
+
+
+def test_steps_of_an_epoch_launched_ahead(llama: Path) -> None:
+    """Through checks and bookkeeping of real steps: enter, decode twice ahead, leave; a later sequence gets its handle,
+    its id and its blocks."""
+    backend = host_backend(llama, max_sequences=1)
+    backend.allocate(4, 8, 0)
+    epoch = Epoch(1, "m", EpochLimits(4, 8, 0, 256, 256, 1), backend)
+    prompts = prompts_of([5, 6])
+    outputs = []
+    step = 0
+    for prompt in prompts:
+        sampling = StepSampling(frequency_penalty=0.5)
+        entering = new_sequence(3, prompt, [1, 2, 3], sampling=sampling)
+        steps = [
+            Step(
+                1,
+                step + 1,
+                finished_seqs=[3] if step else [],
+                new_seqs=[entering],
+                scheduled_seqs=[3],
+                scheduled_tokens=[len(prompt)],
+            )
+        ]
+        steps += [Step(1, step + number) for number in (2, 3, 4)]
+        step += 4
+        launched = [epoch.launch(one) for one in steps]
+        reports = [one.collect() for one in launched]
+        outputs.append([report.sampled[3].token_id for report in reports])
+    for prompt, output in zip(prompts, outputs, strict=True):
+        driver = Driver(host_backend(llama), 4)
+        expected = driver.generate([driver.sequence(prompt, sampling=Sampling(frequency_penalty=0.5))], 4)
+        assert [output] == expected

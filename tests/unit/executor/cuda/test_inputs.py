@@ -1,0 +1,132 @@
+"""What the host prepares for a step: handles, tables, tokens; sizes of graphs; runs of copied blocks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from pagekv.executor.backend import UNKNOWN_TOKEN, Sampling, Scheduled, SequenceState
+from pagekv.executor.cuda.graphs import GraphCache, graph_key
+from pagekv.executor.cuda.penalties import PenaltyTable
+from pagekv.executor.cuda.sequences import NO_BLOCK, LiveSequences
+from pagekv.executor.cuda.step_inputs import build_inputs
+from pagekv.kernels.step_plan import StepBatch
+from pagekv.kernels.work_plan import decode_work
+
+
+def live(max_sequences: int = 4) -> LiveSequences:
+    return LiveSequences(max_sequences, PenaltyTable(8, torch.device("cpu")))
+
+
+def state_of(seq_id: int, tokens: list[int], num_prompt: int, table: list[int], computed: int = 0) -> SequenceState:
+    return SequenceState(seq_id, tokens, num_prompt, table, computed, Sampling())
+
+
+def test_rows_of_a_mixed_step() -> None:
+    chunk = state_of(1, [10, 11, 12, 13, 14], 5, [7, 3], 0)
+    decode = state_of(2, [20, 21, 22, UNKNOWN_TOKEN], 2, [5], 3)
+    last_of_prompt = state_of(3, [30, 31], 2, [9], 1)
+    inputs = build_inputs([Scheduled(chunk, 1, 3), Scheduled(decode, 3, 1), Scheduled(last_of_prompt, 1, 1)], live(), 4)
+    batch: StepBatch = inputs.batch
+    assert inputs.input_ids.tolist() == [11, 12, 13, UNKNOWN_TOKEN, 31]
+    assert batch.query_start.tolist() == [0, 3, 4, 5]
+    assert batch.context_lens.tolist() == [4, 4, 2]
+    assert batch.block_tables.shape == (3, 1)
+    assert batch.block_tables[:, 0].tolist() == [7, 5, 9]
+    # A prompt's token is none of the decode kernel's, however it came to be alone.
+    assert batch.decodes.tolist() == [False, True, False]
+    assert inputs.handles.tolist() == [0, 0, 0, 1, 2]
+    assert [entry.state.seq_id for entry in inputs.sampling] == [2, 3]
+    assert (inputs.sampled_rows.tolist(), inputs.sampled_handles.tolist()) == ([3, 4], [1, 2])
+    assert not inputs.decodes_only
+
+
+def test_tables_follow_what_is_appended_and_other_lists() -> None:
+    sequences = live()
+    state = state_of(1, [1] * 40, 40, [4, 5])
+    assert sequences.tables(np.array([sequences.get(state).handle], np.int32), 2).tolist() == [[4, 5]]
+    state.block_table += [9, 6, 2]
+    handle = np.array([sequences.get(state).handle], np.int32)
+    assert sequences.tables(handle, 5).tolist() == [[4, 5, 9, 6, 2]]
+    state.block_table = [8]
+    sequences.get(state)
+    assert sequences.tables(handle, 2).tolist() == [[8, NO_BLOCK]]
+    assert sequences.tables(handle, 50).shape == (1, 50)
+
+
+def test_handles_are_given_back_and_an_id_may_come_again() -> None:
+    sequences = live(2)
+    first, second = state_of(1, [1], 1, [0]), state_of(2, [1], 1, [1])
+    handles = {sequences.get(first).handle, sequences.get(second).handle}
+    with pytest.raises(RuntimeError, match="more than 2 sequences"):
+        sequences.get(state_of(3, [1], 1, [2]))
+    # The same id as a sequence that left in the same step, before anybody said so.
+    again = state_of(1, [2], 1, [3])
+    assert {sequences.get(again).handle, sequences.get(second).handle} == handles
+    sequences.forget([first])  # already replaced: nothing happens
+    assert sequences.get(again).handle in handles
+    sequences.forget([again, second])
+    assert {sequences.get(state_of(seq_id, [1], 1, [0])).handle for seq_id in (8, 9)} == handles
+    assert sequences.spare not in handles
+
+
+@pytest.mark.parametrize(("start", "count"), [(1, 1), (1, 2)])
+def test_a_token_that_nobody_knows_is_refused(start: int, count: int) -> None:
+    state = state_of(7, [1, UNKNOWN_TOKEN, UNKNOWN_TOKEN], 1, [0], start)
+    with pytest.raises(RuntimeError, match="sequence 7 would compute a token that is not known yet"):
+        build_inputs([Scheduled(state, start, count)], live(), 4)
+
+
+@pytest.mark.parametrize("lengths", [[1], [5, 600, 3], [4096] * 33, [1] * 512, [70_000, 2]])
+def test_a_batch_fits_its_graph(lengths: list[int]) -> None:
+    count, block_size = len(lengths), 16
+    every = np.arange(count, dtype=np.int32)
+    work = decode_work(rows=every, sequences=every, context_lens=np.array(lengths, np.int32))
+    width = -(-max(lengths) // block_size)
+    key = graph_key(count, width, len(work.items))
+    assert key is not None
+    capacity = key.capacity()
+    assert count <= capacity.sequences <= max(2 * count, 32 * -(-count // 32))
+    assert width <= capacity.table_width
+    assert len(work.items) <= capacity.decode_items
+    assert len(work.merges) <= capacity.merge_items
+    assert work.num_partials <= capacity.partials
+
+
+def test_batches_beyond_the_largest_graph_have_none() -> None:
+    assert graph_key(513, 4, 513) is None
+    assert len({graph_key(count, 1, count) for count in range(1, 513)}) == 6 + 15
+
+
+class Recorder:
+    """A device that counts recordings."""
+
+    def __init__(self) -> None:
+        self.captured = 0
+
+    def synchronize(self) -> None:
+        pass
+
+    def capture(self, function: object) -> object:
+        self.captured += 1
+        return function
+
+
+def test_the_second_step_of_a_shape_is_recorded_and_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagekv.executor.cuda.graphs.MAX_GRAPHS", 3)
+    recorder = Recorder()
+    cache = GraphCache(recorder)  # type: ignore[arg-type]
+    keys = [graph_key(count, 1, count) for count in (1, 2, 4, 8)]
+    for key in keys:
+        assert key is not None
+        for _ in range(3):
+            cache.run(key, lambda: torch.zeros(1))
+    assert (cache.num_captured, cache.num_replayed) == (4, 8)
+    assert keys[3] is not None
+    cache.run(keys[3], lambda: torch.zeros(1))
+    assert cache.num_captured == 4
+    assert keys[0] is not None
+    for _ in range(2):
+        cache.run(keys[0], lambda: torch.zeros(1))
+    assert cache.num_captured == 5
