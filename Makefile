@@ -96,6 +96,10 @@ wheel-check: $(DEV_STAMP) ## build sdist and wheel, install them outside the che
 bench: $(DEV_STAMP) ## measure the stack against transformers on the same model and workload (ARGS=...)
 	@$(BIN)/python tests/bench/compare_with_transformers.py $(ARGS)
 
+.PHONY: chaos
+chaos: $(DEV_STAMP) ## kill, hang, flood and fight at random for ten minutes; what was lost (ARGS="--seconds 60 --seed 1")
+	@PYTHONPATH=tests $(BIN)/python -m chaos $(ARGS)
+
 .PHONY: ci
 ci: ## everything CI runs, in fresh environments
 	@bash .ci/run

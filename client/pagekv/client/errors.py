@@ -59,7 +59,7 @@ class DeadlineExceeded(PageKVError):
 
 
 class Cancelled(PageKVError):
-    """The call was cancelled, here or by the server."""
+    """The call was cancelled here."""
 
 
 class Unreachable(Unavailable):
@@ -116,7 +116,7 @@ EXCEPTIONS: dict[tuple[grpc.StatusCode, str], Callable[[Failure], PageKVError]] 
     (grpc.StatusCode.DEADLINE_EXCEEDED, ""): lambda f: DeadlineExceeded(
         f"PageKV at {f.target} did not finish in time; allow more with timeout="
     ),
-    (grpc.StatusCode.CANCELLED, ""): lambda f: Cancelled(f"the call to PageKV at {f.target} was cancelled"),
+    (grpc.StatusCode.CANCELLED, ""): lambda f: _cancelled(f),
 }
 
 # How gRPC words a connection that was never made. Only this text tells it from one that broke: the code is the same.
@@ -130,6 +130,17 @@ def _unavailable(failure: Failure) -> PageKVError:
             "or name another address with --target (target= in Python)"
         )
     return ConnectionLost(f"the connection to PageKV at {failure.target} was lost: {failure.message}")
+
+
+# How gRPC words a cancellation that began on this side.
+_CANCELLED_HERE = ("Locally cancelled", "Channel closed")
+
+
+def _cancelled(failure: Failure) -> PageKVError:
+    if any(words in failure.message for words in _CANCELLED_HERE):
+        return Cancelled(f"the call to PageKV at {failure.target} was cancelled")
+    # A gRPC server that shuts down cancels calls that it has not looked at yet (github.com/grpc/grpc/issues/41785).
+    return ConnectionLost(f"PageKV at {failure.target} shut down before it took the call")
 
 
 def from_rpc_error(error: grpc.RpcError, target: str) -> PageKVError:

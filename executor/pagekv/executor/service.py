@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from pagekv.common.errors import PageKVError
+from pagekv.common.errors import InvalidRequest, PageKVError
 from pagekv.common.logs import Log
 from pagekv.executor import wire
 from pagekv.executor.run_stream import RunStream
@@ -70,6 +71,8 @@ class ExecutorService(pb_grpc.ExecutorServiceServicer):
             self._session.finish_input(stream)
         except PageKVError as error:
             stream.deliver(error)
+        except DecodeError as error:
+            stream.deliver(InvalidRequest("step", f"must be a StepRequest, its bytes are none: {error}"))
         except Exception as error:
             log.exception("cannot read steps")
             stream.deliver(error)

@@ -39,6 +39,7 @@ from pagekv.kvmanager.failed_steps import FailedSteps, Fault
 from pagekv.kvmanager.host_pool import HostPool
 from pagekv.kvmanager.introspection import EngineTotals, block_views, collect_stats, sequence_views
 from pagekv.kvmanager.live_requests import LiveRequests
+from pagekv.kvmanager.reconnect import Reconnect
 from pagekv.kvmanager.request import CacheIdentity, GenerateCommand, RequestStream
 from pagekv.kvmanager.scheduler import Scheduler
 from pagekv.kvmanager.sequence import LiveRequest
@@ -48,8 +49,6 @@ from pagekv.kvmanager.table_watch import TableWatch
 log = Log(__name__)
 
 RETRY_DELAY_S = 1.0
-# Seconds between attempts to reach the executor: doubled from the first to the last.
-RECONNECT_FIRST_S, RECONNECT_LAST_S = 0.05, 2.0
 
 
 class EngineLoop:
@@ -82,17 +81,17 @@ class EngineLoop:
 
         Raises AttachRefused when the very first executor does not go with the flags; later ones are waited out.
         """
-        delay = RECONNECT_FIRST_S
+        reconnect = Reconnect()
         while not self._stopping:
             link = ExecutorLink(self._config.executor, self._wake.set)
-            steps = self._totals.steps
+            steps, epochs = self._totals.steps, self._totals.epochs
             try:
                 await self._attach(link)
                 await self._drive(link)
             except (ExecutorLost, AttachRefused) as error:
                 if isinstance(error, AttachRefused) and self._model is None:
                     raise
-                log.warning("no executor", executor=self._config.executor, reason=error, retry_s=delay)
+                log.warning("no executor", executor=self._config.executor, reason=error)
                 self._give_up(error.fault if isinstance(error, ExecutorLost) else Fault.NONE)
             except InvariantError as error:
                 log.exception("broken invariant; opening a new epoch", reason=error)
@@ -100,12 +99,9 @@ class EngineLoop:
             finally:
                 self._detach()
                 await link.close()
-            if self._totals.steps > steps:
-                # Attaching alone is no success: an executor may fail the first step of every epoch.
-                delay = RECONNECT_FIRST_S
             if not self._stopping:
-                await self._pause(delay)
-                delay = min(delay * 2, RECONNECT_LAST_S)
+                attached = self._totals.epochs > epochs
+                await self._pause(reconnect.pause_s(attached=attached, steps=self._totals.steps - steps))
 
     async def _attach(self, link: ExecutorLink) -> None:
         config = self._config

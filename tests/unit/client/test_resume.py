@@ -176,6 +176,15 @@ def test_other_errors_end_it(server: ScriptedServer, client: PageKVClient, statu
         client.generate([1, 2, 3])
 
 
+def test_a_server_that_shuts_down_before_it_takes_the_call_is_asked_again(
+    server: ScriptedServer, client: PageKVClient
+) -> None:
+    """gRPC cancels such calls by itself, with the status of a caller that changed its mind."""
+    server.expect("Generate", Fails(grpc.StatusCode.CANCELLED))
+    server.expect("Generate", chunk(4), complete(4))
+    assert client.generate([1, 2, 3]).token_ids == (4,)
+
+
 def test_resuming_can_be_switched_off(server: ScriptedServer, client: PageKVClient) -> None:
     server.expect("Generate", chunk(4), Fails(LOST), check=lambda r: _equal(r.only_complete, False))
     stream = client.stream("x", resume_timeout_s=0)

@@ -1,0 +1,150 @@
+"""One chaos run: a stack, clients that never rest, faults at random, and the account at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from calls import Caller
+from chaos.clients import Clients, undisturbed
+from chaos.faults import FAULTS, Chaos
+from chaos.requests import difference, make_specs
+from stack import CPU, ORACLE, Stack, running_executor, running_manager
+
+# Words of a log that must not be in it: what both sides say when a promise of the other was broken.
+ALARMS = ("broken invariant", "a step failed", "refused a step", "unexpected error", "Traceback", "gave up")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `python -m chaos` is told."""
+
+    seconds: float
+    seed: int
+    backend: str = "oracle"
+    lanes: int = 32
+    # Names of FAULTS.
+    faults: tuple[str, ...] = tuple(FAULTS)
+    # Faults to inject at most; 0: as many as the time allows.
+    count: int = 0
+    # Different requests.
+    requests: int = 48
+
+
+@dataclass
+class Account:
+    """What was done and what was lost."""
+
+    options: Options
+    injected: Counter[str] = field(default_factory=Counter)
+    recoveries: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    streams: Counter[str] = field(default_factory=Counter)
+    # Must stay empty: streams lost, faults that did not go as they must, alarms in logs, blocks that did not come back.
+    lost: list[str] = field(default_factory=list)
+    epochs: int = 0
+    preemptions: int = 0
+    manager_peak_mib: int = 0
+
+    def table(self) -> str:
+        """For people."""
+        lines = [f"{'fault':28}{'injected':>9}   until new tokens, s: median, most"]
+        for name in self.options.faults:
+            times = self.recoveries[name]
+            shown = f"{statistics.median(times):12.2f}{max(times):8.2f}" if times else ""
+            lines.append(f"{name:28}{self.injected[name]:>9}{shown}")
+        lines.append("")
+        lines += [f"{'streams ' + what:28}{count:>9}" for what, count in sorted(self.streams.items())]
+        lines.append(f"{'preemptions':28}{self.preemptions:>9}   of the last manager")
+        lines.append(f"{'memory of the manager, MiB':28}{self.manager_peak_mib:>9}   at most, of the last one")
+        lines.append(f"{'lost':28}{len(self.lost):>9}{'   nothing' if not self.lost else ''}")
+        return "\n".join([*lines, *(f"  {what}" for what in self.lost[:50])])
+
+
+async def chaos(options: Options, say: bool = True) -> Account:
+    """Runs to the end of the time or the count. Raises only when the stack cannot be run at all."""
+    account = Account(options)
+    rng = random.Random(options.seed)
+    oracle = options.backend == "oracle"
+    longest = 100 if oracle else 40
+    specs = make_specs(random.Random(f"{options.seed} requests"), options.requests, longest)
+    step_timeout_s = 2.0 if oracle else 15.0
+    executor_args = [*ORACLE, "--step-time-ms", "3"] if oracle else list(CPU)
+    # Fewer sequences at once than clients, a pool that makes them preempt each other, a queue that floods overrun.
+    manager_args = ["--num-device-blocks", "160", "--max-running", "24", "--max-queue", "128"]
+    manager_args += ["--step-timeout-s", str(step_timeout_s), "--grace-s", "200"]
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        running_executor(executor_args, Path(temporary)) as executor,
+        running_manager(executor, manager_args) as stack,
+    ):
+        wanted = await undisturbed(stack.target, specs)
+        clients = Clients(stack.target, specs, wanted, options.seed)
+        bench = Chaos(stack, clients, rng, step_timeout_s, Path(temporary))
+        running = asyncio.create_task(clients.run(options.lanes))
+        try:
+            await _inject(bench, account, say)
+        finally:
+            clients.closing.set()
+        await running
+        account.streams = clients.tally.counts
+        account.lost += clients.tally.lost + bench.problems
+        await _settle(stack, account)
+        for spec, answers, before in zip(specs, await undisturbed(stack.target, specs), wanted, strict=True):
+            if wrong := difference(spec, answers, before, whole=True):
+                account.lost.append(f"afterwards: {wrong}")
+        account.manager_peak_mib = _peak_mib(stack)
+        account.lost += _alarms(Path(temporary))
+    return account
+
+
+async def _inject(bench: Chaos, account: Account, say: bool) -> None:
+    """Fault after fault, each at a random moment after the one before was recovered from."""
+    options, rng = account.options, bench.rng
+    begin = time.monotonic()
+    # Every kind once, in random order; then at random.
+    order = rng.sample(options.faults, len(options.faults))
+    weights = [FAULTS[name][0] for name in options.faults]
+    most = options.count or sys.maxsize
+    while time.monotonic() - begin < options.seconds and account.injected.total() < most:
+        name = order.pop() if order else rng.choices(options.faults, weights)[0]
+        await asyncio.sleep(rng.uniform(0, 1.0))
+        took = await FAULTS[name][1](bench)
+        account.injected[name] += 1
+        if took is not None:
+            account.recoveries[name].append(took)
+        if say:
+            shown = "" if took is None else f", new tokens after {took:.2f} s"
+            print(f"{time.monotonic() - begin:7.1f} s  {name}{shown}", flush=True)
+
+
+async def _settle(stack: Stack, account: Account) -> None:
+    """Nothing runs any more: every block must be back."""
+    async with Caller(stack.target) as caller:
+        stats = await caller.idle_stats()
+    account.preemptions = stats.preemptions_total
+    if stats.free_blocks != stats.num_blocks:
+        account.lost.append(f"{stats.num_blocks - stats.free_blocks} blocks did not come back")
+    if stats.hash_alarms_total:
+        account.lost.append(f"{stats.hash_alarms_total} hash alarms")
+
+
+def _peak_mib(stack: Stack) -> int:
+    status = Path(f"/proc/{stack.manager.pid}/status").read_text()
+    return next(int(line.split()[1]) // 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+
+
+def _alarms(directory: Path) -> list[str]:
+    found = []
+    for log in sorted(directory.rglob("*.log")):
+        lines = log.read_text(errors="replace").splitlines()
+        for number, line in enumerate(lines):
+            if any(alarm in line for alarm in ALARMS):
+                found.append(f"{log.name}:{number + 1}: " + "\n    ".join(lines[number : number + 12]))
+    return found
