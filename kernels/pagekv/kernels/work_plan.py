@@ -93,19 +93,33 @@ def decode_work(*, rows: Ints, sequences: Ints, context_lens: Ints, window: int 
 
     `window`: splits wholly before it are left out; 0: none. A row without keys still has an item, which writes zeros.
     """
-    oldest = np.maximum(context_lens - window, 0) if window else np.zeros_like(context_lens)
-    first = oldest // SPLIT_TOKENS
-    splits = np.maximum(-(-context_lens // SPLIT_TOKENS) - first, 1)
+    lens = np.asarray(context_lens, np.int32)
+    oldest = np.maximum(lens - window, 0) if window else np.zeros_like(lens)
+    first, end = oldest // SPLIT_TOKENS, lens // SPLIT_TOKENS
+    splits = np.maximum(-(-lens // SPLIT_TOKENS) - first, 1)
     merged = splits > 1
-    partials = np.where(merged, splits, 0)
-    start = np.cumsum(partials) - partials
+    partials = splits * merged
     merge = np.where(merged, np.cumsum(merged) - 1, -1)
+    merges = _columns(rows, np.cumsum(partials) - partials, splits, first)[merged]
 
-    owner = np.repeat(np.arange(len(rows)), splits)
-    split = np.arange(len(owner)) - np.repeat(np.cumsum(splits) - splits - first, splits)
-    keys = np.minimum((split + 1) * SPLIT_TOKENS, context_lens[owner]) - np.maximum(split * SPLIT_TOKENS, oldest[owner])
-    order = np.argsort(-keys.astype(np.int16), kind="stable")  # of 16-bit integers this is a radix sort
-    owner, split = owner[order], split[order]
-    items = np.stack([rows[owner], sequences[owner], split, merge[owner]], axis=1).astype(np.int32)
-    merges = np.stack([rows, start, splits, first], axis=1)[merged].astype(np.int32)
-    return DecodeWork(items, merges, int(partials.sum()), int(partials.max(initial=0)))
+    # Whole splits come first; the others are at most two a row: cut short by the window, or by the row's end.
+    begin = -(-oldest // SPLIT_TOKENS)
+    count = np.maximum(end - begin, 0)
+    whole = np.repeat(_columns(rows, sequences, begin - np.cumsum(count) + count, merge), count, axis=0)
+    whole[:, 2] += np.arange(len(whole), dtype=np.int32)
+    by_window = oldest % SPLIT_TOKENS > 0
+    by_end = ((lens % SPLIT_TOKENS > 0) | (lens == 0)) & ~(by_window & (end == first))
+    owner = np.concatenate([np.flatnonzero(by_window), np.flatnonzero(by_end)])
+    split = np.concatenate([first[by_window], end[by_end]])
+    keys = np.minimum((split + 1) * SPLIT_TOKENS, lens[owner]) - np.maximum(split * SPLIT_TOKENS, oldest[owner])
+    order = np.argsort(-keys, kind="stable")
+    short = _columns(rows[owner], sequences[owner], split, merge[owner])[order]
+    return DecodeWork(np.concatenate([whole, short]), merges, int(partials.sum()), int(partials.max(initial=0)))
+
+
+def _columns(*columns: Ints) -> Ints:
+    """One array of them, [n, len(columns)]."""
+    array = np.empty((len(columns[0]), len(columns)), np.int32)
+    for index, column in enumerate(columns):
+        array[:, index] = column
+    return array
