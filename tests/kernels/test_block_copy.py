@@ -84,7 +84,7 @@ FAULTS = [
     Fault("the next block", NAME, "pair[1] * p.block_bytes", "(pair[1] + 1) * p.block_bytes", check),
     Fault("the first pair for all", NAME, "static_cast<i64>(blockIdx.x)", "0", check),
     Fault("a piece is left out", NAME, "rest = p.block_bytes - begin", "rest = p.block_bytes - begin - 16", check),
-    Fault("whole pieces only", NAME, "(rest < kPieceBytes ? rest : kPieceBytes)", "kPieceBytes", check, sanitizer=True),
+    Fault("whole pieces only", NAME, "(rest < kPieceBytes ?", "(rest < 0 ?", check, sanitizer=True),
     Fault("one vector too many", NAME, ") / 16)", ") / 16) + (pair[0] == 1)", check),
 ]
 
