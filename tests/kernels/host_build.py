@@ -40,6 +40,8 @@ HERE = Path(__file__).resolve().parent
 CACHE = Path(os.environ.get("PAGEKV_HOST_KERNELS", HERE.parents[1] / "build" / "host-kernels"))
 SANITIZE = os.environ.get("PAGEKV_HOST_SANITIZE") == "1"
 
+# What every kernel is compiled with, and the library depends on.
+HEADERS = ("host_cuda.h", "host_fibers.h", "host_builtins.h")
 FLAGS = [
     *("-std=c++17", "-O1", "-g1", "-shared", "-fPIC", "-fno-strict-aliasing"),
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-psabi"),
@@ -188,7 +190,7 @@ def build(text: str, kernel: str, macros: tuple[str, ...] = ()) -> Path:
     path, version = compiler()
     flags = [*FLAGS, *(SANITIZER_FLAGS if SANITIZE else ()), f"-I{HERE}", *macros]
     whole = f'#include "host_cuda.h"\n{text}\n#line 1 "end of {kernel}"\nPAGEKV_HOST_KERNEL({kernel})\n'
-    headers = [(HERE / name).read_text(encoding="utf-8") for name in ("host_cuda.h", "host_builtins.h")]
+    headers = [(HERE / name).read_text(encoding="utf-8") for name in HEADERS]
     key = hashlib.sha256("\0".join([version, *flags, *headers, whole]).encode()).hexdigest()[:32]
     library = CACHE / f"{kernel}-{key}.so"
     if not library.exists():
