@@ -42,22 +42,22 @@ FAULTS = [
     fault("no barrier before a tile is used", "        __syncthreads();\n        issue(", "        issue("),
     fault("a wait too few", "cp_async_wait<STAGES - 2>", "cp_async_wait<STAGES - 1>"),
     fault("a tile is overwritten while in use", "slot == 0 ? STAGES - 1 : slot - 1", "slot"),
-    fault("values are taken for keys", "half % 2 ? rows.values : 0", "half % 2 ? 0 : rows.values"),
+    fault("values are taken for keys", "half % 2 ? p.kv_stride *", "half % 2 == 0 ? p.kv_stride *"),
     fault("addresses of the wrong tile", "put_address(tile + 2, next_block)", "put_address(tile + 1, next_block)"),
     fault("blocks of the wrong tile", "block_of_thread(tile + 3)", "block_of_thread(tile + 2)"),
-    fault("a key too many is looked up", "key < end_key", "key <= end_key"),
+    fault("a key too many is looked up", "key < keys().end", "key <= keys().end"),
     fault("zeros do not replace what is nobody's", "(address & 1) == 0", "true"),
-    fault("rows see the next token", "masked && (d > 0 ||", "masked && (d > 1 ||"),
-    fault("a tile with one visible key is left out", "first_key <= last &&", "first_key < last &&"),
+    fault("rows see the next token", "if (d > 0 ||", "if (d > 1 ||"),
+    fault("a tile with one visible key is left out", "begin <= last &&", "begin < last &&"),
     fault("outputs keep their old maximum", "out[i / 2][n][half] *= shrink;", ""),
     fault(
         "rows leave before they are complete", "        __syncwarp();\n        constexpr int", "        constexpr int"
     ),
     fault("rows beyond the last are written", "row_of_warp + from < all.count", "row_of_warp + from <= all.count"),
     fault(
-        "fp8 is used before it is wide",
-        "        widen(tile);\n        __syncthreads();",
-        "        widen(tile);",
+        "fp8 is widened over a tile in use",
+        "half % 2 * (TILE_KEYS",
+        "0 * (TILE_KEYS",
         of_mixed_batch(Variant("float16", "float8_e4m3fn", 64)),
     ),
     fault(
@@ -67,7 +67,7 @@ FAULTS = [
         of_mixed_batch(FULL),
     ),
     fault("the window is a key too wide", "d < oldest", "d < oldest - 1", of_window),
-    fault("masks of the window are forgotten", "|| first_key < logits.first_visible(last)", "", of_window),
+    fault("masks of the window are forgotten", "|| begin < logits.first_visible(last)", "", of_window),
     fault(
         "a tile without visible keys is not quite nothing",
         "const float shrink = weight(maximum[i], highest);",

@@ -38,8 +38,8 @@ def prefill_tile(variant: Variant) -> PrefillTile:
     row_bytes = _padded(variant.head_size * variant.element_bytes)
     slot_bytes = keys * (variant.head_size if fp8 else row_bytes)
     shared = rows * row_bytes + stages * slot_bytes  # queries, ring of key and value tiles
-    shared += keys * row_bytes if fp8 else 0  # the widened tile
-    shared += 2 * keys * 8 + rows * 8  # addresses of keys, positions and slopes of rows
+    shared += 2 * keys * row_bytes if fp8 else 0  # widened tiles
+    shared += 2 * keys * 8 + 32 + rows * 8  # addresses of keys, which keys, positions and slopes of rows
     shared += rows * keys * 4 if fp32 else 0  # weights
     return PrefillTile(rows, keys, shared)
 

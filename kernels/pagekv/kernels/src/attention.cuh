@@ -63,16 +63,19 @@ struct Logits {
         return {PAGEKV_FEATURES ? of_dot : of_dot * LOG2_E, soft_cap, window};
     }
 
+    // soft_cap * tanh(x / soft_cap), with a cap.
+    __device__ __forceinline__ float capped(float x) const {
+        // tanh(y) = 1 - 2 / (1 + e^(2y)), exact at both ends: e^(2y) reaches inf or 0.
+        // Fast divisions, within two units of the last place and 0 beyond 2^126: exact ones would be calls in a loop.
+        float e = exp2_approx(__fdividef(x, soft_cap) * (2.0f * LOG2_E));
+        return soft_cap * (1.0f - __fdividef(2.0f, 1.0f + e));
+    }
+
     // Base-2 logit. `distance` = key position - query position, never positive for a visible key.
     __device__ __forceinline__ float operator()(float dot, float slope, i32 distance) const {
         float x = dot * scale;
         if constexpr (!PAGEKV_FEATURES) return x;
-        if (soft_cap != 0.0f) {
-            // tanh(y) = 1 - 2 / (1 + e^(2y)), exact at both ends: e^(2y) reaches inf or 0.
-            // Fast divisions, within two units of the last place and 0 beyond 2^126: exact ones would be calls in a loop.
-            float e = exp2_approx(__fdividef(x, soft_cap) * (2.0f * LOG2_E));
-            x = soft_cap * (1.0f - __fdividef(2.0f, 1.0f + e));
-        }
+        if (soft_cap != 0.0f) x = capped(x);
         return (x + slope * (float)distance) * LOG2_E;
     }
 

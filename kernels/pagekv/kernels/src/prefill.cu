@@ -22,58 +22,44 @@
 // Two thread blocks on a multiprocessor: while one exponentiates, the other keeps the tensor cores busy.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) pagekv_prefill(const PrefillParams p) {
     PAGEKV_DYNAMIC_SHARED(shared);
-    const i32 kv_head = (i32)blockIdx.x % p.num_kv_heads;
-    const i32* const item = p.items + (i64)((i32)blockIdx.x / p.num_kv_heads) * 4;
-    const i32 sequence = item[0];
-    if (sequence < 0) return;
-
-    QueryRows rows;
-    rows.token = p.query_start[sequence];
-    rows.group = p.num_heads / p.num_kv_heads;
-    rows.head = kv_head * rows.group;
-    rows.first = item[1];
-    const i32 queries = p.query_start[sequence + 1] - rows.token;
-    rows.past = p.context_lens[sequence] - queries;
-    rows.count = min(TILE_ROWS, queries * rows.group - rows.first);
-    if (rows.count <= 0) return;
+    i32 sequence;
+    const QueryRows rows = QueryRows::of(p, sequence);
+    if (sequence < 0 || rows.count <= 0) return;
 
     const Logits logits = Logits::of(p.scale, p.soft_cap, p.window, p.k_scale * STORED_SCALE);
-    KeyStream stream;
-    stream.rows = PagedRows::of(p, kv_head);
-    stream.table = p.block_tables + (i64)sequence * p.table_stride;
-    stream.shared = shared;
-    stream.first_key = logits.first_visible(rows.position(0));
-    stream.end_key = rows.position(rows.count - 1) + 1;
-    stream.start();
+    const i32 first_key = logits.first_visible(rows.position(0)), end_key = rows.position(rows.count - 1) + 1;
+    const i32 first_tile = first_key / TILE_KEYS;
+    KeyStream stream = {p, shared, (end_key + TILE_KEYS - 1) / TILE_KEYS, 0, -1};
     Row* const table = (Row*)(shared + ROWS);
     put_row(rows, p.alibi_slopes, table);
+    if (threadIdx.x == 0) {
+        const PagedRows paged = PagedRows::of(p, rows.head / rows.group);
+        *(Keys*)(shared + KEYS) = {(i64)paged.keys, p.block_tables + (i64)sequence * p.table_stride, first_key, end_key};
+    }
     __syncthreads();
     load_queries(rows, table, p.query, p.query_stride, shared);  // in one group with the first half
+    stream.start(first_tile);
+    __syncthreads();
 #pragma unroll
-    for (int half = 0; half < STAGES - 1; ++half) stream.issue(2 * stream.first_tile() + half, half);
+    for (int half = 0; half < STAGES - 1; ++half) stream.issue(2 * first_tile + half, half);
 
-    // A warp without rows only helps to load.
-    const i32 warp_rows = min(rows.count - (i32)threadIdx.x / 32 * WARP_ROWS, WARP_ROWS);
     WarpRows warp;
     warp.start(logits, shared);
-    for (i32 tile = stream.first_tile(); tile < stream.end_tile(); ++tile) {
+    for (i32 tile = first_tile; tile < stream.end_tile; ++tile) {
         const u8* const keys = stream.next(2 * tile);
-        if (tile == stream.first_tile()) warp.keep_query();
-        const i32 first_key = tile * TILE_KEYS;
-        bool seen = false;
-        if (warp_rows > 0) {
-            const i32 first = warp.rows[0].position, last = warp.rows[warp_rows - 1].position;
-            // Whether any row of the warp sees any key of the tile; if not, leaving it out changes no bit.
-            seen = first_key <= last && first_key + TILE_KEYS > logits.first_visible(first);
-            // Whether any row does not see all of them.
-            const bool masked = first_key + TILE_KEYS - 1 > first || first_key < logits.first_visible(last);
-            if (seen) warp.weigh(logits, keys, first_key, masked);
-        }
+        if (tile == first_tile) warp.keep_query();
+        const i32 begin = tile * TILE_KEYS, first = warp.rows[0].position, last = warp.rows[WARP_ROWS - 1].position;
+        // Whether any row of the warp sees any key of the tile; if not, leaving it out changes no bit.
+        const bool seen = begin <= last && begin + TILE_KEYS > logits.first_visible(first);
+        // Whether any row does not see all of them.
+        const bool masked = begin + TILE_KEYS - 1 > first || begin < logits.first_visible(last);
+        if (seen) warp.weigh(logits, keys, begin, masked);
         const u8* const values = stream.next(2 * tile + 1);
         stream.look_ahead(tile);
         if (seen) warp.add(values);
     }
     cp_async_wait<0>();
-    if (stream.end_key <= 0) __syncthreads();  // no tile: keeps the queries' copies apart from what store writes over them
-    if (warp_rows > 0) warp.store(rows, shared, p.out, p.out_stride, p.v_scale * STORED_SCALE);
+    if (stream.end_tile <= first_tile) __syncthreads();  // no tile: keeps the queries' copies apart from what store writes
+    // Once more from memory, so that no register holds it all the time.
+    warp.store(QueryRows::of(p, sequence), shared, p.out, p.out_stride, p.v_scale * STORED_SCALE);
 }

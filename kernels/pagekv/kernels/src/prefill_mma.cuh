@@ -104,18 +104,37 @@ struct WarpRows {
     }
 
     // Features and masks of row i, whose scores are elements 2 (i % 2) and the next of each fragment.
-    __device__ __forceinline__ void shape(const Logits& logits, int i, float (&score)[TILE_KEYS / 8][4], i32 first_key, bool masked) const {
+    __device__ __forceinline__ void shape(const Logits& logits, int i, float (&score)[TILE_KEYS / 8][4], i32 first_key,
+                                          bool masked) const {
+        const int half = i % 2 * 2;
         const Row row_i = rows[row(i)];
         const i32 distance = first_key + lane() % 4 * 2 - row_i.position;
+        if constexpr (PAGEKV_FEATURES) {
+            float unit = logits.scale * LOG2_E;
+            if (logits.soft_cap != 0.0f) {
+                unit = LOG2_E;
+#pragma unroll
+                for (int n = 0; n < TILE_KEYS / 8; ++n)
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) score[n][half + j] = logits.capped(score[n][half + j] * logits.scale);
+            }
+            const float slope = row_i.slope * LOG2_E;
+#pragma unroll
+            for (int n = 0; n < TILE_KEYS / 8; ++n)
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    const float bias = slope * ((float)distance + (float)(n * 8 + j));  // a sum of integers: exact
+                    score[n][half + j] = fmaf(score[n][half + j], unit, bias);
+                }
+        }
+        if (!masked) return;
         const i32 oldest = logits.first_visible(row_i.position) - row_i.position;
 #pragma unroll
         for (int n = 0; n < TILE_KEYS / 8; ++n)
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                float& x = score[n][i % 2 * 2 + j];
                 const i32 d = distance + n * 8 + j;
-                if (PAGEKV_FEATURES) x = logits(x, row_i.slope, d);
-                if (masked && (d > 0 || (PAGEKV_FEATURES && d < oldest))) x = -infinity();
+                if (d > 0 || (PAGEKV_FEATURES && d < oldest)) score[n][half + j] = -infinity();
             }
     }
 

@@ -18,15 +18,16 @@ constexpr int STAGES = FP32 ? 2 : 3;
 
 constexpr int ROW_BYTES = HEAD_SIZE * ELEMENT_BYTES;
 constexpr int ROW_STRIDE = padded_row(ROW_BYTES);
-// fp8 waits in the ring as it is and is widened into one more tile, once for all warps.
+// fp8 waits in the ring as it is and is widened into one of two more tiles, once for all warps.
 constexpr int SLOT_STRIDE = FP8_KV ? KV_ROW_BYTES : ROW_STRIDE;
 constexpr int SLOT_BYTES = TILE_KEYS * SLOT_STRIDE;
 
-// Shared memory: query rows, ring, widened tile, two tables of key addresses, a table of rows, weights (fp32 only).
+// Shared memory: query rows, ring, two widened tiles, two tables of key addresses, keys, a table of rows, weights (fp32 only).
 constexpr int RING = TILE_ROWS * ROW_STRIDE;
 constexpr int WIDE = RING + STAGES * SLOT_BYTES;
-constexpr int ADDRESSES = WIDE + (FP8_KV ? TILE_KEYS * ROW_STRIDE : 0);
-constexpr int ROWS = ADDRESSES + 2 * TILE_KEYS * 8;
+constexpr int ADDRESSES = WIDE + (FP8_KV ? 2 * TILE_KEYS * ROW_STRIDE : 0);
+constexpr int KEYS = ADDRESSES + 2 * TILE_KEYS * 8;
+constexpr int ROWS = KEYS + 32;
 constexpr int WEIGHTS = ROWS + TILE_ROWS * 8;
 
 // The query rows of a tile. Row r of a sequence and KV head is query r / group, head r % group of the group, so that all
@@ -38,6 +39,23 @@ struct QueryRows {
     i32 past;      // position of the sequence's first query
     i32 first;     // the tile's first row
     i32 count;     // rows of the tile that exist, 1 to TILE_ROWS
+
+    // Of item and KV head of this thread block; sequence < 0: there is nothing to do.
+    __device__ __forceinline__ static QueryRows of(const PrefillParams& p, i32& sequence) {
+        const i32 kv_head = (i32)blockIdx.x % p.num_kv_heads;
+        const i32* const item = p.items + (i64)((i32)blockIdx.x / p.num_kv_heads) * 4;
+        QueryRows rows = {};
+        sequence = item[0];
+        if (sequence < 0) return rows;
+        rows.token = p.query_start[sequence];
+        rows.group = p.num_heads / p.num_kv_heads;
+        rows.head = kv_head * rows.group;
+        rows.first = item[1];
+        const i32 queries = p.query_start[sequence + 1] - rows.token;
+        rows.past = p.context_lens[sequence] - queries;
+        rows.count = min(TILE_ROWS, queries * rows.group - rows.first);
+        return rows;
+    }
 
     __device__ __forceinline__ i32 position(i32 row) const { return past + (first + row) / group; }
 
@@ -55,15 +73,16 @@ struct alignas(8) Row {
 };
 static_assert(TILE_ROWS <= THREADS, "a thread for each row");
 
+// Rows that do not exist stand where the last one does; those of a warp that has none stand in front of every key.
 __device__ __forceinline__ void put_row(const QueryRows& rows, const float* slopes, Row* table) {
-    const i32 row = (i32)threadIdx.x;
+    const i32 row = (i32)threadIdx.x, last = min(row, rows.count - 1);
     if (row >= TILE_ROWS) return;
-    const i32 position = rows.position(row);
+    const i32 position = rows.position(last);
     float slope = 0.0f;
-    if (PAGEKV_FEATURES && slopes != nullptr && row < rows.count) {
-        slope = slopes[rows.head + rows.first + row - (position - rows.past) * rows.group];
+    if (PAGEKV_FEATURES && slopes != nullptr) {
+        slope = slopes[rows.head + rows.first + last - (position - rows.past) * rows.group];
     }
-    table[row] = {position, slope};
+    table[row] = {row / WARP_ROWS * WARP_ROWS < rows.count ? position : -1, slope};
 }
 
 // How threads share the copies of rows of CHUNKS chunks: PER_ROW neighbours take neighbouring chunks of one row. A power
@@ -92,6 +111,14 @@ __device__ __forceinline__ void load_queries(const QueryRows& rows, const Row* t
     }
 }
 
+// Which keys a thread block walks. Kept in shared memory like rows: only the making of addresses needs most of it.
+struct alignas(8) Keys {
+    i64 first_slot;  // address of the KV head's key in slot 0 of block 0
+    const i32* table;
+    i32 first;       // keys outside [first, end) are not looked up: zeros take their place
+    i32 end;
+};
+
 // The keys and values that a tile of queries sees, as a stream of halves: keys of tile t (at positions from t * TILE_KEYS)
 // are half 2 t, its values half 2 t + 1.
 //
@@ -100,35 +127,32 @@ __device__ __forceinline__ void load_queries(const QueryRows& rows, const Row* t
 struct KeyStream {
     static constexpr i64 NOWHERE = 1;  // odd, as no address of a key is: zeros take its place, and nothing is read
 
-    PagedRows rows;
-    const i32* table;
+    const PrefillParams& p;
     u8* shared;
-    i32 first_key;   // keys outside [first_key, end_key) are not looked up: zeros take their place
-    i32 end_key;
+    i32 end_tile;
     i32 slot;        // of the oldest half not used yet
     i32 next_block;  // of this thread's key, the table's entry two tiles ahead; negative: none
 
-    __device__ __forceinline__ i32 first_tile() const { return first_key / TILE_KEYS; }
-    __device__ __forceinline__ i32 end_tile() const { return (end_key + TILE_KEYS - 1) / TILE_KEYS; }
+    __device__ __forceinline__ const Keys& keys() const { return *(const Keys*)(shared + KEYS); }
     __device__ __forceinline__ i64* addresses(i32 tile) const {
         return (i64*)(shared + ADDRESSES) + (tile & 1) * TILE_KEYS;
     }
     __device__ __forceinline__ i32 block_of_thread(i32 tile) const {
         const i32 key = tile * TILE_KEYS + (i32)threadIdx.x;
-        return key >= first_key && key < end_key ? table[rows.logical_block(key)] : -1;
+        return key >= keys().first && key < keys().end ? keys().table[key >> p.block_size_log2] : -1;
     }
     __device__ __forceinline__ void put_address(i32 tile, i32 block) const {
-        const i32 key = tile * TILE_KEYS + (i32)threadIdx.x;
-        addresses(tile)[threadIdx.x] =
-            block < 0 ? NOWHERE : (i64)rows.keys + rows.block_offset(block) + rows.slot_offset(key);
+        const i32 slot_in_block = (tile * TILE_KEYS + (i32)threadIdx.x) & ((1 << p.block_size_log2) - 1);
+        const i64 elements = block * p.block_stride + (i64)slot_in_block * (p.num_kv_heads * HEAD_SIZE);
+        addresses(tile)[threadIdx.x] = block < 0 ? NOWHERE : keys().first_slot + elements * KV_ELEMENT_BYTES;
     }
 
-    // Addresses of the first two tiles. To be followed by a barrier.
-    __device__ __forceinline__ void start() {
+    // Addresses of the first two tiles, once `keys` is known to all. To be followed by a barrier.
+    __device__ __forceinline__ void start(i32 first_tile) {
         slot = 0;
         if ((i32)threadIdx.x >= TILE_KEYS) return;
-        for (i32 tile = first_tile(); tile < first_tile() + 2; ++tile) put_address(tile, block_of_thread(tile));
-        next_block = block_of_thread(first_tile() + 2);
+        for (i32 tile = first_tile; tile < first_tile + 2; ++tile) put_address(tile, block_of_thread(tile));
+        next_block = block_of_thread(first_tile + 2);
     }
 
     // Addresses of tile + 2, over those of `tile`, whose loads have all been issued. They are read behind the next barrier.
@@ -141,9 +165,9 @@ struct KeyStream {
     // Starts the loads of a half, as one group of copies (empty past the last).
     __device__ __forceinline__ void issue(i32 half, i32 into) const {
         using Mine = Copies<KV_ROW_BYTES / CHUNK_BYTES>;
-        if (half < 2 * end_tile() && (Mine::ROWS_AT_ONCE <= TILE_KEYS || Mine::first_row() < TILE_KEYS)) {
+        if (half < 2 * end_tile && (Mine::ROWS_AT_ONCE <= TILE_KEYS || Mine::first_row() < TILE_KEYS)) {
             const i64* const from = addresses(half / 2) + Mine::first_row();
-            const i64 offset = (half % 2 ? rows.values : 0) + Mine::first_byte();
+            const i64 offset = (half % 2 ? p.kv_stride * KV_ELEMENT_BYTES : 0) + Mine::first_byte();
             u8* const to = shared + RING + into * SLOT_BYTES + Mine::first_row() * SLOT_STRIDE + Mine::first_byte();
 #pragma unroll
             for (int row = 0; row < TILE_KEYS; row += Mine::ROWS_AT_ONCE) {
@@ -161,33 +185,38 @@ struct KeyStream {
     // Returns the half's tile, rows ROW_STRIDE bytes apart, in the type of the queries.
     __device__ __forceinline__ const u8* next(i32 half) {
         cp_async_wait<STAGES - 2>();
+        const u8* tile = shared + RING + slot * SLOT_BYTES;
+#if PAGEKV_KV_DTYPE == 3
+        // Before the barrier: a thread widens what it copied itself, into the tile that was used two halves ago.
+        tile = widen(tile, shared + WIDE + half % 2 * (TILE_KEYS * ROW_STRIDE));
+#endif
         __syncthreads();
         issue(half + STAGES - 1, slot == 0 ? STAGES - 1 : slot - 1);
-        u8* const tile = shared + RING + slot * SLOT_BYTES;
         slot = slot + 1 == STAGES ? 0 : slot + 1;
-#if PAGEKV_KV_DTYPE == 3
-        widen(tile);
-        __syncthreads();
-        return shared + WIDE;
-#else
         return tile;
-#endif
     }
 
 #if PAGEKV_KV_DTYPE == 3
-    // fp8 to the type of the queries.
-    __device__ __forceinline__ void widen(const u8* tile) const {
-        constexpr int CHUNKS = ROW_BYTES / CHUNK_BYTES;
-        static_assert(TILE_KEYS * CHUNKS % THREADS == 0, "every round is full");
+    // fp8 to the type of the queries, as far as `issue` gave it to this thread.
+    __device__ __forceinline__ const u8* widen(const u8* narrow, u8* wide) const {
+        using Mine = Copies<KV_ROW_BYTES / CHUNK_BYTES>;
+        if (Mine::ROWS_AT_ONCE > TILE_KEYS && Mine::first_row() >= TILE_KEYS) return wide;
+        const u8* const from = narrow + Mine::first_row() * SLOT_STRIDE + Mine::first_byte();
+        u8* const to = wide + Mine::first_row() * ROW_STRIDE + Mine::first_byte() * 2;
 #pragma unroll
-        for (int round = 0; round < TILE_KEYS * CHUNKS / THREADS; ++round) {
-            const i32 index = round * THREADS + (i32)threadIdx.x;
-            const Bytes8 narrow = ((const Bytes8*)tile)[index];
-            Bytes16 wide;
-            widen_e4m3x4<Element>(narrow.word[0], wide.word[0], wide.word[1]);
-            widen_e4m3x4<Element>(narrow.word[1], wide.word[2], wide.word[3]);
-            *(Bytes16*)(shared + WIDE + index / CHUNKS * ROW_STRIDE + index % CHUNKS * CHUNK_BYTES) = wide;
-        }
+        for (int row = 0; row < TILE_KEYS; row += Mine::ROWS_AT_ONCE)
+#pragma unroll
+            for (int byte = 0; byte < KV_ROW_BYTES; byte += Mine::PER_ROW * CHUNK_BYTES) {
+                const Bytes16 in = *(const Bytes16*)(from + row * SLOT_STRIDE + byte);
+                Bytes16 out[2];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    widen_e4m3x4<Element>(in.word[i], out[i / 2].word[i % 2 * 2], out[i / 2].word[i % 2 * 2 + 1]);
+                }
+                *(Bytes16*)(to + row * ROW_STRIDE + byte * 2) = out[0];
+                *(Bytes16*)(to + row * ROW_STRIDE + byte * 2 + CHUNK_BYTES) = out[1];
+            }
+        return wide;
     }
 #endif
 };
