@@ -32,7 +32,8 @@ test: $(DEV_STAMP) ## run all tests (ARGS="-k name" is handed to pytest)
 	@$(BIN)/python -m pytest $(ARGS)
 
 .PHONY: test-nightly
-test-nightly: $(DEV_STAMP) ## the tests with random histories, each with ten thousand of them (about half an hour)
+test-nightly: $(DEV_STAMP) ## tests with random histories, ten thousand each, and 200,000 random steps (about half an hour)
+	@PAGEKV_TEST_FUZZ_STEPS=200000 $(BIN)/python -m pytest --timeout 3600 tests/unit/executor/test_step_fuzz.py
 	@PAGEKV_TEST_EXAMPLES=10000 $(BIN)/python -m pytest --timeout 3600 tests/model tests/unit/kvmanager/test_continuations.py $(ARGS)
 
 .PHONY: kernels

@@ -82,9 +82,9 @@ class Caller:
     async def stats(self) -> cache_pb.GetStatsResponse:
         return await self.cache.GetStats(cache_pb.GetStatsRequest(), timeout=10)
 
-    async def idle_stats(self) -> cache_pb.GetStatsResponse:
-        """Stats once nothing runs or waits; waits up to ten seconds for that."""
-        for _ in range(1000):
+    async def idle_stats(self, patience_s: float = 10.0) -> cache_pb.GetStatsResponse:
+        """Stats once nothing runs or waits; waits so long for that."""
+        for _ in range(int(patience_s * 100)):
             stats = await self.stats()
             if not (stats.running_sequences or stats.waiting_sequences or stats.active_blocks):
                 return stats

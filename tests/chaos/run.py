@@ -48,7 +48,7 @@ class Account:
     streams: Counter[str] = field(default_factory=Counter)
     # Must stay empty: streams lost, faults that did not go as they must, alarms in logs, blocks that did not come back.
     lost: list[str] = field(default_factory=list)
-    epochs: int = 0
+    manager_args: str = ""
     preemptions: int = 0
     manager_peak_mib: int = 0
 
@@ -64,6 +64,7 @@ class Account:
         lines.append(f"{'preemptions':28}{self.preemptions:>9}   of the last manager")
         lines.append(f"{'memory of the manager, MiB':28}{self.manager_peak_mib:>9}   at most, of the last one")
         lines.append(f"{'lost':28}{len(self.lost):>9}{'   nothing' if not self.lost else ''}")
+        lines.append(f"manager: {self.manager_args}")
         return "\n".join([*lines, *(f"  {what}" for what in self.lost[:50])])
 
 
@@ -77,7 +78,10 @@ async def chaos(options: Options, say: bool = True) -> Account:
     step_timeout_s = 2.0 if oracle else 15.0
     executor_args = [*ORACLE, "--step-time-ms", "3"] if oracle else list(CPU)
     # Fewer sequences at once than clients, a pool that makes them preempt each other, a queue that floods overrun.
-    manager_args = ["--num-device-blocks", "160", "--max-running", "24", "--max-queue", "128"]
+    manager_args = ["--num-device-blocks", "110", "--max-running", "24", "--max-queue", "128"]
+    # What is preempted goes to a host pool that is too small for all, or is recomputed, as the seed says.
+    manager_args += ["--preemption", rng.choice(["swap", "recompute", "auto"]), "--num-host-blocks", "100"]
+    manager_args += rng.choice([["--write-back"], []])
     manager_args += ["--step-timeout-s", str(step_timeout_s), "--grace-s", "200"]
     with (
         tempfile.TemporaryDirectory() as temporary,
@@ -101,6 +105,7 @@ async def chaos(options: Options, say: bool = True) -> Account:
                 account.lost.append(f"afterwards: {wrong}")
         account.manager_peak_mib = _peak_mib(stack)
         account.lost += _alarms(Path(temporary))
+    account.manager_args = " ".join(manager_args)
     return account
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import random
-from collections import Counter
+from collections import Counter, deque
 from typing import Any
 
 from executor_steps import EPOCH, VOCAB, World
 from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from pagekv.common.errors import InvalidRequest, StaleEpoch
 from pagekv.executor import wire
@@ -93,16 +93,37 @@ def scalar(rng: random.Random, field: FieldDescriptor) -> Any:
     return rng.choice([*WHOLE, rng.randrange(40)])
 
 
+def damaged(rng: random.Random, data: bytes) -> bytes:
+    """Cut off somewhere, or with one bit turned over."""
+    if rng.random() < 0.5:
+        return data[: rng.randrange(len(data))]
+    at = rng.randrange(len(data))
+    return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
+
+
 def test_mutated_steps_are_run_or_refused_and_refusals_touch_nothing() -> None:
     rng = random.Random(3)
     counts: Counter[str] = Counter()
     world = fresh_world()
+    sent: deque[bytes] = deque(maxlen=16)
     for _ in range(NUM_STEPS):
         request = base_step(rng, world)
         for _ in range(rng.choice([0, 0, 1, 1, 1, 2])):
             mutate(rng, request)
-        # What the network would deliver.
-        step = wire.step(pb.StepRequest.FromString(request.SerializeToString()))
+        data = request.SerializeToString()
+        sent.append(data)
+        # What a network could deliver: once more, out of order, or with bytes missing or turned over.
+        fate = rng.random()
+        if fate < 0.05:
+            data = rng.choice(sent)
+        elif fate < 0.1:
+            data = damaged(rng, data)
+        try:
+            message = pb.StepRequest.FromString(data)
+        except DecodeError:
+            counts["DecodeError"] += 1
+            continue
+        step = wire.step(message)
         before = world.snapshot()
         outcome = run(world, step)
         if isinstance(outcome, SlotError):
@@ -114,10 +135,10 @@ def test_mutated_steps_are_run_or_refused_and_refusals_touch_nothing() -> None:
         else:
             assert world.snapshot() == before, f"{outcome} changed something"
             if isinstance(outcome, InvalidRequest):
-                names_a_field(request, outcome.field)
+                names_a_field(message, outcome.field)
         counts[type(outcome).__name__] += 1
     print(dict(counts))
-    for kind in ("StepReport", "InvalidRequest", "StaleEpoch", "SlotError"):
+    for kind in ("StepReport", "InvalidRequest", "StaleEpoch", "SlotError", "DecodeError"):
         assert counts[kind] > NUM_STEPS // 200, f"hardly any {kind}: the mutations do not test what they should"
 
 

@@ -1,0 +1,142 @@
+"""Clients that leave, stop reading, run out of time or come all at once: blocks come back, others do not notice, and
+the manager's memory stays within its bound (DESIGN 7).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from calls import Caller, request_for
+from stack import ORACLE, Stack, running_stack
+
+from pagekv.v1 import inference_service_pb2 as pb
+
+pytestmark = pytest.mark.e2e
+
+
+async def until_active(caller: Caller, *, running: int, waiting: int) -> None:
+    """Waits until so many sequences run and wait."""
+    for _ in range(2000):
+        stats = await caller.stats()
+        if (stats.running_sequences, stats.waiting_sequences) == (running, waiting):
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError(f"it did not come to that: {stats}")
+
+
+async def read_all(call: Any) -> list[int]:
+    """Tokens of a call to its end. Raises what ends it."""
+    tokens: list[int] = []
+    while (message := await call.read()) is not grpc.aio.EOF:
+        tokens += message.chunk.token_ids
+    return tokens
+
+
+@pytest.mark.parametrize("where", ["queue", "prefill", "decode"])
+def test_a_request_that_ends_early_gives_its_blocks_back_wherever_it_is(where: str) -> None:
+    """It is cancelled, then one like it runs out of time. Another one goes on beside it."""
+    # In prefill: 1,900 tokens, 16 a step.
+    length = 1900 if where == "prefill" else 20
+    ended = request_for([7] * length, 1920 - length, ignore_eos=True)
+
+    async def run(stack: Stack) -> None:
+        async with Caller(stack.target) as caller:
+            beside = caller.inference.Generate(request_for([5], 1900, ignore_eos=True))
+            await beside.read()
+            counts = {"running": 1, "waiting": 1} if where == "queue" else {"running": 2, "waiting": 0}
+            call = caller.inference.Generate(ended)
+            await until_active(caller, **counts)
+            if where == "decode":
+                await call.read()
+            call.cancel()
+            await until_active(caller, running=1, waiting=0)
+
+            late: Any = caller.inference.Generate(ended, timeout=1.0)
+            if where == "decode":
+                assert (await late.read()).chunk.token_ids
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await read_all(late)
+            assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            await until_active(caller, running=1, waiting=0)
+
+            beside.cancel()
+            stats = await caller.idle_stats()
+            assert stats.free_blocks == stats.num_blocks
+            assert stats.aborted_requests_total == 3
+
+    args = ["--max-running", "1"] if where == "queue" else ["--max-batch-tokens", "16"]
+    with running_stack([*ORACLE, "--step-time-ms", "20"], [*args, "--no-prefix-cache"]) as stack:
+        asyncio.run(run(stack))
+
+
+def test_readers_that_stop_reading_hold_nobody_up_and_lose_nothing() -> None:
+    """Eight calls that nobody reads, with more to say than any buffer of the connection takes; others finish beside
+    them, they finish too and give their blocks back, and what they said is all there when it is read at last.
+    """
+    silent = [request_for([index + 1], 600, ignore_eos=True, logprobs=20) for index in range(8)]
+
+    async def run(stack: Stack) -> None:
+        async with Caller(stack.target) as reader, Caller(stack.target) as caller:
+            calls = [reader.inference.Generate(request) for request in silent]
+            others = [request_for([9, index], 50, ignore_eos=True) for index in range(8)]
+            results = await caller.generate_many(others)
+            assert [len(result.tokens) for result in results] == [50] * 8
+            # Nobody has read a message yet, and nothing runs any more.
+            stats = await caller.idle_stats(60)
+            assert stats.free_blocks == stats.num_blocks
+            assert stats.generated_tokens_total == 8 * 600 + 8 * 50
+            for request, call in zip(silent, calls, strict=True):
+                tokens, logprobs = list[int](), 0
+                async for message in call:
+                    tokens += message.chunk.token_ids
+                    logprobs += len(message.chunk.logprobs)
+                assert logprobs == 600
+                again = pb.GenerateRequest()
+                again.CopyFrom(request)
+                again.sampling_params.ClearField("logprobs")
+                assert tokens == (await caller.generate(again)).tokens
+
+    with running_stack(ORACLE) as stack:
+        asyncio.run(run(stack))
+
+
+# What one token of a request that runs or waits takes in the manager at most: prompt ids as Python integers and twice
+# as 4 bytes, its share of a block in the prefix table, and its message while it is read.
+BYTES_PER_TOKEN = 160
+# Interpreter, gRPC's buffers and what the allocator keeps.
+SLACK_MIB = 64
+
+
+def test_a_flood_takes_no_more_memory_than_the_queue_bounds() -> None:
+    """The bound: (--max-queue + --max-running) sequences of --max-model-len tokens. Refused calls leave nothing."""
+    queue, running, length = 64, 8, 4000
+
+    def resident_mib(stack: Stack, which: str) -> float:
+        status = Path(f"/proc/{stack.manager.pid}/status").read_text()
+        return next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith(which))
+
+    async def flood(stack: Stack) -> int:
+        async with Caller(stack.target) as caller:
+            prompts = [[1 + index, *(token % 500 for token in range(length - 3))] for index in range(400)]
+            calls = [caller.generate(request_for(prompt, 2, ignore_eos=True)) for prompt in prompts]
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            await caller.idle_stats()
+        refused = [outcome for outcome in outcomes if isinstance(outcome, grpc.aio.AioRpcError)]
+        assert {error.code() for error in refused} <= {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        return len(refused)
+
+    args = ["--max-queue", str(queue), "--max-running", str(running), "--max-batch-tokens", "8192"]
+    # A context of its own: that of the demo model is short.
+    oracle = ["--backend", "oracle", "--model", "", "--max-model-len", str(length), "--step-time-ms", "30"]
+    with running_stack(oracle, [*args, "--num-device-blocks", "4096"]) as stack:
+        before = resident_mib(stack, "VmRSS")
+        refused = [asyncio.run(flood(stack)) for _ in range(3)]
+        peak = resident_mib(stack, "VmHWM")
+    assert min(refused) > 0
+    bound = before + (queue + running) * length * BYTES_PER_TOKEN / 2**20 + SLACK_MIB
+    print(f"{before:.0f} MiB before, {peak:.0f} at most, bound {bound:.0f}; refused {refused} of 400")
+    assert peak < bound
