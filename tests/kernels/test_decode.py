@@ -208,3 +208,13 @@ def test_keys_that_a_window_has_left_are_not_read(launcher: HostLauncher) -> Non
         after = run_decode(launcher, sequences, cache, features, plan_window=plan_window)
         assert worst_error(sequences, after, features) <= TOLERANCE["bfloat16"]
         np.testing.assert_array_equal(after, untouched)
+
+
+def test_a_split_far_before_the_window_reads_nothing(launcher: HostLauncher) -> None:
+    """A plan for several layers has the items of the widest window; in other layers they may be wholly out of sight."""
+    variant = Variant("float16", "float16", 64, True)
+    sequences = random_sequences(np.random.default_rng(10), variant, [40_000], kv_heads=1)
+    cache = store(np.random.default_rng(1), sequences, 1)
+    features = Features(window=33)
+    result = run_decode(launcher, sequences, cache, features, plan_window=0, fused=False)
+    assert worst_error(sequences, result, features) <= TOLERANCE["float16"]

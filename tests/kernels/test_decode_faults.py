@@ -49,7 +49,7 @@ START_TOO_EARLY = "start(tile + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1)
     "start(", "if (false) start("
 )
 SLICES = "    }\n    __syncthreads();\n    constexpr"
-LAST = "min(begin + SPLIT_TOKENS, context)"
+LAST = "min(end, context)"
 STRANDS = "for (i32 i = strand; i < merge.partials; i += STRANDS) parts"
 TABLE_END = "+ 1, p.table_stride);"
 FAULTS = [

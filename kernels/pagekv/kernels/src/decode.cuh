@@ -55,9 +55,9 @@ struct Span {
 
     __device__ __forceinline__ static Span of(const Logits& logits, const PagedRows& rows, i32 split, i32 context) {
         Span span;
-        const i32 begin = split * SPLIT_TOKENS;
-        span.first = max(begin, logits.first_visible(context - 1));
-        span.last = max(span.first, min(begin + SPLIT_TOKENS, context));
+        const i32 begin = split * SPLIT_TOKENS, end = begin + SPLIT_TOKENS;
+        span.first = min(max(begin, logits.first_visible(context - 1)), end);  // end: wholly before the window, no tiles
+        span.last = max(span.first, min(end, context));
         span.first_tile = span.first / TILE;
         span.last_tile = (span.last + TILE - 1) / TILE;
         span.first_block = rows.logical_block(begin);
@@ -69,7 +69,7 @@ struct Span {
 // blocks a whole number of times, so that a row's place is one 32-bit number: its address costs a load from shared memory,
 // an add and a multiply-add, whatever the block size.
 struct Places {
-    u64 keys;           // address of this thread's first chunk in the row at place 0
+    u64 keys;           // address of the key row at place 0
     u64 values;         // bytes from a key row to its value row
     u32 token_bytes;
     u32 block_rows;     // places from a block to the next
@@ -170,7 +170,8 @@ __device__ __forceinline__ void store_result(const DecodeParams& p, const Work& 
 }
 
 // After all of a block's store_result: the block that finishes a row's last split merges them, so that no second kernel
-// has to start. Which block that is changes no bit (partials.cuh). The counter is left at zero for the next layer. `shared`: one word.
+// has to start. Which block that is changes no bit (partials.cuh). The counter is left at zero for the next layer.
+// `shared`: one word.
 template <int THREADS>
 __device__ __forceinline__ void merge_if_last(const DecodeParams& p, const Work& work, u32* shared) {
     if (work.merge < 0 || p.arrivals == nullptr) return;

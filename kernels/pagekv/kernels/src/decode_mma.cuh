@@ -84,7 +84,7 @@ __device__ __forceinline__ void decode_work(const DecodeParams& p, const Work& w
                 const i32 position = tile * TILE + token;
                 if (position >= span.last || position + 16 <= span.first) continue;  // nothing visible: an exact no-op
                 float s[2][4];
-                scores<16>(query, keys, token, s);
+                scores(query, keys, token, s);
 #pragma unroll
                 for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -93,8 +93,8 @@ __device__ __forceinline__ void decode_work(const DecodeParams& p, const Work& w
                         const bool visible = key >= span.first && key < span.last;
                         s[n][i] = visible ? logits(s[n][i], slope[i / 2], key - (context - 1)) : -infinity();
                     }
-                soften<16>(s, result);
-                add_values<16>(s, values, token, result);
+                soften(s, result);
+                add_values(s, values, token, result);
             }
         });
 

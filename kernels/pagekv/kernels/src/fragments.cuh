@@ -1,10 +1,10 @@
-// Tensor-core attention of 16 query rows over tiles in shared memory: the steps that decode and prefill are made of.
+// Tensor-core attention of 16 query rows over 16 tokens in shared memory: the steps that decode is made of.
 //
 // One warp, mma.m16n8k16 with f32 accumulators. With row = lane / 4 and pair = lane % 4, a lane holds of a 16 x 8
 // accumulator the columns 2 * pair and 2 * pair + 1 of rows `row` (elements 0, 1) and `row + 8` (elements 2, 3).
-//   scores   S[16, TOKENS] = Q[16, D] K[TOKENS, D]^T   fragment n holds tokens 8n .. 8n + 7
-//   weights  P = 2^(S - maximum), rounded to 16 bits and used as they lie: an accumulator pair is an operand fragment
-//   values   O[16, D] += P[16, TOKENS] V[TOKENS, D]    fragment n holds dims given by output_dim
+//   scores   S[16, 16] = Q[16, D] K[16, D]^T   accumulator n holds tokens 8n .. 8n + 7
+//   weights  P = 2^(S - maximum), rounded to 16 bits and used as they lie: the two accumulators are one operand
+//   values   O[16, D] += P[16, 16] V[16, D]    accumulator n holds dims given by output_dim
 //
 // fp8 (e4m3) keys and values become 16-bit operands in registers by moving bits. A byte's sign, exponent and mantissa,
 // moved to where f16 has them, read 2^-8 of the value, subnormals included, and the factor goes into the scales. bf16's
@@ -133,47 +133,38 @@ struct Rows16 {
     }
 };
 
-// Dot products of 16 rows with tokens [token, token + TOKENS) of a tile. `query(step, a)` gives the operand of a k-step.
-template <int TOKENS, class Query>
-__device__ __forceinline__ void scores(Query query, const u8* keys, int token, float (&s)[TOKENS / 8][4]) {
+// Dot products of 16 rows with tokens [token, token + 16) of a tile. `query(step, a)` gives the operand of a k-step.
+template <class Query>
+__device__ __forceinline__ void scores(Query query, const u8* keys, int token, float (&s)[2][4]) {
 #pragma unroll
-    for (int n = 0; n < TOKENS / 8; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s[n][i] = 0.0f;
+    for (int i = 0; i < 4; ++i) s[0][i] = s[1][i] = 0.0f;
 #pragma unroll
     for (int step = 0; step < K_STEPS; ++step) {
-        u32 a[4];
+        u32 a[4], b[4];
         query(step, a);
-#pragma unroll
-        for (int n = 0; n < TOKENS / 16; ++n) {
-            u32 b[4];
-            load_keys(keys, token + n * 16, step, b);
-            mma_m16n8k16<Element>(s[2 * n], a, b[0], b[1]);
-            mma_m16n8k16<Element>(s[2 * n + 1], a, b[2], b[3]);
-        }
+        load_keys(keys, token, step, b);
+        mma_m16n8k16<Element>(s[0], a, b[0], b[1]);
+        mma_m16n8k16<Element>(s[1], a, b[2], b[3]);
     }
 }
 
 // Turns base-2 logits (masked ones -inf) into weights, and brings `rows` to the maximum that includes them.
-template <int TOKENS>
-__device__ __forceinline__ void soften(float (&s)[TOKENS / 8][4], Rows16& rows) {
+__device__ __forceinline__ void soften(float (&s)[2][4], Rows16& rows) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        float before = rows.maximum[half], maximum = before;
-#pragma unroll
-        for (int n = 0; n < TOKENS / 8; ++n) maximum = fmaxf(maximum, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
+        const int i = 2 * half;
+        const float before = rows.maximum[half];
+        float maximum = fmaxf(before, fmaxf(fmaxf(s[0][i], s[0][i + 1]), fmaxf(s[1][i], s[1][i + 1])));
         maximum = fmaxf(maximum, __shfl_xor_sync(kFullWarp, maximum, 1));
         maximum = fmaxf(maximum, __shfl_xor_sync(kFullWarp, maximum, 2));
-        float base = reference(maximum), sum = 0.0f;
+        const float base = reference(maximum);
 #pragma unroll
-        for (int n = 0; n < TOKENS / 8; ++n)
-#pragma unroll
-            for (int i = 2 * half; i < 2 * half + 2; ++i) {
-                s[n][i] = exp2_approx(s[n][i] - base);
-                sum += s[n][i];
-            }
+        for (int n = 0; n < 2; ++n) {
+            s[n][i] = exp2_approx(s[n][i] - base);
+            s[n][i + 1] = exp2_approx(s[n][i + 1] - base);
+        }
         if (maximum != before) {  // otherwise the factor is exactly 1
-            float factor = exp2_approx(before - base);
+            const float factor = exp2_approx(before - base);
             rows.maximum[half] = maximum;
             rows.sum[half] *= factor;
 #pragma unroll
@@ -182,29 +173,20 @@ __device__ __forceinline__ void soften(float (&s)[TOKENS / 8][4], Rows16& rows) 
                 rows.out[n][2 * half + 1] *= factor;
             }
         }
-        rows.sum[half] += sum;
+        rows.sum[half] += (s[0][i] + s[0][i + 1]) + (s[1][i] + s[1][i + 1]);
     }
 }
 
-// Adds the weighted values of tokens [token, token + TOKENS) of a tile.
-template <int TOKENS>
-__device__ __forceinline__ void add_values(const float (&s)[TOKENS / 8][4], const u8* values, int token, Rows16& rows) {
+// Adds the weighted values of tokens [token, token + 16) of a tile.
+__device__ __forceinline__ void add_values(const float (&s)[2][4], const u8* values, int token, Rows16& rows) {
+    const u32 a[4] = {pack2<Weight>(s[0][0], s[0][1]), pack2<Weight>(s[0][2], s[0][3]),
+                      pack2<Weight>(s[1][0], s[1][1]), pack2<Weight>(s[1][2], s[1][3])};
 #pragma unroll
-    for (int n = 0; n < TOKENS / 16; ++n) {
-        u32 a[4];
+    for (int group = 0; group < (OUT_FRAGMENTS + 3) / 4; ++group) {
+        u32 b[4][2];
+        load_values(values, token, group, b);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float* w = &s[2 * n + i / 2][2 * (i % 2)];
-            a[i] = pack2<Weight>(w[0], w[1]);
-        }
-#pragma unroll
-        for (int group = 0; group < (OUT_FRAGMENTS + 3) / 4; ++group) {
-            u32 b[4][2];
-            load_values(values, token + n * 16, group, b);
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                if (4 * group + j < OUT_FRAGMENTS)
-                    mma_m16n8k16<Weight>(rows.out[4 * group + j], a, b[j][0], b[j][1]);
-        }
+        for (int j = 0; j < 4; ++j)
+            if (4 * group + j < OUT_FRAGMENTS) mma_m16n8k16<Weight>(rows.out[4 * group + j], a, b[j][0], b[j][1]);
     }
 }
