@@ -10,12 +10,36 @@ from typing import Any
 import torch
 from cpu_driver import MODELS
 from host_build import HostLauncher
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from pagekv.executor.cuda.backend import CudaBackend
 from pagekv.kernels.launcher import Launcher
 from pagekv.kernels.swap import Stream, Streams
 from pagekv.kernels.variants import Variant
+
+
+class NeverWaits(TorchDispatchMode):
+    """Refuses operators for which the host would wait for a GPU: those whose value or shape it has to know."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    WAITING: tuple[str, ...] = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__.lstrip("_")
+        assert name not in [waiting.lstrip("_") for waiting in self.WAITING], f"{func} waits for the device"
+        if name in ("index", "index_put", "index_put_"):
+            masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+            assert not masks, f"{func} with a mask waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+class Recordable(NeverWaits):  # type: ignore[no-untyped-call]
+    """Refuses also what a recording cannot have: tensors made of the host's values."""
+
+    WAITING: tuple[str, ...] = (*NeverWaits.WAITING, "lift_fresh")
 
 
 class HostMark:
@@ -43,8 +67,9 @@ class HostStreams:
 
 @dataclass
 class HostDevice:
-    """A `Device` without streams. Recording a graph notes the function and runs nothing, as on a GPU; replaying runs
-    it with what it had bound when it was recorded."""
+    """A `Device` without streams. Recording a graph notes the function, which must be `Recordable`; replaying runs it
+    with what it had bound when it was recorded. (Recording runs it too, as a GPU does not, which changes nothing: the
+    step that is recorded is the first to be replayed.)"""
 
     launcher: Launcher = field(default_factory=HostLauncher)
     versions: dict[str, str] = field(default_factory=lambda: {"gpu": "emulated"})
@@ -88,6 +113,8 @@ class HostDevice:
     def capture(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         if self.refuses_capture:
             raise RuntimeError("operation not permitted when stream is capturing")
+        with Recordable():
+            function()
         return function
 
 

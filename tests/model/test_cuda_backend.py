@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from cpu_driver import Driver, prompts_of, reference
-from cuda_host import HostDevice, host_backend, save_small_model
+from cuda_host import HostDevice, NeverWaits, host_backend, save_small_model
 
 from pagekv.executor.backend import UNKNOWN_TOKEN, BlockCopies, CopyKind, Launch, Sampling, Scheduled, SequenceState
 from pagekv.executor.cpu import CpuBackend
@@ -66,6 +66,12 @@ class PipelinedDriver(Driver):
         self.under_way: deque[tuple[Launch, list[tuple[SequenceState, int]]]] = deque()
 
     def step(self, counts: dict[int, int], states: list[SequenceState]) -> None:
+        self.launch(counts, states)
+        if len(self.under_way) > 1:
+            self.collect()
+
+    def launch(self, counts: dict[int, int], states: list[SequenceState]) -> None:
+        """One step, launched."""
         scheduled = []
         for state in states:
             count = min(counts[state.seq_id], len(state.token_ids) - state.computed_tokens)
@@ -81,8 +87,6 @@ class PipelinedDriver(Driver):
                 sampling.append((item.state, len(item.state.token_ids)))
                 item.state.token_ids.append(UNKNOWN_TOKEN)
         self.under_way.append((launch, sampling))
-        if len(self.under_way) > 1:
-            self.collect()
 
     def collect(self) -> None:
         """The oldest step's tokens."""
@@ -206,6 +210,24 @@ def test_contexts_of_several_splits(tmp_path: Path) -> None:
     driver = PipelinedDriver(backend, block_size=16)
     assert driver.generate([driver.sequence(prompt) for prompt in prompts], NEW, chunk=600) == answers
     assert backend.runner.graphs.num_replayed > 0
+
+
+def test_a_launch_never_waits_for_the_device(llama: Case) -> None:
+    """Prompts, decodes and every way to sample; with and without a recorded graph."""
+    kinds = [
+        Sampling(temperature=1.2, top_k=20, top_p=0.9, min_p=0.01, seed=2, logprobs=3),
+        Sampling(
+            presence_penalty=0.5, repetition_penalty=1.3, logit_bias={7: 3.0}, min_tokens=9, banned_until_min=(5,)
+        ),
+        Sampling(min_tokens=9, banned_until_min=(5,)),
+        Sampling(),
+    ]
+    driver = PipelinedDriver(llama.backend)
+    states = [driver.sequence(prompt, sampling=kind) for prompt, kind in zip(llama.prompts, kinds, strict=False)]
+    for _ in range(6):
+        with NeverWaits():
+            driver.launch({state.seq_id: 20 for state in states}, states)
+        driver.collect()
 
 
 def test_seeded_sampling_equals_the_cpu_backend(llama: Case) -> None:

@@ -120,6 +120,8 @@ class CudaBackend:
             self._profiles[key] = profile_step(
                 self._loaded, self._geometry, block_size, token_budget, self._max_sequences, self._device
             )
+            if self._pools is None:
+                self._available = min(self._available, self._profiles[key].available_bytes)
             log.info(
                 "profiled a step",
                 tokens=token_budget,

@@ -23,6 +23,8 @@ class StepProfile:
 
     # Bytes of device memory at the peak beyond what was held before.
     activation_bytes: int
+    # Device memory that can still be had once nothing of the step is left: less than before by what a first step loads.
+    available_bytes: int
     prefill_tokens_per_s: int
 
 
@@ -49,7 +51,9 @@ def profile_step(
         runner.launch(_prompts(lengths, block_size)).collect()
         best = min(best, time.perf_counter() - begin)
     runner.launch(_prompts(wide, block_size)).collect()
-    return StepProfile(device.peak_bytes(), int(sum(lengths) / best))
+    activation_bytes = device.peak_bytes()
+    del runner, pools
+    return StepProfile(activation_bytes, device.available_bytes(), int(sum(lengths) / best))
 
 
 def _prompts(lengths: list[int], block_size: int) -> list[Scheduled]:

@@ -65,6 +65,8 @@ def load_model(directory: Path, dtype: torch.dtype, device: torch.device | str =
             "use a complete copy of the model"
         )
     model.train(False).requires_grad_(False).to(device)
+    # Some models look for padding in every batch, to warn of it, for which the host waits for the device. None here.
+    model.config.pad_token_id = None
     text = config.get_text_config()
     probe = _probe(directory, model, text)
     return LoadedModel(

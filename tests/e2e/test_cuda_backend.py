@@ -1,0 +1,94 @@
+"""A manager process over the CUDA backend, through gRPC: steps sent ahead, sequences that come and go, swaps.
+
+No GPU: the executor runs in this process, on CPU tensors, with the kernels in their emulation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from calls import Caller, request_for
+from cuda_host import HostDevice, host_backend
+from stack import CPU, Process, running_manager, running_stack
+
+from pagekv.common.models import resolve_model
+from pagekv.executor import server
+from pagekv.executor.backend import Backend
+from pagekv.executor.config import ExecutorConfig, parse_config
+from pagekv.v1 import cache_service_pb2 as cache_pb
+
+pytestmark = pytest.mark.e2e
+
+NEW = 8
+
+
+@contextmanager
+def emulated_executor(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
+    """An executor of this process; what is returned has only its address."""
+
+    def load(config: ExecutorConfig) -> Backend:
+        torch.set_num_threads(1)
+        return host_backend(resolve_model("demo"), HostDevice(), dtype="float32", kv_memory=2**25)
+
+    monkeypatch.setattr(server, "load_backend", load)
+    port_file = directory / "port"
+    config = parse_config(["--listen", "127.0.0.1:0", "--port-file", str(port_file)], env={})
+    stop, loop = asyncio.Event(), asyncio.new_event_loop()
+
+    async def serve() -> None:
+        await server.Executor(config).run(stop)
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    try:
+        deadline = time.monotonic() + 60
+        while not port_file.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        yield Process("pagekv.executor.server", [], directory, port=int(port_file.read_text()))
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(60)
+        loop.close()
+
+
+def test_requests_of_every_kind_give_what_the_cpu_backend_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a pool too small for all of them at once."""
+    rng = random.Random(7)
+    prefix = [rng.randrange(1, 3000) for _ in range(20)]
+    requests = [
+        request_for(
+            prefix + [rng.randrange(1, 3000) for _ in range(rng.randint(3, 40))],
+            max_tokens=NEW,
+            ignore_eos=True,
+            temperature=index % 2,
+            seed=index,
+            frequency_penalty=0.3 * (index % 3),
+        )
+        for index in range(6)
+    ]
+
+    async def run(target: str) -> tuple[list[list[int]], cache_pb.GetStatsResponse]:
+        async with Caller(target) as caller:
+            results = await caller.generate_many(requests)
+            return [result.tokens for result in results], await caller.idle_stats()
+
+    small = ["--num-device-blocks", "11", "--watermark", "0", "--preemption", "swap", "--max-batch-tokens", "64"]
+    with emulated_executor(tmp_path, monkeypatch) as executor, running_manager(executor, small) as emulated:
+        outputs, stats = asyncio.run(run(emulated.target))
+    with running_stack(CPU) as stack:
+        wanted, _ = asyncio.run(run(stack.target))
+    assert outputs == wanted
+    assert stats.preemptions_total > 0
+    assert stats.swapped_in_blocks_total > 0
+    assert stats.host_held_blocks == 0
