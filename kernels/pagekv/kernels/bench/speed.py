@@ -128,7 +128,7 @@ def against(peer: str, ours: float, measure: Callable[[], float]) -> Row:
     """How many times as fast as a peer; a peer that fails is named with its reason and costs nothing else."""
     try:
         return {f"against_{peer}": measure() / ours}
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
         return {f"against_{peer}": None, f"{peer}_failed": str(error).splitlines()[0][:200]}
 
 
