@@ -93,7 +93,11 @@ struct Places {
         const i32 first = work.split * SPLIT_TOKENS >> block_size_log2;
         const i32 last = min((((work.split + 1) * SPLIT_TOKENS - 1) >> block_size_log2) + 1, p.table_stride);
         const i32* table = p.block_tables + (i64)work.sequence * p.table_stride;
-        for (i32 i = first + (i32)threadIdx.x; i < last; i += THREADS) of_block[i - first] = (u32)table[i] * block_rows;
+#pragma unroll
+        for (int round = 0; round < SPLIT_TOKENS / THREADS; ++round) {
+            const i32 i = round * THREADS + (i32)threadIdx.x;
+            if (first + i < last) of_block[i] = (u32)table[first + i] * block_rows;
+        }
     }
 
     // Starts copying the keys and values of a tile into shared memory; rows outside the span become zeros.

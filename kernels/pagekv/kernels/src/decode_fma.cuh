@@ -35,13 +35,13 @@ __device__ __forceinline__ void decode_work(const DecodeParams& p, const Work& w
     const PagedRows rows = PagedRows::of(p, work.kv_head);
     const Places places = Places::of(rows, (u32*)shared);
     const Logits logits = Logits::of(p.scale, p.soft_cap, p.window, 1.0f);
+    const i32 context = p.context_lens[work.sequence];  // asked for before the block ids are waited for
     const float* query = (const float*)p.query + work.row * p.query_stride + work.first_head * HEAD_SIZE;
     for (i32 i = (i32)threadIdx.x; i < BLOCK_ROWS * PIECES; i += THREADS) {
         const bool valid = i / PIECES < work.heads;
         cp_async_16(queries + i * 4, query + (valid ? i * 4 : 0), valid);
     }
     places.load<THREADS>(p, work);
-    const i32 context = p.context_lens[work.sequence];
     const Span span = Span::of(logits, rows, work.split, context);
     __syncthreads();  // the places are there
 

@@ -27,6 +27,7 @@ static_assert(WARPS * WARP_FLOATS * 4 + 16 <= RING_BYTES, "results of the warps 
 __device__ __forceinline__ void copy_queries(const DecodeParams& p, const Work& work, i32 rows, u8* target) {
     constexpr int CHUNKS = HEAD_SIZE * 2 / CHUNK_BYTES;
     const u8* source = (const u8*)((const Element*)p.query + work.row * p.query_stride + work.first_head * HEAD_SIZE);
+#pragma unroll 2
     for (i32 i = (i32)threadIdx.x; i < rows * CHUNKS; i += THREADS) {
         const i32 row = i / CHUNKS, chunk = i % CHUNKS;
         const bool valid = row < work.heads;
@@ -45,10 +46,8 @@ __device__ __forceinline__ void decode_work(const DecodeParams& p, const Work& w
     const PagedRows rows = PagedRows::of(p, work.kv_head);
     const Places places = Places::of(rows, (u32*)shared);
     const Logits logits = Logits::of(p.scale, p.soft_cap, p.window, FP8_KV ? STORED_KEY_SCALE * p.k_scale : 1.0f);
-    copy_queries(p, work, row_tiles * 16, query_rows);
-    places.load<THREADS>(p, work);
+    // All that comes from memory is asked for before the first of it is needed.
     const i32 context = p.context_lens[work.sequence];
-    const Span span = Span::of(logits, rows, work.split, context);
     float slope[2] = {0.0f, 0.0f};
     if (PAGEKV_FEATURES && p.alibi_slopes != nullptr) {
 #pragma unroll
@@ -57,6 +56,9 @@ __device__ __forceinline__ void decode_work(const DecodeParams& p, const Work& w
             if (head < work.heads) slope[half] = p.alibi_slopes[work.first_head + head];
         }
     }
+    copy_queries(p, work, row_tiles * 16, query_rows);
+    places.load<THREADS>(p, work);
+    const Span span = Span::of(logits, rows, work.split, context);
     __syncthreads();  // the places are there
 
     Rows16 result;
