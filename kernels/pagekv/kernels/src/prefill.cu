@@ -1,18 +1,19 @@
 // Attention of many query rows, causal, over keys and values in the block pool: prompts, chunks of prompts behind
 // tokens that are cached already, and single tokens, in one launch.
 //
-// Query i of a sequence with n queries and c visible tokens stands at position c - n + i and sees the keys up to its own,
-// itself included, less those that a sliding window has left. Its keys and values were written before.
+// Query i of a sequence with n queries and c visible tokens stands at position c - n + i and sees the keys up to its
+// own, itself included, less those that a sliding window has left. Its keys and values were written before.
 //
-// A thread block takes one item (sequence, first row; see prefill_plan.py) and one KV head: TILE_ROWS rows, where a row is
-// a (query, head of the group) pair, so that K and V are read once for all heads that share them. Items come heaviest
-// first and KV heads of an item are neighbours, so that the last blocks to start are light.
+// A thread block takes one item (sequence, first row; see prefill_plan.py) and one KV head: TILE_ROWS rows, where a
+// row is a (query, head of the group) pair, so that K and V are read once for all heads that share them. Items come
+// heaviest first and KV heads of an item are neighbours, so that the last blocks to start are light.
 //
-// The rule that makes a row's bits its own. Tiles of keys begin at multiples of TILE_KEYS from position 0 and are walked
-// in order of position. Within a tile every row of a fragment goes through the same instructions, whichever row it is,
-// and all that depends on other rows is which tiles are walked at all. A tile in which a row sees nothing leaves that row
-// as it was, bit by bit: its weights are 2^-inf = 0, its maximum stays and its factor is 2^0 = 1. So outputs depend on
-// nothing but the row's own query and the keys and values it sees: not on chunks, batch, physical blocks or block size.
+// The rule that makes a row's bits its own. Tiles of keys begin at multiples of TILE_KEYS from position 0 and are
+// walked in order of position. Within a tile every row of a fragment goes through the same instructions, whichever row
+// it is, and all that depends on other rows is which tiles are walked at all. A tile in which a row sees nothing
+// leaves that row as it was, bit by bit: its weights are 2^-inf = 0, its maximum stays and its factor is 2^0 = 1. So
+// outputs depend on nothing but the row's own query and the keys and values it sees: not on chunks, batch, physical
+// blocks or block size.
 #if PAGEKV_DTYPE == 0
 #include "prefill_fma.cuh"
 #else
@@ -29,12 +30,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) pagekv_prefill(const Pr
     const Logits logits = Logits::of(p.scale, p.soft_cap, p.window, p.k_scale * STORED_SCALE);
     const i32 first_key = logits.first_visible(rows.position(0)), end_key = rows.position(rows.count - 1) + 1;
     const i32 first_tile = first_key / TILE_KEYS;
-    KeyStream stream = {p, shared, (end_key + TILE_KEYS - 1) / TILE_KEYS, 0, -1};
+    KeyStream stream = {p, shared, 0, -1};
     Row* const table = (Row*)(shared + ROWS);
     put_row(rows, p.alibi_slopes, table);
     if (threadIdx.x == 0) {
         const PagedRows paged = PagedRows::of(p, rows.head / rows.group);
-        *(Keys*)(shared + KEYS) = {(i64)paged.keys, p.block_tables + (i64)sequence * p.table_stride, first_key, end_key};
+        const i32* const block_table = p.block_tables + (i64)sequence * p.table_stride;
+        *(Keys*)(shared + KEYS) = {(i64)paged.keys, block_table, first_key, end_key, logits.scale};
     }
     __syncthreads();
     load_queries(rows, table, p.query, p.query_stride, shared);  // in one group with the first half
@@ -44,8 +46,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) pagekv_prefill(const Pr
     for (int half = 0; half < STAGES - 1; ++half) stream.issue(2 * first_tile + half, half);
 
     WarpRows warp;
-    warp.start(logits, shared);
-    for (i32 tile = first_tile; tile < stream.end_tile; ++tile) {
+    warp.start(shared);
+    for (i32 tile = first_tile; tile < stream.keys().end_tile(); ++tile) {
         const u8* const keys = stream.next(2 * tile);
         if (tile == first_tile) warp.keep_query();
         const i32 begin = tile * TILE_KEYS, first = warp.rows[0].position, last = warp.rows[WARP_ROWS - 1].position;
@@ -53,13 +55,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) pagekv_prefill(const Pr
         const bool seen = begin <= last && begin + TILE_KEYS > logits.first_visible(first);
         // Whether any row does not see all of them.
         const bool masked = begin + TILE_KEYS - 1 > first || begin < logits.first_visible(last);
-        if (seen) warp.weigh(logits, keys, begin, masked);
+        if (seen) warp.weigh(logits, PAGEKV_FEATURES ? 1.0f : stream.keys().factor, keys, begin, masked);
         const u8* const values = stream.next(2 * tile + 1);
         stream.look_ahead(tile);
         if (seen) warp.add(values);
     }
     cp_async_wait<0>();
-    if (stream.end_tile <= first_tile) __syncthreads();  // no tile: keeps the queries' copies apart from what store writes
+    // No tile, no barrier: keeps the queries' copies apart from what `store` writes over them.
+    if (stream.keys().end_tile() <= first_tile) __syncthreads();
     // Once more from memory, so that no register holds it all the time.
     warp.store(QueryRows::of(p, sequence), shared, p.out, p.out_stride, p.v_scale * STORED_SCALE);
 }

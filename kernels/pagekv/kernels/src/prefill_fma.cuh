@@ -1,7 +1,8 @@
 // Prefill in fp32, without tensor cores: what one warp does with its WARP_ROWS query rows.
 //
-// A lane has one key of the tile and its scores with all rows of the warp; then, for the outputs, every 32nd dim. Weights
-// go from the one to the other through shared memory; the barriers of KeyStream::next are between writing and reading.
+// A lane has one key of the tile and its scores with all rows of the warp; then, for the outputs, every 32nd dim.
+// Weights go from the one to the other through shared memory; the barriers of KeyStream::next are between writing and
+// reading.
 #pragma once
 #include "prefill_tile.cuh"
 
@@ -22,7 +23,7 @@ struct WarpRows {
     static __device__ __forceinline__ i32 lane() { return (i32)threadIdx.x % 32; }
     static __device__ __forceinline__ bool has_dim(int n) { return HEAD_SIZE % 32 == 0 || n * 32 + lane() < HEAD_SIZE; }
 
-    __device__ __forceinline__ void start(const Logits&, u8* shared) {
+    __device__ __forceinline__ void start(u8* shared) {
         row_of_warp = (i32)threadIdx.x / 32 * WARP_ROWS;
         rows = (const Row*)(shared + ROWS) + row_of_warp;
         queries = shared + row_of_warp * ROW_STRIDE;
@@ -39,7 +40,7 @@ struct WarpRows {
     __device__ __forceinline__ void keep_query() {}
 
     // Weights of the tile of keys that begins at position `first_key`; outputs and sums are brought to the new maxima.
-    __device__ __forceinline__ void weigh(const Logits& logits, const u8* keys, i32 first_key, bool masked) {
+    __device__ __forceinline__ void weigh(const Logits& logits, float, const u8* keys, i32 first_key, bool masked) {
         float score[WARP_ROWS];
 #pragma unroll
         for (int i = 0; i < WARP_ROWS; ++i) score[i] = 0.0f;
@@ -61,7 +62,9 @@ struct WarpRows {
             if (masked && (key > row.position || key < logits.first_visible(row.position))) x = -infinity();
             float highest = fmaxf(maximum[i], x);
 #pragma unroll
-            for (int mask = 16; mask > 0; mask /= 2) highest = fmaxf(highest, __shfl_xor_sync(kFullWarp, highest, mask));
+            for (int mask = 16; mask > 0; mask /= 2) {
+                highest = fmaxf(highest, __shfl_xor_sync(kFullWarp, highest, mask));
+            }
             const float shrink = weight(maximum[i], highest);
             const float mine = exp2_approx(x - reference(highest));
             maximum[i] = highest;
@@ -88,7 +91,8 @@ struct WarpRows {
                 const Floats4 a = *(const Floats4*)(weights + i * TILE_KEYS + k);
 #pragma unroll
                 for (int n = 0; n < DIMS; ++n) {
-                    out[i][n] = fmaf(a.x, b[0][n], fmaf(a.y, b[1][n], fmaf(a.z, b[2][n], fmaf(a.w, b[3][n], out[i][n]))));
+                    const float later = fmaf(a.z, b[2][n], fmaf(a.w, b[3][n], out[i][n]));
+                    out[i][n] = fmaf(a.x, b[0][n], fmaf(a.y, b[1][n], later));
                 }
             }
         }

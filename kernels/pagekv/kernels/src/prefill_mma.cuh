@@ -1,10 +1,11 @@
 // Prefill on tensor cores: what one warp does with its WARP_ROWS query rows.
 //
-// Fragments (ptx.cuh): of each 16 rows a lane holds rows lane / 4 and lane / 4 + 8, and of each 8 columns two. Scores become
-// weights in place and are rounded to 16 bits in pairs, which is just the layout that the product with V takes them in.
+// Fragments (ptx.cuh): of each 16 rows a lane holds rows lane / 4 and lane / 4 + 8, and of each 8 columns two. Scores
+// become weights in place and are rounded to 16 bits in pairs, which is just the layout that the product with V takes
+// them in.
 //
-// Maxima are those of raw dot products where nothing but a factor stands between them and the exponent, so that a weight
-// costs one multiply-add and one exponential.
+// Maxima are those of raw dot products where nothing but a factor stands between them and the exponent, so that a
+// weight costs one multiply-add and one exponential.
 #pragma once
 #include "prefill_tile.cuh"
 
@@ -16,7 +17,6 @@ struct WarpRows {
     static constexpr bool KEEP_QUERY = STRIPS * STEPS * 4 <= 40;
 
     const u8* queries;  // the warp's, in shared memory
-    float factor;       // of a score, in the exponent
     i32 row_of_warp;
     float out[STRIPS][HEAD_SIZE / 8][4];
     u32 weight[STRIPS][TILE_KEYS / 16][4];
@@ -28,11 +28,10 @@ struct WarpRows {
     static __device__ __forceinline__ i32 lane() { return (i32)threadIdx.x % 32; }
     static __device__ __forceinline__ i32 row(int i) { return 16 * (i / 2) + 8 * (i % 2) + lane() / 4; }
 
-    __device__ __forceinline__ void start(const Logits& logits, u8* shared) {
+    __device__ __forceinline__ void start(u8* shared) {
         row_of_warp = (i32)threadIdx.x / 32 * WARP_ROWS;
         rows = (const Row*)(shared + ROWS) + row_of_warp;
         queries = shared + row_of_warp * ROW_STRIDE;
-        factor = PAGEKV_FEATURES ? 1.0f : logits.scale;
 #pragma unroll
         for (int strip = 0; strip < STRIPS; ++strip)
 #pragma unroll
@@ -61,7 +60,9 @@ struct WarpRows {
     }
 
     // Weights of the tile of keys that begins at position `first_key`; outputs and sums are brought to the new maxima.
-    __device__ __forceinline__ void weigh(const Logits& logits, const u8* keys, i32 first_key, bool masked) {
+    // `factor`: of a score, in the exponent.
+    __device__ __forceinline__ void weigh(const Logits& logits, float factor, const u8* keys, i32 first_key,
+                                          bool masked) {
         float score[STRIPS][TILE_KEYS / 8][4];
 #pragma unroll
         for (int strip = 0; strip < STRIPS; ++strip)
@@ -90,7 +91,7 @@ struct WarpRows {
 #pragma unroll
         for (int i = 0; i < HELD; ++i) {
             if (PAGEKV_FEATURES || masked) shape(logits, i, score[i / 2], first_key, masked);
-            soften(i, score[i / 2]);
+            soften(i, factor, score[i / 2]);
         }
 #pragma unroll
         for (int strip = 0; strip < STRIPS; ++strip)
@@ -139,7 +140,7 @@ struct WarpRows {
     }
 
     // One step of the online softmax for row i: its scores become weights.
-    __device__ __forceinline__ void soften(int i, float (&score)[TILE_KEYS / 8][4]) {
+    __device__ __forceinline__ void soften(int i, float factor, float (&score)[TILE_KEYS / 8][4]) {
         const int half = i % 2 * 2;
         float highest = maximum[i];
 #pragma unroll

@@ -1,7 +1,7 @@
 // Prefill: sizes of its tiles, which query rows a tile has, and how keys and values get into shared memory.
 //
-// One thread block works on TILE_ROWS query rows of one KV head and walks that head's keys in tiles of TILE_KEYS. Keys and
-// values of a tile are two halves of one stream (keys of tile 0, values of tile 0, keys of tile 1, ...) that goes
+// One thread block works on TILE_ROWS query rows of one KV head and walks that head's keys in tiles of TILE_KEYS. Keys
+// and values of a tile are two halves of one stream (keys of tile 0, values of tile 0, keys of tile 1, ...) that goes
 // through a ring of STAGES slots: while one half is used, the next STAGES - 1 are on their way.
 #pragma once
 #include "attention.cuh"
@@ -9,8 +9,8 @@
 constexpr int WARPS = 4;
 constexpr int THREADS = WARPS * 32;
 
-// prefill_plan.py has the same figures. Tensor cores: 32 rows of a warp use each fragment of K and V twice, which halves
-// what shared memory has to deliver; with heads of 256 there are registers for 16 rows only.
+// prefill_plan.py has the same figures. Tensor cores: 32 rows of a warp use each fragment of K and V twice, which
+// halves what shared memory has to deliver; with heads of 256 there are registers for 16 rows only.
 constexpr int WARP_ROWS = FP32 ? (HEAD_SIZE > 128 ? 4 : 8) : (HEAD_SIZE > 128 ? 16 : 32);
 constexpr int TILE_ROWS = WARPS * WARP_ROWS;
 constexpr int TILE_KEYS = FP32 || HEAD_SIZE > 128 ? 32 : 64;
@@ -22,7 +22,8 @@ constexpr int ROW_STRIDE = padded_row(ROW_BYTES);
 constexpr int SLOT_STRIDE = FP8_KV ? KV_ROW_BYTES : ROW_STRIDE;
 constexpr int SLOT_BYTES = TILE_KEYS * SLOT_STRIDE;
 
-// Shared memory: query rows, ring, two widened tiles, two tables of key addresses, keys, a table of rows, weights (fp32 only).
+// Shared memory: query rows, ring, two widened tiles, two tables of key addresses, keys, a table of rows, weights
+// (fp32 only).
 constexpr int RING = TILE_ROWS * ROW_STRIDE;
 constexpr int WIDE = RING + STAGES * SLOT_BYTES;
 constexpr int ADDRESSES = WIDE + (FP8_KV ? 2 * TILE_KEYS * ROW_STRIDE : 0);
@@ -30,8 +31,17 @@ constexpr int KEYS = ADDRESSES + 2 * TILE_KEYS * 8;
 constexpr int ROWS = KEYS + 32;
 constexpr int WEIGHTS = ROWS + TILE_ROWS * 8;
 
-// The query rows of a tile. Row r of a sequence and KV head is query r / group, head r % group of the group, so that all
-// heads that share keys and values meet them in one tile.
+// The same value, of which the compiler knows nothing: what depends on it is computed where it stands, and not once
+// before a loop into registers that are not there.
+__device__ __forceinline__ i32 opaque(i32 value) {
+#ifndef PAGEKV_HOST
+    asm volatile("" : "+r"(value));
+#endif
+    return value;
+}
+
+// The query rows of a tile. Row r of a sequence and KV head is query r / group, head r % group of the group, so that
+// all heads that share keys and values meet them in one tile.
 struct QueryRows {
     i32 token;     // first row of the sequence in the packed batch
     i32 head;      // first query head of the group
@@ -85,8 +95,8 @@ __device__ __forceinline__ void put_row(const QueryRows& rows, const float* slop
     table[row] = {row / WARP_ROWS * WARP_ROWS < rows.count ? position : -1, slope};
 }
 
-// How threads share the copies of rows of CHUNKS chunks: PER_ROW neighbours take neighbouring chunks of one row. A power
-// of two, so that a thread's rows and chunks are its first ones plus constants.
+// How threads share the copies of rows of CHUNKS chunks: PER_ROW neighbours take neighbouring chunks of one row. A
+// power of two, so that a thread's rows and chunks are its first ones plus constants.
 template <int CHUNKS> struct Copies {
     static constexpr int PER_ROW = (CHUNKS & -CHUNKS) < THREADS ? (CHUNKS & -CHUNKS) : THREADS;
     static constexpr int ROWS_AT_ONCE = THREADS / PER_ROW;
@@ -111,25 +121,28 @@ __device__ __forceinline__ void load_queries(const QueryRows& rows, const Row* t
     }
 }
 
-// Which keys a thread block walks. Kept in shared memory like rows: only the making of addresses needs most of it.
+// Which keys a thread block walks and what their scores are worth. Kept in shared memory like rows.
 struct alignas(8) Keys {
     i64 first_slot;  // address of the KV head's key in slot 0 of block 0
     const i32* table;
     i32 first;       // keys outside [first, end) are not looked up: zeros take their place
     i32 end;
-};
+    float factor;    // of a score, in the exponent
 
-// The keys and values that a tile of queries sees, as a stream of halves: keys of tile t (at positions from t * TILE_KEYS)
-// are half 2 t, its values half 2 t + 1.
+    __device__ __forceinline__ i32 end_tile() const { return (end + TILE_KEYS - 1) / TILE_KEYS; }
+};
+static_assert(sizeof(Keys) == ROWS - KEYS, "what the shared memory has room for");
+
+// The keys and values that a tile of queries sees, as a stream of halves: keys of tile t (at positions from t *
+// TILE_KEYS) are half 2 t, its values half 2 t + 1.
 //
-// Paging adds no wait: the block table is read two tiles ahead and addresses are made one tile ahead, a key by a thread,
-// so that loads find them in shared memory.
+// Paging adds no wait: the block table is read two tiles ahead and addresses are made one tile ahead, a key by a
+// thread, so that loads find them in shared memory.
 struct KeyStream {
     static constexpr i64 NOWHERE = 1;  // odd, as no address of a key is: zeros take its place, and nothing is read
 
     const PrefillParams& p;
     u8* shared;
-    i32 end_tile;
     i32 slot;        // of the oldest half not used yet
     i32 next_block;  // of this thread's key, the table's entry two tiles ahead; negative: none
 
@@ -155,7 +168,8 @@ struct KeyStream {
         next_block = block_of_thread(first_tile + 2);
     }
 
-    // Addresses of tile + 2, over those of `tile`, whose loads have all been issued. They are read behind the next barrier.
+    // Addresses of tile + 2, over those of `tile`, whose loads have all been issued. They are read behind the next
+    // barrier.
     __device__ __forceinline__ void look_ahead(i32 tile) {
         if ((i32)threadIdx.x >= TILE_KEYS) return;
         put_address(tile + 2, next_block);
@@ -165,7 +179,7 @@ struct KeyStream {
     // Starts the loads of a half, as one group of copies (empty past the last).
     __device__ __forceinline__ void issue(i32 half, i32 into) const {
         using Mine = Copies<KV_ROW_BYTES / CHUNK_BYTES>;
-        if (half < 2 * end_tile && (Mine::ROWS_AT_ONCE <= TILE_KEYS || Mine::first_row() < TILE_KEYS)) {
+        if (half < 2 * keys().end_tile() && (Mine::ROWS_AT_ONCE <= TILE_KEYS || Mine::first_row() < TILE_KEYS)) {
             const i64* const from = addresses(half / 2) + Mine::first_row();
             const i64 offset = (half % 2 ? p.kv_stride * KV_ELEMENT_BYTES : 0) + Mine::first_byte();
             u8* const to = shared + RING + into * SLOT_BYTES + Mine::first_row() * SLOT_STRIDE + Mine::first_byte();
@@ -174,7 +188,8 @@ struct KeyStream {
                 const i64 address = from[row];
 #pragma unroll
                 for (int byte = 0; byte < KV_ROW_BYTES; byte += Mine::PER_ROW * CHUNK_BYTES) {
-                    cp_async_16(to + row * SLOT_STRIDE + byte, (const u8*)(address + offset) + byte, (address & 1) == 0);
+                    const u8* const source = (const u8*)(address + offset) + byte;
+                    cp_async_16(to + row * SLOT_STRIDE + byte, source, (address & 1) == 0);
                 }
             }
         }
@@ -188,7 +203,7 @@ struct KeyStream {
         const u8* tile = shared + RING + slot * SLOT_BYTES;
 #if PAGEKV_KV_DTYPE == 3
         // Before the barrier: a thread widens what it copied itself, into the tile that was used two halves ago.
-        tile = widen(tile, shared + WIDE + half % 2 * (TILE_KEYS * ROW_STRIDE));
+        tile = widen(tile, shared + opaque(WIDE + half % 2 * (TILE_KEYS * ROW_STRIDE)));
 #endif
         __syncthreads();
         issue(half + STAGES - 1, slot == 0 ? STAGES - 1 : slot - 1);
