@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from pagekv.common.errors import OutOfMemory
 from pagekv.common.logs import Log
 from pagekv.executor.backend import BlockCopies, Description, Launch, Sampled, Scheduled, SequenceState
 from pagekv.executor.cpu.machine import available_bytes
@@ -79,7 +80,7 @@ class CudaBackend:
         self._bandwidth = device.bandwidth()
 
     def describe(self, block_size: int, token_budget: int) -> Description:
-        """As `Backend.describe`."""
+        """As `Backend.describe`. Raises OutOfMemory when no step of this size fits."""
         loaded, geometry = self._loaded, self._geometry
         profile = self._profile(block_size, token_budget)
         # The most of all profiles: a later one finds memory that an earlier one left to torch.
@@ -116,20 +117,30 @@ class CudaBackend:
 
     def _profile(self, block_size: int, token_budget: int) -> StepProfile:
         key = (block_size, token_budget)
-        if key not in self._profiles:
-            self._profiles[key] = profile_step(
+        if key in self._profiles:
+            return self._profiles[key]
+        if self._pools is not None:
+            # Pools have taken the memory that a profile needs: one of a step at least as large will do.
+            larger = [profile for (_, budget), profile in self._profiles.items() if budget >= token_budget]
+            if larger:
+                return larger[0]
+        try:
+            profile = profile_step(
                 self._loaded, self._geometry, block_size, token_budget, self._max_sequences, self._device
             )
-            if self._pools is None:
-                self._available = min(self._available, self._profiles[key].available_bytes)
-            log.info(
-                "profiled a step",
-                tokens=token_budget,
-                activation_bytes=self._profiles[key].activation_bytes,
-                tokens_per_s=self._profiles[key].prefill_tokens_per_s,
-                available_bytes=self._available,
-            )
-        return self._profiles[key]
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise OutOfMemory(f"token_budget: a step of {token_budget} tokens does not fit the GPU: {error}") from error
+        if self._pools is None:
+            self._available = min(self._available, profile.available_bytes)
+        log.info(
+            "profiled a step",
+            tokens=token_budget,
+            activation_bytes=profile.activation_bytes,
+            tokens_per_s=profile.prefill_tokens_per_s,
+            available_bytes=self._available,
+        )
+        self._profiles[key] = profile
+        return profile
 
     def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None:
         """As `Backend.allocate`."""

@@ -11,6 +11,7 @@ from cpu_driver import Driver, prompts_of, save_model
 from cuda_host import HostDevice, host_backend, save_small_model
 from executor_steps import new_sequence
 
+from pagekv.common.errors import OutOfMemory
 from pagekv.executor.backend import BlockCopies, CopyKind, Sampling, Scheduled, SequenceState
 from pagekv.executor.config import parse_config
 from pagekv.executor.cuda.backend import CudaBackend
@@ -49,6 +50,23 @@ def test_description(llama: Path) -> None:
 
 def test_memory_given_is_memory_taken(llama: Path) -> None:
     assert host_backend(llama, kv_memory=10**6).describe(16, 4).device_kv_bytes == 10**6
+
+
+def test_pools_are_left_alone_by_a_description(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manager that asks while another's pools are there gets the profile of a step at least as large."""
+    backend = host_backend(llama)
+    first = backend.describe(16, 20)
+    backend.allocate(16, 4, 0)
+    pool = backend.cache.device
+
+    def full(*_: object) -> None:
+        raise MemoryError("device blocks")
+
+    monkeypatch.setattr("pagekv.executor.cuda.backend.profile_step", full)
+    assert backend.describe(8, 12).prefill_tokens_per_s == first.prefill_tokens_per_s
+    assert backend.cache.device is pool
+    with pytest.raises(OutOfMemory, match="token_budget: a step of 40 tokens does not fit"):
+        backend.describe(16, 40)
 
 
 @pytest.mark.parametrize(
