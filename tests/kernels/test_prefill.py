@@ -34,6 +34,8 @@ from pagekv.kernels.variants import BLOCK_SIZES, DTYPE_PAIRS, HEAD_SIZES, Varian
 
 Array = npt.NDArray[Any]
 PAIRS = [(dtype, kv_dtype) for dtype, kv_dtypes in DTYPE_PAIRS.items() for kv_dtype in kv_dtypes]
+# One of each way through the source.
+SANITIZED = [("float16", "float16"), ("float32", "float32"), ("float16", "float8_e4m3fn")]
 HALF = Variant("float16", "float16", 128)
 ALL_FEATURES = Features(window=90, soft_cap=5.0, alibi=True)
 
@@ -41,8 +43,10 @@ ALL_FEATURES = Features(window=90, soft_cap=5.0, alibi=True)
 # --- results
 
 
-@pytest.mark.sanitize
-@pytest.mark.parametrize(("dtype", "kv_dtype"), PAIRS)
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [pytest.param(*pair, marks=pytest.mark.sanitize if pair in SANITIZED else ()) for pair in PAIRS],
+)
 def test_a_mixed_batch_of_every_type(launcher: HostLauncher, dtype: str, kv_dtype: str) -> None:
     """A1, A6: chunks, whole prompts, single tokens, empty sequences and rows without keys, in one launch."""
     check(launcher, mixed_batch(Variant(dtype, kv_dtype, 128)))
@@ -143,7 +147,7 @@ def batches(draw: st.DrawFn) -> tuple[Prompts, Features, int, int, int]:
     return prompts, features, draw(st.sampled_from(BLOCK_SIZES)), shared, seed
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(case=batches(), reversed_order=st.booleans())
 def test_any_batch_equals_the_twin(case: tuple[Prompts, Features, int, int, int], reversed_order: bool) -> None:
     """A1, A5, A6: odd lengths, shuffled and shared blocks, every type, features by chance."""
