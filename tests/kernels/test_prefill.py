@@ -160,8 +160,8 @@ def test_any_batch_equals_the_twin(case: tuple[Prompts, Features, int, int, int]
         block_size=block_size,
         shared=shared,
     )
-    # Sharper weights let roundings of the logits through.
-    assert worst_error(prompts, result, features) <= 2 * TOLERANCE[prompts.variant.dtype]
+    # Sharper weights let roundings through: float32's of logits around 100 are 4e-6 each.
+    assert worst_error(prompts, result, features) <= 2 * TOLERANCE[prompts.variant.dtype] + 3e-5
 
 
 # --- bits
