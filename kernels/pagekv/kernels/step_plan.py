@@ -153,7 +153,8 @@ def plan_step(
 ) -> HostPlan:
     """Validates a batch and lays out its work.
 
-    `variant`: the kernels' that will do it; their tiles differ. `window`: the widest window of any layer (0 if any layer sees everything). `extra`: more int32 arrays for the same
+    `variant`: the kernels' that will do it; their tiles differ. `window`: the widest window of any layer (0 if any
+    layer sees everything). `extra`: more int32 arrays for the same
     upload. Raises ValueError naming the field and the first offending entry; nothing is kept then.
     """
     query_start, context_lens, tables = (
