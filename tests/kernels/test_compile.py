@@ -332,3 +332,10 @@ def test_kernel_compiles(name: str) -> None:
     assert outcome.warnings == ""
     assert outcome.usage is not None
     assert outcome.usage.spill_stores + outcome.usage.spill_loads == 0
+
+
+def test_the_record_is_of_these_kernels() -> None:
+    # After an edit: python -m pagekv.kernels.compile_gate --update
+    record = Record.load()
+    todo = jobs(list(ARCHITECTURES), KERNELS.values(), all_variants())
+    assert [str(job) for job in todo if record.measured(job) is None] == []

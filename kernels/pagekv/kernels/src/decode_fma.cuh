@@ -10,7 +10,11 @@
 constexpr int WARPS = 4;
 constexpr int THREADS = WARPS * 32;
 constexpr int BLOCK_ROWS = 16;  // most query heads of a thread block
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+constexpr int BLOCKS_PER_SM = 1;  // an SM has 100 KB of shared memory: no second one fits, so registers need no sparing
+#else
 constexpr int BLOCKS_PER_SM = 3;
+#endif
 constexpr int WARP_ROWS = BLOCK_ROWS / WARPS;
 constexpr int PIECES = HEAD_SIZE / 4;
 constexpr int LANE_PIECES = (PIECES + 31) / 32;
