@@ -120,8 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {failure}", file=sys.stderr)
     verdict = f"{len(failures)} failures" if failures else "no spills, nothing above its budget"
     print(
-        f"{len(todo)} kernels judged with NVRTC {version} in {time.monotonic() - started:.0f} s, {len(fresh)} of them "
-        f"compiled, the rest on record for this very text: {verdict}"
+        f"{len(todo)} kernels judged with NVRTC {version} in {time.monotonic() - started:.0f} s: {len(on_record)} on record "
+        f"for this very text, {len(fresh)} compiled now{'' if args.no_cache else ' or before by this user'}: {verdict}"
     )
     if failures and record.nvrtc != version:
         print(f"(the budgets were recorded with NVRTC {record.nvrtc or 'nothing yet'})")
