@@ -193,6 +193,8 @@ def make(pool: torch.Tensor | None = None, **changes: Any) -> PagedAttention:
         ({"windows": [4, 4]}, UnsupportedVariant, "features: window, soft cap and ALiBi need a variant with features"),
         ({"soft_cap": 1.0}, UnsupportedVariant, "features: "),
         ({"soft_cap": -1.0}, ValueError, "soft_cap: must be finite and at least 0"),
+        ({"scale": 0.0}, ValueError, "scale: must be finite and more than 0"),
+        ({"scale": float("inf")}, ValueError, "scale: must be finite and more than 0"),
         ({"k_scales": [1.0]}, ValueError, "k_scales: must have 2 entries, one a layer, got 1"),
         ({"v_scales": [1.0, 0.0]}, ValueError, "v_scales: must be finite and positive"),
     ],

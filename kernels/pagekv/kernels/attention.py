@@ -105,6 +105,9 @@ class PagedAttention:
             raise UnsupportedVariant(
                 f"num_heads: at most {MAX_GROUP_SIZE} query heads a KV head, got {num_heads // self.num_kv_heads}"
             )
+        if scale is not None and not (math.isfinite(scale) and scale > 0):
+            # Prefill finds the largest logit by the largest dot product.
+            raise ValueError(f"scale: must be finite and more than 0, got {scale}")
         if not math.isfinite(soft_cap) or soft_cap < 0:
             raise ValueError(f"soft_cap: must be finite and at least 0, got {soft_cap}")
         if (any(windows) or soft_cap or alibi_slopes is not None) and not variant.features:
