@@ -119,9 +119,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for failure in failures:
         print(f"error: {failure}", file=sys.stderr)
     verdict = f"{len(failures)} failures" if failures else "no spills, nothing above its budget"
+    compiled = f"{len(fresh)} compiled now{'' if args.no_cache else ' or before by this user'}"
     print(
-        f"{len(todo)} kernels judged with NVRTC {version} in {time.monotonic() - started:.0f} s: {len(on_record)} on record "
-        f"for this very text, {len(fresh)} compiled now{'' if args.no_cache else ' or before by this user'}: {verdict}"
+        f"{len(todo)} kernels judged with NVRTC {version} in {time.monotonic() - started:.0f} s: {len(on_record)} on "
+        f"record for this very text, {compiled}: {verdict}"
     )
     if failures and record.nvrtc != version:
         print(f"(the budgets were recorded with NVRTC {record.nvrtc or 'nothing yet'})")
