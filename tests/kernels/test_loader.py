@@ -166,6 +166,16 @@ def test_the_compiler_of_cupys_cuda_is_loaded_from_the_wheels(tmp_path: Path, mo
         (tmp_path / folder / name).touch()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     loaded: list[str] = []
+
+    def load(path: str, mode: int) -> None:
+        if path == "libnvrtc.so.15":
+            raise OSError("no such file")
+        loaded.append(path)
+
     for major in (12, 13, 14):
-        preload_compiler(major, lambda path, mode: loaded.append(Path(path).name))
-    assert loaded == ["libnvrtc.so.12", "libnvrtc.so.13"]
+        preload_compiler(major, load)
+    assert [Path(path).parent.name for path in loaded] == ["lib", "lib", ""]
+    # What no wheel has is the system's, found by name; and what that has not either is said before CuPy looks for it.
+    assert [Path(path).name for path in loaded] == ["libnvrtc.so.12", "libnvrtc.so.13", "libnvrtc.so.14"]
+    with pytest.raises(GpuUnavailable, match=r"for CUDA 15 and no NVRTC .* install pagekv\[cuda15\]"):
+        preload_compiler(15, load)

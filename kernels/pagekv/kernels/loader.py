@@ -55,13 +55,22 @@ def import_cupy() -> ModuleType:
 
 
 def preload_compiler(cuda_major: int, load: Callable[..., object] = ctypes.CDLL) -> None:
-    """Loads the NVRTC that torch's wheels brought, so that CuPy finds it by name without a CUDA toolkit installed."""
+    """Loads the NVRTC of this CUDA version from a wheel, so that CuPy finds it by name without a toolkit installed;
+    else the system's. Raises GpuUnavailable where there is neither.
+    """
     for entry in sys.path:
         for folder in IN_SITE_PACKAGES:
             library = Path(entry, folder, f"libnvrtc.so.{cuda_major}")
             if library.is_file():
                 load(str(library), mode=ctypes.RTLD_GLOBAL)
                 return
+    try:
+        load(f"libnvrtc.so.{cuda_major}", mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise GpuUnavailable(
+            f"CuPy is built for CUDA {cuda_major} and no NVRTC of that version is installed ({error}): install "
+            f"pagekv[cuda{cuda_major}]"
+        ) from error
 
 
 @dataclass(frozen=True)

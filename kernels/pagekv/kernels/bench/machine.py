@@ -80,13 +80,19 @@ class CudaMachine:
 
     def seconds(self, run: Callable[[int], object], rounds: int = 1, *, capture: bool = True) -> float:
         """See `Machine.seconds`. With `capture` the rounds are one CUDA graph, which leaves out the host's part."""
-        with torch.cuda.stream(self._stream):
-            run(0)  # compiles, allocates
-            self._stream.synchronize()
-            play = self._graph(run, rounds) if capture else lambda: [run(i) for i in range(rounds)]
-            once = self._timed(play)
-            repeats = max(3, min(MOST_REPEATS, int(TARGET_SECONDS / max(once, 1e-6))))
-            return statistics.median(self._timed(play) for _ in range(repeats)) / rounds
+        # What `run` reads was made on the caller's stream, which this one knows nothing of.
+        callers = torch.cuda.current_stream()
+        self._stream.wait_stream(callers)
+        try:
+            with torch.cuda.stream(self._stream):
+                run(0)  # compiles, allocates
+                self._stream.synchronize()
+                play = self._graph(run, rounds) if capture else lambda: [run(i) for i in range(rounds)]
+                once = self._timed(play)
+                repeats = max(3, min(MOST_REPEATS, int(TARGET_SECONDS / max(once, 1e-6))))
+                return statistics.median(self._timed(play) for _ in range(repeats)) / rounds
+        finally:
+            callers.wait_stream(self._stream)
 
     def _graph(self, run: Callable[[int], object], rounds: int) -> Callable[[], object]:
         graph = torch.cuda.CUDAGraph()
