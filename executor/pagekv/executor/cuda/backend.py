@@ -143,7 +143,7 @@ class CudaBackend:
         return profile
 
     def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None:
-        """As `Backend.allocate`."""
+        """As `Backend.allocate`. After an error there are no pools, and nothing is pinned."""
         self._device.synchronize()
         # The old pools go first: both at once might not fit.
         if self._pools is not None:
@@ -161,7 +161,14 @@ class CudaBackend:
                 f"{num_host_blocks} host blocks need {size * num_host_blocks} bytes; {available} are available"
             )
         pools = KvPools(self._geometry, block_size, num_device_blocks, num_host_blocks, self._device)
-        self._runner = StepRunner(self._loaded, pools, self._device, self._max_sequences, self._graphs)
+        try:
+            self._runner = StepRunner(self._loaded, pools, self._device, self._max_sequences, self._graphs)
+        except BaseException as error:
+            # Before its memory is freed, which the driver would still hold as locked.
+            pools.close()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise MemoryError(f"what steps need beside {num_device_blocks} device blocks: {error}") from error
+            raise
         self._pools = pools
 
     @property

@@ -30,9 +30,10 @@ class KvPools:
             self.host = torch.empty((num_host_blocks, *shape), dtype=geometry.dtype)
         except RuntimeError as error:
             raise MemoryError(f"{num_device_blocks} device and {num_host_blocks} host blocks: {error}") from error
+        self._swapper = BlockSwapper(device.streams, self.device, self.host)
+        # Last: whatever fails before leaves nothing pinned.
         if num_host_blocks:
             device.pin(self.host)
-        self._swapper = BlockSwapper(device.streams, self.device, self.host)
 
     def close(self) -> None:
         """Gives the pinned memory back; nothing may be under way."""

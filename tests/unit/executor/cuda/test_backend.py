@@ -20,6 +20,7 @@ from pagekv.executor.layout import LAYOUT
 from pagekv.executor.server import load_backend
 from pagekv.executor.step import Step, StepSampling
 from pagekv.executor.step_check import EpochLimits
+from pagekv.kernels.variants import UnsupportedVariant
 
 
 @pytest.fixture(scope="module")
@@ -198,3 +199,48 @@ def test_steps_of_an_epoch_launched_ahead(llama: Path) -> None:
         driver = Driver(host_backend(llama), 4)
         expected = driver.generate([driver.sequence(prompt, sampling=Sampling(frequency_penalty=0.5))], 4)
         assert [output] == expected
+
+
+class _CountingDevice(HostDevice):
+    """Notes which host memory is pinned, and how often any was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[int] = []
+        self.num_pins = 0
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        self.held.append(tensor.data_ptr())
+        self.num_pins += 1
+
+    def unpin(self, tensor: torch.Tensor) -> None:
+        self.held.remove(tensor.data_ptr())
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), MemoryError),
+        (UnsupportedVariant("head_size"), UnsupportedVariant),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ],
+)
+def test_a_failed_allocation_leaves_nothing_pinned(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, raised: type[BaseException]
+) -> None:
+    """What fails after the host pool was pinned unpins it; what runs out of memory is a MemoryError, which is told."""
+    device = _CountingDevice()
+    backend = host_backend(llama, device)
+
+    def failing(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pagekv.executor.cuda.backend.StepRunner", failing)
+        with pytest.raises(raised):
+            backend.allocate(4, 8, 2)
+    assert (device.num_pins, device.held) == (1, [])
+    with pytest.raises(RuntimeError, match="no pools"):
+        backend.launch([])
+    backend.allocate(4, 8, 2)
+    assert (device.num_pins, device.held) == (2, [backend.cache.host.data_ptr()])
