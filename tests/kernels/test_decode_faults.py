@@ -1,11 +1,15 @@
 """Faults planted in the decode and merge kernels: each must be noticed (see `planted_faults.py`).
 
-Not among them: the fences around the count of arrivals. The emulation runs thread blocks one after the other.
+Not among them, because the emulation runs thread blocks one after the other, each with its own stores in order:
+
+- the fences around the count of arrivals;
+- the first barrier of `merge_if_last`, between a block's partial results and that count. Without it another block might
+  read results that are not there yet; here no other block runs before this one has ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -17,10 +21,19 @@ from pagekv.kernels.variants import Variant
 
 
 def check(
-    variant: Variant, features: Features, *, fused: bool = True, blocks: int | None = None
+    variant: Variant,
+    features: Features,
+    *,
+    lengths: Sequence[int] = (900, 800, 0, 70, 256),
+    fused: bool = True,
+    blocks: int | None = None,
 ) -> Callable[[HostLauncher], None]:
-    """A launch and its comparison: an empty row, rows that end within a tile, and one of four splits."""
-    sequences = random_sequences(np.random.default_rng(0), variant, [800, 0, 70, 256], group=3, kv_heads=2)
+    """A launch and its comparison: an empty row, rows that end within a tile, and two of several splits.
+
+    With a window of 600 the first row's splits begin at split 1, and the second one's at split 0: partial results of
+    the first row that go a place too far are still within the buffer.
+    """
+    sequences = random_sequences(np.random.default_rng(0), variant, list(lengths), group=3, kv_heads=2)
     cache = store(np.random.default_rng(1), sequences, 16)
 
     def run(launcher: HostLauncher) -> None:
@@ -32,7 +45,9 @@ def check(
 
 FEATURES = Features(window=600, alibi=True)
 MMA = check(Variant("float16", "float16", 64, True), FEATURES)
-MMA_ALONE = check(Variant("float16", "float16", 64, True), FEATURES, blocks=1)
+MMA_WINDOW = check(Variant("float16", "float16", 64, True), Features(window=60))
+# The last row of the table has the most blocks, and the table ends within its last split.
+MMA_TABLE_END = check(Variant("float16", "float16", 64, True), FEATURES, lengths=(70, 300))
 FMA = check(Variant("float32", "float32", 64, True), FEATURES)
 FP8 = check(Variant("bfloat16", "float8_e4m3fn", 64, True), FEATURES)
 UNFUSED = check(Variant("float16", "float16", 64, True), FEATURES, fused=False)
@@ -51,6 +66,7 @@ START_TOO_EARLY = "start(tile + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1)
 SLICES = "    }\n    __syncthreads();\n    constexpr"
 LAST = "min(end, context)"
 STRANDS = "for (i32 i = strand; i < merge.partials; i += STRANDS) parts"
+COUNTED = "    __syncthreads();\n    if (*shared != "
 TABLE_END = "+ 1, p.table_stride);"
 FAULTS = [
     fault("no wait for a tile", MMA, WAIT, WAIT.replace("cp_async_wait<STAGES - 2>();", "")),
@@ -68,7 +84,7 @@ FAULTS = [
     fault("keys for values", MMA, "rows.values = p.kv_stride", "rows.values = 0 * p.kv_stride"),
     fault("one token too many", MMA, LAST, LAST.replace("context", "context + 1")),
     fault("one token too few", FP8, LAST, LAST.replace("context", "context - 1")),
-    fault("a window of one more", MMA, "return position - window + 1", "return position - window"),
+    fault("a window of one more", MMA_WINDOW, "? position - window + 1 : 0", "? position - window : 0"),
     fault(
         "ALiBi of another head", MMA, "slope[half] = p.alibi_slopes[work.first_head + ", "slope[half] = p.alibi_slopes["
     ),
@@ -78,11 +94,13 @@ FAULTS = [
     fault("sums keep the old maximum", FMA, "state[r].sum *= factor;"),
     fault("fp8 dims out of order", FP8, "4 + element * 2 + fragment % 2", "4 + element + fragment % 2 * 2"),
     fault("a row is merged before its last split", MMA, "(u32)merge.partials - 1", "(u32)merge.partials - 2"),
+    fault("no barrier after the count of arrivals", MMA, COUNTED, COUNTED.replace("__syncthreads();", "")),
+    fault("rows share their count of arrivals", MMA, "(work.merge * p.num_kv_heads", "(0 * p.num_kv_heads"),
     fault("the count of arrivals is left", MMA, "if (threadIdx.x == 0) *arrivals = 0;"),
     fault("a partial result in the wrong place", MMA, "+ work.split - merge.first_split)", "+ work.split)"),
     Fault("a partial result is left out", "pagekv_merge", STRANDS, STRANDS.replace("; i +=", " - 1; i +="), UNFUSED),
     Fault("the wrong strands are added", "pagekv_merge", "lane / 4, 4);", "lane / 4, 2);", UNFUSED),
-    Fault("ids beside the table are read", "pagekv_decode", TABLE_END, "+ 1, 1000000);", MMA, sanitizer=True),
+    Fault("ids beside the table are read", "pagekv_decode", TABLE_END, "+ 1, 1000000);", MMA_TABLE_END, sanitizer=True),
 ]
 
 
