@@ -56,7 +56,8 @@ def build_inputs(scheduled: Sequence[Scheduled], live: LiveSequences, block_size
             query_start=query_start,
             context_lens=context_lens,
             block_tables=live.tables(own_handles, int(-(-context_lens.max() // block_size))),
-            # From the token alone, so that its kernel is the same whatever the step: see StepBatch.
+            # Generated tokens that come one at a time. Prompts, however they are cut, take the prefill kernel, and so
+            # does what is computed again in chunks after a recompute, though it was a decode the first time.
             decodes=(counts == 1) & (starts >= prompts),
         ),
         input_ids=input_ids,
