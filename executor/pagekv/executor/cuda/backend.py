@@ -126,7 +126,7 @@ class CudaBackend:
                 return larger[0]
         try:
             profile = profile_step(
-                self._loaded, self._geometry, block_size, token_budget, self._max_sequences, self._device
+                self._loaded, self._geometry, block_size, token_budget, self._max_sequences, self._device, self._graphs
             )
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise OutOfMemory(f"token_budget: a step of {token_budget} tokens does not fit the GPU: {error}") from error

@@ -7,6 +7,7 @@ launcher that emulates the kernels.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -99,7 +100,8 @@ class Device(Protocol):
         """Records what `function` enqueues, without running it. Calling the result enqueues it all again, on the very
         same memory, and returns the same tensor, which the next call overwrites.
 
-        Raises RuntimeError when `function` does what cannot be recorded.
+        Raises torch.OutOfMemoryError when memory for it is short, another RuntimeError when `function` does what
+        cannot be recorded.
         """
         ...
 
@@ -130,8 +132,10 @@ class CudaDevice:
         torch.cuda.set_stream(torch.cuda.Stream(self._torch_device))  # type: ignore[no-untyped-call]
         self._launcher = CupyLauncher(say=log.info)
         self._streams = CudaStreams()
-        # Graphs run one after the other and what they return is used before the next: they can share their memory.
+        # Graphs run one after the other and what they return is used before the next: those alive share their memory.
+        # Once all are gone, the next begins a pool of its own, since torch gives the old one's memory back.
         self._graph_pool: Any = None
+        self._replays: weakref.WeakSet[Callable[[], torch.Tensor]] = weakref.WeakSet()
         self._held_before = 0
 
     @property
@@ -223,17 +227,28 @@ class CudaDevice:
 
     def capture(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """As `Device.capture`."""
-        if self._graph_pool is None:
+        if not self._replays:
             self._graph_pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Thread-local: the thread that collects steps may wait for a mark meanwhile.
-        with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
-            result = function()
+        stream = torch.cuda.current_stream(self._torch_device)
+        try:
+            # Thread-local: the thread that collects steps may wait for a mark meanwhile.
+            with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
+                result = function()
+        except RuntimeError as error:
+            # Ending a recording that ran out of memory may fail too, with an error that hides the reason.
+            if isinstance(error.__context__, torch.OutOfMemoryError):
+                raise error.__context__ from None
+            raise
+        finally:
+            # A recording that cannot be ended leaves its own stream current.
+            torch.cuda.set_stream(stream)
 
         def replay() -> torch.Tensor:
             graph.replay()
             return result
 
+        self._replays.add(replay)
         return replay
 
 

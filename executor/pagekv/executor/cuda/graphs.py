@@ -57,6 +57,12 @@ def graph_key(num_sequences: int, table_width: int, num_items: int) -> GraphKey 
     return GraphKey(batch, width, items)
 
 
+def largest_batch(max_sequences: int) -> int:
+    """The most rows a graph has when there are at most so many sequences."""
+    key = graph_key(min(max_sequences, MAX_GRAPH_BATCH), 1, 1)
+    return key.batch if key is not None else 0
+
+
 def _power(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
@@ -88,17 +94,32 @@ class GraphCache:
         self._graphs.move_to_end(key)
         graph = self._graphs[key]
         if graph is None:
-            try:
-                graph = self._graphs[key] = self._device.capture(forward)
-            except RuntimeError:
-                log.exception("this model cannot be recorded as a CUDA graph: going on without graphs")
-                self.enabled = False
-                self._graphs.clear()
+            graph = self._record(key, forward)
+            if graph is None:
                 return forward()
-            self.num_captured += 1
-            if len(self._graphs) > MAX_GRAPHS:
-                # What it computed may still be under way.
-                self._device.synchronize()
-                self._graphs.popitem(last=False)
         self.num_replayed += 1
         return graph()
+
+    def _record(self, key: GraphKey, forward: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor] | None:
+        """A new graph; None where there can be none, and then there are no older ones either."""
+        try:
+            graph = self._device.capture(forward)
+        except torch.OutOfMemoryError as error:
+            # The memory of the graphs there are is what this step needs; those in use are recorded again.
+            log.warning(
+                "no memory to record a CUDA graph: dropping those recorded", graphs=len(self._graphs), error=error
+            )
+            self.clear()
+            return None
+        except RuntimeError:
+            log.exception("this model cannot be recorded as a CUDA graph: going on without graphs")
+            self.enabled = False
+            self.clear()
+            return None
+        self._graphs[key] = graph
+        self.num_captured += 1
+        if len(self._graphs) > MAX_GRAPHS:
+            # What it computed may still be under way.
+            self._device.synchronize()
+            self._graphs.popitem(last=False)
+        return graph

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
 from pagekv.executor.backend import Sampling, Scheduled, SequenceState
 from pagekv.executor.cuda.device import Device
 from pagekv.executor.cuda.pools import KvPools
-from pagekv.executor.cuda.runner import StepRunner
+from pagekv.executor.cuda.runner import StepRunner, graph_logits_shape
 from pagekv.executor.model.geometry import Geometry
 from pagekv.executor.model.loading import LoadedModel
 
@@ -21,7 +22,7 @@ ROUNDS = 2
 class StepProfile:
     """What one step of a full token budget takes."""
 
-    # Bytes of device memory at the peak beyond what was held before.
+    # Bytes of device memory at the peak beyond what was held before, and what graphs take besides.
     activation_bytes: int
     # Device memory that can still be had once nothing of the step is left: less than before by what a first step loads.
     available_bytes: int
@@ -29,10 +30,17 @@ class StepProfile:
 
 
 def profile_step(
-    loaded: LoadedModel, kv_geometry: Geometry, block_size: int, token_budget: int, max_sequences: int, device: Device
+    loaded: LoadedModel,
+    kv_geometry: Geometry,
+    block_size: int,
+    token_budget: int,
+    max_sequences: int,
+    device: Device,
+    graphs: bool = True,
 ) -> StepProfile:
     """Runs steps of `token_budget` tokens over a pool of their own: once prompts as long as the model allows, timed,
     and once as many prompts of one token as there can be, each of which samples in the costliest way.
+    `graphs`: count the buffer that runners with graphs have for logits.
     """
     wide = [1] * min(token_budget, max_sequences)
     lengths: list[int] = []
@@ -52,6 +60,8 @@ def profile_step(
         best = min(best, time.perf_counter() - begin)
     runner.launch(_prompts(wide, block_size)).collect()
     activation_bytes = device.peak_bytes()
+    if graphs:
+        activation_bytes += math.prod(graph_logits_shape(loaded, max_sequences)) * loaded.geometry.dtype.itemsize
     del runner, pools
     return StepProfile(activation_bytes, device.available_bytes(), int(sum(lengths) / best))
 

@@ -11,7 +11,7 @@ import torch
 
 from pagekv.executor.backend import BlockCopies, Sampled, Scheduled, SequenceState
 from pagekv.executor.cuda.device import Device, Mark
-from pagekv.executor.cuda.graphs import GraphCache, GraphKey, graph_key
+from pagekv.executor.cuda.graphs import GraphCache, GraphKey, graph_key, largest_batch
 from pagekv.executor.cuda.kernel_attention import KernelAttention, make_attention
 from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.executor.cuda.pools import KvPools
@@ -45,6 +45,9 @@ class StepRunner:
         # int32 [max_sequences + 1]: the token each sequence sampled last, by handle.
         self._last_tokens = torch.zeros(max_sequences + 1, dtype=torch.int32, device=where)
         self._words = torch.zeros(UPLOAD_WORDS, dtype=torch.int32, device=where)
+        # Where every graph leaves its logits: none keeps memory of its own for them.
+        shape = graph_logits_shape(loaded, max_sequences) if graphs else (0, loaded.num_logits)
+        self._graph_logits = torch.empty(shape, dtype=loaded.geometry.dtype, device=where)
 
     def forget(self, states: list[SequenceState]) -> None:
         """These sequences have left."""
@@ -132,7 +135,15 @@ class StepRunner:
         """The forward pass of a batch of decodes, reading what it needs from the device only, so that a recording of it
         serves every step of the same key.
         """
-        return lambda: self._forward(host, key.batch, ALL_ROWS)
+
+        def decodes() -> torch.Tensor:
+            logits = self._forward(host, key.batch, ALL_ROWS)
+            if logits.dtype != self._graph_logits.dtype:
+                # A model that computes them in another type than its weights': not rounded, the graph keeps its own.
+                return logits
+            return self._graph_logits[: key.batch].copy_(logits)
+
+        return decodes
 
     def _forward(self, host: HostPlan, num_rows: int, rows: torch.Tensor | int) -> torch.Tensor:
         """Logits of these rows, or of the last so many; ALL_ROWS: of every row."""
@@ -195,6 +206,11 @@ class StepOnDevice:
             top = tuple(zip(ids[:most], values[:most], strict=True))
             sampled[state.seq_id] = Sampled(sampled[state.seq_id].token_id, logprob, top)
         return sampled
+
+
+def graph_logits_shape(loaded: LoadedModel, max_sequences: int) -> tuple[int, int]:
+    """Of the buffer, of the weights' type, that a runner with graphs has for what they compute."""
+    return largest_batch(max_sequences), loaded.num_logits
 
 
 def _padded(values: Ints, size: int, filler: int) -> Ints:

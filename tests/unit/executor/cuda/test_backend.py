@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,11 @@ def test_description(llama: Path) -> None:
     assert (description.num_layers, description.num_kv_heads, description.head_size) == (2, 2, 64)
     assert description.kv_dtype == "float8_e4m3fn"
     assert description.bytes_per_block == 2 * 2 * 16 * 2 * 64
-    # What the device has, less what a step takes, times the share.
-    assert description.device_kv_bytes == int(0.9 * (device.memory - device.peak_bytes()))
+    # What the device has, less what a step takes and the logits of the largest graph (8 rows), times the share.
+    logits = 8 * description.vocab_size * 2
+    assert description.device_kv_bytes == int(0.9 * (device.memory - device.peak_bytes() - logits))
+    without = host_backend(llama, max_sequences=7, graphs=False).describe(16, 20)
+    assert without.device_kv_bytes == int(0.9 * (device.memory - device.peak_bytes()))
     assert description.host_kv_bytes > 0
     assert (description.layout, description.backend, description.max_sequences) == (LAYOUT, "cuda", 7)
     assert (description.device_to_host_bytes_per_s, description.host_to_device_bytes_per_s) == device.bandwidth()
@@ -244,3 +248,22 @@ def test_a_failed_allocation_leaves_nothing_pinned(
         backend.launch([])
     backend.allocate(4, 8, 2)
     assert (device.num_pins, device.held) == (2, [backend.cache.host.data_ptr()])
+
+
+def test_graphs_leave_their_logits_in_one_buffer(llama: Path) -> None:
+    """Two shapes, recorded and replayed: what each returns lies in the runner's buffer, not in memory of the graph."""
+    returned: list[int] = []
+
+    class Watching(HostDevice):
+        def capture(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+            returned.append(function().data_ptr())
+            return super().capture(function)
+
+    backend = host_backend(llama, Watching(), max_sequences=3)
+    driver = Driver(backend, 16)
+    for count in (1, 2):
+        states = [driver.sequence(prompt) for prompt in prompts_of([3, 4][:count])]
+        driver.generate(states, 4)
+        backend.forget(states)
+    assert len(returned) == 2
+    assert set(returned) == {backend.runner._graph_logits.data_ptr()}

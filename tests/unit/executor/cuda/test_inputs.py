@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pagekv.executor.backend import UNKNOWN_TOKEN, Sampling, Scheduled, SequenceState
-from pagekv.executor.cuda.graphs import GraphCache, graph_key
+from pagekv.executor.cuda.graphs import GraphCache, GraphKey, graph_key, largest_batch
 from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.executor.cuda.sequences import NO_BLOCK, LiveSequences
 from pagekv.executor.cuda.step_inputs import build_inputs
@@ -99,16 +99,26 @@ def test_batches_beyond_the_largest_graph_have_none() -> None:
     assert len({graph_key(count, 1, count) for count in range(1, 513)}) == 6 + 15
 
 
+@pytest.mark.parametrize("max_sequences", [1, 3, 33, 500, 512, 513, 1024])
+def test_no_graph_has_more_rows_than_the_largest_batch(max_sequences: int) -> None:
+    keys = [graph_key(count, 1, count) for count in range(1, max_sequences + 1)]
+    assert largest_batch(max_sequences) == max(key.batch for key in keys if key is not None)
+
+
 class Recorder:
-    """A device that counts recordings."""
+    """A device that counts recordings and waits; `error` is what recording raises."""
 
     def __init__(self) -> None:
         self.captured = 0
+        self.waited = 0
+        self.error: Exception | None = None
 
     def synchronize(self) -> None:
-        pass
+        self.waited += 1
 
     def capture(self, function: object) -> object:
+        if self.error is not None:
+            raise self.error
         self.captured += 1
         return function
 
@@ -130,3 +140,36 @@ def test_the_second_step_of_a_shape_is_recorded_and_few_are_kept(monkeypatch: py
     for _ in range(2):
         cache.run(keys[0], lambda: torch.zeros(1))
     assert cache.num_captured == 5
+
+
+def _with_one_graph() -> tuple[Recorder, GraphCache, GraphKey]:
+    """A cache with a graph of two rows, and the key of one row, met once."""
+    recorder = Recorder()
+    cache = GraphCache(recorder)  # type: ignore[arg-type]
+    recorded, met = graph_key(2, 1, 2), graph_key(1, 1, 1)
+    assert recorded is not None
+    assert met is not None
+    for key in (recorded, recorded, met):
+        cache.run(key, lambda: torch.zeros(1))
+    assert (recorder.captured, recorder.waited) == (1, 0)
+    return recorder, cache, met
+
+
+def test_without_memory_to_record_older_graphs_go_and_later_steps_record_again() -> None:
+    """The step runs without a graph; older graphs are dropped once what they enqueued is done."""
+    recorder, cache, key = _with_one_graph()
+    recorder.error = torch.OutOfMemoryError("CUDA out of memory")
+    assert cache.run(key, lambda: torch.ones(1)).item() == 1
+    assert (cache.enabled, recorder.waited, cache.num_captured) == (True, 1, 1)
+    recorder.error = None
+    for _ in range(2):
+        cache.run(key, lambda: torch.zeros(1))
+    assert cache.num_captured == 2
+
+
+def test_what_cannot_be_recorded_waits_for_the_device_and_ends_graphs() -> None:
+    """Graphs that are dropped because a later one failed may still be running."""
+    recorder, cache, key = _with_one_graph()
+    recorder.error = RuntimeError("operation not permitted when stream is capturing")
+    assert cache.run(key, lambda: torch.ones(1)).item() == 1
+    assert (cache.enabled, recorder.waited) == (False, 1)
