@@ -39,7 +39,7 @@ test-nightly: $(DEV_STAMP) ## tests with random histories, ten thousand each, an
 .PHONY: kernels
 kernels: $(DEV_STAMP) ## compile every CUDA kernel for every architecture and run their tests, all without a GPU
 	@$(BIN)/python -m pagekv.kernels.compile_gate
-	@$(BIN)/python -m pytest tests/kernels $(ARGS)
+	@$(BIN)/python -m pytest -n auto tests/kernels $(ARGS)
 
 .PHONY: kernels-all
 kernels-all: $(DEV_STAMP) ## compile all kernels whatever is on record (11 minutes of one core)
