@@ -1,4 +1,4 @@
-"""`block_copy.cu` on the CPU: destinations become their sources, bit for bit, and nothing else (rows J3, J4)."""
+"""`block_copy.cu` on the CPU: destinations become their sources, bit for bit, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cache_write.cu` on the CPU, against the twin: every key and value at exactly the slot that was named (row A11).
+"""`cache_write.cu` on the CPU, against the twin: every key and value at exactly the slot that was named.
 
 The pool is NaN bytes all over before; what no slot names must stay so, byte by byte.
 """
@@ -135,7 +135,7 @@ def assert_stored_alike(actual: Array, expected: Array, dtype: str, *, exact: bo
 @pytest.mark.sanitize
 @pytest.mark.parametrize(("dtype", "kv_dtype"), PAIRS)
 def test_keys_and_values_land_in_their_slots(launcher: HostLauncher, dtype: str, kv_dtype: str) -> None:
-    """A11: shuffled slots over shuffled blocks, a skipped row, one layer of two."""
+    """Shuffled slots over shuffled blocks, a skipped row, one layer of two."""
     variant = Variant(dtype, kv_dtype, 128)
     Case(variant, 13, num_kv_heads=3, skipped=(0, 7), k_scale=0.5, v_scale=2.0).run(launcher)
 

@@ -1,4 +1,4 @@
-"""`decode.cu` and `merge.cu` on the CPU, against the float64 twin (rows A1, A4, A6, C17, C18).
+"""`decode.cu` and `merge.cu` on the CPU, against the float64 twin.
 
 Unused slots of every pool hold NaN, and tables name blocks outside of the pool past a sequence's end.
 """
@@ -35,6 +35,8 @@ VARIANTS = [
     ]
 ]
 SMALL = [variant for variant in VARIANTS if variant.head_size == 64]
+# Every pair of types, in sizes that the emulation is quick with.
+DRAWN = [variant for variant in VARIANTS if variant.features and variant.head_size <= 128]
 ALL_FEATURES = Features(window=300, soft_cap=5.0, alibi=True)
 
 
@@ -57,7 +59,7 @@ def check(
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_every_variant_equals_the_twin(launcher: HostLauncher, variant: Variant) -> None:
-    """Row A1. Lengths around tiles and splits, an empty sequence, and one that is merged from three splits."""
+    """Lengths around tiles and splits, an empty sequence, and one that is merged from three splits."""
     lengths = [1, 0, 63, 64, 65, 255, 256, 257, 530]
     sequences = random_sequences(np.random.default_rng(0), variant, lengths, group=3, kv_heads=2)
     check(launcher, sequences, 16)
@@ -75,9 +77,9 @@ def test_nothing_else_is_read(launcher: HostLauncher, variant: Variant) -> None:
     check(launcher, sequences, 256, fused=False)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
-    variant=st.sampled_from(SMALL),
+    variant=st.sampled_from(DRAWN),
     lengths=st.lists(st.integers(0, 600), min_size=1, max_size=5),
     block_size=st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128, 256]),
     group=st.sampled_from([1, 2, 4, 7, 8, 32]),
@@ -104,7 +106,7 @@ def test_equals_the_twin(
     fused: bool,
     seed: int,
 ) -> None:
-    """Rows A6 and C17: scattered, shared and partly filled blocks of any size, groups of any width."""
+    """Scattered, shared and partly filled blocks of any size, groups of any width."""
     sequences = random_sequences(
         np.random.default_rng(seed), variant, lengths, group=group, kv_heads=kv_heads, shared=shared
     )
@@ -125,7 +127,7 @@ def test_equals_the_twin(
     ids=str,
 )
 def test_groups_wider_than_a_row_tile_or_a_thread_block(launcher: HostLauncher, variant: Variant, group: int) -> None:
-    """Row C17: one KV head for many query heads (MQA); beyond a thread block's rows its neighbours have the rest."""
+    """One KV head for many query heads (MQA); beyond a thread block's rows its neighbours have the rest."""
     sequences = random_sequences(np.random.default_rng(2), variant, [300, 90, 0], group=group, kv_heads=1)
     check(launcher, sequences, 32, Features(alibi=True))
 
@@ -133,7 +135,7 @@ def test_groups_wider_than_a_row_tile_or_a_thread_block(launcher: HostLauncher, 
 @pytest.mark.parametrize("variant", SMALL, ids=str)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_huge_logits_neither_overflow_nor_lose_the_largest(launcher: HostLauncher, variant: Variant, sign: int) -> None:
-    """Row A4: logits of +-1e4 and beyond. One key wins by far, so that rounding of logits changes no weight."""
+    """Logits of +-1e4 and beyond. One key wins by far, so that rounding of logits changes no weight."""
     rng = np.random.default_rng(3)
     sequences = random_sequences(rng, variant, [1, 300, 520], group=2)
     for keys, length in zip(sequences.keys, sequences.context_lens, strict=True):
@@ -152,7 +154,7 @@ def test_huge_logits_neither_overflow_nor_lose_the_largest(launcher: HostLaunche
 
 
 def test_keys_alike_are_weighed_alike(launcher: HostLauncher) -> None:
-    """Row A4: over equal logits the result is the plain mean, however many partial results it is merged from."""
+    """Over equal logits the result is the plain mean, however many partial results it is merged from."""
     variant = Variant("float32", "float32", 64, True)
     sequences = random_sequences(np.random.default_rng(4), variant, [256 * 5 + 1], group=2)
     sequences.query[...] = 0
@@ -164,7 +166,7 @@ def test_keys_alike_are_weighed_alike(launcher: HostLauncher) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("size", [64, 80])
 def test_every_fp8_code_is_read_exactly(launcher: HostLauncher, dtype: str, size: int) -> None:
-    """Row C18: all 254 numbers, subnormals included. With one key a row's result is that key's value, rounded once."""
+    """All 254 numbers, subnormals included. With one key a row's result is that key's value, rounded once."""
     variant = Variant(dtype, "float8_e4m3fn", size, True)
     codes = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8)
     rows = -(-len(codes) // size)

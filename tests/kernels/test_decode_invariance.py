@@ -1,4 +1,4 @@
-"""The bits of a row's decode are its own (rows A5, A10, F18), and no matter of batch, blocks, plan or launch."""
+"""The bits of a row's decode are its own, and no matter of batch, blocks, plan or launch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_however_it_is_launched(launcher: HostLauncher, variant: Variant) -> Non
 
 
 def test_whatever_comes_after(launcher: HostLauncher, variant: Variant) -> None:
-    """Row A2: what the slots past the context hold, NaN or the tokens that were there before, is never seen."""
+    """What the slots past the context hold, NaN or the tokens that were there before, is never seen."""
     sequences = sequences_of(variant)
     cache = cache_of(sequences, 64)
     result = run_decode(launcher, sequences, cache, FEATURES)

@@ -1,4 +1,4 @@
-"""`prefill.cu` on the CPU, against the twin: chunks of prompts and single tokens, through block tables (A1 to A6, F18).
+"""`prefill.cu` on the CPU, against the twin: chunks of prompts and single tokens, through block tables.
 
 Slots that no token has hold NaN, table entries past a sequence's end lead nowhere, shared memory starts as NaN, and
 results are checked in both orders of threads.
@@ -48,7 +48,7 @@ ALL_FEATURES = Features(window=90, soft_cap=5.0, alibi=True)
     [pytest.param(*pair, marks=pytest.mark.sanitize if pair in SANITIZED else ()) for pair in PAIRS],
 )
 def test_a_mixed_batch_of_every_type(launcher: HostLauncher, dtype: str, kv_dtype: str) -> None:
-    """A1, A6: chunks, whole prompts, single tokens, empty sequences and rows without keys, in one launch."""
+    """Chunks, whole prompts, single tokens, empty sequences and rows without keys, in one launch."""
     check(launcher, mixed_batch(Variant(dtype, kv_dtype, 128)))
 
 
@@ -57,7 +57,7 @@ def test_a_mixed_batch_of_every_type(launcher: HostLauncher, dtype: str, kv_dtyp
     ("dtype", "kv_dtype"), [("float16", "float16"), ("float32", "float32"), ("bfloat16", "float8_e4m3fn")]
 )
 def test_every_head_size_with_every_feature(launcher: HostLauncher, dtype: str, kv_dtype: str, head_size: int) -> None:
-    """A1: window, soft cap and ALiBi at once."""
+    """Window, soft cap and ALiBi at once."""
     check(launcher, mixed_batch(Variant(dtype, kv_dtype, head_size, features=True), group=2), ALL_FEATURES)
 
 
@@ -74,7 +74,7 @@ def test_groups_of_any_width(launcher: HostLauncher, group: int) -> None:
 
 @pytest.mark.parametrize("variant", [HALF, Variant("float32", "float32", 128)], ids=str)
 def test_huge_logits_do_not_overflow(launcher: HostLauncher, variant: Variant) -> None:
-    """A4: logits of +-1e4; almost every weight is 0, and the largest is 1."""
+    """Logits of +-1e4; almost every weight is 0, and the largest is 1."""
     rng = np.random.default_rng(5)
     prompts = random_prompts(rng, variant, [40], [150], group=2, logit_size=1e4)
     # Rounding of logits this size moves weights between keys that are nearly tied.
@@ -150,7 +150,7 @@ def batches(draw: st.DrawFn) -> tuple[Prompts, Features, int, int, int]:
 @settings(max_examples=15, deadline=None)
 @given(case=batches(), reversed_order=st.booleans())
 def test_any_batch_equals_the_twin(case: tuple[Prompts, Features, int, int, int], reversed_order: bool) -> None:
-    """A1, A5, A6: odd lengths, shuffled and shared blocks, every type, features by chance."""
+    """Odd lengths, shuffled and shared blocks, every type, features by chance."""
     prompts, features, block_size, shared, seed = case
     result = run_stored(
         HostLauncher(reversed_order=reversed_order),
@@ -180,7 +180,7 @@ def test_any_batch_equals_the_twin(case: tuple[Prompts, Features, int, int, int]
 def test_bits_do_not_depend_on_chunks_batch_blocks_or_block_size(
     variant: Variant, features: Features, group: int
 ) -> None:
-    """A5, F18: a prompt computed whole and alone, against chunks of it among others, scattered elsewhere."""
+    """A prompt computed whole and alone, against chunks of it among others, scattered elsewhere."""
     launcher = HostLauncher()
     rng = np.random.default_rng(3)
     length = 210
@@ -198,7 +198,7 @@ def test_bits_do_not_depend_on_chunks_batch_blocks_or_block_size(
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_bits_of_any_chunking_are_those_of_the_whole(data: st.DataObject) -> None:
-    """F18: with every chunk's context in blocks of its own, and nothing behind it but NaN."""
+    """With every chunk's context in blocks of its own, and nothing behind it but NaN."""
     variant = data.draw(
         st.sampled_from([replace(HALF, head_size=64, features=True), Variant("float32", "float32", 64, True)])
     )
@@ -216,7 +216,7 @@ def test_bits_of_any_chunking_are_those_of_the_whole(data: st.DataObject) -> Non
 
 @pytest.mark.parametrize("variant", [HALF, Variant("float32", "float32", 128)], ids=str)
 def test_later_tokens_change_no_bit(variant: Variant) -> None:
-    """A2: keys and values of tokens behind a position are huge instead."""
+    """Keys and values of tokens behind a position are huge instead."""
     rng = np.random.default_rng(4)
     prompts = random_prompts(rng, variant, [100], [130], group=2)
     before = run_stored(HostLauncher(), rng, prompts)

@@ -1,6 +1,6 @@
 """Swapping: runs of blocks, and the order of copies on three streams that each run as late or as early as they may.
 
-Rows I2 (bytes before are bytes after), and the rule that a copy neither overtakes nor is overtaken where it matters.
+Bytes before are bytes after, and a copy neither overtakes nor is overtaken where it matters.
 """
 
 from __future__ import annotations

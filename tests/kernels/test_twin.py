@@ -44,7 +44,7 @@ def test_e4m3_saturates() -> None:
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
 def test_attention_is_that_of_torch(num_kv_heads: int) -> None:
-    """A1, A2: causal with an offset, groups of query heads."""
+    """Causal with an offset, groups of query heads."""
     rng = np.random.default_rng(1)
     query, keys, values = (rng.normal(size=(n, h, 16)) for n, h in ((5, 8), (12, num_kv_heads), (12, num_kv_heads)))
     mask = torch.ones(5, 12, dtype=torch.bool).tril(7)
@@ -87,7 +87,7 @@ def test_rotation_is_multiplication_of_complex_numbers(interleaved: bool) -> Non
 
 
 def test_written_keys_are_read_back_through_a_block_table() -> None:
-    """A6, A11, for the reference itself: shuffled blocks, a skipped row."""
+    """The reference itself: shuffled blocks, a skipped row."""
     rng = np.random.default_rng(1)
     pool = np.full((5, 2, 2, 4, 3, 8), np.nan, np.float32)
     table = np.array([3, 0, 4])
