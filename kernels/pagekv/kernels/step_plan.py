@@ -41,8 +41,8 @@ class StepBatch:
     block_tables: Ints
     """[S, W]: block ids; entries past a sequence's last block are not looked at."""
     decodes: np.ndarray[Any, np.dtype[np.bool_]]
-    """[S]: True for a sequence whose single row is a generated token (the decode kernel), False for rows of a prompt
-    (the prefill kernel). The two kernels may differ in the last bits, so this must follow from the token alone."""
+    """[S]: True for a sequence whose single row is a generated token (the decode kernel), False for any other rows (the
+    prefill kernel). The two kernels may differ in the last bits, so rows of a prompt should all take the latter."""
     writes: np.ndarray[Any, np.dtype[np.bool_]] | None = None
     """[S]: False for sequences whose new rows are not to be written to the pool (padding, warm-up). None: all are."""
 
