@@ -123,7 +123,13 @@ def test_ctrl_c_ends_a_watch_without_a_word(target: str, server: ScriptedServer)
     server.expect("WatchEvents", BATCHES[1], Hangs())
     command = [sys.executable, "-m", "pagekv.client.cli", "watch", "--target", target]
     with subprocess.Popen(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Where the tests themselves run in the background of a shell, SIGINT is ignored, and would be inherited so.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "1 blocks in the prefix table\n"
