@@ -23,7 +23,7 @@ class NeverWaits(TorchDispatchMode):
     """Refuses operators for which the host would wait for a GPU: those whose value or shape it has to know."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
 
     WAITING: tuple[str, ...] = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")
 
@@ -36,7 +36,7 @@ class NeverWaits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Recordable(NeverWaits):  # type: ignore[no-untyped-call]
+class Recordable(NeverWaits):
     """Refuses also what a recording cannot have: tensors made of the host's values."""
 
     WAITING: tuple[str, ...] = (*NeverWaits.WAITING, "lift_fresh")

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,13 +152,11 @@ def in_process(backend: CudaBackend, batches: Sequence[int], vocab_size: int, ro
     blocks = max(batches) * -(-(PROMPT_TOKENS + LONG) // BLOCK_SIZE)
     backend.describe(BLOCK_SIZE, TOKEN_BUDGET)
     backend.allocate(BLOCK_SIZE, blocks + 1, 0)
-    return {
-        batch: step_seconds(
-            lambda new, seed, batch=batch: InProcess(backend, prompts_for(batch, vocab_size, seed), new).run(),  # type: ignore[misc]
-            rounds,
-        )
-        for batch in batches
-    }
+
+    def run(batch: int, new: int, seed: int) -> float:
+        return InProcess(backend, prompts_for(batch, vocab_size, seed), new).run()
+
+    return {batch: step_seconds(partial(run, batch), rounds) for batch in batches}
 
 
 def through_stack(
@@ -176,15 +175,11 @@ def through_stack(
 
     processes.START_TIMEOUT_S = 600.0  # weights of 16 GB and a first compilation
     with processes.running_stack(executor_args, ["--tokenizer", "", "--max-batch-tokens", str(TOKEN_BUDGET)]) as stack:
-        return {
-            batch: step_seconds(
-                lambda new, seed, batch=batch: asyncio.run(  # type: ignore[misc]
-                    generate(stack.target, prompts_for(batch, vocab_size, 1000 + seed), new)
-                ),
-                rounds,
-            )
-            for batch in batches
-        }
+
+        def run(batch: int, new: int, seed: int) -> float:
+            return asyncio.run(generate(stack.target, prompts_for(batch, vocab_size, 1000 + seed), new))
+
+        return {batch: step_seconds(partial(run, batch), rounds) for batch in batches}
 
 
 def continuous_batching(directory: Path, batches: Sequence[int], vocab_size: int, rounds: int) -> dict[int, float]:
@@ -192,7 +187,7 @@ def continuous_batching(directory: Path, batches: Sequence[int], vocab_size: int
     from transformers import GenerationConfig
     from transformers.generation import ContinuousBatchingConfig
 
-    model: Any = LlamaForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, device_map="cuda").eval()
+    model: Any = LlamaForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, device_map="cuda").train(False)
     batching = ContinuousBatchingConfig(max_batch_tokens=TOKEN_BUDGET)
 
     def run(batch: int, new: int, seed: int) -> float:
@@ -203,10 +198,7 @@ def continuous_batching(directory: Path, batches: Sequence[int], vocab_size: int
         )
         return time.perf_counter() - started
 
-    return {
-        batch: step_seconds(lambda new, seed, batch=batch: run(batch, new, seed), rounds)  # type: ignore[misc]
-        for batch in batches
-    }
+    return {batch: step_seconds(partial(run, batch), rounds) for batch in batches}
 
 
 def rows_of(

@@ -23,7 +23,8 @@ class Spec:
 
     def message(self) -> pb.GenerateRequest:
         """For callers without our client."""
-        return wire.generate_request(self.prompt, self.n, self.options, only_complete=False)  # type: ignore[arg-type]
+        options: Any = self.options  # a plain dictionary of what `SamplingOptions` has
+        return wire.generate_request(self.prompt, self.n, options, only_complete=False)
 
 
 @dataclass

@@ -195,7 +195,7 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = rate * factor
         loss = token_losses(model, next(source)).mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()

@@ -327,7 +327,7 @@ def test_the_peers_figures_join_the_rows(machine: HostMachine, arena: Arena, mon
         def measure(self, limit: float) -> dict[str, Any]:
             return found
 
-    bench.flashinfer(lambda cases: Peer())  # type: ignore[arg-type, return-value]
+    bench.flashinfer(lambda cases: Peer())  # type: ignore[arg-type, return-value]  # a stand-in
     assert rows[0]["against_flashinfer"] == 2
     assert rows[0]["counts_for"] == {"flashinfer": 2}
     assert "against_flashinfer" not in rows[1]

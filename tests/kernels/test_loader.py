@@ -50,7 +50,7 @@ def fake_cupy(log: list[Any], capability: str = "90") -> ModuleType:
         return SimpleNamespace(get_function=lambda name: FakeKernel(name, log))
 
     cuda = SimpleNamespace(Device=lambda: SimpleNamespace(compute_capability=capability))
-    return SimpleNamespace(RawModule=raw_module, cuda=cuda)  # type: ignore[return-value]
+    return SimpleNamespace(RawModule=raw_module, cuda=cuda)  # type: ignore[return-value]  # as much of the module as is used
 
 
 class FakeTorch:
@@ -82,7 +82,7 @@ def said() -> list[str]:
 
 @pytest.fixture
 def launcher(log: list[Any], torch: FakeTorch, said: list[str]) -> CupyLauncher:
-    return CupyLauncher(fake_cupy(log), torch, said.append)  # type: ignore[arg-type]
+    return CupyLauncher(fake_cupy(log), torch, said.append)  # type: ignore[arg-type]  # a stand-in for the module
 
 
 def test_a_launch_passes_the_structure_by_value_on_torchs_stream(launcher: CupyLauncher, log: list[Any]) -> None:
@@ -132,7 +132,7 @@ def test_prepare_compiles_every_kernel_ahead(launcher: CupyLauncher, log: list[A
 
 def test_an_old_gpu_is_refused_by_name(torch: FakeTorch) -> None:
     with pytest.raises(GpuUnavailable, match="compute capability 75; the kernels need 80"):
-        CupyLauncher(fake_cupy([], "75"), torch)  # type: ignore[arg-type]
+        CupyLauncher(fake_cupy([], "75"), torch)  # type: ignore[arg-type]  # a stand-in for the module
 
 
 def test_a_machine_without_cupy_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,7 +174,7 @@ class OnTheCpu:
 
 @pytest.fixture(scope="module")
 def scene() -> Scene:
-    return Scene(OnTheCpu(), VARIANT, (3, 37))  # type: ignore[arg-type]
+    return Scene(OnTheCpu(), VARIANT, (3, 37))  # type: ignore[arg-type]  # as much of a machine as it needs
 
 
 def make(pool: torch.Tensor | None = None, **changes: Any) -> PagedAttention:

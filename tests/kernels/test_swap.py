@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -121,7 +122,7 @@ def test_any_history_ends_as_if_it_had_run_in_order(data: st.DataObject, random:
             streams.run(random, data.draw(st.integers(1, 20), label="most"))
         elif kind == "step":
             swapper.before_compute(data.draw(st.sampled_from([device, None]), label="waits for"))
-            streams.enqueue(Stream.COMPUTE, lambda device=device, number=number: pools.compute(device, number))  # type: ignore[misc]
+            streams.enqueue(Stream.COMPUTE, partial(pools.compute, device, number))
             expected.compute(device, number)
         else:
             order = data.draw(st.permutations(range(HOST_BLOCKS)), label="host")

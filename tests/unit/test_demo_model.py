@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+import torch
+import transformers
 
 DEMO_MODEL = Path(__file__).parents[2] / "client" / "pagekv" / "client" / "demo_model"
 LIMIT_BYTES = 12_000_000

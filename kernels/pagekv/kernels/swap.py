@@ -178,11 +178,11 @@ class CudaStreams:
         import torch
 
         self._torch = torch
-        self._copies = {Stream.OUT: torch.cuda.Stream(), Stream.IN: torch.cuda.Stream()}  # type: ignore[no-untyped-call]
+        self._copies = {Stream.OUT: torch.cuda.Stream(), Stream.IN: torch.cuda.Stream()}
 
     def mark(self, stream: Stream) -> Any:
         """As `Streams.mark`."""
-        event: Any = self._torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event: Any = self._torch.cuda.Event()
         event.record(self._stream(stream))
         return event
 
@@ -210,7 +210,7 @@ def pin(tensor: torch.Tensor) -> None:
     """
     import torch
 
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    runtime: Any = torch.cuda.cudart()
     error = runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
     if int(error):
         raise MemoryError(f"pinned host memory: cannot lock {tensor.nbytes} bytes: CUDA error {int(error)}")
@@ -220,5 +220,5 @@ def unpin(tensor: torch.Tensor) -> None:
     """Unlocks what `pin` locked; copies with it must have ended."""
     import torch
 
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    runtime: Any = torch.cuda.cudart()
     runtime.cudaHostUnregister(tensor.data_ptr())

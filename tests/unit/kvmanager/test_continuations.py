@@ -136,7 +136,7 @@ def test_only_a_copy_takes_a_place() -> None:
 def test_rows_must_be_what_the_index_reads() -> None:
     for tokens in (np.zeros((3, 2), np.uint32), np.zeros((4, 2), np.int64), np.zeros((4, 4), np.uint32)[:, ::2]):
         with pytest.raises(ValueError, match="tokens: must be"):
-            Continuations(4, tokens)  # type: ignore[arg-type]
+            Continuations(4, tokens)  # type: ignore[arg-type]  # the mistake under test
 
 
 def test_a_chain_costs_8_bytes_a_block() -> None:

@@ -33,7 +33,7 @@ class Bench:
         return explain_prefix(self.pool, self.log, root, prompt, media, other_roots, start, limit)
 
     def outcomes(self, prompt: list[int], **more: object) -> list[BlockOutcome]:
-        return [block.outcome for block in self.explain(prompt, **more).blocks]  # type: ignore[arg-type]
+        return [block.outcome for block in self.explain(prompt, **more).blocks]  # type: ignore[arg-type]  # by name
 
 
 def test_hits_then_a_partial_tail() -> None:

@@ -24,7 +24,7 @@ def moves(driver: Driver, kind: MoveKind) -> list[tuple[int, int]]:
 
 def started(driver: Driver, prompt: list[int], steps: int = 1, **fields: object) -> LiveRequest:
     """A request that has been computed for some steps."""
-    request = driver.submit(prompt, **fields)  # type: ignore[arg-type]
+    request = driver.submit(prompt, **fields)  # type: ignore[arg-type]  # by name, of several types
     for _ in range(steps):
         driver.step()
     return request

@@ -4,6 +4,6 @@ from pagekv.executor.openmp import shorten_spinning
 
 shorten_spinning()
 
-from pagekv.executor.cpu.backend import CpuBackend  # noqa: E402
+from pagekv.executor.cpu.backend import CpuBackend  # noqa: E402 - after the setting that OpenMP reads when torch loads it
 
 __all__ = ["CpuBackend"]

@@ -111,7 +111,7 @@ class _Event:
 
     def __init__(self) -> None:
         # Blocking: a thread that waits sleeps instead of spinning.
-        self._event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._event: Any = torch.cuda.Event(blocking=True)
         self._event.record()
 
     def wait(self) -> None:
@@ -129,7 +129,7 @@ class CudaDevice:
         if not torch.cuda.is_available():
             raise GpuUnavailable(f"torch {torch.__version__} finds no GPU: it needs a CUDA build of torch and a driver")
         self._torch_device = torch.device("cuda", torch.cuda.current_device())
-        torch.cuda.set_stream(torch.cuda.Stream(self._torch_device))  # type: ignore[no-untyped-call]
+        torch.cuda.set_stream(torch.cuda.Stream(self._torch_device))
         self._launcher = CupyLauncher(say=log.info)
         self._streams = CudaStreams()
         # Graphs run one after the other and what they return is used before the next: those alive share their memory.
@@ -257,7 +257,7 @@ def cuda_is_usable() -> bool:
     if not torch.cuda.is_available():
         return False
     try:
-        import cupy  # noqa: F401
+        import cupy  # noqa: F401 - only whether it can be imported
     except ImportError:
         return False
     return True

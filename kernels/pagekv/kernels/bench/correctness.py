@@ -92,7 +92,7 @@ class Scene:
             self.pool,
             self.variant,
             num_heads=NUM_HEADS,
-            **features,  # type: ignore[arg-type]
+            **features,  # type: ignore[arg-type]  # by name, of several types
         )
         plan, held = self.plan(range(len(self.lengths)), self.lengths, self.lengths, decode=False)
         self.attention.write(LAYER, self.key, self.value, plan)

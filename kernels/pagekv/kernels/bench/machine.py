@@ -55,7 +55,7 @@ class CudaMachine:
             raise GpuUnavailable(f"torch {torch.__version__} {cuda} and sees no GPU")
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.launcher = CupyLauncher(say=say)
-        self._stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream: Any = torch.cuda.Stream()
 
     def versions(self) -> dict[str, str]:
         """The card and what drives it."""
@@ -103,7 +103,7 @@ class CudaMachine:
         return graph.replay
 
     def _timed(self, play: Callable[[], object]) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record(self._stream)
         play()
         end.record(self._stream)

@@ -126,7 +126,7 @@ class Recorder:
 def test_the_second_step_of_a_shape_is_recorded_and_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagekv.executor.cuda.graphs.MAX_GRAPHS", 3)
     recorder = Recorder()
-    cache = GraphCache(recorder)  # type: ignore[arg-type]
+    cache = GraphCache(recorder)  # type: ignore[arg-type]  # a device that only records
     keys = [graph_key(count, 1, count) for count in (1, 2, 4, 8)]
     for key in keys:
         assert key is not None
@@ -145,7 +145,7 @@ def test_the_second_step_of_a_shape_is_recorded_and_few_are_kept(monkeypatch: py
 def _with_one_graph() -> tuple[Recorder, GraphCache, GraphKey]:
     """A cache with a graph of two rows, and the key of one row, met once."""
     recorder = Recorder()
-    cache = GraphCache(recorder)  # type: ignore[arg-type]
+    cache = GraphCache(recorder)  # type: ignore[arg-type]  # a device that only records
     recorded, met = graph_key(2, 1, 2), graph_key(1, 1, 1)
     assert recorded is not None
     assert met is not None
