@@ -128,7 +128,7 @@ help: ## this list
 # --- environments: reinstalled only when what they are made from changed
 
 $(RUN_STAMP): pyproject.toml constraints.txt scripts/install.sh
-	@scripts/install.sh $(VENV) manager,executor
+	@scripts/install.sh $(VENV) manager,executor,observe,top
 	@touch $@
 
 $(DEV_STAMP): pyproject.toml constraints.txt scripts/install.sh
