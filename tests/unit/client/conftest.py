@@ -119,3 +119,10 @@ def make_client(request: pytest.FixtureRequest) -> Iterator[MakeClient]:
 @pytest.fixture
 def client(server: ScriptedServer, make_client: MakeClient) -> PageKVClient:
     return make_client(server.target)
+
+
+@pytest.fixture
+def target(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The scripted server's address, as the `pagekv` command finds it."""
+    monkeypatch.setenv("PAGEKV_TARGET", server.target)
+    return server.target

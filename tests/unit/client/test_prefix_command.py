@@ -16,12 +16,6 @@ from pagekv.client.cli import main
 from pagekv.v1 import cache_service_pb2 as cache_pb
 
 
-@pytest.fixture
-def target(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("PAGEKV_TARGET", server.target)
-    return server.target
-
-
 def test_explain_tells_blocks_with_the_same_story_in_one_row(
     server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
