@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from pagekv.common.flags import FlagParser, address, integer, number, power_of_two
 from pagekv.common.logs import LOG_FORMATS, LOG_LEVELS
+from pagekv.kvmanager import observe_config
 from pagekv.kvmanager.engine_config import EngineConfig
 from pagekv.kvmanager.eviction import DEFAULT_POLICY, DEFAULT_PROTECTED_SHARE, POLICIES
+from pagekv.kvmanager.observe_config import ObserveConfig
 from pagekv.kvmanager.running import SchedulerLimits
 from pagekv.kvmanager.swap_policy import MODES, SwapPolicy
 
@@ -29,6 +31,7 @@ class ManagerConfig:
     # Empty: none is written.
     port_file: str
     reflection: bool
+    observe: ObserveConfig
     engine: EngineConfig
 
 
@@ -181,6 +184,7 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
     flag("log-format", "how to log", default="text", choices=LOG_FORMATS)
     flag("port-file", "file to write the bound port to once listening", default="", metavar="PATH")
     switch("reflection", "let tools such as grpcurl list the services", default=True)
+    observe_config.add_flags(parser)
     args = parser.parse(argv)
     if args.tokenizer == "":
         args.tokenizer = FROM_EXECUTOR
@@ -192,6 +196,7 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
         log_format=args.log_format,
         port_file=args.port_file,
         reflection=args.reflection,
+        observe=observe_config.from_args(args),
         engine=EngineConfig(
             executor=args.executor,
             block_size=args.block_size,

@@ -11,7 +11,7 @@ import asyncio
 import os
 import socket
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pagekv.common.errors import AlreadyExists, InvalidRequest, Overloaded, Unavailable
 from pagekv.common.logs import Log
@@ -39,6 +39,7 @@ from pagekv.kvmanager.failed_steps import FailedSteps, Fault
 from pagekv.kvmanager.host_pool import HostPool
 from pagekv.kvmanager.introspection import EngineTotals, block_views, collect_stats, sequence_views
 from pagekv.kvmanager.live_requests import LiveRequests
+from pagekv.kvmanager.observer import Observer, RequestEnd
 from pagekv.kvmanager.reconnect import Reconnect
 from pagekv.kvmanager.request import CacheIdentity, GenerateCommand, RequestStream
 from pagekv.kvmanager.scheduler import Scheduler
@@ -54,9 +55,15 @@ RETRY_DELAY_S = 1.0
 class EngineLoop:
     """Implements `engine.Engine`. States: detached → attached ⇄ detached → stopped."""
 
-    def __init__(self, config: EngineConfig, on_attached: Callable[[bool], None] = lambda attached: None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_attached: Callable[[bool], None] = lambda attached: None,
+        observers: Sequence[Observer] = (),
+    ) -> None:
         """`on_attached` is called with every change between attached and detached."""
         self._config = config
+        self._observers = observers
         self._on_attached = on_attached
         self._manager_id = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._wake = asyncio.Event()
@@ -124,6 +131,8 @@ class EngineLoop:
         self._attached = True
         self._ready.set()
         self._on_attached(True)
+        for observer in self._observers:
+            observer.attached(model, self._totals.epochs)
         log.info(
             "attached",
             executor=config.executor,
@@ -167,12 +176,17 @@ class EngineLoop:
                     self._in_flight.pop()
                     self._totals.count(outcome, self._work_left)
                     self._failed.clear(plan, committed.sequences)
-                    for sequence in deliver(committed, outcome):
-                        self._live.forget_if_done(sequence.request)
+                    ended = deliver(committed, outcome)
+                    for observer in self._observers:
+                        observer.committed(plan, outcome, committed)
+                    for sequence in ended:
+                        self._forget_if_done(sequence.request, RequestEnd.FINISHED)
                     self._work_left = len(self._live) > 0
                 ahead = scheduler.schedule() if len(self._in_flight) < self._config.pipeline_depth else None
                 self._cache.border(self._totals.steps)
                 if ahead is not None:
+                    for observer in self._observers:
+                        observer.planned(ahead)
                     self._in_flight.add(ahead)
                     await link.send(ahead, self._config.step_timeout_s)
                     continue
@@ -208,6 +222,8 @@ class EngineLoop:
         if self._attached:
             self._attached = False
             self._on_attached(False)
+            for observer in self._observers:
+                observer.detached()
 
     async def _pause(self, seconds: float) -> None:
         self._wake.clear()
@@ -263,6 +279,8 @@ class EngineLoop:
         waiting = self._scheduler.num_waiting
         if waiting + command.n > self._config.max_queue:
             self._totals.rejected += 1
+            for observer in self._observers:
+                observer.rejected()
             raise Overloaded(
                 f"the queue is full: {waiting} sequences wait, at most {self._config.max_queue}", RETRY_DELAY_S
             )
@@ -290,6 +308,8 @@ class EngineLoop:
         self._totals.requests += 1
         self._cache.note_request(identity)
         scheduler.add(request)
+        for observer in self._observers:
+            observer.submitted(request)
         self._wake.set()
         return request.stream
 
@@ -310,7 +330,7 @@ class EngineLoop:
     def _abort(self, request: LiveRequest) -> None:
         self._totals.aborted += 1
         unfinished = unfinished_outputs(request)
-        self._close(request)
+        self._close(request, RequestEnd.ABORTED)
         deliver_abort(request, unfinished)
 
     def stop_sequence(self, stream: RequestStream, index: int) -> None:
@@ -318,16 +338,21 @@ class EngineLoop:
         request = self._live.of(stream)
         if request is not None and self._scheduler is not None:
             self._scheduler.finish(request.sequences[index])
-            self._live.forget_if_done(request)
+            self._forget_if_done(request, RequestEnd.FINISHED)
             self._wake.set()
 
-    def _close(self, request: LiveRequest) -> None:
+    def _close(self, request: LiveRequest, end: RequestEnd = RequestEnd.FAILED) -> None:
         """The one way out for a whole request."""
         if self._scheduler is not None:
             for sequence in request.sequences:
                 self._scheduler.finish(sequence)
-        self._live.forget_if_done(request)
+        self._forget_if_done(request, end)
         self._wake.set()
+
+    def _forget_if_done(self, request: LiveRequest, end: RequestEnd) -> None:
+        if self._live.forget_if_done(request):
+            for observer in self._observers:
+                observer.ended(request, end)
 
     # -- views
 

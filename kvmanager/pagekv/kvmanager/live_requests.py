@@ -57,9 +57,13 @@ class LiveRequests:
         request = self._requests.get(stream.request_id)
         return request if request is not None and request.stream is stream else None
 
-    def forget_if_done(self, request: LiveRequest) -> None:
-        """To be called whenever a sequence of it has finished."""
-        if all(sequence.state is SequenceState.FINISHED for sequence in request.sequences):
-            self._requests.pop(request.command.request_id, None)
-            if not self._requests:
-                self.idle.set()
+    def forget_if_done(self, request: LiveRequest) -> bool:
+        """To be called whenever a sequence of it has finished. True when that was the last, and for the first time."""
+        if any(sequence.state is not SequenceState.FINISHED for sequence in request.sequences):
+            return False
+        if self._requests.get(request.command.request_id) is not request:
+            return False
+        del self._requests[request.command.request_id]
+        if not self._requests:
+            self.idle.set()
+        return True

@@ -95,6 +95,8 @@ class Running:
         self.returning: list[Sequence] = []
         # Handles that the executor still holds and the next step must drop.
         self.leaving: list[int] = []
+        # Preempted since the latest plan, and whether something was kept in the host pool.
+        self.preempted: list[tuple[Sequence, bool]] = []
         # Sequences in the state FORKING.
         self.num_forking = 0
 
@@ -186,6 +188,7 @@ class Running:
                 member.candidates = None
                 self.release(member, SequenceState.WAITING)
                 self.counters.swap_preemptions += member.swapped is not None
+                self.preempted.append((member, member.swapped is not None))
                 self.waiting.push(member)
 
     def preempt_all(self) -> None:

@@ -134,6 +134,7 @@ class Scheduler:
         if not (plan.num_tokens or plan.finished or plan.moves):
             return None
         running.leaving = list(plan.beams)
+        plan.preempted, running.preempted = running.preempted, []
         return plan
 
     def _plan_decodes(self, plan: StepPlan, budget: int) -> Rows:

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pagekv.common.logs import Log, setup_logs
 from pagekv.common.models import ModelNotFound, resolve_model
@@ -16,14 +17,22 @@ from pagekv.kvmanager.engine import ModelInfo
 from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.executor_client import AttachRefused
 from pagekv.kvmanager.inference_service import InferenceService
+from pagekv.kvmanager.observer import Observer
 from pagekv.kvmanager.serving_state import ServingState
 from pagekv.kvmanager.tokenizer import Tokenizer, TokenizerError
 from pagekv.v1 import cache_service_pb2, cache_service_pb2_grpc, inference_service_pb2, inference_service_pb2_grpc
+
+if TYPE_CHECKING:
+    from pagekv.kvmanager.http_server import HttpServer
 
 log = Log(__name__)
 
 # Seconds for the last messages of ended streams to reach their readers.
 LAST_WORDS_S = 5.0
+
+
+class ExtraMissing(Exception):
+    """A flag needs a package that is not installed; the message says which and how to get it."""
 
 
 class Manager:
@@ -36,7 +45,8 @@ class Manager:
         self._changed = asyncio.Event()
         self._attached = False
         self._draining = False
-        self.engine = EngineLoop(config.engine, on_attached=self._on_attached)
+        self._observers: list[Observer] = []
+        self.engine = EngineLoop(config.engine, on_attached=self._on_attached, observers=self._observers)
         self._state = ServingState(self.engine)
         services = [
             inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
@@ -60,6 +70,7 @@ class Manager:
         if self._config.port_file:
             write_port_file(Path(self._config.port_file), port)
         log.info("listening", address=self._config.listen, port=port, executor=self._config.engine.executor)
+        http = await self._start_http()
         # None of these ends by itself, unless something in it is broken.
         engine = asyncio.create_task(self.engine.run(), name="engine loop")
         health = asyncio.create_task(self._follow_engine(), name="health")
@@ -71,6 +82,8 @@ class Manager:
         await self._grpc.set_serving(False)
         await self.engine.stop(0 if broken else self._config.grace_s)
         await self._grpc.stop(LAST_WORDS_S)
+        if http is not None:
+            await http.stop()
         # The engine too: it may be waiting for an executor that takes its time.
         for task in (engine, health, stopped):
             task.cancel()
@@ -85,6 +98,21 @@ class Manager:
             return 1
         log.info("stopped")
         return 0
+
+    async def _start_http(self) -> HttpServer | None:
+        """Raises OSError when the port is taken, ExtraMissing without what it needs."""
+        if not self._config.observe.http_listen:
+            return None
+        try:
+            from pagekv.kvmanager.http_server import HttpServer
+        except ImportError as error:
+            raise ExtraMissing(f"--http-listen needs {error.name}: pip install 'pagekv[observe]'") from error
+        server = HttpServer(self._config.observe.http_listen, [])
+        port = await server.start()
+        if self._config.observe.http_port_file:
+            write_port_file(Path(self._config.observe.http_port_file), port)
+        log.info("serving HTTP", address=self._config.observe.http_listen, port=port)
+        return server
 
     async def _follow_engine(self) -> None:
         """Keeps health and tokenizer up with what the engine is attached to."""
@@ -142,7 +170,7 @@ async def serve(config: ManagerConfig) -> int:
         return await Manager(config, tokenizer).run(stop)
     except (ModelNotFound, TokenizerError) as error:
         log.error("cannot start: --tokenizer leads nowhere", reason=error)
-    except OSError as error:
+    except (OSError, ExtraMissing) as error:
         log.error("cannot start", reason=error)
     return 1
 

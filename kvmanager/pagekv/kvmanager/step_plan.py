@@ -61,6 +61,8 @@ class StepPlan:
     # Of those, beams: not the sampled token counts but the likeliest ones. Handle to sequence; stays with the manager.
     beams: dict[int, Sequence] = field(default_factory=dict)
     num_tokens: int = 0
+    # Preempted since the plan before; True where something was kept in the host pool. Stays with the manager.
+    preempted: list[tuple[Sequence, bool]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

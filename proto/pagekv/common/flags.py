@@ -138,3 +138,10 @@ def address(text: str) -> str:
     if not colon or not host or not port.isdigit() or int(port) > 65535:
         raise argparse.ArgumentTypeError(f"must be host:port with a port from 0 to 65535, or unix:/path, got {text!r}")
     return text
+
+
+def tcp_address(text: str) -> str:
+    """A type for `host:port`; empty for none."""
+    if text.startswith("unix:"):
+        raise argparse.ArgumentTypeError(f"must be host:port with a port from 0 to 65535, or empty, got {text!r}")
+    return address(text) if text else ""

@@ -6,6 +6,7 @@ import pytest
 
 from pagekv.kvmanager.config import ManagerConfig, parse_config
 from pagekv.kvmanager.engine_config import EngineConfig
+from pagekv.kvmanager.observe_config import ObserveConfig
 from pagekv.kvmanager.running import SchedulerLimits
 from pagekv.kvmanager.swap_policy import SwapPolicy
 
@@ -17,6 +18,7 @@ DEFAULTS = ManagerConfig(
     log_format="text",
     port_file="",
     reflection=True,
+    observe=ObserveConfig(),
     engine=EngineConfig(
         executor="127.0.0.1:50052",
         block_size=16,
@@ -74,10 +76,13 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
         "PAGEKV_EVICTION_POLICY": "lru",
         "PAGEKV_PROTECTED_SHARE": "0.5",
         "PAGEKV_MAX_PINNED_SHARE": "0.75",
+        "PAGEKV_HTTP_LISTEN": "127.0.0.1:0",
+        "PAGEKV_HTTP_PORT_FILE": "/tmp/http",
     }
+    observe = ObserveConfig("127.0.0.1:0", "/tmp/http")
     limits = SchedulerLimits(64, 5, 0.25, False, partial_hits=False, swap=SwapPolicy("swap"), write_back=True)
     engine = EngineConfig("executor:1", 256, 7, 9, 100, 3, 5, 1, 2.0, 4, True, "lru", 0.5, 0.75, limits)
-    expected = ManagerConfig("unix:/run/pagekv", "none", 0.5, "debug", "json", "/tmp/port", False, engine)
+    expected = ManagerConfig("unix:/run/pagekv", "none", 0.5, "debug", "json", "/tmp/port", False, observe, engine)
     assert parse_config([], env) == expected
     assert parse_config(["--max-queue", "9"], env).engine.max_queue == 9
 
@@ -100,6 +105,7 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
         (["--protected-share", "1.5"], {}, "--protected-share: must be a number from 0 to 1, got '1.5'"),
         (["--pipeline-depth", "3"], {}, "--pipeline-depth: must be a whole number from 1 to 2, got '3'"),
         (["--step-timeout-s", "0"], {}, "--step-timeout-s: must be a number from 0.1 to 3600"),
+        (["--http-listen", "unix:/x"], {}, "--http-listen: must be host:port with a port from 0 to 65535, or empty"),
         (["--grace-s", "-1"], {}, "--grace-s: must be a number from 0 to 3600"),
         (["--log-level", "loud"], {}, "--log-level: invalid choice: 'loud'"),
         ([], {"PAGEKV_MAX_QUEUE": "0"}, "--max-queue (from PAGEKV_MAX_QUEUE): must be"),

@@ -1,0 +1,73 @@
+"""The manager's HTTP port: who may ask, and an orderly start and end. What it serves comes as routes from elsewhere.
+
+Browsers send requests to loopback ports for any page that asks them to, so a request has to name this host as its own
+(against DNS rebinding), and one that another site's page makes is refused. There is no login: it listens on loopback
+unless told otherwise, and whoever can reach it can read what it serves.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Awaitable, Callable, Iterable
+
+from aiohttp import web
+
+# Bytes of a request's body at most: a prompt to explain.
+MAX_BODY_BYTES = 4 * 2**20
+# Seconds that open responses get to end.
+SHUTDOWN_S = 1.0
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Content-Security-Policy": "default-src 'self'; style-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
+}
+
+
+class HttpServer:
+    """States: built, `start`ed, stopped."""
+
+    def __init__(self, listen: str, routes: Iterable[web.AbstractRouteDef]) -> None:
+        """`listen` is host:port; port 0 takes a free one."""
+        host, _, port = listen.rpartition(":")
+        self._host, self._port = host.strip("[]"), int(port)
+        self._app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
+        self._app.add_routes(routes)
+        self._runner = web.AppRunner(self._app, access_log=None, shutdown_timeout=SHUTDOWN_S)
+
+    async def start(self) -> int:
+        """Binds and listens; returns the port. Raises OSError when the address is taken."""
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self._host, self._port).start()
+        return int(self._runner.addresses[0][1])
+
+    async def stop(self) -> None:
+        """Ends open responses and closes the port. Idempotent."""
+        await self._runner.cleanup()
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if is_loopback(self._host) and not is_loopback(request.url.host or ""):
+            raise web.HTTPForbidden(text="this port serves loopback names alone, such as 127.0.0.1 and localhost\n")
+        if (
+            request.headers.get("Sec-Fetch-Site") == "cross-site"
+            and request.headers.get("Sec-Fetch-Mode") != "navigate"
+        ):
+            raise web.HTTPForbidden(text="a page of another site asked for this\n")
+        response = await handler(request)
+        if not response.prepared:
+            response.headers.update(HEADERS)
+        return response
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this name or address means this machine and no other."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,33 @@
+"""Flags of what the manager shows to others beside its gRPC services. All of it is off by default."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from pagekv.common.flags import FlagParser, tcp_address
+
+
+@dataclass(frozen=True, slots=True)
+class ObserveConfig:
+    """Checked values; meanings and bounds as in `pagekv-manager --help`. Empty: off."""
+
+    http_listen: str = ""
+    http_port_file: str = ""
+
+
+def add_flags(parser: FlagParser) -> None:
+    """Adds them to the manager's."""
+    parser.flag(
+        "http-listen",
+        "address to serve HTTP on; port 0 takes a free one; empty: none",
+        default="",
+        type=tcp_address,
+        metavar="HOST:PORT",
+    )
+    parser.flag("http-port-file", "file to write the bound HTTP port to once listening", default="", metavar="PATH")
+
+
+def from_args(args: argparse.Namespace) -> ObserveConfig:
+    """What was parsed."""
+    return ObserveConfig(http_listen=args.http_listen, http_port_file=args.http_port_file)

@@ -1,0 +1,94 @@
+"""The HTTP port: who is answered, and that a taken port is an error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from pagekv.kvmanager.http_server import MAX_BODY_BYTES, HttpServer, is_loopback
+
+
+async def hello(request: web.Request) -> web.Response:
+    return web.Response(text=f"{len(await request.read())}")
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
+    server = HttpServer("127.0.0.1:0", [web.get("/", hello), web.post("/", hello)])
+    port = await server.start()
+    try:
+        async with aiohttp.ClientSession() as session:
+            yield session, f"http://127.0.0.1:{port}/"
+    finally:
+        await server.stop()
+
+
+Check = Callable[[aiohttp.ClientSession, str], Coroutine[None, None, None]]
+
+
+def run(check: Check) -> None:
+    async def body() -> None:
+        async with served() as (session, url):
+            await check(session, url)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:80", "[::1]:9", "LOCALHOST:1"])
+def test_names_of_this_machine_are_answered(host: str) -> None:
+    async def check(session: aiohttp.ClientSession, url: str) -> None:
+        async with session.get(url, headers={"Host": host}) as response:
+            assert (response.status, await response.text()) == (200, "0")
+            assert response.headers["Content-Security-Policy"].startswith("default-src 'self'")
+
+    run(check)
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "10.0.0.1", "localhost.evil.example:80"])
+def test_another_name_for_this_machine_is_refused(host: str) -> None:
+    """DNS rebinding: a page of evil.example whose name has come to mean 127.0.0.1."""
+
+    async def check(session: aiohttp.ClientSession, url: str) -> None:
+        async with session.get(url, headers={"Host": host}) as response:
+            assert response.status == 403
+
+    run(check)
+
+
+def test_requests_of_other_sites_pages_are_refused_and_links_to_here_are_not() -> None:
+    async def check(session: aiohttp.ClientSession, url: str) -> None:
+        for mode, status in [("cors", 403), ("no-cors", 403), ("navigate", 200)]:
+            headers = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": mode}
+            async with session.get(url, headers=headers) as response:
+                assert response.status == status
+
+    run(check)
+
+
+def test_a_body_that_is_too_large_is_refused() -> None:
+    async def check(session: aiohttp.ClientSession, url: str) -> None:
+        async with session.post(url, data=b"x" * (MAX_BODY_BYTES + 1)) as response:
+            assert response.status == 413
+        async with session.post(url, data=b"x" * 100) as response:
+            assert await response.text() == "100"
+
+    run(check)
+
+
+def test_a_port_that_is_taken_is_an_error() -> None:
+    async def body() -> None:
+        async with served() as (_, url):
+            with pytest.raises(OSError, match="address"):
+                await HttpServer(url.removeprefix("http://").strip("/"), []).start()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(("host", "expected"), [("::1", True), ("127.9.9.9", True), ("0.0.0.0", False), ("", False)])
+def test_loopback_names(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
