@@ -80,3 +80,8 @@ def chain_digests(
         parent = block_digest(parent, tokens[start : start + stride], keys)
         digests.append(parent)
     return digests
+
+
+def short_hash(digest: bytes) -> int:
+    """The first 64 bits of a digest, for formats that have no room for more. Never an identity inside PageKV."""
+    return int.from_bytes(digest[:8], "big")
