@@ -17,6 +17,8 @@ SHELL := /bin/bash
 VENV ?= .venv
 
 BIN := $(VENV)/bin
+# Tests of one file run in one process, one after the other: they share the servers that the first of them starts.
+PARALLEL := -n auto --maxprocesses 4 --dist loadfile
 ROOTS := proto/pagekv kvmanager executor kernels client
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
@@ -29,7 +31,7 @@ demo: $(RUN_STAMP) ## start both processes and stream text from the demo model (
 
 .PHONY: test
 test: $(DEV_STAMP) ## run all tests (ARGS="-k name" is handed to pytest)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 .PHONY: test-nightly
 test-nightly: $(DEV_STAMP) ## tests with random histories, ten thousand each, and 200,000 random steps (about half an hour)
