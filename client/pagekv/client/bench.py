@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from pagekv.client.aio import AsyncPageKVClient
 from pagekv.client.errors import PageKVError
+from pagekv.client.objectives import DEFAULT_OBJECTIVES, Objectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,8 @@ class Report:
     ttft_s: Spread | None
     inter_token_s: Spread | None
     total_s: Spread | None
+    # Requests by what their latencies point to (`Diagnosis` values).
+    diagnoses: dict[str, int]
 
 
 def make_jobs(
@@ -149,7 +152,11 @@ OnProgress = Callable[[int, int], None]
 
 
 async def run_jobs(
-    client: AsyncPageKVClient, workload: Workload, jobs: Sequence[Job], on_progress: OnProgress | None = None
+    client: AsyncPageKVClient,
+    workload: Workload,
+    jobs: Sequence[Job],
+    on_progress: OnProgress | None = None,
+    objectives: Objectives = DEFAULT_OBJECTIVES,
 ) -> Report:
     """Sends the jobs and measures. `on_progress` gets the requests ended and the tokens generated so far."""
     outcomes: list[Outcome] = []
@@ -182,7 +189,7 @@ async def run_jobs(
                 due = begun + job.due_s
                 await asyncio.sleep(max(0.0, due - time.perf_counter()))
                 group.create_task(one(job, due))
-    return summarise(outcomes, time.perf_counter() - begun)
+    return summarise(outcomes, time.perf_counter() - begun, objectives)
 
 
 async def _measure(
@@ -219,7 +226,12 @@ async def _measure(
     return outcome
 
 
-def summarise(outcomes: Sequence[Outcome], seconds: float) -> Report:
+def _diagnose(outcome: Outcome, objectives: Objectives) -> str:
+    gaps = outcome.inter_token_s
+    return objectives.diagnose(1e3 * (outcome.ttft_s or 0.0), 1e3 * sum(gaps) / len(gaps) if gaps else 0.0).value
+
+
+def summarise(outcomes: Sequence[Outcome], seconds: float, objectives: Objectives = DEFAULT_OBJECTIVES) -> Report:
     """The report of a run that took `seconds`."""
     good = [outcome for outcome in outcomes if outcome.error is None]
     prompt, cached, output = (
@@ -239,4 +251,5 @@ def summarise(outcomes: Sequence[Outcome], seconds: float) -> Report:
         ttft_s=Spread.of([outcome.ttft_s for outcome in good if outcome.ttft_s is not None]),
         inter_token_s=Spread.of([gap for outcome in good for gap in outcome.inter_token_s]),
         total_s=Spread.of([outcome.total_s for outcome in good]),
+        diagnoses=dict(Counter(_diagnose(outcome, objectives) for outcome in good if outcome.ttft_s is not None)),
     )

@@ -14,6 +14,7 @@ from pagekv.client.aio import AsyncPageKVClient
 from pagekv.client.bench import Report, Spread, Workload, make_jobs, run_jobs
 from pagekv.client.commands.parser import Subparsers, UsageError, add_command, add_target
 from pagekv.client.commands.up import describe
+from pagekv.client.objectives import Diagnosis, Objectives
 from pagekv.client.terminal import Terminal, milliseconds, table
 from pagekv.client.types import ModelInfo
 from pagekv.common.flags import integer, number
@@ -70,6 +71,13 @@ def add(commands: Subparsers) -> None:
     )
     parser.add_argument("--temperature", type=number(0, 100), default=0.0, metavar="X", help="[0: greedy]")
     parser.add_argument("--seed", type=integer(0, 2**63 - 1), metavar="N", help="of the workload [random]")
+    limit = number(0.001, 1e7)
+    parser.add_argument(
+        "--max-ttft-ms", type=limit, default=500.0, metavar="MS", help="objective for the first token [500]"
+    )
+    parser.add_argument(
+        "--max-inter-token-ms", type=limit, default=50.0, metavar="MS", help="objective for the mean gap after it [50]"
+    )
     parser.add_argument("--reset-cache", action="store_true", help="forget every cached prefix first")
 
 
@@ -120,7 +128,8 @@ async def _run(args: argparse.Namespace, workload: Workload, terminal: Terminal)
             rate = tokens / (time.perf_counter() - begun)
             terminal.progress(done, workload.requests, f"{rate:.0f} tok/s")
 
-        report = await run_jobs(client, workload, jobs, show)
+        objectives = Objectives(args.max_ttft_ms, args.max_inter_token_ms)
+        report = await run_jobs(client, workload, jobs, show, objectives)
     terminal.clear()
     return info, report
 
@@ -147,6 +156,7 @@ def report_text(workload: Workload, info: ModelInfo, report: Report, terminal: T
         ("throughput", f"{report.output_tokens_per_s:.1f} output tok/s, {report.total_tokens_per_s:.1f} with prompts, "
                        f"{report.requests_per_s:.2f} requests/s"),
         ("prefix cache", f"{report.hit_rate:.1%} hits: {report.cached_tokens} of {report.prompt_tokens} prompt tokens"),
+        ("objectives", ", ".join(f"{report.diagnoses.get(d.value, 0)} {d.value}" for d in Diagnosis)),
         ("requests", f"{report.completed} in {report.seconds:.2f} s, {report.output_tokens} tokens generated"),
         ("errors", errors),
     ]  # fmt: skip
