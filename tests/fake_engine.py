@@ -18,6 +18,7 @@ from pagekv.kvmanager.engine import (
     Stats,
 )
 from pagekv.kvmanager.request import CacheIdentity, FinishReason, GenerateCommand, RequestStream, SequenceDelta
+from pagekv.kvmanager.table_diff import Key
 from pagekv.kvmanager.table_watch import StoredBlock, TableWatch
 
 MODEL = ModelInfo(
@@ -48,7 +49,7 @@ class FakeEngine:
         self.refusal: Exception | None = None
         self.held_blocks = False
         # What a watch begins with, and the watch of the latest WatchEvents.
-        self.table: list[tuple[bytes, StoredBlock]] = []
+        self.table: list[tuple[Key, StoredBlock]] = []
         self.watch: TableWatch | None = None
         self.ended_watches: list[TableWatch] = []
 

@@ -72,7 +72,7 @@ class Load:
             await client.unpin_prefix(pin)
 
 
-def test_a_replica_holds_the_managers_table_after_everything_that_can_happen_to_it() -> None:
+def test_a_replica_holds_the_managers_tables_after_everything_that_can_happen_to_it() -> None:
     """CHECKLIST K7. Evictions, pins, resets, a killed executor, and a watcher that joins in the middle of it."""
 
     async def follow(client: AsyncPageKVClient, replica: TableReplica) -> None:
@@ -103,6 +103,13 @@ def test_a_replica_holds_the_managers_table_after_everything_that_can_happen_to_
             assert [copied(replica) for replica in replicas] == [table, table]
             assert len(table) == stats.published_blocks > 0
             assert all(len(block.token_ids) == 4 for block in replicas[0].blocks.values())
+            # Another copy, begun now, has the same host tier as those that followed all the way.
+            late = TableReplica()
+            async for batch in client.watch_events(snapshot_only=True):
+                late.apply(batch)
+            assert [replica.host_blocks for replica in replicas] == [late.host_blocks, late.host_blocks]
+            assert len(late.host_blocks) == stats.host_cached_blocks
+            assert min(stats.swapped_out_blocks_total, stats.written_back_blocks_total) > 0
             for task in watching:
                 task.cancel()
             # The server notices that its readers are gone.
@@ -112,7 +119,8 @@ def test_a_replica_holds_the_managers_table_after_everything_that_can_happen_to_
                 await asyncio.sleep(0.01)
             assert (await client.stats()).watchers == 0
 
-    with running_stack([*ORACLE, "--step-time-ms", "2"], SMALL) as stack:
+    tiers = ["--num-host-blocks", "64", "--preemption", "swap", "--write-back"]
+    with running_stack([*ORACLE, "--step-time-ms", "2"], [*SMALL, *tiers]) as stack:
         asyncio.run(run(stack))
 
 

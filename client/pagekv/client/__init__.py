@@ -52,6 +52,7 @@ from pagekv.client.types import (
     SequenceBlocks,
     Stats,
     TableCleared,
+    Tier,
     TokenLogprob,
 )
 
@@ -97,6 +98,7 @@ __all__ = [
     "Stream",
     "TableCleared",
     "TableReplica",
+    "Tier",
     "TokenLogprob",
     "Unavailable",
     "Unreachable",

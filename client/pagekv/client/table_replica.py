@@ -1,15 +1,17 @@
-"""A copy of the manager's prefix table, kept up with `watch_events`."""
+"""A copy of the manager's prefix tables, kept up with `watch_events`."""
 
 from __future__ import annotations
 
-from pagekv.client.types import BlockRemoved, BlockStored, EventBatch, TableCleared
+from pagekv.client.types import BlockRemoved, BlockStored, EventBatch, TableCleared, Tier
 
 
 class TableReplica:
-    """Blocks by hash. Whenever `apply` returns True they are exactly those of the manager's table at a step border."""
+    """Blocks by hash. Whenever `apply` returns True they are exactly those of the manager's tables at a step border."""
 
     def __init__(self) -> None:
+        # On the device, and in the host pool; a block may be in both.
         self.blocks: dict[str, BlockStored] = {}
+        self.host_blocks: dict[str, BlockStored] = {}
         self._sequence = 0
         # The snapshot is in.
         self._founded = False
@@ -24,18 +26,23 @@ class TableReplica:
         if not batch.snapshot and not self._founded:
             raise ValueError(f"batch {batch.sequence} comes before the end of the snapshot")
         self._sequence = batch.sequence
-        blocks = self.blocks
         for event in batch.events:
+            if isinstance(event, TableCleared):
+                self.blocks.clear()
+                self.host_blocks.clear()
+                continue
+            blocks = self._of(event.tier)
             if isinstance(event, BlockStored):
                 if event.block_hash in blocks:
                     raise ValueError(f"batch {batch.sequence} stores {event.block_hash}, which is stored already")
                 blocks[event.block_hash] = event
-            elif isinstance(event, BlockRemoved):
+            else:
+                assert isinstance(event, BlockRemoved)
                 if blocks.pop(event.block_hash, None) is None:
                     raise ValueError(f"batch {batch.sequence} removes {event.block_hash}, which is not stored")
-            else:
-                assert isinstance(event, TableCleared)
-                blocks.clear()
         whole = not batch.more
         self._founded = self._founded or whole
         return whole
+
+    def _of(self, tier: Tier) -> dict[str, BlockStored]:
+        return self.blocks if tier == "device" else self.host_blocks

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypedDict
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
+Tier: TypeAlias = Literal["device", "host"]
 BlockState: TypeAlias = Literal["free", "cached", "active", "pinned"]
 BlockOutcome: TypeAlias = Literal[
     "hit", "never_seen", "evicted", "other_identity", "partial_tail", "diverged", "cleared", "unreachable"
@@ -326,31 +327,33 @@ class CacheReset:
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """A block entered the prefix table; hashes in hex, `token_ids` empty when they were left out."""
+    """A block entered the prefix table of a tier; hashes in hex, `token_ids` empty when they were left out."""
 
     block_hash: str
     parent_hash: str
     token_ids: tuple[int, ...]
+    tier: Tier
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """A block left the prefix table."""
+    """A block left the prefix table of a tier."""
 
     block_hash: str
+    tier: Tier
 
 
 @dataclass(frozen=True, slots=True)
 class TableCleared:
-    """Every block left the prefix table."""
+    """Every block left the prefix tables of both tiers."""
 
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """Changes of the prefix table, to be applied in order; with `more`, the batch goes on in the next of these."""
+    """Changes of the prefix tables, to be applied in order; with `more`, the batch goes on in the next of these."""
 
     sequence: int
-    # True: part of the first batch, which rebuilds the table from nothing.
+    # True: part of the first batch, which rebuilds the tables from nothing.
     snapshot: bool
     events: tuple[BlockStored | BlockRemoved | TableCleared, ...]
     more: bool

@@ -34,6 +34,7 @@ from pagekv.client.types import (
     SequenceBlocks,
     Stats,
     TableCleared,
+    Tier,
     TokenLogprob,
 )
 from pagekv.common.errors import InvalidRequest
@@ -52,6 +53,7 @@ WithInput = TypeVar(
 )
 
 _SAMPLING_FIELDS = frozenset(field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields) - {"n"}
+_TIERS: Mapping[int, Tier] = {cache_pb.TIER_DEVICE: "device", cache_pb.TIER_HOST: "host"}
 _OPTIONS = frozenset(GenerateOptions.__annotations__)
 
 
@@ -267,12 +269,21 @@ def _event(message: cache_pb.CacheEvent) -> BlockStored | BlockRemoved | TableCl
     kind = message.WhichOneof("event")
     if kind == "stored":
         stored = message.stored
-        return BlockStored(stored.block_hash, stored.parent_hash, tuple(stored.token_ids))
+        return BlockStored(stored.block_hash, stored.parent_hash, tuple(stored.token_ids), _tier(stored.tier))
     if kind == "removed":
-        return BlockRemoved(message.removed.block_hash)
+        return BlockRemoved(message.removed.block_hash, _tier(message.removed.tier))
     if kind == "cleared":
         return TableCleared()
     raise ServerError("UNKNOWN_EVENT", "the server sent an event that this client does not know; update the client")
+
+
+def _tier(tier: int) -> Tier:
+    name = _TIERS.get(tier)
+    if name is None:
+        raise ServerError(
+            "UNKNOWN_TIER", "the server sent an event of a tier that this client does not know; update it"
+        )
+    return name
 
 
 def chunk(request_id: str, message: pb.GenerateChunk) -> Chunk:

@@ -58,7 +58,7 @@ class CacheAdmin:
         self.pins = Pins(pool, self._max_pinned_share, self._clock)
         self._fingerprint = fingerprint
         self._arm()
-        self.log.follow(pool.table)
+        self.log.follow(pool.table, host)
 
     def border(self, step: int) -> None:
         """`step` steps are completed, and the table is consistent."""

@@ -13,6 +13,7 @@ from pagekv.kvmanager.pins import MAX_LEASE_S, MIN_LEASE_S
 from pagekv.kvmanager.prompt_input import PromptReader
 from pagekv.kvmanager.request import CacheIdentity
 from pagekv.kvmanager.serving_state import ServingState
+from pagekv.kvmanager.table_diff import Key, Tier
 from pagekv.kvmanager.table_watch import Diff, StoredBlock
 from pagekv.kvmanager.validation import check_media, check_request_id, read_cache_controls
 from pagekv.v1 import cache_service_pb2 as pb
@@ -34,6 +35,7 @@ _STATES = {
     pb.BLOCK_STATE_ACTIVE: "active",
     pb.BLOCK_STATE_PINNED: "pinned",
 }
+_TIERS = {Tier.DEVICE: pb.TIER_DEVICE, Tier.HOST: pb.TIER_HOST}
 
 
 class CacheService(pb_grpc.CacheServiceServicer):
@@ -136,7 +138,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
             yield pb.WatchEventsResponse(
                 sequence=next(sequence),
                 snapshot=True,
-                events=[_stored(digest, block, with_tokens) for digest, block in blocks],
+                events=[_stored(key, block, with_tokens) for key, block in blocks],
                 more=more,
             )
         while not request.snapshot_only:
@@ -193,24 +195,26 @@ def _explanation(block: BlockExplanation) -> pb.BlockExplanation:
 def _pieces(diff: Diff, with_tokens: bool) -> Iterator[tuple[Sequence[pb.CacheEvent], bool]]:
     """The events of a batch, MAX_EVENTS at a time, and whether more follow."""
     events = [pb.CacheEvent(cleared=pb.AllBlocksCleared())] if diff.cleared else []
-    for digest, block in diff.changes.items():
+    for key, block in diff.changes.items():
         if len(events) == MAX_EVENTS:
             yield events, True
             events = []
-        events.append(_removed(digest) if block is None else _stored(digest, block, with_tokens))
+        events.append(_removed(key) if block is None else _stored(key, block, with_tokens))
     yield events, False
 
 
-def _stored(digest: bytes, block: StoredBlock, with_tokens: bool) -> pb.CacheEvent:
+def _stored(key: Key, block: StoredBlock, with_tokens: bool) -> pb.CacheEvent:
+    tier, digest = key
     return pb.CacheEvent(
         stored=pb.BlockStored(
             block_hash=digest.hex(),
             parent_hash=block.parent.hex(),
             token_ids=block.token_ids if with_tokens else (),
-            tier=pb.TIER_DEVICE,
+            tier=_TIERS[tier],
         )
     )
 
 
-def _removed(digest: bytes) -> pb.CacheEvent:
-    return pb.CacheEvent(removed=pb.BlockRemoved(block_hash=digest.hex(), tier=pb.TIER_DEVICE))
+def _removed(key: Key) -> pb.CacheEvent:
+    tier, digest = key
+    return pb.CacheEvent(removed=pb.BlockRemoved(block_hash=digest.hex(), tier=_TIERS[tier]))

@@ -119,7 +119,7 @@ class EngineLoop:
         self._end_what_does_not_fit(model, limits.max_running)
         order = make_order(config.eviction_policy, model.num_device_blocks, config.protected_share)
         pool = BlockPool(model.num_device_blocks, config.block_size, order, self._cache.log)
-        host = HostPool(model.num_host_blocks, config.block_size)
+        host = HostPool(model.num_host_blocks, config.block_size, self._cache.log)
         if self._scheduler is None:
             self._scheduler = Scheduler(pool, limits, model.eos_token_ids, self._cache.count_admission, host)
         else:

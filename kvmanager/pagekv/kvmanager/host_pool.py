@@ -12,6 +12,7 @@ preempted sequence that holds it. Token ids are compared on every hit.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,14 +23,25 @@ from pagekv.kvmanager.free_queue import FreeQueue
 NO_BLOCK = -1
 
 
+class HostLog(Protocol):
+    """Who wants to know which keys come and go one by one. Digests are 32 bytes."""
+
+    def host_stored(self, digest: bytes, parent: bytes) -> None: ...
+
+    def host_removed(self, digest: bytes) -> None: ...
+
+
 class HostPool:
     """Fixed pool of `num_blocks` host blocks of `block_size` tokens; 0 blocks make one that is always full."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, log: HostLog | None = None) -> None:
         self.num_blocks = num_blocks
+        self._log = log
         self._ref_count = np.zeros(num_blocks, np.int32)
         self._free = FreeQueue(num_blocks)
         self._key: list[bytes | None] = [None] * num_blocks
+        # Of keyed blocks: the digest of the block or chain root before it, which need not be here.
+        self._parent: list[bytes] = [b""] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._tokens = np.zeros((num_blocks, block_size), np.uint32)
         self.evictions = 0
@@ -59,6 +71,22 @@ class HostPool:
             return NO_BLOCK
         return block
 
+    def lookup(self, digest: bytes) -> int | None:
+        """The block with this key."""
+        return self._block_of.get(digest)
+
+    def token_ids(self, block: int) -> list[int]:
+        """The token ids of a keyed block, [block_size]."""
+        ids: list[int] = self._tokens[block].tolist()
+        return ids
+
+    def columns(self) -> tuple[list[tuple[int, bytes, bytes]], NDArray[np.uint32]]:
+        """A copy of what is keyed: block, key and the digest before it; and every block's tokens,
+        [num_blocks, block_size].
+        """
+        entries = [(block, digest, self._parent[block]) for digest, block in self._block_of.items()]
+        return entries, self._tokens.copy()
+
     # -- holding
 
     def hold(self, blocks: Iterable[int]) -> None:
@@ -77,35 +105,43 @@ class HostPool:
             if not self._ref_count[block]:
                 self._free.append(np.array([block], np.int32))
 
-    def take(self, digest: bytes | None, tokens: NDArray[np.uint32] | None) -> int:
+    def take(self, digest: bytes | None, tokens: NDArray[np.uint32] | None, parent: bytes = b"") -> int:
         """A block for a new content, held once, and NO_BLOCK when all are held. It evicts what was used least recently.
 
-        Keyed by `digest` with its token ids, [block_size]; None, or a digest that belongs to another content already:
-        private.
+        Keyed by `digest` with its token ids, [block_size], and the digest before it, `parent`; None, or a digest that
+        belongs to another content already: private.
         """
         if not len(self._free):
             return NO_BLOCK
         (block,) = self._free.pop(1).tolist()
-        self.evictions += self._forget(block)
+        evicted = self._forget(block)
+        if evicted is not None:
+            self.evictions += 1
+            if self._log is not None:
+                self._log.host_removed(evicted)
         self._ref_count[block] = 1
         if digest is not None and tokens is not None and self._block_of.setdefault(digest, block) == block:
             self._key[block] = digest
+            self._parent[block] = parent
             self._tokens[block] = tokens
+            if self._log is not None:
+                self._log.host_stored(digest, parent)
         return int(block)
 
     def clear(self) -> None:
-        """Forgets every key. Held blocks stay held, by those who know them."""
+        """Forgets every key. Held blocks stay held, by those who know them. The log hears of it from the device's pool,
+        which is cleared next.
+        """
         for block in list(self._block_of.values()):
             self._forget(block)
 
-    def _forget(self, block: int) -> bool:
-        """Whether it had a key."""
+    def _forget(self, block: int) -> bytes | None:
+        """The key that it had."""
         key = self._key[block]
-        if key is None:
-            return False
-        del self._block_of[key]
-        self._key[block] = None
-        return True
+        if key is not None:
+            del self._block_of[key]
+            self._key[block] = None
+        return key
 
     # -- proof
 

@@ -107,9 +107,11 @@ class Swapper:
         if block != NO_BLOCK:
             self.host.hold([block])
             return block
-        digest = self._digest(sequence, index, end)
+        digest, before = self._digest(sequence, index, end), b""
+        if digest is not None:
+            before = sequence.digests[index - 1] if index else sequence.request.root
         tokens = sequence.chunks(self._pool.block_size, index, index + 1)[0] if digest is not None else None
-        block = self.host.take(digest, tokens)
+        block = self.host.take(digest, tokens, before)
         if block != NO_BLOCK:
             self._moves.append(Move(MoveKind.SWAP_OUT, sequence.block_table[index], block))
             self._counters.swapped_out += 1
@@ -120,13 +122,14 @@ class Swapper:
         table = self._pool.table
         for device in blocks.tolist():
             digest, tokens = table.digest(device), np.array(table.token_ids(device), np.uint32)
-            if digest is None:
+            parent = table.parent(device)
+            if digest is None or parent is None:
                 continue
             block = self.host.find(digest, tokens)
             if block != NO_BLOCK:
                 self.host.hold([block])  # used just now
             else:
-                block = self.host.take(digest, tokens)
+                block = self.host.take(digest, tokens, parent)
                 if block == NO_BLOCK:
                     return
                 self._moves.append(Move(MoveKind.SWAP_OUT, device, block))

@@ -1,16 +1,28 @@
-"""The net change of a prefix table between two borders: what enters and leaves it, and nothing that did both."""
+"""The net change of the prefix tables between two borders: what enters and leaves them, and nothing that did both."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import IntEnum
 from typing import Generic, TypeVar
 
 Entry = TypeVar("Entry")
 
 
+class Tier(IntEnum):
+    """Whose table: numbers as in the contract."""
+
+    DEVICE = 1
+    HOST = 2
+
+
+# A digest may be in both tables.
+Key = tuple[Tier, bytes]
+
+
 class TableDiff(Generic[Entry]):
-    """Applied to the table of one border it gives that of a later one: first forget everything if `cleared`, then go
-    through `changes` in order.
+    """Applied to the tables of one border it gives those of a later one: first forget everything, in both tiers, if
+    `cleared`, then go through `changes` in order.
 
     A digest stands for its tokens and everything before them, so leaving and coming back is no change.
     """
@@ -19,8 +31,8 @@ class TableDiff(Generic[Entry]):
 
     def __init__(self) -> None:
         self.cleared = False
-        # By digest: what entered, or None for what left.
-        self.changes: dict[bytes, Entry | None] = {}
+        # What entered, or None for what left.
+        self.changes: dict[Key, Entry | None] = {}
 
     def __bool__(self) -> bool:
         return self.cleared or bool(self.changes)
@@ -28,23 +40,23 @@ class TableDiff(Generic[Entry]):
     def __len__(self) -> int:
         return len(self.changes)
 
-    def store(self, digest: bytes, entry: Entry) -> None:
+    def store(self, key: Key, entry: Entry) -> None:
         """The digest, not in the table, enters it."""
-        if digest in self.changes:
-            del self.changes[digest]
+        if key in self.changes:
+            del self.changes[key]
         else:
-            self.changes[digest] = entry
+            self.changes[key] = entry
 
-    def remove(self, digests: Iterable[bytes]) -> None:
-        """Digests of the table leave it."""
-        for digest in digests:
-            if digest in self.changes:
-                del self.changes[digest]
+    def remove(self, keys: Iterable[Key]) -> None:
+        """Digests of a table leave it."""
+        for key in keys:
+            if key in self.changes:
+                del self.changes[key]
             else:
-                self.changes[digest] = None
+                self.changes[key] = None
 
     def clear(self) -> None:
-        """Everything leaves."""
+        """Everything leaves, in both tiers."""
         self.cleared = True
         self.changes = {}
 
@@ -52,8 +64,8 @@ class TableDiff(Generic[Entry]):
         """Makes this the change up to where `later`, which begins where this one ends, leads."""
         if later.cleared:
             self.clear()
-        for digest, entry in later.changes.items():
+        for key, entry in later.changes.items():
             if entry is None:
-                self.remove((digest,))
+                self.remove((key,))
             else:
-                self.store(digest, entry)
+                self.store(key, entry)

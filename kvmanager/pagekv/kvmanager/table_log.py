@@ -1,8 +1,9 @@
-"""What enters and leaves the prefix table: told to watchers at every step border, and remembered once it is gone.
+"""What enters and leaves the prefix tables of both tiers: told to watchers at every step border, and remembered once it
+is gone from the device.
 
-The pool calls `stored`, `removed` and `cleared` as it goes; the engine loop calls `border` whenever a step was planned
-or committed, which is when the table is what it claims to be. Without watchers only removals cost anything: an entry in
-a dictionary each.
+The pools call `stored`, `removed` and so on as they go; the engine loop calls `border` whenever a step was planned or
+committed, which is when the tables are what they claim to be. Without watchers only removals from the device cost
+anything: an entry in a dictionary each.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pagekv.common.errors import LimitExceeded
+from pagekv.kvmanager.host_pool import HostPool
 from pagekv.kvmanager.prefix_table import PrefixTable
 from pagekv.kvmanager.removal_history import Removal, RemovalHistory
-from pagekv.kvmanager.table_diff import TableDiff
+from pagekv.kvmanager.table_diff import TableDiff, Tier
 from pagekv.kvmanager.table_snapshot import take_snapshot
 from pagekv.kvmanager.table_watch import Diff, StoredBlock, TableWatch
 
@@ -32,23 +34,24 @@ class RemovedAgo:
 
 
 class TableLog:
-    """Implements `block_pool.TableLog` for one pool after another."""
+    """Implements `block_pool.TableLog` and `host_pool.HostLog` for the pools of one epoch after another."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` gives seconds."""
         self._history = RemovalHistory()
         self._clock = clock
         self._table: PrefixTable | None = None
+        self._host: HostPool | None = None
         self._watches: list[TableWatch] = []
-        # Block and parent digest of what entered since the last border. The tokens are read at the border.
-        self._pending: TableDiff[tuple[int, bytes]] = TableDiff()
+        # Parent digests of what entered since the last border. The tokens are read at the border.
+        self._pending: TableDiff[bytes] = TableDiff()
         self._step = 0
         # Of the removals since the last border.
         self._removal: Removal | None = None
 
     @property
     def watched(self) -> bool:
-        """Whether anybody wants to know what enters the table."""
+        """Whether anybody wants to know what enters the tables."""
         return bool(self._watches)
 
     @property
@@ -56,11 +59,14 @@ class TableLog:
         """Watchers."""
         return len(self._watches)
 
-    def follow(self, table: PrefixTable) -> None:
-        """From now on the log is that of this table, which is empty. What the one before held counts as cleared."""
-        if self._table is not None and len(self._table):
+    def follow(self, table: PrefixTable, host: HostPool | None = None) -> None:
+        """From now on the log is that of this table and host pool, which are empty. What was in those before counts as
+        cleared.
+        """
+        if (self._table is not None and len(self._table)) or (self._host is not None and self._host.num_cached):
             self.cleared()
         self._table = table
+        self._host = host
 
     def removed_ago(self, digest: bytes) -> RemovedAgo | None:
         """When a digest last left the table, if that is remembered; a digest that is back has left it, too."""
@@ -72,19 +78,29 @@ class TableLog:
     # -- called by the pool
 
     def stored(self, block: int, digest: bytes, parent: bytes) -> None:
-        """A block entered the table, after the block or chain root with the digest `parent`."""
-        self._pending.store(digest, (block, parent))
+        """A block entered the device's table, after the block or chain root with the digest `parent`."""
+        self._pending.store((Tier.DEVICE, digest), parent)
 
     def removed(self, digests: Sequence[bytes]) -> None:
-        """Blocks were evicted."""
+        """Blocks were evicted from the device."""
         if self._removal is None:
             self._removal = Removal(self._step, self._clock(), cleared=False)
         self._history.add(digests, self._removal)
         if self._watches:
-            self._pending.remove(digests)
+            self._pending.remove((Tier.DEVICE, digest) for digest in digests)
+
+    def host_stored(self, digest: bytes, parent: bytes) -> None:
+        """A block entered the host's table. Other than on the device, the block before it may be missing."""
+        if self._watches:
+            self._pending.store((Tier.HOST, digest), parent)
+
+    def host_removed(self, digest: bytes) -> None:
+        """A block was evicted from the host pool."""
+        if self._watches:
+            self._pending.remove(((Tier.HOST, digest),))
 
     def cleared(self) -> None:
-        """Everything is about to leave the table."""
+        """Everything is about to leave the device's table, and has left the host's or leaves it with it."""
         if self._table is not None:
             self._history.add(self._table.newest_digests(), Removal(self._step, self._clock(), cleared=True))
         if self._watches:
@@ -93,7 +109,7 @@ class TableLog:
     # -- called by the engine loop
 
     def border(self, step: int) -> None:
-        """The table is consistent; `step` steps are completed. Watchers get what changed."""
+        """The tables are consistent; `step` steps are completed. Watchers get what changed."""
         self._step = step
         self._removal = None
         if self._watches and self._pending:
@@ -102,27 +118,31 @@ class TableLog:
                 watch.push(diff)
 
     def _resolve(self) -> Diff:
-        """The pending changes with the tokens of what entered, which is in the table now."""
+        """The pending changes with the tokens of what entered, which is in the tables now."""
         assert self._table is not None
         diff = Diff()
         diff.cleared = self._pending.cleared
-        for digest, entered in self._pending.changes.items():
-            if entered is None:
-                diff.changes[digest] = None
+        for key, parent in self._pending.changes.items():
+            if parent is None:
+                diff.changes[key] = None
             else:
+                tier, digest = key
+                table = self._table if tier is Tier.DEVICE else self._host
+                assert table is not None
                 # Not the block that was told of: another copy may have its entry by now.
-                block = self._table.lookup(digest)
+                block = table.lookup(digest)
                 assert block is not None
-                diff.changes[digest] = StoredBlock(entered[1], array("I", self._table.token_ids(block)))
+                diff.changes[key] = StoredBlock(parent, array("I", table.token_ids(block)))
         self._pending = TableDiff()
         return diff
 
     def watch(self) -> TableWatch:
-        """A watch that begins with the table as it is. Raises LimitExceeded when there are too many."""
+        """A watch that begins with the tables as they are. Raises LimitExceeded when there are too many."""
         if len(self._watches) >= MAX_WATCHES:
             raise LimitExceeded(f"{MAX_WATCHES} readers watch the prefix table, which is the most there can be")
         self.border(self._step)
-        watch = TableWatch(iter(()) if self._table is None else take_snapshot(self._table), self._leave)
+        snapshot = iter(()) if self._table is None else take_snapshot(self._table, self._host)
+        watch = TableWatch(snapshot, self._leave)
         self._watches.append(watch)
         return watch
 

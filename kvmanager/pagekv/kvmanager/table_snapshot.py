@@ -1,25 +1,29 @@
-"""The prefix table at one moment, for a reader that takes its time."""
+"""The prefix tables at one moment, for a reader that takes its time."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from itertools import chain
 
 import numpy as np
 
+from pagekv.kvmanager.host_pool import HostPool
 from pagekv.kvmanager.prefix_table import PrefixTable, TableColumns
-from pagekv.kvmanager.table_watch import StoredBlock
+from pagekv.kvmanager.table_diff import Tier
+from pagekv.kvmanager.table_watch import Snapshot, StoredBlock
 
 
-def take_snapshot(table: PrefixTable) -> Iterator[tuple[bytes, StoredBlock]]:
-    """Digest and content of every block in the table now, parents before children.
+def take_snapshot(table: PrefixTable, host: HostPool | None = None) -> Snapshot:
+    """Every block in the tables now, the device's first, parents before children there. In the host pool a block's
+    parent may come later, or not at all.
 
     What is costly happens when the iterator is read, a block at a time, from a copy that is made here.
     """
-    return _parents_first(table.columns())
+    device = _parents_first(table.columns())
+    return device if host is None or not host.num_cached else chain(device, _host_blocks(host))
 
 
-def _parents_first(columns: TableColumns) -> Iterator[tuple[bytes, StoredBlock]]:
+def _parents_first(columns: TableColumns) -> Snapshot:
     told = np.zeros(len(columns.published), np.bool_).data
     parents, loose = columns.parents.data, columns.loose_parents
     for block in np.flatnonzero(columns.published).tolist():
@@ -33,4 +37,12 @@ def _parents_first(columns: TableColumns) -> Iterator[tuple[bytes, StoredBlock]]
             digest = columns.digests[link]
             assert digest is not None
             assert parent is not None
-            yield digest, StoredBlock(parent, array("I", columns.tokens[link].tobytes()))
+            yield (Tier.DEVICE, digest), StoredBlock(parent, array("I", columns.tokens[link].tobytes()))
+
+
+def _host_blocks(host: HostPool) -> Snapshot:
+    entries, tokens = host.columns()
+    return (
+        ((Tier.HOST, digest), StoredBlock(parent, array("I", tokens[block].tobytes())))
+        for block, digest, parent in entries
+    )

@@ -1,4 +1,4 @@
-"""One reader of the prefix table's changes. It never makes the engine loop wait."""
+"""One reader of the prefix tables' changes. It never makes the engine loop wait."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from itertools import islice
 from typing import NamedTuple
 
 from pagekv.common.errors import FellBehind
-from pagekv.kvmanager.table_diff import TableDiff
+from pagekv.kvmanager.table_diff import Key, TableDiff
 
 # Changes that a reader may leave unread: some tens of megabytes.
 MAX_UNREAD = 131_072
 
 
 class StoredBlock(NamedTuple):
-    """A block that entered the table; digests are 32 bytes, `parent` is that of the block or chain root before it."""
+    """A block that entered a table; digests are 32 bytes, `parent` is that of the block or chain root before it."""
 
     parent: bytes
     token_ids: array[int]
 
 
 Diff = TableDiff[StoredBlock]
-# Digest and content of every block in the table at the border where the watch began, parents before children.
-Snapshot = Iterator[tuple[bytes, StoredBlock]]
+# Every block in the tables at the border where the watch began, the device's first, parents before children there.
+Snapshot = Iterator[tuple[Key, StoredBlock]]
 
 
 class TableWatch:
@@ -50,7 +50,7 @@ class TableWatch:
         elif self._unread:
             self._ready.set()
 
-    def take_snapshot(self, limit: int) -> list[tuple[bytes, StoredBlock]]:
+    def take_snapshot(self, limit: int) -> list[tuple[Key, StoredBlock]]:
         """The next blocks of the snapshot, `limit` at most and fewer only at its end; raises what ended the watch."""
         if self._error is not None:
             raise self._error

@@ -890,7 +890,7 @@ global___WatchEventsRequest = WatchEventsRequest
 
 @typing.final
 class WatchEventsResponse(google.protobuf.message.Message):
-    """A batch of changes of the prefix table, or a part of one."""
+    """A batch of changes of the prefix tables, or a part of one."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -901,9 +901,11 @@ class WatchEventsResponse(google.protobuf.message.Message):
     sequence: builtins.int
     """1 for the first message, rising by one per message; a gap means that messages were lost: start again."""
     snapshot: builtins.bool
-    """True on the messages of the first batch: its events rebuild the table from nothing, parents before their children."""
+    """True on the messages of the first batch: its events rebuild the tables from nothing, that of the device first,
+    parents before their children there.
+    """
     more: builtins.bool
-    """True: the batch goes on in the next message, and what is rebuilt so far is no table the manager ever had."""
+    """True: the batch goes on in the next message, and what is rebuilt so far is nothing the manager ever had."""
     @property
     def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CacheEvent]:
         """To be applied in order; at most 1024."""
@@ -922,7 +924,7 @@ global___WatchEventsResponse = WatchEventsResponse
 
 @typing.final
 class CacheEvent(google.protobuf.message.Message):
-    """One change of the prefix table."""
+    """One change of the prefix table of a tier."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -931,15 +933,15 @@ class CacheEvent(google.protobuf.message.Message):
     CLEARED_FIELD_NUMBER: builtins.int
     @property
     def stored(self) -> global___BlockStored:
-        """A block entered the table."""
+        """A block entered a table."""
 
     @property
     def removed(self) -> global___BlockRemoved:
-        """A block left it."""
+        """A block left one."""
 
     @property
     def cleared(self) -> global___AllBlocksCleared:
-        """Everything left it."""
+        """Everything left both."""
 
     def __init__(
         self,
@@ -956,7 +958,7 @@ global___CacheEvent = CacheEvent
 
 @typing.final
 class BlockStored(google.protobuf.message.Message):
-    """A block entered the prefix table."""
+    """A block entered the prefix table of a tier. It may be in that of the other one, too."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -968,10 +970,10 @@ class BlockStored(google.protobuf.message.Message):
     """Its hash in hex."""
     parent_hash: builtins.str
     """Hash of the block before it; for the first of a chain that of the chain's root, which stands for model, namespace
-    and adapter and is no block.
+    and adapter and is no block. On the device that block is stored, too; in the host pool it need not be.
     """
     tier: global___Tier.ValueType
-    """Where it is."""
+    """Whose table."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Its tokens, unless left out."""
@@ -990,7 +992,7 @@ global___BlockStored = BlockStored
 
 @typing.final
 class BlockRemoved(google.protobuf.message.Message):
-    """A block left the prefix table."""
+    """A block left the prefix table of a tier."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -999,7 +1001,7 @@ class BlockRemoved(google.protobuf.message.Message):
     block_hash: builtins.str
     """Its hash in hex."""
     tier: global___Tier.ValueType
-    """Where it was."""
+    """Whose table."""
     def __init__(
         self,
         *,
@@ -1012,7 +1014,7 @@ global___BlockRemoved = BlockRemoved
 
 @typing.final
 class AllBlocksCleared(google.protobuf.message.Message):
-    """Every block left the prefix table."""
+    """Every block left the prefix tables, that of the device and that of the host pool."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

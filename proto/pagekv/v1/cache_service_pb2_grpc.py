@@ -150,8 +150,8 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchEvents(self, request, context):
-        """The prefix table as it changes, of all namespaces: first a snapshot, then a batch at every step border with
-        changes. A reader that applies each batch holds exactly the manager's table at that border. What comes and goes
+        """The prefix tables of both tiers as they change, of all namespaces: first a snapshot, then a batch at every step
+        border with changes. A reader that applies each batch holds exactly the manager's tables at that border. What comes and goes
         between two borders is left out, and a slow reader gets the changes of several borders as one batch. Errors:
         ABORTED (the reader fell too far behind: start again, with a new snapshot), RESOURCE_EXHAUSTED (too many watchers),
         UNAVAILABLE (the manager is shutting down).

@@ -83,8 +83,8 @@ class CacheServiceStub:
         pagekv.v1.cache_service_pb2.WatchEventsRequest,
         pagekv.v1.cache_service_pb2.WatchEventsResponse,
     ]
-    """The prefix table as it changes, of all namespaces: first a snapshot, then a batch at every step border with
-    changes. A reader that applies each batch holds exactly the manager's table at that border. What comes and goes
+    """The prefix tables of both tiers as they change, of all namespaces: first a snapshot, then a batch at every step
+    border with changes. A reader that applies each batch holds exactly the manager's tables at that border. What comes and goes
     between two borders is left out, and a slow reader gets the changes of several borders as one batch. Errors:
     ABORTED (the reader fell too far behind: start again, with a new snapshot), RESOURCE_EXHAUSTED (too many watchers),
     UNAVAILABLE (the manager is shutting down).
@@ -155,8 +155,8 @@ class CacheServiceAsyncStub:
         pagekv.v1.cache_service_pb2.WatchEventsRequest,
         pagekv.v1.cache_service_pb2.WatchEventsResponse,
     ]
-    """The prefix table as it changes, of all namespaces: first a snapshot, then a batch at every step border with
-    changes. A reader that applies each batch holds exactly the manager's table at that border. What comes and goes
+    """The prefix tables of both tiers as they change, of all namespaces: first a snapshot, then a batch at every step
+    border with changes. A reader that applies each batch holds exactly the manager's tables at that border. What comes and goes
     between two borders is left out, and a slow reader gets the changes of several borders as one batch. Errors:
     ABORTED (the reader fell too far behind: start again, with a new snapshot), RESOURCE_EXHAUSTED (too many watchers),
     UNAVAILABLE (the manager is shutting down).
@@ -245,8 +245,8 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
         request: pagekv.v1.cache_service_pb2.WatchEventsRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[pagekv.v1.cache_service_pb2.WatchEventsResponse], collections.abc.AsyncIterator[pagekv.v1.cache_service_pb2.WatchEventsResponse]]:
-        """The prefix table as it changes, of all namespaces: first a snapshot, then a batch at every step border with
-        changes. A reader that applies each batch holds exactly the manager's table at that border. What comes and goes
+        """The prefix tables of both tiers as they change, of all namespaces: first a snapshot, then a batch at every step
+        border with changes. A reader that applies each batch holds exactly the manager's tables at that border. What comes and goes
         between two borders is left out, and a slow reader gets the changes of several borders as one batch. Errors:
         ABORTED (the reader fell too far behind: start again, with a new snapshot), RESOURCE_EXHAUSTED (too many watchers),
         UNAVAILABLE (the manager is shutting down).

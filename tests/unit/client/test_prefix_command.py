@@ -71,16 +71,18 @@ def test_a_pin_of_nothing_is_exit_status_1(
 
 
 def _event(name: str, parent: str = "") -> cache_pb.CacheEvent:
-    return cache_pb.CacheEvent(stored=cache_pb.BlockStored(block_hash=name, parent_hash=parent, token_ids=[5, 17]))
+    stored = cache_pb.BlockStored(block_hash=name, parent_hash=parent, token_ids=[5, 17], tier=cache_pb.TIER_DEVICE)
+    return cache_pb.CacheEvent(stored=stored)
 
 
+TABLE = "blocks in the device's prefix table"
 BATCHES = [
     cache_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[_event("aa")], more=True),
     cache_pb.WatchEventsResponse(sequence=2, snapshot=True, events=[_event("bb", "aa")]),
     cache_pb.WatchEventsResponse(
         sequence=3,
         events=[
-            cache_pb.CacheEvent(removed=cache_pb.BlockRemoved(block_hash="bb")),
+            cache_pb.CacheEvent(removed=cache_pb.BlockRemoved(block_hash="bb", tier=cache_pb.TIER_HOST)),
             cache_pb.CacheEvent(cleared=cache_pb.AllBlocksCleared()),
             _event("cc", "aa"),
         ],
@@ -92,13 +94,22 @@ def test_watch_prints_a_line_for_each_event(
     server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for options, lines in (
-        ("", ["2 blocks in the prefix table", "removed  bb", "cleared", "stored   cc after aa"]),
-        ("--tokens", ["stored   aa after : 5 17", "2 blocks in the prefix table", "stored   bb after aa: 5 17",
-                      "removed  bb", "cleared", "stored   cc after aa: 5 17"]),
+        ("", [f"2 {TABLE}", "removed  host    bb", "cleared", "stored   device  cc after aa"]),
+        ("--tokens", ["stored   device  aa after : 5 17", f"2 {TABLE}", "stored   device  bb after aa: 5 17",
+                      "removed  host    bb", "cleared", "stored   device  cc after aa: 5 17"]),
     ):  # fmt: skip
         server.expect("WatchEvents", *BATCHES)
         assert main(["watch", *options.split()]) == 0
         assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_watch_counts_the_blocks_of_both_tiers(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = cache_pb.CacheEvent(stored=cache_pb.BlockStored(block_hash="aa", tier=cache_pb.TIER_HOST))
+    server.expect("WatchEvents", cache_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[_event("aa"), kept]))
+    assert main(["watch", "--limit", "1"]) == 0
+    assert capsys.readouterr().out == f"1 {TABLE}, 1 in that of the host pool\n"
 
 
 def test_watch_json_ends_after_as_many_batches_as_asked_for(
@@ -107,7 +118,7 @@ def test_watch_json_ends_after_as_many_batches_as_asked_for(
     server.expect("WatchEvents", *BATCHES, Hangs())
     assert main(["watch", "--json", "--limit", "2"]) == 0
     first, second, third = map(json.loads, capsys.readouterr().out.splitlines())
-    stored = {"event": "stored", "block_hash": "aa", "parent_hash": "", "token_ids": [5, 17]}
+    stored = {"event": "stored", "block_hash": "aa", "parent_hash": "", "token_ids": [5, 17], "tier": "device"}
     assert first == {"sequence": 1, "snapshot": True, "more": True, "events": [stored]}
     assert not second["more"]
     assert [event["event"] for event in third["events"]] == ["removed", "cleared", "stored"]
@@ -126,7 +137,7 @@ def test_ctrl_c_ends_a_watch_without_a_word(target: str, server: ScriptedServer)
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "1 blocks in the prefix table\n"
+        assert process.stdout.readline() == f"1 {TABLE}\n"
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=20)
     assert (process.returncode, out, err) == (130, "", "")

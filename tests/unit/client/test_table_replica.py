@@ -7,16 +7,23 @@ import time
 import pytest
 from scripted_server import LOST, Fails, Hangs, ScriptedServer
 
-from pagekv.client import BlockStored, ConnectionLost, FellBehind, PageKVClient, TableReplica, wire
+from pagekv.client import BlockStored, ConnectionLost, FellBehind, PageKVClient, ServerError, TableReplica, wire
 from pagekv.common import errors
 from pagekv.v1 import cache_service_pb2 as cache_pb
 
-
-def stored(name: str, parent: str = "") -> cache_pb.CacheEvent:
-    return cache_pb.CacheEvent(stored=cache_pb.BlockStored(block_hash=name, parent_hash=parent, token_ids=[1, 2]))
+DEVICE, HOST = cache_pb.TIER_DEVICE, cache_pb.TIER_HOST
 
 
-REMOVED_A = cache_pb.CacheEvent(removed=cache_pb.BlockRemoved(block_hash="a"))
+def stored(name: str, parent: str = "", tier: cache_pb.Tier.ValueType = DEVICE) -> cache_pb.CacheEvent:
+    block = cache_pb.BlockStored(block_hash=name, parent_hash=parent, token_ids=[1, 2], tier=tier)
+    return cache_pb.CacheEvent(stored=block)
+
+
+def removed(name: str, tier: cache_pb.Tier.ValueType) -> cache_pb.CacheEvent:
+    return cache_pb.CacheEvent(removed=cache_pb.BlockRemoved(block_hash=name, tier=tier))
+
+
+REMOVED_A = removed("a", DEVICE)
 CLEARED = cache_pb.CacheEvent(cleared=cache_pb.AllBlocksCleared())
 
 
@@ -34,15 +41,40 @@ def test_watched_events_make_a_replica(server: ScriptedServer, client: PageKVCli
         check=check,
     )
     replica = TableReplica()
-    seen = []
+    seen: list[tuple[object, object]] = []
     watched = client.watch_events()
     for _ in range(4):
         whole = replica.apply(next(watched))
         seen.append((whole, "".join(sorted(replica.blocks))))
     assert seen == [(False, "a"), (True, "ab"), (True, "bc"), (True, "d")]
-    assert replica.blocks["d"] == BlockStored("d", "", (1, 2))
+    assert replica.blocks["d"] == BlockStored("d", "", (1, 2), "device")
     with pytest.raises(FellBehind, match="start again"):
         next(watched)
+
+
+def test_a_replica_keeps_the_tiers_apart() -> None:
+    """CHECKLIST K7: one hash may be in both tables, and leaves each by itself."""
+    replica = TableReplica()
+    seen: list[tuple[object, object]] = []
+    for events in (
+        [stored("a"), stored("a", tier=HOST)],
+        [REMOVED_A, stored("b", "a", HOST)],
+        [removed("a", HOST), stored("c")],
+        [CLEARED],
+    ):
+        sequence = len(seen) + 1
+        message = cache_pb.WatchEventsResponse(sequence=sequence, snapshot=sequence == 1, events=events)
+        assert replica.apply(wire.event_batch(message))
+        seen.append(("".join(replica.blocks), "".join(replica.host_blocks)))
+    assert seen == [("a", "a"), ("", "ab"), ("c", "b"), ("", "")]
+
+
+def test_a_tier_that_the_client_does_not_know_is_an_error() -> None:
+    message = cache_pb.WatchEventsResponse(
+        sequence=1, snapshot=True, events=[stored("a", tier=cache_pb.TIER_UNSPECIFIED)]
+    )
+    with pytest.raises(ServerError, match="a tier that this client does not know"):
+        wire.event_batch(message)
 
 
 def test_a_watch_begins_again_until_its_first_message(server: ScriptedServer, client: PageKVClient) -> None:
@@ -71,6 +103,10 @@ def test_a_watch_ends_when_it_is_closed(server: ScriptedServer, client: PageKVCl
         (cache_pb.WatchEventsResponse(sequence=2, snapshot=True), "batch 2 does not follow batch 0"),
         (cache_pb.WatchEventsResponse(sequence=1), "before the end of the snapshot"),
         (cache_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[REMOVED_A]), "removes a, which is not"),
+        (
+            cache_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[stored("a"), removed("a", HOST)]),
+            "removes a, which is not",
+        ),
         (cache_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[stored("a")] * 2), "stores a, which is"),
     ],
 )

@@ -28,13 +28,13 @@ def outcomes(engine: EngineLoop, prompt: list[int], identity: CacheIdentity = AN
 
 
 async def followed(watch: TableWatch) -> set[bytes]:
-    """The digests that a reader of everything told so far has."""
-    found = {digest for digest, _ in watch.take_snapshot(9999)}
+    """The digests on the device that a reader of everything told so far has."""
+    found = {digest for (_, digest), _ in watch.take_snapshot(9999)}
     while watch._unread:
         diff = await watch.take()
         if diff.cleared:
             found.clear()
-        for digest, stored in diff.changes.items():
+        for (_, digest), stored in diff.changes.items():
             found.discard(digest) if stored is None else found.add(digest)
     return found
 

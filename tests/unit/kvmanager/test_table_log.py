@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import random
 
+import numpy as np
 import pytest
 from cached_prefixes import ROOT, Clock, cache, evict_all, hold
-from table_reader import Reader, table_of
+from scheduler_driver import Driver
+from table_reader import Reader, host_table_of, table_of
 
 from pagekv.common.errors import FellBehind, LimitExceeded, Unavailable
 from pagekv.kvmanager.block_hash import chain_digests, token_bytes
 from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.host_pool import NO_BLOCK, HostPool
+from pagekv.kvmanager.pins import Pins
 from pagekv.kvmanager.table_log import MAX_WATCHES, RemovedAgo, TableLog
 
 SIZE = 4
@@ -54,7 +58,7 @@ def test_the_snapshot_names_parents_before_children() -> None:
     for prompt in ([*range(12)], [*range(8), 5, 5, 5, 5, 6], [7] * 20, [*range(4), *range(4)]):
         cache(pool, prompt)
     seen: set[bytes] = set()
-    for digest, stored in log.watch().take_snapshot(99):
+    for (_, digest), stored in log.watch().take_snapshot(99):
         assert stored.parent == ROOT or stored.parent in seen
         seen.add(digest)
     assert len(seen) == pool.num_published == 10
@@ -69,9 +73,9 @@ def test_what_comes_and_goes_between_two_borders_is_left_out() -> None:
     for prompt in ([2] * 16, [3] * 16, [1] * 8):
         cache(pool, prompt)
     log.border(2)
-    changes = asyncio.run(watch.take()).changes
-    assert digests_of([1] * 8)[0] not in changes
-    assert digests_of([2] * 16)[0] not in changes
+    changed = {digest for _, digest in asyncio.run(watch.take()).changes}
+    assert digests_of([1] * 8)[0] not in changed
+    assert digests_of([2] * 16)[0] not in changed
     reader = Reader(log.watch())
     assert reader.table == table_of(pool)
 
@@ -111,6 +115,99 @@ def test_readers_hold_exactly_the_table_at_every_border(seed: int) -> None:
     assert log.num_watches == 2 + len(late)
 
 
+def keep(host: HostPool, prompt: list[int], index: int) -> None:
+    """What a swap or a write-back does: the prompt's block `index` goes into the host pool, unless it is there."""
+    digests = digests_of(prompt)
+    tokens = np.array(prompt[index * SIZE : (index + 1) * SIZE], np.uint32)
+    block = host.find(digests[index], tokens)
+    if block == NO_BLOCK:
+        host.release([host.take(digests[index], tokens, digests[index - 1] if index else ROOT)])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_readers_hold_exactly_both_tables_at_every_border(seed: int) -> None:
+    """CHECKLIST K7: as above, with a host pool, which also keeps blocks whose parents it has lost."""
+    rng = random.Random(seed)
+    log = TableLog(Clock())
+
+    def new_pools() -> tuple[BlockPool, HostPool]:
+        pool, host = BlockPool(12, SIZE, log=log), HostPool(6, SIZE, log)
+        log.follow(pool.table, host)
+        return pool, host
+
+    pool, host = new_pools()
+    readers = [Reader(log.watch())]
+    evictions = gaps = 0
+    for step in range(150):
+        for _ in range(rng.randrange(3)):
+            move, prompt = rng.random(), [rng.randrange(2) for _ in range(rng.randrange(4, 20))]
+            if move < 0.4:
+                cache(pool, prompt)
+            elif move < 0.9:
+                keep(host, prompt, rng.randrange(len(prompt) // SIZE))
+            elif move < 0.95:
+                host.clear()
+                pool.clear_prefix_table()
+            else:
+                evictions += host.evictions
+                pool, host = new_pools()
+        log.border(step)
+        kept = host_table_of(host)
+        gaps += any(parent != ROOT and parent not in kept for parent, _ in kept.values())
+        for reader in readers:
+            reader.read()
+            assert (reader.table, reader.host_table) == (table_of(pool), kept)
+        if rng.random() < 0.05:
+            readers.append(Reader(log.watch()))
+    assert evictions
+    assert gaps
+
+
+class WatchedDriver(Driver):
+    """The real scheduler, with a reader that is held against both tables after every step."""
+
+    def _new_pool(self, num_blocks: int) -> None:
+        if not hasattr(self, "log"):
+            self.log = TableLog(Clock())
+            self.reader = Reader(self.log.watch())
+        super()._new_pool(num_blocks)
+        self.pool = BlockPool(num_blocks, self.block_size, log=self.log)
+        self.pins = Pins(self.pool, max_share=1.0)
+        self.host = HostPool(self.host_blocks, self.block_size, self.log)
+        self.log.follow(self.pool.table, self.host)
+
+    def check(self) -> None:
+        super().check()
+        self.log.border(len(self.plans))
+        self.reader.read()
+        assert self.reader.table == table_of(self.pool)
+        assert self.reader.host_table == host_table_of(self.host)
+
+
+def test_a_reader_holds_both_tables_through_swaps_write_back_resets_and_lost_executors() -> None:
+    """CHECKLIST I5, K7: what the scheduler really does with two tiers that are too small."""
+    rng = random.Random(0)
+    driver = WatchedDriver(num_blocks=16, block_size=4, host_blocks=12, preemption="swap", write_back=True)
+    families = [[rng.randrange(90) for _ in range(16)] for _ in range(4)]
+    most_kept = 0
+    for round_number in range(60):
+        prompt = rng.choice(families)[: rng.randrange(4, 17)] + [rng.randrange(90) for _ in range(rng.randrange(1, 8))]
+        driver.submit(prompt, max_tokens=rng.randrange(1, 12), beam_width=rng.choice([0, 0, 2]))
+        for _ in range(rng.randrange(8)):
+            driver.step()
+            most_kept = max(most_kept, len(driver.reader.host_table))
+        if round_number % 20 == 9:
+            driver.scheduler.preempt_all()
+            driver.scheduler.clear_prefix_cache()
+            driver.check()
+        if round_number % 20 == 19:
+            driver.lose_executor()
+            driver.check()
+    driver.drain()
+    counters = driver.scheduler.counters
+    assert min(counters.swaps.swapped_out, counters.swaps.swapped_in, counters.swaps.written_back, most_kept) > 5
+
+
 def test_nothing_is_kept_for_nobody() -> None:
     pool, log = logged_pool()
     watch = log.watch()
@@ -120,6 +217,7 @@ def test_nothing_is_kept_for_nobody() -> None:
     assert (len(log._pending), log.num_watches) == (0, 0)
     cache(pool, [2] * 8)
     evict_all(pool)
+    keep(HostPool(1, SIZE, log), [2] * 8, 0)
     assert len(log._pending) == 0
 
 

@@ -12,6 +12,7 @@ from cache_harness import run
 from fake_engine import FakeEngine
 
 from pagekv.common.errors import LimitExceeded, Unavailable
+from pagekv.kvmanager.table_diff import Key, Tier
 from pagekv.kvmanager.table_watch import Diff, StoredBlock, TableWatch
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import cache_service_pb2_grpc as pb_grpc
@@ -27,6 +28,11 @@ def block(number: int) -> StoredBlock:
     return StoredBlock(digest(number - 1) if number else ROOT, array("I", [number, number + 1]))
 
 
+def key(number: int) -> Key:
+    """Even numbers are on the device, odd ones in the host pool."""
+    return (Tier.HOST if number % 2 else Tier.DEVICE), digest(number)
+
+
 def diff(*changes: int, cleared: bool = False) -> Diff:
     """Stores the numbers that are not negative and removes the others, ~n for n."""
     made = Diff()
@@ -34,9 +40,9 @@ def diff(*changes: int, cleared: bool = False) -> Diff:
         made.clear()
     for number in changes:
         if number >= 0:
-            made.store(digest(number), block(number))
+            made.store(key(number), block(number))
         else:
-            made.remove([digest(~number)])
+            made.remove([key(~number)])
     return made
 
 
@@ -75,7 +81,7 @@ async def read(call: grpc.aio.UnaryStreamCall[pb.WatchEventsRequest, pb.WatchEve
 @pytest.mark.parametrize(("size", "pieces"), [(0, [0]), (3, [3]), (1024, [1024, 0]), (2100, [1024, 1024, 52])])
 def test_the_snapshot_comes_in_pieces_that_fit_a_message(size: int, pieces: list[int]) -> None:
     async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
-        engine.table = [(digest(number), block(number)) for number in range(size)]
+        engine.table = [(key(number), block(number)) for number in range(size)]
         messages = [message async for message in stub.WatchEvents(pb.WatchEventsRequest(snapshot_only=True))]
         assert [len(message.events) for message in messages] == pieces
         assert [message.sequence for message in messages] == list(range(1, len(pieces) + 1))
@@ -89,20 +95,36 @@ def test_the_snapshot_comes_in_pieces_that_fit_a_message(size: int, pieces: list
 
 def test_a_stored_block_tells_hash_parent_tokens_and_tier() -> None:
     async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
-        engine.table = [(digest(7), block(7))]
+        engine.table = [((Tier.DEVICE, digest(7)), block(7)), ((Tier.HOST, digest(7)), block(7))]
         for omit in (False, True):
             request = pb.WatchEventsRequest(snapshot_only=True, omit_token_ids=omit)
             (message,) = [message async for message in stub.WatchEvents(request)]
-            assert message.events[0].stored == pb.BlockStored(
-                block_hash="00000007", parent_hash="00000006", token_ids=[] if omit else [7, 8], tier=pb.TIER_DEVICE
-            )
+            tokens = [] if omit else [7, 8]
+            assert [event.stored for event in message.events] == [
+                pb.BlockStored(block_hash="00000007", parent_hash="00000006", token_ids=tokens, tier=tier)
+                for tier in (pb.TIER_DEVICE, pb.TIER_HOST)
+            ]
+
+    run(body)
+
+
+def test_a_removed_block_tells_its_tier() -> None:
+    async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
+        call = stub.WatchEvents(pb.WatchEventsRequest())
+        await read(call)
+        watch_of(engine).push(diff(~4, ~5))
+        assert [event.removed for event in (await read(call)).events] == [
+            pb.BlockRemoved(block_hash="00000004", tier=pb.TIER_DEVICE),
+            pb.BlockRemoved(block_hash="00000005", tier=pb.TIER_HOST),
+        ]
+        call.cancel()
 
     run(body)
 
 
 def test_batches_follow_the_snapshot_and_a_slow_reader_gets_them_as_one() -> None:
     async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
-        engine.table = [(digest(0), block(0))]
+        engine.table = [(key(0), block(0))]
         call = stub.WatchEvents(pb.WatchEventsRequest())
         assert shown(await read(call)) == ["+0"]
         watch = watch_of(engine)
@@ -159,7 +181,7 @@ def test_a_watch_ends_with_what_ended_it() -> None:
 def test_an_ended_watch_keeps_nothing() -> None:
     """Pushes after the reader went, and a second close, do nothing."""
     ended: list[TableWatch] = []
-    watch = TableWatch(iter([(digest(1), block(1))]), ended.append)
+    watch = TableWatch(iter([(key(1), block(1))]), ended.append)
     watch.push(diff(2))
     watch.close()
     watch.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import groupby
@@ -27,6 +28,7 @@ from pagekv.client.types import (
     PrefixExplanation,
     Prompt,
     TableCleared,
+    Tier,
 )
 from pagekv.common.flags import integer
 
@@ -39,7 +41,7 @@ SHOWN_HASH = 16
 WATCH_EXAMPLES = """\
   pagekv watch
   pagekv watch --tokens
-  pagekv watch --limit 1 --json        the prefix table now, and no more
+  pagekv watch --limit 1 --json        the prefix tables now, and no more
 """
 
 
@@ -57,7 +59,7 @@ def add(commands: Subparsers) -> None:
     parser = add_command(commands, "unpin", "end a pin before its lease is over", unpin)
     parser.add_argument("pin_id", metavar="PIN_ID")
     add_target(parser)
-    parser = add_command(commands, "watch", "show what enters and leaves the prefix table, until Ctrl-C", watch,
+    parser = add_command(commands, "watch", "show what enters and leaves the prefix tables, until Ctrl-C", watch,
                          examples=WATCH_EXAMPLES)  # fmt: skip
     add_target(parser)
     parser.add_argument("--tokens", action="store_true", help="with the token ids of each block")
@@ -150,7 +152,8 @@ def unpin(args: argparse.Namespace, terminal: Terminal) -> int:
 
 def watch(args: argparse.Namespace, terminal: Terminal) -> int:
     """WatchEvents, a line for each event after the snapshot; a JSON value for each message."""
-    ended = blocks = 0
+    ended = 0
+    blocks: Counter[Tier] = Counter()
     with connect(args) as client:
         # JSON is for scripts, which can leave out what they do not want.
         watched = client.watch_events(token_ids=args.tokens or args.json, snapshot_only=args.limit == 1)
@@ -158,9 +161,10 @@ def watch(args: argparse.Namespace, terminal: Terminal) -> int:
             if args.json:
                 terminal.json({**asdict(batch), "events": [_event_json(event) for event in batch.events]})
             elif batch.snapshot:
-                blocks += len(batch.events)
+                blocks.update(event.tier for event in batch.events if isinstance(event, BlockStored))
                 if not batch.more:
-                    terminal.print(f"{blocks} blocks in the prefix table")
+                    on_host = f", {blocks['host']} in that of the host pool" if blocks["host"] else ""
+                    terminal.print(f"{blocks['device']} blocks in the device's prefix table{on_host}")
             if not args.json and (args.tokens or not batch.snapshot):
                 for line in _lines(batch, args.tokens):
                     terminal.print(line)
@@ -179,8 +183,9 @@ def _lines(batch: EventBatch, tokens: bool) -> Iterator[str]:
     for event in batch.events:
         if isinstance(event, BlockStored):
             ids = f": {' '.join(map(str, event.token_ids))}" if tokens else ""
-            yield f"stored   {event.block_hash[:SHOWN_HASH]} after {event.parent_hash[:SHOWN_HASH]}{ids}"
+            after = event.parent_hash[:SHOWN_HASH]
+            yield f"stored   {event.tier:<6}  {event.block_hash[:SHOWN_HASH]} after {after}{ids}"
         elif isinstance(event, BlockRemoved):
-            yield f"removed  {event.block_hash[:SHOWN_HASH]}"
+            yield f"removed  {event.tier:<6}  {event.block_hash[:SHOWN_HASH]}"
         else:
             yield "cleared"
