@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,6 +16,7 @@ from pagekv.kvmanager.engine_config import EngineConfig
 from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.executor_client import Description, ExecutorLost
 from pagekv.kvmanager.failed_steps import Fault
+from pagekv.kvmanager.observer import Observer
 from pagekv.kvmanager.request import FinishReason, GenerateCommand, RequestStream, SamplingParams
 from pagekv.kvmanager.running import SchedulerLimits
 from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
@@ -138,14 +139,17 @@ def config(**changes: object) -> EngineConfig:
 
 
 def run(
-    monkeypatch: pytest.MonkeyPatch, body: Callable[[EngineLoop, Bench], Awaitable[None]], **changes: object
+    monkeypatch: pytest.MonkeyPatch,
+    body: Callable[[EngineLoop, Bench], Awaitable[None]],
+    observers: Sequence[Observer] = (),
+    **changes: object,
 ) -> None:
     """Runs an engine while `body` does; it must be consistent and idle at the end."""
 
     async def main() -> None:
         bench = Bench()
         monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake: Link(bench, wake))
-        engine = EngineLoop(config(**changes))
+        engine = EngineLoop(config(**changes), observers=observers)
         task = asyncio.create_task(engine.run())
         await engine.wait_ready()
         test = asyncio.ensure_future(body(engine, bench))

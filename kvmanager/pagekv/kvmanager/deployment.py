@@ -37,6 +37,7 @@ def plan_deployment(description: Description, config: EngineConfig) -> ModelInfo
         num_device_blocks=num_blocks,
         num_host_blocks=_num_host_blocks(description, config),
         backend=description.backend,
+        bytes_per_block=description.bytes_per_block,
     )
 
 

@@ -23,6 +23,8 @@ class ModelInfo:
     num_device_blocks: int
     num_host_blocks: int
     backend: str
+    # Of keys and values in a block, over all layers.
+    bytes_per_block: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.executor_client import AttachRefused
 from pagekv.kvmanager.inference_service import InferenceService
 from pagekv.kvmanager.observer import Observer
+from pagekv.kvmanager.request_metrics import RequestMetrics
 from pagekv.kvmanager.serving_state import ServingState
 from pagekv.kvmanager.tokenizer import Tokenizer, TokenizerError
 from pagekv.v1 import cache_service_pb2, cache_service_pb2_grpc, inference_service_pb2, inference_service_pb2_grpc
@@ -105,9 +106,14 @@ class Manager:
             return None
         try:
             from pagekv.kvmanager.http_server import HttpServer
+            from pagekv.kvmanager.metrics import EngineCollector, metrics_routes
         except ImportError as error:
             raise ExtraMissing(f"--http-listen needs {error.name}: pip install 'pagekv[observe]'") from error
-        server = HttpServer(self._config.observe.http_listen, [])
+        requests = RequestMetrics()
+        self._observers.append(requests)
+        prefix_cache = self._config.engine.limits.prefix_cache
+        collector = EngineCollector(self.engine, requests, prefix_cache=prefix_cache)
+        server = HttpServer(self._config.observe.http_listen, [*metrics_routes(collector)])
         port = await server.start()
         if self._config.observe.http_port_file:
             write_port_file(Path(self._config.observe.http_port_file), port)

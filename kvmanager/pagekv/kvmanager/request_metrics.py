@@ -1,0 +1,133 @@
+"""Times and sizes of requests and steps, as histograms. Names, buckets and meanings are those of METRICS.md.
+
+A step costs two observations of its own and one of its tokens together; Python work for a single sequence is done
+only when it enters, gets its first token, or ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pagekv.kvmanager.histogram import Histogram
+from pagekv.kvmanager.observer import Observer, RequestEnd
+from pagekv.kvmanager.sequence import LiveRequest
+from pagekv.kvmanager.step_plan import Committed, StepOutcome, StepPlan
+from pagekv.kvmanager.token_gaps import TokenGaps
+
+# vLLM's bounds, with finer ones below for small models and fast requests. Seconds.
+LATENCY = (
+    *(0.01, 0.025, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60),
+    *(120, 240, 480, 960, 1920, 7680),
+)
+FIRST_TOKEN = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20),
+    *(40, 80, 160, 640, 2560),
+)
+INTER_TOKEN = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1),
+    *(2.5, 5, 7.5, 10, 20, 40, 80),
+)
+STEP = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 60)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000)
+
+# What became of each sequence; vLLM's words.
+REASONS = ("stop", "length", "abort", "error")
+_REST = {RequestEnd.FINISHED: "stop", RequestEnd.ABORTED: "abort", RequestEnd.FAILED: "error"}
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Of one request; seconds on the clock."""
+
+    submitted: float
+    scheduled: float | None = None
+    first_token: float | None = None
+    # Sequences whose end was counted.
+    ended: int = 0
+
+
+class RequestMetrics(Observer):
+    """One per manager. Histograms by name, and `finished`: sequences by reason, cumulative."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` gives seconds."""
+        self._clock = clock
+        self._live: dict[LiveRequest, _Progress] = {}
+        self.finished = dict.fromkeys(REASONS, 0)
+        self.time_to_first_token = Histogram(FIRST_TOKEN)
+        self.inter_token_latency = Histogram(INTER_TOKEN)
+        self.e2e_latency = Histogram(LATENCY)
+        self.queue_time = Histogram(LATENCY)
+        self.prefill_time = Histogram(LATENCY)
+        self.decode_time = Histogram(LATENCY)
+        self.prompt_tokens = Histogram(TOKENS)
+        self.generation_tokens = Histogram(TOKENS)
+        self.step_seconds = Histogram(STEP)
+        self.step_tokens = Histogram(TOKENS)
+        self._gaps = TokenGaps(self.inter_token_latency)
+
+    def submitted(self, request: LiveRequest) -> None:
+        self._live[request] = _Progress(self._clock())
+
+    def planned(self, plan: StepPlan) -> None:
+        if not plan.new:
+            return
+        now = self._clock()
+        for new in plan.new:
+            progress = self._live.get(new.sequence.request)
+            if progress is not None and progress.scheduled is None:
+                progress.scheduled = now
+                self.queue_time.observe(now - progress.submitted)
+
+    def committed(self, plan: StepPlan, outcome: StepOutcome, committed: Committed) -> None:
+        now = self._clock()
+        self.step_seconds.observe(outcome.execute_us * 1e-6)
+        self.step_tokens.observe(outcome.computed_tokens)
+        if plan.new:
+            self._gaps.open(plan.new)
+        for position in self._gaps.take(committed.handles, now):
+            self._first_token(committed.sequences[position].request, now)
+        for position, ending in committed.endings.items():
+            self._count(committed.sequences[position].request, ending.reason.value)
+        for request in committed.searched:
+            assert request.search is not None
+            self._first_token(request, now)
+            for result in request.search.results():
+                self._count(request, result.finish.value)
+
+    def _first_token(self, request: LiveRequest, now: float) -> None:
+        progress = self._live.get(request)
+        if progress is not None:
+            self.time_to_first_token.observe(now - progress.submitted)
+            if progress.first_token is None:
+                progress.first_token = now
+
+    def _count(self, request: LiveRequest, reason: str) -> None:
+        self.finished[reason] += 1
+        progress = self._live.get(request)
+        if progress is not None:
+            progress.ended += 1
+
+    def ended(self, request: LiveRequest, end: RequestEnd) -> None:
+        self._gaps.forget(request)
+        progress = self._live.pop(request, None)
+        if progress is None:
+            return
+        # A stop string is found by the reader, and no step tells of it.
+        self.finished[_REST[end]] += request.command.n - progress.ended
+        if end is not RequestEnd.FINISHED:
+            return
+        now, resumed = self._clock(), request.command.resumed_tokens
+        self.e2e_latency.observe(now - progress.submitted)
+        if progress.scheduled is not None and progress.first_token is not None:
+            self.prefill_time.observe(progress.first_token - progress.scheduled)
+            self.decode_time.observe(now - progress.first_token)
+        self.prompt_tokens.observe(len(request.command.prompt_ids) - resumed)
+        if request.search is None:
+            for sequence in request.sequences:
+                self.generation_tokens.observe(sequence.num_output - resumed)
+        else:
+            for result in request.search.results():
+                self.generation_tokens.observe(len(result.token_ids))

@@ -1,0 +1,87 @@
+"""Seconds between the tokens of each sequence, for all sequences of a step at once.
+
+In steady state the same sequences get a token in every step, so all of them have waited for as long: one observation
+with a weight. Where the step before had others, the times of their latest tokens are read from a column by handle, and
+only for a sequence that enters the executor is anything done one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from pagekv.kvmanager.histogram import Histogram
+from pagekv.kvmanager.sequence import LiveRequest, Sequence
+from pagekv.kvmanager.step_plan import NewSequence
+
+
+class TokenGaps:
+    """A sequence that comes back after a preemption or a lost executor has waited since its latest token, too."""
+
+    def __init__(self, histogram: Histogram) -> None:
+        """`histogram` takes the gaps."""
+        self._histogram = histogram
+        # Seconds, by handle: the latest token of its owner, NaN before the first.
+        self._last = np.full(64, math.nan)
+        # By handle: who had it last.
+        self._owners: list[Sequence | None] = [None] * 64
+        self._handles: dict[Sequence, int] = {}
+        # Latest tokens of sequences whose handle has gone to another.
+        self._away: dict[Sequence, float] = {}
+        # The step before gave these a token at that time, which is not in the column yet.
+        self._latest: list[int] = []
+        self._latest_at = 0.0
+
+    def open(self, new: Iterable[NewSequence]) -> None:
+        """Sequences that entered the executor with the step whose tokens are taken next."""
+        self._settle()
+        for entered in new:
+            sequence, handle = entered.sequence, entered.handle
+            while handle >= len(self._owners):
+                self._last = np.append(self._last, np.full(len(self._owners), math.nan))
+                self._owners += [None] * len(self._owners)
+            last = self._leave(sequence)
+            owner = self._owners[handle]
+            if owner is not None:
+                self._away[owner] = self._leave(owner)
+            self._last[handle] = last
+            # Beams come and go, and none of their tokens is final before the end.
+            if sequence.request.search is None:
+                self._owners[handle] = sequence
+                self._handles[sequence] = handle
+
+    def take(self, handles: list[int], now: float) -> list[int]:
+        """A token for each of these, ascending; returns the positions of those that got their first."""
+        if not handles:
+            return []
+        if handles == self._latest:
+            self._histogram.observe(now - self._latest_at, len(handles))
+            self._latest_at = now
+            return []
+        self._settle()
+        gaps = now - self._last[handles]
+        first = np.isnan(gaps)
+        self._histogram.observe_all(gaps[~first])
+        self._latest, self._latest_at = handles, now
+        positions: list[int] = np.flatnonzero(first).tolist()
+        return positions
+
+    def forget(self, request: LiveRequest) -> None:
+        """It has ended."""
+        for sequence in request.sequences:
+            self._leave(sequence)
+
+    def _settle(self) -> None:
+        """Writes the column."""
+        self._last[self._latest] = self._latest_at
+        self._latest = []
+
+    def _leave(self, sequence: Sequence) -> float:
+        """Takes a sequence out; the time of its latest token."""
+        handle = self._handles.pop(sequence, None)
+        if handle is None:
+            return self._away.pop(sequence, math.nan)
+        self._owners[handle] = None
+        return float(self._last[handle])
