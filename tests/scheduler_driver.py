@@ -44,6 +44,7 @@ class Driver:
         host_blocks: int = 0,
         preemption: str = "recompute",
         write_back: bool = False,
+        preemption_limit: int = 3,
     ) -> None:
         """`protected_share`: evicts by segmented LRU with this share, else by LRU."""
         self.block_size = block_size
@@ -52,7 +53,15 @@ class Driver:
         self._new_pool(num_blocks)
         policy = SwapPolicy(preemption, 1, 1, 1, 1)
         limits = SchedulerLimits(
-            max_batch_tokens, max_running, watermark, prefix_cache, partial_hits, fork_sharing, policy, write_back
+            max_batch_tokens,
+            max_running,
+            watermark,
+            prefix_cache,
+            partial_hits,
+            fork_sharing,
+            policy,
+            write_back,
+            preemption_limit,
         )
         self.priority_aging = priority_aging
         self.eos = eos
@@ -167,6 +176,11 @@ class Driver:
 def copies(plan: StepPlan) -> list[tuple[int, int]]:
     """Copies on the device, (source, destination)."""
     return [(move.source, move.destination) for move in plan.moves if move.kind is MoveKind.COPY]
+
+
+def moves(driver: Driver, kind: MoveKind) -> list[tuple[int, int]]:
+    """All copies of a kind so far, (source, destination)."""
+    return [(m.source, m.destination) for plan in driver.plans for m in plan.moves if m.kind is kind]
 
 
 def output(request: LiveRequest, index: int = 0) -> list[int]:

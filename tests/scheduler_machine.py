@@ -50,6 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         host_blocks=st.sampled_from([0, 3, 8, 30]),
         preemption=st.sampled_from(["swap", "swap", "auto", "recompute"]),
         write_back=st.booleans(),
+        preemption_limit=st.sampled_from([0, 1, 3]),
     )
     def start(self, num_blocks: int, block_size: int, budget: int, running: int, **options: Any) -> None:
         self.driver = self.DRIVER(
@@ -74,7 +75,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20),
         max_tokens=st.integers(1, 10),
         priority=st.integers(0, 1),
-        n=st.sampled_from([1, 1, 2, 3]),
+        n=st.sampled_from([1, 1, 2, 3, 5]),
         namespace=st.sampled_from(["", "", "other"]),
         adapter=st.sampled_from(["", "", "other"]),
         media=st.sampled_from(MEDIA),
@@ -191,6 +192,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def consistent(self) -> None:
         if hasattr(self, "driver"):
             self.driver.check()
+            for request in self.driver.requests:
+                _check_sharing(self.driver, request)
             limits = self.driver.scheduler.limits
             assert self.driver.executor.largest_step <= limits.max_batch_tokens
 
@@ -225,6 +228,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         ends = frozenset(sampling.stop_token_ids)
         search = BeamSearch(sampling.beam_width, command.n, 1.0, False, sampling.max_tokens, ends)
         return [list(tokens) for tokens in expected_beams(command.prompt_ids, search, self.VOCAB)]
+
+
+def _check_sharing(driver: Driver, request: LiveRequest) -> None:
+    """Beams hold blocks all or none; without other requests to share with, sequences of one prompt share its blocks."""
+    states = [s.state for s in request.sequences if s.state is not SequenceState.FINISHED]
+    if request.search is not None:
+        assert len({state is SequenceState.WAITING for state in states}) <= 1
+    elif driver.scheduler.limits.fork_sharing and not driver.scheduler.limits.prefix_cache:
+        shared = (len(request.command.prompt_ids) - 1) // driver.block_size
+        tables = [s.block_table[:shared].tolist() for s in request.sequences if s.block_table]
+        assert all(table == tables[0] for table in tables)
 
 
 class WireMachine(SchedulerMachine):

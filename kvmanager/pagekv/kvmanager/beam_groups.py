@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from pagekv.kvmanager.beam_search import BeamSearch, Continuation
 from pagekv.kvmanager.running import Running, key
-from pagekv.kvmanager.sequence import NO_HANDLE, LiveRequest, Sequence, SequenceState
+from pagekv.kvmanager.sequence import LiveRequest, Sequence, SequenceState
 from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
 
 
@@ -45,15 +45,6 @@ def give_blocks(running: Running) -> None:
                 sequence.block_table.append(block)
 
 
-def plan_returns(running: Running, plan: StepPlan, budget: int, sampling: list[int]) -> None:
-    """Enters the beams that a decision has given their next token, as far as budget and sequence slots go."""
-    # More beams may hold blocks than fit into the executor at once. Each leaves after a step, so the others follow; and
-    # while there are as many nothing else is admitted, so what stays there leaves at least one slot.
-    room = running.limits.max_running - len(running.rows.decoding_rows()) - len(running.prefilling)
-    while running.returning and plan.num_tokens < budget and len(plan.beams) < room:
-        running.enter(plan, running.returning.pop(0), budget, sampling)
-
-
 def take_candidates(running: Running, plan: StepPlan, outcome: StepOutcome) -> list[LiveRequest]:
     """Takes in what a step's beams reported, and advances the searches that have heard from all of theirs; returns
     those that are done.
@@ -81,7 +72,7 @@ def _advance(running: Running, request: LiveRequest) -> bool:
     going_on = {continuation.parent for continuation in continuing}
     for index, beam in enumerate(beams):
         if index not in going_on:
-            running.release(beam, SequenceState.FINISHED)
+            running.release(beam)
     if search.done:
         return True
     _fork(running, request, continuing)
@@ -122,17 +113,3 @@ def _fork(running: Running, request: LiveRequest, continuing: list[Continuation]
         # Refused whole, and nobody is behind: none goes on until all can.
         running.queue(children)
         running.preempt(following[0])
-
-
-def make_way(running: Running, head: Sequence) -> bool:
-    """Breaks up searches that hold each other up. When everything that holds blocks is a beam that waits for beams
-    without blocks, and the head of the queue finds no room, the last other search gives its blocks back. False when
-    that is not how things are.
-    """
-    if any(s.state is not SequenceState.DRAINING or s.handle != NO_HANDLE for s in running.order):
-        return False
-    for sequence in reversed(running.order):
-        if sequence.request is not head.request:
-            running.preempt(sequence)
-            return True
-    return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as List
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,6 +24,30 @@ from pagekv.kvmanager.swap_policy import SwapPolicy
 from pagekv.kvmanager.swapping import SwapCounters, Swapper
 
 _NO_BLOCKS = np.empty(0, np.int32)
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A sequence to admit, and with whom it shares leading blocks: another of its request that holds blocks, or comes
+    before it in the same admission. `shared` is how many.
+    """
+
+    sequence: Sequence
+    sibling: Sequence | None = None
+    shared: int = 0
+
+
+@dataclass(slots=True)
+class _Take:
+    """What an arrival reuses: cached blocks of the device, then host blocks or tokens of a cached block to copy."""
+
+    sequence: Sequence
+    hits: Blocks = field(default_factory=lambda: _NO_BLOCKS)
+    kept: list[int] = field(default_factory=list)
+    source: int = -1
+    copied: int = 0
+    num_fresh: int = 0
+    num_computed: int = 0
 
 
 class BlockTables:
@@ -69,50 +94,85 @@ class BlockTables:
 
     # -- taking
 
-    def admit(self, sequence: Sequence, keep_free: int) -> int:
-        """Touches the cached prefix and allocates blocks for every other known token. Returns 0, or how many blocks
-        more would have to be free; then nothing has changed. `keep_free` blocks are left free.
+    def admit(self, arrivals: List[Arrival], keep_free: int) -> int:
+        """Takes for each sequence the cached prefix, or what it shares with another of its request if that is as much,
+        and blocks for every other known token. Returns 0, or how many blocks more would have to be free; then nothing
+        has changed. `keep_free` blocks are left free.
         """
-        size, known = self._block_size, len(sequence.token_ids)
-        identity = sequence.request.command.identity
-        hits = _NO_BLOCKS
-        source, shared = -1, 0
-        if self._prefix_cache and identity.read:
-            # At least one token is computed, or there would be no logits to sample from.
-            hits = self._match(sequence, (known - 1) // size)
-        kept, computed = self._swapper.match(sequence, len(hits)) if self._swapper.host.num_blocks else ([], 0)
-        if not kept and self._prefix_cache and identity.read and self._partial_hits and not identity.media:
-            source, shared = self._partial_hit(sequence, hits)
         pool = self.pool
-        needed = -(-known // size) - len(hits)
-        spare = pool.num_free - needed - keep_free - (pool.num_unheld(hits) if len(hits) else 0)
+        takes = [self._look_up(arrival) for arrival in arrivals]
+        needed = sum(take.num_fresh for take in takes)
+        hits = [take.hits for take in takes if len(take.hits)]
+        unheld = pool.num_unheld(np.unique(np.concatenate(hits)) if len(hits) > 1 else hits[0]) if hits else 0
+        spare = pool.num_free - needed - keep_free - unheld
         if spare < 0:
             return -spare
-        if shared and not pool.ref_count(source):
-            # The source of a copy must not be given away before it is copied; if that is one too many, do without.
-            shared = shared if spare else 0
-        if len(hits):
-            # Only a prompt that comes again proves its blocks; a sequence that returns after preemption does not.
-            (pool.touch if sequence.cached_tokens is None else pool.share)(hits)
-        if shared:
-            held = np.array([source], np.int32)
-            pool.share(held)
-        # Neither may what is written back now take their place.
-        self._swapper.host.hold(kept)
-        fresh = pool.allocate(needed)
-        if fresh is None:
-            raise InvariantError(f"{needed} blocks were free and could not be allocated")
-        if shared:
-            self._moves.append(Move(MoveKind.COPY, source, int(fresh[0])))
-            pool.free(held)
-        self._swapper.swap_in(kept, fresh[: len(kept)].tolist())
-        self._swapper.host.release(kept)
-        self._swapper.drop(sequence)
-        sequence.block_table = array("i", hits.tobytes())
-        sequence.block_table.frombytes(fresh.tobytes())
-        sequence.num_published = len(hits)
-        sequence.num_computed = computed if kept else len(hits) * size + shared
+        # First of all nothing that is needed may be given away.
+        for take in takes:
+            if len(take.hits):
+                # Only a prompt that comes again proves its blocks; a sequence that returns after preemption does not.
+                (pool.touch if take.sequence.cached_tokens is None else pool.share)(take.hits)
+            # Neither may what is written back now take their place.
+            self._swapper.host.hold(take.kept)
+        for take in takes:
+            if take.copied and not pool.ref_count(take.source):
+                # The source of a copy must be kept until it is copied; if that is one too many, do without.
+                take.copied = take.copied if spare else 0
+                spare -= 1 if take.copied else 0
+            if take.copied:
+                pool.share(np.array([take.source], np.int32))
+        for take, arrival in zip(takes, arrivals, strict=True):
+            self._take(take, arrival)
         return 0
+
+    def _look_up(self, arrival: Arrival) -> _Take:
+        """What an arrival can reuse; changes nothing but `arrival.shared`, which is 0 if more is cached."""
+        sequence, size = arrival.sequence, self._block_size
+        known = len(sequence.token_ids)
+        reads = self._prefix_cache and sequence.request.command.identity.read
+        take = _Take(sequence)
+        if reads:
+            # At least one token is computed, or there would be no logits to sample from.
+            take.hits = self._match(sequence, (known - 1) // size)
+        if arrival.shared < len(take.hits):
+            arrival.shared = 0
+        if arrival.shared:
+            take.hits = _NO_BLOCKS
+        first = arrival.shared or len(take.hits)
+        take.num_fresh = -(-known // size) - first
+        take.num_computed = first * size
+        if self._swapper.host.num_blocks:
+            take.kept, computed = self._swapper.match(sequence, first)
+            if take.kept:
+                take.num_computed = computed
+        copies = reads and self._partial_hits and not sequence.request.command.identity.media
+        if copies and not take.kept and not arrival.shared:
+            take.source, take.copied = self._partial_hit(sequence, take.hits)
+        return take
+
+    def _take(self, take: _Take, arrival: Arrival) -> None:
+        """Allocates, and lists the copies."""
+        pool, sequence = self.pool, take.sequence
+        begin = take.hits
+        if arrival.shared:
+            assert arrival.sibling is not None
+            begin = np.array(arrival.sibling.block_table[: arrival.shared], np.int32)
+            pool.share(begin)
+            if self._prefix_cache:
+                self._extend_digests(sequence)
+        fresh = pool.allocate(take.num_fresh)
+        if fresh is None:
+            raise InvariantError(f"{take.num_fresh} blocks were free and could not be allocated")
+        if take.copied:
+            self._moves.append(Move(MoveKind.COPY, take.source, int(fresh[0])))
+            pool.free(np.array([take.source], np.int32))
+        self._swapper.swap_in(take.kept, fresh[: len(take.kept)].tolist())
+        self._swapper.host.release(take.kept)
+        self._swapper.drop(sequence)
+        sequence.block_table = array("i", begin.tobytes())
+        sequence.block_table.frombytes(fresh.tobytes())
+        sequence.num_published = len(begin)
+        sequence.num_computed = take.num_computed + take.copied
 
     def _match(self, sequence: Sequence, most: int) -> Blocks:
         """Longest leading run of cached blocks, at most `most`; brings `digests` along."""
@@ -295,14 +355,15 @@ class BlockTables:
 
     # -- giving back
 
-    def swap_out(self, sequence: Sequence, policy: SwapPolicy) -> None:
-        """Before `free`: keeps in the host pool what the sequence has computed, if the policy is for it, as far as
+    def swap_out(self, group: List[Sequence], policy: SwapPolicy) -> None:
+        """Before `free`: keeps in the host pool what these sequences have computed, if the policy is for it, as far as
         there is room.
         """
         if policy.mode != "recompute" and self._swapper.host.num_blocks:
-            self.publish(sequence)
-            if policy.swaps(*self._swapper.cost(sequence)):
-                self._swapper.swap_out(sequence)
+            for sequence in group:
+                self.publish(sequence)
+            if policy.swaps(*self._swapper.cost(group)):
+                self._swapper.swap_out(group)
 
     def drop_swapped(self, sequence: Sequence) -> None:
         """Gives back what the host pool keeps for a sequence."""

@@ -86,6 +86,14 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
         default="auto",
         choices=MODES,
     )
+    flag(
+        "preemption-limit",
+        "preemptions, 0 to 1000000, after which a request is no longer the first choice when another has to give its "
+        "blocks back",
+        default=3,
+        type=integer(0, 10**6),
+        metavar="N",
+    )
     switch(
         "write-back",
         "blocks that the device evicts go to the host pool and serve later hits from there (with --prefix-cache)",
@@ -221,6 +229,7 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
                 fork_sharing=args.fork_sharing,
                 swap=SwapPolicy(args.preemption),
                 write_back=args.write_back,
+                preemption_limit=args.preemption_limit,
             ),
         ),
     )

@@ -1,7 +1,7 @@
 """The running order: sequences that hold blocks, how they enter it and the one way out of it.
 
 Blocks come with a place in the order and go back when it is left, by finish, by preemption or with the executor. The
-beams of one search come and go on their own while it advances, and are preempted together.
+sequences of one request, or the beams of one search, are preempted together, and what they share is copied once.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from pagekv.kvmanager.block_pool import BlockPool
 from pagekv.kvmanager.block_tables import BlockTables
+from pagekv.kvmanager.followers import Followers
 from pagekv.kvmanager.host_pool import HostPool
-from pagekv.kvmanager.sequence import NO_HANDLE, LiveRequest, Sequence, SequenceState
+from pagekv.kvmanager.sequence import HOLDING, NO_HANDLE, LiveRequest, Sequence, SequenceState
 from pagekv.kvmanager.sequence_rows import SequenceRows
 from pagekv.kvmanager.step_plan import NewSequence, StepPlan
 from pagekv.kvmanager.swap_policy import SwapPolicy
@@ -41,6 +42,8 @@ class SchedulerLimits:
     swap: SwapPolicy = field(default_factory=SwapPolicy)
     # What is evicted from the device goes to the host pool.
     write_back: bool = False
+    # Preemptions after which a request is passed over as a victim, as long as another one can be found.
+    preemption_limit: int = 3
 
     @property
     def uses_host(self) -> bool:
@@ -91,8 +94,10 @@ class Running:
         self.order: list[Sequence] = []
         # Of those, the ones with known tokens left to plan; sorted by key.
         self.prefilling: list[Sequence] = []
-        # Beams that have a block for their next token or will get one, and are to enter the executor; sorted by key.
+        # Those that hold blocks, or beams that will get one, and are to enter the executor; sorted by key.
         self.returning: list[Sequence] = []
+        # Of those, the ones that share blocks which are yet to be computed.
+        self.followers = Followers(pool.block_size)
         # Handles that the executor still holds and the next step must drop.
         self.leaving: list[int] = []
         # Preempted since the latest plan, and whether something was kept in the host pool.
@@ -100,11 +105,14 @@ class Running:
         # Sequences in the state FORKING.
         self.num_forking = 0
 
+    def is_alone(self, request: LiveRequest) -> bool:
+        """Whether no other request holds blocks."""
+        return not self.order or self.order[0].request is request is self.order[-1].request
+
     def watermark(self, request: LiveRequest) -> int:
         """Blocks that an admission of this request leaves free."""
         # With no other running it protects nobody, and insisting on it could block a large prompt for ever.
-        alone = not self.order or self.order[0].request is request is self.order[-1].request
-        return 0 if alone else math.ceil(self.limits.watermark * self.pool.num_blocks)
+        return 0 if self.is_alone(request) else math.ceil(self.limits.watermark * self.pool.num_blocks)
 
     # -- in
 
@@ -154,18 +162,34 @@ class Running:
             blocks = self.pool.allocate(1)
             if blocks is not None:
                 return int(blocks[0])
-            self.preempt(next(s for s in reversed(self.order) if _may_be_preempted(s)))
+            if not self.preempt_behind(sequence):
+                self._preempt_own(sequence.request)
         return -1
 
     def preempt_behind(self, sequence: Sequence) -> bool:
-        """Preempts the last of the order, if it stands behind this sequence's request; False when nobody does."""
+        """Preempts a request that stands behind this sequence's: the last, but for those that were preempted often
+        enough while there is another. False when nobody is behind. The front of the order is never preempted so.
+        """
+        last = None
         for other in reversed(self.order):
             if other.request is sequence.request or other.key < sequence.key:
                 break
             if _may_be_preempted(other):
-                self.preempt(other)
-                return True
-        return False
+                if other.preemptions < self.limits.preemption_limit:
+                    last = other
+                    break
+                last = last or other
+        if last is not None:
+            self.preempt(last)
+        return last is not None
+
+    def _preempt_own(self, request: LiveRequest) -> None:
+        """Nobody is behind a request that needs a block. It waits whole until those before it have made room; but
+        where it is the first it has outgrown the pool, and goes on with one sequence less.
+        """
+        candidates = [s for s in self.order if _may_be_preempted(s)]
+        first = candidates[0].request is request
+        self.preempt(candidates[-1], apart=first and request.search is None)
 
     # -- out
 
@@ -176,20 +200,24 @@ class Running:
             sequence.state = SequenceState.WAITING
             self.waiting.push(sequence)
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Frees every block; the sequence waits, and goes on from what it finds cached or swapped out. Tokens in flight
-        still count, unless it is a beam: then all of its search wait, and what was in flight is computed again.
+    def preempt(self, sequence: Sequence, *, apart: bool = False) -> None:
+        """Frees every block of a request, or of the one sequence `apart`; its sequences wait, and go on from what they
+        find cached or swapped out. Tokens in flight still count, unless they are beams: those compute them again.
         """
-        group = [sequence] if sequence.request.search is None else sequence.request.sequences
-        for member in reversed(group):
-            if member.state in (SequenceState.RUNNING, SequenceState.DRAINING):
-                self.counters.preemptions += 1
-                member.preemptions += 1
-                member.candidates = None
-                self.release(member, SequenceState.WAITING)
-                self.counters.swap_preemptions += member.swapped is not None
-                self.preempted.append((member, member.swapped is not None))
-                self.waiting.push(member)
+        group = [sequence] if apart else sequence.request.sequences
+        members = sorted((s for s in group if s.state in HOLDING and _may_be_preempted(s)), key=key)
+        for member in reversed(members):
+            self.counters.preemptions += 1
+            member.preemptions += 1
+            member.candidates = None
+            self._leave(member, SequenceState.WAITING)
+        # Of what they share, one copy, before any of them gives it back.
+        self.tables.swap_out(members, self.limits.swap)
+        for member in reversed(members):
+            self.tables.free(member)
+            self.counters.swap_preemptions += member.swapped is not None
+            self.preempted.append((member, member.swapped is not None))
+            self.waiting.push(member)
 
     def preempt_all(self) -> None:
         """Preempts every sequence but those whose last token is in flight."""
@@ -197,8 +225,14 @@ class Running:
             if sequence.state is not SequenceState.WAITING and _may_be_preempted(sequence):
                 self.preempt(sequence)
 
-    def release(self, sequence: Sequence, state: SequenceState) -> None:
-        """The one way out of the order: blocks back to the pool, last block first."""
+    def release(self, sequence: Sequence) -> None:
+        """A sequence ends: its blocks go back to the pool, last block first."""
+        self._leave(sequence, SequenceState.FINISHED)
+        self.tables.free(sequence)
+
+    def _leave(self, sequence: Sequence, state: SequenceState) -> None:
+        """The one way out of the order."""
+        self.followers.hand_over(sequence)
         at_executor = sequence.state is SequenceState.RUNNING and sequence.handle != NO_HANDLE
         del self.order[bisect_left(self.order, sequence.key, key=key)]
         for others in (self.prefilling, self.returning):
@@ -209,9 +243,6 @@ class Running:
             self.leaving.append(sequence.handle)
         if sequence.handle != NO_HANDLE:
             self.rows.leave(sequence, finished=state is SequenceState.FINISHED)
-        if state is SequenceState.WAITING:
-            self.tables.swap_out(sequence, self.limits.swap)
-        self.tables.free(sequence)
 
     def lose(self) -> None:
         """The executor is gone with every block: what ran waits and is recomputed from its tokens."""

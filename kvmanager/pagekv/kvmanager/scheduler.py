@@ -17,35 +17,20 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
-from dataclasses import dataclass
 
 import numpy as np
 
-from pagekv.kvmanager.beam_groups import begin_search, give_blocks, make_way, plan_returns, take_candidates
+from pagekv.kvmanager.admission import Admission
+from pagekv.kvmanager.beam_groups import begin_search, give_blocks, take_candidates
 from pagekv.kvmanager.block_pool import BlockPool
 from pagekv.kvmanager.endings import find_endings
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.host_pool import HostPool
 from pagekv.kvmanager.running import Running, SchedulerCounters, SchedulerLimits, key
-from pagekv.kvmanager.sequence import NO_HANDLE, LiveRequest, Sequence, SequenceState
+from pagekv.kvmanager.sequence import HOLDING, NO_HANDLE, LiveRequest, Sequence, SequenceState
 from pagekv.kvmanager.sequence_rows import Rows, span
 from pagekv.kvmanager.step_plan import Committed, StepOutcome, StepPlan
 from pagekv.kvmanager.waiting_queue import WaitingQueue
-
-# Steps after which a head of the queue that did not fit looks for newly cached blocks, even if none became free.
-RETRY_STEPS = 16
-
-
-@dataclass(slots=True)
-class _Blocked:
-    """The head of the queue did not fit: it is not looked at again until enough blocks are free, or some steps later,
-    for others may have published what it needs.
-    """
-
-    sequence: Sequence
-    # Beside the watermark, which is another one when others have left.
-    free_needed: int
-    steps_left: int
 
 
 class Scheduler:
@@ -64,16 +49,13 @@ class Scheduler:
         """`on_admission` is called with every sequence that gets its blocks for the first time, before it publishes.
         `host` is where sequences are swapped out to; None: nowhere.
         """
-        self._on_admission = on_admission
         self.counters = SchedulerCounters()
         self.waiting = WaitingQueue()
         host = HostPool(0, pool.block_size) if host is None else host
         self._running = Running(pool, host, limits, self.waiting, self.counters)
         self._rows = self._running.rows
         self._eos = tuple(eos_token_ids)
-        # Requests whose sequence 0 runs and others wait for its prompt.
-        self._forking: list[LiveRequest] = []
-        self._blocked: _Blocked | None = None
+        self._admission = Admission(self._running, on_admission)
 
     @property
     def pool(self) -> BlockPool:
@@ -123,12 +105,12 @@ class Scheduler:
         sampling: list[int] = []
         under_way = list(running.prefilling)
         if running.returning:
-            plan_returns(running, plan, budget, sampling)
-        if self._forking:
-            self._plan_forks(plan, budget, sampling)
+            self._admission.plan_returns(plan, budget, sampling)
+        if self._admission.forking:
+            self._admission.plan_forks(plan, budget, sampling)
         for sequence in under_way:
             running.plan_chunk(plan, sequence, budget, sampling)
-        self._plan_admissions(plan, budget, sampling)
+        self._admission.plan_admissions(plan, budget, sampling)
         plan.moves = running.tables.take_moves()
         plan.sampling = np.sort(np.concatenate([decodes, np.array(sampling, np.intp)])) if sampling else decodes
         if not (plan.num_tokens or plan.finished or plan.moves):
@@ -180,9 +162,14 @@ class Scheduler:
         blocks = running.pool.allocate(len(rows))
         exhausted = blocks is None
         if blocks is None:
-            # In running order, so that nobody is preempted after it got its block.
+            # In running order, so that of another request nobody is preempted after it got its block.
             order = sorted(range(len(rows)), key=lambda position: sequences[position].key)
             got = [(position, block) for position in order if (block := running.block_for(sequences[position])) >= 0]
+            for position, block in got:
+                if sequences[position].state is not SequenceState.RUNNING:
+                    # Another sequence of its request found no block, and they wait together.
+                    running.pool.free(np.array([block], np.int32))
+            got = [(position, block) for position, block in got if sequences[position].state is SequenceState.RUNNING]
             kept = [position for position, _ in got]
             rows, chunks, sequences = rows[kept], chunks[kept], [sequences[position] for position in kept]
             blocks = np.array([block for _, block in got], np.int32)
@@ -191,67 +178,6 @@ class Scheduler:
         plan.append_handles += rows.tolist()
         plan.append_blocks += blocks.tolist()
         return exhausted
-
-    def _plan_forks(self, plan: StepPlan, budget: int, sampling: list[int]) -> None:
-        """Forks every request whose prompt has been computed by an earlier step. Where slots, budget or blocks do not
-        suffice for all sequences of a request, they queue, and find what they can in the prefix cache.
-        """
-        running = self._running
-        for request in list(self._forking):
-            parent = request.sequences[0]
-            if parent.state is SequenceState.RUNNING and not self._rows.decoding[parent.handle]:
-                continue  # its prompt is under way
-            self._forking.remove(request)
-            children = [s for s in request.sequences if s.state is SequenceState.FORKING]
-            holds_prompt = parent.state in (SequenceState.RUNNING, SequenceState.DRAINING)
-            room = min(budget - plan.num_tokens, running.limits.max_running - len(running.order))
-            fits = len(children) <= room and running.pool.num_free - len(children) >= running.watermark(request)
-            if children and holds_prompt and fits and running.tables.fork(parent, children):
-                running.num_forking -= len(children)
-                for child in children:
-                    child.cached_tokens = parent.cached_tokens
-                    running.hold(child)
-                    running.enter(plan, child, budget, sampling)
-            else:
-                running.queue(children)
-
-    def _plan_admissions(self, plan: StepPlan, budget: int, sampling: list[int]) -> None:
-        """Admits waiting sequences in order; the first that does not fit blocks those behind it (no starvation)."""
-        running = self._running
-        while (sequence := self.waiting.head()) is not None and plan.num_tokens < budget:
-            # A preempted sequence is recomputed from its tokens, so those still promised must arrive first.
-            if sequence.handle != NO_HANDLE:
-                return
-            if len(running.order) >= running.limits.max_running or not self._admit(sequence, plan):
-                if plan.num_tokens or not make_way(running, sequence):
-                    return
-                continue
-            self.waiting.pop()
-            running.hold(sequence)
-            running.enter(plan, sequence, budget, sampling)
-            if sequence.index == 0 and any(s.state is SequenceState.FORKING for s in sequence.request.sequences):
-                self._forking.append(sequence.request)
-
-    def _admit(self, sequence: Sequence, plan: StepPlan) -> bool:
-        """Takes blocks for a waiting sequence; False, and nothing taken, when they would not leave the watermark."""
-        running, blocked = self._running, self._blocked
-        watermark = running.watermark(sequence.request)
-        if blocked is not None and blocked.sequence is sequence:
-            blocked.steps_left -= 1
-            # With nothing planned there may be no later step to look again in.
-            if plan.num_tokens and blocked.steps_left and running.pool.num_free < blocked.free_needed + watermark:
-                return False
-        self._blocked = None
-        missing = running.tables.admit(sequence, watermark)
-        if missing:
-            self._blocked = _Blocked(sequence, running.pool.num_free + missing - watermark, RETRY_STEPS)
-            return False
-        if sequence.cached_tokens is None:
-            sequence.cached_tokens = min(sequence.num_computed, sequence.num_prompt)
-            self.counters.prompt_tokens += sequence.num_prompt
-            self.counters.cached_tokens += sequence.cached_tokens
-            self._on_admission(sequence)
-        return True
 
     @staticmethod
     def _sit_out(plan: StepPlan, handle: int) -> None:
@@ -308,7 +234,7 @@ class Scheduler:
             running.tables.drop_swapped(sequence)
             self.waiting.forget()
         elif state is not SequenceState.FINISHED:
-            running.release(sequence, SequenceState.FINISHED)
+            running.release(sequence)
         sequence.state = SequenceState.FINISHED
         if sequence.index == 0 and state is SequenceState.WAITING:
             # Nobody computes the prompt for the others any more.
@@ -340,7 +266,7 @@ class Scheduler:
         self._running.num_forking = lost.num_forking
         self._rows = self._running.rows
         self._eos = tuple(eos_token_ids)
-        self._blocked = None
+        self._admission.new_epoch(self._running)
 
     def clear_prefix_cache(self) -> int:
         """Forgets what is cached in both tiers; returns how many blocks of the device were. What is held stays held."""
@@ -363,7 +289,7 @@ class Scheduler:
         """
         self.sync()
         sequences = list(live)
-        held = [s for s in sequences if s.state in (SequenceState.RUNNING, SequenceState.DRAINING)]
+        held = [s for s in sequences if s.state in HOLDING]
         self.pool.check_integrity([*(s.block_table for s in held), *pins])
         # What is swapped out was kept in the pool of its epoch, which is gone with it.
         self.host.check_integrity([s.swapped.held() for s in sequences if s.swapped and s.swapped.pool is self.host])
@@ -375,11 +301,15 @@ class Scheduler:
         forking = {s.request.arrival for s in sequences if s.state is SequenceState.FORKING}
         if self._running.num_forking != sum(1 for s in sequences if s.state is SequenceState.FORKING):
             raise InvariantError(f"{self._running.num_forking} sequences are counted that wait for a fork")
-        parents = {request.arrival for request in self._forking}
+        parents = {request.arrival for request in self._admission.forking}
         parents |= {s.request.arrival for s in sequences if s.index == 0 and s.state is SequenceState.WAITING}
         if not forking <= parents:
             raise InvariantError(f"requests {sorted(forking - parents)} wait for a fork that nobody makes")
-        self._rows.check_integrity(held)
+        # Beams are at the executor only while they compute, and those that return are not there yet.
+        returning = self._running.returning
+        self._rows.check_integrity(
+            [s for s in held if s.handle != NO_HANDLE or (s.request.search is None and s not in returning)]
+        )
         for s in held:
             covered = -(-max(len(s.token_ids), s.num_computed) // self.pool.block_size)
             if not s.num_computed <= s.num_total <= s.max_total or covered not in (

@@ -31,6 +31,10 @@ class SequenceState(Enum):
     FINISHED = "finished"  # holds nothing
 
 
+# Of those that have a block table.
+HOLDING = (SequenceState.RUNNING, SequenceState.DRAINING)
+
+
 @dataclass(slots=True, eq=False)
 class LiveRequest:
     """A request with at least one sequence that has not finished."""

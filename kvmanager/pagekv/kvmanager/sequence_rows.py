@@ -216,10 +216,8 @@ class SequenceRows:
 
     # -- proof
 
-    def check_integrity(self, held: list[Sequence]) -> None:
-        """Checks the rows against the sequences that hold blocks; raises InvariantError."""
-        # Beams are at the executor only while they compute.
-        here = [s for s in held if s.handle != NO_HANDLE or s.request.search is None]
+    def check_integrity(self, here: list[Sequence]) -> None:
+        """Checks the rows against the sequences that are at the executor; raises InvariantError."""
         for sequence in here:
             handle = sequence.handle
             if handle == NO_HANDLE or self._sequences[handle] is not sequence:

@@ -1,9 +1,9 @@
 """Two tiers: what leaves device blocks for the host pool, and what comes back (DESIGN 5, CHECKLIST I).
 
 A preempted sequence's full blocks go to the host pool under their digests, unless they are there already or others hold
-them on the device; its partial tail goes under no key. So coming back is a lookup, block by block: device hit, else
-host hit, else recompute. Blocks evicted from the device can take the same way (write-back), and then serve as a second,
-larger prefix cache.
+them on the device; its partial tail goes under no key. The sequences of one request go together, and what they share is
+copied once. So coming back is a lookup, block by block: device hit, else host hit, else recompute. Blocks evicted from
+the device can take the same way (write-back), and then serve as a second, larger prefix cache.
 
 Every copy is one `Move`, in the order decided, ahead of all computing of its step. Steps are ordered too, so a device
 block can be given away as soon as its move is listed, and a host block likewise.
@@ -11,9 +11,13 @@ block can be given away as soon as its move is listed, and a host block likewise
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pagekv.kvmanager.block_pool import BlockPool
 from pagekv.kvmanager.host_pool import NO_BLOCK, HostPool
@@ -29,6 +33,18 @@ class SwapCounters:
     swapped_out: int = 0
     swapped_in: int = 0
     written_back: int = 0
+
+
+class _Written(NamedTuple):
+    """The logical block `place` of a sequence: the device block that holds it, and the position behind the last that is
+    written. It is `elsewhere` where others hold it too and it can be found by its digest.
+    """
+
+    sequence: Sequence
+    place: int
+    block: int
+    end: int
+    elsewhere: bool
 
 
 class Swapper:
@@ -48,72 +64,92 @@ class Swapper:
 
     # -- out
 
-    def cost(self, sequence: Sequence) -> tuple[int, int, int]:
-        """What swapping a sequence would take: blocks to copy out now, blocks to copy in later, and the tokens that
-        would have to be computed again instead. Blocks that others hold count for nothing.
+    def cost(self, group: Iterable[Sequence]) -> tuple[int, int, int]:
+        """What swapping these sequences would take: blocks to copy out now, blocks to copy in later, and the tokens
+        that would have to be computed again instead. Blocks that others hold count for nothing, those that several of
+        these hold count once.
         """
         out = back = tokens = 0
-        for index, end, elsewhere in self._written(sequence):
-            if not elsewhere:
-                out += self._kept(sequence, index, end) == NO_BLOCK
+        seen: set[int] = set()
+        for written in self._written(group):
+            if not written.elsewhere and written.block not in seen:
+                seen.add(written.block)
+                out += self._kept(written) == NO_BLOCK
                 back += 1
-                tokens += end - index * self._pool.block_size
+                tokens += written.end - written.place * self._pool.block_size
         return out, back, tokens
 
-    def swap_out(self, sequence: Sequence) -> None:
-        """Keeps what a sequence has computed, as far as the host pool has room, before its blocks are freed."""
-        blocks: list[int] = []
-        covered = 0
-        for index, end, elsewhere in self._written(sequence):
-            block = NO_BLOCK
-            if not elsewhere:
-                block = self._keep(sequence, index, end)
-                if block == NO_BLOCK:
-                    break
-            blocks.append(block)
-            covered = end
-        if any(block != NO_BLOCK for block in blocks):
-            sequence.swapped = Swapped(self.host, blocks, covered)
-
-    def _written(self, sequence: Sequence) -> list[tuple[int, int, bool]]:
-        """Of each logical block that holds something: its index, the position behind the last that is written, and
-        whether others hold it too, and it can be found by its digest.
+    def swap_out(self, group: Iterable[Sequence]) -> None:
+        """Keeps what these sequences have computed, as far as the host pool has room, before their blocks are freed.
+        What several of them hold is copied once, and all of them hold the copy.
         """
-        size = self._pool.block_size
-        end = sequence.num_computed
-        counts = self._pool.ref_counts
+        kept: dict[Sequence, list[int]] = {}
+        covered: dict[Sequence, int] = {}
+        copies: dict[int, int] = {}
+        full: set[Sequence] = set()
+        for written in self._written(group):
+            sequence, block = written.sequence, NO_BLOCK
+            if sequence in full:
+                continue
+            if not written.elsewhere:
+                block = copies.get(written.block, NO_BLOCK)
+                if block != NO_BLOCK:
+                    self.host.hold([block])
+                else:
+                    block = self._keep(written)
+                if block == NO_BLOCK:
+                    full.add(sequence)
+                    continue
+                copies[written.block] = block
+            kept.setdefault(sequence, []).append(block)
+            covered[sequence] = written.end
+        for sequence, blocks in kept.items():
+            if any(block != NO_BLOCK for block in blocks):
+                sequence.swapped = Swapped(self.host, blocks, covered[sequence])
+
+    def _written(self, group: Iterable[Sequence]) -> list[_Written]:
+        """Every logical block of these sequences that holds something."""
+        size, counts, table = self._pool.block_size, self._pool.ref_counts, self._pool.table
+        sequences = list(group)
+        inside = Counter(block for sequence in sequences for block in sequence.block_table)
         found = []
-        for index, block in enumerate(sequence.block_table[: -(-end // size)]):
-            elsewhere = self._shared and counts[block] > 1 and self._pool.table.digest(block) is not None
-            found.append((index, min(end, (index + 1) * size), elsewhere))
+        for sequence in sequences:
+            end = sequence.num_computed
+            for index, block in enumerate(sequence.block_table[: -(-end // size)]):
+                elsewhere = self._shared and counts[block] > inside[block] and table.digest(block) is not None
+                found.append(_Written(sequence, index, block, min(end, (index + 1) * size), elsewhere))
         return found
 
-    def _digest(self, sequence: Sequence, index: int, end: int) -> bytes | None:
-        """The key of a logical block that is written up to position `end`; None: private."""
-        full = end == (index + 1) * self._pool.block_size
-        shares = full and self._shared and sequence.publishes and index < len(sequence.digests)
-        return sequence.digests[index] if shares else None
+    def _digest(self, written: _Written) -> bytes | None:
+        """The key of a logical block; None: private."""
+        sequence, place = written.sequence, written.place
+        full = written.end == (place + 1) * self._pool.block_size
+        shares = full and self._shared and sequence.publishes and place < len(sequence.digests)
+        return sequence.digests[place] if shares else None
 
-    def _kept(self, sequence: Sequence, index: int, end: int) -> int:
+    def _tokens(self, written: _Written) -> NDArray[np.uint32]:
+        chunks = written.sequence.chunks(self._pool.block_size, written.place, written.place + 1)
+        tokens: NDArray[np.uint32] = chunks[0]
+        return tokens
+
+    def _kept(self, written: _Written) -> int:
         """Where the host pool has a logical block already."""
-        digest = self._digest(sequence, index, end)
-        if digest is None:
-            return NO_BLOCK
-        return self.host.find(digest, sequence.chunks(self._pool.block_size, index, index + 1)[0])
+        digest = self._digest(written)
+        return NO_BLOCK if digest is None else self.host.find(digest, self._tokens(written))
 
-    def _keep(self, sequence: Sequence, index: int, end: int) -> int:
+    def _keep(self, written: _Written) -> int:
         """A host block that holds the logical block once this step's moves are made, held; NO_BLOCK: no room."""
-        block = self._kept(sequence, index, end)
+        block = self._kept(written)
         if block != NO_BLOCK:
             self.host.hold([block])
             return block
-        digest, before = self._digest(sequence, index, end), b""
+        digest, before = self._digest(written), b""
         if digest is not None:
-            before = sequence.digests[index - 1] if index else sequence.request.root
-        tokens = sequence.chunks(self._pool.block_size, index, index + 1)[0] if digest is not None else None
-        block = self.host.take(digest, tokens, before)
+            sequence, place = written.sequence, written.place
+            before = sequence.digests[place - 1] if place else sequence.request.root
+        block = self.host.take(digest, None if digest is None else self._tokens(written), before)
         if block != NO_BLOCK:
-            self._moves.append(Move(MoveKind.SWAP_OUT, sequence.block_table[index], block))
+            self._moves.append(Move(MoveKind.SWAP_OUT, written.block, block))
             self._counters.swapped_out += 1
         return block
 

@@ -61,6 +61,7 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
         "PAGEKV_NUM_HOST_BLOCKS": "9",
         "PAGEKV_PREEMPTION": "swap",
         "PAGEKV_WRITE_BACK": "on",
+        "PAGEKV_PREEMPTION_LIMIT": "7",
         "PAGEKV_MAX_MODEL_LEN": "100",
         "PAGEKV_MAX_QUEUE": "3",
         "PAGEKV_PIPELINE_DEPTH": "1",
@@ -80,7 +81,9 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
         "PAGEKV_HTTP_PORT_FILE": "/tmp/http",
     }
     observe = ObserveConfig("127.0.0.1:0", "/tmp/http")
-    limits = SchedulerLimits(64, 5, 0.25, False, partial_hits=False, swap=SwapPolicy("swap"), write_back=True)
+    limits = SchedulerLimits(
+        64, 5, 0.25, False, partial_hits=False, swap=SwapPolicy("swap"), write_back=True, preemption_limit=7
+    )
     engine = EngineConfig("executor:1", 256, 7, 9, 100, 3, 5, 1, 2.0, 4, True, "lru", 0.5, 0.75, limits)
     expected = ManagerConfig("unix:/run/pagekv", "none", 0.5, "debug", "json", "/tmp/port", False, observe, engine)
     assert parse_config([], env) == expected
@@ -96,6 +99,7 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
         (["--num-device-blocks", "-1"], {}, "--num-device-blocks: must be a whole number from 0"),
         (["--num-host-blocks", "x"], {}, "--num-host-blocks: must be a whole number from 0"),
         (["--preemption", "drop"], {}, "--preemption: invalid choice: 'drop' (choose from"),
+        (["--preemption-limit", "-1"], {}, "--preemption-limit: must be a whole number from 0 to 1000000"),
         (["--max-batch-tokens", "0"], {}, "--max-batch-tokens: must be a whole number from 1 to 65536"),
         (["--max-running", "x"], {}, "--max-running: must be a whole number from 1 to 65536, got 'x'"),
         (["--max-queue", "0"], {}, "--max-queue: must be a whole number from 1 to 1000000"),

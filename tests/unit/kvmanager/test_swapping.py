@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from fake_executor import expected_output
-from scheduler_driver import Driver, finished, output
+from scheduler_driver import Driver, finished, moves, output
 
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.host_pool import NO_BLOCK, HostPool
@@ -15,11 +15,6 @@ from pagekv.kvmanager.step_plan import MoveKind
 from pagekv.kvmanager.swap_policy import SwapPolicy
 
 OUT, IN = MoveKind.SWAP_OUT, MoveKind.SWAP_IN
-
-
-def moves(driver: Driver, kind: MoveKind) -> list[tuple[int, int]]:
-    """All of a kind so far, (source, destination)."""
-    return [(m.source, m.destination) for plan in driver.plans for m in plan.moves if m.kind is kind]
 
 
 def started(driver: Driver, prompt: list[int], steps: int = 1, **fields: object) -> LiveRequest:
