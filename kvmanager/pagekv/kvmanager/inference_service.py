@@ -11,11 +11,10 @@ from pagekv.kvmanager.engine import Engine
 from pagekv.kvmanager.generation import Generation
 from pagekv.kvmanager.prompt_input import PromptReader, check_token_ids
 from pagekv.kvmanager.serving_state import ServingState
-from pagekv.kvmanager.validation import check_request_id, read_generate
+from pagekv.kvmanager.validation import read_abort_ids, read_generate
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import inference_service_pb2_grpc as pb_grpc
 
-MAX_ABORT_IDS = 1024
 # Token ids that Tokenize answers with and Detokenize takes at most.
 MAX_CODEC_TOKENS = 2**20
 # Longer lists of ids are decoded in a thread.
@@ -39,11 +38,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
             yield response
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
-        ids = list(dict.fromkeys(request.request_ids))
-        if not 1 <= len(ids) <= MAX_ABORT_IDS:
-            raise InvalidRequest("request_ids", f"must have from 1 to {MAX_ABORT_IDS} ids, has {len(ids)}")
-        for index, request_id in enumerate(request.request_ids):
-            check_request_id(f"request_ids[{index}]", request_id)
+        ids = read_abort_ids(request.request_ids)
         return pb.AbortResponse(aborted=[request_id for request_id in ids if self._engine.abort(request_id)])
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:

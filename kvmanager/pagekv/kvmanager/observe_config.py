@@ -14,6 +14,7 @@ class ObserveConfig:
 
     http_listen: str = ""
     http_port_file: str = ""
+    gateway_api: bool = False
 
 
 def add_flags(parser: FlagParser) -> None:
@@ -26,8 +27,13 @@ def add_flags(parser: FlagParser) -> None:
         metavar="HOST:PORT",
     )
     parser.flag("http-port-file", "file to write the bound HTTP port to once listening", default="", metavar="PATH")
+    parser.switch(
+        "gateway-api",
+        "also serve vllm.grpc.engine.VllmEngine, for an OpenAI gateway in front (needs pagekv[gateway])",
+        default=False,
+    )
 
 
 def from_args(args: argparse.Namespace) -> ObserveConfig:
     """What was parsed."""
-    return ObserveConfig(http_listen=args.http_listen, http_port_file=args.http_port_file)
+    return ObserveConfig(http_listen=args.http_listen, http_port_file=args.http_port_file, gateway_api=args.gateway_api)

@@ -25,6 +25,7 @@ from pagekv.v1 import cache_service_pb2, cache_service_pb2_grpc, inference_servi
 
 if TYPE_CHECKING:
     from pagekv.kvmanager.http_server import HttpServer
+    from pagekv.kvmanager.smg_service import VllmEngine
 
 log = Log(__name__)
 
@@ -40,7 +41,9 @@ class Manager:
     """One manager process. States: starting (NOT_SERVING) → serving ⇄ executor lost (NOT_SERVING) → draining → over."""
 
     def __init__(self, config: ManagerConfig, tokenizer: Tokenizer | None) -> None:
-        """`tokenizer` is the one that --tokenizer names; None when it depends on the executor's model."""
+        """`tokenizer` is the one that --tokenizer names; None when it depends on the executor's model. Raises
+        ExtraMissing.
+        """
         self._config = config
         self._given_tokenizer = tokenizer
         self._changed = asyncio.Event()
@@ -53,13 +56,25 @@ class Manager:
             inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
             cache_service_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name,
         ]
+        gateway = self._gateway_service(services) if config.observe.gateway_api else None
         self._grpc = GrpcServer(config.listen, services, reflection=config.reflection)
+        if gateway is not None:
+            gateway.add_to(self._grpc.server)
         inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(
             InferenceService(self.engine, self._state), self._grpc.server
         )
         cache_service_pb2_grpc.add_CacheServiceServicer_to_server(
             CacheService(self.engine, self._state), self._grpc.server
         )
+
+    def _gateway_service(self, services: list[str]) -> VllmEngine:
+        """The service for a gateway, its name added to `services`. Raises ExtraMissing without its stubs."""
+        try:
+            from pagekv.kvmanager.smg_service import SERVICE_NAME, VllmEngine
+        except ImportError as error:
+            raise ExtraMissing(f"--gateway-api needs {error.name}: pip install 'pagekv[gateway]'") from error
+        services.append(SERVICE_NAME)
+        return VllmEngine(self.engine, self._state, lambda: self._attached and not self._draining)
 
     def _on_attached(self, attached: bool) -> None:
         self._attached = attached

@@ -29,8 +29,15 @@ class TooManyTokens(Exception):
 class Tokenizer:
     """A loaded tokenizer with its chat template, if it has one. Immutable and safe to use from threads."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, chat_template: ChatTemplate | None = None) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        chat_template: ChatTemplate | None = None,
+        directory: Path | None = None,
+    ) -> None:
+        """`directory`: where its files are, for those who want to load it themselves."""
         self._backend = backend
+        self.directory = directory
         # tokenizer.json may carry the settings of some training run; a prompt is never cut or padded.
         backend.no_truncation()
         backend.no_padding()
@@ -66,7 +73,7 @@ class Tokenizer:
             template = None if source is None else ChatTemplate(source, _special_tokens(settings))
         except ChatTemplateError as error:
             raise TokenizerError(f"{directory}: {error}") from error
-        return cls(backend, template)
+        return cls(backend, template, directory)
 
     def encode(self, text: str, *, special_tokens: bool, limit: int) -> list[int]:
         """Token ids of `text`; `special_tokens` adds those that the tokenizer puts around a text.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 MAX_N = 64
+MAX_ABORT_IDS = 1024
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 64
@@ -121,6 +123,16 @@ def check_request_id(field: str, request_id: str) -> None:
     """Raises InvalidRequest unless `request_id` is one that Generate takes."""
     if not REQUEST_ID.fullmatch(request_id):
         raise InvalidRequest(field, f"must be 1 to 128 characters of [A-Za-z0-9._:-], got {_quote(request_id)}")
+
+
+def read_abort_ids(request_ids: Sequence[str]) -> list[str]:
+    """The ids of an Abort call, each once. Raises InvalidRequest."""
+    ids = list(dict.fromkeys(request_ids))
+    if not 1 <= len(ids) <= MAX_ABORT_IDS:
+        raise InvalidRequest("request_ids", f"must have from 1 to {MAX_ABORT_IDS} ids, has {len(ids)}")
+    for index, request_id in enumerate(request_ids):
+        check_request_id(f"request_ids[{index}]", request_id)
+    return ids
 
 
 def _context(model: ModelInfo) -> str:

@@ -39,7 +39,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         found = await continuation(handler_call_details)
         method = handler_call_details.method
-        if found is None or not method.startswith("/pagekv."):
+        # Health and reflection are gRPC's own and raise what they mean.
+        if found is None or method.startswith("/grpc."):
             return found
         # Any: the type stubs know only blocking handlers, and these are coroutines and async generators.
         handler: Any = found

@@ -79,8 +79,9 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
         "PAGEKV_MAX_PINNED_SHARE": "0.75",
         "PAGEKV_HTTP_LISTEN": "127.0.0.1:0",
         "PAGEKV_HTTP_PORT_FILE": "/tmp/http",
+        "PAGEKV_GATEWAY_API": "on",
     }
-    observe = ObserveConfig("127.0.0.1:0", "/tmp/http")
+    observe = ObserveConfig("127.0.0.1:0", "/tmp/http", gateway_api=True)
     limits = SchedulerLimits(
         64, 5, 0.25, False, partial_hits=False, swap=SwapPolicy("swap"), write_back=True, preemption_limit=7
     )

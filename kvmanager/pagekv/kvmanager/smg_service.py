@@ -1,0 +1,224 @@
+"""vllm.grpc.engine.VllmEngine: what the gateway `smg` speaks, over the same engine as `pagekv.v1`.
+
+The stubs are those of the package `smg-grpc-proto` (extra `gateway`), so this module is imported only where it is asked
+for. Served is what a gateway of text models calls; the rest is UNIMPLEMENTED.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import time
+import zipfile
+from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import grpc
+from smg_grpc_proto.generated import common_pb2 as common
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
+
+from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotImplementedYet, Unavailable
+from pagekv.kvmanager.block_hash import root_digest
+from pagekv.kvmanager.engine import Engine
+from pagekv.kvmanager.generation import Generation
+from pagekv.kvmanager.serving_state import Served, ServingState
+from pagekv.kvmanager.smg_events import MAX_BLOCKS, KvEvents
+from pagekv.kvmanager.smg_generate import read_request, write_response
+from pagekv.kvmanager.validation import read_abort_ids, read_generate
+
+SERVICE_NAME: str = vllm.DESCRIPTOR.services_by_name["VllmEngine"].full_name
+# Bytes of a tokenizer's archive in one message.
+TOKENIZER_CHUNK = 64 * 1024
+# What a gateway needs of a tokenizer's directory; no weights.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "config.json",
+    "generation_config.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+# Seconds that FlushCache may wait, and between two looks.
+MAX_FLUSH_S = 600.0
+FLUSH_STEP_S = 0.02
+# Name of a deployment whose executor has no model directory (the oracle).
+NAMELESS_MODEL = "pagekv"
+
+
+class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # published without types
+    """Errors are raised as `PageKVError`; the server's interceptor turns them into statuses."""
+
+    def __init__(self, engine: Engine, state: ServingState, serving: Callable[[], bool]) -> None:
+        """`serving`: whether the manager takes requests now, as its health service says."""
+        self._engine = engine
+        self._state = state
+        self._serving = serving
+        self._started = time.monotonic()
+        self._throughput = _Throughput()
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Registers the service."""
+        vllm_grpc.add_VllmEngineServicer_to_server(self, server)
+
+    async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Any) -> vllm.HealthCheckResponse:
+        serving = self._serving()
+        return vllm.HealthCheckResponse(
+            healthy=serving,
+            message="serving" if serving else "no executor is attached, or the manager is shutting down",
+        )
+
+    async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Any) -> vllm.GetModelInfoResponse:
+        served = self._state.served()
+        model = served.model
+        directory = "" if served.tokenizer is None else str(served.tokenizer.directory or "")
+        return vllm.GetModelInfoResponse(
+            model_path=model.model_id or NAMELESS_MODEL,
+            served_model_name=_served_name(model.model_id),
+            tokenizer_path=directory,
+            is_generation=True,
+            max_context_length=model.max_model_len,
+            max_req_input_len=model.max_model_len - 1,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+        )
+
+    async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Any) -> vllm.GetServerInfoResponse:
+        model, stats = self._state.served().model, self._engine.stats()
+        return vllm.GetServerInfoResponse(
+            active_requests=stats.running_sequences + stats.waiting_sequences,
+            uptime_seconds=time.monotonic() - self._started,
+            server_type="pagekv",
+            data_parallel_size=1,
+            block_size=model.block_size,
+        )
+
+    async def GetLoads(self, request: vllm.GetLoadsRequest, context: Any) -> vllm.GetLoadsResponse:
+        stats = self._engine.stats()
+        load = vllm.SchedulerLoad(
+            num_running_reqs=stats.running_sequences,
+            num_waiting_reqs=stats.waiting_sequences,
+            num_total_reqs=stats.running_sequences + stats.waiting_sequences,
+            num_used_tokens=stats.active_blocks * stats.block_size,
+            max_total_num_tokens=stats.num_blocks * stats.block_size,
+            token_usage=stats.kv_usage,
+            gen_throughput=self._throughput.tokens_per_second(stats.generated_tokens_total),
+            cache_hit_rate=stats.prefix_hit_rate,
+            utilization=stats.utilization,
+        )
+        return vllm.GetLoadsResponse(
+            timestamp=datetime.now(UTC).isoformat(), version=version("pagekv"), dp_rank_count=1, loads=[load]
+        )
+
+    async def Generate(self, request: vllm.GenerateRequest, context: Any) -> AsyncIterator[vllm.GenerateResponse]:
+        served = self._state.served()
+        command, stops = await read_generate(read_request(request, served.model), served.model, served.tokenizer)
+        # The gateway makes text of tokens by itself: without stop strings to look for nobody needs it here.
+        reading = served if stops else Served(served.model, None)
+        generation = Generation(self._engine, reading, command, stops, only_complete=not request.stream)
+        # Also called when the call is cancelled while a message is being written, where no `finally` here would run.
+        context.add_done_callback(lambda _: generation.close())
+        async for response in generation.run():
+            yield write_response(response, request.sampling_params.stop_token_ids)
+
+    async def Abort(self, request: vllm.AbortRequest, context: Any) -> vllm.AbortResponse:
+        for request_id in read_abort_ids(request.request_ids):
+            self._engine.abort(request_id)
+        return vllm.AbortResponse()
+
+    async def FlushCache(self, request: common.FlushCacheRequest, context: Any) -> common.FlushCacheResponse:
+        if not 0 <= request.timeout_s <= MAX_FLUSH_S:
+            raise InvalidRequest("timeout_s", f"must be from 0 to {MAX_FLUSH_S:g}, got {request.timeout_s}")
+        deadline = time.monotonic() + request.timeout_s
+        reset = self._engine.reset_prefix_cache(force=False)
+        # Nothing tells when the last block is let go.
+        while reset is None and time.monotonic() < deadline:
+            await asyncio.sleep(FLUSH_STEP_S)
+            reset = self._engine.reset_prefix_cache(force=False)
+        if reset is None:
+            return common.FlushCacheResponse(message="blocks are in use by requests or pins; nothing was changed")
+        return common.FlushCacheResponse(success=True, message=f"{reset.removed_blocks} blocks left the prefix cache")
+
+    async def GetTokenizer(
+        self, request: common.GetTokenizerRequest, context: Any
+    ) -> AsyncIterator[common.GetTokenizerChunk]:
+        tokenizer = self._state.served().tokenizer
+        if tokenizer is None or tokenizer.directory is None:
+            raise FailedPrecondition("this deployment has no tokenizer; --tokenizer names one")
+        archive = await asyncio.to_thread(_zip, tokenizer.directory)
+        digest = hashlib.sha256(archive).hexdigest()
+        for start in range(0, len(archive), TOKENIZER_CHUNK):
+            last = start + TOKENIZER_CHUNK >= len(archive)
+            yield common.GetTokenizerChunk(data=archive[start : start + TOKENIZER_CHUNK], sha256=digest if last else "")
+
+    async def SubscribeKvEvents(
+        self, request: common.SubscribeKvEventsRequest, context: Any
+    ) -> AsyncIterator[common.KvEventBatch]:
+        # Nothing of the past is kept, so every subscription begins with the whole table, wherever it wants to go on.
+        watch = self._engine.watch_events()
+        context.add_done_callback(lambda _: watch.close())
+        events = KvEvents(self._root, self._model_block_size())
+        yield events.begin()
+        while blocks := watch.take_snapshot(MAX_BLOCKS):
+            for batch in events.stored(blocks):
+                yield batch
+        while True:
+            for batch in events.changed(await watch.take()):
+                yield batch
+
+    async def Embed(self, request: vllm.EmbedRequest, context: Any) -> vllm.EmbedResponse:
+        raise NotImplementedYet("PageKV computes no embeddings")
+
+    async def StartProfile(self, request: common.StartProfileRequest, context: Any) -> common.ProfileResponse:
+        raise NotImplementedYet("PageKV has no profiler to start")
+
+    async def StopProfile(self, request: common.StopProfileRequest, context: Any) -> common.ProfileResponse:
+        raise NotImplementedYet("PageKV has no profiler to stop")
+
+    def _root(self) -> bytes:
+        """Chain root of a request without namespace and adapter. Raises Unavailable before the first attachment."""
+        model = self._engine.model
+        if model is None:
+            raise Unavailable("no executor is attached yet")
+        return root_digest(model.model_fingerprint, "", "")
+
+    def _model_block_size(self) -> int:
+        model = self._engine.model
+        if model is None:
+            raise Unavailable("no executor is attached yet")
+        return model.block_size
+
+
+class _Throughput:
+    """Tokens per second between one look and the next."""
+
+    def __init__(self) -> None:
+        self._at = time.monotonic()
+        self._total = 0
+
+    def tokens_per_second(self, total: int) -> float:
+        """Of a counter that is at `total` now."""
+        now = time.monotonic()
+        rate = (total - self._total) / max(now - self._at, 1e-3)
+        self._at, self._total = now, total
+        return rate
+
+
+def _served_name(model_id: str) -> str:
+    """What clients call the model: the last part of a directory, else the name it was asked for by."""
+    return Path(model_id).name if Path(model_id).is_absolute() else model_id or NAMELESS_MODEL
+
+
+def _zip(directory: Path) -> bytes:
+    """An archive of a tokenizer's files."""
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as files:
+        for name in TOKENIZER_FILES:
+            if (directory / name).is_file():
+                files.write(directory / name, name)
+    return archive.getvalue()
