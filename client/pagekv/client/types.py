@@ -230,6 +230,7 @@ class Stats:
     swapped_out_blocks_total: int
     swapped_in_blocks_total: int
     written_back_blocks_total: int
+    host_evicted_blocks_total: int
 
 
 @dataclass(frozen=True, slots=True)

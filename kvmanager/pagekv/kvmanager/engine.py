@@ -164,6 +164,7 @@ class Stats:
     swapped_out_blocks_total: int = 0
     swapped_in_blocks_total: int = 0
     written_back_blocks_total: int = 0
+    host_evicted_blocks_total: int = 0
 
 
 class Engine(Protocol):

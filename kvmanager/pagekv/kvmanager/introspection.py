@@ -84,6 +84,7 @@ def collect_stats(scheduler: Scheduler, totals: EngineTotals, cache: CacheAdmin,
         swapped_out_blocks_total=counters.swaps.swapped_out,
         swapped_in_blocks_total=counters.swaps.swapped_in,
         written_back_blocks_total=counters.swaps.written_back,
+        host_evicted_blocks_total=host.evictions,
     )
 
 

@@ -152,7 +152,12 @@ def _cache(stats: Stats, model: ModelInfo) -> Iterator[Metric]:
         },
         ("reason",),
     )
-    yield _counter("pagekv_evicted_blocks", "Cached blocks evicted", {_DEVICE: stats.evicted_blocks_total}, _TIER)
+    yield _counter(
+        "pagekv_evicted_blocks",
+        "Cached blocks evicted",
+        {_DEVICE: stats.evicted_blocks_total, _HOST: stats.host_evicted_blocks_total},
+        _TIER,
+    )
     yield _counter(
         "pagekv_preemptions",
         "Preemptions by what became of the blocks",

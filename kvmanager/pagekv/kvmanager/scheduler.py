@@ -261,6 +261,7 @@ class Scheduler:
         lost.lose()
         pool.evictions += lost.pool.evictions
         pool.hash_alarms += lost.pool.hash_alarms
+        host.evictions += lost.host.evictions
         host.hash_alarms += lost.host.hash_alarms
         self._running = Running(pool, host, limits, self.waiting, self.counters)
         self._running.num_forking = lost.num_forking

@@ -118,6 +118,7 @@ STATS = cache_pb.GetStatsResponse(
     swapped_out_blocks_total=24,
     swapped_in_blocks_total=25,
     written_back_blocks_total=26,
+    host_evicted_blocks_total=27,
 )
 
 
@@ -127,6 +128,7 @@ def test_stats_for_people_and_scripts(server: ScriptedServer, target: str, capsy
     out = capsys.readouterr().out
     for words in ("100 of 16 tokens", "25 (25.0%), slots filled 90.0%\n", "75, of these 20 still cached",
                   "50.0% of tokens, 40.0% of blocks", "8 by 2 pins", "45, watched by 1",
+                  "20 blocks, 22 held by preempted sequences, 21 cached, 27 evicted",
                   "5 never seen, 4 evicted, 3 cleared, 2 diverged, 1 partial tail",
                   "200, 100 of them cached", "attached, busy 75.0%"):  # fmt: skip
         assert words in out

@@ -69,6 +69,20 @@ def test_generate_several(server: ScriptedServer, target: str, capsys: pytest.Ca
     assert texts == ["t4 ", "t5 "]
 
 
+def test_how_often_it_was_preempted_is_told(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.expect("Generate", chunk(4), complete(4, preemptions=2))
+    assert main(["generate", "x"]) == 0
+    assert capsys.readouterr().err.endswith(" · preempted 2 times · length]\n")
+    server.expect("Generate", complete(5, index=1, preemptions=3), complete(4, index=0))
+    assert main(["generate", "x", "--n", "2"]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "--- 0: 1 token · length",
+        "--- 1: 1 token · length · preempted 3 times",
+    ]
+
+
 def test_generate_with_beam_search(server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]) -> None:
     sent: list[pb.GenerateRequest] = []
     best = complete(4, 5, reason=types_pb2.FINISH_REASON_STOP, stop_token_id=5, cumulative_logprob=-1.5)

@@ -84,6 +84,8 @@ def headline(completion: Completion) -> str:
     """One line above the text of one of several: index, tokens, end, and how likely it is if that is known."""
     tokens = f"{completion.completion_tokens} token{'' if completion.completion_tokens == 1 else 's'}"
     parts = [tokens, completion.finish_reason]
+    if completion.preemptions:
+        parts.append(f"preempted {completion.preemptions} times")
     if completion.cumulative_logprob is not None:
         mean = completion.cumulative_logprob / max(completion.completion_tokens, 1)
         parts.append(f"log-probability {completion.cumulative_logprob:.3f}, {mean:.3f} a token")

@@ -106,7 +106,7 @@ def stats_text(now: Stats, terminal: Terminal, generated_per_s: float | None = N
             ("free", f"{now.free_blocks}, of these {now.cached_free_blocks} still cached"),
             ("evicted", f"{now.evicted_blocks_total}"),
             ("host pool", f"{now.num_host_blocks} blocks, {now.host_held_blocks} held by preempted sequences, "
-                          f"{now.host_cached_blocks} cached"),
+                          f"{now.host_cached_blocks} cached, {now.host_evicted_blocks_total} evicted"),
             ("moved", f"{now.swapped_out_blocks_total} swapped out, {now.swapped_in_blocks_total} in, "
                       f"{now.written_back_blocks_total} written back"),
         ],

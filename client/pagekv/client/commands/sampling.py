@@ -94,7 +94,7 @@ class Stopwatch:
 
 
 def summary(completion: Completion, watch: Stopwatch) -> str:
-    """One line: tokens, cached tokens, time to first token, rate."""
+    """One line: tokens, cached tokens, time to first token, rate, and what went on behind it."""
     rate = watch.tokens_per_s(completion.completion_tokens)
     parts = [
         f"{completion.prompt_tokens} prompt tokens ({completion.cached_tokens} cached)",
@@ -103,6 +103,8 @@ def summary(completion: Completion, watch: Stopwatch) -> str:
     ]
     if rate is not None:
         parts.append(f"{rate:.0f} tok/s")
+    if completion.preemptions:
+        parts.append(f"preempted {completion.preemptions} times")
     if completion.resumes:
         parts.append(f"resumed {completion.resumes} times")
     return f"[{' · '.join(parts)} · {completion.finish_reason}]"
