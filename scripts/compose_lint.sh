@@ -13,7 +13,8 @@ compose() { env -i PATH="$PATH" HOME="${HOME:-/}" "$bin/docker-compose" "$@"; }
 
 compose -f compose.yaml config --quiet
 compose -f compose.yaml -f compose.gpu.yaml config --quiet
-echo "compose config: compose.yaml alone and with compose.gpu.yaml are valid"
+compose -f compose.yaml --profile observe config --quiet
+echo "compose config: compose.yaml alone, with its profiles and with compose.gpu.yaml are valid"
 "$bin/check-jsonschema" --builtin-schema vendor.compose-spec compose.yaml compose.gpu.yaml
 "$bin/hadolint" kvmanager/Dockerfile executor/Dockerfile
 echo "hadolint: both Dockerfiles are clean"

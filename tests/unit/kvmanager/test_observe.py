@@ -1,0 +1,130 @@
+"""What is in kvmanager/observe, Prometheus' configuration, alert rules and the dashboard: valid, tested, and about
+metrics that there are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import pagekv.kvmanager
+
+KVMANAGER = Path(pagekv.kvmanager.__file__).parents[2]
+OBSERVE = KVMANAGER / "observe"
+DASHBOARD = OBSERVE / "grafana" / "dashboards" / "pagekv.json"
+METRIC = re.compile(r"\b(?:vllm:|pagekv[_:])[a-z_]+")
+
+
+def promtool(*args: str, text: str = "") -> None:
+    """Must succeed; `text` is what it reads as /dev/stdin."""
+    tool = shutil.which("promtool")
+    if tool is None and "CI" not in os.environ:
+        pytest.skip("promtool is not installed: Debian's package prometheus has it")
+    assert tool is not None, "promtool is not installed: Debian's package prometheus has it"
+    done = subprocess.run([tool, *args], input=text, capture_output=True, text=True, cwd=OBSERVE)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def known_metrics() -> set[str]:
+    """Those of METRICS.md, whose table is held against the registry elsewhere, and what the rules record."""
+    known = set()
+    for name, kind in re.findall(r"^\| `([a-z:_0-9]+)[^`]*` \| (\w+) \|", (KVMANAGER / "METRICS.md").read_text(), re.M):
+        known |= {f"{name}_{part}" for part in ("bucket", "sum", "count")} if kind == "histogram" else {name}
+    return known | {rule["record"] for rule in rules() if "record" in rule}
+
+
+def rules() -> list[dict[str, Any]]:
+    groups = yaml.safe_load((OBSERVE / "rules.yml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def test_prometheus_takes_its_configuration() -> None:
+    promtool("check", "config", "prometheus.yml")
+
+
+def test_the_rules_are_valid_and_do_what_they_say() -> None:
+    """More than 80 % held for ten minutes (G12, O9); a hit rate under 50 % and which of the causes it has (K2, O9)."""
+    promtool("check", "rules", "rules.yml")
+    promtool("test", "rules", "rules_test.yml")
+
+
+def test_every_alert_is_tested_to_fire_and_to_be_silent() -> None:
+    tests = yaml.safe_load((OBSERVE / "rules_test.yml").read_text())["tests"]
+    fired: set[str] = set()
+    silent: set[str] = set()
+    for case in (case for test in tests for case in test["alert_rule_test"]):
+        (fired if case.get("exp_alerts") else silent).add(case["alertname"])
+    assert {rule["alert"] for rule in rules() if "alert" in rule} == fired == silent
+
+
+def test_rules_and_their_tests_ask_for_metrics_that_there_are() -> None:
+    known = known_metrics()
+    for name in ("rules.yml", "rules_test.yml"):
+        text = re.sub(r"^ *- (?:name|job_name):.*$", "", (OBSERVE / name).read_text(), flags=re.M)
+        assert set(METRIC.findall(text)) <= known
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+    known, asked = known_metrics(), set()
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        for target in panel["targets"]:
+            found = set(METRIC.findall(target["expr"]))
+            assert found, f"{panel['title']} asks for nothing"
+            assert found <= known, panel["title"]
+            asked |= found
+    assert len(asked) > 30
+
+
+def test_the_dashboards_queries_are_promql() -> None:
+    """promtool knows no way to check a query but as a rule."""
+    variables = {"$__rate_interval": "1m", "$instance": ".*"}
+    groups: list[dict[str, Any]] = [{"name": "dashboard", "rules": []}]
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        for target in panel["targets"]:
+            expr = target["expr"]
+            for variable, value in variables.items():
+                expr = expr.replace(variable, value)
+            assert "$" not in expr
+            groups[0]["rules"].append({"record": f"panel:{panel['id']}:{target['refId']}", "expr": expr})
+    # JSON is YAML.
+    promtool("check", "rules", "/dev/stdin", text=json.dumps({"groups": groups}))
+
+
+def test_the_dashboards_panels_have_places_of_their_own() -> None:
+    taken: set[tuple[int, int]] = set()
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    for panel in panels:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert at["x"] + at["w"] <= 24
+        assert not cells & taken, panel["title"]
+        taken |= cells
+    assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
+
+
+def test_grafana_finds_what_it_is_provisioned_with() -> None:
+    """The mounts of compose.yaml, the provider's folder and the datasource's name go together."""
+    compose = yaml.safe_load((KVMANAGER.parent / "compose.yaml").read_text())["services"]
+    for service in ("prometheus", "grafana"):
+        for mount in compose[service]["volumes"]:
+            source = mount.split(":")[0]
+            assert not source.startswith(".") or (KVMANAGER.parent / source).exists(), mount
+    provider = yaml.safe_load((OBSERVE / "grafana/provisioning/dashboards/pagekv.yaml").read_text())["providers"][0]
+    assert any(mount.split(":")[1] == provider["options"]["path"] for mount in compose["grafana"]["volumes"])
+    (source,) = yaml.safe_load((OBSERVE / "grafana/provisioning/datasources/prometheus.yaml").read_text())[
+        "datasources"
+    ]
+    variables = {v["name"]: v for v in json.loads(DASHBOARD.read_text())["templating"]["list"]}
+    assert variables["datasource"]["current"]["value"] == source["uid"]
+    (scrape,) = yaml.safe_load((OBSERVE / "prometheus.yml").read_text())["scrape_configs"]
+    (found,) = scrape["dns_sd_configs"]
+    command = compose[found["names"][0]]["command"]
+    assert command[command.index("--http-listen") + 1].endswith(f":{found['port']}")
