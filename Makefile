@@ -21,6 +21,7 @@ BIN := $(VENV)/bin
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile
 ROOTS := proto/pagekv kvmanager executor kernels client
 RUN_STAMP := $(VENV)/.installed-run
+GATEWAY_STAMP := $(VENV)/.installed-gateway
 DEV_STAMP := $(VENV)/.installed-dev
 
 # --- the two commands of the README
@@ -28,6 +29,10 @@ DEV_STAMP := $(VENV)/.installed-dev
 .PHONY: demo
 demo: $(RUN_STAMP) ## start both processes and stream text from the demo model (PROMPT="...")
 	@$(BIN)/pagekv demo $${PROMPT:+--prompt "$$PROMPT"}
+
+.PHONY: gateway
+gateway: $(GATEWAY_STAMP) ## an OpenAI endpoint on http://127.0.0.1:8000/v1, until Ctrl-C (ARGS="--replicas 3")
+	@$(BIN)/pagekv up --gateway $(ARGS)
 
 .PHONY: test
 test: $(DEV_STAMP) ## run all tests (ARGS="-k name" is handed to pytest)
@@ -133,6 +138,10 @@ $(RUN_STAMP): pyproject.toml constraints.txt scripts/install.sh
 	@scripts/install.sh $(VENV) manager,executor,observe,top
 	@touch $@
 
+$(GATEWAY_STAMP): pyproject.toml constraints.txt scripts/install.sh
+	@scripts/install.sh $(VENV) manager,executor,observe,top,gateway
+	@touch $@ $(RUN_STAMP)
+
 $(DEV_STAMP): pyproject.toml constraints.txt scripts/install.sh
 	@scripts/install.sh $(VENV) dev
-	@touch $@ $(RUN_STAMP)
+	@touch $@ $(RUN_STAMP) $(GATEWAY_STAMP)

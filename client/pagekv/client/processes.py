@@ -1,4 +1,4 @@
-"""The two server processes of one machine as children of this one: start, wait until ready, watch, stop."""
+"""The server processes of one machine as children of this one: start, wait until ready, watch, stop."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 import grpc
 
+from pagekv.client.gateway import COMMAND, GatewayConfig, gateway_args, is_installed, serves
 from pagekv.common.probe import check
 
 EXECUTOR_COMMAND = (sys.executable, "-m", "pagekv.executor.server")
@@ -24,6 +26,8 @@ MANAGER_COMMAND = (sys.executable, "-m", "pagekv.kvmanager.server")
 # Lines of each child's log that are kept for the report of its death.
 KEPT_LINES = 40
 _POLL_S = 0.1
+# Seconds that the gateway gets to answer its last callers once the managers are gone.
+_GATEWAY_LAST_S = 1.0
 
 
 class StackError(Exception):
@@ -35,9 +39,13 @@ class StackConfig:
     """What to start. Arguments are those of the processes' own command lines."""
 
     host: str = "127.0.0.1"
-    # 0 takes a free port.
+    # 0 takes a free port. Of several pairs these are the first one's; the others take free ones.
     port: int = 50051
     executor_port: int = 50052
+    # Pairs of an executor and a manager.
+    replicas: int = 1
+    # None: no gateway in front.
+    gateway: GatewayConfig | None = None
     manager_args: Sequence[str] = ()
     executor_args: Sequence[str] = ()
     # Seconds a process gets to stop by itself; its own --grace-s should be less.
@@ -55,6 +63,8 @@ class Child:
     name: str
     target: str
     popen: subprocess.Popen[str]
+    # Whether it serves now.
+    ready: Callable[[], bool]
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
     reader: threading.Thread | None = None
 
@@ -69,17 +79,43 @@ class Child:
 
 
 class Stack:
-    """An executor and a manager. States: built → started → stopped. Leaving a `with` statement stops both."""
+    """Executors, their managers, and a gateway if one is asked for. States: built → started → stopped. Leaving a `with`
+    statement stops all of them.
+    """
 
     def __init__(self, config: StackConfig) -> None:
-        """Chooses the ports. Raises StackError when one is taken."""
+        """Chooses the ports. Raises StackError when one is taken, or when what is asked for is not installed."""
         self._config = config
-        port = _usable_port(config.host, config.port, "--port")
-        executor_port = _usable_port(config.host, config.executor_port, "--executor-port", other_than=port)
-        self.target = f"{config.host}:{port}"
-        self.executor_target = f"{config.host}:{executor_port}"
+        if config.gateway is not None and config.gateway.command is COMMAND and not is_installed():
+            raise StackError("the gateway is not installed: pip install 'pagekv[gateway]'")
+        taken: set[int] = set()
+
+        def target(port: int, flag: str) -> str:
+            found = _usable_port(config.host, port, flag, taken)
+            taken.add(found)
+            return f"{config.host}:{found}"
+
+        self.targets: list[str] = []
+        self.executor_targets: list[str] = []
+        for replica in range(config.replicas):
+            self.targets.append(target(0 if replica else config.port, "--port"))
+            self.executor_targets.append(target(0 if replica else config.executor_port, "--executor-port"))
+        self.gateway_target = ""
+        if config.gateway is not None:
+            self.gateway_target = target(config.gateway.port, "--gateway-port")
+            self._gateway_metrics = int(target(0, "--gateway-port").rpartition(":")[2])
         # In the order of starting.
         self.children: list[Child] = []
+
+    @property
+    def target(self) -> str:
+        """Address of the first manager."""
+        return self.targets[0]
+
+    @property
+    def executor_target(self) -> str:
+        """Address of its executor."""
+        return self.executor_targets[0]
 
     def __enter__(self) -> Self:
         return self
@@ -93,27 +129,56 @@ class Stack:
             raise
 
     def start(self) -> None:
-        """Starts both processes; the manager waits for the executor by itself. Raises StackError."""
+        """Starts all but the gateway; each manager waits for its executor by itself. Raises StackError."""
         listen, config = "--listen", self._config
-        self._spawn(
-            "executor", self.executor_target, [*config.executor_command, listen, self.executor_target],
-            config.executor_args,
-        )  # fmt: skip
-        self._spawn(
-            "manager", self.target,
-            [*config.manager_command, listen, self.target, "--executor", self.executor_target], config.manager_args,
-        )  # fmt: skip
+        for number, target in enumerate(self.executor_targets):
+            self._spawn(
+                self._name("executor", number), target, [*config.executor_command, listen, target],
+                config.executor_args, ready=partial(_serves, target),
+            )  # fmt: skip
+        for number, target in enumerate(self.targets):
+            self._spawn(
+                self._name("manager", number), target,
+                [*config.manager_command, listen, target, "--executor", self.executor_targets[number]],
+                config.manager_args, ready=partial(_serves, target),
+            )  # fmt: skip
+
+    def _name(self, role: str, number: int) -> str:
+        return role if self._config.replicas == 1 else f"{role} {number + 1}"
+
+    def _start_gateway(self, config: GatewayConfig) -> None:
+        host = self._config.host
+        port = int(self.gateway_target.rpartition(":")[2])
+        args = gateway_args(config, host, port, self._gateway_metrics, self.targets)
+        ready = partial(serves, self.gateway_target, len(self.targets))
+        self._spawn("gateway", self.gateway_target, config.command, args, ready=ready)
 
     def wait_ready(
         self, timeout_s: float, stop: threading.Event | None = None, on_wait: Callable[[str, float], None] | None = None
     ) -> bool:
-        """Waits until both are healthy. False when `stop` was set first. Raises StackError on a death or the timeout.
+        """Waits until all are healthy. False when `stop` was set first. Raises StackError on a death or the timeout.
 
-        `on_wait` gets the name of the process waited for and the seconds waited.
+        The gateway is started once all managers serve: it asks them what they serve when it meets them. `on_wait` gets
+        the name of the process waited for and the seconds waited.
         """
         begun = time.monotonic()
-        for child in self.children:
-            while not _serves(child.target):
+        if not self._wait_for(list(self.children), begun, timeout_s, stop, on_wait):
+            return False
+        if self._config.gateway is None:
+            return True
+        self._start_gateway(self._config.gateway)
+        return self._wait_for(self.children[-1:], begun, timeout_s, stop, on_wait)
+
+    def _wait_for(
+        self,
+        children: Sequence[Child],
+        begun: float,
+        timeout_s: float,
+        stop: threading.Event | None,
+        on_wait: Callable[[str, float], None] | None,
+    ) -> bool:
+        for child in children:
+            while not child.ready():
                 waited = time.monotonic() - begun
                 self.check()
                 if waited > timeout_s:
@@ -134,25 +199,30 @@ class Stack:
                 raise StackError(child.report())
 
     def stop(self) -> None:
-        """Stops the manager, then the executor; kills what does not stop in time. Idempotent."""
-        for child in reversed(self.children):
-            if child.popen.poll() is None:
-                child.popen.terminate()
-                try:
-                    child.popen.wait(self._config.stop_timeout_s)
-                except subprocess.TimeoutExpired:
-                    child.popen.kill()
-                    child.popen.wait()
-            if child.reader is not None:
-                child.reader.join(timeout=2)
+        """Stops the managers behind the gateway, then the executors; kills what does not stop in time. Idempotent.
+
+        The gateway learns at the same time as the managers that this is the end, and passes on what their running
+        streams still bring. Once they are gone nothing can be left in it, so it need not wait for anything else.
+        """
+        gateway, managers, executors = (
+            [child for child in self.children if child.name.split()[0] == role]
+            for role in ("gateway", "manager", "executor")
+        )
+        _terminate([*gateway, *managers])
+        _wait(managers, self._config.stop_timeout_s)
+        _wait(gateway, _GATEWAY_LAST_S)
+        _terminate(executors)
+        _wait(executors, self._config.stop_timeout_s)
 
     def kill(self) -> None:
-        """Kills both at once; may be called from a signal handler while `stop` waits."""
+        """Kills all at once; may be called from a signal handler while `stop` waits."""
         for child in self.children:
             if child.popen.poll() is None:
                 child.popen.kill()
 
-    def _spawn(self, name: str, target: str, command: Sequence[str], args: Sequence[str]) -> None:
+    def _spawn(
+        self, name: str, target: str, command: Sequence[str], args: Sequence[str], *, ready: Callable[[], bool]
+    ) -> None:
         try:
             popen = subprocess.Popen(
                 [*command, *args],
@@ -167,7 +237,7 @@ class Stack:
             )
         except OSError as error:
             raise StackError(f"cannot start the {name}: {error}") from error
-        child = Child(name, target, popen)
+        child = Child(name, target, popen, ready)
         child.reader = threading.Thread(target=self._read, args=(child,), name=f"{name}-log", daemon=True)
         child.reader.start()
         self.children.append(child)
@@ -179,6 +249,25 @@ class Stack:
             child.lines.append(line.rstrip("\n"))
             if self._config.on_log is not None:
                 self._config.on_log(child.name, line.rstrip("\n"))
+
+
+def _terminate(children: Sequence[Child]) -> None:
+    for child in children:
+        if child.popen.poll() is None:
+            child.popen.terminate()
+
+
+def _wait(children: Sequence[Child], timeout_s: float) -> None:
+    """Waits for them all together, and kills those that take longer."""
+    deadline = time.monotonic() + timeout_s
+    for child in children:
+        try:
+            child.popen.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.popen.kill()
+            child.popen.wait()
+        if child.reader is not None:
+            child.reader.join(timeout=2)
 
 
 def _environment() -> dict[str, str]:
@@ -196,10 +285,10 @@ def _serves(target: str) -> bool:
         return False
 
 
-def _usable_port(host: str, port: int, flag: str, other_than: int = 0) -> int:
+def _usable_port(host: str, port: int, flag: str, other_than: Collection[int] = ()) -> int:
     """`port` if it is free, else StackError; a free one for 0."""
-    if port and port == other_than:
-        raise StackError(f"{flag} {port}: both processes cannot have one port; {flag} 0 takes a free one")
+    if port and port in other_than:
+        raise StackError(f"{flag} {port}: two processes cannot have one port; {flag} 0 takes a free one")
     while True:
         with socket.socket() as probe:
             # As gRPC binds: a port in TIME_WAIT is free.
@@ -212,5 +301,5 @@ def _usable_port(host: str, port: int, flag: str, other_than: int = 0) -> int:
                     f"Choose another with {flag}, or {flag} 0 for a free one"
                 ) from error
             found: int = probe.getsockname()[1]
-        if found != other_than:
+        if found not in other_than:
             return found

@@ -14,6 +14,7 @@ import pytest
 
 from pagekv.client.cli import main
 from pagekv.client.commands import up
+from pagekv.client.gateway import GatewayConfig
 from pagekv.client.processes import Stack, StackConfig, StackError
 
 FAKE = Path(__file__).with_name("fake_process.py")
@@ -140,7 +141,7 @@ def test_a_taken_port_is_a_clear_error(journal: Path) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(StackError, match=rf"port {port} of 127.0.0.1 cannot be used .*--executor-port 0"):
             Stack(config(journal, executor_port=port))
-    with pytest.raises(StackError, match="both processes cannot have one port"):
+    with pytest.raises(StackError, match="two processes cannot have one port"):
         Stack(config(journal, port=50000 + os.getpid() % 1000, executor_port=50000 + os.getpid() % 1000))
 
 
@@ -177,3 +178,45 @@ def test_flags_go_to_the_process_that_knows_them() -> None:
     made = up.stack_config(args, Terminal(), "127.0.0.1", 1, 2)
     assert made.executor_args == ["--model=m", "--backend=oracle", "--threads", "2"]
     assert made.manager_args == ["--block-size=8", "--max-queue", "4", "--no-prefix-cache"]
+
+
+def test_several_pairs_have_ports_of_their_own_and_their_executors_stop_last(journal: Path) -> None:
+    with Stack(config(journal, replicas=2)) as stack:
+        stack.start()
+        assert stack.wait_ready(20)
+        names = [child.name for child in stack.children]
+    assert names == ["executor 1", "executor 2", "manager 1", "manager 2"]
+    assert len({*stack.targets, *stack.executor_targets}) == 4
+    stopped = [line for line in journal.read_text().splitlines() if line.endswith("stopped")]
+    assert stopped == ["manager stopped"] * 2 + ["executor stopped"] * 2
+
+
+def test_a_gateway_that_is_not_installed_is_a_clear_error(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagekv.client.processes.is_installed", lambda: False)
+    with pytest.raises(StackError, match=r"pip install 'pagekv\[gateway\]'"):
+        Stack(config(journal, gateway=GatewayConfig(port=0)))
+
+
+def test_the_gateway_is_started_once_the_managers_serve_and_killed_if_it_lingers(
+    journal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagekv.client.processes.serves", lambda target, managers: managers == 2)
+    script = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(sys.argv[1:], flush=True)"
+    gateway = GatewayConfig(
+        port=0, policy="round_robin", args=["--extra"], command=[sys.executable, "-c", f"{script}; time.sleep(60)"]
+    )
+    logs: list[str] = []
+
+    def keep(name: str, line: str) -> None:
+        logs.append(f"{name}: {line}")
+
+    with Stack(config(journal, replicas=2, gateway=gateway, on_log=keep)) as stack:
+        stack.start()
+        assert len(stack.children) == 4
+        assert stack.wait_ready(20)
+        while not any(line.startswith("gateway: [") for line in logs):
+            time.sleep(0.01)
+    told = next(line for line in logs if line.startswith("gateway: ["))
+    for word in ("--policy=round_robin", "--extra", *(f"grpc://{target}" for target in stack.targets)):
+        assert f"'{word}'" in told
+    assert stack.children[-1].popen.returncode == -signal.SIGKILL

@@ -11,6 +11,7 @@ from types import FrameType
 from pagekv.client.channel import DEFAULT_TARGET
 from pagekv.client.client import PageKVClient
 from pagekv.client.commands.parser import CommandParser, Subparsers, UsageError, add_command
+from pagekv.client.gateway import POLICIES, GatewayConfig
 from pagekv.client.processes import Stack, StackConfig
 from pagekv.client.terminal import Terminal
 from pagekv.client.types import ModelInfo
@@ -20,6 +21,8 @@ EXAMPLES = """\
   pagekv up
   pagekv up --model ~/models/Qwen3-0.6B --dtype bfloat16 --port 6000
   pagekv up --backend oracle --block-size 32
+  pagekv up --gateway                       # also an OpenAI endpoint, http://127.0.0.1:8000/v1
+  pagekv up --replicas 3 --policy cache_aware --threads 1 --kv-memory 256MiB
   pagekv up --executor-args="--threads 2" --manager-args="--max-queue 64"
 """
 # Flags handed on, and to whom. What is not given is not handed on, so the processes' own PAGEKV_* variables count.
@@ -35,9 +38,39 @@ def add(commands: Subparsers) -> None:
     )
     port = integer(0, 65535)
     parser.flag("host", "address to listen on", default="127.0.0.1", metavar="HOST")
-    parser.flag("port", "port for clients; 0 takes a free one", default=50051, type=port, metavar="PORT")
+    parser.flag(
+        "port",
+        "port for clients; 0 takes a free one; of several replicas the first one's",
+        default=50051,
+        type=port,
+        metavar="PORT",
+    )
     parser.flag("executor-port", "port of the executor; 0 takes a free one", default=50052, type=port, metavar="PORT")
+    _add_gateway_flags(parser)
     add_stack_flags(parser)
+
+
+def _add_gateway_flags(parser: CommandParser) -> None:
+    group = parser.add_argument_group("OpenAI endpoint and replicas (the gateway smg: pip install 'pagekv[gateway]')")
+    group.add_argument("--gateway", action="store_true", help="start a gateway that speaks OpenAI's HTTP API, too")
+    group.add_argument(
+        "--gateway-port", type=integer(0, 65535), default=8000, metavar="PORT", help="its port; 0: a free one [8000]"
+    )
+    group.add_argument(
+        "--replicas",
+        type=integer(1, 64),
+        default=1,
+        metavar="N",
+        help="pairs of executor and KV-manager behind the gateway; more than 1 implies --gateway [1]",
+    )
+    group.add_argument("--policy", choices=POLICIES, default=POLICIES[0], help=f"how it chooses a pair [{POLICIES[0]}]")
+    group.add_argument(
+        "--gateway-args",
+        type=_words,
+        default=[],
+        metavar="ARGS",
+        help="any other of its flags (smg launch --help), quoted",
+    )
 
 
 def add_stack_flags(parser: CommandParser) -> None:
@@ -83,12 +116,17 @@ def stack_config(args: argparse.Namespace, terminal: Terminal, host: str, port: 
     def show(process: str, line: str) -> None:
         terminal.note(f"{process:8} | {line}")
 
+    gateway = None
+    if getattr(args, "gateway", False) or getattr(args, "replicas", 1) > 1:
+        gateway = GatewayConfig(args.gateway_port, args.policy, args.gateway_args)
     return StackConfig(
         host=host,
         port=port,
         executor_port=executor_port,
         executor_args=[*given(_TO_EXECUTOR), *args.executor_args],
-        manager_args=[*given(_TO_MANAGER), *args.manager_args],
+        replicas=getattr(args, "replicas", 1),
+        gateway=gateway,
+        manager_args=[*(["--gateway-api"] if gateway else []), *given(_TO_MANAGER), *args.manager_args],
         on_log=show if args.verbose else None,
     )
 
@@ -160,7 +198,10 @@ def _announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> Non
         info = client.model_info()
     if args.json:
         processes = {child.name: child.popen.pid for child in stack.children}
-        terminal.json({"target": stack.target, "executor": stack.executor_target, "pids": processes})
+        addresses: dict[str, object] = {"target": stack.target, "executor": stack.executor_target}
+        if stack.gateway_target:
+            addresses |= {"openai": f"http://{stack.gateway_target}/v1", "targets": stack.targets}
+        terminal.json({**addresses, "pids": processes})
         return
     where = "" if stack.target == DEFAULT_TARGET else f" --target {stack.target}"
     what = '"In the beginning"' if info.has_tokenizer else "--token-ids 1,2,3"
@@ -168,4 +209,8 @@ def _announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> Non
     terminal.print(f"  {describe(info)}")
     terminal.print(f"  try: {terminal.bold(f'pagekv generate{where} {what}')}")
     terminal.print(f"  or:  pagekv stats{where}")
+    if stack.gateway_target:
+        terminal.print(f"  OpenAI endpoint: {terminal.bold(f'http://{stack.gateway_target}/v1')}")
+    if len(stack.targets) > 1:
+        terminal.print(f"  in front of {len(stack.targets)} managers: {', '.join(stack.targets)}")
     terminal.print("Ctrl-C stops it.")

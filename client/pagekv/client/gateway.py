@@ -1,0 +1,75 @@
+"""The gateway `smg` as a process in front of managers: how it is started, and when it serves.
+
+It is installed by the extra `gateway` and started by its command line alone. Everything it says over HTTP is its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# How it may choose a manager; the gateway has more that need arguments of their own.
+POLICIES = ("cache_aware", "round_robin", "random", "power_of_two", "least_load", "prefix_hash", "consistent_hashing")
+COMMAND = (sys.executable, "-m", "smg", "launch")
+_ANSWER_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """What to start in front of the managers."""
+
+    # 0 takes a free one.
+    port: int = 8000
+    policy: str = POLICIES[0]
+    # Of its own command line (`smg launch --help`).
+    args: Sequence[str] = ()
+    command: Sequence[str] = COMMAND
+
+
+def is_installed() -> bool:
+    """Whether the extra is there."""
+    return importlib.util.find_spec("smg") is not None
+
+
+def gateway_args(config: GatewayConfig, host: str, port: int, metrics_port: int, managers: Sequence[str]) -> list[str]:
+    """Its command line in front of managers at `managers` (host:port); metrics go to `metrics_port` of `host`.
+
+    Its defaults are those of a fleet: three minutes for running requests when it stops, a minute between health checks
+    and before it tries a manager again. On one machine, under Ctrl-C, that is too slow.
+    """
+    return [
+        f"--host={host}",
+        f"--port={port}",
+        f"--prometheus-host={host}",
+        f"--prometheus-port={metrics_port}",
+        f"--policy={config.policy}",
+        "--shutdown-grace-period-secs=30",
+        "--health-check-interval-secs=5",
+        "--cb-timeout-duration-secs=5",
+        *config.args,
+        "--worker-urls",
+        *(f"grpc://{manager}" for manager in managers),
+    ]
+
+
+def serves(target: str, managers: int) -> bool:
+    """Whether the gateway at host:port lists a model, and knows so many managers that are ready."""
+    try:
+        models, workers = _get(target, "/v1/models"), _get(target, "/workers")
+        ready = sum(worker.get("status") == "ready" for worker in workers.get("workers", ()))
+        return bool(models.get("data")) and ready >= managers
+    except (OSError, ValueError, urllib.error.URLError):
+        return False
+
+
+def _get(target: str, path: str) -> Any:
+    # A proxy from the environment would be asked for this machine.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"http://{target}{path}", timeout=_ANSWER_S) as answer:
+        return json.load(answer)

@@ -1,0 +1,212 @@
+"""The OpenAI Python client through the gateway `smg` to real processes, as `pagekv up --gateway` starts them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import openai
+import pytest
+from stack import CPU, ORACLE
+
+from pagekv.client import PageKVClient
+from pagekv.client.gateway import GatewayConfig
+from pagekv.client.processes import Stack, StackConfig
+
+pytestmark = pytest.mark.e2e
+MODEL = "demo"
+PROMPT = "In the beginning God created the heaven and the earth, and the earth was without form, and void; and"
+MESSAGES: Any = [{"role": "user", "content": "Who art thou?"}]
+
+
+@contextmanager
+def running(executor_args: Any, manager_args: Any = ()) -> Iterator[Stack]:
+    config = StackConfig(
+        port=0,
+        executor_port=0,
+        gateway=GatewayConfig(port=0),
+        executor_args=executor_args,
+        manager_args=["--gateway-api", *manager_args],
+    )
+    with Stack(config) as stack:
+        stack.start()
+        assert stack.wait_ready(120)
+        yield stack
+
+
+def client_of(stack: Stack) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"http://{stack.gateway_target}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def until(condition: Callable[[], bool], patience_s: float = 20.0) -> None:
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    """The demo model, so that text can be compared with what our own client gets."""
+    with running(CPU) as stack:
+        yield stack
+
+
+@pytest.fixture
+def api(stack: Stack) -> Iterator[openai.OpenAI]:
+    with client_of(stack) as client:
+        yield client
+
+
+@pytest.fixture
+def own(stack: Stack) -> Iterator[PageKVClient]:
+    with PageKVClient(stack.target) as client:
+        yield client
+
+
+def test_the_model_is_listed(api: openai.OpenAI) -> None:
+    assert [model.id for model in api.models.list().data] == [MODEL]
+
+
+def test_a_completion_is_what_our_own_client_gets_and_the_second_one_hits_the_cache(
+    api: openai.OpenAI, own: PageKVClient
+) -> None:
+    # Its own beginning, so that no other test has filled the cache with it.
+    prompt = f"And it came to pass, that {PROMPT}"
+    runs = [api.completions.create(model=MODEL, prompt=prompt, max_tokens=12, temperature=0) for _ in range(2)]
+    expected = own.generate(prompt, max_tokens=12, temperature=0)
+    assert {run.choices[0].text for run in runs} == {expected.text}
+    assert runs[0].choices[0].finish_reason == "length"
+    for run, hit in zip(runs, (False, True), strict=True):
+        assert run.usage is not None
+        assert (run.usage.prompt_tokens, run.usage.completion_tokens) == (expected.prompt_tokens, 12)
+        assert run.usage.prompt_tokens_details is not None
+        # Everything but the last token of the prompt: the last block in part.
+        cached = run.usage.prompt_tokens_details.cached_tokens
+        assert cached == (expected.prompt_tokens - 1 if hit else 0)
+
+
+def test_a_chat_is_templated_as_our_own(api: openai.OpenAI, own: PageKVClient) -> None:
+    answer = api.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=12, temperature=0)
+    expected = own.generate(MESSAGES, max_tokens=12, temperature=0)
+    assert answer.choices[0].message.content == expected.text
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == expected.prompt_tokens
+
+
+def test_a_stream_brings_the_same_text_in_pieces_and_its_usage(api: openai.OpenAI) -> None:
+    request: Any = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    whole = api.completions.create(**request)
+    chunks = list(api.completions.create(**request, stream=True, stream_options={"include_usage": True}))
+    texts = [choice.text for chunk in chunks for choice in chunk.choices if choice.text]
+    assert "".join(texts) == whole.choices[0].text
+    assert len(texts) > 3
+    assert [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason] == ["length"]
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 12
+    assert chunks[-1].usage.prompt_tokens_details is not None
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens == chunks[-1].usage.prompt_tokens - 1
+
+
+def test_a_chat_stream_brings_the_same_text(api: openai.OpenAI) -> None:
+    request: Any = {"model": MODEL, "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
+    whole = api.chat.completions.create(**request)
+    chunks = list(api.chat.completions.create(**request, stream=True))
+    pieces = [choice.delta.content or "" for chunk in chunks for choice in chunk.choices]
+    assert "".join(pieces) == whole.choices[0].message.content
+
+
+def test_a_seed_draws_what_it_draws_for_our_own_client(api: openai.OpenAI, own: PageKVClient) -> None:
+    request: Any = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0.9}
+    expected = own.generate(PROMPT, max_tokens=12, temperature=0.9, seed=7).text
+    assert api.completions.create(**request, seed=7).choices[0].text == expected
+    assert api.completions.create(**request, seed=8).choices[0].text != expected
+    several = api.completions.create(**request, seed=7, n=3)
+    assert several.choices[0].text == expected
+    assert len({choice.text for choice in several.choices}) == 3
+
+
+def test_a_stop_string_ends_the_text_before_it(api: openai.OpenAI) -> None:
+    text = api.completions.create(model=MODEL, prompt=PROMPT, max_tokens=20, temperature=0).choices[0].text
+    stop = text.split()[3]
+    answer = api.completions.create(model=MODEL, prompt=PROMPT, max_tokens=20, temperature=0, stop=[stop])
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].text == text[: text.index(stop)]
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens < 20
+
+
+def test_log_probabilities_of_a_chat(api: openai.OpenAI) -> None:
+    answer = api.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=4, temperature=0, logprobs=True, top_logprobs=2
+    )
+    assert answer.choices[0].logprobs is not None
+    tokens = answer.choices[0].logprobs.content or []
+    assert len(tokens) == 4
+    assert all(len(token.top_logprobs) == 2 for token in tokens)
+    # Greedy: the chosen token is the likeliest.
+    assert all(token.logprob == token.top_logprobs[0].logprob for token in tokens)
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        ({"max_tokens": 100_000}, r"sampling_params.max_tokens: must be from 1 to \d+"),
+        ({"max_tokens": 4, "top_p": 2}, "top_p"),
+        ({"max_tokens": 4, "prompt": "word " * 5000}, "maximum context length is 2048"),
+        ({"max_tokens": 4, "n": 65}, r"\bn\b"),
+    ],
+)
+def test_what_cannot_be_done_is_a_400_that_says_what(api: openai.OpenAI, request_: Any, words: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=words) as caught:
+        api.completions.create(**{"model": MODEL, "prompt": PROMPT, **request_})
+    assert caught.value.status_code == 400
+
+
+def test_structured_output_is_refused_and_not_ignored(api: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="json_schema: must be absent: PageKV constrains no output"):
+        api.chat.completions.create(
+            model=MODEL, messages=MESSAGES, max_tokens=4, response_format={"type": "json_object"}
+        )
+
+
+def test_another_model_is_a_404(api: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="nope"):
+        api.completions.create(model="nope", prompt=PROMPT, max_tokens=4)
+
+
+def test_a_connection_that_is_dropped_aborts_the_request_and_frees_its_blocks() -> None:
+    """And a full queue is a 429, a manager that is gone a 503."""
+    slow = [*ORACLE, "--kv-memory", "64MiB", "--step-time-ms", "20"]
+    limits = ["--max-running", "1", "--max-queue", "1", "--num-device-blocks", "512"]
+    with running(slow, limits) as stack, client_of(stack) as api, PageKVClient(stack.target) as own:
+        endless: Any = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1500, "extra_body": {"ignore_eos": True}}
+        stream = api.completions.create(**endless, stream=True)
+        next(iter(stream))
+        # One that runs to its end without streaming, and leaves with its caller too.
+        waiting = threading.Thread(target=_give_up, args=(stack, endless))
+        waiting.start()
+        until(lambda: own.stats().waiting_sequences == 1)
+        with pytest.raises(openai.RateLimitError, match="the queue is full: 1 sequences wait, at most 1"):
+            api.completions.create(model=MODEL, prompt="And so", max_tokens=4)
+        stream.close()
+        until(lambda: own.stats().aborted_requests_total == 1)
+        waiting.join()
+        until(lambda: own.stats().aborted_requests_total == 2)
+        stats = own.stats()
+        assert (stats.running_sequences, stats.waiting_sequences, stats.active_blocks) == (0, 0, 0)
+
+        manager = stack.children[1].popen
+        manager.kill()
+        manager.wait()
+        with pytest.raises(openai.InternalServerError) as caught:
+            api.completions.create(model=MODEL, prompt="And so", max_tokens=4)
+        assert caught.value.status_code == 503
+
+
+def _give_up(stack: Stack, request: Any) -> None:
+    with client_of(stack) as api, pytest.raises(openai.APITimeoutError):
+        api.completions.create(**request, timeout=3)
