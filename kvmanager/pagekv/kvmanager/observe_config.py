@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from urllib.parse import urlsplit, urlunsplit
 
 from pagekv.common.flags import FlagParser, tcp_address
 
@@ -15,6 +16,7 @@ class ObserveConfig:
     http_listen: str = ""
     http_port_file: str = ""
     gateway_api: bool = False
+    otlp_endpoint: str = ""
 
 
 def add_flags(parser: FlagParser) -> None:
@@ -32,8 +34,35 @@ def add_flags(parser: FlagParser) -> None:
         "also serve vllm.grpc.engine.VllmEngine, for an OpenAI gateway in front (needs pagekv[gateway])",
         default=False,
     )
+    parser.flag(
+        "otlp-endpoint",
+        "OpenTelemetry collector to send spans of every request to, over OTLP/HTTP; without a path /v1/traces is "
+        "added; empty: none",
+        default="",
+        type=_collector,
+        metavar="URL",
+    )
+
+
+def _collector(text: str) -> str:
+    """A type for an http or https URL; empty for none."""
+    if not text:
+        return ""
+    try:
+        parts = urlsplit(text)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise argparse.ArgumentTypeError(f"must be a URL such as http://127.0.0.1:4318, or empty, got {text!r}")
+    return urlunsplit(parts._replace(path="/v1/traces")) if parts.path in ("", "/") else text
 
 
 def from_args(args: argparse.Namespace) -> ObserveConfig:
     """What was parsed."""
-    return ObserveConfig(http_listen=args.http_listen, http_port_file=args.http_port_file, gateway_api=args.gateway_api)
+    return ObserveConfig(
+        http_listen=args.http_listen,
+        http_port_file=args.http_port_file,
+        gateway_api=args.gateway_api,
+        otlp_endpoint=args.otlp_endpoint,
+    )

@@ -77,6 +77,8 @@ class GenerateCommand:
     priority: int = 0
     # Of the model it was read for; empty: any.
     model_fingerprint: str = ""
+    # W3C traceparent of the span of its caller; unchecked, and empty where there is none.
+    trace_parent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

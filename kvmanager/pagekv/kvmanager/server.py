@@ -19,6 +19,7 @@ from pagekv.kvmanager.executor_client import AttachRefused
 from pagekv.kvmanager.inference_service import InferenceService
 from pagekv.kvmanager.observer import Observer
 from pagekv.kvmanager.request_metrics import RequestMetrics
+from pagekv.kvmanager.request_spans import RequestSpans
 from pagekv.kvmanager.serving_state import ServingState
 from pagekv.kvmanager.tokenizer import Tokenizer, TokenizerError
 from pagekv.v1 import cache_service_pb2, cache_service_pb2_grpc, inference_service_pb2, inference_service_pb2_grpc
@@ -26,6 +27,7 @@ from pagekv.v1 import cache_service_pb2, cache_service_pb2_grpc, inference_servi
 if TYPE_CHECKING:
     from pagekv.kvmanager.http_server import HttpServer
     from pagekv.kvmanager.smg_service import VllmEngine
+    from pagekv.kvmanager.tracing import Tracing
 
 log = Log(__name__)
 
@@ -86,6 +88,7 @@ class Manager:
         if self._config.port_file:
             write_port_file(Path(self._config.port_file), port)
         log.info("listening", address=self._config.listen, port=port, executor=self._config.engine.executor)
+        tracing = self._start_tracing()
         http = await self._start_http()
         # None of these ends by itself, unless something in it is broken.
         engine = asyncio.create_task(self.engine.run(), name="engine loop")
@@ -100,6 +103,8 @@ class Manager:
         await self._grpc.stop(LAST_WORDS_S)
         if http is not None:
             await http.stop()
+        if tracing is not None:
+            await tracing.close()
         # The engine too: it may be waiting for an executor that takes its time.
         for task in (engine, health, stopped):
             task.cancel()
@@ -114,6 +119,19 @@ class Manager:
             return 1
         log.info("stopped")
         return 0
+
+    def _start_tracing(self) -> Tracing | None:
+        """Raises ExtraMissing without what it needs."""
+        if not self._config.observe.otlp_endpoint:
+            return None
+        try:
+            from pagekv.kvmanager.tracing import Tracing, otlp_processor
+        except ImportError as error:
+            raise ExtraMissing(f"--otlp-endpoint needs {error.name}: pip install 'pagekv[observe]'") from error
+        tracing = Tracing(otlp_processor(self._config.observe.otlp_endpoint))
+        self._observers.append(RequestSpans(tracing.emit))
+        log.info("sending spans", endpoint=self._config.observe.otlp_endpoint)
+        return tracing
 
     async def _start_http(self) -> HttpServer | None:
         """Raises OSError when the port is taken, ExtraMissing without what it needs."""

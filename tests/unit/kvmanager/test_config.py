@@ -80,8 +80,9 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
         "PAGEKV_HTTP_LISTEN": "127.0.0.1:0",
         "PAGEKV_HTTP_PORT_FILE": "/tmp/http",
         "PAGEKV_GATEWAY_API": "on",
+        "PAGEKV_OTLP_ENDPOINT": "http://collector:4318/",
     }
-    observe = ObserveConfig("127.0.0.1:0", "/tmp/http", gateway_api=True)
+    observe = ObserveConfig("127.0.0.1:0", "/tmp/http", gateway_api=True, otlp_endpoint="http://collector:4318/v1/traces")
     limits = SchedulerLimits(
         64, 5, 0.25, False, partial_hits=False, swap=SwapPolicy("swap"), write_back=True, preemption_limit=7
     )
@@ -110,6 +111,7 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
         (["--protected-share", "1.5"], {}, "--protected-share: must be a number from 0 to 1, got '1.5'"),
         (["--pipeline-depth", "3"], {}, "--pipeline-depth: must be a whole number from 1 to 2, got '3'"),
         (["--step-timeout-s", "0"], {}, "--step-timeout-s: must be a number from 0.1 to 3600"),
+        (["--otlp-endpoint", "localhost:4318"], {}, "--otlp-endpoint: must be a URL such as http://127.0.0.1:4318"),
         (["--http-listen", "unix:/x"], {}, "--http-listen: must be host:port with a port from 0 to 65535, or empty"),
         (["--grace-s", "-1"], {}, "--grace-s: must be a number from 0 to 3600"),
         (["--log-level", "loud"], {}, "--log-level: invalid choice: 'loud'"),

@@ -1,0 +1,220 @@
+"""What a request did and when: queued, prefill chunks, decode, preempted or swapped out. No OpenTelemetry in here.
+
+A step in which nothing begins or ends costs two calls; spans are handed on when their request has ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pagekv.kvmanager.engine import ModelInfo
+from pagekv.kvmanager.observer import Observer, RequestEnd
+from pagekv.kvmanager.sequence import LiveRequest, Sequence
+from pagekv.kvmanager.step_plan import Committed, NewSequence, StepOutcome, StepPlan
+
+# Of one request; more are counted and dropped.
+MAX_SPANS = 256
+
+# Wall clock that never steps back: nanoseconds since 1970.
+_OFFSET_NS = time.time_ns() - time.monotonic_ns()
+
+
+def wall_ns() -> int:
+    """Now."""
+    return _OFFSET_NS + time.monotonic_ns()
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something one sequence of a request did from `start` to `end`, nanoseconds since 1970."""
+
+    name: str
+    start: int
+    end: int
+    # Its index within the request.
+    sequence: int
+    # Of a chunk, those computed; of a decode, those that came, the first one included. Else 0.
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class RequestTrace:
+    """A request from `start` to `end`."""
+
+    request: LiveRequest
+    model: str
+    start: int
+    end: int = 0
+    how: RequestEnd = RequestEnd.FINISHED
+    spans: list[Span] = field(default_factory=list)
+    dropped: int = 0
+    # Why its sequences ended, those that did in a step.
+    finish_reasons: list[str] = field(default_factory=list)
+    first_token: int = 0
+
+    def add(self, span: Span) -> None:
+        """Unless there are too many."""
+        if len(self.spans) < MAX_SPANS:
+            self.spans.append(span)
+        else:
+            self.dropped += 1
+
+
+@dataclass(slots=True, eq=False)
+class _Progress:
+    """Of one sequence; a beam search has one for all of its beams."""
+
+    trace: RequestTrace
+    index: int
+    # Name of the span that is under way since then.
+    doing: str
+    since: int
+    # Tokens it had when it entered the executor.
+    had: int = 0
+    # Of this stay at the executor: known tokens that are not planned yet.
+    left: int = 0
+    stays: int = 0
+
+    def turn(self, doing: str, now: int, tokens: int = 0) -> None:
+        """Ends the present span, unless it has those of its chunks instead, and begins another."""
+        if self.doing not in (_PREFILL, _OVER):
+            self.trace.add(Span(self.doing, self.since, now, self.index, tokens))
+        self.doing, self.since = doing, now
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A part of a prompt in a step that is planned."""
+
+    progress: _Progress
+    stay: int
+    planned: int
+    tokens: int
+    # Computes the first token of this stay.
+    is_last: bool
+
+
+_QUEUED, _PREFILL, _CHUNK, _DECODE, _SEARCH = "queued", "prefill", "prefill chunk", "decode", "beam search"
+_PREEMPTED, _SWAPPED, _LOST, _OVER = "preempted", "swapped", "executor lost", ""
+
+
+class RequestSpans(Observer):
+    """Follows every request, and hands it on when it has ended."""
+
+    def __init__(self, emit: Callable[[RequestTrace], None], clock: Callable[[], int] = wall_ns) -> None:
+        """`emit` must neither block nor raise. `clock` gives nanoseconds since 1970."""
+        self._emit = emit
+        self._clock = clock
+        self._model = ""
+        self._traces: dict[LiveRequest, RequestTrace] = {}
+        self._progress: dict[LiveRequest, dict[int, _Progress]] = {}
+        # By handle: those with prompt left to plan.
+        self._prefilling: dict[int, _Progress] = {}
+        # Of each step in flight.
+        self._chunks: deque[list[_Chunk]] = deque()
+        self._latest_commit = 0
+
+    def attached(self, model: ModelInfo, epoch: int) -> None:
+        self._model = model.model_id or model.backend
+
+    def submitted(self, request: LiveRequest) -> None:
+        now = self._clock()
+        trace = self._traces[request] = RequestTrace(request, self._model, now)
+        count = 1 if request.command.sampling.beam_width else request.command.n
+        self._progress[request] = {index: _Progress(trace, index, _QUEUED, now) for index in range(count)}
+
+    def planned(self, plan: StepPlan) -> None:
+        chunks: list[_Chunk] = []
+        self._chunks.append(chunks)
+        if not (plan.new or plan.preempted or self._prefilling):
+            return
+        now = self._clock()
+        for sequence, swapped in plan.preempted:
+            self._leave(sequence, _SWAPPED if swapped else _PREEMPTED, now)
+        for new in plan.new:
+            self._enter(new, now)
+        if self._prefilling:
+            self._cut(plan, chunks, now)
+
+    def _enter(self, new: NewSequence, now: int) -> None:
+        progress = self._of(new.sequence)
+        if progress is None or progress.doing == _SEARCH:
+            return
+        if new.sequence.request.search is not None:
+            progress.turn(_SEARCH, now)
+            return
+        progress.turn(_PREFILL, now)
+        progress.left = len(new.token_ids) - new.computed_tokens
+        progress.had = len(new.token_ids)
+        progress.stays += 1
+        self._prefilling[new.handle] = progress
+
+    def _cut(self, plan: StepPlan, chunks: list[_Chunk], now: int) -> None:
+        """Notes what the step computes of prompts."""
+        tokens_of = dict(zip(plan.scheduled_handles, plan.scheduled_tokens, strict=True))
+        for handle, progress in list(self._prefilling.items()):
+            tokens = tokens_of.get(handle, 1)
+            progress.left -= tokens
+            if tokens:
+                chunks.append(_Chunk(progress, progress.stays, now, tokens, progress.left <= 0))
+            if progress.left <= 0:
+                del self._prefilling[handle]
+
+    def committed(self, plan: StepPlan, outcome: StepOutcome, committed: Committed) -> None:
+        chunks = self._chunks.popleft() if self._chunks else []
+        before, now = self._latest_commit, self._clock()
+        self._latest_commit = now
+        for chunk in chunks:
+            progress = chunk.progress
+            # Steps run one after the other, so this one began when that before it was done.
+            progress.trace.add(Span(_CHUNK, max(chunk.planned, before), now, progress.index, chunk.tokens))
+            if chunk.is_last and chunk.stay == progress.stays and progress.doing == _PREFILL:
+                progress.turn(_DECODE, now)
+                progress.trace.first_token = progress.trace.first_token or now
+        for position, ending in committed.endings.items():
+            sequence = committed.sequences[position]
+            self._leave(sequence, _OVER, now)
+            trace = self._traces.get(sequence.request)
+            if trace is not None:
+                trace.finish_reasons.append(ending.reason.value)
+        for request in committed.searched:
+            if request.search is not None and request in self._traces:
+                self._traces[request].finish_reasons += [r.finish.value for r in request.search.results()]
+
+    def detached(self) -> None:
+        now = self._clock()
+        self._chunks.clear()
+        self._prefilling.clear()
+        for sequences in self._progress.values():
+            for progress in sequences.values():
+                if progress.doing in (_PREFILL, _DECODE, _SEARCH):
+                    progress.turn(_LOST, now)
+
+    def ended(self, request: LiveRequest, end: RequestEnd) -> None:
+        trace = self._traces.pop(request, None)
+        if trace is None:
+            return
+        trace.end, trace.how = self._clock(), end
+        for sequence in request.sequences:
+            self._leave(sequence, _OVER, trace.end)
+        for progress in self._progress.pop(request).values():
+            progress.turn(_OVER, trace.end)
+        self._emit(trace)
+
+    def _of(self, sequence: Sequence) -> _Progress | None:
+        of_request = self._progress.get(sequence.request, {})
+        return of_request.get(0 if sequence.request.search is not None else sequence.index)
+
+    def _leave(self, sequence: Sequence, doing: str, now: int) -> None:
+        """A sequence leaves the executor, its counts up to date."""
+        progress = self._of(sequence)
+        if progress is None or progress.doing in (doing, _OVER):
+            return
+        for handle, other in list(self._prefilling.items()):
+            if other is progress:
+                del self._prefilling[handle]
+        decoded = len(sequence.token_ids) - progress.had if progress.doing == _DECODE else 0
+        progress.turn(doing, now, decoded)
