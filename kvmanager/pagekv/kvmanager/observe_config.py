@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit, urlunsplit
 
 from pagekv.common.flags import FlagParser, tcp_address
+from pagekv.kvmanager import outlet_config
+from pagekv.kvmanager.outlet_config import OutletConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +19,7 @@ class ObserveConfig:
     http_port_file: str = ""
     gateway_api: bool = False
     otlp_endpoint: str = ""
+    outlets: OutletConfig = field(default_factory=OutletConfig)
 
 
 def add_flags(parser: FlagParser) -> None:
@@ -34,6 +37,7 @@ def add_flags(parser: FlagParser) -> None:
         "also serve vllm.grpc.engine.VllmEngine, for an OpenAI gateway in front (needs pagekv[gateway])",
         default=False,
     )
+    outlet_config.add_flags(parser)
     parser.flag(
         "otlp-endpoint",
         "OpenTelemetry collector to send spans of every request to, over OTLP/HTTP; without a path /v1/traces is "
@@ -65,4 +69,5 @@ def from_args(args: argparse.Namespace) -> ObserveConfig:
         http_port_file=args.http_port_file,
         gateway_api=args.gateway_api,
         otlp_endpoint=args.otlp_endpoint,
+        outlets=outlet_config.from_args(args),
     )

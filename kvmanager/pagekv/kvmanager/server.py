@@ -18,6 +18,7 @@ from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.executor_client import AttachRefused
 from pagekv.kvmanager.inference_service import InferenceService
 from pagekv.kvmanager.observer import Observer
+from pagekv.kvmanager.outlets import Outlets
 from pagekv.kvmanager.request_metrics import RequestMetrics
 from pagekv.kvmanager.request_spans import RequestSpans
 from pagekv.kvmanager.serving_state import ServingState
@@ -53,6 +54,7 @@ class Manager:
         self._draining = False
         self._observers: list[Observer] = []
         self.engine = EngineLoop(config.engine, on_attached=self._on_attached, observers=self._observers)
+        self._outlets = Outlets(config.observe.outlets)
         self._state = ServingState(self.engine)
         services = [
             inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
@@ -88,6 +90,7 @@ class Manager:
         if self._config.port_file:
             write_port_file(Path(self._config.port_file), port)
         log.info("listening", address=self._config.listen, port=port, executor=self._config.engine.executor)
+        self._open_outlets()
         tracing = self._start_tracing()
         http = await self._start_http()
         # None of these ends by itself, unless something in it is broken.
@@ -109,6 +112,7 @@ class Manager:
         for task in (engine, health, stopped):
             task.cancel()
         await asyncio.wait([engine, health, stopped])
+        await self._outlets.close()
         if broken is not None:
             try:
                 await broken
@@ -119,6 +123,13 @@ class Manager:
             return 1
         log.info("stopped")
         return 0
+
+    def _open_outlets(self) -> None:
+        """Raises OSError when a file or an endpoint cannot be had, ExtraMissing without what they need."""
+        try:
+            self._outlets.open(self.engine, self._observers)
+        except ImportError as error:
+            raise ExtraMissing(f"--kv-events needs {error.name}: pip install 'pagekv[observe]'") from error
 
     def _start_tracing(self) -> Tracing | None:
         """Raises ExtraMissing without what it needs."""

@@ -7,6 +7,7 @@ import pytest
 from pagekv.kvmanager.config import ManagerConfig, parse_config
 from pagekv.kvmanager.engine_config import EngineConfig
 from pagekv.kvmanager.observe_config import ObserveConfig
+from pagekv.kvmanager.outlet_config import OutletConfig
 from pagekv.kvmanager.running import SchedulerLimits
 from pagekv.kvmanager.swap_policy import SwapPolicy
 
@@ -81,8 +82,19 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
         "PAGEKV_HTTP_PORT_FILE": "/tmp/http",
         "PAGEKV_GATEWAY_API": "on",
         "PAGEKV_OTLP_ENDPOINT": "http://collector:4318/",
+        "PAGEKV_KV_EVENTS": "on",
+        "PAGEKV_KV_EVENTS_ENDPOINT": "ipc:///tmp/events",
+        "PAGEKV_KV_EVENTS_REPLAY_ENDPOINT": "tcp://[::1]:5558",
+        "PAGEKV_KV_EVENTS_TOPIC": "kv@here",
+        "PAGEKV_KV_EVENTS_BUFFER": "7",
+        "PAGEKV_KV_EVENTS_TOKEN_IDS": "off",
+        "PAGEKV_RECORD": "/tmp/trace",
+        "PAGEKV_RECORD_STEPS": "/tmp/steps",
     }
-    observe = ObserveConfig("127.0.0.1:0", "/tmp/http", gateway_api=True, otlp_endpoint="http://collector:4318/v1/traces")
+    outlets = OutletConfig(
+        True, "ipc:///tmp/events", "tcp://[::1]:5558", "kv@here", 7, False, "/tmp/trace", "/tmp/steps"
+    )
+    observe = ObserveConfig("127.0.0.1:0", "/tmp/http", True, "http://collector:4318/v1/traces", outlets)
     limits = SchedulerLimits(
         64, 5, 0.25, False, partial_hits=False, swap=SwapPolicy("swap"), write_back=True, preemption_limit=7
     )
@@ -113,6 +125,10 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
         (["--step-timeout-s", "0"], {}, "--step-timeout-s: must be a number from 0.1 to 3600"),
         (["--otlp-endpoint", "localhost:4318"], {}, "--otlp-endpoint: must be a URL such as http://127.0.0.1:4318"),
         (["--http-listen", "unix:/x"], {}, "--http-listen: must be host:port with a port from 0 to 65535, or empty"),
+        (["--kv-events-endpoint", "127.0.0.1:5557"], {}, "--kv-events-endpoint: must be tcp://host:port with a port"),
+        (["--kv-events-endpoint", "tcp://*:x"], {}, "--kv-events-endpoint: must be tcp://host:port with a port"),
+        (["--kv-events-topic", "x" * 256], {}, "--kv-events-topic: must be up to 255 bytes, has 256"),
+        (["--kv-events-buffer", "0"], {}, "--kv-events-buffer: must be a whole number from 1 to 1000000"),
         (["--grace-s", "-1"], {}, "--grace-s: must be a number from 0 to 3600"),
         (["--log-level", "loud"], {}, "--log-level: invalid choice: 'loud'"),
         ([], {"PAGEKV_MAX_QUEUE": "0"}, "--max-queue (from PAGEKV_MAX_QUEUE): must be"),

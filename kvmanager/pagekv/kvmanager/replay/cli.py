@@ -18,7 +18,14 @@ from pagekv.kvmanager.replay.plot import svg
 from pagekv.kvmanager.replay.progress import Progress
 from pagekv.kvmanager.replay.report import as_json, as_table
 from pagekv.kvmanager.replay.timed_mode import replay_timed
-from pagekv.kvmanager.replay.trace import FORMATS, TraceError, TraceRecord, read_trace
+from pagekv.kvmanager.replay.trace import (
+    DEFAULT_TOKENS_PER_ID,
+    FORMATS,
+    TraceError,
+    TraceRecord,
+    block_size_of,
+    read_trace,
+)
 
 PROG = "pagekv replay"
 _MAX_BLOCKS = 2**31 - 1
@@ -104,8 +111,11 @@ def make_parser() -> FlagParser:
         metavar="TOKENS",
         help="tokens in a block [16; in cache mode what a hash id covers]",
     )
-    parser.flag(
-        "tokens-per-id", "prompt tokens behind one hash id", default=512, type=power_of_two(1, 4096), metavar="TOKENS"
+    parser.add_argument(
+        "--tokens-per-id",
+        type=power_of_two(1, 4096),
+        metavar="TOKENS",
+        help=f"prompt tokens behind one hash id [what the trace says, else {DEFAULT_TOKENS_PER_ID}]",
     )
     parser.add_argument("--limit", type=integer(1, 10**9), metavar="N", help="the first N requests only")
     parser.add_argument("--full-blocks", action="store_true", help="cache mode: count and cache full blocks only")
@@ -151,9 +161,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `python -m pagekv.kvmanager.replay`."""
     parser = make_parser()
     args = parser.parse(argv)
+    try:
+        tokens_per_id = args.tokens_per_id or block_size_of(args.trace) or DEFAULT_TOKENS_PER_ID
+    except OSError as error:
+        sys.stderr.write(f"{PROG}: {args.trace}: {error.strerror or error}\n")
+        return 1
     options = ReplayOptions(
-        block_size=args.block_size or (args.tokens_per_id if args.mode == "cache" else 16),
-        tokens_per_id=args.tokens_per_id,
+        block_size=args.block_size or (tokens_per_id if args.mode == "cache" else 16),
+        tokens_per_id=tokens_per_id,
         partial_blocks=args.mode == "cache" and not args.full_blocks,
         protected_share=args.protected_share,
         speed=args.speed,
@@ -164,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cost=StepCost(args.step_ms, args.prefill_us, args.decode_us, args.kv_read_ns),
     )
     try:
-        records = read_trace(args.trace, args.format, args.tokens_per_id, args.limit)
+        records = read_trace(args.trace, args.format, tokens_per_id, args.limit)
         if args.mode == "cache" and not all(record.hash_ids for record in records):
             raise TraceError(f"{args.trace}: has no hash ids, so no prompt shares anything; use --mode timed")
         if args.plot is not None:

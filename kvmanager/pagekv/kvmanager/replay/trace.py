@@ -1,6 +1,7 @@
 """Reads workload traces: Mooncake JSONL (with prefix identities) and Azure LLM inference CSV (lengths only).
 
     Mooncake  {"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [one id per 512 prompt tokens]}
+              and, as `pagekv-manager --record` writes it, "block_size": tokens that an id stands for instead
     Azure     TIMESTAMP,ContextTokens,GeneratedTokens
 
 Two records share a prefix as far as their hash ids agree. The last id covers what is left, so there are
@@ -19,8 +20,11 @@ from typing import Any
 
 FORMATS = ("auto", "mooncake", "azure")
 MAX_LENGTH = 2**24
-# Ids stand for token ids in a replay, and those are uint32 with room for ids of other kinds (see prompt.py).
-MAX_HASH_ID = 2**30 - 1
+MAX_HASH_ID = 2**53 - 1
+# Ids stand for token ids in a replay, and those are uint32 with room for ids of other kinds (see prompt.py). Where a
+# trace has larger ones, all of its ids are numbered anew.
+_MAX_TOKEN = 2**30 - 1
+DEFAULT_TOKENS_PER_ID = 512
 _MAX_TIMESTAMP_MS = 2**53
 _AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
@@ -41,7 +45,20 @@ class TraceRecord:
     hash_ids: tuple[int, ...]
 
 
-def read_trace(path: Path, form: str = "auto", tokens_per_id: int = 512, limit: int | None = None) -> list[TraceRecord]:
+def block_size_of(path: Path) -> int | None:
+    """Tokens that a hash id of a trace stands for, where its first line says so. Raises OSError."""
+    with path.open("rb") as lines:
+        try:
+            value = json.loads(lines.readline(MAX_LENGTH).lstrip(b"\xef\xbb\xbf"))
+        except (ValueError, RecursionError):
+            return None
+    size = value.get("block_size") if isinstance(value, dict) else None
+    return size if type(size) is int and 1 <= size <= MAX_LENGTH else None
+
+
+def read_trace(
+    path: Path, form: str = "auto", tokens_per_id: int = DEFAULT_TOKENS_PER_ID, limit: int | None = None
+) -> list[TraceRecord]:
     """The first `limit` records, in file order. `form` is one of FORMATS. Raises TraceError."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as lines:
@@ -72,7 +89,18 @@ def _read(name: str, lines: Iterable[str], form: str, tokens_per_id: int, limit:
     except _BadLine as error:
         raise TraceError(f"{name}: line {error.number}: {error}") from error
     start = records[0].arrival_s if records else 0.0
-    return [TraceRecord(r.arrival_s - start, r.input_length, r.output_length, r.hash_ids) for r in records]
+    ids = (r.hash_ids for r in records)
+    if any(i > _MAX_TOKEN for r in records for i in r.hash_ids):
+        ids = _numbered(ids)
+    return [
+        TraceRecord(r.arrival_s - start, r.input_length, r.output_length, i) for r, i in zip(records, ids, strict=True)
+    ]
+
+
+def _numbered(ids: Iterable[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+    numbers: dict[int, int] = {}
+    for each in ids:
+        yield tuple(numbers.setdefault(i, len(numbers)) for i in each)
 
 
 class _BadLine(Exception):
@@ -105,6 +133,10 @@ def _mooncake(first: tuple[int, str], rest: _Lines, tokens_per_id: int) -> Itera
             raise _BadLine(
                 number, f"hash_ids: must be a list of whole numbers from 0 to {MAX_HASH_ID}, got {_shown(ids)}"
             )
+        block_size = value.get("block_size", tokens_per_id)
+        if type(block_size) is not int or block_size != tokens_per_id:
+            wanted = f"{tokens_per_id}, as --tokens-per-id or the first line says"
+            raise _BadLine(number, f"block_size: must be {wanted}, got {_shown(block_size)}")
         expected = -(-input_length // tokens_per_id)
         if len(ids) != expected:
             raise _BadLine(

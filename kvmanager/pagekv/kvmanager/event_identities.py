@@ -1,0 +1,84 @@
+"""What a block's tokens do not say of its identity: namespace, adapter and media, for event formats that name them.
+
+A block is known by its digest alone, which covers them without naming them. They are learned from the requests that
+bring them, and handed from parent to child: at every border the parent of a block that enters the device's table is
+there, and blocks of the host pool have been on the device. Blocks of no namespace, adapter and media cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from pagekv.kvmanager.block_hash import MediaKeys, media_keys
+from pagekv.kvmanager.request import CacheIdentity
+from pagekv.kvmanager.table_diff import Key, Tier
+
+# Chain roots, and blocks with media, that are remembered: some megabytes.
+MAX_ROOTS = 65_536
+MAX_MEDIA_BLOCKS = 65_536
+
+
+class BlockIdentity(NamedTuple):
+    """Whose a block is; `first` of its chain, where its parent is the root, which is no block."""
+
+    namespace: str = ""
+    adapter_id: str = ""
+    first: bool = False
+    # Media that overlap it: where each starts relative to the block, and its digest.
+    media: tuple[tuple[int, str], ...] = ()
+
+
+_PLAIN, _PLAIN_FIRST = BlockIdentity(), BlockIdentity(first=True)
+
+
+class EventIdentities:
+    """Told of requests as they come, and of the tables' changes as they are read."""
+
+    def __init__(self) -> None:
+        self._roots: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
+        self._media: OrderedDict[bytes, MediaKeys] = OrderedDict()
+        # Namespace and adapter of the blocks in the tables that have any.
+        self._of: dict[Key, tuple[str, str]] = {}
+
+    def note_request(self, root: bytes, identity: CacheIdentity) -> None:
+        """A request came whose chains begin with this digest."""
+        self._roots[root] = identity.namespace, identity.adapter_id
+        self._roots.move_to_end(root)
+        if len(self._roots) > MAX_ROOTS:
+            self._roots.popitem(last=False)
+
+    def note_media(self, digests: Sequence[bytes], block_size: int, identity: CacheIdentity) -> None:
+        """The full blocks of a sequence that carries media."""
+        for index, digest in enumerate(digests):
+            keys = media_keys(identity.media, index * block_size, (index + 1) * block_size)
+            if keys:
+                self._media[digest] = keys
+                self._media.move_to_end(digest)
+        while len(self._media) > MAX_MEDIA_BLOCKS:
+            self._media.popitem(last=False)
+
+    def stored(self, key: Key, parent: bytes) -> BlockIdentity:
+        """A block entered a table; blocks of one batch in order, parents first."""
+        digest = key[1]
+        whose = self._roots.get(parent)
+        first = whose is not None
+        if whose is None:
+            whose = self._of.get((Tier.DEVICE, parent)) or self._of.get((Tier.HOST, parent)) or ("", "")
+        if whose != ("", ""):
+            self._of[key] = whose
+        media = self._media.get(digest)
+        if media is None and key not in self._of:
+            return _PLAIN_FIRST if first else _PLAIN
+        return BlockIdentity(*whose, first, tuple(media or ()))
+
+    def removed(self, keys: Iterable[Key]) -> None:
+        """Blocks left a table; to be told after what entered in the same batch."""
+        if self._of:
+            for key in keys:
+                self._of.pop(key, None)
+
+    def cleared(self) -> None:
+        """Everything left both tables."""
+        self._of.clear()

@@ -1,0 +1,233 @@
+"""KV events over ZeroMQ, as vLLM publishes them (`ZmqEventPublisher`), for routers, indexers and viewers made for it.
+
+A PUB socket sends three frames a batch: topic, sequence number (8 bytes, big-endian, from 0) and events, as
+`kv_event_format` packs them. A ROUTER socket sends batches again: asked with a sequence number (8 bytes behind an empty
+frame) it answers with every batch from there on that it still has, an empty frame before the three, and ends with the
+number -1 and no events.
+
+It reads the tables as any watcher does, so the engine loop never waits for it, and it never waits for a subscriber: one
+that reads too slowly misses batches, sees that by their numbers, and asks for them. Nothing is read from subscribers
+but topics and sequence numbers of bounded size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import zmq
+import zmq.asyncio
+
+from pagekv.common.errors import FellBehind, LimitExceeded, Unavailable
+from pagekv.common.logs import Log
+from pagekv.kvmanager.engine import ModelInfo
+from pagekv.kvmanager.event_identities import EventIdentities
+from pagekv.kvmanager.kv_event_format import Event, KvEventFormat, pack
+from pagekv.kvmanager.observer import Observer
+from pagekv.kvmanager.sequence import LiveRequest
+from pagekv.kvmanager.step_plan import StepPlan
+from pagekv.kvmanager.table_watch import TableWatch
+
+log = Log(__name__)
+
+# Batches that wait for one slow subscriber before it misses any, and bytes of batches kept for replay.
+MAX_UNSENT = 2048
+MAX_REPLAY_BYTES = 256 * 2**20
+# Replays at once, messages that wait for one slow asker, and seconds that it may take none in.
+MAX_REPLAYS = 8
+MAX_UNSENT_REPLAYS = 64
+REPLAY_PATIENCE_S = 10.0
+# Blocks of the first snapshot, and replayed batches, between two turns of everything else.
+SNAPSHOT_PIECE = 256
+REPLAY_PIECE = 32
+RETRY_S = 1.0
+_END = (-1).to_bytes(8, "big", signed=True)
+
+
+class WatchedEngine(Protocol):
+    """What of the engine loop is needed."""
+
+    async def wait_ready(self) -> ModelInfo: ...
+
+    def watch_events(self) -> TableWatch: ...
+
+
+@dataclass(frozen=True, slots=True)
+class KvEventSettings:
+    """As the flags have them; `replay_endpoint` empty: no replays; `buffer`: batches that can be replayed."""
+
+    endpoint: str
+    replay_endpoint: str = ""
+    topic: str = ""
+    buffer: int = 10_000
+    token_ids: bool = True
+
+
+class KvEventPublisher(Observer):
+    """States: made → bound (`bind`) → publishing (`run`) → closed (`close`)."""
+
+    def __init__(self, settings: KvEventSettings, clock: Callable[[], float] = time.time) -> None:
+        """`clock` gives seconds since 1970."""
+        self._settings = settings
+        self._clock = clock
+        self._topic = settings.topic.encode()
+        self._identities = EventIdentities()
+        self._format = KvEventFormat(self._identities, token_ids=settings.token_ids)
+        self._block_size = 0
+        self._numbers = itertools.count()
+        # Number and bytes of the batches that can be replayed, oldest first.
+        self._sent: deque[tuple[int, bytes]] = deque()
+        self._sent_bytes = 0
+        self._replays: set[asyncio.Task[None]] = set()
+        self._context = zmq.Context()
+        self._pub: zmq.Socket[bytes] | None = None
+        self._router: zmq.asyncio.Socket | None = None
+        # Where it listens, with the port that was free if the settings ask for one.
+        self.endpoint = self.replay_endpoint = ""
+
+    # -- observer
+
+    def attached(self, model: ModelInfo, epoch: int) -> None:
+        self._block_size = model.block_size
+
+    def submitted(self, request: LiveRequest) -> None:
+        self._identities.note_request(request.root, request.command.identity)
+
+    def planned(self, plan: StepPlan) -> None:
+        for new in plan.new:
+            identity = new.sequence.request.command.identity
+            if identity.media:
+                self._identities.note_media(new.sequence.digests, self._block_size, identity)
+
+    # -- sockets
+
+    def bind(self) -> None:
+        """Raises OSError, naming the flag, when an endpoint cannot be had."""
+        pub = self._context.socket(zmq.PUB)
+        pub.setsockopt(zmq.SNDHWM, MAX_UNSENT)
+        self.endpoint = _bind(pub, "--kv-events-endpoint", self._settings.endpoint)
+        self._pub = pub
+        if self._settings.replay_endpoint:
+            router = zmq.asyncio.Context(self._context).socket(zmq.ROUTER)
+            router.setsockopt(zmq.SNDHWM, MAX_UNSENT_REPLAYS)
+            router.setsockopt(zmq.RCVHWM, MAX_REPLAYS)
+            # Says when an asker cannot take more, or is gone, instead of dropping what is sent to it.
+            router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self.replay_endpoint = _bind(router, "--kv-events-replay-endpoint", self._settings.replay_endpoint)
+            self._router = router
+
+    def close(self) -> None:
+        """What subscribers have not got within a moment is dropped."""
+        for task in self._replays:
+            task.cancel()
+        for socket in (self._pub, self._router):
+            if socket is not None:
+                socket.close(linger=100)
+        self._context.term()
+
+    async def run(self, engine: WatchedEngine) -> None:
+        """Publishes until the manager stops."""
+        replays = asyncio.create_task(self._serve_replays(), name="KV event replays")
+        try:
+            await engine.wait_ready()
+            while True:
+                try:
+                    watch = engine.watch_events()
+                    try:
+                        await self._follow(watch)
+                    finally:
+                        watch.close()
+                except FellBehind as error:
+                    log.warning("KV events begin anew: they could not be published in time", reason=error)
+                except LimitExceeded as error:
+                    log.warning("no KV events for now", reason=error)
+                    await asyncio.sleep(RETRY_S)
+        except Unavailable:
+            pass  # the manager is shutting down
+        finally:
+            replays.cancel()
+
+    async def _follow(self, watch: TableWatch) -> None:
+        self._publish([self._format.cleared()])
+        while blocks := watch.take_snapshot(SNAPSHOT_PIECE):
+            self._publish(self._format.snapshot(blocks))
+            await asyncio.sleep(0)
+        while True:
+            for events in self._format.changed(await watch.take()):
+                self._publish([events])
+                await asyncio.sleep(0)
+
+    def _publish(self, batches: Iterable[list[Event]]) -> None:
+        assert self._pub is not None
+        for events in batches:
+            number, payload = next(self._numbers), pack(self._clock(), events)
+            # PUB drops what a subscriber has no room for, so this never waits.
+            self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload), zmq.NOBLOCK)
+            if self._router is not None:
+                self._sent.append((number, payload))
+                self._sent_bytes += len(payload)
+                while len(self._sent) > self._settings.buffer or self._sent_bytes > MAX_REPLAY_BYTES:
+                    self._sent_bytes -= len(self._sent.popleft()[1])
+
+    # -- replays
+
+    async def _serve_replays(self) -> None:
+        if self._router is None:
+            return
+        while True:
+            frames = await self._router.recv_multipart()
+            if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
+                log.debug("a replay was asked for wrongly", frames=[len(frame) for frame in frames])
+                continue
+            first = int.from_bytes(frames[2], "big") if len(self._replays) < MAX_REPLAYS else 2**64
+            task = asyncio.create_task(self._replay(frames[0], first), name="KV event replay")
+            self._replays.add(task)
+            task.add_done_callback(self._replays.discard)
+
+    async def _replay(self, asker: bytes, first: int) -> None:
+        """Everything from number `first` on, as it is now, and the end. Gives up when the asker takes nothing in."""
+        batches = [(number, payload) for number, payload in self._sent if number >= first]
+        for count, (number, payload) in enumerate(batches, 1):
+            if not await self._answer(asker, self._topic, number.to_bytes(8, "big"), payload):
+                return
+            if count % REPLAY_PIECE == 0:
+                await asyncio.sleep(0)
+        await self._answer(asker, b"", _END, b"")
+
+    async def _answer(self, asker: bytes, topic: bytes, number: bytes, payload: bytes) -> bool:
+        assert self._router is not None
+        deadline = time.monotonic() + REPLAY_PATIENCE_S
+        while True:
+            try:
+                await self._router.send_multipart((asker, b"", topic, number, payload), zmq.NOBLOCK)
+                return True
+            except zmq.Again:
+                if time.monotonic() > deadline:
+                    return False
+                await asyncio.sleep(0.01)
+            except zmq.ZMQError:
+                return False  # it is gone
+
+
+def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, flag: str, endpoint: str) -> str:
+    """Returns the endpoint bound."""
+    # Subscriptions and sequence numbers are all that may come in.
+    socket.setsockopt(zmq.MAXMSGSIZE, 1024)
+    # A peer that is gone without a word is noticed, and what waits for it dropped.
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 10_000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30_000)
+    if "[" in endpoint:
+        socket.setsockopt(zmq.IPV6, 1)
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        raise OSError(f"{flag} {endpoint}: {error}") from error
+    bound = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(bound, bytes)
+    return bound.rstrip(b"\0").decode()

@@ -1,0 +1,85 @@
+"""What the manager publishes and records for other programs while it serves: KV events, requests, decisions.
+
+None of it can end serving: what breaks is logged and over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pagekv.common.logs import Log
+from pagekv.kvmanager.engine_loop import EngineLoop
+from pagekv.kvmanager.observer import Observer
+from pagekv.kvmanager.outlet_config import OutletConfig
+from pagekv.kvmanager.recording_file import RecordingFile
+from pagekv.kvmanager.request_trace import RequestTrace
+
+if TYPE_CHECKING:
+    from pagekv.kvmanager.kv_event_publisher import KvEventPublisher
+
+log = Log(__name__)
+
+
+class Outlets:
+    """States: made → open (`open`) → closed (`close`)."""
+
+    def __init__(self, config: OutletConfig) -> None:
+        self._config = config
+        self._files: list[RecordingFile] = []
+        self._trace: RequestTrace | None = None
+        self._publisher: KvEventPublisher | None = None
+        self._publishing: asyncio.Task[None] | None = None
+
+    def open(self, engine: EngineLoop, observers: list[Observer]) -> None:
+        """Before the engine runs; adds to `observers`. Raises OSError when a file or an endpoint cannot be had, and
+        ImportError without ZeroMQ.
+        """
+        config = self._config
+        if config.record:
+            self._trace = RequestTrace(self._recording(config.record, "requests"))
+            observers.append(self._trace)
+        if config.kv_events:
+            from pagekv.kvmanager.kv_event_publisher import KvEventPublisher, KvEventSettings
+
+            self._publisher = KvEventPublisher(
+                KvEventSettings(
+                    endpoint=config.kv_events_endpoint,
+                    replay_endpoint=config.kv_events_replay_endpoint,
+                    topic=config.kv_events_topic,
+                    buffer=config.kv_events_buffer,
+                    token_ids=config.kv_events_token_ids,
+                )
+            )
+            self._publisher.bind()
+            observers.append(self._publisher)
+            self._publishing = asyncio.create_task(self._publish(self._publisher, engine), name="KV events")
+
+    def _recording(self, path: str, what: str) -> RecordingFile:
+        try:
+            self._files.append(RecordingFile(Path(path), what))
+        except OSError as error:
+            raise OSError(f"cannot record {what}: {error}") from error
+        return self._files[-1]
+
+    @staticmethod
+    async def _publish(publisher: KvEventPublisher, engine: EngineLoop) -> None:
+        log.info("publishing KV events", endpoint=publisher.endpoint, replay=publisher.replay_endpoint or None)
+        try:
+            await publisher.run(engine)
+        except Exception:
+            log.exception("no more KV events")
+
+    async def close(self) -> None:
+        """After the engine has stopped. Idempotent."""
+        if self._publishing is not None:
+            self._publishing.cancel()
+            await asyncio.wait([self._publishing])
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+        if self._trace is not None:
+            self._trace.close()
+        for file in self._files:
+            await asyncio.to_thread(file.close)

@@ -1,0 +1,96 @@
+"""A file that is written while serving goes on: by a thread of its own, and never at the expense of a step.
+
+States: open → over, by `close` or because the disk is full, too slow or gone. Then one line of the log says so, and
+what is written from then on is dropped. The file holds whole records.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+from pagekv.common.logs import Log
+
+log = Log(__name__)
+
+# Bytes that wait for the disk before the recording is given up.
+MAX_UNWRITTEN = 64 * 2**20
+CLOSE_TIMEOUT_S = 5.0
+
+# A record, or what makes it once its turn has come.
+Record = bytes | Callable[[], bytes]
+
+
+class RecordingFile:
+    """One recording. Nobody but its owner may read it."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        """`what` names it in the log. What is at `path` already is kept: then this file has a number behind its name.
+        Raises OSError.
+        """
+        self._what = what
+        self.path, self._file = _create(path)
+        self._records: queue.SimpleQueue[tuple[Record, int] | None] = queue.SimpleQueue()
+        # Of `write` and of the thread, which each change their own.
+        self._added = self._done = 0
+        self.over = False
+        self._thread = threading.Thread(target=self._work, name=f"recording of {what}", daemon=True)
+        self._thread.start()
+        log.info("recording", what=what, file=self.path)
+
+    def write(self, record: Record, size: int) -> None:
+        """Adds a record of about `size` bytes. Never waits."""
+        if self.over:
+            return
+        self._added += size
+        if self._added - self._done > MAX_UNWRITTEN:
+            self._give_up(f"the disk is {MAX_UNWRITTEN >> 20} MiB behind")
+        else:
+            self._records.put((record, size))
+
+    def close(self) -> None:
+        """Waits, though not for ever, until everything is written. Idempotent."""
+        self.over = True
+        self._records.put(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _give_up(self, reason: object) -> None:
+        if not self.over:
+            self.over = True
+            self._records.put(None)
+            log.error("recording ended, serving goes on", what=self._what, file=self.path, reason=reason)
+
+    def _work(self) -> None:
+        length = 0
+        try:
+            while (item := self._records.get()) is not None:
+                record, size = item
+                content = record if isinstance(record, bytes) else record()
+                rest = memoryview(content)
+                while rest:
+                    rest = rest[os.write(self._file, rest) :]
+                length += len(content)
+                self._done += size
+        except OSError as error:
+            self._give_up(error)
+            # Half a record is of no use to any reader. Not everything that can be written to can be shortened.
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, length)
+        finally:
+            os.close(self._file)
+
+
+def _create(path: Path) -> tuple[Path, int]:
+    """Opens `path`, or the first of path.1, path.2 and so on that is not there; a device or pipe as it is."""
+    if path.exists() and not path.is_file():
+        return path, os.open(path, os.O_WRONLY)  # of a directory this is the error
+    for number in count():
+        candidate = path.with_name(f"{path.name}.{number}") if number else path
+        with contextlib.suppress(FileExistsError):
+            return candidate, os.open(candidate, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    raise AssertionError("there is always a next number")

@@ -1,0 +1,135 @@
+"""`--record`: the requests that came, as a trace in Mooncake's format, a JSON object a line, in order of arrival.
+
+    {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...], "block_size": tokens}
+
+The timestamp counts from the beginning of the recording. There is one hash id for every `block_size` tokens of the
+prompt, a partial last block included; two prompts have equal ids exactly as far as they are equal, in namespace,
+adapter and media too. An id says nothing about what it stands for: it is 53 bits of a SHA-256 chain that begins with a
+secret of this recording, which is kept nowhere. The output is that of a request's longest sequence. Requests that ended
+without a token are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from pagekv.kvmanager.block_hash import TOKEN_BYTES, block_digest, chain_digests, media_keys, root_digest, token_bytes
+from pagekv.kvmanager.engine import ModelInfo
+from pagekv.kvmanager.observer import Observer, RequestEnd
+from pagekv.kvmanager.recording_file import RecordingFile
+from pagekv.kvmanager.request import GenerateCommand
+from pagekv.kvmanager.sequence import LiveRequest
+
+# Requests that have ended and wait for an earlier one, so that lines come in order of arrival. With more the earlier
+# one comes later.
+MAX_WAITING = 4096
+# Blocks hashed before the thread lets others run.
+_PIECE = 256
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    command: GenerateCommand
+    milliseconds: int
+    # None: not over yet.
+    output_length: int | None = None
+
+
+class RequestTrace(Observer):
+    """Takes notes on the event loop; hashing and writing are done by the file's thread."""
+
+    def __init__(self, file: RecordingFile, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` gives seconds."""
+        self._file = file
+        self._clock = clock
+        self._begun = clock()
+        self._salt = secrets.token_bytes(32)
+        self._block_size = 0
+        self._live: dict[LiveRequest, _Entry] = {}
+        # By arrival, those that have ended among them.
+        self._entries: deque[_Entry] = deque()
+
+    def attached(self, model: ModelInfo, epoch: int) -> None:
+        self._block_size = model.block_size
+
+    def submitted(self, request: LiveRequest) -> None:
+        if not self._file.over:
+            entry = _Entry(request.command, int((self._clock() - self._begun) * 1000))
+            self._live[request] = entry
+            self._entries.append(entry)
+
+    def ended(self, request: LiveRequest, end: RequestEnd) -> None:
+        entry = self._live.pop(request, None)
+        if entry is None:
+            return
+        entry.output_length = _output_length(request)
+        if self._file.over:
+            self._live.clear()
+            self._entries.clear()
+            return
+        while self._entries and self._entries[0].output_length is not None:
+            self._write(self._entries.popleft())
+        if len(self._entries) - len(self._live) > MAX_WAITING:
+            self._flush()
+
+    def close(self) -> None:
+        """Writes what has ended. To be called before the file is closed."""
+        self._flush()
+
+    def _flush(self) -> None:
+        for entry in self._entries:
+            if entry.output_length is not None:
+                self._write(entry)
+        self._entries = deque(entry for entry in self._entries if entry.output_length is None)
+
+    def _write(self, entry: _Entry) -> None:
+        if entry.output_length:
+            make = partial(
+                trace_line, entry.command, entry.milliseconds, entry.output_length, self._block_size, self._salt
+            )
+            # Beside the line itself the prompt is kept until it is written.
+            self._file.write(make, 100 + 16 * len(entry.command.prompt_ids))
+
+
+def _output_length(request: LiveRequest) -> int:
+    prompt = len(request.command.prompt_ids)
+    outputs = [len(sequence.token_ids) - prompt for sequence in request.sequences]
+    if request.search is not None and request.search.done:
+        outputs += [len(result.token_ids) for result in request.search.results()]
+    return max(outputs, default=0)
+
+
+def trace_line(command: GenerateCommand, milliseconds: int, output_length: int, block_size: int, salt: bytes) -> bytes:
+    """A line of the trace."""
+    line = {
+        "timestamp": milliseconds,
+        "input_length": len(command.prompt_ids),
+        "output_length": output_length,
+        "hash_ids": hash_ids(command, block_size, salt),
+        "block_size": block_size,
+    }
+    return json.dumps(line, separators=(",", ":")).encode() + b"\n"
+
+
+def hash_ids(command: GenerateCommand, block_size: int, salt: bytes) -> list[int]:
+    """An id for each block of the prompt, a partial last one included; `salt` makes them mean nothing elsewhere."""
+    identity, prompt = command.identity, command.prompt_ids
+    parent = root_digest("trace", identity.namespace, identity.adapter_id, salt)
+    digests: list[bytes] = []
+    for start in range(0, len(prompt), _PIECE * block_size):
+        tokens = token_bytes(prompt[start : start + _PIECE * block_size])
+        digests += chain_digests(parent, tokens, block_size, identity.media, start // block_size)
+        parent = digests[-1] if digests else parent
+        tail = tokens[len(tokens) // TOKEN_BYTES // block_size * block_size * TOKEN_BYTES :]
+        if tail:
+            end = len(prompt)
+            digests.append(block_digest(parent, tail, media_keys(identity.media, end // block_size * block_size, end)))
+        time.sleep(0)
+    # What every reader of JSON takes for a whole number.
+    return [int.from_bytes(digest[:8], "big") >> 11 for digest in digests]
