@@ -12,7 +12,7 @@ from typing import Any
 from scheduler_driver import Driver
 
 from pagekv.executor import wire as executor_wire
-from pagekv.executor.backend import SequenceState
+from pagekv.executor.backend import Backend, SequenceState
 from pagekv.executor.epoch import Epoch
 from pagekv.executor.oracle import OracleBackend, OracleModel
 from pagekv.executor.oracle_truth import FIRST, choose_token, expected_tokens, extend_chain, likeliest
@@ -29,7 +29,9 @@ MAX_MODEL_LEN = 64
 
 
 class WireExecutor:
-    """An epoch over an oracle that is handed messages as bytes. Raises what the executor refuses a step with."""
+    """An epoch over a backend, by default the oracle, that is handed messages as bytes. Raises what the executor
+    refuses a step with.
+    """
 
     def __init__(
         self,
@@ -39,8 +41,10 @@ class WireExecutor:
         max_sequences: int,
         eos: tuple[int, ...],
         host_blocks: int,
+        backend: Backend | None = None,
     ) -> None:
-        backend = OracleBackend(OracleModel("", vocab, MAX_MODEL_LEN, eos), max_sequences=max_sequences)
+        if backend is None:
+            backend = OracleBackend(OracleModel("", vocab, MAX_MODEL_LEN, eos), max_sequences=max_sequences)
         backend.allocate(block_size, num_blocks, host_blocks)
         limits = EpochLimits(block_size, num_blocks, host_blocks, vocab, MAX_MODEL_LEN, max_sequences)
         self.epoch = Epoch(EPOCH, "test", limits, backend)

@@ -12,8 +12,8 @@ from pagekv.common.logs import Log
 from pagekv.executor.backend import BlockCopies, Description, Sampled, Scheduled, SynchronousBackend
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.linear import pack_linears
-from pagekv.executor.cpu.machine import available_bytes, copy_bandwidth, keep_freed_memory, usable_cores
-from pagekv.executor.cpu.profile import StepProfile, profile_step
+from pagekv.executor.cpu.machine import available_bytes, keep_freed_memory, usable_cores
+from pagekv.executor.cpu.profile import StepProfile, SwapProfile, profile_step, profile_swap
 from pagekv.executor.cpu.runner import run_step
 from pagekv.executor.fingerprint import model_fingerprint
 from pagekv.executor.layout import LAYOUT
@@ -59,7 +59,7 @@ class CpuBackend(SynchronousBackend):
         # Before any pool: what pools may come out of, however often they are replaced.
         self._available = available_bytes()
         self._profiles: dict[tuple[int, int], StepProfile] = {}
-        self._bandwidth = copy_bandwidth()
+        self._swaps: dict[int, SwapProfile] = {}
 
     def describe(self, block_size: int, token_budget: int) -> Description:
         """As `Backend.describe`."""
@@ -75,6 +75,9 @@ class CpuBackend(SynchronousBackend):
                 available_bytes=self._available,
             )
         profile = self._profiles[key]
+        if block_size not in self._swaps:
+            self._swaps[block_size] = profile_swap(geometry, block_size)
+        swap = self._swaps[block_size]
         # The most of all profiles: a later one finds memory that an earlier one left to the process.
         taken = max(other.activation_bytes for other in self._profiles.values())
         left = max(0, self._available - taken)
@@ -100,8 +103,8 @@ class CpuBackend(SynchronousBackend):
                 "transformers": transformers.__version__,
             },
             host_kv_bytes=max(0, min(device_bytes, int(MAX_MEMORY_SHARE * left) - device_bytes)),
-            device_to_host_bytes_per_s=self._bandwidth,
-            host_to_device_bytes_per_s=self._bandwidth,
+            device_to_host_bytes_per_s=swap.out_bytes_per_s,
+            host_to_device_bytes_per_s=swap.in_bytes_per_s,
             prefill_tokens_per_s=profile.prefill_tokens_per_s,
         )
 

@@ -1,4 +1,4 @@
-"""What this machine lets the process have: memory, cores, and how fast it copies."""
+"""What this machine lets the process have: memory and cores."""
 
 from __future__ import annotations
 
@@ -6,13 +6,8 @@ import ctypes
 import math
 import os
 import re
-import time
 from pathlib import Path
 
-import torch
-
-COPY_BYTES = 16 * 2**20
-COPY_ROUNDS = 4
 # Parameters of glibc's mallopt, from malloc.h.
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
@@ -31,17 +26,6 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
         mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
-
-
-def copy_bandwidth() -> int:
-    """Bytes per second of copying block-sized pieces from memory to memory: the pools are in the same memory here."""
-    source, destination = torch.zeros(COPY_BYTES, dtype=torch.uint8), torch.zeros(COPY_BYTES, dtype=torch.uint8)
-    best = float("inf")
-    for _ in range(COPY_ROUNDS):
-        begin = time.perf_counter()
-        destination.copy_(source)
-        best = min(best, time.perf_counter() - begin)
-    return int(COPY_BYTES / best)
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

@@ -1,4 +1,4 @@
-"""Measures what a full step takes, in memory and in time."""
+"""Measures what a full step takes, in memory and in time, and how fast blocks are swapped."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagekv.executor.backend import Sampling, Scheduled, SequenceState
+from pagekv.executor.backend import BlockCopies, CopyKind, Sampling, Scheduled, SequenceState
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.machine import kib_field
 from pagekv.executor.cpu.runner import run_step
+from pagekv.executor.model.geometry import Geometry
 from pagekv.executor.model.loading import LoadedModel
+
+# What one round of `profile_swap` copies each way, and how many rounds count.
+SWAP_BYTES = 8 * 2**20
+SWAP_ROUNDS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +26,33 @@ class StepProfile:
     # Bytes of memory at the peak beyond what was held before.
     activation_bytes: int
     prefill_tokens_per_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class SwapProfile:
+    """Bytes per second of blocks copied between the pools, as a step copies them."""
+
+    out_bytes_per_s: int
+    in_bytes_per_s: int
+
+
+def profile_swap(geometry: Geometry, block_size: int) -> SwapProfile:
+    """Copies scattered blocks out and in again between small pools of its own, which here are in the same memory. The
+    first round, which touches the pools' pages, does not count; of the others the fastest does.
+    """
+    count = max(2, SWAP_BYTES // geometry.bytes_per_block(block_size))
+    cache = KvCache(geometry, block_size, count, count)
+    there = list(range(0, count, 2)) + list(range(1, count, 2))
+    back = there[::-1]
+    best = {CopyKind.SWAP_OUT: float("inf"), CopyKind.SWAP_IN: float("inf")}
+    for counts in (False, *(True for _ in range(SWAP_ROUNDS))):
+        for kind in best:
+            begin = time.perf_counter()
+            cache.copy(BlockCopies(kind, there, back))
+            if counts:
+                best[kind] = min(best[kind], time.perf_counter() - begin)
+    copied = count * geometry.bytes_per_block(block_size)
+    return SwapProfile(int(copied / best[CopyKind.SWAP_OUT]), int(copied / best[CopyKind.SWAP_IN]))
 
 
 def profile_step(loaded: LoadedModel, block_size: int, token_budget: int) -> StepProfile:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pagekv.executor.cpu.machine import available_bytes, copy_bandwidth, usable_cores
+from pagekv.executor.cpu.machine import available_bytes, usable_cores
 
 MIB = 2**20
 
@@ -93,4 +93,3 @@ def test_a_quota_of_version_1(machine: tuple[Path, Path], monkeypatch: pytest.Mo
 def test_this_machine() -> None:
     assert 1 <= usable_cores() <= 4096
     assert available_bytes() > 2**24
-    assert copy_bandwidth() > 10**8
