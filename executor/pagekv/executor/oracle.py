@@ -26,7 +26,17 @@ from pagekv.executor.backend import (
     SynchronousBackend,
 )
 from pagekv.executor.layout import LAYOUT
-from pagekv.executor.oracle_truth import FIRST, Words, choose_token, expected_tokens, extend_chain, likeliest
+from pagekv.executor.oracle_truth import (
+    FIRST,
+    Words,
+    choose_token,
+    choose_tokens,
+    expected_tokens,
+    extend_chain,
+    extend_chains,
+    likeliest,
+    mix,
+)
 
 __all__ = ["DEFAULT_KV_BYTES", "OracleBackend", "OracleModel", "SlotError", "expected_tokens"]
 
@@ -79,6 +89,32 @@ class _Truth:
         self._digests = np.empty(64, np.uint64)
         # Slot of every position: block * block_size + offset, by the block table.
         self._slots = np.empty(64, np.int64)
+        sampling = state.sampling
+        # Whether `choose_tokens` can do it, and what of the sampling it takes.
+        self.plain = sampling.logprobs is None and not (sampling.min_tokens and sampling.banned_until_min)
+        self.drawing = sampling.temperature > 0
+        self.seed = mix(sampling.seed)
+        self.index = mix(sampling.sequence_index)
+
+    @property
+    def length(self) -> int:
+        """Positions covered."""
+        return self._length
+
+    @property
+    def chain(self) -> int:
+        """The state of the chain behind them."""
+        return self._chain
+
+    def append(self, token: int, digest: int, chain: int) -> None:
+        """Covers one more position, whose digest and chain are known."""
+        at, size = self._length, self._block_size
+        if at == len(self._tokens):
+            self._widen(2 * at)
+        block, offset = divmod(at, size)
+        self._tokens[at], self._digests[at] = token, digest
+        self._slots[at] = self.state.block_table[block] * size + offset
+        self._length, self._chain = at + 1, chain
 
     def grow(self, length: int) -> None:
         """Covers positions [0, length)."""
@@ -86,10 +122,7 @@ class _Truth:
         if length <= begin:
             return
         if length > len(self._tokens):
-            capacity = max(length, 2 * len(self._tokens))
-            self._tokens = np.resize(self._tokens, capacity)
-            self._digests = np.resize(self._digests, capacity)
-            self._slots = np.resize(self._slots, capacity)
+            self._widen(max(length, 2 * len(self._tokens)))
         tokens = self.state.token_ids[begin:length]
         self._tokens[begin:length] = tokens
         self._digests[begin:length], self._chain = extend_chain(self._chain, tokens)
@@ -99,6 +132,11 @@ class _Truth:
         positions = np.arange(begin, length)
         self._slots[begin:length] = blocks[positions // size - first] * size + positions % size
         self._length = length
+
+    def _widen(self, capacity: int) -> None:
+        self._tokens = np.resize(self._tokens, capacity)
+        self._digests = np.resize(self._digests, capacity)
+        self._slots = np.resize(self._slots, capacity)
 
     def tokens(self, begin: int, end: int) -> npt.NDArray[np.uint32]:
         return self._tokens[begin:end]
@@ -187,15 +225,10 @@ class OracleBackend(SynchronousBackend):
         begin = time.perf_counter()
         truths = [self._truth(item.state) for item in scheduled]
         ends = [item.start + item.count for item in scheduled]
-        for truth, end in zip(truths, ends, strict=True):
-            truth.grow(end)
+        _grow(truths, ends)
         self._write(scheduled, truths, ends)
         read = self._read(truths, ends)
-        sampled = {
-            item.state.seq_id: self._sample(item.state, int(total))
-            for item, total in zip(scheduled, read, strict=True)
-            if item.samples
-        }
+        sampled = self._sample_all(scheduled, truths, read)
         if len(self._truths) > 2 * len(scheduled) + 64:
             self._truths = {truth.state.seq_id: truth for truth in truths}
         target = self._step_time_s + self._token_time_s * sum(item.count for item in scheduled)
@@ -252,6 +285,25 @@ class OracleBackend(SynchronousBackend):
             f"expected token {expected} (digest {expected_digest:016x}), {what}"
         )
 
+    def _sample_all(self, scheduled: list[Scheduled], truths: list[_Truth], read: Words) -> dict[int, Sampled]:
+        """A token for everyone whose last known token was computed, by what it read, shape [len(scheduled)]."""
+        sampling = [row for row, item in enumerate(scheduled) if item.samples]
+        plain = [row for row in sampling if truths[row].plain]
+        tokens = choose_tokens(
+            read[plain],
+            np.array([len(truths[row].state.token_ids) for row in plain], np.uint64),
+            vocab_size=self._model.vocab_size,
+            eos_token_ids=self._model.eos_token_ids,
+            drawing=np.array([truths[row].drawing for row in plain], np.bool_),
+            seeds=np.array([truths[row].seed for row in plain], np.uint64),
+            indices=np.array([truths[row].index for row in plain], np.uint64),
+        ).tolist()
+        chosen = {row: Sampled(token) for row, token in zip(plain, tokens, strict=True)}
+        return {
+            truths[row].state.seq_id: chosen.get(row) or self._sample(truths[row].state, int(read[row]))
+            for row in sampling
+        }
+
     def _sample(self, state: SequenceState, read: int) -> Sampled:
         sampling, model = state.sampling, self._model
         num_output = len(state.token_ids) - state.num_prompt_tokens
@@ -269,3 +321,18 @@ class OracleBackend(SynchronousBackend):
             return Sampled(token)
         top = likeliest(token, drawn, model.vocab_size, max(1, sampling.logprobs))
         return Sampled(token, top[0][1], top[: sampling.logprobs])
+
+
+def _grow(truths: list[_Truth], ends: list[int]) -> None:
+    """Covers positions [0, end) of each. Decodes, by one position each, all at once."""
+    decodes = []
+    for truth, end in zip(truths, ends, strict=True):
+        if end == truth.length + 1:
+            decodes.append(truth)
+        else:
+            truth.grow(end)
+    tokens = [truth.state.token_ids[truth.length] for truth in decodes]
+    chains = np.array([truth.chain for truth in decodes], np.uint64)
+    digests, chains = extend_chains(chains, np.array(tokens, np.uint64))
+    for truth, token, digest, chain in zip(decodes, tokens, digests.tolist(), chains.tolist(), strict=True):
+        truth.append(token, digest, chain)

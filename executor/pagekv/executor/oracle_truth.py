@@ -60,6 +60,12 @@ def extend_chain(state: int, token_ids: Sequence[int]) -> tuple[Words, int]:
     return mix_all(states), int(states[-1])
 
 
+def extend_chains(states: Words, token_ids: Words) -> tuple[Words, Words]:
+    """`extend_chain` of many sequences by one token each: their digests and new states, all of shape [sequences]."""
+    states = states * np.uint64(FACTOR) + mix_all(token_ids)
+    return mix_all(states), states
+
+
 def choose_token(
     read: int,
     position: int,
@@ -88,6 +94,30 @@ def choose_token(
             (t % vocab_size for t in range(token, token + vocab_size) if t % vocab_size not in forbidden), token
         )
     return token, drawn
+
+
+def choose_tokens(
+    reads: Words,
+    positions: Words,
+    *,
+    vocab_size: int,
+    eos_token_ids: Sequence[int],
+    drawing: npt.NDArray[np.bool_],
+    seeds: Words,
+    indices: Words,
+) -> Words:
+    """`choose_token` of many sequences, nothing banned. `drawing` says where the temperature is above 0; `seeds` and
+    `indices` are the mixes of seed and sequence index. All of shape [sequences].
+    """
+    for parts in (seeds, indices, mix_all(positions)):
+        reads = np.where(drawing, mix_all(reads ^ parts), reads)
+    drawn = mix_all(reads)
+    tokens = drawn % np.uint64(vocab_size)
+    if eos_token_ids:
+        ends = mix_all(drawn) % np.uint64(EOS_ONE_IN) == 0
+        eos = np.array(eos_token_ids, np.uint64)[drawn % np.uint64(len(eos_token_ids))]
+        tokens = np.where(ends, eos, tokens)
+    return tokens
 
 
 def likeliest(token: int, drawn: int, vocab_size: int, count: int) -> tuple[tuple[int, float], ...]:

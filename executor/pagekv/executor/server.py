@@ -26,6 +26,8 @@ log = Log(__name__)
 LAST_WORDS_S = 2.0
 # A step carries the tokens of the sequences that enter whole: many long prompts that hit one prefix can enter at once.
 MAX_STEP_BYTES = 256 * 2**20
+# How long a thread keeps the interpreter while another waits for it.
+SWITCH_INTERVAL_S = 200e-6
 # --memory-share where it is not given: the GPU's memory is the executor's, a machine's is everybody's.
 CPU_MEMORY_SHARE = 0.4
 CUDA_MEMORY_SHARE = 0.9
@@ -183,6 +185,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `pagekv-executor`."""
     config = parse_config(argv)
     setup_logs("executor", config.log_level, config.log_format)
+    # A result leaves while the compute thread is already in Python code of the next step. With the default of 5 ms the
+    # event loop would wait that long, several times over, for its turn at the interpreter.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     return run_async(lambda: serve(config))
 
 

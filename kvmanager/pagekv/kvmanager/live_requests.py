@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
+from pagekv.kvmanager.fanout import Fanout
 from pagekv.kvmanager.request import GenerateCommand, RequestStream
 from pagekv.kvmanager.sequence import LiveRequest, Sequence, SequenceState, live_request
 
@@ -15,6 +16,7 @@ class LiveRequests:
     def __init__(self, priority_aging: int) -> None:
         """`priority_aging` as `live_request` takes it."""
         self._priority_aging = priority_aging
+        self._fanout = Fanout()
         self._requests: dict[str, LiveRequest] = {}
         self._arrivals = 0
         # Set while there is none.
@@ -41,7 +43,7 @@ class LiveRequests:
 
     def enter(self, command: GenerateCommand, root: bytes) -> LiveRequest:
         """A request whose id is free; `root` is the parent digest of its first block."""
-        stream = RequestStream(command.request_id, command.n)
+        stream = RequestStream(command.request_id, command.n, self._fanout)
         request = live_request(command, stream, self._arrivals, root, self._priority_aging)
         self._arrivals += 1
         self._requests[command.request_id] = request

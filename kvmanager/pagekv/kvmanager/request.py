@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from pagekv.kvmanager.fanout import Fanout
+
 
 class FinishReason(Enum):
     """Why a sequence ended; names as in the contract."""
@@ -112,10 +114,13 @@ class RequestStream:
     The engine never waits for a reader: what a slow reader has not taken grows into one delta, bounded by max_tokens.
     """
 
-    def __init__(self, request_id: str, num_sequences: int) -> None:
+    def __init__(self, request_id: str, num_sequences: int, fanout: Fanout | None = None) -> None:
+        """`fanout` wakes the reader; streams of one engine share it. None: one of its own."""
         self.request_id = request_id
+        self._fanout = fanout or Fanout()
         self._pending: dict[int, SequenceDelta] = {}
-        self._ready = asyncio.Event()
+        # The reader while it waits for news. From then on it waits for its turn.
+        self._reader: asyncio.Future[None] | None = None
         self._open = set(range(num_sequences))
         self._error: Exception | None = None
 
@@ -132,7 +137,7 @@ class RequestStream:
             held.cumulative_logprob = delta.cumulative_logprob
         if delta.finish is not None:
             self._open.discard(delta.index)
-        self._ready.set()
+        self._notify()
 
     def push_token(self, index: int, token_id: int, cached_tokens: int, preemptions: int) -> None:
         """One more token of a sequence: `push` for what happens most."""
@@ -142,7 +147,7 @@ class RequestStream:
         else:
             held.token_ids.append(token_id)
             held.cached_tokens, held.preemptions = cached_tokens, preemptions
-        self._ready.set()
+        self._notify()
 
     def push_logprobs(self, index: int, logprobs: TokenLogprobs) -> None:
         """Log-probabilities of the token pushed last."""
@@ -157,17 +162,29 @@ class RequestStream:
     def fail(self, error: Exception) -> None:
         """Ends the stream with an error for its reader, after what was pushed before."""
         self._error = error
-        self._ready.set()
+        self._notify()
+
+    def _notify(self) -> None:
+        if self._reader is not None:
+            self._fanout.add(self._reader)
+            self._reader = None
 
     async def take(self) -> list[SequenceDelta]:
-        """Waits for news and returns one delta per sequence that has any; an empty list means the end."""
-        while not self._pending:
-            if self._error is not None:
+        """Waits for news and for its turn, and returns one delta per sequence that has any; an empty list means the
+        end. For one reader at a time.
+        """
+        while True:
+            reader = asyncio.get_running_loop().create_future()
+            if self._pending:
+                self._fanout.add(reader)
+            elif self._error is not None:
                 raise self._error
-            if not self._open:
+            elif not self._open:
                 return []
-            self._ready.clear()
-            await self._ready.wait()
-        taken = sorted(self._pending.values(), key=lambda delta: delta.index)
-        self._pending = {}
-        return taken
+            else:
+                self._reader = reader
+            await reader
+            if self._pending:
+                taken = sorted(self._pending.values(), key=lambda delta: delta.index)
+                self._pending = {}
+                return taken

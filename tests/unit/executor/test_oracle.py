@@ -16,8 +16,10 @@ from pagekv.executor.oracle_truth import (
     FIRST,
     MASK,
     choose_token,
+    choose_tokens,
     expected_tokens,
     extend_chain,
+    extend_chains,
     likeliest,
     mix,
     mix_all,
@@ -52,6 +54,40 @@ def test_chain_is_the_recurrence_however_it_is_cut() -> None:
         assert found == reference
         assert chain == state
     assert mix_all(np.array(tokens, np.uint64)).tolist() == [mix(token) for token in tokens]
+
+
+def test_many_at_once_are_as_each_alone() -> None:
+    rng = random.Random(8)
+    words = [[rng.randrange(2**64) for _ in range(300)] for _ in range(2)]
+    tokens = [rng.randrange(2**20) for _ in range(300)]
+    digests, states = extend_chains(np.array(words[0], np.uint64), np.array(tokens, np.uint64))
+    alone = [extend_chain(state, [token]) for state, token in zip(words[0], tokens, strict=True)]
+    assert [(int(digest[0]), state) for digest, state in alone] == list(
+        zip(digests.tolist(), states.tolist(), strict=True)
+    )
+    for eos in ((), (0,), (3, 9)):
+        drawing = [rng.random() < 0.5 for _ in tokens]
+        chosen = choose_tokens(
+            np.array(words[0], np.uint64),
+            np.array(tokens, np.uint64),
+            vocab_size=512,
+            eos_token_ids=eos,
+            drawing=np.array(drawing),
+            seeds=np.array([mix(word) for word in words[1]], np.uint64),
+            indices=np.array([mix(row % 4) for row in range(300)], np.uint64),
+        )
+        assert chosen.tolist() == [
+            choose_token(
+                words[0][row],
+                tokens[row],
+                vocab_size=512,
+                eos_token_ids=eos,
+                temperature=float(drawing[row]),
+                seed=words[1][row],
+                sequence_index=row % 4,
+            )[0]
+            for row in range(300)
+        ]
 
 
 def test_known_answers() -> None:
