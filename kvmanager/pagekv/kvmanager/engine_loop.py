@@ -32,6 +32,7 @@ from pagekv.kvmanager.engine import (
     Stats,
 )
 from pagekv.kvmanager.engine_config import EngineConfig
+from pagekv.kvmanager.engine_view import EngineView
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.eviction import make_order
 from pagekv.kvmanager.executor_client import AttachRefused, ExecutorLink, ExecutorLost
@@ -359,6 +360,12 @@ class EngineLoop:
     def stats(self) -> Stats:
         """A snapshot of every counter and gauge. Raises Unavailable before the first attachment."""
         return collect_stats(self._serving(), self._totals, self._cache, self._attached)
+
+    def view(self) -> EngineView | None:
+        """The structures themselves, for the live page; None until an executor is attached for the first time."""
+        if self._scheduler is None:
+            return None
+        return EngineView(self._scheduler, self._cache, self._live, self._totals.epochs, self._totals.steps)
 
     def lookup_prefix(self, token_ids: list[int], identity: CacheIdentity) -> PrefixMatch:
         """What is cached of a prompt; changes nothing. Raises Unavailable before the first attachment."""

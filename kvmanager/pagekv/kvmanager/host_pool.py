@@ -59,7 +59,20 @@ class HostPool:
         """Blocks that can be hit, held ones included."""
         return len(self._block_of)
 
+    @property
+    def ref_counts(self) -> NDArray[np.int32]:
+        """Holders of every block, [num_blocks]. Not to be changed."""
+        return self._ref_count
+
     # -- asking
+
+    def key(self, block: int) -> bytes | None:
+        """The digest of what the block holds; None unless it can be hit."""
+        return self._key[block]
+
+    def keyed_blocks(self) -> NDArray[np.int32]:
+        """The blocks that can be hit, in no particular order."""
+        return np.fromiter(self._block_of.values(), np.int32, len(self._block_of))
 
     def find(self, digest: bytes, tokens: NDArray[np.uint32]) -> int:
         """The block with this digest and these token ids, [block_size]; NO_BLOCK when there is none. Changes nothing

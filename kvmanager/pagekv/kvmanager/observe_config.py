@@ -1,4 +1,6 @@
-"""Flags of what the manager shows to others beside its gRPC services. All of it is off by default."""
+"""Flags of what the manager shows to others beside its gRPC services. All of it is off by default, without a port the
+page too.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,8 @@ class ObserveConfig:
     gateway_api: bool = False
     otlp_endpoint: str = ""
     outlets: OutletConfig = field(default_factory=OutletConfig)
+    page: bool = True
+    page_text: bool = False
 
 
 def add_flags(parser: FlagParser) -> None:
@@ -32,6 +36,8 @@ def add_flags(parser: FlagParser) -> None:
         metavar="HOST:PORT",
     )
     parser.flag("http-port-file", "file to write the bound HTTP port to once listening", default="", metavar="PATH")
+    parser.switch("page", "serve the live page at / of the HTTP port", default=True)
+    parser.switch("page-text", "the live page shows what blocks hold, which is what others sent", default=False)
     parser.switch(
         "gateway-api",
         "also serve vllm.grpc.engine.VllmEngine, for an OpenAI gateway in front (needs pagekv[gateway])",
@@ -70,4 +76,6 @@ def from_args(args: argparse.Namespace) -> ObserveConfig:
         gateway_api=args.gateway_api,
         otlp_endpoint=args.otlp_endpoint,
         outlets=outlet_config.from_args(args),
+        page=args.page,
+        page_text=args.page_text,
     )

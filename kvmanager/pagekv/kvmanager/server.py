@@ -26,6 +26,8 @@ from pagekv.kvmanager.tokenizer import Tokenizer, TokenizerError
 from pagekv.v1 import cache_service_pb2, cache_service_pb2_grpc, inference_service_pb2, inference_service_pb2_grpc
 
 if TYPE_CHECKING:
+    from aiohttp import web
+
     from pagekv.kvmanager.http_server import HttpServer
     from pagekv.kvmanager.smg_service import VllmEngine
     from pagekv.kvmanager.tracing import Tracing
@@ -144,6 +146,17 @@ class Manager:
         log.info("sending spans", endpoint=self._config.observe.otlp_endpoint)
         return tracing
 
+    def _page_routes(self) -> list[web.AbstractRouteDef]:
+        """Of the live page, which listens to the engine from now on; none without --page."""
+        if not self._config.observe.page:
+            return []
+        from pagekv.kvmanager.page.hub import PageHub
+        from pagekv.kvmanager.page.routes import Page
+
+        hub = PageHub(self.engine)
+        self._observers.append(hub.happenings)
+        return Page(self.engine, self._state, hub, show_text=self._config.observe.page_text).routes()
+
     async def _start_http(self) -> HttpServer | None:
         """Raises OSError when the port is taken, ExtraMissing without what it needs."""
         if not self._config.observe.http_listen:
@@ -157,7 +170,7 @@ class Manager:
         self._observers.append(requests)
         prefix_cache = self._config.engine.limits.prefix_cache
         collector = EngineCollector(self.engine, requests, prefix_cache=prefix_cache)
-        server = HttpServer(self._config.observe.http_listen, [*metrics_routes(collector)])
+        server = HttpServer(self._config.observe.http_listen, [*metrics_routes(collector), *self._page_routes()])
         port = await server.start()
         if self._config.observe.http_port_file:
             write_port_file(Path(self._config.observe.http_port_file), port)

@@ -80,6 +80,8 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
         "PAGEKV_MAX_PINNED_SHARE": "0.75",
         "PAGEKV_HTTP_LISTEN": "127.0.0.1:0",
         "PAGEKV_HTTP_PORT_FILE": "/tmp/http",
+        "PAGEKV_PAGE": "off",
+        "PAGEKV_PAGE_TEXT": "on",
         "PAGEKV_GATEWAY_API": "on",
         "PAGEKV_OTLP_ENDPOINT": "http://collector:4318/",
         "PAGEKV_KV_EVENTS": "on",
@@ -94,7 +96,7 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
     outlets = OutletConfig(
         True, "ipc:///tmp/events", "tcp://[::1]:5558", "kv@here", 7, False, "/tmp/trace", "/tmp/steps"
     )
-    observe = ObserveConfig("127.0.0.1:0", "/tmp/http", True, "http://collector:4318/v1/traces", outlets)
+    observe = ObserveConfig("127.0.0.1:0", "/tmp/http", True, "http://collector:4318/v1/traces", outlets, False, True)
     limits = SchedulerLimits(
         64, 5, 0.25, False, partial_hits=False, swap=SwapPolicy("swap"), write_back=True, preemption_limit=7
     )

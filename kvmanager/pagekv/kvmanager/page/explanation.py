@@ -1,0 +1,74 @@
+"""The explain box: which blocks of a prompt hit, and why the others do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagekv.common.errors import InvalidRequest
+from pagekv.kvmanager.engine import BlockExplanation, Engine
+from pagekv.kvmanager.prompt_input import PromptReader, check_token_ids
+from pagekv.kvmanager.request import CacheIdentity
+from pagekv.kvmanager.serving_state import Served
+from pagekv.kvmanager.tokenizer import Tokenizer
+from pagekv.kvmanager.validation import MAX_NAME_BYTES
+
+# Blocks that are explained; the page says how many more there are.
+MAX_BLOCKS = 1000
+_FIELDS = frozenset({"text", "token_ids", "namespace", "adapter_id"})
+
+
+async def explain(engine: Engine, served: Served, asked: object) -> dict[str, Any]:
+    """The answer to {"text": ...} or {"token_ids": [...]}, with "namespace" and "adapter_id" or without. Raises
+    InvalidRequest, Unavailable.
+    """
+    if not isinstance(asked, dict) or not asked.keys() <= _FIELDS:
+        raise InvalidRequest("body", f"must be a JSON object with fields among {', '.join(sorted(_FIELDS))}")
+    if ("text" in asked) == ("token_ids" in asked):
+        raise InvalidRequest("body", "exactly one of text and token_ids must be given")
+    identity = CacheIdentity(namespace=_name(asked, "namespace"), adapter_id=_name(asked, "adapter_id"))
+    prompt = await _prompt(served, asked)
+    found = engine.explain_prefix(prompt, identity, 0, MAX_BLOCKS)
+    return {
+        "prompt_tokens": len(prompt),
+        "cached_tokens": found.cached_tokens,
+        "num_blocks": -(-len(prompt) // served.model.block_size),
+        "blocks": [_block(block, prompt, served.tokenizer) for block in found.blocks],
+    }
+
+
+def _name(asked: dict[str, Any], field: str) -> str:
+    name = asked.get(field, "")
+    if not isinstance(name, str) or len(name.encode(errors="replace")) > MAX_NAME_BYTES:
+        raise InvalidRequest(field, f"must be text of at most {MAX_NAME_BYTES} bytes")
+    return name
+
+
+async def _prompt(served: Served, asked: dict[str, Any]) -> list[int]:
+    model = served.model
+    if "text" in asked:
+        if not isinstance(asked["text"], str):
+            raise InvalidRequest("text", "must be text")
+        limit = f"the context has {model.max_model_len} tokens"
+        return await PromptReader(served.tokenizer, model.vocab_size, model.max_model_len, limit).text(asked["text"])
+    ids = asked["token_ids"]
+    # bool is an int to Python and none to anybody else.
+    if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
+        raise InvalidRequest("token_ids", "must be a list of whole numbers from 0 on")
+    if not 1 <= len(ids) <= model.max_model_len:
+        raise InvalidRequest("token_ids", f"has {len(ids)} tokens, must have from 1 to {model.max_model_len}")
+    check_token_ids("token_ids", ids, model.vocab_size)
+    return ids
+
+
+def _block(block: BlockExplanation, prompt: list[int], tokenizer: Tokenizer | None) -> dict[str, Any]:
+    return {
+        "start": block.start,
+        "end": block.end,
+        "outcome": block.outcome.name.lower(),
+        "reason": block.reason,
+        "block_id": block.block_id,
+        "block_hash": block.block_hash.hex() if block.block_hash else "",
+        "shared_tokens": block.shared_tokens,
+        # The asker's own words, cut where blocks are.
+        "text": tokenizer.decode(prompt[block.start : block.end]) if tokenizer is not None else None,
+    }

@@ -1,0 +1,117 @@
+"""Everything the page shows at one moment, and the messages that take a reader from one moment to a later one."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pagekv.kvmanager.engine import ModelInfo, Stats
+from pagekv.kvmanager.engine_view import EngineView
+from pagekv.kvmanager.page.states import HOST_STATES, STATES, Bytes, change, counts, whole
+from pagekv.kvmanager.sequence import LiveRequest, SequenceState
+
+# Requests that are listed; running ones before those that wait.
+MAX_REQUESTS = 200
+
+Row = dict[str, Any]
+# What a viewer reads of the statistics besides the charts.
+_TOTALS = (
+    "running_sequences", "waiting_sequences", "prompt_tokens_total", "cached_tokens_total", "prefix_hit_rate",
+    "generated_tokens_total", "evicted_blocks_total", "preemptions_total", "steps_total", "requests_total",
+    "published_blocks", "utilization", "pins", "executor_attached", "executor_restarts_total", "hash_alarms_total",
+    "swapped_out_blocks_total", "swapped_in_blocks_total",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One moment. Nothing in it is changed once it is made, so readers may keep it."""
+
+    number: int
+    epoch: int
+    step: int
+    device: Bytes
+    host: Bytes
+    requests: dict[str, Row]
+    totals: dict[str, Any]
+    # Charts and events up to these numbers.
+    points: int
+    happenings: int
+
+
+def totals(stats: Stats) -> dict[str, Any]:
+    """The part of the statistics that travels."""
+    every = asdict(stats)
+    return {name: every[name] for name in _TOTALS}
+
+
+def request_rows(view: EngineView) -> dict[str, Row]:
+    """By request id, in order of arrival; those that run first if there are too many."""
+    view.scheduler.sync()
+    live = view.live.all()
+    if len(live) > MAX_REQUESTS:
+        live.sort(key=lambda request: _state(request) != "running")
+    return {request.command.request_id: _row(request) for request in live[:MAX_REQUESTS]}
+
+
+def _state(request: LiveRequest) -> str:
+    states = {sequence.state for sequence in request.sequences}
+    return "running" if states & {SequenceState.RUNNING, SequenceState.DRAINING} else "waiting"
+
+
+def _row(request: LiveRequest) -> Row:
+    first = request.sequences[0]
+    return {
+        "state": _state(request),
+        "sequences": len(request.sequences),
+        "prompt": first.num_prompt,
+        "cached": first.cached_tokens or 0,
+        "generated": sum(sequence.num_output for sequence in request.sequences),
+        "computed": first.num_computed,
+        "limit": first.max_total,
+        "blocks": sum(len(sequence.block_table) for sequence in request.sequences),
+        "preemptions": sum(sequence.preemptions for sequence in request.sequences),
+        "priority": request.command.priority,
+    }
+
+
+def snapshot(frame: Frame, model: ModelInfo) -> dict[str, Any]:
+    """For a reader who knows nothing, or of another epoch."""
+    return {
+        "type": "snapshot",
+        "epoch": frame.epoch,
+        "step": frame.step,
+        "model": {
+            "id": model.model_id, "backend": model.backend, "block_size": model.block_size,
+            "max_model_len": model.max_model_len,
+        },
+        "blocks": model.num_device_blocks,
+        "host_blocks": model.num_host_blocks,
+        # Of these so many, the first ones, are shown.
+        "shown": len(frame.device),
+        "host_shown": len(frame.host),
+        "device": whole(frame.device),
+        "host": whole(frame.host),
+        "counts": counts(frame.device, STATES),
+        "host_counts": counts(frame.host, HOST_STATES),
+        "requests": frame.requests,
+        "totals": frame.totals,
+    }  # fmt: skip
+
+
+def delta(old: Frame, new: Frame) -> dict[str, Any]:
+    """From one frame of an epoch to a later one; what did not change is left out."""
+    message: dict[str, Any] = {"type": "delta", "step": new.step}
+    device, host = change(old.device, new.device), change(old.host, new.host)
+    if device:
+        message |= {"device": device, "counts": counts(new.device, STATES)}
+    if host:
+        message |= {"host": host, "host_counts": counts(new.host, HOST_STATES)}
+    if new.requests is not old.requests:
+        changed = {name: row for name, row in new.requests.items() if old.requests.get(name) != row}
+        gone = [name for name in old.requests if name not in new.requests]
+        message |= {"requests": changed} if changed else {}
+        message |= {"gone": gone} if gone else {}
+    if new.totals != old.totals:
+        message["totals"] = new.totals
+    return message

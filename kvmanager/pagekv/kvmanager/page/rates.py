@@ -1,0 +1,63 @@
+"""The page's charts: rates between two looks at counters that only grow."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from pagekv.kvmanager.engine import Stats
+
+# Points that a new viewer gets: two minutes at two a second.
+KEPT = 240
+# Seconds that a rate goes back. Prompts come one at a time, so their hits need a longer look.
+RATE_S = 1.0
+HIT_RATE_S = 10.0
+
+Point = dict[str, Any]
+
+
+class Rates:
+    """Points of the charts, with numbers counting from 1. A value that means nothing at a moment is None."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._kept: deque[Point] = deque(maxlen=KEPT)
+        self._looks: deque[tuple[float, Stats]] = deque()
+
+    def since(self, number: int) -> list[Point]:
+        """Those that are kept with numbers above this one."""
+        return [point for point in self._kept if point["n"] > number]
+
+    def pause(self) -> None:
+        """Nobody will look for a while: the next point is about what comes after it."""
+        self._looks.clear()
+
+    def add(self, now: float, stats: Stats) -> None:
+        """A look at the counters at `now`, seconds of a clock that never goes back."""
+        self._looks.append((now, stats))
+        while self._looks[0][0] < now - HIT_RATE_S:
+            self._looks.popleft()
+        first_at, oldest = self._looks[0]
+        recent_at, recent = next(
+            (look for look in reversed(self._looks) if look[0] <= now - RATE_S), (first_at, oldest)
+        )
+        prompt = stats.prompt_tokens_total - oldest.prompt_tokens_total
+        cached = stats.cached_tokens_total - oldest.cached_tokens_total
+        steps = stats.steps_total - recent.steps_total
+        seconds = now - recent_at
+        self.total += 1
+        self._kept.append(
+            {
+                "n": self.total,
+                "hit_rate": _share(cached, prompt),
+                "usage": round(stats.kv_usage, 4),
+                # Of the steps in between, on average.
+                "step_ms": _share((stats.executor_busy_us_total - recent.executor_busy_us_total) / 1000, steps),
+                "tokens_per_s": _share(stats.generated_tokens_total - recent.generated_tokens_total, seconds),
+                "computed_per_s": _share(stats.computed_tokens_total - recent.computed_tokens_total, seconds),
+            }
+        )
+
+
+def _share(part: float, whole: float) -> float | None:
+    return round(part / whole, 4) if whole > 0 else None

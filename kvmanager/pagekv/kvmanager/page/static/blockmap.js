@@ -1,0 +1,405 @@
+// A pool as a map: one pixel a block in an image, drawn enlarged, with what is chosen marked on a canvas above it.
+// Colours fade from what just happened to what is; between two changes nothing is computed and nothing drawn.
+
+import { forEachChange, holders, state } from "./codec.js";
+import { Grid } from "./grid.js";
+import { color, mix, onThemeChange, pixel, reducedMotion } from "./theme.js";
+
+const FADE_MS = 900;
+const REVEAL_MS = 1100;
+const TIP_MARGIN = 10;
+const FEWEST = 256;
+
+export class BlockMap {
+  // `palette`: names of colours by state. `describe(index)`: words for a block. `onFocus(index, kept)`: it is looked at,
+  // -1 for none; `kept`: until somebody lets it go.
+  // `grows`: only as many blocks as were ever used are drawn, rounded up.
+  constructor(root, { palette, describe, onFocus, onLeave = () => {}, grows = false }) {
+    Object.assign(this, { root, palette, describe, onFocus, onLeave, grows });
+    this.cells = root.querySelector(".cells");
+    this.marks = root.querySelector(".marks");
+    this.tip = root.querySelector(".tip");
+    this.image = document.createElement("canvas");
+    this.focused = -1;
+    this.kept = false;
+    this.only = -1;
+    this.table = null;
+    this.chain = [];
+    this.frames = [];
+    this.reset(0);
+    new ResizeObserver(() => this.layout()).observe(root);
+    onThemeChange(() => this.layout());
+    this.listen();
+  }
+
+  // A snapshot of a pool of `size` blocks follows; of another epoch it is another pool.
+  begin(size, epoch) {
+    if (size === this.size && epoch === this.epoch) {
+      this.bytes.fill(0);
+    } else {
+      Object.assign(this, { size, epoch, since: performance.now() });
+      this.reset(this.grows ? Math.min(size, FEWEST) : size);
+    }
+  }
+
+  // Room for a block that was not drawn so far.
+  grow(index) {
+    const { bytes, changedAt } = this;
+    const focus = [this.focused, this.kept];
+    this.reset(Math.min(this.size, 2 ** Math.ceil(Math.log2(index + 1))));
+    this.bytes.set(bytes);
+    this.changedAt.set(changedAt);
+    [this.focused, this.kept] = focus;
+  }
+
+  // `count` blocks, all free.
+  reset(count) {
+    this.count = count;
+    this.bytes = new Uint8Array(count);
+    // When the byte last changed while somebody looked, as performance.now(); 0: never.
+    this.changedAt = new Float64Array(count);
+    this.from = new Uint32Array(count);
+    // Blocks whose colour is on its way, and where they are in this list.
+    this.fading = new Int32Array(count);
+    this.numFading = 0;
+    this.isFading = new Uint8Array(count);
+    this.began = new Float64Array(count);
+    this.lit = null;
+    this.table = null;
+    this.focused = -1;
+    this.kept = false;
+    this.grid = null;
+    this.layout();
+  }
+
+  layout() {
+    const ratio = window.devicePixelRatio || 1;
+    const width = Math.floor(this.root.clientWidth * ratio);
+    if (!width || !this.count) return;
+    const height = Math.max(240, Math.min(560, window.innerHeight * 0.56)) * ratio;
+    this.grid = new Grid(this.count, width, height, ratio);
+    for (const canvas of [this.cells, this.marks]) {
+      canvas.width = this.grid.width;
+      canvas.height = this.grid.height;
+      canvas.style.height = `${this.grid.height / ratio}px`;
+    }
+    this.context = this.cells.getContext("2d");
+    this.image.width = this.grid.columns;
+    this.image.height = this.grid.rows;
+    this.imageContext = this.image.getContext("2d", { willReadFrequently: true });
+    this.data = this.imageContext.createImageData(this.grid.columns, this.grid.rows);
+    this.pixels = new Uint32Array(this.data.data.buffer);
+    this.readColors();
+    this.repaint();
+    this.mark();
+  }
+
+  readColors() {
+    const paper = pixel("card");
+    this.paper = paper;
+    this.flash = pixel("flash");
+    this.colors = new Uint32Array(256);
+    const base = this.palette.map((name) => pixel(name));
+    const many = pixel("shared-many");
+    for (let byte = 0; byte < 256; byte++) {
+      let shade = base[state(byte)] ?? base[0];
+      // Shared by more is a stronger colour.
+      if (this.palette[state(byte)] === "shared") shade = mix(shade, many, Math.min(256, 52 * Math.log2(Math.max(2, holders(byte)) / 2)));
+      this.colors[byte] = this.only >= 0 && state(byte) !== this.only ? mix(shade, paper, 218) : shade;
+    }
+    this.gaps = this.gapPattern();
+  }
+
+  // A cell's edge in the colour of the card, to be drawn over all cells at once.
+  gapPattern() {
+    const { cell, gap, radius } = this.grid;
+    if (!gap) return null;
+    const tile = new OffscreenCanvas(cell, cell);
+    const context = tile.getContext("2d");
+    context.fillStyle = color("card");
+    context.fillRect(0, 0, cell, cell);
+    context.globalCompositeOperation = "destination-out";
+    context.beginPath();
+    context.roundRect(0, 0, cell - gap, cell - gap, radius);
+    context.fill();
+    return this.context.createPattern(tile, "repeat");
+  }
+
+  // -- what is
+
+  // A change as it comes from the manager; `quietly`: without showing it as news.
+  apply(change, quietly = false) {
+    if (!change) return;
+    const now = performance.now();
+    const still = quietly || reducedMotion.matches || !this.grid;
+    forEachChange(change, (index, byte) => {
+      if (index >= this.count) {
+        if (!byte) return;
+        this.grow(index);
+      }
+      const old = this.bytes[index];
+      if (byte === old) return;
+      this.bytes[index] = byte;
+      if (!quietly) this.changedAt[index] = now;
+      if (still) return this.paint(index);
+      // Taken or hit: it lights up. Given back or evicted: it fades from what it was.
+      this.fade(index, holders(byte) > holders(old) ? this.flash : this.colors[old], now);
+    });
+    this.draw();
+    if (this.focused >= 0) this.mark();
+  }
+
+  fade(index, from, now) {
+    this.from[index] = from;
+    this.began[index] = now;
+    if (!this.isFading[index]) {
+      this.isFading[index] = 1;
+      this.fading[this.numFading++] = index;
+    }
+  }
+
+  shade(index) {
+    const shade = this.colors[this.bytes[index]];
+    return this.lit && !this.lit[index] ? mix(shade, this.paper, 205) : shade;
+  }
+
+  paint(index) {
+    // A map in a hidden card has no cells.
+    if (this.grid) this.pixels[index] = this.shade(index);
+  }
+
+  repaint() {
+    if (!this.grid) return;
+    for (let index = 0; index < this.count; index++) this.paint(index);
+    this.draw();
+  }
+
+  draw() {
+    if (!this.grid || this.drawing) return;
+    this.drawing = requestAnimationFrame((now) => this.frame(now));
+  }
+
+  frame(now) {
+    this.drawing = 0;
+    const begun = performance.now();
+    let left = 0;
+    for (let at = 0; at < this.numFading; at++) {
+      const index = this.fading[at];
+      const share = (now - this.began[index]) / FADE_MS;
+      if (share >= 1) {
+        this.isFading[index] = 0;
+        this.paint(index);
+      } else {
+        // Fast first, then slowly.
+        const rest = 1 - Math.max(0, share);
+        this.pixels[index] = mix(this.shade(index), this.from[index], Math.round(200 * rest * rest));
+        this.fading[left++] = index;
+      }
+    }
+    this.numFading = left;
+    const { columns, rows, cell, left: x } = this.grid;
+    this.imageContext.putImageData(this.data, 0, 0);
+    const context = this.context;
+    context.imageSmoothingEnabled = false;
+    context.setTransform(1, 0, 0, 1, 0, 0);
+    context.clearRect(0, 0, this.grid.width, this.grid.height);
+    context.translate(x, 0);
+    context.drawImage(this.image, 0, 0, columns, rows, 0, 0, columns * cell, rows * cell);
+    if (this.gaps) {
+      context.fillStyle = this.gaps;
+      context.fillRect(0, 0, columns * cell, rows * cell);
+    }
+    this.drawLabels(context);
+    // How long the latest frames took, for whoever measures.
+    this.frames.push(performance.now() - begun);
+    if (this.frames.length > 600) this.frames.shift();
+    if (left) this.draw();
+  }
+
+  drawLabels(context) {
+    const { left, rows, cell, columns, ratio } = this.grid;
+    if (!left) return;
+    const every = Math.max(1, Math.ceil((22 * ratio) / cell));
+    context.fillStyle = color("soft");
+    context.font = `${11 * ratio}px ${getComputedStyle(document.body).fontFamily}`;
+    context.textAlign = "right";
+    context.textBaseline = cell > 14 * ratio ? "middle" : "top";
+    const middle = cell > 14 * ratio ? (cell - this.grid.gap) / 2 : 0;
+    for (let row = 0; row < rows; row += every) context.fillText(row * columns, -9 * ratio, row * cell + middle);
+  }
+
+  // -- what is chosen
+
+  // Shows one state alone; -1: all.
+  isolate(wanted) {
+    this.only = wanted;
+    if (this.grid) this.readColors();
+    this.repaint();
+  }
+
+  // Lights the blocks of a block table one after the other; null: none. The same table again shows no news.
+  choose(table, afresh = true) {
+    this.table = table;
+    this.revealed = afresh && table && !reducedMotion.matches ? 0 : Infinity;
+    this.revealBegan = performance.now();
+    this.light();
+  }
+
+  light() {
+    const table = this.table;
+    if (!table) {
+      this.lit = null;
+    } else {
+      const share = this.revealed === Infinity ? 1 : Math.min(1, (performance.now() - this.revealBegan) / REVEAL_MS);
+      const shown = Math.ceil(table.length * share);
+      this.lit = new Uint8Array(this.count);
+      for (let at = 0; at < shown; at++) this.lit[table[at]] = 1;
+      this.shown = shown;
+      if (share < 1) requestAnimationFrame(() => this.table === table && this.light());
+      else this.revealed = Infinity;
+    }
+    this.repaint();
+    this.mark();
+  }
+
+  // The blocks before the one looked at.
+  showChain(blocks) {
+    this.chain = blocks;
+    this.mark();
+  }
+
+  focus(index, kept = false) {
+    if (index === this.focused && kept === this.kept) return;
+    this.focused = index;
+    this.kept = kept && index >= 0;
+    this.chain = [];
+    this.mark();
+    this.onFocus(index, this.kept);
+  }
+
+  mark() {
+    if (!this.grid) return;
+    const context = this.marks.getContext("2d");
+    const { cell, gap, ratio } = this.grid;
+    context.clearRect(0, 0, this.grid.width, this.grid.height);
+    const size = cell - gap;
+    context.strokeStyle = context.fillStyle = color("ink");
+    if (this.table) this.markTable(context, size);
+    context.lineWidth = Math.max(1, ratio);
+    context.globalAlpha = 0.75;
+    for (const block of this.chain) {
+      context.strokeRect(this.grid.x(block) - 0.5, this.grid.y(block) - 0.5, size + 1, size + 1);
+    }
+    context.globalAlpha = 1;
+    if (this.focused >= 0) {
+      const out = Math.max(1.5 * ratio, cell < 8 * ratio ? 3 * ratio : 0);
+      context.lineWidth = 2 * ratio;
+      context.beginPath();
+      context.roundRect(this.grid.x(this.focused) - out, this.grid.y(this.focused) - out, size + 2 * out, size + 2 * out, this.grid.radius + out);
+      context.stroke();
+    }
+    this.showTip();
+  }
+
+  // A request's blocks are joined in order; where there is room each says which it is.
+  markTable(context, size) {
+    const { cell, ratio } = this.grid;
+    const shown = this.table.slice(0, this.shown);
+    context.globalAlpha = shown.length > 400 ? 0.25 : 0.55;
+    context.lineWidth = Math.max(1, 1.25 * ratio);
+    context.beginPath();
+    shown.forEach((block, at) => {
+      const x = this.grid.x(block) + size / 2;
+      const y = this.grid.y(block) + size / 2;
+      if (at) context.lineTo(x, y);
+      else context.moveTo(x, y);
+    });
+    context.stroke();
+    context.globalAlpha = 1;
+    if (cell < 20 * ratio) return;
+    context.font = `600 ${10 * ratio}px ${getComputedStyle(document.body).fontFamily}`;
+    context.textAlign = "center";
+    context.textBaseline = "middle";
+    shown.forEach((block, at) => {
+      const x = this.grid.x(block);
+      const y = this.grid.y(block);
+      context.fillStyle = color("card");
+      context.beginPath();
+      context.roundRect(x + size / 2 - 8 * ratio, y + size / 2 - 6.5 * ratio, 16 * ratio, 13 * ratio, 3 * ratio);
+      context.fill();
+      context.fillStyle = color("ink");
+      context.fillText(at, x + size / 2, y + size / 2 + 0.5 * ratio);
+    });
+  }
+
+  showTip() {
+    this.tip.hidden = this.focused < 0;
+    if (this.tip.hidden) return;
+    this.tip.textContent = this.describe(this.focused);
+    const { ratio, cell } = this.grid;
+    const x = this.grid.x(this.focused) / ratio;
+    const y = this.grid.y(this.focused) / ratio;
+    const { offsetWidth, offsetHeight } = this.tip;
+    this.tip.style.left = `${Math.max(0, Math.min(x, this.root.clientWidth - offsetWidth))}px`;
+    const above = y - offsetHeight - TIP_MARGIN;
+    this.tip.style.top = `${above > -offsetHeight ? above : y + cell / ratio + TIP_MARGIN}px`;
+  }
+
+  // -- who looks
+
+  listen() {
+    const at = (event) => {
+      const box = this.marks.getBoundingClientRect();
+      return this.grid ? this.grid.at(event.clientX - box.left, event.clientY - box.top) : -1;
+    };
+    this.marks.addEventListener("pointermove", (event) => {
+      if (!this.kept && event.pointerType !== "touch") this.focus(at(event));
+    });
+    this.marks.addEventListener("pointerleave", () => {
+      if (!this.kept && document.activeElement !== this.marks) this.focus(-1);
+    });
+    this.marks.addEventListener("click", (event) => {
+      const index = at(event);
+      this.focus(index, !(this.kept && index === this.focused));
+    });
+    this.marks.addEventListener("focus", () => {
+      if (this.focused < 0 && this.count && this.marks.matches(":focus-visible")) this.focus(0);
+    });
+    this.marks.addEventListener("blur", () => {
+      if (!this.kept) this.focus(-1);
+    });
+    this.marks.addEventListener("keydown", (event) => this.key(event));
+  }
+
+  key(event) {
+    if (!this.grid || event.ctrlKey || event.metaKey || event.altKey) return;
+    const { columns } = this.grid;
+    const from = Math.max(0, this.focused);
+    const last = this.count - 1;
+    const to = {
+      ArrowLeft: from - 1, ArrowRight: from + 1, ArrowUp: from - columns, ArrowDown: from + columns,
+      PageUp: from - 8 * columns, PageDown: from + 8 * columns, Home: 0, End: last,
+    }[event.key];
+    if (to !== undefined) {
+      const step = Math.abs(to - from) >= columns ? columns : 1;
+      // Up and down end in the same column, not at the first or last block.
+      this.focus(to < 0 ? (step === 1 ? 0 : from % columns) : to > last ? (step === 1 || event.key === "End" ? last : from) : to);
+      this.scrollTo(this.focused);
+    } else if (event.key === "Enter" || event.key === " ") {
+      this.focus(from, true);
+      this.onLeave();
+    } else if (event.key === "Escape") {
+      this.focus(this.focused, false);
+      if (this.table) this.onLeave("table");
+    } else {
+      return;
+    }
+    event.preventDefault();
+  }
+
+  scrollTo(index) {
+    const top = this.marks.getBoundingClientRect().top + this.grid.y(index) / this.grid.ratio;
+    if (top < 40) window.scrollBy(0, top - 120);
+    else if (top > window.innerHeight - 40) window.scrollBy(0, top - window.innerHeight + 120);
+  }
+}

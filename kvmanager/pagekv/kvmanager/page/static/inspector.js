@@ -1,0 +1,117 @@
+// What is known of one block.
+
+import { HOST_STATES, STATES, state } from "./codec.js";
+import { duration, element, plural } from "./format.js";
+import { ask } from "./stream.js";
+
+const PAUSE_MS = 90;
+const CHAIN_SHOWN = 10;
+const MEANINGS = {
+  free: "holds nothing that anybody could use",
+  cached: "nobody holds it; its content can be hit, or evicted",
+  active: "one sequence holds it",
+  shared: "several sequences hold it",
+  pinned: "kept by a pin, used by nobody now",
+  held: "kept for a preempted sequence",
+};
+
+export class Inspector {
+  // `onOpen(index)`: somebody wants to see another device block; `onRequest(id)`: a request.
+  constructor({ onOpen, onRequest }) {
+    Object.assign(this, { onOpen, onRequest, map: null, index: -1, timer: 0 });
+    this.title = document.getElementById("inspector-title");
+    this.body = document.getElementById("inspector-body");
+    this.close = document.getElementById("inspector-close");
+    this.card = document.getElementById("inspector");
+    this.close.addEventListener("click", () => {
+      this.map?.focus(-1);
+      this.map?.marks.focus();
+    });
+  }
+
+  // A block of a map; -1: none.
+  show(map, index, kept) {
+    this.close.hidden = !kept;
+    if (map === this.map && index === this.index) return;
+    Object.assign(this, { map, index, detail: null, problem: "" });
+    this.render();
+    this.load(PAUSE_MS);
+  }
+
+  // Something may have changed.
+  refresh() {
+    if (this.index >= 0) this.load(0);
+  }
+
+  load(pause) {
+    clearTimeout(this.timer);
+    const { map, index } = this;
+    if (index < 0) return;
+    this.timer = setTimeout(async () => {
+      try {
+        const detail = await ask(`/api/${map.isHost ? "host-block" : "block"}/${index}`);
+        if (map !== this.map || index !== this.index) return;
+        this.detail = detail;
+        this.problem = "";
+        map.showChain(detail.chain ?? []);
+      } catch (error) {
+        this.problem = error.message;
+      }
+      this.render();
+    }, pause);
+  }
+
+  render() {
+    const { map, index, detail } = this;
+    if (index < 0) {
+      this.title.textContent = "Block";
+      this.body.replaceChildren();
+      return;
+    }
+    this.title.textContent = `${map.isHost ? "Host block" : "Block"} ${index}`;
+    const name = (map.isHost ? HOST_STATES : STATES)[state(map.bytes[index])];
+    const swatch = map.isHost && name === "cached" ? "host-cached" : name;
+    const rows = [
+      ["state", element("span", { class: "state" }, element("span", { class: `swatch ${swatch}` }), name)],
+      ["", element("span", { class: "sub" }, MEANINGS[name])],
+      ["age", this.age()],
+    ];
+    if (detail) rows.push(...this.details(detail));
+    if (this.problem) rows.push(["", element("span", { class: "problem" }, this.problem)]);
+    this.body.replaceChildren(
+      element("dl", { class: "facts" }, ...rows.flatMap(([term, value]) => [element("dt", {}, term), element("dd", {}, value)])),
+    );
+  }
+
+  age() {
+    const changed = this.map.changedAt[this.index];
+    if (changed) return `changed ${duration((performance.now() - changed) / 1000)} ago`;
+    return `unchanged for ${duration((performance.now() - this.map.since) / 1000)} or longer`;
+  }
+
+  details(detail) {
+    const held = detail.ref_count - (detail.pins ?? 0);
+    const by = [plural(held, "sequence"), ...(detail.pins ? [plural(detail.pins, "pin")] : [])].join(" and ");
+    const rows = [["ref count", detail.ref_count ? `${detail.ref_count}: ${by}` : "0"]];
+    if (detail.requests?.length) {
+      rows.push(["held by", element("span", { class: "chain" }, ...detail.requests.map((id) =>
+        element("button", { type: "button", class: "chip", onclick: () => this.onRequest(id) }, id)))]);
+    }
+    const mono = (text) => element("span", { class: "mono" }, text);
+    rows.push(["hash", detail.block_hash ? mono(detail.block_hash) : "none: not in the prefix table"]);
+    if (detail.block_hash && !this.map.isHost) rows.push(["chain", this.chain(detail)]);
+    if (detail.text != null) rows.push(["text", element("span", { class: "text" }, detail.text)]);
+    else if (detail.token_ids) rows.push(["tokens", mono(detail.token_ids.join(" "))]);
+    return rows;
+  }
+
+  chain({ chain, chain_complete: complete }) {
+    if (!chain.length) return "begins a prompt";
+    const chip = (block) =>
+      element("button", { type: "button", class: "chip", onclick: () => this.onOpen(block) }, block);
+    const shown = chain.slice(0, CHAIN_SHOWN).map(chip);
+    const more = chain.length - shown.length;
+    const rest = more ? `… ${more}${complete ? "" : " or more"} before` : "";
+    return element("span", { class: "chain" }, "after", ...shown, rest);
+  }
+}

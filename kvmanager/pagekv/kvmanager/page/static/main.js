@@ -1,0 +1,157 @@
+// Puts the parts of the page together.
+
+import { BlockMap } from "./blockmap.js";
+import { Chart } from "./chart.js";
+import { HOST_STATES, MAX_HOLDERS, STATES, holders, state } from "./codec.js";
+import { Events } from "./events.js";
+import { Explain } from "./explain.js";
+import { compact, count, element, milliseconds, percent, plural } from "./format.js";
+import { Inspector } from "./inspector.js";
+import { Requests } from "./requests.js";
+import { Stream, ask } from "./stream.js";
+
+const REFRESH_MS = 500;
+const byId = (id) => document.getElementById(id);
+const announcer = byId("announcer");
+
+const inspector = new Inspector({
+  onOpen: (index) => device.focus(index, true),
+  onRequest: (id) => requests.choose(id),
+});
+
+function describe(map, names) {
+  return (index) => {
+    const byte = map().bytes[index];
+    const held = holders(byte);
+    return `block ${index} · ${names[state(byte)]}${held > 1 ? ` · held ${held < MAX_HOLDERS ? held : `${held} or more`} times` : ""}`;
+  };
+}
+
+function makeMap(root, names, palette, isHost) {
+  const map = new BlockMap(root, {
+    palette,
+    grows: isHost,
+    describe: describe(() => map, names),
+    onFocus: (index, kept) => {
+      inspector.show(map, index, kept);
+      if (index >= 0 && document.activeElement === map.marks) announce(map.describe(index));
+    },
+    onLeave: (what) => (what === "table" ? requests.choose(null) : inspector.card.focus({ preventScroll: true })),
+  });
+  map.isHost = isHost;
+  return map;
+}
+
+const device = makeMap(byId("device-map"), STATES, STATES, false);
+const host = makeMap(byId("host-map"), HOST_STATES, ["free", "host-cached", "held"], true);
+
+let announcing = 0;
+function announce(text) {
+  clearTimeout(announcing);
+  announcing = setTimeout(() => (announcer.textContent = text), 150);
+}
+
+// -- legends
+
+const LEGENDS = {
+  free: "free", cached: "cached: can be hit", active: "active: one holder", shared: "shared by several", pinned: "pinned",
+};
+const HOST_LEGENDS = { free: "free", cached: "cached: can be hit", held: "held for preempted" };
+
+function makeLegend(list, map, legends, swatch = (name) => name) {
+  const numbers = {};
+  Object.entries(legends).forEach(([name, words], index) => {
+    numbers[name] = element("b", {}, "0");
+    const button = element("button", { type: "button", "aria-pressed": "false" },
+      element("span", { class: `swatch ${swatch(name)}`, "aria-hidden": "true" }), words, numbers[name]);
+    button.addEventListener("click", () => {
+      const on = button.getAttribute("aria-pressed") !== "true";
+      for (const other of list.querySelectorAll("button")) other.setAttribute("aria-pressed", "false");
+      button.setAttribute("aria-pressed", on);
+      map.isolate(on ? index : -1);
+    });
+    list.append(element("li", {}, button));
+  });
+  return (counts = {}) => {
+    for (const [name, number] of Object.entries(counts)) numbers[name].textContent = count(number);
+  };
+}
+const deviceLegend = makeLegend(byId("device-legend"), device, LEGENDS);
+const hostLegend = makeLegend(byId("host-legend"), host, HOST_LEGENDS, (name) => (name === "cached" ? "host-cached" : name));
+
+// -- charts
+
+let totals = {};
+const tile = (name, options) => new Chart(byId(`tile-${name}`), { read: (point) => point[name], ...options });
+const charts = [
+  tile("hit_rate", { format: percent, top: 1, beside: () => `${percent(totals.prefix_hit_rate ?? 0)} in all` }),
+  tile("usage", { format: percent, top: 1, beside: () => `${percent(totals.utilization ?? 0)} of their slots filled` }),
+  tile("step_ms", { format: milliseconds, beside: () => `${count(totals.steps_total ?? 0)} steps` }),
+  tile("tokens_per_s", {
+    format: compact,
+    beside: (point) => (point.computed_per_s === null ? "" : `generated; ${compact(point.computed_per_s)} computed`),
+  }),
+];
+
+// -- requests, events, explanations
+
+const requests = new Requests({ onChoose: (id) => lightRequest(id, true) });
+const events = new Events();
+new Explain({ onBlock: (index) => device.focus(index) });
+
+let refreshing = 0;
+async function lightRequest(id, afresh) {
+  clearTimeout(refreshing);
+  if (id === null) return device.choose(null);
+  try {
+    const { sequences } = await ask(`/api/request/${encodeURIComponent(id)}`);
+    if (requests.chosen !== id) return;
+    device.choose([...new Set(sequences.flatMap((sequence) => sequence.block_ids))], afresh);
+    if (afresh) announce(`request ${id}: ${plural(device.table.length, "block")} lit in order`);
+  } catch {
+    // It has ended; the stream will say so.
+  }
+  if (requests.chosen === id) refreshing = setTimeout(() => lightRequest(id, false), REFRESH_MS);
+}
+
+// -- the stream
+
+const amount = (all, shown) => (all > shown ? `the first ${count(shown)} of ${count(all)}` : count(all));
+
+function show(message) {
+  if (message.type === "snapshot") {
+    if (host.epoch !== message.epoch) byId("host").hidden = true;
+    device.begin(message.shown, message.epoch);
+    host.begin(message.host_shown, message.epoch);
+    const { id, backend, block_size: size } = message.model;
+    byId("model").textContent = `${id || "no model"} on ${backend}`;
+    byId("device-sub").textContent = `${amount(message.blocks, message.shown)} of ${plural(size, "token")}`;
+    byId("host-sub").textContent = `${amount(message.host_blocks, message.host_shown)}, the second tier`;
+    charts.forEach((chart) => chart.clear());
+    requests.reset(message.requests);
+  }
+  const quietly = message.type === "snapshot";
+  device.apply(message.device, quietly);
+  host.apply(message.host, quietly);
+  if (message.host?.runs || message.host?.all) byId("host").hidden = false;
+  if (quietly) [device, host].forEach((map) => map.repaint());
+  deviceLegend(message.counts);
+  hostLegend(message.host_counts);
+  totals = message.totals ?? totals;
+  if (message.points) charts.forEach((chart) => chart.add(message.points));
+  if (!quietly && (message.requests || message.gone)) requests.apply(message.requests, message.gone);
+  events.apply(message.events, quietly);
+  if (message.totals) setLink(totals.executor_attached ? "live" : "waiting");
+  if (message.points) inspector.refresh();
+}
+
+const LINK = { live: "live", lost: "disconnected, trying again", waiting: "no executor", connecting: "connecting" };
+function setLink(name) {
+  document.body.dataset.link = name;
+  if (byId("link-text").textContent !== LINK[name]) byId("link-text").textContent = LINK[name];
+}
+
+new Stream("/api/stream", show, (connected) => setLink(connected ? "waiting" : "lost"));
+
+// For whoever looks at the page from outside: tests, and people with the console open.
+window.pagekv = { device, host, requests };

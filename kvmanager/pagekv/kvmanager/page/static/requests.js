@@ -1,0 +1,89 @@
+// The live requests; one of them may be chosen, and its blocks are lit in order.
+
+import { compact, element, plural } from "./format.js";
+import { color, onThemeChange } from "./theme.js";
+
+export class Requests {
+  // `onChoose(id)`: an id, or null for none.
+  constructor({ onChoose }) {
+    Object.assign(this, { onChoose, rows: new Map(), chosen: null, items: new Map() });
+    this.list = document.getElementById("request-list");
+    this.sub = document.getElementById("requests-sub");
+    this.empty = document.getElementById("requests-empty");
+    onThemeChange(() => this.render());
+  }
+
+  reset(rows) {
+    this.rows = new Map(Object.entries(rows));
+    if (this.chosen && !this.rows.has(this.chosen)) this.choose(null);
+    this.render();
+  }
+
+  apply(changed = {}, gone = []) {
+    for (const id of gone) this.rows.delete(id);
+    for (const [id, row] of Object.entries(changed)) this.rows.set(id, row);
+    if (this.chosen && gone.includes(this.chosen)) this.choose(null);
+    this.render();
+  }
+
+  choose(id) {
+    this.chosen = id;
+    this.onChoose(id);
+    this.render();
+  }
+
+  render() {
+    const entries = [...this.rows].sort(([, a], [, b]) => (a.state === b.state ? 0 : a.state === "running" ? -1 : 1));
+    const running = entries.filter(([, row]) => row.state === "running").length;
+    this.sub.textContent = entries.length ? `${running} running, ${entries.length - running} waiting` : "";
+    this.empty.hidden = entries.length > 0;
+    for (const [id, item] of this.items) {
+      if (!this.rows.has(id)) {
+        item.root.remove();
+        this.items.delete(id);
+      }
+    }
+    entries.forEach(([id, row], place) => {
+      const item = this.items.get(id) ?? this.make(id);
+      if (this.list.children[place] !== item.root) this.list.insertBefore(item.root, this.list.children[place] ?? null);
+      this.fill(item, id, row);
+    });
+  }
+
+  make(id) {
+    const name = element("span", { class: "name" }, id);
+    const what = element("span", { class: "what" });
+    const bar = element("canvas", { class: "bar", width: 320, height: 5, "aria-hidden": "true" });
+    const button = element("button", { type: "button", onclick: () => this.choose(this.chosen === id ? null : id) }, name, what, bar);
+    const item = { root: element("li", {}, button), button, what, bar };
+    this.items.set(id, item);
+    return item;
+  }
+
+  fill({ button, what, bar }, id, row) {
+    button.setAttribute("aria-pressed", id === this.chosen);
+    const preempted = row.preemptions ? `, preempted ${row.preemptions}×` : "";
+    const parts = [plural(row.blocks, "block"), `${compact(row.generated)} out`];
+    what.textContent = row.state === "running" ? parts.join(" · ") : `waiting${preempted}`;
+    button.title =
+      `${row.state}: ${plural(row.prompt, "prompt token")}, ${row.cached} of them cached, ${row.generated} generated, ` +
+      `${plural(row.blocks, "block")}${row.sequences > 1 ? ` of ${row.sequences} sequences` : ""}${preempted}`;
+    this.progress(bar, row);
+  }
+
+  // Of all tokens it may come to have: what was cached, what is computed of the prompt, what is generated.
+  progress(bar, row) {
+    const context = bar.getContext("2d");
+    const scale = bar.width / Math.max(row.limit, 1);
+    const prompt = Math.min(row.computed, row.prompt);
+    context.clearRect(0, 0, bar.width, bar.height);
+    const part = (name, from, to) => {
+      context.fillStyle = color(name);
+      context.fillRect(from * scale, 0, Math.max(0, (to - from) * scale), bar.height);
+    };
+    part("free", 0, row.limit);
+    part("cached", 0, Math.min(row.cached, prompt));
+    part("active", Math.min(row.cached, prompt), prompt);
+    part("good", row.prompt, row.prompt + row.generated / row.sequences);
+  }
+}

@@ -1,0 +1,41 @@
+// The connection to the manager: server-sent events, again and again, and none while the page cannot be seen.
+
+const RETRY_MS = 2000;
+
+export class Stream {
+  // `onMessage` gets each message; `onLink` gets true and false.
+  constructor(url, onMessage, onLink) {
+    Object.assign(this, { url, onMessage, onLink, source: null, timer: 0 });
+    document.addEventListener("visibilitychange", () => (document.hidden ? this.close() : this.open()));
+    if (!document.hidden) this.open();
+  }
+
+  open() {
+    if (this.source) return;
+    clearTimeout(this.timer);
+    const source = (this.source = new EventSource(this.url));
+    source.onopen = () => this.onLink(true);
+    source.onmessage = (event) => this.onMessage(JSON.parse(event.data));
+    source.onerror = () => {
+      // It would retry by itself, but not after an answer such as "too many viewers".
+      this.close();
+      this.onLink(false);
+      this.timer = setTimeout(() => this.open(), RETRY_MS);
+    };
+  }
+
+  close() {
+    clearTimeout(this.timer);
+    this.source?.close();
+    this.source = null;
+  }
+}
+
+// The JSON at `url`. Throws an Error with the manager's words.
+export async function ask(url, body) {
+  const options = body === undefined ? {} : { method: "POST", body: JSON.stringify(body) };
+  const response = await fetch(url, options);
+  const answer = await response.json();
+  if (!response.ok) throw new Error(answer.error);
+  return answer;
+}
