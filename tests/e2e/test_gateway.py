@@ -5,40 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import openai
 import pytest
+from gateway_stack import MODEL, client_of, running_gateway
 from stack import CPU, ORACLE
 
 from pagekv.client import PageKVClient
-from pagekv.client.gateway import GatewayConfig
-from pagekv.client.processes import Stack, StackConfig
+from pagekv.client.processes import Stack
 
 pytestmark = pytest.mark.e2e
-MODEL = "demo"
 PROMPT = "In the beginning God created the heaven and the earth, and the earth was without form, and void; and"
 MESSAGES: Any = [{"role": "user", "content": "Who art thou?"}]
-
-
-@contextmanager
-def running(executor_args: Any, manager_args: Any = ()) -> Iterator[Stack]:
-    config = StackConfig(
-        port=0,
-        executor_port=0,
-        gateway=GatewayConfig(port=0),
-        executor_args=executor_args,
-        manager_args=["--gateway-api", *manager_args],
-    )
-    with Stack(config) as stack:
-        stack.start()
-        assert stack.wait_ready(120)
-        yield stack
-
-
-def client_of(stack: Stack) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"http://{stack.gateway_target}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def until(condition: Callable[[], bool], patience_s: float = 20.0) -> None:
@@ -51,7 +30,7 @@ def until(condition: Callable[[], bool], patience_s: float = 20.0) -> None:
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
     """The demo model, so that text can be compared with what our own client gets."""
-    with running(CPU) as stack:
+    with running_gateway(CPU) as stack:
         yield stack
 
 
@@ -182,7 +161,7 @@ def test_a_connection_that_is_dropped_aborts_the_request_and_frees_its_blocks() 
     """And a full queue is a 429, a manager that is gone a 503."""
     slow = [*ORACLE, "--kv-memory", "64MiB", "--step-time-ms", "20"]
     limits = ["--max-running", "1", "--max-queue", "1", "--num-device-blocks", "512"]
-    with running(slow, limits) as stack, client_of(stack) as api, PageKVClient(stack.target) as own:
+    with running_gateway(slow, limits) as stack, client_of(stack) as api, PageKVClient(stack.target) as own:
         endless: Any = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1500, "extra_body": {"ignore_eos": True}}
         stream = api.completions.create(**endless, stream=True)
         next(iter(stream))

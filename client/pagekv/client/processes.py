@@ -100,10 +100,11 @@ class Stack:
         for replica in range(config.replicas):
             self.targets.append(target(0 if replica else config.port, "--port"))
             self.executor_targets.append(target(0 if replica else config.executor_port, "--executor-port"))
-        self.gateway_target = ""
+        # Of the gateway, empty without one: where it serves, and where Prometheus reads it.
+        self.gateway_target = self.gateway_metrics_target = ""
         if config.gateway is not None:
             self.gateway_target = target(config.gateway.port, "--gateway-port")
-            self._gateway_metrics = int(target(0, "--gateway-port").rpartition(":")[2])
+            self.gateway_metrics_target = target(0, "--gateway-port")
         # In the order of starting.
         self.children: list[Child] = []
 
@@ -147,9 +148,8 @@ class Stack:
         return role if self._config.replicas == 1 else f"{role} {number + 1}"
 
     def _start_gateway(self, config: GatewayConfig) -> None:
-        host = self._config.host
-        port = int(self.gateway_target.rpartition(":")[2])
-        args = gateway_args(config, host, port, self._gateway_metrics, self.targets)
+        ports = [int(target.rpartition(":")[2]) for target in (self.gateway_target, self.gateway_metrics_target)]
+        args = gateway_args(config, self._config.host, *ports, self.targets)
         ready = partial(serves, self.gateway_target, len(self.targets))
         self._spawn("gateway", self.gateway_target, config.command, args, ready=ready)
 

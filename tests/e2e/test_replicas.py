@@ -1,0 +1,83 @@
+"""Three pairs behind the gateway: it routes by what the managers tell of their caches, and outlives one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from gateway_stack import MODEL, LoadResult, client_of, indexed_blocks, run_load, running_gateway, words
+from gateway_stack import shared_prefix_prompts as prompts_of
+from stack import ORACLE
+
+from pagekv.client import PageKVClient
+from pagekv.client.processes import Stack
+
+pytestmark = pytest.mark.e2e
+EXECUTOR = [*ORACLE, "--kv-memory", "64MiB"]
+# 20 prefixes of some 16 blocks fit three pools together and not one.
+MANAGER = ["--num-device-blocks", "200"]
+
+
+@pytest.fixture(scope="module")
+def cache_aware() -> Iterator[Stack]:
+    with running_gateway(EXECUTOR, MANAGER, replicas=3) as stack:
+        yield stack
+
+
+def test_cache_aware_hits_clearly_more_than_round_robin(cache_aware: Stack) -> None:
+    prompts = prompts_of(prefixes=20, prefix_words=240, requests=160)
+
+    def load(stack: Stack) -> LoadResult:
+        return asyncio.run(run_load(stack, prompts, concurrency=4))
+
+    aware = load(cache_aware)
+    with running_gateway(EXECUTOR, MANAGER, replicas=3, policy="round_robin") as stack:
+        blind = load(stack)
+    assert (aware.lost, blind.lost) == ([], [])
+    assert aware.hit_rate > blind.hit_rate + 0.15, f"{aware.hit_rate:.1%} and {blind.hit_rate:.1%}"
+
+
+def test_requests_go_where_the_managers_say_their_prefix_is(cache_aware: Stack) -> None:
+    """The prefixes came to the managers past the gateway, which knows of them by events alone."""
+    for target in cache_aware.targets:
+        with PageKVClient(target) as client:
+            client.reset_prefix_cache()
+    _until_indexed(cache_aware, lambda count: count == 0)
+    rng = random.Random(1)
+    prefixes = [words(rng, 100) for _ in range(9)]
+    num_blocks = 0
+    for number, prefix in enumerate(prefixes):
+        with PageKVClient(cache_aware.targets[number % 3]) as client:
+            num_blocks += (client.generate(prefix, max_tokens=1).prompt_tokens) // 16
+    _until_indexed(cache_aware, lambda count: count >= num_blocks)
+    with client_of(cache_aware) as api:
+        for prefix in prefixes:
+            answer = api.completions.create(model=MODEL, prompt=f"{prefix} {words(rng, 8)}", max_tokens=1)
+            assert answer.usage is not None
+            assert answer.usage.prompt_tokens_details is not None
+            assert (answer.usage.prompt_tokens_details.cached_tokens or 0) >= 80
+
+
+def _until_indexed(stack: Stack, condition: Callable[[int], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition(indexed_blocks(stack)):
+        assert time.monotonic() < deadline, f"the gateway knows of {indexed_blocks(stack)} blocks"
+        time.sleep(0.05)
+
+
+def test_killing_a_pair_loses_no_request_that_the_gateway_can_retry() -> None:
+    """All but the streams that had begun on it: those break with an error, and only their callers could go on."""
+    prompts = prompts_of(prefixes=10, prefix_words=64, requests=120, seed=2)
+    with running_gateway([*EXECUTOR, "--step-time-ms", "10"], MANAGER, replicas=3, policy="round_robin") as stack:
+        killed = run_load(stack, prompts, concurrency=12, max_tokens=20, stream_every=4, kill_after=40)
+        result = asyncio.run(killed)
+        assert result.lost == []
+        assert result.completed + len(result.broken_streams) == len(prompts)
+        # A quarter of what was under way streams, and a third of that was there.
+        assert len(result.broken_streams) <= 6
+        # And it goes on with two.
+        after = asyncio.run(run_load(stack, prompts[:20], concurrency=4))
+        assert (after.lost, after.broken_streams) == ([], [])
