@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Mapping
 
 import engine_harness as harness
 import pytest
 from engine_harness import Bench, command, read
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
+from otlp_collector import collector
 
 from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.failed_steps import Fault
@@ -108,66 +105,24 @@ def test_a_request_that_failed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
     assert attributes(root)["pagekv.end"] == "failed"
 
 
-class _Collector(ThreadingHTTPServer):
-    """Keeps what it is sent."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.received: list[tuple[str, ExportTraceServiceRequest]] = []
-
-
-class _Handler(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        assert isinstance(self.server, _Collector)
-        self.server.received.append((self.path, ExportTraceServiceRequest.FromString(body)))
-        self.send_response(200)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-@contextmanager
-def collector() -> Iterator[_Collector]:
-    server = _Collector()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
 def test_a_collector_gets_the_spans_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
     with collector() as server:
-        tracing = Tracing(otlp_processor(f"http://127.0.0.1:{server.server_port}/v1/traces"))
+        tracing = Tracing(otlp_processor(f"{server.url}/v1/traces"))
 
         async def body(engine: EngineLoop, bench: Bench) -> None:
             await read(engine.submit(command("a", PROMPT)))
 
         harness.run(monkeypatch, body, observers=[RequestSpans(tracing.emit)])
         asyncio.run(tracing.close())
-    assert {path for path, _ in server.received} == {"/v1/traces"}
-    spans = [
-        span
-        for _, request in server.received
-        for resource in request.resource_spans
-        for scope in resource.scope_spans
-        for span in scope.spans
-    ]
-    assert {span.name for span in spans} == {"generate", "queued", "prefill chunk", "decode"}
+    assert {span.name for span in server.spans} == {"generate", "queued", "prefill chunk", "decode"}
 
 
 def test_a_collector_that_is_not_there_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serving goes on, and the end waits for a bounded time."""
     with collector() as gone:
-        port = gone.server_port
+        url = gone.url
     monkeypatch.setattr("pagekv.kvmanager.tracing.FLUSH_S", 0.1)
-    tracing = Tracing(otlp_processor(f"http://127.0.0.1:{port}/v1/traces"))
+    tracing = Tracing(otlp_processor(f"{url}/v1/traces"))
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
         for name in "abc":
