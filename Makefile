@@ -41,6 +41,7 @@ test: $(DEV_STAMP) ## run all tests (ARGS="-k name" is handed to pytest)
 .PHONY: test-nightly
 test-nightly: $(DEV_STAMP) ## tests with random histories, ten thousand each, and 200,000 random steps (about half an hour)
 	@PAGEKV_TEST_FUZZ_STEPS=200000 $(BIN)/python -m pytest --timeout 3600 tests/unit/executor/test_step_fuzz.py
+	@PAGEKV_TEST_SILENCE_S=60 $(BIN)/python -m pytest tests/e2e/test_overload.py
 	@PAGEKV_TEST_EXAMPLES=10000 $(BIN)/python -m pytest --timeout 3600 tests/model tests/unit/kvmanager/test_continuations.py $(ARGS)
 
 .PHONY: kernels
@@ -115,6 +116,10 @@ ci: ## everything CI runs, in fresh environments
 .PHONY: bench-manager
 bench-manager: $(DEV_STAMP) ## measure scheduler, prefix cache and pool beside their peers' figures (ARGS=--json)
 	@$(BIN)/python tests/bench/bench_manager.py $(ARGS)
+
+.PHONY: bench-split
+bench-split: $(DEV_STAMP) ## measure how long the executor waits for steps, and what a step's messages take (ARGS=--quick)
+	@$(BIN)/python tests/bench/bench_split.py $(ARGS)
 
 # --- housekeeping
 

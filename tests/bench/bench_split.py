@@ -1,0 +1,282 @@
+"""What the split into two processes costs: how long the executor waits for its next step, with as many client streams
+attached as there are sequences. `make bench-split`; ARGS=--json for machines, ARGS=--quick for a minute.
+
+The executor is the oracle, whose step lasts as long as it is told to, or as long as its checks take if that is more.
+Manager and executor are the processes that users start, the clients are gRPC streams in one more process, all on this
+machine: on two cores the three share them, so each one's CPU is printed. Idle is the share of the executor's time
+between the end of one step and the beginning of the next, as it measured it and as GetStats says.
+
+Then what slow readers and clients that leave do to the others, and the size of a step's messages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from split_load import Order, Report
+from split_messages import Message, measure
+from stack import Stack, environment, running_stack
+
+from pagekv.client import PageKVClient
+
+LOAD = Path(__file__).with_name("split_load.py")
+# Before the window: prompts are computed, and every stream has had a message.
+SETTLE_S = 0.5
+START_TIMEOUT_S = 120
+# At so many sequences: (milliseconds a step takes, bound of the executor's idle share in percent).
+BARS_AT = 256
+BARS = {20.0: 2.0, 5.0: 5.0}
+BYTES_BAR = 2048
+# Beside the streams that are measured: as many that read along, stop reading, or leave and come back.
+BESIDE = 64
+LEAVING = 8
+BESIDE_STEP_MS = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One load for a while. CPU is in cores, of the whole process."""
+
+    step_ms: float
+    sequences: int
+    pipeline_depth: int
+    beside: str
+    steps_per_s: float
+    # Milliseconds a step really took on the executor.
+    step_took_ms: float
+    idle_percent: float
+    tokens_per_s: float
+    tokens_per_message: float
+    messages_per_s: float
+    # Messages per step of the stream that had the fewest.
+    fewest_per_step: float
+    gap_p50_ms: float
+    gap_p99_ms: float
+    gap_max_ms: float
+    manager_cpu: float
+    executor_cpu: float
+    clients_cpu: float
+    # Streams that left meanwhile.
+    left: int
+
+
+@contextmanager
+def stack(step_ms: float, depth: int) -> Iterator[Stack]:
+    """Both processes, with room for everything, and the demo model's tokenizer."""
+    executor = ["--backend", "oracle", "--model", "demo", "--step-time-ms", f"{step_ms:g}", "--kv-memory", "128MiB"]
+    executor += ["--max-model-len", "65536", "--max-sequences", "1100"]
+    with running_stack(executor, ["--pipeline-depth", str(depth), "--max-running", "1100"]) as running:
+        yield running
+
+
+def run(stack: Stack, order: Order, seconds: float) -> tuple[Report, dict[str, float]]:
+    """Loads the stack for a while: what the clients saw, and by how much counters rose, "seconds" among them."""
+    command = [sys.executable, str(LOAD), json.dumps(asdict(order))]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()) as load,
+        PageKVClient(stack.target, timeout=START_TIMEOUT_S) as client,
+    ):
+        assert load.stdin is not None
+        assert load.stdout is not None
+        try:
+            if load.stdout.readline().strip() != "ready":
+                raise SystemExit(f"the clients did not get their streams:\n{stack.manager.tail()}")
+            time.sleep(SETTLE_S)
+            load.stdin.write("begin\n")
+            load.stdin.flush()
+            before = _counters(stack, client)
+            time.sleep(seconds)
+            load.stdin.write("end\n")
+            load.stdin.flush()
+            after = _counters(stack, client)
+            report = Report(**json.loads(load.stdout.readline()))
+        finally:
+            load.kill()
+        _wait_idle(client)
+    return report, {name: after[name] - before[name] for name in after}
+
+
+def _counters(stack: Stack, client: PageKVClient) -> dict[str, float]:
+    stats = client.stats()
+    return {
+        "seconds": time.perf_counter(),
+        "steps": stats.steps_total,
+        "tokens": stats.generated_tokens_total,
+        "idle_us": stats.executor_idle_us_total,
+        "busy_us": stats.executor_busy_us_total,
+        "manager": _cpu_s(stack.manager.pid),
+        "executor": _cpu_s(stack.executor.pid),
+    }
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _wait_idle(client: PageKVClient) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while (stats := client.stats()).running_sequences or stats.waiting_sequences:
+        if time.monotonic() > deadline:
+            raise SystemExit("the streams of clients that are gone do not end")
+        time.sleep(0.02)
+
+
+def row(stack: Stack, step_ms: float, depth: int, order: Order, seconds: float, beside: str = "") -> Row:
+    """Loads the stack and works the figures out."""
+    report, rose = run(stack, order, seconds)
+    streams = order.streams + order.others + order.stalled + order.leaving
+    elapsed, steps = rose["seconds"], max(1.0, rose["steps"])
+    measured_share = order.streams / streams
+    return Row(
+        step_ms=step_ms,
+        sequences=streams,
+        pipeline_depth=depth,
+        beside=beside,
+        steps_per_s=rose["steps"] / elapsed,
+        step_took_ms=rose["busy_us"] / steps / 1000,
+        idle_percent=100 * rose["idle_us"] / max(1.0, rose["idle_us"] + rose["busy_us"]),
+        tokens_per_s=rose["tokens"] / elapsed,
+        tokens_per_message=rose["tokens"] * measured_share / max(1, report.messages),
+        messages_per_s=report.messages / elapsed,
+        fewest_per_step=report.fewest / steps,
+        gap_p50_ms=report.gap_p50,
+        gap_p99_ms=report.gap_p99,
+        gap_max_ms=report.gap_max,
+        manager_cpu=rose["manager"] / elapsed,
+        executor_cpu=rose["executor"] / elapsed,
+        clients_cpu=report.cpu_s / elapsed,
+        left=report.left,
+    )
+
+
+def split_rows(step_times: list[float], counts: list[int], seconds: float) -> list[Row]:
+    """Every step time and number of sequences, without and with pipelining."""
+    rows: list[Row] = []
+    for step_ms in step_times:
+        for depth in (1, 2):
+            _say(f"step of {step_ms:g} ms, pipeline depth {depth}: starting")
+            with stack(step_ms, depth) as running:
+                for count in counts:
+                    rows.append(row(running, step_ms, depth, Order(running.target, count, seed=count), seconds))
+                    _say("  " + _line(rows[-1]))
+    return rows
+
+
+def beside_rows(seconds: float) -> list[Row]:
+    """The same streams beside others that read along, that stop reading, and that leave."""
+    rows: list[Row] = []
+    streams = BARS_AT - BESIDE
+    _say(f"{streams} streams beside {BESIDE} others: starting")
+    with stack(BESIDE_STEP_MS, 2) as running:
+        for beside, more in (
+            (f"{BESIDE} read along", {"others": BESIDE}),
+            (f"{BESIDE} stop reading", {"stalled": BESIDE}),
+            (f"{LEAVING} leave and come back", {"others": BESIDE - LEAVING, "leaving": LEAVING}),
+        ):
+            order = Order(running.target, streams, seed=len(rows), **more)
+            rows.append(row(running, BESIDE_STEP_MS, 2, order, seconds, beside))
+            _say("  " + _line(rows[-1]))
+    return rows
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+HEAD = (
+    f"{'step':>5} {'took':>6} {'seqs':>5} {'depth':>5} {'idle':>7} {'tok/s':>7} {'tok/msg':>7} {'msg/s':>6} "
+    f"{'fewest':>6} {'gap p50':>7} {'p99':>7} {'max':>7}   CPU: manager executor clients"
+)
+
+
+def _line(row: Row) -> str:
+    return (
+        f"{row.step_ms:5g} {row.step_took_ms:6.2f} {row.sequences:5} {row.pipeline_depth:5} {row.idle_percent:6.2f}% "
+        f"{row.tokens_per_s:7.0f} {row.tokens_per_message:7.2f} {row.messages_per_s:6.0f} {row.fewest_per_step:6.2f} "
+        f"{row.gap_p50_ms:7.1f} {row.gap_p99_ms:7.1f} {row.gap_max_ms:7.1f}        {row.manager_cpu:7.2f} "
+        f"{row.executor_cpu:8.2f} {row.clients_cpu:7.2f}  {row.beside}{f', {row.left} times' if row.left else ''}"
+    )
+
+
+def show(rows: list[Row], beside: list[Row], messages: list[Message]) -> str:
+    """The tables, what the columns are, and the bars."""
+    lines = [HEAD, *map(_line, rows)]
+    lines.append(
+        "step, took: milliseconds as told, and as on the executor. depth: steps in flight, 1 is without pipelining.\n"
+        "idle: of the executor. fewest: messages per step of the stream that had the fewest. gap: milliseconds\n"
+        "between two messages of a stream. CPU: cores."
+    )
+    if beside:
+        lines += ["", f"{beside[0].sequences - BESIDE} streams (the columns from msg/s to gap) beside others:", HEAD]
+        lines += map(_line, beside)
+    lines += ["", f"{'message':36} {'bytes':>7} {'most':>6} {'encode':>10} {'decode':>10}"]
+    for message in messages:
+        lines.append(
+            f"{message.name:36} {message.mean_bytes:7.0f} {message.most_bytes:6} {message.encode_us:7.1f} us "
+            f"{message.decode_us:7.1f} us"
+        )
+    return "\n".join([*lines, "", *bars(rows, messages)])
+
+
+def bars(rows: list[Row], messages: list[Message]) -> list[str]:
+    """What must hold on two cores that nobody else uses."""
+    lines = []
+    for row in rows:
+        bound = BARS.get(row.step_ms)
+        if bound is not None and row.sequences == BARS_AT and row.pipeline_depth > 1:
+            verdict = "holds" if row.idle_percent < bound else "MISSED"
+            lines.append(
+                f"{verdict}: idle {row.idle_percent:.2f} % of {bound:g} % at {row.step_ms:g} ms and {BARS_AT} "
+                f"sequences, {row.tokens_per_message:.2f} tokens per message"
+            )
+    most = max(message.most_bytes for message in messages)
+    lines.append(f"{'holds' if most < BYTES_BAR else 'MISSED'}: {most} of {BYTES_BAR} bytes per message at most")
+    return lines
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
+    parser.add_argument("--step-time-ms", type=_numbers, default=[1, 5, 20], help="default: 1,5,20")
+    parser.add_argument("--sequences", type=_numbers, default=[1, 16, 256, 1024], help="default: 1,16,256,1024")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each row's window (default: 3)")
+    parser.add_argument("--quick", action="store_true", help="the rows with bars alone, two seconds each")
+    parser.add_argument("--json", action="store_true", help="print rows and messages as JSON")
+    args = parser.parse_args()
+    if args.quick:
+        args.step_time_ms, args.sequences, args.seconds = list(BARS), [BARS_AT], 2.0
+    counts = [int(count) for count in args.sequences]
+    if not all(1 <= count <= 1024 for count in counts):
+        parser.error(f"--sequences: each must be from 1 to 1024, got {counts}")
+    messages = measure(BARS_AT, 64)
+    rows = split_rows(args.step_time_ms, counts, args.seconds)
+    beside = beside_rows(args.seconds)
+    if args.json:
+        table = {
+            "split": [asdict(row) for row in rows],
+            "beside": [asdict(row) for row in beside],
+            "messages": [asdict(message) for message in messages],
+        }
+        print(json.dumps(table, indent=2))
+    else:
+        print(show(rows, beside, messages))
+
+
+if __name__ == "__main__":
+    main()
