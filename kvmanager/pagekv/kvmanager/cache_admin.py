@@ -20,7 +20,7 @@ from pagekv.kvmanager.engine import CacheReset, PinResult, PrefixExplanation, Pr
 from pagekv.kvmanager.explain import explain_prefix
 from pagekv.kvmanager.host_pool import NO_BLOCK, HostPool
 from pagekv.kvmanager.known_adapters import KnownAdapters
-from pagekv.kvmanager.pins import Pins
+from pagekv.kvmanager.pins import Holder, Pins
 from pagekv.kvmanager.prompt_counters import PromptCounters
 from pagekv.kvmanager.request import CacheIdentity, GenerateCommand
 from pagekv.kvmanager.scheduler import Scheduler
@@ -51,11 +51,13 @@ class CacheAdmin:
         self._adapters = KnownAdapters()
         self._timer: asyncio.TimerHandle | None = None
 
-    def adopt(self, pool: BlockPool, host: HostPool, fingerprint: str) -> None:
-        """The pools of a new epoch, empty and with this log, for the model with this fingerprint."""
+    def adopt(self, pool: BlockPool, host: HostPool, fingerprint: str, holder: Holder | None = None) -> None:
+        """The pools of a new epoch, empty and with this log, for the model with this fingerprint. `holder` is asked to
+        hold what is pinned; None: the pool itself.
+        """
         self.pool = pool
         self._host = host
-        self.pins = Pins(pool, self._max_pinned_share, self._clock)
+        self.pins = Pins(pool, self._max_pinned_share, self._clock, holder)
         self._fingerprint = fingerprint
         self._arm()
         self.log.follow(pool.table, host)

@@ -81,6 +81,8 @@ class EngineLoop:
         self._cache = CacheAdmin(config.limits.prefix_cache, config.max_pinned_share, self._wake.set)
         # The latest step committed left work to do.
         self._work_left = False
+        # Another one may be set before `run`.
+        self.make_scheduler: Callable[..., Scheduler] = Scheduler
 
     # -- the task
 
@@ -122,11 +124,11 @@ class EngineLoop:
         pool = BlockPool(model.num_device_blocks, config.block_size, order, self._cache.log)
         host = HostPool(model.num_host_blocks, config.block_size, self._cache.log)
         if self._scheduler is None:
-            self._scheduler = Scheduler(pool, limits, model.eos_token_ids, self._cache.count_admission, host)
+            self._scheduler = self.make_scheduler(pool, limits, model.eos_token_ids, self._cache.count_admission, host)
         else:
             self._in_flight.end_epoch()
             self._scheduler.lose_executor(pool, limits, model.eos_token_ids, host)
-        self._cache.adopt(pool, host, model.model_fingerprint)
+        self._cache.adopt(pool, host, model.model_fingerprint, self._scheduler)
         self._model = model
         self._totals.epochs += 1
         self._attached = True

@@ -6,15 +6,18 @@ None of it can end serving: what breaks is logged and over.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagekv.common.logs import Log
+from pagekv.kvmanager.engine_config import EngineConfig
 from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.observer import Observer
 from pagekv.kvmanager.outlet_config import OutletConfig
 from pagekv.kvmanager.recording_file import RecordingFile
 from pagekv.kvmanager.request_trace import RequestTrace
+from pagekv.kvmanager.step_record import RecordedScheduler, StepRecorder
 
 if TYPE_CHECKING:
     from pagekv.kvmanager.kv_event_publisher import KvEventPublisher
@@ -25,8 +28,10 @@ log = Log(__name__)
 class Outlets:
     """States: made → open (`open`) → closed (`close`)."""
 
-    def __init__(self, config: OutletConfig) -> None:
+    def __init__(self, config: OutletConfig, planning: EngineConfig) -> None:
+        """`planning` is the configuration of the engine whose decisions may be recorded."""
         self._config = config
+        self._planning = planning
         self._files: list[RecordingFile] = []
         self._trace: RequestTrace | None = None
         self._publisher: KvEventPublisher | None = None
@@ -40,6 +45,15 @@ class Outlets:
         if config.record:
             self._trace = RequestTrace(self._recording(config.record, "requests"))
             observers.append(self._trace)
+        if config.record_steps:
+            planning = self._planning
+            recorder = StepRecorder(
+                self._recording(config.record_steps, "steps"),
+                eviction_policy=planning.eviction_policy,
+                protected_share=planning.protected_share,
+                aging=planning.priority_aging,
+            )
+            engine.make_scheduler = partial(RecordedScheduler, recorder)
         if config.kv_events:
             from pagekv.kvmanager.kv_event_publisher import KvEventPublisher, KvEventSettings
 

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -27,12 +28,29 @@ class Pin:
     expires_at: float
 
 
+class Holder(Protocol):
+    """Who adds a holder to blocks, and takes it off again."""
+
+    def share(self, blocks: Blocks) -> None: ...
+
+    def free(self, blocks: Blocks) -> None: ...
+
+
 class Pins:
     """The pins of one pool. A live request must always be able to finish, so they never take what it may still need."""
 
-    def __init__(self, pool: BlockPool, max_share: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Pinned blocks are at most the share `max_share`, 0 to 1, of the pool; `clock` gives seconds."""
+    def __init__(
+        self,
+        pool: BlockPool,
+        max_share: float,
+        clock: Callable[[], float] = time.monotonic,
+        holder: Holder | None = None,
+    ) -> None:
+        """Pinned blocks are at most the share `max_share`, 0 to 1, of the pool; `clock` gives seconds. `holder` is
+        asked to hold blocks; None: the pool itself.
+        """
         self._pool = pool
+        self._holder: Holder = pool if holder is None else holder
         self._max_share = max_share
         self._clock = clock
         self._pins: dict[str, Pin] = {}
@@ -73,7 +91,7 @@ class Pins:
                 f"with this prefix {pinned} of {total} blocks would be pinned, and a live request may need "
                 f"{largest_need}"
             )
-        self._pool.share(held)
+        self._holder.share(held)
         self.holders[held] += 1
         self.num_blocks = pinned
         pin = Pin(f"pin-{secrets.token_hex(8)}", held, self._clock() + lease_s)
@@ -86,7 +104,7 @@ class Pins:
         pin = self._pins.pop(pin_id, None)
         if pin is None:
             return 0
-        self._pool.free(pin.blocks)
+        self._holder.free(pin.blocks)
         self.holders[pin.blocks] -= 1
         self.num_blocks -= int(np.count_nonzero(self.holders[pin.blocks] == 0))
         if len(self._expiries) > 2 * len(self._pins) + 64:

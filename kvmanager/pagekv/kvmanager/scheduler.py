@@ -26,6 +26,7 @@ from pagekv.kvmanager.block_pool import BlockPool
 from pagekv.kvmanager.endings import find_endings
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.host_pool import HostPool
+from pagekv.kvmanager.prefix_table import Blocks
 from pagekv.kvmanager.running import Running, SchedulerCounters, SchedulerLimits, key
 from pagekv.kvmanager.sequence import HOLDING, NO_HANDLE, LiveRequest, Sequence, SequenceState
 from pagekv.kvmanager.sequence_rows import Rows, span
@@ -268,6 +269,14 @@ class Scheduler:
         self._rows = self._running.rows
         self._eos = tuple(eos_token_ids)
         self._admission.new_epoch(self._running)
+
+    def share(self, blocks: Blocks) -> None:
+        """A holder that is no sequence, a pin, takes hold of cached blocks."""
+        self.pool.share(blocks)
+
+    def free(self, blocks: Blocks) -> None:
+        """It lets them go."""
+        self.pool.free(blocks)
 
     def clear_prefix_cache(self) -> int:
         """Forgets what is cached in both tiers; returns how many blocks of the device were. What is held stays held."""

@@ -56,7 +56,7 @@ class Manager:
         self._draining = False
         self._observers: list[Observer] = []
         self.engine = EngineLoop(config.engine, on_attached=self._on_attached, observers=self._observers)
-        self._outlets = Outlets(config.observe.outlets)
+        self._outlets = Outlets(config.observe.outlets, config.engine)
         self._state = ServingState(self.engine)
         services = [
             inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,

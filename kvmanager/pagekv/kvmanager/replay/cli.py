@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from pagekv.common.flags import FlagParser, integer, number, power_of_two
@@ -17,6 +18,7 @@ from pagekv.kvmanager.replay.options import MODES, POLICIES, ReplayOptions
 from pagekv.kvmanager.replay.plot import svg
 from pagekv.kvmanager.replay.progress import Progress
 from pagekv.kvmanager.replay.report import as_json, as_table
+from pagekv.kvmanager.replay.steps import StepsError, replay_steps
 from pagekv.kvmanager.replay.timed_mode import replay_timed
 from pagekv.kvmanager.replay.trace import (
     DEFAULT_TOKENS_PER_ID,
@@ -35,6 +37,7 @@ examples:
   pagekv replay conversation_trace.jsonl --blocks 40000 --policy slru,lru,none --speed 0.5
   pagekv replay conversation_trace.jsonl --mode cache --plot hits.svg
   pagekv replay AzureLLMInferenceTrace_conv.csv --blocks 2000,4000 --json
+  pagekv replay --steps recording
 
 In cache mode a prompt's partial last block counts as a block; --full-blocks counts full ones only, as timed mode does.
 """
@@ -76,7 +79,16 @@ def make_parser() -> FlagParser:
     )
     parser.formatter_class = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=100)
     parser.epilog = _EPILOG
-    parser.add_argument("trace", type=Path, metavar="TRACE", help="Mooncake JSONL or Azure LLM inference CSV")
+    parser.add_argument(
+        "trace", type=Path, nargs="?", metavar="TRACE", help="Mooncake JSONL or Azure LLM inference CSV"
+    )
+    parser.add_argument(
+        "--steps",
+        type=Path,
+        metavar="FILE",
+        help="instead of a trace: a recording of pagekv-manager --record-steps; every decision is derived again and "
+        "compared, and nothing else applies but --json",
+    )
     parser.flag("format", "what TRACE is", default="auto", choices=FORMATS)
     parser.flag(
         "mode",
@@ -161,6 +173,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `python -m pagekv.kvmanager.replay`."""
     parser = make_parser()
     args = parser.parse(argv)
+    if (args.trace is None) == (args.steps is None):
+        parser.error("give either a TRACE or --steps FILE")
+    if args.steps is not None:
+        return _replay_steps(args.steps, args.json)
     try:
         tokens_per_id = args.tokens_per_id or block_size_of(args.trace) or DEFAULT_TOKENS_PER_ID
     except OSError as error:
@@ -195,6 +211,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("\n")
         return 130
+    return 0
+
+
+def _replay_steps(path: Path, as_json: bool) -> int:
+    try:
+        report = replay_steps(path)
+    except (StepsError, OSError) as error:
+        sys.stderr.write(f"{PROG}: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("\n")
+        return 130
+    if as_json:
+        sys.stdout.write(json.dumps(asdict(report)) + "\n")
+        return 0
+    end = "" if report.complete else "; the recording breaks off in the middle of a record"
+    sys.stdout.write(
+        f"{report.steps:,} steps for {report.requests:,} requests in {report.epochs:,} epochs, with "
+        f"{report.preemptions:,} preemptions: every decision was derived again, and is the same{end}\n"
+    )
     return 0
 
 

@@ -1,0 +1,247 @@
+"""`pagekv replay --steps`: a recording of `pagekv-manager --record-steps` put to the real scheduler once more.
+
+Whatever was asked of the manager's scheduler is asked of a new one, in the same order, and every step that it plans is
+compared with what was recorded. So a recording is a bug report in one file: what happened in it happens again.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.errors import InvariantError
+from pagekv.kvmanager.eviction import make_order
+from pagekv.kvmanager.host_pool import HostPool
+from pagekv.kvmanager.request import (
+    CacheIdentity,
+    GenerateCommand,
+    MediaSpan,
+    RequestStream,
+    SamplingParams,
+    TokenLogprobs,
+)
+from pagekv.kvmanager.running import SchedulerLimits
+from pagekv.kvmanager.scheduler import Scheduler
+from pagekv.kvmanager.sequence import LiveRequest, SequenceState, live_request
+from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
+from pagekv.kvmanager.step_record import COLUMNS, FORMAT, SAMPLING, VERSION, numbers, plan_columns
+from pagekv.kvmanager.swap_policy import SwapPolicy
+
+# A record has one prompt or one step; a larger one is no record.
+_MAX_RECORD_BYTES = 2**30
+_SHOWN = 60
+
+
+class StepsError(ValueError):
+    """The recording cannot be read, or something else happened this time; the message names the step."""
+
+
+@dataclass(slots=True)
+class StepsReport:
+    """What was derived again, all of it equal."""
+
+    steps: int = 0
+    requests: int = 0
+    epochs: int = 0
+    preemptions: int = 0
+    # The last record is whole: the file was not cut off.
+    complete: bool = True
+
+
+def replay_steps(path: Path) -> StepsReport:
+    """Derives every decision again. Raises StepsError, OSError."""
+    replay: _Replay | None = None
+    report = StepsReport()
+    try:
+        for record in _records(path, report):
+            if replay is None:
+                replay = _Replay(record, report)
+            else:
+                replay.apply(record)
+    except StepsError as error:
+        raise StepsError(f"{path}: {error}") from error
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
+        raise StepsError(f"{path}: {_after(report)}: a record that makes no sense: {error!r}") from error
+    if replay is None:
+        raise StepsError(f"{path}: holds no records")
+    replay.end()
+    return report
+
+
+def _after(report: StepsReport) -> str:
+    return f"after step {report.steps}" if report.steps else "before the first step"
+
+
+def _records(path: Path, report: StepsReport) -> Iterator[Any]:
+    """Every whole record, checked. Raises StepsError where the file is not what was written."""
+    check = 0
+    with path.open("rb") as file:
+        unpacker = msgpack.Unpacker(file, max_buffer_size=_MAX_RECORD_BYTES)
+        while True:
+            begin = unpacker.tell()
+            try:
+                value = unpacker.unpack()
+            except msgpack.OutOfData:
+                break
+            except Exception as error:
+                raise StepsError(f"{_after(report)}: not a recording of steps, or damaged: {error!r}") from error
+            if not (isinstance(value, list) and len(value) == 2 and isinstance(value[1], bytes)):
+                raise StepsError(f"{_after(report)}: not a recording of steps, or damaged")
+            check = zlib.crc32(value[1], check)
+            if check != value[0]:
+                raise StepsError(f"{_after(report)}: the recording was changed or damaged here")
+            try:
+                record = msgpack.unpackb(value[1])
+            except Exception as error:
+                raise StepsError(f"{_after(report)}: a record that makes no sense: {error!r}") from error
+            yield record
+        report.complete = begin == path.stat().st_size
+
+
+class _Replay:
+    """One recording, record by record."""
+
+    def __init__(self, header: Any, report: StepsReport) -> None:
+        if not isinstance(header, dict) or header.get("format") != FORMAT:
+            raise StepsError("not a recording of steps")
+        if header["version"] != VERSION:
+            raise StepsError(f"a recording of version {header['version']}, this is version {VERSION}")
+        self._header = header
+        self._report = report
+        self._scheduler: Scheduler | None = None
+        self._requests: dict[int, LiveRequest] = {}
+        self._in_flight: deque[StepPlan] = deque()
+        # What the call before ended with, until the record after it has been looked at.
+        self._error: InvariantError | None = None
+        self._do: dict[str, Callable[..., object]] = {
+            "attach": self._attach,
+            "add": self._add,
+            "plan": self._plan,
+            "commit": self._commit,
+            "finish": self._finish,
+            "share": lambda blocks: self._now().share(_blocks(blocks)),
+            "free": lambda blocks: self._now().free(_blocks(blocks)),
+            "preempt": lambda: self._now().preempt_all(),
+            "clear": lambda: self._now().clear_prefix_cache(),
+        }
+
+    def apply(self, record: Any) -> None:
+        """Does what a record says, and compares."""
+        kind, *values = record
+        if kind == "error":
+            self._expect_error(values[0])
+            return
+        self.end()
+        try:
+            self._do[kind](*values)
+        except InvariantError as error:
+            self._error = error
+
+    def end(self) -> None:
+        """Nothing follows that would say of an error that it happened before, too."""
+        if self._error is not None:
+            raise StepsError(f"{_after(self._report)}: broken invariant, which it was not before: {self._error}")
+
+    def _expect_error(self, text: str) -> None:
+        if self._error is None or str(self._error) != text:
+            found = self._error or "none"
+            raise StepsError(f"{_after(self._report)}: broken invariant: recorded {text!r}, derived {str(found)!r}")
+        self._error = None
+
+    def _now(self) -> Scheduler:
+        if self._scheduler is None:
+            raise StepsError("nothing can be asked for before the first attachment")
+        return self._scheduler
+
+    # -- one for each kind of record
+
+    def _attach(self, epoch: dict[str, Any]) -> None:
+        num_blocks, size = epoch["num_blocks"], epoch["block_size"]
+        order = make_order(self._header["eviction_policy"], num_blocks, self._header["protected_share"])
+        pool, host = BlockPool(num_blocks, size, order), HostPool(epoch["num_host_blocks"], size)
+        limits = SchedulerLimits(**{**epoch["limits"], "swap": SwapPolicy(**epoch["limits"]["swap"])})
+        if self._scheduler is None:
+            self._scheduler = Scheduler(pool, limits, epoch["eos_token_ids"], host=host)
+        else:
+            self._scheduler.lose_executor(pool, limits, epoch["eos_token_ids"], host)
+        self._in_flight.clear()
+        self._report.epochs += 1
+
+    def _add(self, arrival: int, root: bytes, prompt: bytes, fields: dict[str, Any]) -> None:
+        sampling = {name: fields["sampling"][name] for name in SAMPLING}
+        sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
+        media = tuple(MediaSpan(*span) for span in fields["media"])
+        command = GenerateCommand(
+            f"r{arrival}",
+            numbers(prompt),
+            SamplingParams(**sampling),
+            fields["n"],
+            fields["resumed_tokens"],
+            CacheIdentity(media=media, read=fields["read"], write=fields["write"]),
+            fields["priority"],
+        )
+        # Nobody reads the stream, and nothing is written to it.
+        stream = RequestStream(command.request_id, command.n)
+        request = live_request(command, stream, arrival, root, self._header["priority_aging"])
+        self._requests[arrival] = request
+        self._report.requests += 1
+        self._now().add(request)
+        if self._report.requests % 1024 == 0:
+            self._requests = {number: each for number, each in self._requests.items() if not _over(each)}
+
+    def _plan(self, recorded: list[Any] | None) -> None:
+        plan = self._now().schedule()
+        if plan is not None:
+            self._in_flight.append(plan)
+            self._report.preemptions += len(plan.preempted)
+        self._report.steps += recorded is not None or plan is not None
+        step = f"step {self._report.steps}"
+        if recorded is None or plan is None:
+            if recorded is not None or plan is not None:
+                raise StepsError(f"{step}: {'derived' if recorded is None else 'recorded'}, but not both")
+            return
+        for name, before, now in zip(COLUMNS, recorded, plan_columns(plan), strict=True):
+            if before != now:
+                raise StepsError(f"{step}: {name}: recorded {_shown(before)}, derived {_shown(now)}")
+
+    def _commit(self, step: int, handles: bytes | None, tokens: bytes, candidates: list[Any]) -> None:
+        plan = self._in_flight.popleft()
+        sampled = plan.sampling.tolist() if handles is None else numbers(handles)
+        likeliest = {
+            handle: TokenLogprobs(0, 0.0, tuple((token, logprob) for token, logprob in top))
+            for handle, top in candidates
+        }
+        self._now().commit(plan, StepOutcome(step, sampled, numbers(tokens), likeliest, plan.num_tokens, 0, 0))
+
+    def _finish(self, arrival: int, index: int) -> None:
+        request = self._requests.get(arrival)
+        for sequence in request.sequences if request is not None else ():
+            if sequence.index == index:
+                self._now().finish(sequence)
+
+
+def _over(request: LiveRequest) -> bool:
+    return all(sequence.state is SequenceState.FINISHED for sequence in request.sequences)
+
+
+def _blocks(column: bytes) -> Any:
+    return np.array(numbers(column), np.int32)
+
+
+def _shown(value: Any) -> str:
+    text = repr(_plain(value))
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes) and len(value) % 4 == 0:
+        return numbers(value)
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
