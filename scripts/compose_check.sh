@@ -64,7 +64,7 @@ import tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))
 extras = project["project"]["optional-dependencies"]
 print(*project["build-system"]["requires"], *project["project"]["dependencies"], sep="\n")
-print(*extras["manager"], *extras["observe"], *extras["executor"], sep="\n")
+print(*extras["manager"], *extras["observe"], *extras["gateway-api"], *extras["executor"], sep="\n")
 PYTHON
 grep -o 'torch==[0-9.]*' scripts/install.sh | head -n 1 >> "$work/requirements.txt"
 # For the image's Python, not for this machine's.

@@ -14,6 +14,7 @@ compose() { env -i PATH="$PATH" HOME="${HOME:-/}" "$bin/docker-compose" "$@"; }
 compose -f compose.yaml config --quiet
 compose -f compose.yaml -f compose.gpu.yaml config --quiet
 compose -f compose.yaml --profile observe config --quiet
+compose -f compose.yaml --profile scale config --quiet
 echo "compose config: compose.yaml alone, with its profiles and with compose.gpu.yaml are valid"
 "$bin/check-jsonschema" --builtin-schema vendor.compose-spec compose.yaml compose.gpu.yaml
 "$bin/hadolint" kvmanager/Dockerfile executor/Dockerfile

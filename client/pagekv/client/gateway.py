@@ -8,11 +8,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from pagekv.client.client import PageKVClient
 
 # How it may choose a manager; the gateway has more that need arguments of their own.
 POLICIES = ("cache_aware", "round_robin", "random", "power_of_two", "least_load", "prefix_hash", "consistent_hashing")
@@ -37,16 +38,17 @@ def is_installed() -> bool:
     return importlib.util.find_spec("smg") is not None
 
 
-def gateway_args(config: GatewayConfig, host: str, port: int, metrics_port: int, managers: Sequence[str]) -> list[str]:
-    """Its command line in front of managers at `managers` (host:port); metrics go to `metrics_port` of `host`.
+def gateway_args(config: GatewayConfig, target: str, metrics_target: str, managers: Sequence[str]) -> list[str]:
+    """Its command line to serve at `target`, and metrics at `metrics_target`, in front of `managers` (each host:port).
 
     Its defaults are those of a fleet: three minutes for running requests when it stops, a minute between health checks
     and before it tries a manager again. On one machine, under Ctrl-C, that is too slow.
     """
+    (host, _, port), (metrics_host, _, metrics_port) = target.rpartition(":"), metrics_target.rpartition(":")
     return [
         f"--host={host}",
         f"--port={port}",
-        f"--prometheus-host={host}",
+        f"--prometheus-host={metrics_host}",
         f"--prometheus-port={metrics_port}",
         f"--policy={config.policy}",
         "--shutdown-grace-period-secs=30",
@@ -59,13 +61,18 @@ def gateway_args(config: GatewayConfig, host: str, port: int, metrics_port: int,
 
 
 def serves(target: str, managers: int) -> bool:
-    """Whether the gateway at host:port lists a model, and knows so many managers that are ready."""
+    """Whether the gateway at host:port lists a model, has its tokenizer and knows so many healthy managers."""
     try:
-        models, workers = _get(target, "/v1/models"), _get(target, "/workers")
-        ready = sum(worker.get("status") == "ready" for worker in workers.get("workers", ()))
-        return bool(models.get("data")) and ready >= managers
-    except (OSError, ValueError, urllib.error.URLError):
+        state = _get(target, "/readiness")
+        return int(state["healthy_workers"]) >= managers and bool(_get(target, "/v1/models")["data"])
+    except (OSError, ValueError, KeyError):
         return False
+
+
+def has_tokenizer(manager: str) -> bool:
+    """Whether the manager at host:port has a tokenizer, without which the gateway can do nothing."""
+    with PageKVClient(manager) as client:
+        return client.model_info().has_tokenizer
 
 
 def _get(target: str, path: str) -> Any:

@@ -18,7 +18,7 @@ from typing import Self
 
 import grpc
 
-from pagekv.client.gateway import COMMAND, GatewayConfig, gateway_args, is_installed, serves
+from pagekv.client.gateway import COMMAND, GatewayConfig, gateway_args, has_tokenizer, is_installed, serves
 from pagekv.common.probe import check
 
 EXECUTOR_COMMAND = (sys.executable, "-m", "pagekv.executor.server")
@@ -148,8 +148,9 @@ class Stack:
         return role if self._config.replicas == 1 else f"{role} {number + 1}"
 
     def _start_gateway(self, config: GatewayConfig) -> None:
-        ports = [int(target.rpartition(":")[2]) for target in (self.gateway_target, self.gateway_metrics_target)]
-        args = gateway_args(config, self._config.host, *ports, self.targets)
+        if not has_tokenizer(self.target):
+            raise StackError("the gateway needs a tokenizer: serve a model that has one, or name one with --tokenizer")
+        args = gateway_args(config, self.gateway_target, self.gateway_metrics_target, self.targets)
         ready = partial(serves, self.gateway_target, len(self.targets))
         self._spawn("gateway", self.gateway_target, config.command, args, ready=ready)
 

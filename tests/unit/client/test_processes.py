@@ -201,6 +201,7 @@ def test_the_gateway_is_started_once_the_managers_serve_and_killed_if_it_lingers
     journal: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pagekv.client.processes.serves", lambda target, managers: managers == 2)
+    monkeypatch.setattr("pagekv.client.processes.has_tokenizer", lambda manager: True)
     script = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(sys.argv[1:], flush=True)"
     gateway = GatewayConfig(
         port=0, policy="round_robin", args=["--extra"], command=[sys.executable, "-c", f"{script}; time.sleep(60)"]
