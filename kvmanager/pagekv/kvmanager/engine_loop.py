@@ -21,39 +21,27 @@ from pagekv.kvmanager.cache_admin import CacheAdmin
 from pagekv.kvmanager.capacity import blocks_needed, check_fits, fits, total_tokens
 from pagekv.kvmanager.delivery import deliver, deliver_abort, unfinished_outputs
 from pagekv.kvmanager.deployment import plan_deployment, plan_limits
-from pagekv.kvmanager.engine import (
-    BlockView,
-    CacheReset,
-    ModelInfo,
-    PinResult,
-    PrefixExplanation,
-    PrefixMatch,
-    SequenceView,
-    Stats,
-)
+from pagekv.kvmanager.engine import ModelInfo
 from pagekv.kvmanager.engine_config import EngineConfig
-from pagekv.kvmanager.engine_view import EngineView
+from pagekv.kvmanager.engine_queries import RETRY_DELAY_S, EngineQueries
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.eviction import make_order
 from pagekv.kvmanager.executor_client import AttachRefused, ExecutorLink, ExecutorLost
 from pagekv.kvmanager.failed_steps import FailedSteps, Fault
 from pagekv.kvmanager.host_pool import HostPool
-from pagekv.kvmanager.introspection import EngineTotals, block_views, collect_stats, sequence_views
+from pagekv.kvmanager.introspection import EngineTotals
 from pagekv.kvmanager.live_requests import LiveRequests
 from pagekv.kvmanager.observer import Observer, RequestEnd
 from pagekv.kvmanager.reconnect import Reconnect
-from pagekv.kvmanager.request import CacheIdentity, GenerateCommand, RequestStream
+from pagekv.kvmanager.request import GenerateCommand, RequestStream
 from pagekv.kvmanager.scheduler import Scheduler
 from pagekv.kvmanager.sequence import LiveRequest
 from pagekv.kvmanager.steps_in_flight import StepsInFlight
-from pagekv.kvmanager.table_watch import TableWatch
 
 log = Log(__name__)
 
-RETRY_DELAY_S = 1.0
 
-
-class EngineLoop:
+class EngineLoop(EngineQueries):
     """Implements `engine.Engine`. States: detached → attached ⇄ detached → stopped."""
 
     def __init__(
@@ -356,72 +344,3 @@ class EngineLoop:
         if self._live.forget_if_done(request):
             for observer in self._observers:
                 observer.ended(request, end)
-
-    # -- views
-
-    def stats(self) -> Stats:
-        """A snapshot of every counter and gauge. Raises Unavailable before the first attachment."""
-        return collect_stats(self._serving(), self._totals, self._cache, self._attached)
-
-    def view(self) -> EngineView | None:
-        """The structures themselves, for the live page; None until an executor is attached for the first time."""
-        if self._scheduler is None:
-            return None
-        return EngineView(self._scheduler, self._cache, self._live, self._totals.epochs, self._totals.steps)
-
-    def lookup_prefix(self, token_ids: list[int], identity: CacheIdentity) -> PrefixMatch:
-        """What is cached of a prompt; changes nothing. Raises Unavailable before the first attachment."""
-        limits = self._serving().limits
-        return self._cache.lookup(token_ids, identity, limits.prefix_cache and limits.partial_hits)
-
-    def explain_prefix(
-        self, token_ids: list[int], identity: CacheIdentity, start: int, limit: int
-    ) -> PrefixExplanation:
-        """Why a page of a prompt's blocks hits or misses. Raises Unavailable before the first attachment."""
-        self._serving()
-        return self._cache.explain(token_ids, identity, start, limit)
-
-    def pin_prefix(self, token_ids: list[int], identity: CacheIdentity, lease_s: int) -> PinResult:
-        """Keeps what is cached of a prompt for a while. Raises LimitExceeded, Unavailable."""
-        self._serving()
-        return self._cache.pin(token_ids, identity, lease_s, self._live.commands())
-
-    def unpin_prefix(self, pin_id: str) -> int:
-        """Ends a pin; tokens it held, 0 when there is no such pin. Raises Unavailable before the first attachment."""
-        self._serving()
-        return self._cache.unpin(pin_id)
-
-    def watch_events(self) -> TableWatch:
-        """The prefix table now and as it changes. Raises LimitExceeded, Unavailable."""
-        if self._stopping:
-            raise Unavailable("the manager is shutting down", RETRY_DELAY_S)
-        self._serving()
-        return self._cache.watch()
-
-    def block_tables(self, request_id: str) -> list[SequenceView] | None:
-        """Block tables of a live request; None when there is no such request."""
-        if self._scheduler is not None:
-            self._scheduler.sync()
-        request = self._live.get(request_id)
-        return None if request is None else sequence_views(request, self._config.block_size)
-
-    def list_blocks(self, start: int, limit: int, state: str | None) -> tuple[list[BlockView], int | None]:
-        """Blocks by ascending id from `start`, and the id to go on from. Raises Unavailable when never attached."""
-        self._serving()
-        return block_views(self._cache, start, limit, state)
-
-    def reset_prefix_cache(self, force: bool) -> CacheReset | None:
-        """Forgets every cached block. While blocks are held: None, and nothing changed; with `force` what holds them is
-        preempted, and pins end.
-        """
-        return self._cache.reset(self._serving(), force)
-
-    def check_integrity(self) -> None:
-        """Recomputes every counter from scratch; raises InvariantError."""
-        scheduler = self._serving()
-        scheduler.check_integrity(self._live.sequences(), self._cache.pins.tables())
-
-    def _serving(self) -> Scheduler:
-        if self._scheduler is None:
-            raise Unavailable("no executor is attached yet", RETRY_DELAY_S)
-        return self._scheduler
