@@ -46,6 +46,8 @@ class StackConfig:
     replicas: int = 1
     # None: no gateway in front.
     gateway: GatewayConfig | None = None
+    # Of the first manager's live page; where it is taken, as with 0, a free one is. None: no page.
+    page_port: int | None = None
     manager_args: Sequence[str] = ()
     executor_args: Sequence[str] = ()
     # Seconds a process gets to stop by itself; its own --grace-s should be less.
@@ -105,6 +107,16 @@ class Stack:
         if config.gateway is not None:
             self.gateway_target = target(config.gateway.port, "--gateway-port")
             self.gateway_metrics_target = target(0, "--gateway-port")
+        # Addresses of the live pages, one a manager; and whether the first one is not where it should be.
+        self.page_targets: list[str] = []
+        self.page_moved = False
+        if config.page_port is not None:
+            try:
+                self.page_targets.append(target(config.page_port, "--http-port"))
+            except StackError:
+                self.page_moved = True
+                self.page_targets.append(target(0, "--http-port"))
+            self.page_targets += [target(0, "--http-port") for _ in range(config.replicas - 1)]
         # In the order of starting.
         self.children: list[Child] = []
 
@@ -141,8 +153,11 @@ class Stack:
             self._spawn(
                 self._name("manager", number), target,
                 [*config.manager_command, listen, target, "--executor", self.executor_targets[number]],
-                config.manager_args, ready=partial(_serves, target),
+                [*self._page_args(number), *config.manager_args], ready=partial(_serves, target),
             )  # fmt: skip
+
+    def _page_args(self, number: int) -> list[str]:
+        return ["--http-listen", self.page_targets[number]] if self.page_targets else []
 
     def _name(self, role: str, number: int) -> str:
         return role if self._config.replicas == 1 else f"{role} {number + 1}"

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from pagekv.client.cli import main
+from pagekv.client.cli import main, make_parser
 from pagekv.client.commands import up
 from pagekv.client.gateway import GatewayConfig
 from pagekv.client.processes import Stack, StackConfig, StackError
+from pagekv.client.terminal import Terminal
 
 FAKE = Path(__file__).with_name("fake_process.py")
 
@@ -170,9 +171,6 @@ def test_up_refuses_taken_ports_in_one_line(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_flags_go_to_the_process_that_knows_them() -> None:
-    from pagekv.client.cli import make_parser
-    from pagekv.client.terminal import Terminal
-
     command = ["up", "--model", "m", "--backend=oracle", "--block-size", "8", "--executor-args=--threads 2"]
     args = make_parser().parse([*command, "--manager-args", "--max-queue 4 --no-prefix-cache"])
     made = up.stack_config(args, Terminal(), "127.0.0.1", 1, 2)
@@ -221,3 +219,35 @@ def test_the_gateway_is_started_once_the_managers_serve_and_killed_if_it_lingers
     for word in ("--policy=round_robin", "--extra", *(f"grpc://{target}" for target in stack.targets)):
         assert f"'{word}'" in told
     assert stack.children[-1].popen.returncode == -signal.SIGKILL
+
+
+def test_the_page_has_the_port_asked_for_or_a_free_one_where_that_is_taken(journal: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        stack = Stack(config(journal, page_port=port, replicas=2))
+        assert stack.page_moved
+    assert len({*stack.page_targets, f"127.0.0.1:{port}", *stack.targets}) == 5
+    again = Stack(config(journal, page_port=port))
+    assert (again.page_targets, again.page_moved) == ([f"127.0.0.1:{port}"], False)
+    with again:
+        again.start()
+        assert again.wait_ready(30)
+    assert f"--http-listen 127.0.0.1:{port}" in again.children[1].lines[0]
+
+
+def test_up_serves_no_page_where_the_manager_has_its_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    def page_port(*flags: str) -> int | None:
+        args = make_parser().parse(["up", *flags])
+        return up.stack_config(args, Terminal(), "127.0.0.1", 0, 0).page_port
+
+    monkeypatch.delenv("PAGEKV_HTTP_LISTEN", raising=False)
+    assert page_port() == 8080
+    assert page_port("--http-port", "0") == 0
+    assert page_port("--no-http") is None
+    assert page_port("--manager-args=--http-listen=127.0.0.1:9") is None
+    monkeypatch.setattr(up, "find_spec", lambda name: None)
+    assert page_port() is None
+    monkeypatch.setenv("PAGEKV_HTTP_LISTEN", "127.0.0.1:9")
+    assert page_port() is None

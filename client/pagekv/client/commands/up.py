@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import signal
 import threading
+from importlib.util import find_spec
 from types import FrameType
 
 from pagekv.client.channel import DEFAULT_TARGET
@@ -20,7 +22,7 @@ from pagekv.common.flags import integer, number
 EXAMPLES = """\
   pagekv up
   pagekv up --model ~/models/Qwen3-0.6B --dtype bfloat16 --port 6000
-  pagekv up --backend oracle --block-size 32
+  pagekv up --backend oracle --block-size 32 --http-port 8081
   pagekv up --gateway                       # also an OpenAI endpoint, http://127.0.0.1:8000/v1
   pagekv up --replicas 3 --policy cache_aware --threads 1 --kv-memory 256MiB
   pagekv up --executor-args="--threads 2" --manager-args="--max-queue 64"
@@ -46,8 +48,21 @@ def add(commands: Subparsers) -> None:
         metavar="PORT",
     )
     parser.flag("executor-port", "port of the executor; 0 takes a free one", default=50052, type=port, metavar="PORT")
+    _add_page_flags(parser)
     _add_gateway_flags(parser)
     add_stack_flags(parser)
+
+
+def _add_page_flags(parser: CommandParser) -> None:
+    group = parser.add_argument_group("the live page (pip install 'pagekv[observe]')")
+    group.add_argument(
+        "--http-port",
+        type=integer(0, 65535),
+        default=8080,
+        metavar="PORT",
+        help="port of the page and of Prometheus metrics; 0, or where it is taken: a free one [8080]",
+    )
+    group.add_argument("--no-http", action="store_true", help="serve neither")
 
 
 def _add_gateway_flags(parser: CommandParser) -> None:
@@ -120,6 +135,7 @@ def stack_config(args: argparse.Namespace, terminal: Terminal, host: str, port: 
     if getattr(args, "gateway", False) or getattr(args, "replicas", 1) > 1:
         gateway = GatewayConfig(args.gateway_port, args.policy, args.gateway_args)
     return StackConfig(
+        page_port=_page_port(args, terminal),
         host=host,
         port=port,
         executor_port=executor_port,
@@ -129,6 +145,18 @@ def stack_config(args: argparse.Namespace, terminal: Terminal, host: str, port: 
         manager_args=[*(["--gateway-api"] if gateway else []), *given(_TO_MANAGER), *args.manager_args],
         on_log=show if args.verbose else None,
     )
+
+
+def _page_port(args: argparse.Namespace, terminal: Terminal) -> int | None:
+    """Port for the live page; None for none, or where the manager's own flags or variables say what it serves."""
+    port: int | None = getattr(args, "http_port", None)
+    own = any(word.partition("=")[0] == "--http-listen" for word in args.manager_args)
+    if port is None or args.no_http or own or "PAGEKV_HTTP_LISTEN" in os.environ:
+        return None
+    if find_spec("aiohttp") is None:
+        terminal.note("no live page: it needs pip install 'pagekv[observe]'")
+        return None
+    return port
 
 
 class StopSignals:
@@ -201,6 +229,8 @@ def _announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> Non
         addresses: dict[str, object] = {"target": stack.target, "executor": stack.executor_target}
         if stack.gateway_target:
             addresses |= {"openai": f"http://{stack.gateway_target}/v1", "targets": stack.targets}
+        if stack.page_targets:
+            addresses |= {"page": f"http://{stack.page_targets[0]}/"}
         terminal.json({**addresses, "pids": processes})
         return
     where = "" if stack.target == DEFAULT_TARGET else f" --target {stack.target}"
@@ -213,4 +243,9 @@ def _announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> Non
         terminal.print(f"  OpenAI endpoint: {terminal.bold(f'http://{stack.gateway_target}/v1')}")
     if len(stack.targets) > 1:
         terminal.print(f"  in front of {len(stack.targets)} managers: {', '.join(stack.targets)}")
+    if stack.page_targets:
+        if stack.page_moved:
+            terminal.note(f"port {args.http_port} is taken, so the page has another one; --http-port chooses it")
+        pages = "  ".join(f"http://{target}/" for target in stack.page_targets)
+        terminal.print(f"  watch the blocks: {terminal.bold(pages)}")
     terminal.print("Ctrl-C stops it.")

@@ -76,7 +76,7 @@ export class BlockMap {
     const ratio = window.devicePixelRatio || 1;
     const width = Math.floor(this.root.clientWidth * ratio);
     if (!width || !this.count) return;
-    const height = Math.max(240, Math.min(560, window.innerHeight * 0.56)) * ratio;
+    const height = Math.max(240, Math.min(560, window.innerHeight * 0.56)) * (this.grows ? 0.5 : 1) * ratio;
     this.grid = new Grid(this.count, width, height, ratio);
     for (const canvas of [this.cells, this.marks]) {
       canvas.width = this.grid.width;

@@ -1,0 +1,207 @@
+"""The live page in a real browser over a real stack: it shows what the services say."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from browser import Browser, need_chromium, running_browser
+from stack import ORACLE, Stack, running_stack
+
+from pagekv.client import PageKVClient
+
+pytestmark = pytest.mark.e2e
+
+BLOCKS = 200
+TIMEOUT_S = 60.0
+TEXT = "In the beginning God created the heaven and the earth. And the earth was without form, and void. "
+# What ListBlocks calls a block by what the page does.
+LISTED = {0: "free", 1: "cached", 2: "active", 3: "active", 4: "pinned"}
+
+
+@dataclass
+class Site:
+    stack: Stack
+    client: PageKVClient
+    browser: Browser
+    url: str
+
+    def agrees(self) -> bool:
+        """Whether every cell has the state that ListBlocks tells."""
+        shown = self.browser.run("return Array.from(pagekv.device.bytes)")
+        listed = self.client.list_blocks(limit=10_000).blocks
+        return [LISTED[byte & 7] for byte in shown] == [block.state for block in listed]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    need_chromium()
+    port_file = tmp_path_factory.mktemp("page") / "port"
+    http = ["--http-listen", "127.0.0.1:0", "--http-port-file", str(port_file)]
+    executor = [*ORACLE, "--kv-memory", "64MiB", "--step-time-ms", "5"]
+    manager = ["--num-device-blocks", str(BLOCKS), "--num-host-blocks", "64", "--write-back", *http]
+    with (
+        running_stack(executor, manager) as stack,
+        PageKVClient(stack.target) as client,
+        running_browser() as browser,
+    ):
+        site = Site(stack, client, browser, f"http://127.0.0.1:{port_file.read_text().strip()}/")
+        client.generate(TEXT, max_tokens=20, ignore_eos=True)
+        yield site
+
+
+@pytest.fixture(autouse=True)
+def page(site: Site) -> Iterator[None]:
+    """A fresh page; whatever the test does, the console has to stay silent."""
+    site.browser.look(1280, 900, still=True)
+    site.browser.open(site.url)
+    wait(lambda: site.browser.run("return document.body.dataset.link") == "live")
+    wait(lambda: site.browser.run("return pagekv.device.count") == BLOCKS)
+    yield
+    assert site.browser.complaints() == []
+
+
+def wait(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.05)
+
+
+def test_the_map_shows_what_list_blocks_tells(site: Site) -> None:
+    assert site.client.pin_prefix(TEXT, 600).pinned_tokens > 0
+    with site.client.stream(TEXT, max_tokens=1500, ignore_eos=True) as stream:
+        next(iter(stream))
+        for _ in range(4):
+            wait(site.agrees)
+    wait(lambda: site.agrees() and site.client.stats().running_sequences == 0)
+    shown = set(site.browser.run("return Array.from(pagekv.device.bytes)"))
+    assert {byte & 7 for byte in shown} >= {1, 4}
+    legend = site.browser.text("#device-legend")
+    assert "pinned" in legend
+    site.client.reset_prefix_cache(force=True)
+    wait(lambda: site.agrees() and not any(site.browser.run("return Array.from(pagekv.device.bytes)")))
+    site.client.generate(TEXT, max_tokens=20, ignore_eos=True)
+
+
+def test_a_pool_that_is_too_small_is_shown_as_it_churns(site: Site) -> None:
+    def work(number: int) -> None:
+        with PageKVClient(site.stack.target) as client:
+            for round_number in range(6):
+                prompt = [3 + (number * 31 + round_number * 7 + position) % 400 for position in range(200)]
+                client.generate(prompt, max_tokens=40, ignore_eos=True)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wait(site.agrees)
+    # What was evicted went to the host, whose map appears when there is something to show.
+    wait(lambda: not site.browser.run("return document.getElementById('host').hidden"))
+    assert site.client.stats().evicted_blocks_total > 0
+    assert "evicted" in site.browser.text("#event-list")
+    assert "finished" in site.browser.text("#event-list")
+    site.client.generate(TEXT, max_tokens=20, ignore_eos=True)
+
+
+def test_the_explain_box_says_what_explain_prefix_says(site: Site) -> None:
+    prompt = TEXT + "And God said, Let there be light: and there was light, and that was something else."
+    site.browser.keys("#explain-prompt", prompt)
+    site.browser.click("#explain button[type=submit]")
+    expected = site.client.explain_prefix(prompt)
+    wait(lambda: site.browser.run("return document.querySelectorAll('#explain-answer li').length") > 0)
+    rows = site.browser.run(
+        "return [...document.querySelectorAll('#explain-answer li')].map((row) => "
+        "[row.dataset.outcome, row.dataset.block ?? null, row.querySelector('.why').firstChild.textContent])"
+    )
+    assert [row[0] for row in rows] == [block.outcome.replace(" ", "_") for block in expected.blocks]
+    assert [row[1] for row in rows] == [
+        None if block.block_id is None else str(block.block_id) for block in expected.blocks
+    ]
+    assert rows[0][0] == "hit"
+    assert rows[0][2] == expected.blocks[0].reason
+    verdict = site.browser.text(".verdict")
+    assert verdict.startswith(f"{expected.cached_tokens} of {expected.prompt_tokens} tokens are cached")
+
+
+def test_a_prompt_that_cannot_be_read_is_answered_in_words(site: Site) -> None:
+    site.browser.click("input[value=token_ids]")
+    site.browser.keys("#explain-prompt", "5, 17, 999999999")
+    site.browser.click("#explain button[type=submit]")
+    wait(lambda: "the vocabulary" in site.browser.text("#explain-answer"))
+    # Chromium itself notes every answer of 400.
+    assert all("400 (Bad Request)" in complaint for complaint in site.browser.complaints())
+
+
+def test_blocks_are_reached_and_opened_by_keyboard(site: Site) -> None:
+    right, down, enter, escape, home = "\ue014", "\ue015", "\ue007", "\ue00c", "\ue011"
+    block = site.client.explain_prefix(TEXT).blocks[1].block_id
+    assert block is not None
+    site.browser.run("pagekv.device.marks.focus()")
+    site.browser.keys("#device-cells", home, right, down)
+    columns = site.browser.run("return pagekv.device.grid.columns")
+    assert site.browser.run("return pagekv.device.focused") == 1 + columns
+    wait(lambda: f"block {1 + columns} ·" in site.browser.text("#announcer"))
+    site.browser.keys("#device-cells", home, *([right] * block), enter)
+    wait(lambda: site.browser.text("#inspector-title") == f"Block {block}")
+    wait(lambda: "hash" in site.browser.text("#inspector-body"))
+    assert site.browser.run("return document.activeElement.id") == "inspector"
+    (listed,) = site.client.list_blocks(block, 1).blocks
+    assert listed.block_hash in site.browser.text("#inspector-body")
+    chain = site.browser.run("return pagekv.device.chain")
+    assert chain == [site.client.explain_prefix(TEXT).blocks[0].block_id]
+    site.browser.keys("#device-cells", escape)
+    assert site.browser.run("return pagekv.device.kept") is False
+
+
+def test_no_text_is_shown_that_was_not_asked_for(site: Site) -> None:
+    (first, *_) = site.client.lookup_prefix(TEXT).block_ids
+    site.browser.run("pagekv.device.focus(arguments[0], true)", first)
+    wait(lambda: "hash" in site.browser.text("#inspector-body"))
+    assert "beginning" not in site.browser.text("#inspector-body")
+
+
+def test_a_request_lights_its_blocks_in_order(site: Site) -> None:
+    with site.client.stream(TEXT, max_tokens=1500, ignore_eos=True, request_id="lit") as stream:
+        next(iter(stream))
+        wait(lambda: site.browser.run("return document.querySelectorAll('#request-list button').length") == 1)
+        site.browser.click("#request-list button")
+        wait(lambda: bool(site.browser.run("return pagekv.device.table")))
+        shown = site.browser.run("return pagekv.device.table")
+        (sequence,) = site.client.block_table("lit")
+        assert list(sequence.block_ids[: len(shown)]) == shown
+        assert site.browser.run("return document.querySelector('#request-list button').ariaPressed") == "true"
+    # It went, and its light with it.
+    wait(lambda: site.browser.run("return pagekv.device.table") is None)
+    assert all("404 (Not Found)" in complaint for complaint in site.browser.complaints())
+
+
+@pytest.mark.parametrize(("width", "height"), [(390, 844), (1280, 900)])
+def test_nothing_is_wider_than_the_screen(site: Site, width: int, height: int) -> None:
+    site.browser.look(width, height, dark=width < 600)
+    wait(lambda: site.browser.run("return pagekv.device.grid.width <= innerWidth"))
+    assert site.browser.run("return document.documentElement.scrollWidth") <= width
+
+
+def test_a_lost_manager_is_shown_and_the_page_comes_back_by_itself(tmp_path: Path, site: Site) -> None:
+    port_file = tmp_path / "port"
+    http = ["--http-port-file", str(port_file)]
+    with running_stack([*ORACLE, "--kv-memory", "1MiB"], ["--http-listen", "127.0.0.1:0", *http]) as stack:
+        address = f"127.0.0.1:{port_file.read_text().strip()}"
+        site.browser.open(f"http://{address}/")
+        wait(lambda: site.browser.run("return document.body.dataset.link") == "live")
+        stack.manager.kill()
+        wait(lambda: site.browser.run("return document.body.dataset.link") == "lost")
+        assert site.browser.text("#link").strip() == "disconnected, trying again"
+        stack.manager.args = [*stack.manager.args, "--http-listen", address]
+        stack.manager.start()
+        wait(lambda: site.browser.run("return document.body.dataset.link") == "live")
+        stack.executor.kill()
+        wait(lambda: site.browser.run("return document.body.dataset.link") == "waiting")
+    # Chromium itself notes every connection that fails.
+    assert all("/api/stream - Failed to load resource" in complaint for complaint in site.browser.complaints())
