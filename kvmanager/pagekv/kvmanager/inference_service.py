@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 from pagekv.common.errors import InvalidRequest
@@ -12,6 +11,7 @@ from pagekv.kvmanager.engine import Engine
 from pagekv.kvmanager.generation import Generation
 from pagekv.kvmanager.prompt_input import PromptReader, check_token_ids
 from pagekv.kvmanager.serving_state import ServingState
+from pagekv.kvmanager.trace_context import with_caller
 from pagekv.kvmanager.validation import read_abort_ids, read_generate
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import inference_service_pb2_grpc as pb_grpc
@@ -32,7 +32,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         served = self._state.served()
         command, stops = await read_generate(request, served.model, served.tokenizer)
-        command = replace(command, trace_parent=_trace_parent(context))
+        command = with_caller(command, context)
         generation = Generation(self._engine, served, command, stops, only_complete=request.only_complete)
         # Also called when the call is cancelled while a message is being written, where no `finally` here would run.
         context.add_done_callback(lambda _: generation.close())
@@ -84,11 +84,3 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
             num_host_blocks=model.num_host_blocks,
             backend=model.backend,
         )
-
-
-def _trace_parent(context: Any) -> str:
-    """What the caller's tracing sent along; empty without any."""
-    for key, value in context.invocation_metadata() or ():
-        if key == "traceparent" and isinstance(value, str):
-            return value
-    return ""

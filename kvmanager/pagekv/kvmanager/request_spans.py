@@ -41,7 +41,7 @@ class Span:
 
 
 @dataclass(slots=True)
-class RequestTrace:
+class TracedRequest:
     """A request from `start` to `end`."""
 
     request: LiveRequest
@@ -67,7 +67,7 @@ class RequestTrace:
 class _Progress:
     """Of one sequence; a beam search has one for all of its beams."""
 
-    trace: RequestTrace
+    trace: TracedRequest
     index: int
     # Name of the span that is under way since then.
     doing: str
@@ -104,12 +104,12 @@ _PREEMPTED, _SWAPPED, _LOST, _OVER = "preempted", "swapped", "executor lost", ""
 class RequestSpans(Observer):
     """Follows every request, and hands it on when it has ended."""
 
-    def __init__(self, emit: Callable[[RequestTrace], None], clock: Callable[[], int] = wall_ns) -> None:
+    def __init__(self, emit: Callable[[TracedRequest], None], clock: Callable[[], int] = wall_ns) -> None:
         """`emit` must neither block nor raise. `clock` gives nanoseconds since 1970."""
         self._emit = emit
         self._clock = clock
         self._model = ""
-        self._traces: dict[LiveRequest, RequestTrace] = {}
+        self._traces: dict[LiveRequest, TracedRequest] = {}
         self._progress: dict[LiveRequest, dict[int, _Progress]] = {}
         # By handle: those with prompt left to plan.
         self._prefilling: dict[int, _Progress] = {}
@@ -122,7 +122,7 @@ class RequestSpans(Observer):
 
     def submitted(self, request: LiveRequest) -> None:
         now = self._clock()
-        trace = self._traces[request] = RequestTrace(request, self._model, now)
+        trace = self._traces[request] = TracedRequest(request, self._model, now)
         count = 1 if request.command.sampling.beam_width else request.command.n
         self._progress[request] = {index: _Progress(trace, index, _QUEUED, now) for index in range(count)}
 

@@ -29,6 +29,7 @@ from pagekv.kvmanager.generation import Generation
 from pagekv.kvmanager.serving_state import Served, ServingState
 from pagekv.kvmanager.smg_events import MAX_BLOCKS, KvEvents
 from pagekv.kvmanager.smg_generate import read_request, write_response
+from pagekv.kvmanager.trace_context import with_caller
 from pagekv.kvmanager.validation import read_abort_ids, read_generate
 
 SERVICE_NAME: str = vllm.DESCRIPTOR.services_by_name["VllmEngine"].full_name
@@ -118,6 +119,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
     async def Generate(self, request: vllm.GenerateRequest, context: Any) -> AsyncIterator[vllm.GenerateResponse]:
         served = self._state.served()
         command, stops = await read_generate(read_request(request, served.model), served.model, served.tokenizer)
+        command = with_caller(command, context)
         # The gateway makes text of tokens by itself: without stop strings to look for nobody needs it here.
         reading = served if stops else Served(served.model, None)
         generation = Generation(self._engine, reading, command, stops, only_complete=not request.stream)

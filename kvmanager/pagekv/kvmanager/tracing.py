@@ -13,14 +13,18 @@ import threading
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
-from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.sdk.trace.sampling import Decision
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from pagekv.kvmanager.observer import RequestEnd
-from pagekv.kvmanager.request_spans import RequestTrace
+from pagekv.kvmanager.request_spans import TracedRequest
 
+_ROOT = "generate"
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 # Seconds that what is queued gets to leave at the end.
 FLUSH_S = 5.0
 
@@ -31,43 +35,75 @@ def otlp_processor(endpoint: str) -> SpanProcessor:
 
 
 class Tracing:
-    """A tracer of its own: nothing global. Which requests are sampled follows their parents and OTEL_TRACES_SAMPLER."""
+    """Nothing in it is global. Which requests are sampled follows their callers and OTEL_TRACES_SAMPLER.
+
+    Spans are made whole, when their times are known already: a tracer that starts and ends them costs eight times as
+    much (112 against 14 us for a request with three spans below its own), and the next step waits for it.
+    """
 
     def __init__(self, processor: SpanProcessor) -> None:
-        """`processor` gets every span that ends."""
+        """`processor` gets every span."""
         name = os.environ.get("OTEL_SERVICE_NAME", "pagekv-manager")
-        self._provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}), shutdown_on_exit=False)
-        self._provider.add_span_processor(processor)
-        self._tracer = self._provider.get_tracer("pagekv.kvmanager")
+        resource = Resource.create({SERVICE_NAME: name})
+        # For what OpenTelemetry's variables say of sampling and ids.
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._processor = processor
+        self._scope = InstrumentationScope("pagekv.kvmanager")
         self._propagator = TraceContextTextMapPropagator()
 
-    def emit(self, trace: RequestTrace) -> None:
+    def emit(self, trace: TracedRequest) -> None:
         """The spans of a request that has ended, below the span that its caller named."""
-        command = trace.request.command
-        parent = Context()
+        context, command = Context(), trace.request.command
         if command.trace_parent:
-            parent = self._propagator.extract({"traceparent": command.trace_parent}, parent)
-        root = self._tracer.start_span("generate", parent, SpanKind.SERVER, start_time=trace.start)
-        if root.is_recording():
-            root.set_attributes(_attributes(trace))
-            if trace.how is RequestEnd.FAILED:
-                root.set_status(Status(StatusCode.ERROR))
-            within = set_span_in_context(root, Context())
-            for span in trace.spans:
-                attributes = {"pagekv.sequence": span.sequence}
-                if span.tokens:
-                    attributes["pagekv.tokens"] = span.tokens
-                self._tracer.start_span(span.name, within, attributes=attributes, start_time=span.start).end(span.end)
-        root.end(trace.end)
+            context = self._propagator.extract({"traceparent": command.trace_parent}, context)
+        caller = get_current_span(context).get_span_context()
+        trace_id = caller.trace_id if caller.is_valid else self._provider.id_generator.generate_trace_id()
+        decision = self._provider.sampler.should_sample(context, trace_id, _ROOT, SpanKind.SERVER).decision
+        if decision is not Decision.RECORD_AND_SAMPLE:
+            return
+        root = self._span_context(trace_id)
+        for span in trace.spans:
+            attributes = {"pagekv.sequence": span.sequence}
+            if span.tokens:
+                attributes["pagekv.tokens"] = span.tokens
+            self._processor.on_end(
+                ReadableSpan(
+                    span.name,
+                    self._span_context(trace_id),
+                    root,
+                    self._provider.resource,
+                    attributes,
+                    start_time=span.start,
+                    end_time=span.end,
+                    instrumentation_scope=self._scope,
+                )
+            )
+        self._processor.on_end(
+            ReadableSpan(
+                _ROOT,
+                root,
+                caller if caller.is_valid else None,
+                self._provider.resource,
+                _attributes(trace),
+                kind=SpanKind.SERVER,
+                status=Status(StatusCode.ERROR if trace.how is RequestEnd.FAILED else StatusCode.UNSET),
+                start_time=trace.start,
+                end_time=trace.end,
+                instrumentation_scope=self._scope,
+            )
+        )
+
+    def _span_context(self, trace_id: int) -> SpanContext:
+        return SpanContext(trace_id, self._provider.id_generator.generate_span_id(), False, _SAMPLED)
 
     async def close(self) -> None:
         """Sends what is queued, for a while."""
-        thread = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
+        thread = threading.Thread(target=self._processor.shutdown, name="last spans", daemon=True)
         thread.start()
         await asyncio.to_thread(thread.join, FLUSH_S)
 
 
-def _attributes(trace: RequestTrace) -> dict[str, str | int | float | list[str]]:
+def _attributes(trace: TracedRequest) -> dict[str, str | int | float | tuple[str, ...]]:
     """Names as in OpenTelemetry's conventions for generative AI where it has one."""
     request, command = trace.request, trace.request.command
     sequences = request.sequences
@@ -75,7 +111,7 @@ def _attributes(trace: RequestTrace) -> dict[str, str | int | float | list[str]]
         output = sum(sequence.num_output - command.resumed_tokens for sequence in sequences)
     else:
         output = sum(len(result.token_ids) for result in request.search.results())
-    attributes: dict[str, str | int | float | list[str]] = {
+    attributes: dict[str, str | int | float | tuple[str, ...]] = {
         "gen_ai.request.model": trace.model,
         "gen_ai.request.max_tokens": command.sampling.max_tokens,
         "gen_ai.usage.input_tokens": len(command.prompt_ids) - command.resumed_tokens,
@@ -87,7 +123,7 @@ def _attributes(trace: RequestTrace) -> dict[str, str | int | float | list[str]]
         "pagekv.preemptions": sum(s.preemptions for s in sequences),
     }
     if trace.finish_reasons:
-        attributes["gen_ai.response.finish_reasons"] = trace.finish_reasons
+        attributes["gen_ai.response.finish_reasons"] = tuple(trace.finish_reasons)
     if trace.first_token:
         attributes["pagekv.time_to_first_token_s"] = (trace.first_token - trace.start) * 1e-9
     if trace.dropped:

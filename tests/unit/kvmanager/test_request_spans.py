@@ -14,7 +14,7 @@ from engine_harness import Bench, command, read
 from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.observer import RequestEnd
 from pagekv.kvmanager.request import GenerateCommand, SamplingParams
-from pagekv.kvmanager.request_spans import MAX_SPANS, RequestSpans, RequestTrace, Span, wall_ns
+from pagekv.kvmanager.request_spans import MAX_SPANS, RequestSpans, Span, TracedRequest, wall_ns
 from pagekv.kvmanager.running import SchedulerLimits
 from pagekv.kvmanager.swap_policy import SwapPolicy
 
@@ -24,9 +24,9 @@ LIMITS = SchedulerLimits(max_batch_tokens=12, max_running=32, watermark=0.0, pre
 Body = Callable[[EngineLoop, Bench], Awaitable[None]]
 
 
-def run(monkeypatch: pytest.MonkeyPatch, body: Body, **changes: object) -> dict[str, RequestTrace]:
+def run(monkeypatch: pytest.MonkeyPatch, body: Body, **changes: object) -> dict[str, TracedRequest]:
     """The traces that were handed on, by request id."""
-    traces: list[RequestTrace] = []
+    traces: list[TracedRequest] = []
     ticks = count()
     observer = RequestSpans(traces.append, clock=lambda: next(ticks))
     harness.run(monkeypatch, body, observers=[observer], **changes)
@@ -38,12 +38,12 @@ def run(monkeypatch: pytest.MonkeyPatch, body: Body, **changes: object) -> dict[
     return {trace.request.command.request_id: trace for trace in traces}
 
 
-def names(trace: RequestTrace, sequence: int = 0) -> list[str]:
+def names(trace: TracedRequest, sequence: int = 0) -> list[str]:
     """What a sequence did, in order."""
     return [span.name for span in sorted(spans(trace, sequence), key=lambda s: (s.start, s.end))]
 
 
-def spans(trace: RequestTrace, sequence: int = 0, name: str = "") -> list[Span]:
+def spans(trace: TracedRequest, sequence: int = 0, name: str = "") -> list[Span]:
     return [span for span in trace.spans if span.sequence == sequence and (not name or span.name == name)]
 
 
@@ -154,7 +154,7 @@ def test_aborted_in_every_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_trace_is_bounded() -> None:
-    trace = RequestTrace(None, "m", 0)  # type: ignore[arg-type]  # whose it is does not matter
+    trace = TracedRequest(None, "m", 0)  # type: ignore[arg-type]  # whose it is does not matter
     for index in range(MAX_SPANS + 3):
         trace.add(Span("prefill chunk", index, index, 0))
     assert (len(trace.spans), trace.dropped) == (MAX_SPANS, 3)
