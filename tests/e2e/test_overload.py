@@ -5,6 +5,8 @@ the manager's memory stays within its bound (DESIGN 7).
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,10 @@ def test_a_request_that_ends_early_gives_its_blocks_back_wherever_it_is(where: s
         asyncio.run(run(stack))
 
 
+# Seconds for which nobody reads; a minute every night.
+SILENCE_S = float(os.environ.get("PAGEKV_TEST_SILENCE_S", "1"))
+
+
 def test_readers_that_stop_reading_hold_nobody_up_and_lose_nothing() -> None:
     """Eight calls that nobody reads, with more to say than any buffer of the connection takes; others finish beside
     them, they finish too and give their blocks back, and what they said is all there when it is read at last.
@@ -89,6 +95,9 @@ def test_readers_that_stop_reading_hold_nobody_up_and_lose_nothing() -> None:
             stats = await caller.idle_stats(60)
             assert stats.free_blocks == stats.num_blocks
             assert stats.generated_tokens_total == 8 * 600 + 8 * 50
+            deadline = time.monotonic() + SILENCE_S
+            while time.monotonic() < deadline:
+                assert [r.tokens for r in await caller.generate_many(others)] == [r.tokens for r in results]
             for request, call in zip(silent, calls, strict=True):
                 tokens, logprobs = list[int](), 0
                 async for message in call:
