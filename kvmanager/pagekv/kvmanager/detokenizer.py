@@ -11,14 +11,15 @@ from pagekv.kvmanager.tokenizer import Tokenizer
 class Detokenizer:
     """Text of one sequence: decode(prompt) + everything returned == decode(prompt + tokens). O(1) per token.
 
-    Tokens that stand for raw bytes go through an incremental UTF-8 decoder, which holds back an unfinished character;
+    Tokens that stand for raw bytes are decoded as UTF-8, and an unfinished character is held back;
     other tokens are whole characters whose text depends on at most the token before them (a leading space).
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
         """`context` are the token ids the output follows: the prompt."""
         self._tokenizer = tokenizer
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        # Bytes of an unfinished character.
+        self._held = b""
         special = tokenizer.special_ids
         self._previous = next((token_id for token_id in reversed(context) if token_id not in special), None)
 
@@ -31,10 +32,14 @@ class Detokenizer:
             # An unfinished character before whole ones stays unfinished: flush shows it as U+FFFD.
             text = self.flush() + self._tokenizer.text_after(self._previous, token_id)
         else:
-            text = self._utf8.decode(raw)
+            # What codecs' incremental decoder does, without its layers: this runs for every token of every stream.
+            raw = self._held + raw
+            text, used = codecs.utf_8_decode(raw, "replace", False)
+            self._held = raw[used:]
         self._previous = token_id
         return text
 
     def flush(self) -> str:
         """What is still held back at the end: U+FFFD for an unfinished character, else nothing."""
-        return self._utf8.decode(b"", final=True)
+        held, self._held = self._held, b""
+        return held.decode("utf-8", "replace")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from pagekv.kvmanager.engine import Engine
 from pagekv.kvmanager.request import FinishReason, GenerateCommand, RequestStream, TokenLogprobs
@@ -94,20 +93,21 @@ class Generation:
             self._engine.cancel(self._stream)
 
     def _chunk(self, index: int, out: OutputDelta) -> pb.GenerateResponse:
-        sequence = self._sequences[index]
-        chunk = pb.GenerateChunk(
-            index=index,
-            token_ids=out.token_ids,
-            text=out.text,
-            prompt_tokens=self._prompt_tokens,
-            completion_tokens=sequence.output.num_tokens,
-            cached_tokens=sequence.cached_tokens,
-            logprobs=map(_position_logprobs, out.logprobs),
-        )
-        return self._response(chunk=chunk)
+        sequence, response = self._sequences[index], self._response()
+        # Field by field: built from keywords, twice the time, and this is done for every token of every stream.
+        chunk = response.chunk
+        chunk.index = index
+        chunk.token_ids.extend(out.token_ids)
+        chunk.text = out.text
+        chunk.prompt_tokens = self._prompt_tokens
+        chunk.completion_tokens = sequence.output.num_tokens
+        chunk.cached_tokens = sequence.cached_tokens
+        if out.logprobs:
+            chunk.logprobs.extend(map(_position_logprobs, out.logprobs))
+        return response
 
     def _complete(self, index: int, out: OutputDelta) -> pb.GenerateResponse:
-        sequence = self._sequences[index]
+        sequence, response = self._sequences[index], self._response()
         assert out.finish is not None
         complete = pb.GenerateComplete(
             index=index,
@@ -125,13 +125,13 @@ class Generation:
             complete.stop_token_id = out.stop_token_id
         elif out.stop_string is not None:
             complete.stop_string = out.stop_string
-        return self._response(complete=complete)
+        response.complete.CopyFrom(complete)
+        return response
 
-    def _response(self, **event: pb.GenerateChunk | pb.GenerateComplete) -> pb.GenerateResponse:
+    def _response(self) -> pb.GenerateResponse:
+        """Without its event."""
         fingerprint, self._fingerprint = self._fingerprint, ""
-        # Any: the stubs type each field of the oneof by itself.
-        fields: dict[str, Any] = {**event, "model_fingerprint": fingerprint}
-        return pb.GenerateResponse(request_id=self._command.request_id, **fields)
+        return pb.GenerateResponse(request_id=self._command.request_id, model_fingerprint=fingerprint)
 
 
 def _position_logprobs(logprobs: TokenLogprobs) -> types_pb2.PositionLogprobs:

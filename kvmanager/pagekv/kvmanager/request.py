@@ -185,6 +185,8 @@ class RequestStream:
                 self._reader = reader
             await reader
             if self._pending:
-                taken = sorted(self._pending.values(), key=lambda delta: delta.index)
+                taken = list(self._pending.values())
                 self._pending = {}
+                if len(taken) > 1:
+                    taken.sort(key=lambda delta: delta.index)
                 return taken
