@@ -50,6 +50,8 @@ BLOCK_SIZE = 16
 # Steps that are measured, in whole turns: in each turn every sequence fills one block.
 STEPS = 20 * BLOCK_SIZE
 WARM_UP = 4 * BLOCK_SIZE
+# One length for each slot of a block, so that each step has its share of sequences that fill one.
+PROMPTS = [[100 + token % 977 for token in range(64 + extra)] for extra in range(BLOCK_SIZE)]
 # Of the table: what a step of the executor takes, in milliseconds.
 STEP_MS = (5, 10, 20)
 
@@ -185,7 +187,8 @@ class _Turns:
     def submit(self, max_tokens: int) -> None:
         assert self.engine is not None
         self.submitted += 1
-        prompt = [self.chance.randrange(10, 30_000) for _ in range(64 + self.submitted % BLOCK_SIZE)]
+        # Of a token of its own and then many that others have too: nothing is cached, and it is soon made.
+        prompt = [10 + self.submitted % 30_000, *PROMPTS[self.submitted % BLOCK_SIZE]]
         self.engine.submit(GenerateCommand(f"r{self.submitted}", prompt, SamplingParams(max_tokens=max_tokens)))
         self.running += 1
 

@@ -124,7 +124,19 @@ def test_grafana_finds_what_it_is_provisioned_with() -> None:
     ]
     variables = {v["name"]: v for v in json.loads(DASHBOARD.read_text())["templating"]["list"]}
     assert variables["datasource"]["current"]["value"] == source["uid"]
-    (scrape,) = yaml.safe_load((OBSERVE / "prometheus.yml").read_text())["scrape_configs"]
-    (found,) = scrape["dns_sd_configs"]
-    command = compose[found["names"][0]]["command"]
-    assert command[command.index("--http-listen") + 1].endswith(f":{found['port']}")
+
+
+def test_prometheus_asks_every_manager_where_it_listens() -> None:
+    compose = yaml.safe_load((KVMANAGER.parent / "compose.yaml").read_text())["services"]
+    jobs = {job["job_name"]: job for job in yaml.safe_load((OBSERVE / "prometheus.yml").read_text())["scrape_configs"]}
+    (static,), (found,) = jobs["pagekv"]["static_configs"], jobs["pagekv"]["dns_sd_configs"]
+    ports = dict(target.split(":") for target in static["targets"]) | {
+        name: str(found["port"]) for name in found["names"]
+    }
+    assert set(ports) == {name for name in compose if name.startswith("kvmanager")}
+    for name, port in ports.items():
+        command = compose[name]["command"]
+        assert command[command.index("--http-listen") + 1].endswith(f":{port}")
+    (gateway,) = jobs["gateway"]["dns_sd_configs"]
+    assert gateway["names"] == ["gateway"]
+    assert compose["gateway"]["expose"] == [str(gateway["port"])]
