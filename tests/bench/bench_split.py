@@ -6,7 +6,8 @@ Manager and executor are the processes that users start, the clients are gRPC st
 machine: on two cores the three share them, so each one's CPU is printed. Idle is the share of the executor's time
 between the end of one step and the beginning of the next, as it measured it and as GetStats says.
 
-Then what slow readers and clients that leave do to the others, and the size of a step's messages.
+Before it, what a server that does nothing but write messages reaches with the same clients: gRPC's part of the limit.
+After it, what slow readers and clients that leave do to the others, and the size of a step's messages.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from stack import Stack, environment, running_stack
 from pagekv.client import PageKVClient
 
 LOAD = Path(__file__).with_name("split_load.py")
+FLOOR = Path(__file__).with_name("split_floor.py")
 # Before the window: prompts are computed, and every stream has had a message.
 SETTLE_S = 0.5
 START_TIMEOUT_S = 120
@@ -80,29 +82,76 @@ def stack(step_ms: float, depth: int) -> Iterator[Stack]:
         yield running
 
 
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """What gRPC for Python can do here at most: nothing but messages, as fast as they go."""
+
+    streams: int
+    messages_per_s: float
+    server_cpu: float
+    clients_cpu: float
+
+
+@contextmanager
+def loading(order: Order) -> Iterator[subprocess.Popen[str]]:
+    """The clients' process, with every stream going."""
+    command = [sys.executable, str(LOAD), json.dumps(asdict(order))]
+    with _process(command) as load:
+        if _heard(load) != "ready":
+            raise SystemExit("the clients did not get their streams")
+        time.sleep(SETTLE_S)
+        yield load
+
+
+def tell(load: subprocess.Popen[str], word: str) -> None:
+    """See `split_load.py`."""
+    assert load.stdin is not None
+    load.stdin.write(f"{word}\n")
+    load.stdin.flush()
+
+
+@contextmanager
+def _process(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _heard(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def floor(streams: int, seconds: float) -> Floor:
+    """Measures it."""
+    _say(f"a bare server and {streams} streams")
+    with (
+        _process([sys.executable, str(FLOOR)]) as server,
+        loading(Order(f"127.0.0.1:{_heard(server)}", streams)) as load,
+    ):
+        tell(load, "begin")
+        begun, cpu = time.perf_counter(), _cpu_s(server.pid)
+        time.sleep(seconds)
+        tell(load, "end")
+        elapsed, cpu = time.perf_counter() - begun, _cpu_s(server.pid) - cpu
+        report = Report(**json.loads(_heard(load)))
+    return Floor(streams, report.messages / elapsed, cpu / elapsed, report.cpu_s / elapsed)
+
+
 def run(stack: Stack, order: Order, seconds: float) -> tuple[Report, dict[str, float]]:
     """Loads the stack for a while: what the clients saw, and by how much counters rose, "seconds" among them."""
-    command = [sys.executable, str(LOAD), json.dumps(asdict(order))]
-    with (
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()) as load,
-        PageKVClient(stack.target, timeout=START_TIMEOUT_S) as client,
-    ):
-        assert load.stdin is not None
-        assert load.stdout is not None
-        try:
-            if load.stdout.readline().strip() != "ready":
-                raise SystemExit(f"the clients did not get their streams:\n{stack.manager.tail()}")
-            time.sleep(SETTLE_S)
-            load.stdin.write("begin\n")
-            load.stdin.flush()
+    with PageKVClient(stack.target, timeout=START_TIMEOUT_S) as client:
+        with loading(order) as load:
+            tell(load, "begin")
             before = _counters(stack, client)
             time.sleep(seconds)
-            load.stdin.write("end\n")
-            load.stdin.flush()
+            tell(load, "end")
             after = _counters(stack, client)
-            report = Report(**json.loads(load.stdout.readline()))
-        finally:
-            load.kill()
+            report = Report(**json.loads(_heard(load)))
         _wait_idle(client)
     return report, {name: after[name] - before[name] for name in after}
 
@@ -210,9 +259,14 @@ def _line(row: Row) -> str:
     )
 
 
-def show(rows: list[Row], beside: list[Row], messages: list[Message]) -> str:
+def show(least: Floor, rows: list[Row], beside: list[Row], messages: list[Message]) -> str:
     """The tables, what the columns are, and the bars."""
-    lines = [HEAD, *map(_line, rows)]
+    lines = [
+        f"a bare server, {least.streams} streams: {least.messages_per_s:.0f} messages a second, CPU: server "
+        f"{least.server_cpu:.2f}, clients {least.clients_cpu:.2f} cores\n",
+        HEAD,
+        *map(_line, rows),
+    ]
     lines.append(
         "step, took: milliseconds as told, and as on the executor. depth: steps in flight, 1 is without pipelining.\n"
         "idle: of the executor. fewest: messages per step of the stream that had the fewest. gap: milliseconds\n"
@@ -265,17 +319,19 @@ def main() -> None:
     if not all(1 <= count <= 1024 for count in counts):
         parser.error(f"--sequences: each must be from 1 to 1024, got {counts}")
     messages = measure(BARS_AT, 64)
+    least = floor(BARS_AT, args.seconds)
     rows = split_rows(args.step_time_ms, counts, args.seconds)
     beside = beside_rows(args.seconds)
     if args.json:
         table = {
+            "floor": asdict(least),
             "split": [asdict(row) for row in rows],
             "beside": [asdict(row) for row in beside],
             "messages": [asdict(message) for message in messages],
         }
         print(json.dumps(table, indent=2))
     else:
-        print(show(rows, beside, messages))
+        print(show(least, rows, beside, messages))
 
 
 if __name__ == "__main__":

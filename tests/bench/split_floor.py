@@ -1,0 +1,46 @@
+"""What gRPC for Python takes by itself, for `bench_split.py`: a server that does nothing but write one small message
+after the other to every stream, with the manager's pacing. Prints its port; ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from split_load import GENERATE
+
+from pagekv.common.server import SERVER_OPTIONS, run_async
+from pagekv.kvmanager.fanout import Fanout
+
+# As large as a token's message.
+MESSAGE = bytes(55)
+
+
+async def _main() -> int:
+    loop, fanout = asyncio.get_running_loop(), Fanout()
+
+    async def messages(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        while True:
+            turn = loop.create_future()
+            fanout.add(turn)
+            await turn
+            yield MESSAGE
+
+    service, method = GENERATE.strip("/").split("/")
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    # Any: the type stubs know only blocking handlers.
+    handler: Any = grpc.unary_stream_rpc_method_handler
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler(messages)}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    print(port, flush=True)
+    await loop.run_in_executor(None, sys.stdin.read)
+    await server.stop(None)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_async(_main))
