@@ -14,6 +14,7 @@ from pagekv.kvmanager.engine import (
     PinResult,
     PrefixExplanation,
     PrefixMatch,
+    RequestView,
     SequenceView,
     Stats,
 )
@@ -117,6 +118,10 @@ class FakeEngine:
         if request_id not in self.live:
             return None
         return [SequenceView(0, "running", 9, 8, [7, 3, 1], [b"\x01" * 32, b"\x02" * 32])]
+
+    def list_requests(self, limit: int) -> tuple[list[RequestView], int]:
+        views = [RequestView(name, "running", -1, 1, 9, 4, 8, 2, 20, 3, 1) for name in self.live]
+        return views[:limit], len(views)
 
     def list_blocks(self, start: int, limit: int, state: str | None) -> tuple[list[BlockView], int | None]:
         kinds = [("free", 0, b"", 0), ("cached", 0, b"\xcc", 0), ("active", 2, b"\xaa", 1), ("pinned", 1, b"\xee", 1)]

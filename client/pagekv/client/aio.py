@@ -29,6 +29,7 @@ from pagekv.client.types import (
     PrefixExplanation,
     PrefixLookup,
     Prompt,
+    RequestList,
     SequenceBlocks,
     Stats,
 )
@@ -135,6 +136,10 @@ class AsyncPageKVClient:
         """Ends a pin; tokens no longer pinned by it, 0 when it was unknown or had expired."""
         request = cache_pb.UnpinPrefixRequest(pin_id=pin_id)
         return (await self._call(self._cache.UnpinPrefix, request)).unpinned_tokens
+
+    async def list_requests(self, limit: int = 100) -> RequestList:
+        """Up to `limit` (1 to 10000) live requests, those that run first."""
+        return wire.request_list(await self._call(self._cache.ListRequests, wire.list_requests_request(limit)))
 
     async def block_table(self, request_id: str) -> list[SequenceBlocks]:
         """The block tables of a live request, one per sequence. Raises NotFound."""

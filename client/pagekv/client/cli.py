@@ -9,7 +9,7 @@ from collections.abc import Sequence
 # gRPC's core library writes warnings of its own to standard error; what matters of them comes as an exception too.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
-from pagekv.client.commands import bench, chat, demo, generate, inspect, plan, prefix, replay, up
+from pagekv.client.commands import bench, chat, demo, generate, inspect, plan, prefix, replay, top, up
 from pagekv.client.commands.parser import CommandParser, UsageError
 from pagekv.client.errors import PageKVError
 from pagekv.client.processes import StackError
@@ -21,6 +21,7 @@ EXAMPLES = """\
   pagekv generate "In the beginning"       text from a prompt, as it arrives
   pagekv chat                              a conversation
   pagekv stats --watch                     the KV pool, the prefix cache and the load
+  pagekv top                               requests, blocks and rates, refreshing in place
   pagekv explain "In the beginning"        why a prompt hits the prefix cache or misses
   pagekv bench --concurrency 8             measure a running stack
   pagekv plan demo --memory 1GiB           what fits, before anything runs
@@ -40,7 +41,7 @@ def make_parser() -> CommandParser:
         required=True,
         parser_class=CommandParser,
     )
-    for module in (demo, up, generate, chat, inspect, prefix, bench, plan, replay):
+    for module in (demo, up, generate, chat, inspect, top, prefix, bench, plan, replay):
         module.add(commands)
     return parser
 

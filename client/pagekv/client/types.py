@@ -248,6 +248,32 @@ class PrefixLookup:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestInfo:
+    """A live request; fields as in the contract."""
+
+    request_id: str
+    # "running" or "waiting".
+    state: str
+    priority: int
+    num_sequences: int
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    generated_tokens: int
+    max_total_tokens: int
+    num_blocks: int
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestList:
+    """Live requests, those that run first; `total`: how many there are."""
+
+    requests: list[RequestInfo]
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceBlocks:
     """The block table of one sequence of a live request: logical block i is physical block `block_ids[i]`."""
 

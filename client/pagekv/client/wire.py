@@ -31,6 +31,8 @@ from pagekv.client.types import (
     PrefixExplanation,
     PrefixLookup,
     Prompt,
+    RequestInfo,
+    RequestList,
     SequenceBlocks,
     Stats,
     TableCleared,
@@ -42,7 +44,7 @@ from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
 
-Flat = TypeVar("Flat", ModelInfo, Stats, PrefixLookup, SequenceBlocks, Pin, CacheReset)
+Flat = TypeVar("Flat", ModelInfo, Stats, PrefixLookup, RequestInfo, SequenceBlocks, Pin, CacheReset)
 WithInput = TypeVar(
     "WithInput",
     pb.GenerateRequest,
@@ -193,6 +195,18 @@ def detokenize_request(token_ids: Sequence[int]) -> pb.DetokenizeRequest:
     request = pb.DetokenizeRequest()
     _assign("token_ids", token_ids, lambda: request.token_ids.extend(token_ids))
     return request
+
+
+def list_requests_request(limit: int) -> cache_pb.ListRequestsRequest:
+    """Raises InvalidRequest for a negative number."""
+    request = cache_pb.ListRequestsRequest()
+    _assign("limit", limit, lambda: setattr(request, "limit", limit))
+    return request
+
+
+def request_list(response: cache_pb.ListRequestsResponse) -> RequestList:
+    """Protobuf to plain values."""
+    return RequestList([flat(RequestInfo, request) for request in response.requests], response.total)
 
 
 def list_blocks_request(start: int, limit: int, state: BlockState | None) -> cache_pb.ListBlocksRequest:

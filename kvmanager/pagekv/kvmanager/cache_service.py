@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pagekv.kvmanager.prompt_input import PromptRequest
 
 DEFAULT_BLOCKS = 100
+DEFAULT_REQUESTS = 100
 DEFAULT_EXPLANATIONS = 1000
 MAX_LIMIT = 10_000
 # Events in one message: with token ids in blocks of 256 less than 2 MB, and a few milliseconds to write.
@@ -72,6 +73,11 @@ class CacheService(pb_grpc.CacheServiceServicer):
             prompt_tokens=len(prompt),
             cached_tokens=found.cached_tokens,
         )
+
+    async def ListRequests(self, request: pb.ListRequestsRequest, context: Any) -> pb.ListRequestsResponse:
+        _check_limit(request.limit)
+        views, total = self._engine.list_requests(request.limit or DEFAULT_REQUESTS)
+        return pb.ListRequestsResponse(requests=[pb.RequestInfo(**asdict(view)) for view in views], total=total)
 
     async def GetBlockTable(self, request: pb.GetBlockTableRequest, context: Any) -> pb.GetBlockTableResponse:
         check_request_id("request_id", request.request_id)

@@ -105,6 +105,23 @@ class SequenceView:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestView:
+    """A live request as ListRequests shows it; fields as in RequestInfo."""
+
+    request_id: str
+    state: str
+    priority: int
+    num_sequences: int
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    generated_tokens: int
+    max_total_tokens: int
+    num_blocks: int
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
 class BlockView:
     """A block as ListBlocks shows it; hashes are empty unless it is in the prefix table."""
 
@@ -211,6 +228,10 @@ class Engine(Protocol):
 
     def block_tables(self, request_id: str) -> list[SequenceView] | None:
         """None when there is no such request."""
+        ...
+
+    def list_requests(self, limit: int) -> tuple[list[RequestView], int]:
+        """Up to `limit` live requests, those that run first, by arrival; and how many there are."""
         ...
 
     def list_blocks(self, start: int, limit: int, state: str | None) -> tuple[list[BlockView], int | None]:

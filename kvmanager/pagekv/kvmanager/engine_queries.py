@@ -13,12 +13,13 @@ from pagekv.kvmanager.engine import (
     PinResult,
     PrefixExplanation,
     PrefixMatch,
+    RequestView,
     SequenceView,
     Stats,
 )
 from pagekv.kvmanager.engine_config import EngineConfig
 from pagekv.kvmanager.engine_view import EngineView
-from pagekv.kvmanager.introspection import EngineTotals, block_views, collect_stats, sequence_views
+from pagekv.kvmanager.introspection import EngineTotals, block_views, collect_stats, request_views, sequence_views
 from pagekv.kvmanager.live_requests import LiveRequests
 from pagekv.kvmanager.request import CacheIdentity
 from pagekv.kvmanager.scheduler import Scheduler
@@ -84,6 +85,14 @@ class EngineQueries:
             self._scheduler.sync()
         request = self._live.get(request_id)
         return None if request is None else sequence_views(request, self._config.block_size)
+
+    def list_requests(self, limit: int) -> tuple[list[RequestView], int]:
+        """Up to `limit` live requests, those that run first; and how many there are. Raises Unavailable when never
+        attached.
+        """
+        self._serving().sync()
+        live = self._live.all()
+        return request_views(live, limit), len(live)
 
     def list_blocks(self, start: int, limit: int, state: str | None) -> tuple[list[BlockView], int | None]:
         """Blocks by ascending id from `start`, and the id to go on from. Raises Unavailable when never attached."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from pagekv.kvmanager.cache_admin import CacheAdmin
-from pagekv.kvmanager.engine import BlockView, SequenceView, Stats
+from pagekv.kvmanager.engine import BlockView, RequestView, SequenceView, Stats
 from pagekv.kvmanager.scheduler import Scheduler
 from pagekv.kvmanager.sequence import LiveRequest, SequenceState
 from pagekv.kvmanager.step_plan import StepOutcome
@@ -114,6 +115,34 @@ def sequence_views(request: LiveRequest, block_size: int) -> list[SequenceView]:
         for sequence in request.sequences
         if sequence.state is not SequenceState.FINISHED
     ]
+
+
+def request_views(requests: Sequence[LiveRequest], limit: int) -> list[RequestView]:
+    """Up to `limit` of these requests, those that run first."""
+    running = [request for request in requests if any(sequence.block_table for sequence in request.sequences)]
+    views = [_request_view(request, "running") for request in running[:limit]]
+    if len(views) < limit:
+        known = {id(request) for request in running}
+        waiting = [request for request in requests if id(request) not in known]
+        views += [_request_view(request, "waiting") for request in waiting[: limit - len(views)]]
+    return views
+
+
+def _request_view(request: LiveRequest, state: str) -> RequestView:
+    sequences, first = request.sequences, request.sequences[0]
+    return RequestView(
+        request_id=request.command.request_id,
+        state=state,
+        priority=request.command.priority,
+        num_sequences=len(sequences),
+        prompt_tokens=first.num_prompt,
+        cached_tokens=first.cached_tokens or 0,
+        computed_tokens=first.num_computed,
+        generated_tokens=sum(sequence.num_output for sequence in sequences),
+        max_total_tokens=first.max_total,
+        num_blocks=sum(len(sequence.block_table) for sequence in sequences),
+        preemptions=sum(sequence.preemptions for sequence in sequences),
+    )
 
 
 def block_views(cache: CacheAdmin, start: int, limit: int, state: str | None) -> tuple[list[BlockView], int | None]:

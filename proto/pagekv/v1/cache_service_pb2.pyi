@@ -555,6 +555,106 @@ class BlockExplanation(google.protobuf.message.Message):
 global___BlockExplanation = BlockExplanation
 
 @typing.final
+class ListRequestsRequest(google.protobuf.message.Message):
+    """How many requests."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LIMIT_FIELD_NUMBER: builtins.int
+    limit: builtins.int
+    """How many at most, up to 10000. 0: 100."""
+    def __init__(
+        self,
+        *,
+        limit: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["limit", b"limit"]) -> None: ...
+
+global___ListRequestsRequest = ListRequestsRequest
+
+@typing.final
+class ListRequestsResponse(google.protobuf.message.Message):
+    """The requests."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: builtins.int
+    TOTAL_FIELD_NUMBER: builtins.int
+    total: builtins.int
+    """How many there are in all."""
+    @property
+    def requests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RequestInfo]:
+        """Up to `limit` of them."""
+
+    def __init__(
+        self,
+        *,
+        requests: collections.abc.Iterable[global___RequestInfo] | None = ...,
+        total: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["requests", b"requests", "total", b"total"]) -> None: ...
+
+global___ListRequestsResponse = ListRequestsResponse
+
+@typing.final
+class RequestInfo(google.protobuf.message.Message):
+    """A live request. Counts of tokens and blocks are sums over its sequences, except where they say otherwise."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    NUM_SEQUENCES_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    COMPUTED_TOKENS_FIELD_NUMBER: builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: builtins.int
+    MAX_TOTAL_TOKENS_FIELD_NUMBER: builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: builtins.int
+    PREEMPTIONS_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    """Its id."""
+    state: builtins.str
+    """"running" (a sequence of it holds blocks) or "waiting"."""
+    priority: builtins.int
+    """Its priority; less is sooner."""
+    num_sequences: builtins.int
+    """How many sequences it has; of a beam search the live beams."""
+    prompt_tokens: builtins.int
+    """Tokens of its prompt."""
+    cached_tokens: builtins.int
+    """Of these, how many its first sequence found in the cache when it was admitted first."""
+    computed_tokens: builtins.int
+    """Positions of the first sequence whose keys and values are written by steps sent so far."""
+    generated_tokens: builtins.int
+    """Tokens generated so far."""
+    max_total_tokens: builtins.int
+    """Prompt and output of one sequence at most."""
+    num_blocks: builtins.int
+    """Entries of its block tables; a block that several of its sequences share counts for each."""
+    preemptions: builtins.int
+    """How often its sequences were preempted."""
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        state: builtins.str = ...,
+        priority: builtins.int = ...,
+        num_sequences: builtins.int = ...,
+        prompt_tokens: builtins.int = ...,
+        cached_tokens: builtins.int = ...,
+        computed_tokens: builtins.int = ...,
+        generated_tokens: builtins.int = ...,
+        max_total_tokens: builtins.int = ...,
+        num_blocks: builtins.int = ...,
+        preemptions: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "generated_tokens", b"generated_tokens", "max_total_tokens", b"max_total_tokens", "num_blocks", b"num_blocks", "num_sequences", b"num_sequences", "preemptions", b"preemptions", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "state", b"state"]) -> None: ...
+
+global___RequestInfo = RequestInfo
+
+@typing.final
 class GetBlockTableRequest(google.protobuf.message.Message):
     """Which request."""
 

@@ -51,6 +51,11 @@ class CacheServiceStub(object):
                 request_serializer=pagekv_dot_v1_dot_cache__service__pb2.ExplainPrefixRequest.SerializeToString,
                 response_deserializer=pagekv_dot_v1_dot_cache__service__pb2.ExplainPrefixResponse.FromString,
                 _registered_method=True)
+        self.ListRequests = channel.unary_unary(
+                '/pagekv.v1.CacheService/ListRequests',
+                request_serializer=pagekv_dot_v1_dot_cache__service__pb2.ListRequestsRequest.SerializeToString,
+                response_deserializer=pagekv_dot_v1_dot_cache__service__pb2.ListRequestsResponse.FromString,
+                _registered_method=True)
         self.GetBlockTable = channel.unary_unary(
                 '/pagekv.v1.CacheService/GetBlockTable',
                 request_serializer=pagekv_dot_v1_dot_cache__service__pb2.GetBlockTableRequest.SerializeToString,
@@ -105,6 +110,13 @@ class CacheServiceServicer(object):
     def ExplainPrefix(self, request, context):
         """Block by block, whether a prompt would hit and if not, why not. Touches nothing either. Other namespaces are never
         looked into, so that nobody can find out from here what they hold.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRequests(self, request, context):
+        """The live requests, those that run before those that wait, each in order of arrival.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -177,6 +189,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.ExplainPrefix,
                     request_deserializer=pagekv_dot_v1_dot_cache__service__pb2.ExplainPrefixRequest.FromString,
                     response_serializer=pagekv_dot_v1_dot_cache__service__pb2.ExplainPrefixResponse.SerializeToString,
+            ),
+            'ListRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRequests,
+                    request_deserializer=pagekv_dot_v1_dot_cache__service__pb2.ListRequestsRequest.FromString,
+                    response_serializer=pagekv_dot_v1_dot_cache__service__pb2.ListRequestsResponse.SerializeToString,
             ),
             'GetBlockTable': grpc.unary_unary_rpc_method_handler(
                     servicer.GetBlockTable,
@@ -292,6 +309,33 @@ class CacheService(object):
             '/pagekv.v1.CacheService/ExplainPrefix',
             pagekv_dot_v1_dot_cache__service__pb2.ExplainPrefixRequest.SerializeToString,
             pagekv_dot_v1_dot_cache__service__pb2.ExplainPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagekv.v1.CacheService/ListRequests',
+            pagekv_dot_v1_dot_cache__service__pb2.ListRequestsRequest.SerializeToString,
+            pagekv_dot_v1_dot_cache__service__pb2.ListRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,6 +43,12 @@ class CacheServiceStub:
     looked into, so that nobody can find out from here what they hold.
     """
 
+    ListRequests: grpc.UnaryUnaryMultiCallable[
+        pagekv.v1.cache_service_pb2.ListRequestsRequest,
+        pagekv.v1.cache_service_pb2.ListRequestsResponse,
+    ]
+    """The live requests, those that run before those that wait, each in order of arrival."""
+
     GetBlockTable: grpc.UnaryUnaryMultiCallable[
         pagekv.v1.cache_service_pb2.GetBlockTableRequest,
         pagekv.v1.cache_service_pb2.GetBlockTableResponse,
@@ -114,6 +120,12 @@ class CacheServiceAsyncStub:
     """Block by block, whether a prompt would hit and if not, why not. Touches nothing either. Other namespaces are never
     looked into, so that nobody can find out from here what they hold.
     """
+
+    ListRequests: grpc.aio.UnaryUnaryMultiCallable[
+        pagekv.v1.cache_service_pb2.ListRequestsRequest,
+        pagekv.v1.cache_service_pb2.ListRequestsResponse,
+    ]
+    """The live requests, those that run before those that wait, each in order of arrival."""
 
     GetBlockTable: grpc.aio.UnaryUnaryMultiCallable[
         pagekv.v1.cache_service_pb2.GetBlockTableRequest,
@@ -192,6 +204,14 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
         """Block by block, whether a prompt would hit and if not, why not. Touches nothing either. Other namespaces are never
         looked into, so that nobody can find out from here what they hold.
         """
+
+    @abc.abstractmethod
+    def ListRequests(
+        self,
+        request: pagekv.v1.cache_service_pb2.ListRequestsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[pagekv.v1.cache_service_pb2.ListRequestsResponse, collections.abc.Awaitable[pagekv.v1.cache_service_pb2.ListRequestsResponse]]:
+        """The live requests, those that run before those that wait, each in order of arrival."""
 
     @abc.abstractmethod
     def GetBlockTable(

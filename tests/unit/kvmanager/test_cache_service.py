@@ -59,6 +59,23 @@ def test_block_table_of_a_live_request() -> None:
     run(body)
 
 
+def test_live_requests_up_to_a_limit() -> None:
+    async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
+        assert await stub.ListRequests(pb.ListRequestsRequest()) == pb.ListRequestsResponse()
+        for name in "ab":
+            engine.submit(GenerateCommand(name, [5], SamplingParams()))
+        answer = await stub.ListRequests(pb.ListRequestsRequest(limit=1))
+        assert (len(answer.requests), answer.total) == (1, 2)
+        assert answer.requests[0] == pb.RequestInfo(
+            request_id="a", state="running", priority=-1, num_sequences=1, prompt_tokens=9, cached_tokens=4,
+            computed_tokens=8, generated_tokens=2, max_total_tokens=20, num_blocks=3, preemptions=1,
+        )  # fmt: skip
+        with pytest.raises(grpc.aio.AioRpcError, match="limit: must be from 0 to 10000"):
+            await stub.ListRequests(pb.ListRequestsRequest(limit=10_001))
+
+    run(body)
+
+
 def test_list_blocks_in_pieces_and_by_state() -> None:
     async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
         answer = await stub.ListBlocks(pb.ListBlocksRequest(limit=4))

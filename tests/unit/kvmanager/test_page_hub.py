@@ -53,7 +53,7 @@ class Look:
         return (
             bytes(reader.device) == device_bytes(pool, view.cache.pins.holders).tobytes()
             and bytes(reader.host) == host_bytes(host).tobytes()
-            and reader.requests == request_rows(view)
+            and reader.requests == request_rows(self.engine)
         )
 
 
@@ -190,7 +190,7 @@ def test_a_look_that_fails_costs_no_engine(monkeypatch: pytest.MonkeyPatch) -> N
     async def body(engine: EngineLoop, bench: Bench) -> None:
         monkeypatch.setattr(hub_module, "LOOK_S", 0.001)
         hub = PageHub(engine)
-        monkeypatch.setattr(frame, "request_rows", lambda view: 1 / 0)
+        monkeypatch.setattr(frame, "request_rows", lambda engine: 1 / 0)
         viewer = hub.enter()
         await asyncio.sleep(0.01)
         monkeypatch.undo()

@@ -146,7 +146,7 @@ def test_a_live_request_tells_its_block_table_in_order(monkeypatch: pytest.Monke
         stream = site.engine.submit(command("live", PROMPT, 140))
         await until(lambda: site.engine.stats().running_sequences == 1)
         _, listed = await site.get("/api/requests")
-        assert listed["requests"]["live"]["prompt"] == len(PROMPT)
+        assert listed["requests"]["live"]["prompt_tokens"] == len(PROMPT)
         status, answer = await site.get("/api/request/live")
         if status == 200:  # it runs on meanwhile
             (sequence,) = answer["sequences"]

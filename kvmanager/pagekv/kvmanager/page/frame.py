@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pagekv.kvmanager.engine import ModelInfo, Stats
-from pagekv.kvmanager.engine_view import EngineView
+from pagekv.kvmanager.engine import Engine, ModelInfo, Stats
 from pagekv.kvmanager.page.states import HOST_STATES, STATES, Bytes, change, counts, whole
-from pagekv.kvmanager.sequence import LiveRequest, SequenceState
 
-# Requests that are listed; running ones before those that wait.
+# Requests that are listed.
 MAX_REQUESTS = 200
 
 Row = dict[str, Any]
@@ -45,34 +43,10 @@ def totals(stats: Stats) -> dict[str, Any]:
     return {name: every[name] for name in _TOTALS}
 
 
-def request_rows(view: EngineView) -> dict[str, Row]:
-    """By request id, in order of arrival; those that run first if there are too many."""
-    view.scheduler.sync()
-    live = view.live.all()
-    if len(live) > MAX_REQUESTS:
-        live.sort(key=lambda request: _state(request) != "running")
-    return {request.command.request_id: _row(request) for request in live[:MAX_REQUESTS]}
-
-
-def _state(request: LiveRequest) -> str:
-    states = {sequence.state for sequence in request.sequences}
-    return "running" if states & {SequenceState.RUNNING, SequenceState.DRAINING} else "waiting"
-
-
-def _row(request: LiveRequest) -> Row:
-    first = request.sequences[0]
-    return {
-        "state": _state(request),
-        "sequences": len(request.sequences),
-        "prompt": first.num_prompt,
-        "cached": first.cached_tokens or 0,
-        "generated": sum(sequence.num_output for sequence in request.sequences),
-        "computed": first.num_computed,
-        "limit": first.max_total,
-        "blocks": sum(len(sequence.block_table) for sequence in request.sequences),
-        "preemptions": sum(sequence.preemptions for sequence in request.sequences),
-        "priority": request.command.priority,
-    }
+def request_rows(engine: Engine) -> dict[str, Row]:
+    """By request id; those that run first."""
+    views, _ = engine.list_requests(MAX_REQUESTS)
+    return {view.request_id: asdict(view) for view in views}
 
 
 def snapshot(frame: Frame, model: ModelInfo) -> dict[str, Any]:

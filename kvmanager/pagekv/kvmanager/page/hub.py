@@ -155,7 +155,7 @@ class PageHub:
             for kind, about in self._table.look(view.epoch, view.scheduler.pool):
                 self.happenings.note(kind, **about)
             self._rates.add(now, stats)
-            requests, totals = frames.request_rows(view), frames.totals(stats)
+            requests, totals = frames.request_rows(self._engine), frames.totals(stats)
         else:
             requests, totals = old.requests, old.totals
             if (

@@ -63,27 +63,27 @@ export class Requests {
   fill({ button, what, bar }, id, row) {
     button.setAttribute("aria-pressed", id === this.chosen);
     const preempted = row.preemptions ? `, preempted ${row.preemptions}×` : "";
-    const parts = [plural(row.blocks, "block"), `${compact(row.generated)} out`];
+    const parts = [plural(row.num_blocks, "block"), `${compact(row.generated_tokens)} out`];
     what.textContent = row.state === "running" ? parts.join(" · ") : `waiting${preempted}`;
     button.title =
-      `${row.state}: ${plural(row.prompt, "prompt token")}, ${row.cached} of them cached, ${row.generated} generated, ` +
-      `${plural(row.blocks, "block")}${row.sequences > 1 ? ` of ${row.sequences} sequences` : ""}${preempted}`;
+      `${row.state}: ${plural(row.prompt_tokens, "prompt token")}, ${row.cached_tokens} of them cached, ${row.generated_tokens} generated, ` +
+      `${plural(row.num_blocks, "block")}${row.num_sequences > 1 ? ` of ${row.num_sequences} sequences` : ""}${preempted}`;
     this.progress(bar, row);
   }
 
   // Of all tokens it may come to have: what was cached, what is computed of the prompt, what is generated.
   progress(bar, row) {
     const context = bar.getContext("2d");
-    const scale = bar.width / Math.max(row.limit, 1);
-    const prompt = Math.min(row.computed, row.prompt);
+    const scale = bar.width / Math.max(row.max_total_tokens, 1);
+    const prompt = Math.min(row.computed_tokens, row.prompt_tokens);
     context.clearRect(0, 0, bar.width, bar.height);
     const part = (name, from, to) => {
       context.fillStyle = color(name);
       context.fillRect(from * scale, 0, Math.max(0, (to - from) * scale), bar.height);
     };
-    part("free", 0, row.limit);
-    part("cached", 0, Math.min(row.cached, prompt));
-    part("active", Math.min(row.cached, prompt), prompt);
-    part("good", row.prompt, row.prompt + row.generated / row.sequences);
+    part("free", 0, row.max_total_tokens);
+    part("cached", 0, Math.min(row.cached_tokens, prompt));
+    part("active", Math.min(row.cached_tokens, prompt), prompt);
+    part("good", row.prompt_tokens, row.prompt_tokens + row.generated_tokens / row.num_sequences);
   }
 }

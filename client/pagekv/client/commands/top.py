@@ -1,0 +1,99 @@
+"""`pagekv top`: requests, blocks and rates of a running stack, again and again in place."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from pagekv.client.client import PageKVClient
+from pagekv.client.commands.parser import Subparsers, UsageError, add_command, add_target, connect
+from pagekv.client.errors import PageKVError
+from pagekv.client.terminal import Terminal
+from pagekv.client.types import ModelInfo
+from pagekv.common.flags import number
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from pagekv.client.top_view import Frame
+
+# Requests that are asked for: more than fit on most screens.
+REQUESTS = 200
+EXAMPLES = """\
+  pagekv top
+  pagekv top --target gpu-7:50051 --every 0.5
+  pagekv top --once
+"""
+
+
+def add(commands: Subparsers) -> None:
+    """Adds the subcommand."""
+    parser = add_command(
+        commands, "top", "watch requests, blocks and rates in the terminal, until Ctrl-C", run, examples=EXAMPLES
+    )
+    add_target(parser)
+    parser.add_argument("--every", type=number(0.1, 3600), default=1.0, metavar="S", help="seconds between frames [1]")
+    parser.add_argument("--once", action="store_true", help="one frame, as where the output is no terminal")
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    """Frames until Ctrl-C, which is the way to end it: exit status 0."""
+    try:
+        from rich.console import Console
+    except ImportError as error:
+        raise UsageError("pagekv top needs rich: pip install 'pagekv[top]'") from error
+    with connect(args) as client:
+        if args.json:
+            terminal.json({"stats": asdict(client.stats()), "requests": asdict(client.list_requests(REQUESTS))})
+            return 0
+        console = Console(file=terminal.out)
+        watcher = _Watcher(client, args.target)
+        try:
+            if args.once or not console.is_terminal:
+                console.print(watcher.frame(fail=True))
+            else:
+                _watch(watcher, console, args.every)
+        except KeyboardInterrupt:
+            pass
+    return 0
+
+
+def _watch(watcher: _Watcher, console: Console, every_s: float) -> None:
+    from rich.live import Live
+
+    # A first look that fails is an error like any other command's, and leaves the screen alone.
+    first = watcher.frame(fail=True)
+    with Live(first, console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.refresh()
+            time.sleep(every_s)
+            live.update(watcher.frame())
+
+
+class _Watcher:
+    """Asks, and remembers what the rates need."""
+
+    def __init__(self, client: PageKVClient, target: str) -> None:
+        from pagekv.client.top_view import Look, Rates
+
+        self._client, self._target = client, target
+        self._rates = Rates()
+        self._look: Look | None = None
+        self._info: ModelInfo | None = None
+
+    def frame(self, *, fail: bool = False) -> Frame:
+        """How things are. A manager that does not answer is said to be so, or raised with `fail`."""
+        from pagekv.client.top_view import Frame, Look
+
+        problem = ""
+        try:
+            self._info = self._client.model_info()
+            self._look = Look(time.monotonic(), self._client.stats(), self._client.list_requests(REQUESTS))
+            self._rates.add(self._look)
+        except PageKVError as error:
+            if fail:
+                raise
+            problem = f"trying again: {error}"
+        return Frame(self._target, self._info, self._look, self._rates, problem)

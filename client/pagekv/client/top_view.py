@@ -1,0 +1,196 @@
+"""One frame of `pagekv top`, drawn with rich: rates, blocks, requests. Nothing in here asks the manager."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from pagekv.client.terminal import milliseconds
+from pagekv.client.types import ModelInfo, RequestInfo, RequestList, Stats
+
+# Values that a spark line shows.
+SPARKS = 24
+_LEVELS = "▁▂▃▄▅▆▇█"
+# Lines of a frame besides the requests: title, rates, blocks and what stands between them.
+_OTHER_LINES = 13
+_ENDLESS = 10_000
+# From these widths on there is room for spark lines, and for sums beside them.
+_NARROW, _WIDE = 56, 80
+# As on the live page: what each state looks like. They differ in lightness, too.
+_FREE, _CACHED, _HELD = "grey35", "steel_blue", "sky_blue2"
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the manager said at `at`, seconds of a clock that never goes back."""
+
+    at: float
+    stats: Stats
+    requests: RequestList
+
+
+class Rates:
+    """Between two looks; None where nothing happened that could have one."""
+
+    def __init__(self) -> None:
+        self.hit_rate: deque[float | None] = deque(maxlen=SPARKS)
+        self.usage: deque[float | None] = deque(maxlen=SPARKS)
+        self.step_s: deque[float | None] = deque(maxlen=SPARKS)
+        self.tokens_per_s: deque[float | None] = deque(maxlen=SPARKS)
+        self._before: Look | None = None
+
+    def add(self, look: Look) -> None:
+        """The next look. Counters that went back are those of another manager."""
+        now, before = look.stats, self._before
+        self._before = look
+        self.usage.append(now.kv_usage)
+        if before is None or now.steps_total < before.stats.steps_total:
+            # All there has been so far.
+            self.hit_rate.append(now.prefix_hit_rate if now.prompt_tokens_total else None)
+            self.step_s.append(_share(now.executor_busy_us_total / 1e6, now.steps_total))
+            self.tokens_per_s.append(None)
+            return
+        was = before.stats
+        prompt = now.prompt_tokens_total - was.prompt_tokens_total
+        self.hit_rate.append(_share(now.cached_tokens_total - was.cached_tokens_total, prompt))
+        busy_s = (now.executor_busy_us_total - was.executor_busy_us_total) / 1e6
+        self.step_s.append(_share(busy_s, now.steps_total - was.steps_total))
+        generated = now.generated_tokens_total - was.generated_tokens_total
+        self.tokens_per_s.append(_share(generated, look.at - before.at))
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def spark(values: deque[float | None], top: float | None = None) -> str:
+    """A line of bars, `top` (the highest value if None) being the tallest; a space where there is no value."""
+    highest = top if top is not None else max((value for value in values if value is not None), default=0.0)
+    if highest <= 0:
+        return "".join(" " if value is None else _LEVELS[0] for value in values)
+    last = len(_LEVELS) - 1
+    return "".join(" " if value is None else _LEVELS[min(last, int(value / highest * last + 0.5))] for value in values)
+
+
+class Frame:
+    """Renders to the width and height of the console it is printed on."""
+
+    def __init__(self, target: str, info: ModelInfo | None, look: Look | None, rates: Rates, problem: str = "") -> None:
+        self._target, self._info, self._look, self._rates, self._problem = target, info, look, rates, problem
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self._title()
+        if self._look is None:
+            return
+        stats, width = self._look.stats, options.max_width
+        yield Text()
+        yield self._rate_table(width)
+        yield Text()
+        yield from _pool_lines(stats, width)
+        yield Text()
+        height = options.height or (console.height if console.is_terminal else _ENDLESS)
+        yield from self._requests(max(1, height - _OTHER_LINES - (2 if stats.num_host_blocks else 0)))
+
+    def _title(self) -> Text:
+        title = Text.assemble(("PageKV", "bold"), f"  {self._target}", no_wrap=True, overflow="ellipsis")
+        if self._info is not None:
+            title.append(f"  {self._info.model_id or 'no model'} on {self._info.backend}", "dim")
+        if self._problem:
+            title.append(f"  {self._problem}", "bold red")
+        elif self._look is not None and not self._look.stats.executor_attached:
+            title.append("  no executor", "bold red")
+        return title
+
+    def _rate_table(self, width: int) -> Table:
+        rates, look = self._rates, self._look
+        assert look is not None
+        stats = look.stats
+        table = Table.grid(padding=(0, 2))
+        rows = [
+            ("prefix hit rate", rates.hit_rate, 1.0, _percent, f"{stats.prefix_hit_rate:.0%} in all"),
+            ("blocks in use", rates.usage, 1.0, _percent, f"{stats.utilization:.0%} of their slots filled"),
+            ("step time", rates.step_s, None, milliseconds, f"{stats.steps_total} steps"),
+            ("tokens/s", rates.tokens_per_s, None, _whole, f"{stats.generated_tokens_total} generated"),
+        ]
+        for name, values, top, format_value, beside in rows:
+            latest = next((value for value in reversed(values) if value is not None), None)
+            cells = [Text(name, "dim"), Text(format_value(latest), "bold", justify="right")]
+            cells += [Text(spark(values, top).rjust(SPARKS), _HELD)] if width >= _NARROW else []
+            cells += [Text(beside, "dim")] if width >= _WIDE else []
+            table.add_row(*cells)
+        return table
+
+    def _requests(self, room: int) -> RenderResult:
+        look = self._look
+        assert look is not None
+        stats, listed = look.stats, look.requests
+        yield Text.assemble(
+            ("Requests", "bold"),
+            (f"  {stats.running_sequences} sequences run, {stats.waiting_sequences} wait; "
+             f"{stats.requests_total} requests so far, {stats.preemptions_total} preemptions", "dim"),
+            no_wrap=True, overflow="ellipsis",
+        )  # fmt: skip
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=False)
+        table.add_column("id", no_wrap=True, overflow="ellipsis", max_width=32)
+        table.add_column("state")
+        for name in ("prompt", "cached", "output", "blocks", "preempted"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for request in listed.requests[:room]:
+            table.add_row(*_row(request), style="" if request.state == "running" else "dim")
+        if listed.requests:
+            yield table
+        if listed.total > room:
+            yield Text(f"and {listed.total - min(room, len(listed.requests))} more", "dim")
+
+
+def _row(request: RequestInfo) -> list[str]:
+    return [
+        request.request_id, request.state, str(request.prompt_tokens), str(request.cached_tokens),
+        str(request.generated_tokens), str(request.num_blocks), str(request.preemptions or ""),
+    ]  # fmt: skip
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def _whole(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
+
+
+def _pool_lines(stats: Stats, width: int) -> RenderResult:
+    free = stats.free_blocks - stats.cached_free_blocks
+    parts = [
+        ("in use", stats.active_blocks, _HELD),
+        ("cached", stats.cached_free_blocks, _CACHED),
+        ("free", free, _FREE),
+    ]
+    pinned = f"{stats.pinned_blocks} of these pinned; " if stats.pinned_blocks else ""
+    evicted = f"{pinned}{stats.evicted_blocks_total} evicted so far"
+    yield from _pool("Device blocks", stats.num_blocks, parts, evicted, width)
+    if stats.num_host_blocks:
+        # What is held may be cached as well.
+        cached = min(stats.host_cached_blocks, stats.num_host_blocks - stats.host_held_blocks)
+        rest = stats.num_host_blocks - stats.host_held_blocks - cached
+        parts = [("held", stats.host_held_blocks, _HELD), ("cached", cached, _CACHED), ("free", rest, _FREE)]
+        moved = f"{stats.swapped_out_blocks_total} swapped out, {stats.swapped_in_blocks_total} in"
+        yield from _pool("Host blocks", stats.num_host_blocks, parts, moved, width)
+
+
+def _pool(name: str, total: int, parts: list[tuple[str, int, str]], beside: str, width: int) -> RenderResult:
+    """A line of numbers, and a bar."""
+    line = Text.assemble((name, "bold"), f"  {total}: ", no_wrap=True, overflow="ellipsis")
+    for word, number, style in parts:
+        line.append("■ ", style).append(f"{number} {word}  ")
+    yield line.append(beside, "dim")
+    bar, drawn, so_far = Text(no_wrap=True), 0, 0
+    for _, number, style in parts:
+        so_far += number
+        upto = round(width * so_far / max(total, 1))
+        bar.append("█" * (upto - drawn), style)
+        drawn = upto
+    yield bar
