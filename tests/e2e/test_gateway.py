@@ -152,6 +152,17 @@ def test_structured_output_is_refused_and_not_ignored(api: openai.OpenAI) -> Non
         )
 
 
+def test_what_the_gateway_itself_leaves_out(api: openai.OpenAI) -> None:
+    """The README's list of it. Should a later gateway pass one of these on, the list has to lose it."""
+    request: Any = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+    plain = api.completions.create(**request)
+    biased = api.completions.create(**request, logit_bias={"5": 100})
+    assert biased.choices[0].text == plain.choices[0].text
+    assert api.completions.create(**request, logprobs=2).choices[0].logprobs is None
+    with pytest.raises(openai.BadRequestError, match="StringOrArray"):
+        api.completions.create(model=MODEL, prompt=[5, 6, 7], max_tokens=4)
+
+
 def test_another_model_is_a_404(api: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="nope"):
         api.completions.create(model="nope", prompt=PROMPT, max_tokens=4)

