@@ -81,7 +81,7 @@ def test_a_frame_has_rates_blocks_and_requests() -> None:
     assert next(line for line in lines if "request-1" in line).split() == ["request-1", "running", "64", "48", "1", "5"]
 
 
-@pytest.mark.parametrize(("width", "height"), [(100, 24), (60, 18), (40, 14)])
+@pytest.mark.parametrize(("width", "height"), [(100, 24), (60, 18), (40, 16)])
 def test_a_frame_fits_its_screen(width: int, height: int) -> None:
     rates = Rates()
     now = look(0.0)
