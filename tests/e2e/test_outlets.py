@@ -39,6 +39,18 @@ async def load(stack: Stack, requests: int) -> None:
         assert [len(result.tokens) for result in results] == [20] * requests
 
 
+async def replayed(dealer: zmq.asyncio.Socket) -> EventReplica:
+    """What every event there was makes."""
+    replica = EventReplica()
+    await dealer.send_multipart((b"", bytes(8)))
+    while True:
+        _, _, number, payload = await asyncio.wait_for(dealer.recv_multipart(), 10)
+        if not payload:
+            assert number == b"\xff" * 8
+            return replica
+        replica.apply(decode(payload))
+
+
 def test_events_traces_and_decisions_of_one_run(tmp_path: Path) -> None:
     """Through an executor that is killed: the trace has every request, the decisions are derived again, and who asks
     for every event holds the manager's tables.
@@ -58,20 +70,18 @@ def test_events_traces_and_decisions_of_one_run(tmp_path: Path) -> None:
         dealer = context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.connect(replays)
-        replica = EventReplica()
-        await dealer.send_multipart((b"", bytes(8)))
-        while True:
-            _, _, number, payload = await asyncio.wait_for(dealer.recv_multipart(), 10)
-            if not payload:
-                break
-            replica.apply(decode(payload))
-        assert number == b"\xff" * 8
-        dealer.close()
-        context.term()
         async with AsyncPageKVClient(stack.target) as client:
             stats = await client.stats()
             listed = await client.list_blocks(limit=10_000)
         hashes = {int(block.block_hash[:16], 16) for block in listed.blocks if block.block_hash}
+        # The last batch comes a few milliseconds after its step.
+        for _ in range(100):
+            replica = await replayed(dealer)
+            if set(replica.blocks["GPU"]) == hashes:
+                break
+            await asyncio.sleep(0.01)
+        dealer.close()
+        context.term()
         assert set(replica.blocks["GPU"]) == hashes != set()
         assert len(replica.blocks["CPU"]) == stats.host_cached_blocks
         assert stats.preemptions_total > 0

@@ -30,6 +30,7 @@ class BlockIdentity(NamedTuple):
     media: tuple[tuple[int, str], ...] = ()
 
 
+_NOBODYS = "", ""
 _PLAIN, _PLAIN_FIRST = BlockIdentity(), BlockIdentity(first=True)
 
 
@@ -61,15 +62,16 @@ class EventIdentities:
 
     def stored(self, key: Key, parent: bytes) -> BlockIdentity:
         """A block entered a table; blocks of one batch in order, parents first."""
-        digest = key[1]
         whose = self._roots.get(parent)
         first = whose is not None
-        if whose is None:
-            whose = self._of.get((Tier.DEVICE, parent)) or self._of.get((Tier.HOST, parent)) or ("", "")
-        if whose != ("", ""):
+        if whose is None and self._of:
+            whose = self._of.get((Tier.DEVICE, parent)) or self._of.get((Tier.HOST, parent))
+        if whose is None or whose == _NOBODYS:
+            whose = _NOBODYS
+        else:
             self._of[key] = whose
-        media = self._media.get(digest)
-        if media is None and key not in self._of:
+        media = self._media.get(key[1]) if self._media else None
+        if whose is _NOBODYS and media is None:
             return _PLAIN_FIRST if first else _PLAIN
         return BlockIdentity(*whose, first, tuple(media or ()))
 

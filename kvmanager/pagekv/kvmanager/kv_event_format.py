@@ -13,7 +13,6 @@ the device's pool, whatever the device is, and CPU for the host's, because reade
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -50,19 +49,42 @@ class KvEventFormat:
 
     def snapshot(self, blocks: Iterable[tuple[Key, StoredBlock]]) -> Iterator[list[Event]]:
         """Batches that store these blocks, in this order."""
-        chain: _Chain | None = None
+        identify, with_tokens = self._identities.stored, self._token_ids
         events: list[Event] = []
-        tokens = 0
+        # Tokens in the batch; the block that the last event ends with, and its adapter.
+        tokens, end, of = 0, None, ""
         for key, block in blocks:
-            identity = self._identities.stored(key, block.parent)
-            if tokens and tokens + len(block.token_ids) > MAX_BATCH_TOKENS:
+            (tier, digest), (parent, token_ids) = key, block
+            size = len(token_ids)
+            if tokens and tokens + size > MAX_BATCH_TOKENS:
                 yield events
-                events, chain, tokens = [], None, 0
-            if chain is None or not chain.goes_on(key, block, identity):
-                chain = _Chain(key, block, identity)
-                events.append(chain.event)
-            chain.add(key, block, identity, self._token_ids)
-            tokens += len(block.token_ids)
+                events, tokens, end = [], 0, None
+            _, adapter, first, media = identity = identify(key, parent)
+            extra_keys = _extra_keys(identity) if adapter or media or first else None
+            if end == (tier, parent) and of == adapter:
+                # One event of blocks that follow one another.
+                event = events[-1]
+                event["block_hashes"].append(short_hash(digest))
+                event["extra_keys"].append(extra_keys)
+                if with_tokens:
+                    event["token_ids"] += token_ids
+            else:
+                events.append(
+                    {
+                        "type": "BlockStored",
+                        "block_hashes": [short_hash(digest)],
+                        "parent_block_hash": None if first else short_hash(parent),
+                        "token_ids": token_ids.tolist() if with_tokens else [],
+                        "block_size": size,
+                        "lora_id": None,
+                        "medium": _MEDIUM[tier],
+                        "lora_name": adapter or None,
+                        "extra_keys": [extra_keys],
+                        "group_idx": _GROUP,
+                        "kv_cache_spec_kind": _KIND,
+                    }
+                )
+            tokens, end, of = tokens + size, key, adapter
         if events:
             yield events
 
@@ -71,8 +93,9 @@ class KvEventFormat:
         tell the tiers apart then keep a block that moved from one to the other.
         """
         events = self.cleared() if diff.cleared else []
-        for tier in Tier:
-            digests = [key[1] for key, block in diff.changes.items() if block is None and key[0] is tier]
+        gone = [key for key, block in diff.changes.items() if block is None]
+        for tier in Tier if gone else ():
+            digests = [digest for of, digest in gone if of is tier]
             for start in range(0, len(digests), MAX_BATCH_TOKENS):
                 hashes = [short_hash(digest) for digest in digests[start : start + MAX_BATCH_TOKENS]]
                 removed = {"type": "BlockRemoved", "block_hashes": hashes, "medium": _MEDIUM[tier], "group_idx": _GROUP}
@@ -82,40 +105,7 @@ class KvEventFormat:
         if events or first:
             yield events + (first or [])
         yield from stored
-        self._identities.removed(key for key, block in diff.changes.items() if block is None)
-
-
-class _Chain:
-    """One BlockStored: blocks of one tier that follow one another."""
-
-    def __init__(self, key: Key, block: StoredBlock, identity: BlockIdentity) -> None:
-        self._next = key[0], block.parent
-        self._adapter = identity.adapter_id
-        self.event: Event = {
-            "type": "BlockStored",
-            "block_hashes": [],
-            "parent_block_hash": None if identity.first else short_hash(block.parent),
-            "token_ids": [],
-            "block_size": len(block.token_ids),
-            "lora_id": None,
-            "medium": _MEDIUM[key[0]],
-            "lora_name": identity.adapter_id or None,
-            "extra_keys": [],
-            "group_idx": _GROUP,
-            "kv_cache_spec_kind": _KIND,
-        }
-
-    def goes_on(self, key: Key, block: StoredBlock, identity: BlockIdentity) -> bool:
-        """Whether the block follows the last one."""
-        return self._next == (key[0], block.parent) and self._adapter == identity.adapter_id
-
-    def add(self, key: Key, block: StoredBlock, identity: BlockIdentity, token_ids: bool) -> None:
-        """The block is the next of the event."""
-        self._next = key
-        self.event["block_hashes"].append(short_hash(key[1]))
-        self.event["extra_keys"].append(_extra_keys(identity))
-        if token_ids:
-            self.event["token_ids"] += block.token_ids
+        self._identities.removed(gone)
 
 
 def _extra_keys(identity: BlockIdentity) -> list[Any] | None:
@@ -131,11 +121,5 @@ def _extra_keys(identity: BlockIdentity) -> list[Any] | None:
 
 def pack(seconds: float, events: list[Event]) -> bytes:
     """A batch as it is sent."""
-    packed: bytes = msgpack.packb([seconds, events, _RANK], default=_as_list)
+    packed: bytes = msgpack.packb([seconds, events, _RANK])
     return packed
-
-
-def _as_list(ids: Any) -> list[int]:
-    if isinstance(ids, array):
-        return ids.tolist()
-    raise TypeError(f"an event cannot hold a {type(ids).__name__}")

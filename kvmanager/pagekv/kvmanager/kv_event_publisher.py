@@ -46,6 +46,8 @@ REPLAY_PATIENCE_S = 10.0
 SNAPSHOT_PIECE = 256
 REPLAY_PIECE = 32
 RETRY_S = 1.0
+# Between one batch and the next.
+PAUSE_S = 0.005
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -161,13 +163,17 @@ class KvEventPublisher(Observer):
             for events in self._format.changed(await watch.take()):
                 self._publish([events])
                 await asyncio.sleep(0)
+            # Short steps share a batch.
+            await asyncio.sleep(PAUSE_S)
 
     def _publish(self, batches: Iterable[list[Event]]) -> None:
         assert self._pub is not None
         for events in batches:
             number, payload = next(self._numbers), pack(self._clock(), events)
             # PUB drops what a subscriber has no room for, so this never waits.
-            self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload), zmq.NOBLOCK)
+            self._pub.send(self._topic, zmq.NOBLOCK | zmq.SNDMORE)
+            self._pub.send(number.to_bytes(8, "big"), zmq.NOBLOCK | zmq.SNDMORE)
+            self._pub.send(payload, zmq.NOBLOCK)
             if self._router is not None:
                 self._sent.append((number, payload))
                 self._sent_bytes += len(payload)

@@ -146,8 +146,8 @@ def test_a_subscriber_that_joins_late_and_asks_for_the_rest_holds_the_managers_t
         bench.link.lose()
         await until(lambda: len(bench.attaches) == 2)
         await work(engine)
-        await until(lambda: subscriber.next == publisher._sent[-1][0] + 1)
-        assert set(subscriber.replica.blocks["GPU"]) == device_hashes(engine) != set()
+        await until(lambda: set(subscriber.replica.blocks["GPU"]) == device_hashes(engine))
+        assert device_hashes(engine)
         assert engine.stats().evicted_blocks_total > 0
         assert deaf.next == 0
         for task in following:
@@ -162,10 +162,9 @@ def test_replays_reach_back_as_far_as_the_buffer(monkeypatch: pytest.MonkeyPatch
     async def body(engine: EngineLoop, bench: Bench, publisher: KvEventPublisher) -> None:
         await work(engine)
         subscriber = Subscriber(publisher)
-        newest = publisher._sent[-1][0]
-        answer = await subscriber.replayed(0)
-        numbers = [int.from_bytes(frames[2], "big") for frames in answer[:-1]]
-        assert numbers == [*range(newest - 2, newest + 1)]
+        numbers = [int.from_bytes(frames[2], "big") for frames in (await subscriber.replayed(0))[:-1]]
+        assert numbers[0] > 0
+        assert numbers == [*range(numbers[0], numbers[0] + 3)]
         subscriber.close()
 
     published(monkeypatch, settings(tmp_path, buffer=3), body)
@@ -212,8 +211,11 @@ def test_a_stream_that_could_not_be_published_in_time_begins_anew(
         await until(lambda: engine._cache.log._watches not in ([], [watch]))
         await work(engine, 1)
         subscriber = Subscriber(publisher)
-        await asyncio.sleep(0.05)
-        await subscriber.catch_up()
+        for _ in range(100):
+            await subscriber.catch_up()
+            if set(subscriber.replica.blocks["GPU"]) == device_hashes(engine):
+                break
+            await asyncio.sleep(0.01)
         assert set(subscriber.replica.blocks["GPU"]) == device_hashes(engine)
         subscriber.close()
 
