@@ -1,12 +1,12 @@
 """What watching costs the step loop: metrics, traces, events, recordings, the page; each alone, and all together.
 
-    python tests/bench/bench_observers.py [--only metrics] [--rounds 7]
+    python tests/bench/bench_observers.py [--only metrics] [--turns 100]
 
-One process, the real engine loop over an executor that answers at once, 256 running decodes. Rounds are interleaved: in
-each, every part runs once in an order that turns, and its cost is what a step takes more than the one without any part
-in the same round. Two clocks: seconds of the loop's own thread, which other processes do not disturb, and elapsed ones,
-which include waiting for threads of the part itself. A run's figure is the lower quartile of its turns of 16 steps, a
-cost the median over the rounds.
+One process with an engine for each part and one without any: the real engine loop over an executor that answers at
+once, 256 running decodes. They take turns of 16 steps, in an order that turns too, so that all of them see the same
+moods of the machine. Figures are lower quartiles of the turns, which leaves out those that others held up; a part's
+cost is what its own are above those without any part. Two clocks: seconds of the loop's own thread, and elapsed ones,
+which include waiting for threads of the part itself and for other processes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ import gc
 import logging
 import random
 import statistics
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import pairwise
 from typing import Any
 
 from manager_workloads import outcome
@@ -47,9 +45,8 @@ from pagekv.kvmanager.tracing import Tracing, otlp_processor
 
 RUNNING = 256
 BLOCK_SIZE = 16
-# Steps that are measured, in whole turns: in each turn every sequence fills one block.
-STEPS = 20 * BLOCK_SIZE
-WARM_UP = 4 * BLOCK_SIZE
+# Turns of BLOCK_SIZE steps, in which every sequence fills one block, before it counts.
+WARM_UP = 4
 # One length for each slot of a block, so that each step has its share of sequences that fill one.
 PROMPTS = [[100 + token % 977 for token in range(64 + extra)] for extra in range(BLOCK_SIZE)]
 # Of the table: what a step of the executor takes, in milliseconds.
@@ -62,16 +59,6 @@ class Rig:
 
     engine: EngineLoop
     observers: list[Observer]
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One run. A step in seconds, of the loop's thread and elapsed; requests that began in one; a scrape in seconds."""
-
-    own_s: float
-    elapsed_s: float
-    requests_per_step: float
-    scrape_s: float
 
 
 Part = Callable[[Rig], AbstractAsyncContextManager[None]]
@@ -136,8 +123,8 @@ class _Link:
 
     epoch = 1
 
-    def __init__(self, wake: Callable[[], None], on_step: Callable[[], None]) -> None:
-        self._wake, self._on_step = wake, on_step
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
         self._outcomes: deque[StepOutcome] = deque()
         self._step = 0
 
@@ -148,7 +135,7 @@ class _Link:
         pass
 
     async def send(self, plan: StepPlan, timeout_s: float) -> None:
-        self._on_step()
+        await self._runner.step()
         self._step += 1
         self._outcomes.append(outcome(plan, self._step, 100 + self._step % 50))
         # Whoever else has something to do on this event loop does it in every step.
@@ -161,52 +148,86 @@ class _Link:
         self._outcomes.clear()
 
 
-@dataclass
-class _Turns:
-    """Reads both clocks once a turn."""
-
-    turnover: bool
-    engine: EngineLoop | None = None
-    steps: int = 0
-    running: int = 0
-    submitted: int = 0
-    chance: random.Random = field(default_factory=lambda: random.Random(7))
-    marks: list[tuple[float, float]] = field(default_factory=list)
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def on_step(self) -> None:
-        self.steps += 1
-        while self.turnover and self.running < RUNNING:
-            self.submit(_short(self.chance))
-        if self.steps >= WARM_UP and self.steps % BLOCK_SIZE == 0:
-            self.marks.append((time.thread_time(), time.perf_counter()))
-            if self.steps >= WARM_UP + STEPS:
-                self.turnover = False
-                self.done.set()
-
-    def submit(self, max_tokens: int) -> None:
-        assert self.engine is not None
-        self.submitted += 1
-        # Of a token of its own and then many that others have too: nothing is cached, and it is soon made.
-        prompt = [10 + self.submitted % 30_000, *PROMPTS[self.submitted % BLOCK_SIZE]]
-        self.engine.submit(GenerateCommand(f"r{self.submitted}", prompt, SamplingParams(max_tokens=max_tokens)))
-        self.running += 1
-
-    def step_times(self) -> tuple[float, float]:
-        """Seconds a step on each clock: lower quartiles over the turns, which leave out what others do to a turn."""
-        turns = [((b[0] - a[0]) / BLOCK_SIZE, (b[1] - a[1]) / BLOCK_SIZE) for a, b in pairwise(self.marks)]
-        own_s, elapsed_s = (statistics.quantiles(times, n=4)[0] for times in zip(*turns, strict=True))
-        return own_s, elapsed_s
-
-
 class _Ends(Observer):
-    """Part of every measurement, that without any part included."""
+    """Of every engine, those without any part included."""
 
-    def __init__(self, turns: _Turns) -> None:
-        self._turns = turns
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
 
     def ended(self, request: LiveRequest, end: RequestEnd) -> None:
-        self._turns.running -= 1
+        self._runner.running -= 1
+
+
+class Runner:
+    """An engine that takes steps when it is its turn, and reads both clocks around each turn."""
+
+    def __init__(self, *, turnover: bool, num_blocks: int) -> None:
+        """`turnover`: requests are short, and for each that ends another begins."""
+        self.turnover = turnover
+        self.observers: list[Observer] = [_Ends(self)]
+        vars(engine_loop)["ExecutorLink"] = lambda target, wake: _Link(self)
+        self.engine = EngineLoop(config(num_blocks), observers=self.observers)
+        self.running = self.submitted = 0
+        # Seconds of each turn, of the loop's thread and elapsed.
+        self.turns: list[tuple[float, float]] = []
+        self._go, self._rest = asyncio.Event(), asyncio.Event()
+        self._left = 1
+        self._begun: tuple[float, float] | None = None
+        self._over = False
+        self._loop: asyncio.Task[None] | None = None
+        self._chance = random.Random(7)
+
+    async def start(self) -> None:
+        """Attaches, and queues the first requests."""
+        self._loop = asyncio.create_task(self.engine.run())
+        await self.engine.wait_ready()
+        while self.running < RUNNING:
+            self._submit()
+
+    async def turn(self) -> None:
+        """Lets it take BLOCK_SIZE steps."""
+        assert self._loop is not None
+        self._rest.clear()
+        self._go.set()
+        rest = asyncio.create_task(self._rest.wait())
+        await asyncio.wait([rest, self._loop], return_when=asyncio.FIRST_COMPLETED)
+        if self._loop.done():
+            raise AssertionError("the loop ended") from self._loop.exception()
+        # What its parts do behind a step is done before others begin.
+        for _ in range(4):
+            await asyncio.sleep(0)
+
+    async def step(self) -> None:
+        """Before each step; waits for a turn."""
+        if self._over:
+            return
+        self._left -= 1
+        if not self._left:
+            if self._begun is not None:
+                self.turns.append((time.thread_time() - self._begun[0], time.perf_counter() - self._begun[1]))
+            self._rest.set()
+            await self._go.wait()
+            self._go.clear()
+            self._left = BLOCK_SIZE
+            self._begun = time.thread_time(), time.perf_counter()
+        while self.turnover and self.running < RUNNING:
+            self._submit()
+
+    async def stop(self) -> None:
+        """Aborts what runs."""
+        assert self._loop is not None
+        self._over, self.turnover = True, False
+        await self.engine.stop(0)
+        self._go.set()
+        await self._loop
+
+    def _submit(self) -> None:
+        self.submitted += 1
+        self.running += 1
+        # Of a token of its own and then many that others have too: nothing is cached, and it is soon made.
+        prompt = [10 + self.submitted % 30_000, *PROMPTS[self.submitted % BLOCK_SIZE]]
+        sampling = SamplingParams(max_tokens=8 + self._chance.randrange(48) if self.turnover else 8000)
+        self.engine.submit(GenerateCommand(f"r{self.submitted}", prompt, sampling))
 
 
 def config(num_blocks: int) -> EngineConfig:
@@ -220,7 +241,7 @@ def config(num_blocks: int) -> EngineConfig:
         max_queue=100_000,
         priority_aging=256,
         pipeline_depth=2,
-        step_timeout_s=60,
+        step_timeout_s=600,
         step_attempts=3,
         take_over=False,
         eviction_policy="slru",
@@ -230,117 +251,139 @@ def config(num_blocks: int) -> EngineConfig:
     )
 
 
-async def measure(parts: list[str], *, turnover: bool, num_blocks: int = 20_000) -> Sample:
-    """Runs one engine with these parts."""
-    turns = _Turns(turnover)
-    observers: list[Observer] = [_Ends(turns)]
-    vars(engine_loop)["ExecutorLink"] = lambda target, wake: _Link(wake, turns.on_step)
-    engine = turns.engine = EngineLoop(config(num_blocks), observers=observers)
+@asynccontextmanager
+async def running(parts: list[str], *, turnover: bool, num_blocks: int) -> AsyncIterator[Runner]:
+    """An engine with these parts that waits for its first turn."""
+    runner = Runner(turnover=turnover, num_blocks=num_blocks)
     async with AsyncExitStack() as stack:
         for name in parts:
-            await stack.enter_async_context(PARTS[name](Rig(engine, observers)))
-        loop = asyncio.create_task(engine.run())
-        await engine.wait_ready()
-        for _ in range(RUNNING):
-            turns.submit(_short(turns.chance) if turnover else 8000)
-        gc.collect()
-        gc.freeze()
-        gc.disable()
-        try:
-            done = asyncio.create_task(turns.done.wait())
-            await asyncio.wait([done, loop], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            gc.enable()
-            gc.unfreeze()
-        if loop.done():
-            raise AssertionError("the loop ended") from loop.exception()
-        scrape_s = statistics.median(_scrape(engine) for _ in range(9))
-        await engine.stop(0)
-        await loop
-    return Sample(*turns.step_times(), turns.submitted / turns.steps, scrape_s)
-
-
-def _short(chance: random.Random) -> int:
-    """Tokens of a request that is soon over."""
-    return 8 + chance.randrange(48)
-
-
-def _scrape(engine: EngineLoop) -> float:
-    begun = time.thread_time()
-    registry = CollectorRegistry()
-    registry.register(EngineCollector(engine, RequestMetrics(), prefix_cache=True))
-    generate_latest(registry)
-    return time.thread_time() - begun
+            await stack.enter_async_context(PARTS[name](Rig(runner.engine, runner.observers)))
+        await runner.start()
+        yield runner
+        await runner.stop()
 
 
 # -- the table
 
 
-def compare(names: list[list[str]], rounds: int, *, turnover: bool) -> tuple[Sample, list[tuple[float, float]]]:
-    """Median of the engine alone, and for each list of parts the seconds it adds to a step on each clock."""
-    alone: list[Sample] = []
-    added: list[list[tuple[float, float]]] = [[] for _ in names]
-    for turn in range(rounds):
-        print(f"round {turn + 1} of {rounds} ...", file=sys.stderr, flush=True)
-        order = [*range(-1, len(names))]
-        order = order[turn % len(order) :] + order[: turn % len(order)]
-        samples = {i: asyncio.run(measure([] if i < 0 else names[i], turnover=turnover)) for i in order}
-        alone.append(samples[-1])
-        for i, costs in enumerate(added):
-            costs.append((samples[i].own_s - samples[-1].own_s, samples[i].elapsed_s - samples[-1].elapsed_s))
-    medians = [(statistics.median(c[0] for c in costs), statistics.median(c[1] for c in costs)) for costs in added]
-    typical = Sample(*(statistics.median(values) for values in zip(*map(astuple, alone), strict=True)))
-    return typical, medians
+@dataclass(frozen=True)
+class Cost:
+    """Seconds a step, of the loop's thread and elapsed."""
+
+    own_s: float
+    elapsed_s: float
 
 
-def show(names: list[list[str]], rounds: int) -> str:
+@dataclass(frozen=True)
+class Comparison:
+    """A step without any part, what each list of parts adds to it, and how many requests begin in one."""
+
+    alone: Cost
+    added: list[Cost]
+    requests: float
+
+
+async def compare(names: list[list[str]], turns: int, *, turnover: bool) -> Comparison:
+    """Lower quartiles over the turns, and what is between those with parts and the one without any."""
+    num_blocks = RUNNING * (turns + 4 * WARM_UP + 8)
+    async with AsyncExitStack() as stack:
+        runners = [
+            await stack.enter_async_context(running(parts, turnover=turnover, num_blocks=num_blocks))
+            for parts in [[], *names]
+        ]
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        try:
+            for turn in range(WARM_UP + turns):
+                if turn == WARM_UP:
+                    submitted = runners[0].submitted
+                at = turn % len(runners)
+                for runner in [*runners[at:], *runners[:at]]:
+                    await runner.turn()
+        finally:
+            gc.enable()
+            gc.unfreeze()
+        requests = (runners[0].submitted - submitted) / (turns * BLOCK_SIZE)
+        seconds = [runner.turns[WARM_UP:] for runner in runners]
+    alone, *others = (_typical(one) for one in seconds)
+    added = [Cost(one.own_s - alone.own_s, one.elapsed_s - alone.elapsed_s) for one in others]
+    return Comparison(alone, added, requests)
+
+
+def _typical(turns: list[tuple[float, float]]) -> Cost:
+    own, elapsed = (statistics.quantiles(seconds, n=4)[0] / BLOCK_SIZE for seconds in zip(*turns, strict=True))
+    return Cost(own, elapsed)
+
+
+async def scrape_s(num_blocks: int) -> float:
+    """Seconds of a scrape with a pool of this size."""
+    async with running([], turnover=False, num_blocks=num_blocks) as runner:
+        for _ in range(4):
+            await runner.turn()
+        registry = CollectorRegistry()
+        registry.register(EngineCollector(runner.engine, RequestMetrics(), prefix_cache=True))
+        times = []
+        for _ in range(21):
+            begun = time.thread_time()
+            generate_latest(registry)
+            times.append(time.thread_time() - begun)
+    return statistics.median(times)
+
+
+def show(names: list[list[str]], turns: int) -> str:
     """Both tables."""
-    alone, costs = compare(names, rounds, turnover=False)
+    steady = asyncio.run(compare(names, turns, turnover=False))
+    alone = steady.alone
     lines = [
         f"{RUNNING} running decodes; a step of the manager alone: {alone.own_s * 1e6:.0f} us of its thread, "
         f"{alone.elapsed_s * 1e6:.0f} us elapsed",
         "",
-        f"{'part':14} {'thread':>9} {'elapsed':>9} {'of own step':>12}"
-        + "".join(f"{f'of {ms} ms':>11}" for ms in STEP_MS),
+        f"{_HEAD} {'of own step':>12}" + "".join(f"{f'of {ms} ms':>11}" for ms in STEP_MS),
     ]
-    for parts, (own, elapsed) in zip(names, costs, strict=True):
-        shares = "".join(f"{own / ms * 1e5:10.2f}%" for ms in STEP_MS)
-        lines.append(
-            f"{_title(parts):14} {own * 1e6:6.1f} us {elapsed * 1e6:6.1f} us {own / alone.own_s * 100:11.1f}%{shares}"
-        )
-    turning, costs = compare(names, rounds, turnover=True)
+    for parts, cost in zip(names, steady.added, strict=True):
+        shares = "".join(f"{cost.own_s / ms * 1e5:10.2f}%" for ms in STEP_MS)
+        lines.append(f"{_title(parts)} {_times(cost, 1)} {cost.own_s / alone.own_s * 100:11.1f}%{shares}")
+    turning = asyncio.run(compare(names, turns, turnover=True))
     lines += [
         "",
-        f"the same with {turning.requests_per_step:.1f} requests that begin and end in every step "
-        f"({turning.own_s * 1e6:.0f} us of the thread alone), what one of them adds:",
+        f"the same with {turning.requests:.1f} requests that begin and end in every step "
+        f"({turning.alone.own_s * 1e6:.0f} us of the thread alone), what one of them adds:",
         "",
-        f"{'part':14} {'thread':>9} {'elapsed':>9}",
+        _HEAD,
     ]
-    per = turning.requests_per_step
-    for parts, (own, elapsed) in zip(names, costs, strict=True):
-        lines.append(f"{_title(parts):14} {own / per * 1e6:6.1f} us {elapsed / per * 1e6:6.1f} us")
-    scrape_s = asyncio.run(measure([], turnover=False, num_blocks=1_000_000)).scrape_s
-    lines += ["", f"a scrape: {alone.scrape_s * 1e3:.1f} ms; of a pool of 1 M blocks: {scrape_s * 1e3:.1f} ms"]
+    for parts, cost, before in zip(names, turning.added, steady.added, strict=True):
+        more = Cost(cost.own_s - before.own_s, cost.elapsed_s - before.elapsed_s)
+        lines.append(f"{_title(parts)} {_times(more, turning.requests)}")
+    small, large = asyncio.run(scrape_s(20_000)), asyncio.run(scrape_s(1_000_000))
+    lines += ["", f"a scrape: {small * 1e3:.1f} ms; of a pool of 1 M blocks: {large * 1e3:.1f} ms"]
     return "\n".join(lines)
 
 
+_HEAD = f"{'part':14} {'thread':>9} {'elapsed':>9}"
+
+
 def _title(parts: list[str]) -> str:
-    return parts[0] if len(parts) == 1 else "all of them"
+    return f"{parts[0] if len(parts) == 1 else 'all of them':14}"
+
+
+def _times(cost: Cost, share: float) -> str:
+    return f"{cost.own_s / share * 1e6:6.1f} us {cost.elapsed_s / share * 1e6:6.1f} us"
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
     parser.add_argument("--only", default="", help="only parts whose name contains this, and not all together")
-    parser.add_argument("--rounds", type=int, default=7, help="at least 3 (default: 7)")
+    parser.add_argument("--turns", type=int, default=100, help="turns of 16 steps for each, at least 10 (default: 100)")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
-    if args.rounds < 3:
-        parser.error(f"--rounds: must be at least 3, got {args.rounds}")
+    if args.turns < 10:
+        parser.error(f"--turns: must be at least 10, got {args.turns}")
     names = [[name] for name in PARTS if args.only in name]
     if not names:
         parser.error(f"--only: one of {', '.join(PARTS)}, got {args.only!r}")
-    print(show([*names, *([] if args.only or len(names) < 2 else [list(PARTS)])], args.rounds))
+    print(show([*names, *([] if args.only or len(names) < 2 else [list(PARTS)])], args.turns))
 
 
 if __name__ == "__main__":
