@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 
+import engine_harness
+import pytest
+
+from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.fanout import READERS_AT_ONCE, Fanout
 from pagekv.kvmanager.request import FinishReason, RequestStream, SequenceDelta
 
@@ -139,3 +143,22 @@ def test_an_error_comes_after_what_was_pushed_before_it() -> None:
         raise AssertionError("no error")
 
     run(body())
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_next_step_is_sent_before_any_reader_runs(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+    async def body(engine: EngineLoop, bench: engine_harness.Bench) -> None:
+        in_flight: list[int] = []
+
+        async def read(number: int) -> None:
+            stream = engine.submit(engine_harness.command(f"r{number}", [number, 1, 2], max_tokens=20))
+            tokens = 0
+            while deltas := await stream.take():
+                tokens += len(deltas[0].token_ids)
+                if tokens < 15:
+                    in_flight.append(len(bench.plans) - engine.stats().steps_total)
+
+        await asyncio.gather(*map(read, range(8)))
+        assert set(in_flight) == {depth}
+
+    engine_harness.run(monkeypatch, body, pipeline_depth=depth)
