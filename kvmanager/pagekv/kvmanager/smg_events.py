@@ -7,18 +7,19 @@ are named by the first 64 bits of their digests.
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Callable, Iterable, Iterator
 
 from smg_grpc_proto.generated import common_pb2 as common
 
-from pagekv.kvmanager.block_hash import block_digest, short_hash
+from pagekv.kvmanager.block_hash import sha256
 from pagekv.kvmanager.table_diff import Key, Tier
 from pagekv.kvmanager.table_watch import Diff, StoredBlock
 
 # Blocks in one message; one is some hundred bytes.
 MAX_BLOCKS = 1024
-_SIGN = 1 << 63
+_SHORT = struct.Struct(">q")
 
 
 class KvEvents:
@@ -38,7 +39,7 @@ class KvEvents:
 
         It goes as a snapshot of one chunk, which is taken whatever sequence number the gateway expected.
         """
-        batch = self._batch([common.KvCacheEvent(cleared=common.KvCacheCleared())])
+        batch = self._cleared()
         batch.snapshot.count = 1
         return batch
 
@@ -51,56 +52,58 @@ class KvEvents:
         if diff.cleared:
             self._told.clear()
             self._root = self._root_now()
-            yield self._batch([common.KvCacheEvent(cleared=common.KvCacheCleared())])
+            yield self._cleared()
         yield from self._batches(diff.changes.items())
 
     def _batches(self, changes: Iterable[tuple[Key, StoredBlock | None]]) -> Iterator[common.KvEventBatch]:
-        events: list[common.KvCacheEvent] = []
-        blocks = 0
-        # Digest of the last block told, behind which the next may stand in one event.
+        # Every block that fills up while a gateway listens comes through here, so messages are built in place.
+        batch = common.KvEventBatch()
+        told, root, block_size = self._told, self._root, self._block_size
+        count = 0
+        # The event that goes on, and the digest of the block told last, behind which the next may stand in it.
+        stored: common.KvBlocksStored | None = None
+        removed: common.KvBlocksRemoved | None = None
         last = b""
         for (tier, digest), block in changes:
             if tier is not Tier.DEVICE:
                 continue
             if block is None:
-                if digest not in self._told:
+                if digest not in told:
                     continue
-                self._told.discard(digest)
-                if not (events and events[-1].HasField("removed")):
-                    events.append(common.KvCacheEvent(removed=common.KvBlocksRemoved()))
-                events[-1].removed.block_hashes.append(_signed(digest))
+                told.discard(digest)
+                if removed is None:
+                    removed, stored = batch.events.add().removed, None
+                removed.block_hashes.append(_signed(digest))
             else:
-                if not self._can_be_hit(digest, block):
+                parent, tokens = block
+                # Only what a prompt of tokens alone, in no namespace, leads to.
+                if (parent != root and parent not in told) or sha256(parent + tokens.tobytes()).digest() != digest:
                     continue
-                self._told.add(digest)
-                if not (events and events[-1].HasField("stored") and block.parent == last):
-                    stored = common.KvBlocksStored(tier=common.KV_CACHE_TIER_DEVICE)
-                    if block.parent != self._root:
-                        stored.parent_block_hash = _signed(block.parent)
-                    events.append(common.KvCacheEvent(stored=stored))
-                events[-1].stored.blocks.append(
-                    common.KvBlock(block_hash=_signed(digest), token_ids=block.token_ids, block_size=self._block_size)
-                )
+                told.add(digest)
+                if stored is None or parent != last:
+                    stored, removed = batch.events.add().stored, None
+                    if parent != root:
+                        stored.parent_block_hash = _signed(parent)
+                stored.blocks.add(block_hash=_signed(digest), token_ids=tokens, block_size=block_size)
                 last = digest
-            blocks += 1
-            if blocks == MAX_BLOCKS:
-                yield self._batch(events)
-                events, blocks = [], 0
-        if events:
-            yield self._batch(events)
+            count += 1
+            if count == MAX_BLOCKS:
+                yield self._number(batch)
+                batch, count, stored, removed = common.KvEventBatch(), 0, None, None
+        if count:
+            yield self._number(batch)
 
-    def _can_be_hit(self, digest: bytes, block: StoredBlock) -> bool:
-        """Whether a prompt of tokens alone, in no namespace, leads to it."""
-        if block.parent != self._root and block.parent not in self._told:
-            return False
-        return digest == block_digest(block.parent, block.token_ids.tobytes())
+    def _cleared(self) -> common.KvEventBatch:
+        return self._number(common.KvEventBatch(events=[common.KvCacheEvent(cleared=common.KvCacheCleared())]))
 
-    def _batch(self, events: list[common.KvCacheEvent]) -> common.KvEventBatch:
+    def _number(self, batch: common.KvEventBatch) -> common.KvEventBatch:
         self._sequence += 1
-        return common.KvEventBatch(sequence_number=self._sequence, timestamp=time.time(), events=events)
+        batch.sequence_number = self._sequence
+        batch.timestamp = time.time()
+        return batch
 
 
 def _signed(digest: bytes) -> int:
-    """The 64-bit form of a digest as the protocol's signed integer, the bits unchanged."""
-    value = short_hash(digest)
-    return value - 2 * _SIGN if value & _SIGN else value
+    """The 64-bit form of a digest (`block_hash.short_hash`) as the protocol's signed integer, the bits unchanged."""
+    value: int = _SHORT.unpack_from(digest)[0]
+    return value

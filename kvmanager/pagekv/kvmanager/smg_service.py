@@ -48,6 +48,8 @@ TOKENIZER_FILES = (
 # Seconds that FlushCache may wait, and between two looks.
 MAX_FLUSH_S = 600.0
 FLUSH_STEP_S = 0.02
+# Seconds between what a subscriber is told and the next news for it: how far a gateway's picture may be behind.
+EVENTS_PAUSE_S = 0.05
 # Name of a deployment whose executor has no model directory (the oracle).
 NAMELESS_MODEL = "pagekv"
 
@@ -172,6 +174,8 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         while True:
             for batch in events.changed(await watch.take()):
                 yield batch
+            # Steps may take a few milliseconds and a message costs a good part of one: several go into one.
+            await asyncio.sleep(EVENTS_PAUSE_S)
 
     async def Embed(self, request: vllm.EmbedRequest, context: Any) -> vllm.EmbedResponse:
         raise NotImplementedYet("PageKV computes no embeddings")
