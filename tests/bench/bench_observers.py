@@ -17,6 +17,7 @@ import gc
 import logging
 import random
 import statistics
+import sys
 import threading
 import time
 from collections import deque
@@ -29,6 +30,7 @@ from typing import Any
 from manager_workloads import outcome
 from prometheus_client import CollectorRegistry, generate_latest
 
+from pagekv.common.server import GrpcServer
 from pagekv.kvmanager import engine_loop
 from pagekv.kvmanager.engine_config import EngineConfig
 from pagekv.kvmanager.engine_loop import EngineLoop
@@ -40,6 +42,8 @@ from pagekv.kvmanager.request_metrics import RequestMetrics
 from pagekv.kvmanager.request_spans import RequestSpans
 from pagekv.kvmanager.running import SchedulerLimits
 from pagekv.kvmanager.sequence import LiveRequest
+from pagekv.kvmanager.serving_state import ServingState
+from pagekv.kvmanager.smg_service import SERVICE_NAME, VllmEngine
 from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
 from pagekv.kvmanager.tracing import Tracing, otlp_processor
 
@@ -88,6 +92,34 @@ async def spans(rig: Rig) -> AsyncIterator[None]:
         rig.observers.append(RequestSpans(tracing.emit))
         yield
         await tracing.close()
+
+
+_GATEWAY = """
+import sys, grpc
+from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
+with grpc.insecure_channel(sys.argv[1]) as channel:
+    for batch in vllm_engine_pb2_grpc.VllmEngineStub(channel).SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()):
+        pass
+"""
+
+
+@part("gateway")
+async def gateway(rig: Rig) -> AsyncIterator[None]:
+    """The events that a gateway subscribes to, with a subscriber that takes everything, in a process of its own."""
+    server = GrpcServer("127.0.0.1:0", [SERVICE_NAME])
+    VllmEngine(rig.engine, ServingState(rig.engine), lambda: True).add_to(server.server)
+    port = await server.start()
+
+    async def subscribe() -> asyncio.subprocess.Process:
+        await rig.engine.wait_ready()
+        return await asyncio.create_subprocess_exec(sys.executable, "-c", _GATEWAY, f"127.0.0.1:{port}")
+
+    subscribing = asyncio.create_task(subscribe())
+    yield
+    subscriber = await subscribing
+    subscriber.kill()
+    await subscriber.wait()
+    await server.stop(0)
 
 
 class _TakeAll(BaseHTTPRequestHandler):
