@@ -38,15 +38,23 @@ async def explain(engine: Engine, served: Served, asked: object) -> dict[str, An
 
 def _name(asked: dict[str, Any], field: str) -> str:
     name = asked.get(field, "")
-    if not isinstance(name, str) or len(name.encode(errors="replace")) > MAX_NAME_BYTES:
+    if not _is_text(name) or len(name.encode()) > MAX_NAME_BYTES:
         raise InvalidRequest(field, f"must be text of at most {MAX_NAME_BYTES} bytes")
-    return name
+    return str(name)
+
+
+def _is_text(value: object) -> bool:
+    """JSON can write halves of characters, which are no text."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
 
 
 async def _prompt(served: Served, asked: dict[str, Any]) -> list[int]:
     model = served.model
     if "text" in asked:
-        if not isinstance(asked["text"], str):
+        if not _is_text(asked["text"]):
             raise InvalidRequest("text", "must be text")
         limit = f"the context has {model.max_model_len} tokens"
         return await PromptReader(served.tokenizer, model.vocab_size, model.max_model_len, limit).text(asked["text"])

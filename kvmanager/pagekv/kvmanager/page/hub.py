@@ -116,8 +116,7 @@ class PageHub:
         return self._messages[number]
 
     def _content(self, seen: Frame | None, frame: Frame) -> dict[str, Any]:
-        fresh = seen is None or seen.epoch != frame.epoch
-        if fresh or seen is None:
+        if seen is None or seen.epoch != frame.epoch:
             model = self._engine.model
             assert model is not None
             content = frames.snapshot(frame, model)

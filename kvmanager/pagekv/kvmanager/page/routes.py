@@ -98,7 +98,7 @@ class Page:
     async def _explain(self, request: web.Request) -> dict[str, Any]:
         try:
             asked = await request.json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequest("body", "must be JSON") from error
         return await explain(self._engine, self._state.served(), asked)
 

@@ -9,10 +9,12 @@ const FADE_MS = 900;
 const REVEAL_MS = 1100;
 const TIP_MARGIN = 10;
 const FEWEST = 256;
+// Rows from one id at the left to the next.
+const STEPS = [1, 2, 4, 5, 10, 20, 40, 50, 100, 200];
 
 export class BlockMap {
-  // `palette`: names of colours by state. `describe(index)`: words for a block. `onFocus(index, kept)`: it is looked at,
-  // -1 for none; `kept`: until somebody lets it go.
+  // `palette`: names of colours by state. `describe(index)`: words for a block. `onFocus(index, kept)`: it is looked
+  // at, -1 for none; `kept`: until somebody lets it go.
   // `grows`: only as many blocks as were ever used are drawn, rounded up.
   constructor(root, { palette, describe, onFocus, onLeave = () => {}, grows = false }) {
     Object.assign(this, { root, palette, describe, onFocus, onLeave, grows });
@@ -104,7 +106,8 @@ export class BlockMap {
     for (let byte = 0; byte < 256; byte++) {
       let shade = base[state(byte)] ?? base[0];
       // Shared by more is a stronger colour.
-      if (this.palette[state(byte)] === "shared") shade = mix(shade, many, Math.min(256, 52 * Math.log2(Math.max(2, holders(byte)) / 2)));
+      const doublings = Math.log2(Math.max(2, holders(byte)) / 2);
+      if (this.palette[state(byte)] === "shared") shade = mix(shade, many, Math.min(256, 52 * doublings));
       this.colors[byte] = this.only >= 0 && state(byte) !== this.only ? mix(shade, paper, 218) : shade;
     }
     this.gaps = this.gapPattern();
@@ -192,7 +195,9 @@ export class BlockMap {
       } else {
         // Fast first, then slowly.
         const rest = 1 - Math.max(0, share);
-        this.pixels[index] = mix(this.shade(index), this.from[index], Math.round(200 * rest * rest));
+        // Beside a request's blocks all others are dim, and so is what happens to them.
+        const strength = this.lit && !this.lit[index] ? 40 : 200;
+        this.pixels[index] = mix(this.shade(index), this.from[index], Math.round(strength * rest * rest));
         this.fading[left++] = index;
       }
     }
@@ -219,7 +224,7 @@ export class BlockMap {
   drawLabels(context) {
     const { left, rows, cell, columns, ratio } = this.grid;
     if (!left) return;
-    const every = Math.max(1, Math.ceil((22 * ratio) / cell));
+    const every = STEPS.find((step) => step * cell >= 22 * ratio) ?? 500;
     context.fillStyle = color("soft");
     context.font = `${11 * ratio}px ${getComputedStyle(document.body).fontFamily}`;
     context.textAlign = "right";
@@ -295,7 +300,8 @@ export class BlockMap {
       const out = Math.max(1.5 * ratio, cell < 8 * ratio ? 3 * ratio : 0);
       context.lineWidth = 2 * ratio;
       context.beginPath();
-      context.roundRect(this.grid.x(this.focused) - out, this.grid.y(this.focused) - out, size + 2 * out, size + 2 * out, this.grid.radius + out);
+      const [x, y] = [this.grid.x(this.focused) - out, this.grid.y(this.focused) - out];
+      context.roundRect(x, y, size + 2 * out, size + 2 * out, this.grid.radius + out);
       context.stroke();
     }
     this.showTip();
@@ -383,7 +389,8 @@ export class BlockMap {
     if (to !== undefined) {
       const step = Math.abs(to - from) >= columns ? columns : 1;
       // Up and down end in the same column, not at the first or last block.
-      this.focus(to < 0 ? (step === 1 ? 0 : from % columns) : to > last ? (step === 1 || event.key === "End" ? last : from) : to);
+      const within = Math.max(0, Math.min(last, to));
+      this.focus(within === to || step === 1 ? within : to < 0 ? from % columns : from);
       this.scrollTo(this.focused);
     } else if (event.key === "Enter" || event.key === " ") {
       this.focus(from, true);

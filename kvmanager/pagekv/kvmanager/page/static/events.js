@@ -7,7 +7,9 @@ const who = (id) => element("span", { class: "who" }, id);
 
 // What happened, as text and elements.
 const WORDS = {
-  admitted: (e) => [who(e.request), ` admitted: ${plural(e.tokens, "token")}, ${e.computed} cached, ${plural(e.blocks, "block")}`],
+  admitted: (e) => [
+    who(e.request), ` admitted: ${plural(e.tokens, "token")}, ${e.computed} cached, ${plural(e.blocks, "block")}`,
+  ],
   resumed: (e) => [who(e.request), ` is back: ${e.computed} of ${e.tokens} tokens kept`],
   preempted: (e) => [who(e.request), ` preempted, ${e.swapped ? "swapped to the host" : "to be computed again"}`],
   finished: (e) => [who(e.request), ` finished with ${plural(e.tokens, "token")}`],

@@ -51,7 +51,8 @@ export class Explain {
     const verdict = cached
       ? `${count(cached)} of ${plural(tokens, "token")} are cached (${percent(cached / tokens)})`
       : `None of ${plural(tokens, "token")} is cached`;
-    const strip = element("div", { class: "strip", role: "img", "aria-label": `${found.filter((b) => b.outcome === "hit").length} of ${plural(blocks, "block")} hit` },
+    const hits = found.filter((block) => block.outcome === "hit").length;
+    const strip = element("div", { class: "strip", role: "img", "aria-label": `${hits} of ${plural(blocks, "block")} hit` },
       ...found.map((block) => element("i", { class: block.outcome, title: `${NAMES[block.outcome]}: ${block.reason}` })));
     const more = blocks - found.length;
     this.answer.replaceChildren(
@@ -75,7 +76,7 @@ export class Explain {
       onfocus: point(known ? block.block_id : -1),
       onblur: point(-1),
     },
-      element("span", { class: "where" }, `${block.start}–${block.end - 1}`),
+      element("span", { class: "where" }, block.end - block.start > 1 ? `${block.start}–${block.end - 1}` : block.start),
       element("span", { class: "outcome" }, element("span", { class: `badge ${block.outcome}` }), NAMES[block.outcome]),
       element("span", { class: "why" }, block.reason, block.text ? element("span", { class: "said" }, block.text) : null));
   }

@@ -29,7 +29,7 @@ export class Grid {
   // A round number, so that the ids at the left are round ones.
   columnsOf(cell, room) {
     const fit = Math.max(1, Math.floor(room / cell));
-    const step = fit >= 100 ? 10 : fit >= 32 ? 8 : fit >= 8 ? 4 : 1;
+    const step = fit >= 200 ? 50 : fit >= 100 ? 20 : fit >= 32 ? 8 : fit >= 8 ? 4 : 1;
     return Math.min(fit - (fit % step), Math.max(1, this.count));
   }
 

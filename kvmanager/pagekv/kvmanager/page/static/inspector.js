@@ -23,6 +23,7 @@ export class Inspector {
     this.body = document.getElementById("inspector-body");
     this.close = document.getElementById("inspector-close");
     this.card = document.getElementById("inspector");
+    this.render();
     this.close.addEventListener("click", () => {
       this.map?.focus(-1);
       this.map?.marks.focus();
@@ -64,23 +65,30 @@ export class Inspector {
   render() {
     const { map, index, detail } = this;
     if (index < 0) {
-      this.title.textContent = "Block";
-      this.body.replaceChildren();
+      this.title.textContent = "What the colours mean";
+      this.body.replaceChildren(this.facts(STATES.map((name) => [this.swatch(name), MEANINGS[name]])));
       return;
     }
     this.title.textContent = `${map.isHost ? "Host block" : "Block"} ${index}`;
     const name = (map.isHost ? HOST_STATES : STATES)[state(map.bytes[index])];
-    const swatch = map.isHost && name === "cached" ? "host-cached" : name;
     const rows = [
-      ["state", element("span", { class: "state" }, element("span", { class: `swatch ${swatch}` }), name)],
+      ["state", this.swatch(name, map.isHost)],
       ["", element("span", { class: "sub" }, MEANINGS[name])],
       ["age", this.age()],
     ];
     if (detail) rows.push(...this.details(detail));
     if (this.problem) rows.push(["", element("span", { class: "problem" }, this.problem)]);
-    this.body.replaceChildren(
-      element("dl", { class: "facts" }, ...rows.flatMap(([term, value]) => [element("dt", {}, term), element("dd", {}, value)])),
-    );
+    this.body.replaceChildren(this.facts(rows));
+  }
+
+  facts(rows) {
+    const pairs = rows.flatMap(([term, value]) => [element("dt", {}, term), element("dd", {}, value)]);
+    return element("dl", { class: "facts" }, ...pairs);
+  }
+
+  swatch(name, isHost = false) {
+    const kind = isHost && name === "cached" ? "host-cached" : name;
+    return element("span", { class: "state" }, element("span", { class: `swatch ${kind}` }), name);
   }
 
   age() {

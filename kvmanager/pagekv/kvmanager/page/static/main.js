@@ -23,7 +23,8 @@ function describe(map, names) {
   return (index) => {
     const byte = map().bytes[index];
     const held = holders(byte);
-    return `block ${index} · ${names[state(byte)]}${held > 1 ? ` · held ${held < MAX_HOLDERS ? held : `${held} or more`} times` : ""}`;
+    const times = held < MAX_HOLDERS ? held : `${held} or more`;
+    return `block ${index} · ${names[state(byte)]}${held > 1 ? ` · held ${times} times` : ""}`;
   };
 }
 
@@ -54,7 +55,8 @@ function announce(text) {
 // -- legends
 
 const LEGENDS = {
-  free: "free", cached: "cached: can be hit", active: "active: one holder", shared: "shared by several", pinned: "pinned",
+  free: "free", cached: "cached: can be hit", active: "active: one holder", shared: "shared by several",
+  pinned: "pinned",
 };
 const HOST_LEGENDS = { free: "free", cached: "cached: can be hit", held: "held for preempted" };
 
@@ -77,7 +79,8 @@ function makeLegend(list, map, legends, swatch = (name) => name) {
   };
 }
 const deviceLegend = makeLegend(byId("device-legend"), device, LEGENDS);
-const hostLegend = makeLegend(byId("host-legend"), host, HOST_LEGENDS, (name) => (name === "cached" ? "host-cached" : name));
+const hostSwatch = (name) => (name === "cached" ? "host-cached" : name);
+const hostLegend = makeLegend(byId("host-legend"), host, HOST_LEGENDS, hostSwatch);
 
 // -- charts
 

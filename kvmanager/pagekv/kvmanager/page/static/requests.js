@@ -54,7 +54,8 @@ export class Requests {
     const name = element("span", { class: "name" }, id);
     const what = element("span", { class: "what" });
     const bar = element("canvas", { class: "bar", width: 320, height: 5, "aria-hidden": "true" });
-    const button = element("button", { type: "button", onclick: () => this.choose(this.chosen === id ? null : id) }, name, what, bar);
+    const toggle = () => this.choose(this.chosen === id ? null : id);
+    const button = element("button", { type: "button", onclick: toggle }, name, what, bar);
     const item = { root: element("li", {}, button), button, what, bar };
     this.items.set(id, item);
     return item;
@@ -65,9 +66,10 @@ export class Requests {
     const preempted = row.preemptions ? `, preempted ${row.preemptions}×` : "";
     const parts = [plural(row.num_blocks, "block"), `${compact(row.generated_tokens)} out`];
     what.textContent = row.state === "running" ? parts.join(" · ") : `waiting${preempted}`;
+    const several = row.num_sequences > 1 ? ` of ${row.num_sequences} sequences` : "";
     button.title =
-      `${row.state}: ${plural(row.prompt_tokens, "prompt token")}, ${row.cached_tokens} of them cached, ${row.generated_tokens} generated, ` +
-      `${plural(row.num_blocks, "block")}${row.num_sequences > 1 ? ` of ${row.num_sequences} sequences` : ""}${preempted}`;
+      `${row.state}: ${plural(row.prompt_tokens, "prompt token")}, ${row.cached_tokens} of them cached, ` +
+      `${row.generated_tokens} generated, ${plural(row.num_blocks, "block")}${several}${preempted}`;
     this.progress(bar, row);
   }
 
