@@ -119,6 +119,8 @@ class Stack:
             self.page_targets += [target(0, "--http-port") for _ in range(config.replicas - 1)]
         # In the order of starting.
         self.children: list[Child] = []
+        # Names of those whose death was told.
+        self._reported: set[str] = set()
 
     @property
     def target(self) -> str:
@@ -213,6 +215,18 @@ class Stack:
         for child in self.children:
             if child.popen.poll() is not None:
                 raise StackError(child.report())
+
+    def news(self) -> list[str]:
+        """Of a stack that is ready: reports of the processes that died since the last call, while the others serve on.
+        Raises StackError when no pair is left, or nothing in front of it.
+        """
+        dead = [child for child in self.children if child.popen.poll() is not None]
+        found = [child.report() for child in dead if child.name not in self._reported]
+        self._reported.update(child.name for child in dead)
+        lost = {child.name.partition(" ")[2] for child in dead}
+        if dead and (len(lost) == self._config.replicas or any(child.name == "gateway" for child in dead)):
+            raise StackError("\n".join(found) or "the last pair has died")
+        return found
 
     def stop(self) -> None:
         """Stops the managers behind the gateway, then the executors; kills what does not stop in time. Idempotent.

@@ -189,6 +189,23 @@ def test_several_pairs_have_ports_of_their_own_and_their_executors_stop_last(jou
     assert stopped == ["manager stopped"] * 2 + ["executor stopped"] * 2
 
 
+def test_of_several_pairs_one_may_die(journal: Path) -> None:
+    with Stack(config(journal, replicas=2)) as stack:
+        stack.start()
+        assert stack.wait_ready(20)
+        assert stack.news() == []
+        first, second = stack.children[0].popen, stack.children[3].popen
+        first.kill()
+        first.wait()
+        (report,) = stack.news()
+        assert report.startswith("the executor 1 was killed by SIGKILL")
+        assert stack.news() == []
+        second.kill()
+        second.wait()
+        with pytest.raises(StackError, match="the manager 2 was killed by SIGKILL"):
+            stack.news()
+
+
 def test_a_gateway_that_is_not_installed_is_a_clear_error(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagekv.client.processes.is_installed", lambda: False)
     with pytest.raises(StackError, match=r"pip install 'pagekv\[gateway\]'"):

@@ -183,14 +183,15 @@ class StopSignals:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    """Runs until a signal (exit status 0) or until a process dies (1)."""
+    """Runs until a signal (exit status 0) or until nothing is left that serves (1)."""
     stack = Stack(stack_config(args, terminal, args.host, args.port, args.executor_port))
     with StopSignals(stack) as signals, stack:
         stack.start()
         if wait_ready(stack, args, terminal, signals.asked):
             _announce(stack, args, terminal)
             while not signals.asked.wait(_STEP_S):
-                stack.check()
+                for report in stack.news():
+                    terminal.note(f"{report}\nthe other pairs go on")
         terminal.note("stopping: running streams may finish (Ctrl-C again kills)")
     if not args.json:
         terminal.note("stopped")
