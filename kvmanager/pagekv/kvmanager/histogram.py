@@ -16,8 +16,9 @@ class Histogram:
         """`bounds` ascend: a bucket counts what is above the bound before its own and up to its own."""
         self._bounds = list(bounds)
         self._edges = np.array(self._bounds)
-        # One more, for what is above every bound.
+        # One more, for what is above every bound; of single values, and of those that came many at once.
         self._counts = [0] * (len(self._bounds) + 1)
+        self._many = np.zeros(len(self._counts), np.int64)
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
@@ -27,8 +28,7 @@ class Histogram:
 
     def observe_all(self, values: NDArray[np.float64]) -> None:
         """Adds each of the values."""
-        for bucket, count in enumerate(np.bincount(np.searchsorted(self._edges, values)).tolist()):
-            self._counts[bucket] += count
+        self._many += np.bincount(np.searchsorted(self._edges, values), minlength=len(self._many))
         self._sum += float(values.sum())
 
     @property
@@ -39,9 +39,9 @@ class Histogram:
     @property
     def count(self) -> int:
         """How many values."""
-        return sum(self._counts)
+        return sum(self._counts) + int(self._many.sum())
 
     def buckets(self) -> list[tuple[str, float]]:
         """Upper bound and number of values up to it, as Prometheus writes them; the last bound is +Inf."""
-        cumulative = np.cumsum(self._counts).tolist()
+        cumulative = np.cumsum(self._counts + self._many).tolist()
         return list(zip([*(f"{float(bound)}" for bound in self._bounds), "+Inf"], cumulative, strict=True))
