@@ -76,7 +76,7 @@ class RecordingFile:
                     rest = rest[os.write(self._file, rest) :]
                 length += len(content)
                 self._done += size
-        except OSError as error:
+        except Exception as error:  # of the disk, or of what makes a record
             self._give_up(error)
             # Half a record is of no use to any reader. Not everything that can be written to can be shortened.
             with contextlib.suppress(OSError):

@@ -88,11 +88,11 @@ class Manager:
 
     async def run(self, stop: asyncio.Event) -> int:
         """Serves until `stop` is set; returns the exit status. Raises OSError when it cannot listen."""
+        self._open_outlets()
         port = await self._grpc.start()
         if self._config.port_file:
             write_port_file(Path(self._config.port_file), port)
         log.info("listening", address=self._config.listen, port=port, executor=self._config.engine.executor)
-        self._open_outlets()
         tracing = self._start_tracing()
         http = await self._start_http()
         # None of these ends by itself, unless something in it is broken.

@@ -250,7 +250,7 @@ class GetStatsResponse(google.protobuf.message.Message):
     pins: builtins.int
     """Pins whose lease runs."""
     watchers: builtins.int
-    """Readers of WatchEvents."""
+    """Readers of WatchEvents, a gateway's and the publisher of KV events among them."""
     prompt_blocks_total: builtins.int
     """Blocks that the prompts counted in prompt_tokens_total span, a partial last one included."""
     cached_blocks_total: builtins.int

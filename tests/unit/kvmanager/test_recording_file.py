@@ -67,6 +67,16 @@ def test_a_full_disk_ends_the_recording_with_one_line(caplog: pytest.LogCaptureF
     assert errors(caplog) == ["recording ended, serving goes on"]
 
 
+def test_a_record_that_cannot_be_made_ends_the_recording(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = RecordingFile(tmp_path / "a", "things")
+    file.write(b"x", 1)
+    file.write(lambda: b"y"[7:8].join([None]), 1)  # type: ignore[list-item]
+    wait_over(file)
+    file.close()
+    assert (tmp_path / "a").read_bytes() == b"x"
+    assert errors(caplog) == ["recording ended, serving goes on"]
+
+
 def test_a_disk_that_fills_up_leaves_whole_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
