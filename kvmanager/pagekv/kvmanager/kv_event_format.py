@@ -42,9 +42,8 @@ class KvEventFormat:
         self._identities = identities
         self._token_ids = token_ids
 
-    def cleared(self) -> list[Event]:
+    def beginning(self) -> list[Event]:
         """What a stream begins with: whatever a reader thought there was, is gone."""
-        self._identities.cleared()
         return [{"type": "AllBlocksCleared"}]
 
     def snapshot(self, blocks: Iterable[tuple[Key, StoredBlock]]) -> Iterator[list[Event]]:
@@ -92,7 +91,10 @@ class KvEventFormat:
         """Batches that make one border's tables those of the next. What is removed comes first: readers that do not
         tell the tiers apart then keep a block that moved from one to the other.
         """
-        events = self.cleared() if diff.cleared else []
+        events: list[Event] = []
+        if diff.cleared:
+            self._identities.cleared()
+            events = self.beginning()
         gone = [key for key, block in diff.changes.items() if block is None]
         for tier in Tier if gone else ():
             digests = [digest for of, digest in gone if of is tier]

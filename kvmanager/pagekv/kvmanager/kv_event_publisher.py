@@ -155,7 +155,7 @@ class KvEventPublisher(Observer):
             replays.cancel()
 
     async def _follow(self, watch: TableWatch) -> None:
-        self._publish([self._format.cleared()])
+        self._publish([self._format.beginning()])
         while blocks := watch.take_snapshot(SNAPSHOT_PIECE):
             self._publish(self._format.snapshot(blocks))
             await asyncio.sleep(0)
@@ -190,7 +190,9 @@ class KvEventPublisher(Observer):
             if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
                 log.debug("a replay was asked for wrongly", frames=[len(frame) for frame in frames])
                 continue
-            first = int.from_bytes(frames[2], "big") if len(self._replays) < MAX_REPLAYS else 2**64
+            if len(self._replays) == MAX_REPLAYS:
+                continue  # whoever asks has to ask again
+            first = int.from_bytes(frames[2], "big")
             task = asyncio.create_task(self._replay(frames[0], first), name="KV event replay")
             self._replays.add(task)
             task.add_done_callback(self._replays.discard)
