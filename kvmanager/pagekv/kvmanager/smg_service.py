@@ -1,7 +1,7 @@
 """vllm.grpc.engine.VllmEngine: what the gateway `smg` speaks, over the same engine as `pagekv.v1`.
 
-The stubs are those of the package `smg-grpc-proto` (extra `gateway`), so this module is imported only where it is asked
-for. Served is what a gateway of text models calls; the rest is UNIMPLEMENTED.
+The stubs are those of the package `smg-grpc-proto` (extra `gateway-api`), so this module is imported only where it is
+asked for. Served is what a gateway of text models calls; the rest is UNIMPLEMENTED.
 """
 
 from __future__ import annotations
