@@ -14,11 +14,13 @@ import pytest
 from engine_harness import Bench, command, read, until
 from page_reader import PageReader
 
+from pagekv.kvmanager.config import parse_config
 from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.http_server import HttpServer
 from pagekv.kvmanager.page.hub import MAX_VIEWERS, PageHub
 from pagekv.kvmanager.page.routes import Page
 from pagekv.kvmanager.request import CacheIdentity
+from pagekv.kvmanager.server import Manager
 from pagekv.kvmanager.serving_state import ServingState
 
 PROMPT = list(range(20))
@@ -215,6 +217,15 @@ def test_nothing_of_the_page_is_loaded_from_elsewhere() -> None:
     for file in static.iterdir():
         text = file.read_text().replace("http://www.w3.org/2000/svg", "")
         assert "//" not in "".join(line.split("// ")[0] for line in text.splitlines()), file.name
+
+
+def test_the_page_can_be_left_out() -> None:
+    async def body(*flags: str) -> int:
+        manager = Manager(parse_config(["--listen", "127.0.0.1:0", *flags], {}), None)
+        return len(manager._page_routes())
+
+    assert asyncio.run(body("--no-page")) == 0
+    assert asyncio.run(body()) > 10
 
 
 def test_no_executor_yet_is_no_failure() -> None:

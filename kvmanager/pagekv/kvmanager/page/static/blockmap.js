@@ -230,7 +230,12 @@ export class BlockMap {
     context.textAlign = "right";
     context.textBaseline = cell > 14 * ratio ? "middle" : "top";
     const middle = cell > 14 * ratio ? (cell - this.grid.gap) / 2 : 0;
-    for (let row = 0; row < rows; row += every) context.fillText(row * columns, -9 * ratio, row * cell + middle);
+    for (let row = 0; row < rows; row += every) {
+      // The last one may not have room.
+      if (cell > 14 * ratio || row * cell + 11 * ratio <= this.grid.height) {
+        context.fillText(row * columns, -9 * ratio, row * cell + middle);
+      }
+    }
   }
 
   // -- what is chosen

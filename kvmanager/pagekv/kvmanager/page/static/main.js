@@ -11,6 +11,7 @@ import { Requests } from "./requests.js";
 import { Stream, ask } from "./stream.js";
 
 const REFRESH_MS = 500;
+const SILENCE_MS = 1500;
 const byId = (id) => document.getElementById(id);
 const announcer = byId("announcer");
 
@@ -154,7 +155,13 @@ function setLink(name) {
   if (byId("link-text").textContent !== LINK[name]) byId("link-text").textContent = LINK[name];
 }
 
-new Stream("/api/stream", show, (connected) => setLink(connected ? "waiting" : "lost"));
+// A manager without an executor has nothing to say; one with it says so at once.
+let silence = 0;
+new Stream("/api/stream", show, (connected) => {
+  clearTimeout(silence);
+  setLink(connected ? "connecting" : "lost");
+  if (connected) silence = setTimeout(() => document.body.dataset.link === "connecting" && setLink("waiting"), SILENCE_MS);
+});
 
 // For whoever looks at the page from outside: tests, and people with the console open.
 window.pagekv = { device, host, requests };
