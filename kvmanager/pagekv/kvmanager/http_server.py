@@ -50,17 +50,34 @@ class HttpServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if is_loopback(self._host) and not is_loopback(request.url.host or ""):
-            raise web.HTTPForbidden(text="this port serves loopback names alone, such as 127.0.0.1 and localhost\n")
-        if (
-            request.headers.get("Sec-Fetch-Site") == "cross-site"
-            and request.headers.get("Sec-Fetch-Mode") != "navigate"
-        ):
+        if not may_name(request.url.host or "", self._host):
+            raise web.HTTPForbidden(text="not a name of this server: ask by its address, or through localhost\n")
+        site, mode = (request.headers.get(f"Sec-Fetch-{name}") for name in ("Site", "Mode"))
+        if site == "cross-site" and mode != "navigate":
             raise web.HTTPForbidden(text="a page of another site asked for this\n")
         response = await handler(request)
         if not response.prepared:
             response.headers.update(HEADERS)
         return response
+
+
+def may_name(host: str, listen: str) -> bool:
+    """Whether a request that names `host` may have meant the server that listens on `listen`.
+
+    A name of the domain name system can be made to mean any address; an address, or a name with no dot in it, such as a
+    container's, cannot belong to another site. Who listens on loopback is reached by its names alone.
+    """
+    if is_loopback(listen):
+        return is_loopback(host)
+    return host.lower() == listen.lower() or "." not in host or _is_address(host)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def is_loopback(host: str) -> bool:

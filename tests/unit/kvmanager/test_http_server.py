@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from pagekv.kvmanager.http_server import MAX_BODY_BYTES, HttpServer, is_loopback
+from pagekv.kvmanager.http_server import MAX_BODY_BYTES, HttpServer, is_loopback, may_name
 
 
 async def hello(request: web.Request) -> web.Response:
@@ -92,3 +92,19 @@ def test_a_port_that_is_taken_is_an_error() -> None:
 @pytest.mark.parametrize(("host", "expected"), [("::1", True), ("127.9.9.9", True), ("0.0.0.0", False), ("", False)])
 def test_loopback_names(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
+
+
+@pytest.mark.parametrize(
+    ("host", "listen", "expected"),
+    [
+        ("manager", "0.0.0.0", True),  # a container's name
+        ("192.168.1.5", "0.0.0.0", True),
+        ("::1", "::", True),
+        ("gpu1.example", "0.0.0.0", False),  # it could come to mean this server
+        ("gpu1.example", "gpu1.example", True),
+        ("manager", "127.0.0.1", False),
+        ("localhost", "127.0.0.1", True),
+    ],
+)
+def test_no_name_that_could_be_another_sites_is_answered(host: str, listen: str, expected: bool) -> None:
+    assert may_name(host, listen) is expected
