@@ -37,6 +37,7 @@ from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.executor_client import Description
 from pagekv.kvmanager.metrics import EngineCollector
 from pagekv.kvmanager.observer import Observer, RequestEnd
+from pagekv.kvmanager.page.hub import PageHub
 from pagekv.kvmanager.request import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request_metrics import RequestMetrics
 from pagekv.kvmanager.request_spans import RequestSpans
@@ -120,6 +121,23 @@ async def gateway(rig: Rig) -> AsyncIterator[None]:
     subscriber.kill()
     await subscriber.wait()
     await server.stop(0)
+
+
+@part("page")
+async def page(rig: Rig) -> AsyncIterator[None]:
+    """Open once, by somebody who reads whatever comes. Nobody looking costs nothing."""
+    hub = PageHub(rig.engine)
+    rig.observers.append(hub.happenings)
+    viewer = hub.enter()
+
+    async def read() -> None:
+        while True:
+            await viewer.next()
+
+    reader = asyncio.create_task(read())
+    yield
+    reader.cancel()
+    hub.leave(viewer)
 
 
 class _TakeAll(BaseHTTPRequestHandler):
