@@ -18,6 +18,7 @@ import logging
 import random
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -37,6 +38,8 @@ from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.executor_client import Description
 from pagekv.kvmanager.metrics import EngineCollector
 from pagekv.kvmanager.observer import Observer, RequestEnd
+from pagekv.kvmanager.outlet_config import OutletConfig
+from pagekv.kvmanager.outlets import Outlets
 from pagekv.kvmanager.page.hub import PageHub
 from pagekv.kvmanager.request import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request_metrics import RequestMetrics
@@ -95,6 +98,71 @@ async def spans(rig: Rig) -> AsyncIterator[None]:
         await tracing.close()
 
 
+_SUBSCRIBER = """
+import sys, zmq
+socket = zmq.Context().socket(zmq.SUB)
+socket.setsockopt(zmq.SUBSCRIBE, b"")
+socket.connect(sys.argv[1])
+while True:
+    socket.recv_multipart()
+"""
+
+
+@part("kv-events")
+async def kv_events(rig: Rig) -> AsyncIterator[None]:
+    """With a subscriber that takes everything, in a process of its own, and replays kept."""
+    with tempfile.TemporaryDirectory() as directory:
+        endpoint = f"ipc://{directory}/events"
+        outlet = OutletConfig(
+            kv_events=True, kv_events_endpoint=endpoint, kv_events_replay_endpoint=f"{endpoint}-again"
+        )
+        async with _outlets(rig, outlet):
+            subscriber = await asyncio.create_subprocess_exec(sys.executable, "-c", _SUBSCRIBER, endpoint)
+            await asyncio.sleep(0.5)
+            yield
+            subscriber.kill()
+            await subscriber.wait()
+
+
+@part("record")
+async def record(rig: Rig) -> AsyncIterator[None]:
+    with tempfile.TemporaryDirectory() as directory:
+        async with _outlets(rig, OutletConfig(record=f"{directory}/trace")):
+            yield
+
+
+@part("record-steps")
+async def record_steps(rig: Rig) -> AsyncIterator[None]:
+    with tempfile.TemporaryDirectory() as directory:
+        async with _outlets(rig, OutletConfig(record_steps=f"{directory}/steps")):
+            yield
+
+
+@part("page")
+async def page(rig: Rig) -> AsyncIterator[None]:
+    """Open once, by somebody who reads whatever comes. Nobody looking costs nothing."""
+    hub = PageHub(rig.engine)
+    rig.observers.append(hub.happenings)
+    viewer = hub.enter()
+
+    async def read() -> None:
+        while True:
+            await viewer.next()
+
+    reader = asyncio.create_task(read())
+    yield
+    reader.cancel()
+    hub.leave(viewer)
+
+
+@asynccontextmanager
+async def _outlets(rig: Rig, outlet: OutletConfig) -> AsyncIterator[None]:
+    outlets = Outlets(outlet, config(1))
+    outlets.open(rig.engine, rig.observers)
+    yield
+    await outlets.close()
+
+
 _GATEWAY = """
 import sys, grpc
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
@@ -121,23 +189,6 @@ async def gateway(rig: Rig) -> AsyncIterator[None]:
     subscriber.kill()
     await subscriber.wait()
     await server.stop(0)
-
-
-@part("page")
-async def page(rig: Rig) -> AsyncIterator[None]:
-    """Open once, by somebody who reads whatever comes. Nobody looking costs nothing."""
-    hub = PageHub(rig.engine)
-    rig.observers.append(hub.happenings)
-    viewer = hub.enter()
-
-    async def read() -> None:
-        while True:
-            await viewer.next()
-
-    reader = asyncio.create_task(read())
-    yield
-    reader.cancel()
-    hub.leave(viewer)
 
 
 class _TakeAll(BaseHTTPRequestHandler):
@@ -357,8 +408,9 @@ async def compare(names: list[list[str]], turns: int, *, turnover: bool) -> Comp
         requests = (runners[0].submitted - submitted) / (turns * BLOCK_SIZE)
         seconds = [runner.turns[WARM_UP:] for runner in runners]
     alone, *others = (_typical(one) for one in seconds)
-    added = [Cost(one.own_s - alone.own_s, one.elapsed_s - alone.elapsed_s) for one in others]
-    return Comparison(alone, added, requests)
+    return Comparison(
+        alone, [Cost(one.own_s - alone.own_s, one.elapsed_s - alone.elapsed_s) for one in others], requests
+    )
 
 
 def _typical(turns: list[tuple[float, float]]) -> Cost:
