@@ -13,7 +13,7 @@ import contextlib
 import random
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -77,7 +77,7 @@ async def flood(caller: Caller, stop: asyncio.Event) -> None:
         await asyncio.sleep(max(0.0, 0.2 - (time.monotonic() - begin)))
 
 
-BESIDE: dict[str, Callable[[Caller, asyncio.Event], Awaitable[None]]] = {
+BESIDE: dict[str, Callable[[Caller, asyncio.Event], Coroutine[None, None, None]]] = {
     "alone": nothing,
     "16 calls that nobody reads": silent,
     "100 cancelled calls a second": cancelled,

@@ -71,7 +71,7 @@ def read_request(request: vllm.GenerateRequest, model: ModelInfo) -> pb.Generate
 
 def _read_sampling(params: vllm.SamplingParams) -> types_pb2.SamplingParams:
     for name, why in _UNSUPPORTED_SAMPLING.items():
-        if params.HasField(name):  # type: ignore[arg-type]  # the stubs want literals
+        if params.HasField(name):
             raise InvalidRequest(f"sampling_params.{name}", f"must be absent: {why}")
     constraint = params.WhichOneof("constraint")
     if constraint is not None:

@@ -243,9 +243,9 @@ def test_the_other_calls(server: ScriptedServer, client: PageKVClient) -> None:
     table = cache_pb.GetBlockTableRequest(request_id="r")
     server.expect("GetBlockTable", cache_pb.GetBlockTableResponse(sequences=[sequence]), check=is_equal(table))
     assert client.block_table("r") == [SequenceBlocks(0, "running", 4, 0, (1,), ("ff",))]
-    info = cache_pb.RequestInfo(request_id="r", state="waiting", priority=-1, prompt_tokens=7)
+    live = cache_pb.RequestInfo(request_id="r", state="waiting", priority=-1, prompt_tokens=7)
     some = cache_pb.ListRequestsRequest(limit=5)
-    server.expect("ListRequests", cache_pb.ListRequestsResponse(requests=[info], total=9), check=is_equal(some))
+    server.expect("ListRequests", cache_pb.ListRequestsResponse(requests=[live], total=9), check=is_equal(some))
     assert client.list_requests(5) == RequestList([RequestInfo("r", "waiting", -1, 0, 7, 0, 0, 0, 0, 0, 0)], 9)
     block = cache_pb.BlockInfo(block_id=3, ref_count=1, state=cache_pb.BLOCK_STATE_ACTIVE)
     listing = cache_pb.ListBlocksRequest(start=3, limit=1, state=cache_pb.BLOCK_STATE_ACTIVE)

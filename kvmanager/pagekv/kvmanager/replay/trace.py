@@ -89,7 +89,7 @@ def _read(name: str, lines: Iterable[str], form: str, tokens_per_id: int, limit:
     except _BadLine as error:
         raise TraceError(f"{name}: line {error.number}: {error}") from error
     start = records[0].arrival_s if records else 0.0
-    ids = (r.hash_ids for r in records)
+    ids: Iterator[tuple[int, ...]] = (r.hash_ids for r in records)
     if any(i > _MAX_TOKEN for r in records for i in r.hash_ids):
         ids = _numbered(ids)
     return [
