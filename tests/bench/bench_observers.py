@@ -61,39 +61,32 @@ PROMPTS = [[100 + token % 977 for token in range(64 + extra)] for extra in range
 STEP_MS = (5, 10, 20)
 
 
-@dataclass
-class Rig:
-    """One engine, before it is attached; a part adds its observers and starts what it needs."""
-
-    engine: EngineLoop
-    observers: list[Observer]
-
-
-Part = Callable[[Rig], AbstractAsyncContextManager[None]]
+# Is given an engine before that is attached; adds its observers and starts what it needs.
+Part = Callable[[EngineLoop], AbstractAsyncContextManager[None]]
 PARTS: dict[str, Part] = {}
 
 
-def part(name: str) -> Callable[[Callable[[Rig], AsyncIterator[None]]], None]:
+def part(name: str) -> Callable[[Callable[[EngineLoop], AsyncIterator[None]]], None]:
     """Registers an async generator that sets a part up, yields while it is measured, and ends it."""
 
-    def register(body: Callable[[Rig], AsyncIterator[None]]) -> None:
+    def register(body: Callable[[EngineLoop], AsyncIterator[None]]) -> None:
         PARTS[name] = asynccontextmanager(body)
 
     return register
 
 
 @part("metrics")
-async def metrics(rig: Rig) -> AsyncIterator[None]:
-    rig.observers.append(RequestMetrics())
+async def metrics(engine: EngineLoop) -> AsyncIterator[None]:
+    engine.observers.add(RequestMetrics())
     yield
 
 
 @part("spans")
-async def spans(rig: Rig) -> AsyncIterator[None]:
+async def spans(engine: EngineLoop) -> AsyncIterator[None]:
     """To a collector of this process that takes everything, in a thread."""
     with collector() as port:
         tracing = Tracing(otlp_processor(f"http://127.0.0.1:{port}/v1/traces"))
-        rig.observers.append(RequestSpans(tracing.emit))
+        engine.observers.add(RequestSpans(tracing.emit))
         yield
         await tracing.close()
 
@@ -109,14 +102,14 @@ while True:
 
 
 @part("kv-events")
-async def kv_events(rig: Rig) -> AsyncIterator[None]:
+async def kv_events(engine: EngineLoop) -> AsyncIterator[None]:
     """With a subscriber that takes everything, in a process of its own, and replays kept."""
     with tempfile.TemporaryDirectory() as directory:
         endpoint = f"ipc://{directory}/events"
         outlet = OutletConfig(
             kv_events=True, kv_events_endpoint=endpoint, kv_events_replay_endpoint=f"{endpoint}-again"
         )
-        async with _outlets(rig, outlet):
+        async with _outlets(engine, outlet):
             subscriber = await asyncio.create_subprocess_exec(sys.executable, "-c", _SUBSCRIBER, endpoint)
             await asyncio.sleep(0.5)
             yield
@@ -125,24 +118,24 @@ async def kv_events(rig: Rig) -> AsyncIterator[None]:
 
 
 @part("record")
-async def record(rig: Rig) -> AsyncIterator[None]:
+async def record(engine: EngineLoop) -> AsyncIterator[None]:
     with tempfile.TemporaryDirectory() as directory:
-        async with _outlets(rig, OutletConfig(record=f"{directory}/trace")):
+        async with _outlets(engine, OutletConfig(record=f"{directory}/trace")):
             yield
 
 
 @part("record-steps")
-async def record_steps(rig: Rig) -> AsyncIterator[None]:
+async def record_steps(engine: EngineLoop) -> AsyncIterator[None]:
     with tempfile.TemporaryDirectory() as directory:
-        async with _outlets(rig, OutletConfig(record_steps=f"{directory}/steps")):
+        async with _outlets(engine, OutletConfig(record_steps=f"{directory}/steps")):
             yield
 
 
 @part("page")
-async def page(rig: Rig) -> AsyncIterator[None]:
+async def page(engine: EngineLoop) -> AsyncIterator[None]:
     """Open once, by somebody who reads whatever comes. Nobody looking costs nothing."""
-    hub = PageHub(rig.engine)
-    rig.observers.append(hub.happenings)
+    hub = PageHub(engine)
+    engine.observers.add(hub.happenings)
     viewer = hub.enter()
 
     async def read() -> None:
@@ -156,9 +149,9 @@ async def page(rig: Rig) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def _outlets(rig: Rig, outlet: OutletConfig) -> AsyncIterator[None]:
+async def _outlets(engine: EngineLoop, outlet: OutletConfig) -> AsyncIterator[None]:
     outlets = Outlets(outlet, config(1))
-    outlets.open(rig.engine, rig.observers)
+    outlets.open(engine)
     yield
     await outlets.close()
 
@@ -173,14 +166,14 @@ with grpc.insecure_channel(sys.argv[1]) as channel:
 
 
 @part("gateway")
-async def gateway(rig: Rig) -> AsyncIterator[None]:
+async def gateway(engine: EngineLoop) -> AsyncIterator[None]:
     """The events that a gateway subscribes to, with a subscriber that takes everything, in a process of its own."""
     server = GrpcServer("127.0.0.1:0", [SERVICE_NAME])
-    VllmEngine(rig.engine, ServingState(rig.engine), lambda: True).add_to(server.server)
+    VllmEngine(engine, ServingState(engine), lambda: True).add_to(server.server)
     port = await server.start()
 
     async def subscribe() -> asyncio.subprocess.Process:
-        await rig.engine.wait_ready()
+        await engine.wait_ready()
         return await asyncio.create_subprocess_exec(sys.executable, "-c", _GATEWAY, f"127.0.0.1:{port}")
 
     subscribing = asyncio.create_task(subscribe())
@@ -265,9 +258,8 @@ class Runner:
     def __init__(self, *, turnover: bool, num_blocks: int) -> None:
         """`turnover`: requests are short, and for each that ends another begins."""
         self.turnover = turnover
-        self.observers: list[Observer] = [_Ends(self)]
         vars(engine_loop)["ExecutorLink"] = lambda target, wake: _Link(self)
-        self.engine = EngineLoop(config(num_blocks), observers=self.observers)
+        self.engine = EngineLoop(config(num_blocks), observers=[_Ends(self)])
         self.running = self.submitted = 0
         # Seconds of each turn, of the loop's thread and elapsed.
         self.turns: list[tuple[float, float]] = []
@@ -358,7 +350,7 @@ async def running(parts: list[str], *, turnover: bool, num_blocks: int) -> Async
     runner = Runner(turnover=turnover, num_blocks=num_blocks)
     async with AsyncExitStack() as stack:
         for name in parts:
-            await stack.enter_async_context(PARTS[name](Rig(runner.engine, runner.observers)))
+            await stack.enter_async_context(PARTS[name](runner.engine))
         await runner.start()
         yield runner
         await runner.stop()

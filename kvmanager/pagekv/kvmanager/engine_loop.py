@@ -11,7 +11,7 @@ import asyncio
 import os
 import socket
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 from pagekv.common.errors import AlreadyExists, InvalidRequest, Overloaded, Unavailable
 from pagekv.common.logs import Log
@@ -31,7 +31,7 @@ from pagekv.kvmanager.failed_steps import FailedSteps, Fault
 from pagekv.kvmanager.host_pool import HostPool
 from pagekv.kvmanager.introspection import EngineTotals
 from pagekv.kvmanager.live_requests import LiveRequests
-from pagekv.kvmanager.observer import Observer, RequestEnd
+from pagekv.kvmanager.observer import Observer, Observers, RequestEnd
 from pagekv.kvmanager.reconnect import Reconnect
 from pagekv.kvmanager.request import GenerateCommand, RequestStream
 from pagekv.kvmanager.scheduler import Scheduler
@@ -48,11 +48,11 @@ class EngineLoop(EngineQueries):
         self,
         config: EngineConfig,
         on_attached: Callable[[bool], None] = lambda attached: None,
-        observers: Sequence[Observer] = (),
+        observers: Iterable[Observer] = (),
     ) -> None:
         """`on_attached` is called with every change between attached and detached."""
         self._config = config
-        self._observers = observers
+        self.observers = Observers(observers)
         self._on_attached = on_attached
         self._manager_id = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._wake = asyncio.Event()
@@ -122,8 +122,7 @@ class EngineLoop(EngineQueries):
         self._attached = True
         self._ready.set()
         self._on_attached(True)
-        for observer in self._observers:
-            observer.attached(model, self._totals.epochs)
+        self.observers.attached(model, self._totals.epochs)
         log.info(
             "attached",
             executor=config.executor,
@@ -168,16 +167,14 @@ class EngineLoop(EngineQueries):
                     self._totals.count(outcome, self._work_left)
                     self._failed.clear(plan, committed.sequences)
                     ended = deliver(committed, outcome)
-                    for observer in self._observers:
-                        observer.committed(plan, outcome, committed)
+                    self.observers.committed(plan, outcome, committed)
                     for sequence in ended:
                         self._forget_if_done(sequence.request, RequestEnd.FINISHED)
                     self._work_left = len(self._live) > 0
                 ahead = scheduler.schedule() if len(self._in_flight) < self._config.pipeline_depth else None
                 self._cache.border(self._totals.steps)
                 if ahead is not None:
-                    for observer in self._observers:
-                        observer.planned(ahead)
+                    self.observers.planned(ahead)
                     self._in_flight.add(ahead)
                     await link.send(ahead, self._config.step_timeout_s)
                     continue
@@ -213,8 +210,7 @@ class EngineLoop(EngineQueries):
         if self._attached:
             self._attached = False
             self._on_attached(False)
-            for observer in self._observers:
-                observer.detached()
+            self.observers.detached()
 
     async def _pause(self, seconds: float) -> None:
         self._wake.clear()
@@ -270,8 +266,7 @@ class EngineLoop(EngineQueries):
         waiting = self._scheduler.num_waiting
         if waiting + command.n > self._config.max_queue:
             self._totals.rejected += 1
-            for observer in self._observers:
-                observer.rejected()
+            self.observers.rejected()
             raise Overloaded(
                 f"the queue is full: {waiting} sequences wait, at most {self._config.max_queue}", RETRY_DELAY_S
             )
@@ -299,8 +294,7 @@ class EngineLoop(EngineQueries):
         self._totals.requests += 1
         self._cache.note_request(identity)
         scheduler.add(request)
-        for observer in self._observers:
-            observer.submitted(request)
+        self.observers.submitted(request)
         self._wake.set()
         return request.stream
 
@@ -342,5 +336,4 @@ class EngineLoop(EngineQueries):
 
     def _forget_if_done(self, request: LiveRequest, end: RequestEnd) -> None:
         if self._live.forget_if_done(request):
-            for observer in self._observers:
-                observer.ended(request, end)
+            self.observers.ended(request, end)

@@ -6,11 +6,15 @@ needs more copies what it needs and works elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 
+from pagekv.common.logs import Log
 from pagekv.kvmanager.engine import ModelInfo
 from pagekv.kvmanager.sequence import LiveRequest
 from pagekv.kvmanager.step_plan import Committed, StepOutcome, StepPlan
+
+log = Log(__name__)
 
 
 class RequestEnd(Enum):
@@ -22,8 +26,8 @@ class RequestEnd(Enum):
 
 
 class Observer:
-    """Does nothing; observers override what they need. None of these may raise or keep what it is given unchanged:
-    sequences and requests go on changing.
+    """Does nothing; observers override what they need. None of these may keep what it is given unchanged: sequences
+    and requests go on changing. One that raises is told nothing any more.
     """
 
     def attached(self, model: ModelInfo, epoch: int) -> None:
@@ -46,3 +50,48 @@ class Observer:
 
     def ended(self, request: LiveRequest, end: RequestEnd) -> None:
         """A request has left; its sequences hold nothing."""
+
+
+class Observers(Observer):
+    """Tells all of them. One that raises is logged and dropped: watching never ends serving."""
+
+    def __init__(self, observers: Iterable[Observer] = ()) -> None:
+        # Replaced, never changed, so that it may lose one while it is gone through.
+        self._all = tuple(observers)
+
+    def add(self, observer: Observer) -> None:
+        """It is told whatever happens from now on."""
+        self._all = (*self._all, observer)
+
+    def attached(self, model: ModelInfo, epoch: int) -> None:
+        self._tell("attached", model, epoch)
+
+    def detached(self) -> None:
+        self._tell("detached")
+
+    def submitted(self, request: LiveRequest) -> None:
+        self._tell("submitted", request)
+
+    def rejected(self) -> None:
+        self._tell("rejected")
+
+    def planned(self, plan: StepPlan) -> None:
+        self._tell("planned", plan)
+
+    def committed(self, plan: StepPlan, outcome: StepOutcome, committed: Committed) -> None:
+        self._tell("committed", plan, outcome, committed)
+
+    def ended(self, request: LiveRequest, end: RequestEnd) -> None:
+        self._tell("ended", request, end)
+
+    def _tell(self, what: str, *told: object) -> None:
+        for observer in self._all:
+            try:
+                getattr(observer, what)(*told)
+            except Exception:
+                log.exception(
+                    "an observer broke and is told nothing any more, serving goes on",
+                    observer=type(observer).__name__,
+                    told=what,
+                )
+                self._all = tuple(other for other in self._all if other is not observer)

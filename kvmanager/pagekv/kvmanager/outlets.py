@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from pagekv.common.logs import Log
 from pagekv.kvmanager.engine_config import EngineConfig
 from pagekv.kvmanager.engine_loop import EngineLoop
-from pagekv.kvmanager.observer import Observer
 from pagekv.kvmanager.outlet_config import OutletConfig
 from pagekv.kvmanager.recording_file import RecordingFile
 from pagekv.kvmanager.request_trace import RequestTrace
@@ -37,14 +36,14 @@ class Outlets:
         self._publisher: KvEventPublisher | None = None
         self._publishing: asyncio.Task[None] | None = None
 
-    def open(self, engine: EngineLoop, observers: list[Observer]) -> None:
-        """Before the engine runs; adds to `observers`. Raises OSError when a file or an endpoint cannot be had, and
+    def open(self, engine: EngineLoop) -> None:
+        """Before the engine runs; adds to its observers. Raises OSError when a file or an endpoint cannot be had, and
         ImportError without ZeroMQ.
         """
         config = self._config
         if config.record:
             self._trace = RequestTrace(self._recording(config.record, "requests"))
-            observers.append(self._trace)
+            engine.observers.add(self._trace)
         if config.record_steps:
             planning = self._planning
             recorder = StepRecorder(
@@ -67,7 +66,7 @@ class Outlets:
                 )
             )
             self._publisher.bind()
-            observers.append(self._publisher)
+            engine.observers.add(self._publisher)
             self._publishing = asyncio.create_task(self._publish(self._publisher, engine), name="KV events")
 
     def _recording(self, path: str, what: str) -> RecordingFile:

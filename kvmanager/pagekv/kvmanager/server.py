@@ -17,7 +17,6 @@ from pagekv.kvmanager.engine import ModelInfo
 from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.executor_client import AttachRefused
 from pagekv.kvmanager.inference_service import InferenceService
-from pagekv.kvmanager.observer import Observer
 from pagekv.kvmanager.outlets import Outlets
 from pagekv.kvmanager.request_metrics import RequestMetrics
 from pagekv.kvmanager.request_spans import RequestSpans
@@ -54,8 +53,7 @@ class Manager:
         self._changed = asyncio.Event()
         self._attached = False
         self._draining = False
-        self._observers: list[Observer] = []
-        self.engine = EngineLoop(config.engine, on_attached=self._on_attached, observers=self._observers)
+        self.engine = EngineLoop(config.engine, on_attached=self._on_attached)
         self._outlets = Outlets(config.observe.outlets, config.engine)
         self._state = ServingState(self.engine)
         services = [
@@ -129,7 +127,7 @@ class Manager:
     def _open_outlets(self) -> None:
         """Raises OSError when a file or an endpoint cannot be had, ExtraMissing without what they need."""
         try:
-            self._outlets.open(self.engine, self._observers)
+            self._outlets.open(self.engine)
         except ImportError as error:
             raise ExtraMissing(f"--kv-events needs {error.name}: pip install 'pagekv[observe]'") from error
 
@@ -142,7 +140,7 @@ class Manager:
         except ImportError as error:
             raise ExtraMissing(f"--otlp-endpoint needs {error.name}: pip install 'pagekv[observe]'") from error
         tracing = Tracing(otlp_processor(self._config.observe.otlp_endpoint))
-        self._observers.append(RequestSpans(tracing.emit))
+        self.engine.observers.add(RequestSpans(tracing.emit))
         log.info("sending spans", endpoint=self._config.observe.otlp_endpoint)
         return tracing
 
@@ -154,7 +152,7 @@ class Manager:
         from pagekv.kvmanager.page.routes import Page
 
         hub = PageHub(self.engine)
-        self._observers.append(hub.happenings)
+        self.engine.observers.add(hub.happenings)
         return Page(self.engine, self._state, hub, show_text=self._config.observe.page_text).routes()
 
     async def _start_http(self) -> HttpServer | None:
@@ -167,7 +165,7 @@ class Manager:
         except ImportError as error:
             raise ExtraMissing(f"--http-listen needs {error.name}: pip install 'pagekv[observe]'") from error
         requests = RequestMetrics()
-        self._observers.append(requests)
+        self.engine.observers.add(requests)
         prefix_cache = self._config.engine.limits.prefix_cache
         collector = EngineCollector(self.engine, requests, prefix_cache=prefix_cache)
         server = HttpServer(self._config.observe.http_listen, [*metrics_routes(collector), *self._page_routes()])

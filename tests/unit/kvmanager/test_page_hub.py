@@ -33,7 +33,7 @@ class Look:
         self.now = 0.0
         self.engine = engine
         self.hub = PageHub(engine, lambda: self.now)
-        engine._observers = [self.hub.happenings]
+        engine.observers.add(self.hub.happenings)
 
     def look(self, seconds: float = 1.0) -> None:
         self.now += seconds
