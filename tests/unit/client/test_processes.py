@@ -254,7 +254,9 @@ def test_the_page_has_the_port_asked_for_or_a_free_one_where_that_is_taken(journ
     assert f"--http-listen 127.0.0.1:{port}" in again.children[1].lines[0]
 
 
-def test_up_serves_no_page_where_the_manager_has_its_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_up_serves_no_page_where_the_manager_has_its_own_address_or_cannot(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def page_port(*flags: str) -> int | None:
         args = make_parser().parse(["up", *flags])
         return up.stack_config(args, Terminal(), "127.0.0.1", 0, 0).page_port
@@ -264,7 +266,9 @@ def test_up_serves_no_page_where_the_manager_has_its_own_address(monkeypatch: py
     assert page_port("--http-port", "0") == 0
     assert page_port("--no-http") is None
     assert page_port("--manager-args=--http-listen=127.0.0.1:9") is None
-    monkeypatch.setattr(up, "find_spec", lambda name: None)
-    assert page_port() is None
+    for missing in up.HTTP_NEEDS:
+        monkeypatch.setattr(up, "find_spec", lambda name, missing=missing: None if name == missing else name)
+        assert page_port() is None
+        assert f"no live page: it needs {missing}: pip install" in capsys.readouterr().err
     monkeypatch.setenv("PAGEKV_HTTP_LISTEN", "127.0.0.1:9")
     assert page_port() is None

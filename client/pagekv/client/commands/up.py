@@ -30,6 +30,8 @@ EXAMPLES = """\
 # Flags handed on, and to whom. What is not given is not handed on, so the processes' own PAGEKV_* variables count.
 _TO_EXECUTOR = ("model", "backend", "dtype", "threads", "kv-memory")
 _TO_MANAGER = ("block-size", "num-device-blocks", "max-model-len", "max-queue", "tokenizer")
+# What the manager imports for its HTTP port: pagekv[observe] has it.
+HTTP_NEEDS = ("aiohttp", "prometheus_client")
 _STEP_S = 0.2
 
 
@@ -153,8 +155,8 @@ def _page_port(args: argparse.Namespace, terminal: Terminal) -> int | None:
     own = any(word.partition("=")[0] == "--http-listen" for word in args.manager_args)
     if port is None or args.no_http or own or "PAGEKV_HTTP_LISTEN" in os.environ:
         return None
-    if find_spec("aiohttp") is None:
-        terminal.note("no live page: it needs pip install 'pagekv[observe]'")
+    if missing := [name for name in HTTP_NEEDS if find_spec(name) is None]:
+        terminal.note(f"no live page: it needs {' and '.join(missing)}: pip install 'pagekv[observe]'")
         return None
     return port
 
