@@ -1,13 +1,15 @@
 """The manager's HTTP port: who may ask, and an orderly start and end. What it serves comes as routes from elsewhere.
 
 Browsers send requests to loopback ports for any page that asks them to, so a request has to name this host as its own
-(against DNS rebinding), and one that another site's page makes is refused. There is no login: it listens on loopback
-unless told otherwise, and whoever can reach it can read what it serves.
+(against DNS rebinding), and one that another site's page makes is refused. Metrics are for no browser: where not only
+this machine can ask, they are answered by any name. There is no login: it listens on loopback unless told otherwise,
+and whoever can reach it can read what it serves.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import json
 from collections.abc import Awaitable, Callable, Iterable
 
 from aiohttp import web
@@ -16,6 +18,9 @@ from aiohttp import web
 MAX_BODY_BYTES = 4 * 2**20
 # Seconds that open responses get to end.
 SHUTDOWN_S = 1.0
+# Below this errors are JSON, as answers are.
+API = "/api/"
+METRICS = "/metrics"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -30,10 +35,11 @@ HEADERS = {
 class HttpServer:
     """States: built, `start`ed, stopped."""
 
-    def __init__(self, listen: str, routes: Iterable[web.AbstractRouteDef]) -> None:
-        """`listen` is host:port; port 0 takes a free one."""
+    def __init__(self, listen: str, routes: Iterable[web.AbstractRouteDef], names: Iterable[str] = ()) -> None:
+        """`listen` is host:port; port 0 takes a free one. `names`: what it is called besides, in lower case."""
         host, _, port = listen.rpartition(":")
         self._host, self._port = host.strip("[]"), int(port)
+        self._names = frozenset(names)
         self._app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
         self._app.add_routes(routes)
         self._runner = web.AppRunner(self._app, access_log=None, shutdown_timeout=SHUTDOWN_S)
@@ -50,15 +56,41 @@ class HttpServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if not may_name(request.url.host or "", self._host):
-            raise web.HTTPForbidden(text="not a name of this server: ask by its address, or through localhost\n")
-        site, mode = (request.headers.get(f"Sec-Fetch-{name}") for name in ("Site", "Mode"))
-        if site == "cross-site" and mode != "navigate":
-            raise web.HTTPForbidden(text="a page of another site asked for this\n")
-        response = await handler(request)
+        try:
+            self._check(request)
+            response = await handler(request)
+        except web.HTTPException as error:
+            error.headers.update(HEADERS)
+            if not request.path.startswith(API):
+                raise
+            text = json.dumps({"error": (error.text or error.reason).strip()})
+            headers = {name: value for name, value in error.headers.items() if name != "Content-Type"}
+            return web.Response(text=text, content_type="application/json", status=error.status, headers=headers)
         if not response.prepared:
             response.headers.update(HEADERS)
         return response
+
+    def _check(self, request: web.Request) -> None:
+        """Raises HTTPForbidden."""
+        if not self._answers_to(request):
+            raise web.HTTPForbidden(
+                text="not a name of this server: ask by its address, or through localhost, or have the manager started "
+                "with this name in --http-names\n"
+            )
+        site, mode = (request.headers.get(f"Sec-Fetch-{name}") for name in ("Site", "Mode"))
+        if site == "cross-site" and mode != "navigate":
+            raise web.HTTPForbidden(text="a page of another site asked for this\n")
+
+    def _answers_to(self, request: web.Request) -> bool:
+        try:
+            host = request.url.host or ""
+        except ValueError:
+            return False
+        if host.lower() in self._names:
+            return True
+        # A Prometheus asks by whatever name its targets have.
+        everywhere = request.path == METRICS and not is_loopback(self._host)
+        return everywhere or may_name(host, self._host)
 
 
 def may_name(host: str, listen: str) -> bool:

@@ -5,12 +5,16 @@ page too.
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit, urlunsplit
 
 from pagekv.common.flags import FlagParser, tcp_address
 from pagekv.kvmanager import outlet_config
 from pagekv.kvmanager.outlet_config import OutletConfig
+
+# A host name without a port.
+_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,7 @@ class ObserveConfig:
     outlets: OutletConfig = field(default_factory=OutletConfig)
     page: bool = True
     page_text: bool = False
+    http_names: tuple[str, ...] = ()
 
 
 def add_flags(parser: FlagParser) -> None:
@@ -36,6 +41,13 @@ def add_flags(parser: FlagParser) -> None:
         metavar="HOST:PORT",
     )
     parser.flag("http-port-file", "file to write the bound HTTP port to once listening", default="", metavar="PATH")
+    parser.flag(
+        "http-names",
+        "names that the HTTP port answers to besides this machine's, with commas between them",
+        default=(),
+        type=_names,
+        metavar="NAME,...",
+    )
     parser.switch("page", "serve the live page at / of the HTTP port", default=True)
     parser.switch("page-text", "the live page shows what blocks hold, which is what others sent", default=False)
     parser.switch(
@@ -52,6 +64,14 @@ def add_flags(parser: FlagParser) -> None:
         type=_collector,
         metavar="URL",
     )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """A type for host names, in lower case; empty for none."""
+    names = tuple(name.strip().lower() for name in text.split(",")) if text else ()
+    if not all(_NAME.fullmatch(name) for name in names):
+        raise argparse.ArgumentTypeError(f"must be names such as gpu1.example, with commas between them, got {text!r}")
+    return names
 
 
 def _collector(text: str) -> str:
@@ -78,4 +98,5 @@ def from_args(args: argparse.Namespace) -> ObserveConfig:
         outlets=outlet_config.from_args(args),
         page=args.page,
         page_text=args.page_text,
+        http_names=args.http_names,
     )

@@ -168,11 +168,13 @@ class Manager:
         self.engine.observers.add(requests)
         prefix_cache = self._config.engine.limits.prefix_cache
         collector = EngineCollector(self.engine, requests, prefix_cache=prefix_cache)
-        server = HttpServer(self._config.observe.http_listen, [*metrics_routes(collector), *self._page_routes()])
+        observe = self._config.observe
+        routes = [*metrics_routes(collector), *self._page_routes()]
+        server = HttpServer(observe.http_listen, routes, observe.http_names)
         port = await server.start()
-        if self._config.observe.http_port_file:
-            write_port_file(Path(self._config.observe.http_port_file), port)
-        log.info("serving HTTP", address=self._config.observe.http_listen, port=port)
+        if observe.http_port_file:
+            write_port_file(Path(observe.http_port_file), port)
+        log.info("serving HTTP", address=observe.http_listen, port=port)
         return server
 
     async def _follow_engine(self) -> None:

@@ -80,6 +80,7 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
         "PAGEKV_MAX_PINNED_SHARE": "0.75",
         "PAGEKV_HTTP_LISTEN": "127.0.0.1:0",
         "PAGEKV_HTTP_PORT_FILE": "/tmp/http",
+        "PAGEKV_HTTP_NAMES": "GPU1.example, gpu1",
         "PAGEKV_PAGE": "off",
         "PAGEKV_PAGE_TEXT": "on",
         "PAGEKV_GATEWAY_API": "on",
@@ -96,7 +97,8 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
     outlets = OutletConfig(
         True, "ipc:///tmp/events", "tcp://[::1]:5558", "kv@here", 7, False, "/tmp/trace", "/tmp/steps"
     )
-    observe = ObserveConfig("127.0.0.1:0", "/tmp/http", True, "http://collector:4318/v1/traces", outlets, False, True)
+    collector, names = "http://collector:4318/v1/traces", ("gpu1.example", "gpu1")
+    observe = ObserveConfig("127.0.0.1:0", "/tmp/http", True, collector, outlets, False, True, names)
     limits = SchedulerLimits(
         64, 5, 0.25, False, partial_hits=False, swap=SwapPolicy("swap"), write_back=True, preemption_limit=7
     )
@@ -126,6 +128,7 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
         (["--pipeline-depth", "3"], {}, "--pipeline-depth: must be a whole number from 1 to 2, got '3'"),
         (["--step-timeout-s", "0"], {}, "--step-timeout-s: must be a number from 0.1 to 3600"),
         (["--otlp-endpoint", "localhost:4318"], {}, "--otlp-endpoint: must be a URL such as http://127.0.0.1:4318"),
+        (["--http-names", "gpu1.example:80"], {}, "--http-names: must be names such as gpu1.example, with commas"),
         (["--http-listen", "unix:/x"], {}, "--http-listen: must be host:port with a port from 0 to 65535, or empty"),
         (["--kv-events-endpoint", "127.0.0.1:5557"], {}, "--kv-events-endpoint: must be tcp://host:port with a port"),
         (["--kv-events-endpoint", "tcp://*:x"], {}, "--kv-events-endpoint: must be tcp://host:port with a port"),

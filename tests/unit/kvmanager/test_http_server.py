@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from pagekv.kvmanager.http_server import MAX_BODY_BYTES, HttpServer, is_loopback, may_name
+from pagekv.kvmanager.http_server import HEADERS, MAX_BODY_BYTES, HttpServer, is_loopback, may_name
 
 
 async def hello(request: web.Request) -> web.Response:
@@ -18,8 +18,11 @@ async def hello(request: web.Request) -> web.Response:
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
-    server = HttpServer("127.0.0.1:0", [web.get("/", hello), web.post("/", hello)])
+async def served(
+    listen: str = "127.0.0.1:0", names: tuple[str, ...] = ()
+) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
+    routes = [web.get("/", hello), web.post("/", hello), web.get("/metrics", hello), web.post("/api/x", hello)]
+    server = HttpServer(listen, routes, names)
     port = await server.start()
     try:
         async with aiohttp.ClientSession() as session:
@@ -31,9 +34,9 @@ async def served() -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
 Check = Callable[[aiohttp.ClientSession, str], Coroutine[None, None, None]]
 
 
-def run(check: Check) -> None:
+def run(check: Check, listen: str = "127.0.0.1:0", names: tuple[str, ...] = ()) -> None:
     async def body() -> None:
-        async with served() as (session, url):
+        async with served(listen, names) as (session, url):
             await check(session, url)
 
     asyncio.run(body())
@@ -60,6 +63,49 @@ def test_another_name_for_this_machine_is_refused(host: str) -> None:
     run(check)
 
 
+@pytest.mark.parametrize(
+    ("listen", "names", "path", "status"),
+    [
+        ("0.0.0.0:0", (), "", 403),
+        ("0.0.0.0:0", ("gpu1.example",), "", 200),
+        ("0.0.0.0:0", ("gpu2.example",), "", 403),
+        ("127.0.0.1:0", ("gpu1.example",), "", 200),
+        # A Prometheus asks so.
+        ("0.0.0.0:0", (), "metrics", 200),
+        # Nobody but a browser that was led astray does.
+        ("127.0.0.1:0", (), "metrics", 403),
+        ("127.0.0.1:0", ("gpu1.example",), "metrics", 200),
+    ],
+)
+def test_a_name_with_dots_is_answered_where_it_was_named(
+    listen: str, names: tuple[str, ...], path: str, status: int
+) -> None:
+    async def check(session: aiohttp.ClientSession, url: str) -> None:
+        async with session.get(url + path, headers={"Host": "GPU1.example:9400"}) as response:
+            assert response.status == status
+            assert status == 200 or "--http-names" in await response.text()
+
+    run(check, listen, names)
+
+
+def test_metrics_are_not_for_other_sites_pages() -> None:
+    async def check(session: aiohttp.ClientSession, url: str) -> None:
+        headers = {"Host": "gpu1.example", "Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "cors"}
+        async with session.get(url + "metrics", headers=headers) as response:
+            assert response.status == 403
+
+    run(check, "0.0.0.0:0")
+
+
+@pytest.mark.parametrize("host", ["a:b", ":", "evil.example."])
+def test_what_is_no_name_is_refused(host: str) -> None:
+    async def check(session: aiohttp.ClientSession, url: str) -> None:
+        async with session.get(url, headers={"Host": host}) as response:
+            assert response.status in (400, 403)
+
+    run(check)
+
+
 def test_requests_of_other_sites_pages_are_refused_and_links_to_here_are_not() -> None:
     async def check(session: aiohttp.ClientSession, url: str) -> None:
         for mode, status in [("cors", 403), ("no-cors", 403), ("navigate", 200)]:
@@ -76,6 +122,31 @@ def test_a_body_that_is_too_large_is_refused() -> None:
             assert response.status == 413
         async with session.post(url, data=b"x" * 100) as response:
             assert await response.text() == "100"
+
+    run(check)
+
+
+def test_refusals_carry_what_answers_do_and_are_json_where_answers_are() -> None:
+    async def check(session: aiohttp.ClientSession, url: str) -> None:
+        too_long = b"x" * (MAX_BODY_BYTES + 1)
+        for method, path, data, host, status in [
+            ("GET", "nothing", None, "localhost", 404),
+            ("GET", "", None, "evil.example", 403),
+            ("PUT", "", None, "localhost", 405),
+            ("POST", "", too_long, "localhost", 413),
+            ("GET", "api/nothing", None, "localhost", 404),
+            ("POST", "api/x", None, "evil.example", 403),
+            ("GET", "api/x", None, "localhost", 405),
+            ("POST", "api/x", too_long, "localhost", 413),
+        ]:
+            async with session.request(method, url + path, data=data, headers={"Host": host}) as response:
+                assert response.status == status
+                assert HEADERS.items() <= response.headers.items()
+                assert ("Allow" in response.headers) == (status == 405)
+                if path.startswith("api/"):
+                    assert list(await response.json()) == ["error"]
+                else:
+                    assert response.content_type == "text/plain"
 
     run(check)
 
