@@ -17,6 +17,7 @@ from page_reader import PageReader
 from pagekv.kvmanager.config import parse_config
 from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.http_server import HttpServer
+from pagekv.kvmanager.page import routes
 from pagekv.kvmanager.page.hub import MAX_VIEWERS, PageHub
 from pagekv.kvmanager.page.routes import Page
 from pagekv.kvmanager.request import CacheIdentity
@@ -228,19 +229,45 @@ def test_the_page_can_be_left_out() -> None:
     assert asyncio.run(body()) > 10
 
 
-def test_no_executor_yet_is_no_failure() -> None:
-    async def body() -> None:
+def served_without_executor(body: Body) -> None:
+    async def run() -> None:
         engine = EngineLoop(engine_harness.config())
         state, hub = ServingState(engine), PageHub(engine)
         server = HttpServer("127.0.0.1:0", Page(engine, state, hub, show_text=False).routes())
         port = await server.start()
-        async with aiohttp.ClientSession() as session:
-            site = Site(engine, f"http://127.0.0.1:{port}", session, hub)
-            for path in ("/api/block/0", "/api/requests"):
-                assert await site.get(path) == (503, {"error": "no executor is attached yet"})
-            assert (await site.explain({"token_ids": [1]}))[0] == 503
-            hub.look()
-            assert hub.frame is None
-        await server.stop()
+        try:
+            async with aiohttp.ClientSession() as session:
+                await body(Site(engine, f"http://127.0.0.1:{port}", session, hub))
+        finally:
+            await server.stop()
 
-    asyncio.run(body())
+    asyncio.run(run())
+
+
+def test_no_executor_yet_is_no_failure() -> None:
+    async def body(site: Site) -> None:
+        for path in ("/api/block/0", "/api/requests"):
+            assert await site.get(path) == (503, {"error": "no executor is attached yet"})
+        assert (await site.explain({"token_ids": [1]}))[0] == 503
+        site.hub.look()
+        assert site.hub.frame is None
+
+    served_without_executor(body)
+
+
+def test_pages_that_were_closed_before_there_was_anything_to_see_take_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "KEEP_ALIVE_S", 0.02)
+
+    async def body(site: Site) -> None:
+        for _ in range(MAX_VIEWERS):
+            async with site.session.get(site.url + "/api/stream") as response:
+                assert response.status == 200
+                assert await response.content.readline() == b"retry: 1000\n"
+                response.close()
+        await until(lambda: site.hub._task is None)
+        async with site.session.get(site.url + "/api/stream") as response:
+            assert response.status == 200
+            # It is open, and stays so.
+            assert [await response.content.readline() for _ in range(4)] == [b"retry: 1000\n", b"\n", b":\n", b"\n"]
+
+    served_without_executor(body)

@@ -17,12 +17,14 @@ from pagekv.kvmanager.http_server import HEADERS
 from pagekv.kvmanager.page.blocks import block_detail, host_block_detail, request_detail
 from pagekv.kvmanager.page.explanation import explain
 from pagekv.kvmanager.page.frame import request_rows
-from pagekv.kvmanager.page.hub import PageEngine, PageHub
+from pagekv.kvmanager.page.hub import PageEngine, PageHub, Viewer
 from pagekv.kvmanager.serving_state import ServingState
 from pagekv.kvmanager.validation import check_request_id
 
 # Seconds that one message may take to be read before its reader counts as gone.
 WRITE_TIMEOUT_S = 30.0
+# Seconds without a message after which a reader is written a comment.
+KEEP_ALIVE_S = 5.0
 # Subclasses stand before their bases: the first match wins.
 _STATUS: dict[type[PageKVError], int] = {InvalidRequest: 400, NotFound: 404, Overloaded: 429, Unavailable: 503}
 _TYPES = {
@@ -71,9 +73,9 @@ class Page:
             # So that the browser knows it is connected before there is an executor to tell of.
             await response.write(b"retry: 1000\n\n")
             while True:
-                message = await viewer.next()
+                lines = await _next_lines(viewer)
                 async with asyncio.timeout(WRITE_TIMEOUT_S):
-                    await response.write(f"data: {message}\n\n".encode())
+                    await response.write(lines)
         except (ConnectionError, TimeoutError):
             return response
         finally:
@@ -107,6 +109,15 @@ class Page:
         if view is None:
             raise Unavailable("no executor is attached yet")
         return view
+
+
+async def _next_lines(viewer: Viewer) -> bytes:
+    """The next message, or a comment when there is none for a while: only writing finds out that a reader has gone."""
+    try:
+        async with asyncio.timeout(KEEP_ALIVE_S):
+            return f"data: {await viewer.next()}\n\n".encode()
+    except TimeoutError:
+        return b":\n\n"
 
 
 def _answered(
