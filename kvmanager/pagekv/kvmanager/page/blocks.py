@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagekv.common.errors import InvalidRequest, NotFound
+from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.engine import SequenceView
 from pagekv.kvmanager.engine_view import EngineView
 from pagekv.kvmanager.tokenizer import Tokenizer
@@ -82,9 +82,9 @@ def _holders(view: EngineView, block: int) -> list[str]:
 
 
 def request_detail(request_id: str, views: list[SequenceView] | None) -> dict[str, Any]:
-    """A request's block tables in order of the tokens. Raises NotFound."""
-    if views is None:
-        raise NotFound(f"no request {request_id!r} is running or waiting")
+    """A request's block tables in order of the tokens; None, of one that is not live: none. Requests end while somebody
+    looks at them, so that is no error.
+    """
     return {
         "request_id": request_id,
         "sequences": [
@@ -95,6 +95,6 @@ def request_detail(request_id: str, views: list[SequenceView] | None) -> dict[st
                 "computed": view.computed_tokens,
                 "block_ids": view.block_ids,
             }
-            for view in views
+            for view in views or []
         ],
     }

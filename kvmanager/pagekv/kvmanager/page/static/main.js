@@ -110,10 +110,13 @@ async function lightRequest(id, afresh) {
   try {
     const { sequences } = await ask(`/api/request/${encodeURIComponent(id)}`);
     if (requests.chosen !== id) return;
-    device.choose([...new Set(sequences.flatMap((sequence) => sequence.block_ids))], afresh);
-    if (afresh) announce(`request ${id}: ${plural(device.table.length, "block")} lit in order`);
+    // None: it has ended, and the stream will say so.
+    if (sequences.length) {
+      device.choose([...new Set(sequences.flatMap((sequence) => sequence.block_ids))], afresh);
+      if (afresh) announce(`request ${id}: ${plural(device.table.length, "block")} lit in order`);
+    }
   } catch {
-    // It has ended; the stream will say so.
+    // The manager cannot be asked; the stream tells of that, too.
   }
   if (requests.chosen === id) refreshing = setTimeout(() => lightRequest(id, false), REFRESH_MS);
 }
