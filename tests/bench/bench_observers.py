@@ -17,39 +17,28 @@ import gc
 import logging
 import random
 import statistics
-import sys
-import tempfile
-import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from bench_observer_parts import PARTS
 from manager_workloads import outcome
 from prometheus_client import CollectorRegistry, generate_latest
 
-from pagekv.common.server import GrpcServer
 from pagekv.kvmanager import engine_loop
 from pagekv.kvmanager.engine_config import EngineConfig
 from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.executor_client import Description
 from pagekv.kvmanager.metrics import EngineCollector
 from pagekv.kvmanager.observer import Observer, RequestEnd
-from pagekv.kvmanager.outlet_config import OutletConfig
-from pagekv.kvmanager.outlets import Outlets
-from pagekv.kvmanager.page.hub import PageHub
 from pagekv.kvmanager.request import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request_metrics import RequestMetrics
-from pagekv.kvmanager.request_spans import RequestSpans
 from pagekv.kvmanager.running import SchedulerLimits
 from pagekv.kvmanager.sequence import LiveRequest
-from pagekv.kvmanager.serving_state import ServingState
-from pagekv.kvmanager.smg_service import SERVICE_NAME, VllmEngine
 from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
-from pagekv.kvmanager.tracing import Tracing, otlp_processor
 
 RUNNING = 256
 BLOCK_SIZE = 16
@@ -59,155 +48,6 @@ WARM_UP = 4
 PROMPTS = [[100 + token % 977 for token in range(64 + extra)] for extra in range(BLOCK_SIZE)]
 # Of the table: what a step of the executor takes, in milliseconds.
 STEP_MS = (5, 10, 20)
-
-
-# Is given an engine before that is attached; adds its observers and starts what it needs.
-Part = Callable[[EngineLoop], AbstractAsyncContextManager[None]]
-PARTS: dict[str, Part] = {}
-
-
-def part(name: str) -> Callable[[Callable[[EngineLoop], AsyncIterator[None]]], None]:
-    """Registers an async generator that sets a part up, yields while it is measured, and ends it."""
-
-    def register(body: Callable[[EngineLoop], AsyncIterator[None]]) -> None:
-        PARTS[name] = asynccontextmanager(body)
-
-    return register
-
-
-@part("metrics")
-async def metrics(engine: EngineLoop) -> AsyncIterator[None]:
-    engine.observers.add(RequestMetrics())
-    yield
-
-
-@part("spans")
-async def spans(engine: EngineLoop) -> AsyncIterator[None]:
-    """To a collector of this process that takes everything, in a thread."""
-    with collector() as port:
-        tracing = Tracing(otlp_processor(f"http://127.0.0.1:{port}/v1/traces"))
-        engine.observers.add(RequestSpans(tracing.emit))
-        yield
-        await tracing.close()
-
-
-_SUBSCRIBER = """
-import sys, zmq
-socket = zmq.Context().socket(zmq.SUB)
-socket.setsockopt(zmq.SUBSCRIBE, b"")
-socket.connect(sys.argv[1])
-while True:
-    socket.recv_multipart()
-"""
-
-
-@part("kv-events")
-async def kv_events(engine: EngineLoop) -> AsyncIterator[None]:
-    """With a subscriber that takes everything, in a process of its own, and replays kept."""
-    with tempfile.TemporaryDirectory() as directory:
-        endpoint = f"ipc://{directory}/events"
-        outlet = OutletConfig(
-            kv_events=True, kv_events_endpoint=endpoint, kv_events_replay_endpoint=f"{endpoint}-again"
-        )
-        async with _outlets(engine, outlet):
-            subscriber = await asyncio.create_subprocess_exec(sys.executable, "-c", _SUBSCRIBER, endpoint)
-            await asyncio.sleep(0.5)
-            yield
-            subscriber.kill()
-            await subscriber.wait()
-
-
-@part("record")
-async def record(engine: EngineLoop) -> AsyncIterator[None]:
-    with tempfile.TemporaryDirectory() as directory:
-        async with _outlets(engine, OutletConfig(record=f"{directory}/trace")):
-            yield
-
-
-@part("record-steps")
-async def record_steps(engine: EngineLoop) -> AsyncIterator[None]:
-    with tempfile.TemporaryDirectory() as directory:
-        async with _outlets(engine, OutletConfig(record_steps=f"{directory}/steps")):
-            yield
-
-
-@part("page")
-async def page(engine: EngineLoop) -> AsyncIterator[None]:
-    """Open once, by somebody who reads whatever comes. Nobody looking costs nothing."""
-    hub = PageHub(engine)
-    engine.observers.add(hub.happenings)
-    viewer = hub.enter()
-
-    async def read() -> None:
-        while True:
-            await viewer.next()
-
-    reader = asyncio.create_task(read())
-    yield
-    reader.cancel()
-    hub.leave(viewer)
-
-
-@asynccontextmanager
-async def _outlets(engine: EngineLoop, outlet: OutletConfig) -> AsyncIterator[None]:
-    outlets = Outlets(outlet, config(1))
-    outlets.open(engine)
-    yield
-    await outlets.close()
-
-
-_GATEWAY = """
-import sys, grpc
-from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
-with grpc.insecure_channel(sys.argv[1]) as channel:
-    for batch in vllm_engine_pb2_grpc.VllmEngineStub(channel).SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()):
-        pass
-"""
-
-
-@part("gateway")
-async def gateway(engine: EngineLoop) -> AsyncIterator[None]:
-    """The events that a gateway subscribes to, with a subscriber that takes everything, in a process of its own."""
-    server = GrpcServer("127.0.0.1:0", [SERVICE_NAME])
-    VllmEngine(engine, ServingState(engine), lambda: True).add_to(server.server)
-    port = await server.start()
-
-    async def subscribe() -> asyncio.subprocess.Process:
-        await engine.wait_ready()
-        return await asyncio.create_subprocess_exec(sys.executable, "-c", _GATEWAY, f"127.0.0.1:{port}")
-
-    subscribing = asyncio.create_task(subscribe())
-    yield
-    subscriber = await subscribing
-    subscriber.kill()
-    await subscriber.wait()
-    await server.stop(0)
-
-
-class _TakeAll(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_response(200)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-@contextmanager
-def collector() -> Iterator[int]:
-    """The port of an HTTP server that answers every POST with 200."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _TakeAll)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
 
 # -- the rig
 
