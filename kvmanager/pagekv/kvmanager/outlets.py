@@ -38,14 +38,35 @@ class Outlets:
 
     def open(self, engine: EngineLoop) -> None:
         """Before the engine runs; adds to its observers. Raises OSError when a file or an endpoint cannot be had, and
-        ImportError without ZeroMQ.
+        ImportError without ZeroMQ; then `discard` is what is left to do.
         """
+        if self._config.kv_events:
+            self._start_publishing(engine)
+        self._start_recording(engine)
+
+    def _start_publishing(self, engine: EngineLoop) -> None:
+        from pagekv.kvmanager.kv_event_publisher import KvEventPublisher, KvEventSettings
+
         config = self._config
+        self._publisher = KvEventPublisher(
+            KvEventSettings(
+                endpoint=config.kv_events_endpoint,
+                replay_endpoint=config.kv_events_replay_endpoint,
+                topic=config.kv_events_topic,
+                buffer=config.kv_events_buffer,
+                token_ids=config.kv_events_token_ids,
+            )
+        )
+        self._publisher.bind()
+        engine.observers.add(self._publisher)
+        self._publishing = asyncio.create_task(self._publish(self._publisher, engine), name="KV events")
+
+    def _start_recording(self, engine: EngineLoop) -> None:
+        config, planning = self._config, self._planning
         if config.record:
             self._trace = RequestTrace(self._recording(config.record, "requests"))
             engine.observers.add(self._trace)
         if config.record_steps:
-            planning = self._planning
             recorder = StepRecorder(
                 self._recording(config.record_steps, "steps"),
                 eviction_policy=planning.eviction_policy,
@@ -53,21 +74,6 @@ class Outlets:
                 aging=planning.priority_aging,
             )
             engine.make_scheduler = partial(RecordedScheduler, recorder)
-        if config.kv_events:
-            from pagekv.kvmanager.kv_event_publisher import KvEventPublisher, KvEventSettings
-
-            self._publisher = KvEventPublisher(
-                KvEventSettings(
-                    endpoint=config.kv_events_endpoint,
-                    replay_endpoint=config.kv_events_replay_endpoint,
-                    topic=config.kv_events_topic,
-                    buffer=config.kv_events_buffer,
-                    token_ids=config.kv_events_token_ids,
-                )
-            )
-            self._publisher.bind()
-            engine.observers.add(self._publisher)
-            self._publishing = asyncio.create_task(self._publish(self._publisher, engine), name="KV events")
 
     def _recording(self, path: str, what: str) -> RecordingFile:
         try:
@@ -83,6 +89,12 @@ class Outlets:
             await publisher.run(engine)
         except Exception:
             log.exception("no more KV events")
+
+    async def discard(self) -> None:
+        """As `close`, where serving never began: no file is left of it."""
+        await self.close()
+        for file in self._files:
+            file.discard()
 
     async def close(self) -> None:
         """After the engine has stopped. Idempotent."""

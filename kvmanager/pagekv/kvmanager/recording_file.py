@@ -59,6 +59,12 @@ class RecordingFile:
         self._records.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)
 
+    def discard(self) -> None:
+        """Closes it and removes the file, unless it is a device or a pipe that was there before."""
+        self.close()
+        if self.path.is_file():
+            self.path.unlink()
+
     def _give_up(self, reason: object) -> None:
         if not self.over:
             self.over = True

@@ -55,6 +55,8 @@ class Manager:
         self._draining = False
         self.engine = EngineLoop(config.engine, on_attached=self._on_attached)
         self._outlets = Outlets(config.observe.outlets, config.engine)
+        self._tracing: Tracing | None = None
+        self._http: HttpServer | None = None
         self._state = ServingState(self.engine)
         services = [
             inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
@@ -85,14 +87,15 @@ class Manager:
         self._changed.set()
 
     async def run(self, stop: asyncio.Event) -> int:
-        """Serves until `stop` is set; returns the exit status. Raises OSError when it cannot listen."""
-        self._open_outlets()
-        port = await self._grpc.start()
-        if self._config.port_file:
-            write_port_file(Path(self._config.port_file), port)
-        log.info("listening", address=self._config.listen, port=port, executor=self._config.engine.executor)
-        tracing = self._start_tracing()
-        http = await self._start_http()
+        """Serves until `stop` is set; returns the exit status. Raises OSError when it cannot listen or write, and
+        ExtraMissing; then nothing of it is left.
+        """
+        try:
+            await self._start()
+        except BaseException:
+            await self._stop_listening(0)
+            await self._outlets.discard()
+            raise
         # None of these ends by itself, unless something in it is broken.
         engine = asyncio.create_task(self.engine.run(), name="engine loop")
         health = asyncio.create_task(self._follow_engine(), name="health")
@@ -103,11 +106,7 @@ class Manager:
         self._draining = True
         await self._grpc.set_serving(False)
         await self.engine.stop(0 if broken else self._config.grace_s)
-        await self._grpc.stop(LAST_WORDS_S)
-        if http is not None:
-            await http.stop()
-        if tracing is not None:
-            await tracing.close()
+        await self._stop_listening(LAST_WORDS_S)
         # The engine too: it may be waiting for an executor that takes its time.
         for task in (engine, health, stopped):
             task.cancel()
@@ -124,6 +123,28 @@ class Manager:
         log.info("stopped")
         return 0
 
+    async def _start(self) -> None:
+        """Opens everything but the engine; files last. Raises OSError and ExtraMissing."""
+        port = await self._grpc.start()
+        self._start_tracing()
+        http_port = await self._start_http()
+        self._open_outlets()
+        observe = self._config.observe
+        for path, bound in ((self._config.port_file, port), (observe.http_port_file, http_port)):
+            if path and bound:
+                write_port_file(Path(path), bound)
+        log.info("listening", address=self._config.listen, port=port, executor=self._config.engine.executor)
+        if http_port:
+            log.info("serving HTTP", address=observe.http_listen, port=http_port)
+
+    async def _stop_listening(self, grace_s: float) -> None:
+        """Ends what was started, within so many seconds for calls that run. What was not is left alone."""
+        await self._grpc.stop(grace_s)
+        if self._http is not None:
+            await self._http.stop()
+        if self._tracing is not None:
+            await self._tracing.close()
+
     def _open_outlets(self) -> None:
         """Raises OSError when a file or an endpoint cannot be had, ExtraMissing without what they need."""
         try:
@@ -131,18 +152,17 @@ class Manager:
         except ImportError as error:
             raise ExtraMissing(f"--kv-events needs {error.name}: pip install 'pagekv[observe]'") from error
 
-    def _start_tracing(self) -> Tracing | None:
+    def _start_tracing(self) -> None:
         """Raises ExtraMissing without what it needs."""
         if not self._config.observe.otlp_endpoint:
-            return None
+            return
         try:
             from pagekv.kvmanager.tracing import Tracing, otlp_processor
         except ImportError as error:
             raise ExtraMissing(f"--otlp-endpoint needs {error.name}: pip install 'pagekv[observe]'") from error
-        tracing = Tracing(otlp_processor(self._config.observe.otlp_endpoint))
-        self.engine.observers.add(RequestSpans(tracing.emit))
+        self._tracing = Tracing(otlp_processor(self._config.observe.otlp_endpoint))
+        self.engine.observers.add(RequestSpans(self._tracing.emit))
         log.info("sending spans", endpoint=self._config.observe.otlp_endpoint)
-        return tracing
 
     def _page_routes(self) -> list[web.AbstractRouteDef]:
         """Of the live page, which listens to the engine from now on; none without --page."""
@@ -155,10 +175,11 @@ class Manager:
         self.engine.observers.add(hub.happenings)
         return Page(self.engine, self._state, hub, show_text=self._config.observe.page_text).routes()
 
-    async def _start_http(self) -> HttpServer | None:
-        """Raises OSError when the port is taken, ExtraMissing without what it needs."""
-        if not self._config.observe.http_listen:
-            return None
+    async def _start_http(self) -> int:
+        """Returns the port, 0 without one. Raises OSError when it is taken, ExtraMissing without what it needs."""
+        observe = self._config.observe
+        if not observe.http_listen:
+            return 0
         try:
             from pagekv.kvmanager.http_server import HttpServer
             from pagekv.kvmanager.metrics import EngineCollector, metrics_routes
@@ -168,14 +189,12 @@ class Manager:
         self.engine.observers.add(requests)
         prefix_cache = self._config.engine.limits.prefix_cache
         collector = EngineCollector(self.engine, requests, prefix_cache=prefix_cache)
-        observe = self._config.observe
         routes = [*metrics_routes(collector), *self._page_routes()]
-        server = HttpServer(observe.http_listen, routes, observe.http_names)
-        port = await server.start()
-        if observe.http_port_file:
-            write_port_file(Path(observe.http_port_file), port)
-        log.info("serving HTTP", address=observe.http_listen, port=port)
-        return server
+        self._http = HttpServer(observe.http_listen, routes, observe.http_names)
+        try:
+            return await self._http.start()
+        except OSError as error:
+            raise OSError(f"--http-listen {observe.http_listen}: {error}") from error
 
     async def _follow_engine(self) -> None:
         """Keeps health and tokenizer up with what the engine is attached to."""

@@ -51,6 +51,15 @@ def test_what_is_there_already_is_kept(tmp_path: Path) -> None:
     assert [(tmp_path / name).read_bytes() for name in names] == [b"x"] * 3
 
 
+def test_what_is_discarded_is_gone_but_never_a_device(tmp_path: Path) -> None:
+    file = RecordingFile(tmp_path / "a", "things")
+    file.write(b"x", 1)
+    file.discard()
+    assert not [*tmp_path.iterdir()]
+    RecordingFile(Path(os.devnull), "things").discard()
+    assert Path(os.devnull).exists()
+
+
 @pytest.mark.parametrize("path", ["", "none/such"])
 def test_a_place_that_cannot_be_written_to_is_an_error_at_once(path: str, tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"Is a directory|No such file"):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -207,6 +209,63 @@ def test_a_taken_port_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
         1,
         f"cannot start: cannot listen on 127.0.0.1:{port}: is another process using it?",
     )
+
+
+async def nothing_listens(port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return True
+    writer.close()
+    return False
+
+
+@pytest.mark.parametrize("flag", ["--listen", "--http-listen", "--kv-events-endpoint", "--record-steps", "--port-file"])
+def test_a_start_that_fails_leaves_nothing_and_says_one_thing(
+    flag: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whichever part cannot be had: what was open before it is closed, without a trace in the log or in files."""
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        port = free.getsockname()[1]
+        free.close()
+        flags = {
+            "--listen": f"127.0.0.1:{port}",
+            "--http-listen": "127.0.0.1:0",
+            "--kv-events-endpoint": "tcp://127.0.0.1:0",
+            "--record": str(tmp_path / "trace"),
+            "--record-steps": str(tmp_path / "steps"),
+            "--otlp-endpoint": "http://127.0.0.1:9",
+            "--port-file": str(tmp_path / "port"),
+            "--http-port-file": str(tmp_path / "http-port"),
+            "--executor": NOWHERE,
+        }
+        wrong = {"--kv-events-endpoint": f"tcp://{address}"}
+        wrong |= dict.fromkeys(("--record-steps", "--port-file"), str(tmp_path / "none" / "such"))
+        flags[flag] = wrong.get(flag, address)
+        argv = [word for item in flags.items() for word in item]
+        status, words = main(["--kv-events", *argv], caplog)
+        gc.collect()
+        assert status == 1
+        assert words.startswith("cannot start: ")
+        assert (str(tmp_path / "none") if flag in ("--record-steps", "--port-file") else address) in words
+        assert asyncio.run(nothing_listens(port))
+    assert [path.name for path in tmp_path.iterdir()] == []
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == ["cannot start"]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_start_without_an_extra_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a missing package ends, after the port for clients was opened, has no other trace either."""
+    monkeypatch.setitem(sys.modules, "pagekv.kvmanager.http_server", None)
+    record, port_file = str(tmp_path / "trace"), str(tmp_path / "port")
+    flags = ["--listen", "127.0.0.1:0", "--executor", NOWHERE, "--record", record, "--port-file", port_file]
+    status, words = main([*flags, "--http-listen", "127.0.0.1:0"], caplog)
+    assert (status, [*tmp_path.iterdir()]) == (1, [])
+    assert words.startswith("cannot start: --http-listen needs ")
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == ["cannot start"]
 
 
 @pytest.mark.parametrize("make", [False, True])
