@@ -16,7 +16,7 @@ from page_reader import PageReader
 
 from pagekv.kvmanager.config import parse_config
 from pagekv.kvmanager.engine_loop import EngineLoop
-from pagekv.kvmanager.http_server import HttpServer
+from pagekv.kvmanager.http_server import MAX_BODY_BYTES, HttpServer
 from pagekv.kvmanager.page import routes
 from pagekv.kvmanager.page.hub import MAX_VIEWERS, PageHub
 from pagekv.kvmanager.page.routes import Page
@@ -210,6 +210,26 @@ def test_what_cannot_be_explained_is_refused_by_name(
         status, answer = await site.explain(asked)
         assert status == 400
         assert words in answer["error"]
+
+    served(monkeypatch, body)
+
+
+def test_a_prompt_that_is_too_long_to_be_sent_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(site: Site) -> None:
+        status, answer = await site.explain({"text": "x" * MAX_BODY_BYTES})
+        assert status == 413
+        assert str(MAX_BODY_BYTES) in answer["error"]
+
+    served(monkeypatch, body)
+
+
+@pytest.mark.parametrize("charset", ["no-such", "utf-16", "base64"])
+def test_json_is_utf8_whatever_the_header_says(charset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(site: Site) -> None:
+        headers = {"Content-Type": f"application/json; charset={charset}"}
+        for data, status in [(b'{"token_ids": [1]}', 200), (b"{", 400), (b'{"text": "\xff"}', 400)]:
+            async with site.session.post(site.url + "/api/explain", data=data, headers=headers) as response:
+                assert response.status == status
 
     served(monkeypatch, body)
 

@@ -99,7 +99,8 @@ class Page:
 
     async def _explain(self, request: web.Request) -> dict[str, Any]:
         try:
-            asked = await request.json()
+            # In UTF-8, whatever the header calls it.
+            asked = json.loads(await request.read())
         except (ValueError, RecursionError) as error:
             raise InvalidRequest("body", "must be JSON") from error
         return await explain(self._engine, self._state.served(), asked)

@@ -35,7 +35,7 @@ export class Stream {
 export async function ask(url, body) {
   const options = body === undefined ? {} : { method: "POST", body: JSON.stringify(body) };
   const response = await fetch(url, options);
-  const answer = await response.json();
-  if (!response.ok) throw new Error(answer.error);
-  return answer;
+  if (response.ok) return response.json();
+  const { error } = await response.json().catch(() => ({}));
+  throw new Error(error ?? `the manager answered ${response.status} ${response.statusText}`);
 }
