@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -25,23 +26,35 @@ PROMPTS: list[tuple[Any, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-async def _collect(stream: AsyncStream) -> tuple[Completion, list[int], str]:
-    ids, text = list[int](), ""
+Result = tuple[Completion, list[int], str]
+
+
+async def _collect(stream: AsyncStream) -> list[Result]:
+    """What came of each sequence."""
+    ids, texts = defaultdict[int, list[int]](list), defaultdict[int, str](str)
     async with stream:
         async for chunk in stream:
-            ids += chunk.token_ids
-            text += chunk.text
-    return stream.completion, ids, text
+            ids[chunk.index] += chunk.token_ids
+            texts[chunk.index] += chunk.text
+    return [(end, ids[index], texts[index]) for index, end in sorted(stream.completions.items())]
 
 
-async def _run(target: str) -> list[tuple[Completion, list[int], str]]:
+async def _run(target: str) -> tuple[list[Result], list[Completion]]:
+    """Of the streams, and what a search for beams found."""
     async with AsyncPageKVClient(target) as client:
         streams = [
             client.stream(prompt, max_tokens=120, ignore_eos=True, **options)
             for prompt, options in PROMPTS
             for _ in range(4)
         ]
-        return await asyncio.gather(*map(_collect, streams))
+        # Several sequences of one request.
+        streams += [
+            client.stream(prompt, n=3, max_tokens=120, ignore_eos=True, **options) for prompt, options in PROMPTS
+        ]
+        async with asyncio.TaskGroup() as group:
+            beams = group.create_task(client.generate_n([6, 7, 8], 2, beam_width=3, max_tokens=40))
+            results = [group.create_task(_collect(stream)) for stream in streams]
+        return [result for task in results for result in task.result()], beams.result()
 
 
 def _kill_twice(stack: Stack) -> None:
@@ -55,16 +68,17 @@ def _kill_twice(stack: Stack) -> None:
 
 def test_streams_go_on_with_the_same_tokens_and_text() -> None:
     with running_stack([*ORACLE, "--step-time-ms", "8"]) as stack:
-        wanted = asyncio.run(_run(stack.target))
+        wanted, wanted_beams = asyncio.run(_run(stack.target))
         killer = threading.Thread(target=_kill_twice, args=(stack,))
         killer.start()
         try:
-            results = asyncio.run(_run(stack.target))
+            results, beams = asyncio.run(_run(stack.target))
         finally:
             killer.join()
         with PageKVClient(stack.target) as client:
             assert client.stats().active_blocks == 0
     assert sum(end.resumes for end, _, _ in results) >= len(results)
+    assert [(beam.token_ids, beam.text) for beam in beams] == [(beam.token_ids, beam.text) for beam in wanted_beams]
     for (end, ids, text), (wanted_end, wanted_ids, wanted_text) in zip(results, wanted, strict=True):
         assert ids == wanted_ids == list(end.token_ids)
         assert text == wanted_text == end.text

@@ -88,8 +88,8 @@ class PageKVClient:
     def stream(self, prompt: Prompt, *, n: int = 1, **options: Unpack[GenerateOptions]) -> Stream:
         """Generates and yields chunks as they arrive. Closing the stream aborts the request.
 
-        The call starts with the first `next`. A broken connection is resumed without a token lost or repeated when
-        `n` is 1; with more it raises ConnectionLost once something was received.
+        The call starts with the first `next`. A broken connection is resumed without a token lost or repeated;
+        with `n` above 1 the server computes again what was received.
         """
         generation = Generation(prompt, n, options, default_resume_timeout_s=self._resume_timeout_s)
         return Stream(generation, self._chunks(generation))

@@ -1,8 +1,11 @@
 """One generation as its caller sees it, over as many connections as it takes. No I/O: the clients drive it.
 
-A stream that breaks is resumed, never replayed: the next call sends the prompt's token ids and the tokens received so
-far, which the server counts as output and does not send again. Sampling is a pure function of (logits, seed, sequence
-index, position), so the tokens that follow are those that would have followed.
+The stream of one sequence that breaks is resumed, never replayed: the next call sends the prompt's token ids and the
+tokens received so far, which the server counts as output and does not send again. Sampling is a pure function of
+(logits, seed, sequence index, position), so the tokens that follow are those that would have followed.
+
+Several sequences are asked for again as a whole, for the same reason: each brings the same tokens once more, and what
+the caller has of it already is left out. So is a beam search, whose results come at its end.
 """
 
 from __future__ import annotations
@@ -45,6 +48,46 @@ class _Received:
     earlier_texts: int = 0
 
 
+@dataclass(slots=True)
+class _Repeated:
+    """What the caller has of one of several sequences, and how much of it the connection now has brought once more."""
+
+    token_ids: list[int] = field(default_factory=list)
+    num_chars: int = 0
+    # As the first connection that brought tokens said.
+    cached_tokens: int = 0
+    again_tokens: int = 0
+    again_chars: int = 0
+
+    def news(self, chunk: Chunk) -> Chunk | None:
+        """What the caller has not had; None: nothing. Raises ServerError."""
+        known = len(self.token_ids[self.again_tokens : self.again_tokens + len(chunk.token_ids)])
+        self.check(chunk.token_ids[:known], self.again_tokens)
+        if not self.token_ids:
+            self.cached_tokens = chunk.cached_tokens
+        new = replace(
+            chunk,
+            token_ids=chunk.token_ids[known:],
+            logprobs=chunk.logprobs[known:],
+            text=chunk.text[self.num_chars - self.again_chars :],
+            cached_tokens=self.cached_tokens,
+        )
+        self.again_tokens += len(chunk.token_ids)
+        self.again_chars += len(chunk.text)
+        self.token_ids += new.token_ids
+        self.num_chars = max(self.num_chars, self.again_chars)
+        return new if new.token_ids or new.text else None
+
+    def check(self, token_ids: tuple[int, ...], start: int = 0) -> None:
+        """Raises ServerError unless these are what the caller has from `start` on."""
+        if tuple(self.token_ids[start : start + len(token_ids)]) != token_ids:
+            raise ServerError(
+                "FAILED_PRECONDITION",
+                "cannot resume: the server that came back generates other tokens than those received; does it compute "
+                "in another precision, or by another version?",
+            )
+
+
 class Generation:
     """States: streaming ⇄ interrupted (between `failed` and the next `request`) → done (every sequence complete)."""
 
@@ -74,7 +117,10 @@ class Generation:
         self._deadline = None if timeout is None else clock() + timeout
         self._n = n
         self._received = _Received()
-        self._any_chunk = False
+        # By index, where there are several sequences.
+        self._repeated = [_Repeated() for _ in range(n if n > 1 else 0)]
+        # A message of a sequence has come.
+        self._begun = False
         # Of the model that generated what was received.
         self._model_fingerprint = ""
         # Token ids of the prompt, known from the start or asked for when first needed.
@@ -130,13 +176,14 @@ class Generation:
         """The message for the next call."""
         received = self._received
         if not received.token_ids:
+            # Another model would go on in other words: the server refuses that.
+            self._original.model_fingerprint = self._model_fingerprint
             return self._original
         assert self._prompt_ids is not None, "prompt_to_encode comes first"
         request = pb.GenerateRequest()
         request.CopyFrom(self._original)
         request.tokenized.input_ids[:] = [*self._prompt_ids, *received.token_ids]
         request.resumed_tokens = len(received.token_ids)
-        # Another model would go on in other words: the server refuses that.
         request.model_fingerprint = self._model_fingerprint
         return request
 
@@ -144,13 +191,24 @@ class Generation:
         """A message of the stream; what the caller gets of it. The end of a sequence goes into `completions`."""
         self._interrupted_at, self._pause_s = None, FIRST_PAUSE_S
         self._model_fingerprint = response.model_fingerprint or self._model_fingerprint
+        self._begun = True
         if response.HasField("complete"):
-            end = self._joined(wire.completion(response.request_id, response.complete))
-            self.completions[end.index] = end
+            end = wire.completion(response.request_id, response.complete)
+            self.completions[end.index] = self._joined(end) if self._n == 1 else self._told(end)
             return None
-        self._any_chunk = True
         chunk = wire.chunk(response.request_id, response.chunk)
-        return self._recorded(chunk) if self._n == 1 else chunk
+        return self._recorded(chunk) if self._n == 1 else self._repeated[chunk.index].news(chunk)
+
+    def _told(self, end: Completion) -> Completion:
+        """The end of one of several sequences, which is whole on every connection: the first one counts."""
+        repeated, earlier = self._repeated[end.index], self.completions.get(end.index)
+        if earlier is not None:
+            repeated.check(end.token_ids)
+            return earlier
+        repeated.check(end.token_ids[: len(repeated.token_ids)])
+        cached_tokens = repeated.cached_tokens if repeated.token_ids else end.cached_tokens
+        repeated.token_ids = list(end.token_ids)
+        return replace(end, cached_tokens=cached_tokens, resumes=self._resumes)
 
     def _recorded(self, chunk: Chunk) -> Chunk:
         received = self._received
@@ -191,6 +249,8 @@ class Generation:
             self._resumes += 1
             self._received.earlier_tokens = len(self._received.token_ids)
             self._received.earlier_texts = len(self._received.texts)
+        for repeated in self._repeated:
+            repeated.again_tokens = repeated.again_chars = 0
         left = self._interrupted_at + self._resume_timeout_s - now
         if left <= 0:
             raise error
@@ -203,12 +263,13 @@ class Generation:
         return min(pause, left, left if remaining is None else remaining)
 
     def _may_go_on(self, error: PageKVError) -> bool:
-        if self._resume_timeout_s <= 0 or (self._n > 1 and (self._any_chunk or self.completions)):
+        if self._resume_timeout_s <= 0:
             return False
         if isinstance(error, ConnectionLost):
             return True
         # A first call that finds no server, or a server that refuses it, is the caller's to know at once. In the middle
         # of a generation the same means that the server is not back yet; ALREADY_EXISTS, that it has not noticed the
         # broken call of this request_id.
-        begun = self._interrupted_at is not None or bool(self._received.token_ids)
-        return begun and isinstance(error, (Unavailable, Overloaded, AlreadyExists))
+        return (self._begun or self._interrupted_at is not None) and isinstance(
+            error, (Unavailable, Overloaded, AlreadyExists)
+        )

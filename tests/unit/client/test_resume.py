@@ -22,7 +22,7 @@ from pagekv.client import (
 )
 from pagekv.client.errors import Overloaded
 from pagekv.client.generation import Generation
-from pagekv.client.types import PositionLogprobs, TokenLogprob
+from pagekv.client.types import GenerateOptions, PositionLogprobs, TokenLogprob
 from pagekv.common import errors
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
@@ -139,14 +139,61 @@ def test_nothing_received_is_asked_for_again_as_it_was(server: ScriptedServer, c
     assert (end.token_ids, end.cached_tokens, end.resumes) == ((4,), 2, 1)
 
 
-def test_several_sequences_start_again_only_while_nothing_was_received(
+def test_several_sequences_are_asked_for_again_whole_and_nothing_comes_twice(
     server: ScriptedServer, client: PageKVClient
 ) -> None:
-    server.expect("Generate", Fails(LOST))
-    server.expect("Generate", complete(4, index=0), complete(5, index=1))
-    assert [c.token_ids for c in client.generate_n("x", 2)] == [(4,), (5,)]
-    server.expect("Generate", chunk(4, index=1), Fails(LOST))
-    with pytest.raises(ConnectionLost):
+    first: list[pb.GenerateRequest] = []
+    server.expect(
+        "Generate",
+        chunk(4, 5, index=1, cached=2),
+        chunk(8, index=0, cached=2),
+        complete(8, index=0, cached=2),
+        Fails(LOST),
+        check=first.append,
+    )
+
+    def check(request: pb.GenerateRequest) -> None:
+        assert request.model_fingerprint == MODEL
+        request.model_fingerprint = ""
+        assert request == first[0]
+
+    # Cut elsewhere, in another order, and with the text of token 5 a token later. The second break is in the middle of
+    # what the caller has already.
+    server.expect("Generate", chunk(8, index=0), chunk(4, index=1), Fails(LOST), check=check)
+    server.expect(
+        "Generate",
+        chunk(4, index=1),
+        chunk(5, 6, index=1, done=1),
+        complete(4, 5, 6, index=1),
+        chunk(8, index=0),
+        complete(8, index=0),
+        check=check,
+    )
+    stream = client.stream("x", n=2)
+    chunks = [(c.index, c.token_ids, c.text, c.cached_tokens) for c in stream]
+    assert chunks == [(1, (4, 5), "t4 t5 ", 2), (0, (8,), "t8 ", 2), (1, (6,), "t6 ", 2)]
+    ends = stream.completions
+    assert [(ends[i].token_ids, ends[i].text, ends[i].cached_tokens) for i in range(2)] == [
+        ((8,), "t8 ", 2),
+        ((4, 5, 6), "t4 t5 t6 ", 2),
+    ]
+    assert [ends[i].resumes for i in range(2)] == [0, 2]
+
+
+def test_several_whole_answers_are_asked_for_until_each_has_come(server: ScriptedServer, client: PageKVClient) -> None:
+    searches: list[GenerateOptions] = [{}, {"beam_width": 2}]
+    for beams in searches:
+        server.expect("Generate", complete(5, index=0), Fails(LOST))
+        server.expect("Generate", complete(5, index=0), complete(6, index=1))
+        assert [c.token_ids for c in client.generate_n("x", 2, **beams)] == [(5,), (6,)]
+
+
+@pytest.mark.parametrize("again", [chunk(9, index=1), complete(9, 5, index=1), complete(8, index=0)])
+def test_other_tokens_for_those_received_are_an_error(server: ScriptedServer, client: PageKVClient, again: Any) -> None:
+    """Rather than a stream with a beginning of one and an end of another."""
+    server.expect("Generate", chunk(4, index=1), complete(7, index=0), Fails(LOST))
+    server.expect("Generate", again)
+    with pytest.raises(ServerError, match="other tokens than those received"):
         list(client.stream("x", n=2))
 
 
@@ -349,6 +396,48 @@ def test_any_cut_gives_the_same_stream(seed: int) -> None:
     assert [c.completion_tokens for c in chunks][-1:] in ([12], [])
     assert {c.cached_tokens for c in chunks} <= {0}
     assert (end.cached_tokens, end.completion_tokens) == (0, 12)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_any_cuts_give_the_same_streams_of_several_sequences(seed: int) -> None:
+    """Three sequences that the server sends whole on every connection, cut and interleaved at random."""
+    rng = random.Random(seed)
+    tokens = {index: [100 * index + k for k in range(1, rng.randint(2, 8))] for index in range(3)}
+    whole = {index: "".join(f"<{token}>" for token in of) for index, of in tokens.items()}
+    # Text certain after k tokens.
+    ends = {
+        index: [0, *sorted(rng.randint(0, len(whole[index])) for _ in of[1:]), len(whole[index])]
+        for index, of in tokens.items()
+    }
+    generation = Generation("x", 3, {"logprobs": 0}, default_resume_timeout_s=30, clock=lambda: 0.0)
+    got: dict[int, list[int]] = {index: [] for index in tokens}
+    texts = dict.fromkeys(tokens, "")
+    logprobs: list[PositionLogprobs] = []
+    while not generation.done:
+        request, at, open_ = generation.request(), dict.fromkeys(tokens, 0), [*tokens]
+        assert request.text == "x"
+        while open_ and rng.random() > 0.1:
+            index = rng.choice(open_)
+            begin, of = at[index], tokens[index]
+            if begin < len(of):
+                at[index] = end = rng.randint(begin + 1, len(of))
+                text = whole[index][ends[index][begin] : ends[index][end]]
+                response = chunk(*of[begin:end], index=index, text=text, done=begin)
+                response.chunk.logprobs.extend(map(_logprobs, of[begin:end]))
+            else:
+                open_.remove(index)
+                response = complete(*of, index=index, text=whole[index])
+            if (taken := generation.take(response)) is not None:
+                got[index] += taken.token_ids
+                texts[index] += taken.text
+                logprobs += taken.logprobs
+        if not generation.done:
+            generation.failed(LOST_ERROR)
+    assert (got, texts) == (tokens, whole)
+    assert sorted(p.chosen.token_id for p in logprobs) == sorted(token for of in tokens.values() for token in of)
+    assert {i: (list(e.token_ids), e.text) for i, e in generation.completions.items()} == {
+        i: (tokens[i], whole[i]) for i in tokens
+    }
 
 
 def _logprobs(token: int) -> types_pb2.PositionLogprobs:
