@@ -18,7 +18,8 @@ VENV ?= .venv
 
 BIN := $(VENV)/bin
 # Tests of one file run in one process, one after the other: they share the servers that the first of them starts.
-PARALLEL := -n auto --maxprocesses 4 --dist loadfile
+# In the order of their names, which begins with those that take longest (tests/e2e).
+PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 ROOTS := proto/pagekv kvmanager executor kernels client
 RUN_STAMP := $(VENV)/.installed-run
 GATEWAY_STAMP := $(VENV)/.installed-gateway
