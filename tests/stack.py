@@ -85,7 +85,7 @@ class Process:
         return self.popen.wait(timeout)
 
     def tail(self, lines: int = 40) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:]) if self.log.exists() else ""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:]) if self.log.is_file() else ""
 
     def wait_serving(self) -> None:
         """Waits until the health service says SERVING."""

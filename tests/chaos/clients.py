@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -20,6 +20,8 @@ from pagekv.v1 import inference_service_pb2_grpc as pb_grpc
 
 # Seconds that a library client goes on trying, and that nobody should ever need.
 PATIENCE_S = 240.0
+# Of a reader; cut short when the run ends.
+LONGEST_SILENCE_S = 60.0
 
 
 @dataclass
@@ -89,7 +91,7 @@ class Clients:
     # -- ways to ask
 
     async def _library(self, index: int, rng: random.Random, pause_s: float = 0.0) -> None:
-        """Our library: a stream of one sequence goes on over any loss; several begin again if the manager is lost."""
+        """Our library: streams go on over any loss, of one sequence, of several and of beams."""
         spec, got, before = self._specs[index], Answers(), self._managers()
         stream = self._client.stream(spec.prompt, n=spec.n, **spec.options)
         try:
@@ -99,14 +101,15 @@ class Clients:
                     answer.token_ids += chunk.token_ids
                     answer.text += chunk.text
                     if pause_s:
-                        await asyncio.sleep(pause_s)
+                        with suppress(TimeoutError):
+                            await asyncio.wait_for(self.closing.wait(), pause_s)
                         pause_s = 0.0
             for end in stream.completions.values():
                 got.setdefault(end.index, Answer()).end = (end.token_ids, end.text, end.finish_reason)
             resumed = any(end.resumes for end in stream.completions.values())
             self._judge(index, got, "resumed" if resumed else "whole")
         except PageKVError as error:
-            await self._failed(index, got, error, before, resumable=spec.n == 1)
+            await self._failed(index, got, error, before, resumable=True)
 
     async def _plain(self, index: int, rng: random.Random) -> None:
         """The stubs alone: they break off with the manager, and with nothing else."""
@@ -119,8 +122,9 @@ class Clients:
             await self._failed(index, got, from_rpc_error(error, self._target), before, resumable=False)
 
     async def _slow(self, index: int, rng: random.Random) -> None:
-        """Stops reading for a while after the first chunk."""
-        await self._library(index, rng, pause_s=rng.uniform(0.5, 3.0))
+        """Stops reading after the first chunk, for a moment or for up to a minute."""
+        longest = LONGEST_SILENCE_S if rng.random() < 0.05 else 3.0
+        await self._library(index, rng, pause_s=rng.uniform(0.5, longest))
 
     async def _cancelling(self, index: int, rng: random.Random) -> None:
         """Goes away in the middle."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import signal
 import time
 from collections.abc import Awaitable, Callable
@@ -22,6 +23,12 @@ from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import executor_service_pb2 as executor_pb
 
 Recovery = float | None
+# What a step that is none of the manager's may be refused with.
+REFUSALS = (
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+)
 # Seconds that a recovery may take on a machine that does a lot besides.
 PATIENCE_S = 240.0
 
@@ -96,10 +103,11 @@ class Chaos:
         return await self._recovered(begin)
 
     async def send_bad_steps(self) -> Recovery:
-        """Steps of an epoch that is over, before its beginning and from nowhere, and bytes that are no message: each
-        is refused whole while the manager's steps go on.
+        """Steps of an epoch that is over, before its beginning, from nowhere and of the one that the manager drives,
+        and bytes that are no message: each is refused whole while the manager's steps go on.
         """
-        epoch = self.rng.choice([0, 1, time.time_ns() - 10**9, 2**64 - 1])
+        begin = await self._mark()
+        epoch = self.rng.choice([0, 1, time.time_ns() - 10**9, 2**64 - 1, self._live_epoch(), self._live_epoch()])
         step = executor_pb.StepRequest(epoch=epoch, step=self.rng.randrange(3), finished_seqs=[0, 1, 2])
         step.memory_ops.add(kind=executor_pb.MEMORY_OP_KIND_COPY, sources=[0, 1], destinations=[2, 3])
         raw = step.SerializeToString()
@@ -115,9 +123,14 @@ class Chaos:
                     answers = [answer async for answer in call]
                     self.problems.append(f"a bad step was answered: {answers}")
                 except grpc.aio.AioRpcError as error:
-                    if error.code() not in (grpc.StatusCode.ABORTED, grpc.StatusCode.INVALID_ARGUMENT):
+                    if error.code() not in REFUSALS:
                         self.problems.append(f"a bad step was refused with {error.code()}: {error.details()}")
-        return None
+        return await self._recovered(begin)
+
+    def _live_epoch(self) -> int:
+        """Of the manager that drives the executor, as the executor's log says: its stream is bound, no other may be."""
+        epochs = re.findall(r"attached.*\bepoch=(\d+)", self.stack.executor.log.read_text(errors="replace"))
+        return int(epochs[-1])
 
     # -- the manager
 
@@ -128,6 +141,18 @@ class Chaos:
             await asyncio.to_thread(self.stack.manager.kill)
             await asyncio.to_thread(self.stack.manager.start, self.stack.manager.port)
         return await self._recovered((begin, 0, 0))
+
+    async def fill_disk_of_manager_log(self) -> Recovery:
+        """SIGKILL, and another one that cannot write a line of its log: it serves as any. Then one that can."""
+        log, manager = self.stack.manager.log, self.stack.manager
+        try:
+            manager.log = Path("/dev/full")
+            took = await self.kill_manager()
+            await asyncio.sleep(self.rng.uniform(0, 2.0))
+        finally:
+            manager.log = log
+        await self.kill_manager()
+        return took
 
     async def stop_manager(self) -> Recovery:
         """SIGTERM: streams under way end, new ones are refused, it exits 0; then another one in its place."""
@@ -252,6 +277,7 @@ FAULTS: dict[str, tuple[float, Callable[[Chaos], Awaitable[Recovery]]]] = {
     "executor-halted-briefly": (1, Chaos.halt_executor),
     "bad-steps": (1, Chaos.send_bad_steps),
     "manager-killed": (3, Chaos.kill_manager),
+    "manager-log-disk-full": (1, Chaos.fill_disk_of_manager_log),
     "manager-stopped": (1, Chaos.stop_manager),
     "manager-rivalled": (1, Chaos.rival_manager),
     "flood": (1, Chaos.flood),

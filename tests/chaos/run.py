@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,7 +33,7 @@ class Options:
     lanes: int = 32
     # Names of FAULTS.
     faults: tuple[str, ...] = tuple(FAULTS)
-    # Faults to inject at most; 0: as many as the time allows.
+    # Faults to inject, within the time; 0: as many as the time allows.
     count: int = 0
     # Different requests.
     requests: int = 48
@@ -51,6 +52,14 @@ class Account:
     manager_args: str = ""
     preemptions: int = 0
     manager_peak_mib: int = 0
+
+    def short(self, named: Collection[str] = ()) -> str:
+        """Which faults were asked for by count or by name and not injected, in one line; "": none."""
+        if never := [name for name in named if not self.injected[name]]:
+            return f"never injected within {self.options.seconds:g} s: {', '.join(never)}"
+        if (total := self.injected.total()) < self.options.count:
+            return f"{total} of {self.options.count} faults were injected within {self.options.seconds:g} s"
+        return ""
 
     def table(self) -> str:
         """For people."""

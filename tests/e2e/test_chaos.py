@@ -22,9 +22,9 @@ def nothing_was_lost(account: Account) -> None:
 
 
 def test_every_fault_once() -> None:
-    account = asyncio.run(chaos(Options(seconds=200, seed=1, count=len(FAULTS)), say=False))
+    account = asyncio.run(chaos(Options(seconds=400, seed=1, count=len(FAULTS)), say=False))
     nothing_was_lost(account)
-    assert account.injected.total() == len(FAULTS)
+    assert not account.short(FAULTS)
 
 
 def test_the_model_on_the_cpu_loses_its_process() -> None:
@@ -32,4 +32,4 @@ def test_the_model_on_the_cpu_loses_its_process() -> None:
     options = Options(seconds=200, seed=2, backend="cpu", lanes=12, faults=killed, count=1, requests=6)
     account = asyncio.run(chaos(options, say=False))
     nothing_was_lost(account)
-    assert account.injected["executor-killed"] == 1
+    assert not account.short(killed)
