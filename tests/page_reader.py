@@ -36,6 +36,7 @@ class PageReader:
             self.snapshots += 1
             self.device, self.host = bytearray(message["shown"]), bytearray(message["host_shown"])
             self.requests = {}
+            self.points = []
         apply_change(self.device, message.get("device", {}))
         apply_change(self.host, message.get("host", {}))
         self.requests |= message.get("requests", {})

@@ -194,12 +194,24 @@ def test_a_lost_manager_is_shown_and_the_page_comes_back_by_itself(tmp_path: Pat
         address = f"127.0.0.1:{port_file.read_text().strip()}"
         site.browser.open(f"http://{address}/")
         wait(lambda: site.browser.run("return document.body.dataset.link") == "live")
+        with PageKVClient(stack.target) as client:
+            for number in range(3):
+                client.generate(TEXT, max_tokens=4, ignore_eos=True, request_id=f"before-{number}")
+        wait(lambda: "before-2 finished" in site.browser.text("#event-list"))
+        epoch = site.browser.run("return pagekv.device.epoch")
         stack.manager.kill()
         wait(lambda: site.browser.run("return document.body.dataset.link") == "lost")
         assert site.browser.text("#link").strip() == "disconnected, trying again"
         stack.manager.args = [*stack.manager.args, "--http-listen", address]
         stack.manager.start()
         wait(lambda: site.browser.run("return document.body.dataset.link") == "live")
+        stack.manager.wait_serving()
+        # This manager counts from 1 again, and nothing that it says is taken for what the other one said.
+        with PageKVClient(stack.target) as client:
+            client.generate(TEXT, max_tokens=4, ignore_eos=True, request_id="after")
+        wait(lambda: "after finished" in site.browser.text("#event-list"))
+        assert "before" not in site.browser.text("#event-list")
+        assert site.browser.run("return pagekv.device.epoch") != epoch
         stack.executor.kill()
         wait(lambda: site.browser.run("return document.body.dataset.link") == "waiting")
     # Chromium itself notes every connection that fails.

@@ -49,10 +49,13 @@ def request_rows(engine: Engine) -> dict[str, Row]:
     return {view.request_id: asdict(view) for view in views}
 
 
-def snapshot(frame: Frame, model: ModelInfo) -> dict[str, Any]:
-    """For a reader who knows nothing, or of another epoch."""
+def snapshot(frame: Frame, model: ModelInfo, boot: str) -> dict[str, Any]:
+    """For a reader who knows nothing, or of another epoch. Of another `boot` nothing that is counted goes on: every
+    manager counts epochs, steps, points and events from 1.
+    """
     return {
         "type": "snapshot",
+        "boot": boot,
         "epoch": frame.epoch,
         "step": frame.step,
         "model": {

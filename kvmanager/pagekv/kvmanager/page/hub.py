@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -69,6 +70,7 @@ class PageHub:
     def __init__(self, engine: PageEngine, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
         self._clock = clock
+        self._boot = secrets.token_hex(8)
         self.happenings = Happenings()
         self._rates = Rates()
         self._table = TableChanges()
@@ -119,10 +121,12 @@ class PageHub:
         if seen is None or seen.epoch != frame.epoch:
             model = self._engine.model
             assert model is not None
-            content = frames.snapshot(frame, model)
+            content = frames.snapshot(frame, model, self._boot)
+            # With it a page draws its charts afresh.
+            points = self._rates.since(0)
         else:
             content = frames.delta(seen, frame)
-        points = self._rates.since(0 if seen is None else seen.points)
+            points = self._rates.since(seen.points)
         happenings = self.happenings.since(0 if seen is None else seen.happenings)
         content |= {"points": points} if points else {}
         content |= {"events": happenings} if happenings else {}

@@ -30,9 +30,14 @@ export class Events {
     this.last = 0;
   }
 
-  // `afresh`: the manager counts from 1 again.
-  apply(events = [], afresh = false) {
-    if (afresh && events.length && events.at(-1).n < this.last) this.last = 0;
+  clear() {
+    this.last = 0;
+    this.list.replaceChildren();
+    this.apply();
+  }
+
+  // A new connection tells of some again.
+  apply(events = []) {
     for (const event of events) {
       if (event.n <= this.last) continue;
       this.last = event.n;

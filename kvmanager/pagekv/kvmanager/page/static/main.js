@@ -125,11 +125,17 @@ async function lightRequest(id, afresh) {
 
 const amount = (all, shown) => (all > shown ? `the first ${count(shown)} of ${count(all)}` : count(all));
 
+let boot = null;
+
 function show(message) {
   if (message.type === "snapshot") {
-    if (host.epoch !== message.epoch) byId("host").hidden = true;
-    device.begin(message.shown, message.epoch);
-    host.begin(message.host_shown, message.epoch);
+    // Another manager counts everything from 1.
+    if (message.boot !== boot) events.clear();
+    boot = message.boot;
+    const epoch = `${boot} ${message.epoch}`;
+    if (host.epoch !== epoch) byId("host").hidden = true;
+    device.begin(message.shown, epoch);
+    host.begin(message.host_shown, epoch);
     const { id, backend, block_size: size } = message.model;
     byId("model").textContent = `${id || "no model"} on ${backend}`;
     byId("device-sub").textContent = `${amount(message.blocks, message.shown)} of ${plural(size, "token")}`;
@@ -147,7 +153,7 @@ function show(message) {
   totals = message.totals ?? totals;
   if (message.points) charts.forEach((chart) => chart.add(message.points));
   if (!quietly && (message.requests || message.gone)) requests.apply(message.requests, message.gone);
-  events.apply(message.events, quietly);
+  events.apply(message.events);
   if (message.totals) setLink(totals.executor_attached ? "live" : "waiting");
   if (message.points) inspector.refresh();
 }
