@@ -132,6 +132,68 @@ def test_events_tell_of_requests_and_of_the_table(monkeypatch: pytest.MonkeyPatc
     engine_harness.run(monkeypatch, body, num_device_blocks=40)
 
 
+def test_another_manager_is_told_from_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both count epochs and events from 1."""
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        told = []
+        for hub in [PageHub(engine), PageHub(engine)]:
+            for _ in range(2):
+                viewer = hub.enter()
+                told.append(json.loads(await viewer.next()))
+                hub.leave(viewer)
+        assert {message["epoch"] for message in told} == {told[0]["epoch"]}
+        first, again, other, other_again = [message["boot"] for message in told]
+        assert first == again != other == other_again
+
+    engine_harness.run(monkeypatch, body, num_device_blocks=40)
+
+
+def test_points_tell_when_they_are_of_and_where_nobody_looked(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        look = Look(engine, monkeypatch)
+
+        def looked(times: int) -> list[tuple[float, bool]]:
+            """What somebody knows who comes, sees `times` looks a second apart, and goes."""
+            viewer, reader = look.hub.enter(), PageReader()
+            for _ in range(times):
+                look.look()
+                look.read(viewer, reader)
+            look.hub.leave(viewer)
+            return [(point["at"], point["apart"]) for point in reader.points]
+
+        assert looked(3) == [(1, True), (2, False), (3, False)]
+        look.now += 50
+        assert looked(2) == [(1, True), (2, False), (3, False), (54, True), (55, False)]
+        # Two minutes are kept, by time and not by number.
+        look.now += 67
+        assert looked(1) == [(3, False), (54, True), (55, False), (123, True)]
+        look.now += 1000
+        assert looked(1) == [(1124, True)]
+
+    engine_harness.run(monkeypatch, body, num_device_blocks=40)
+
+
+def test_a_page_keeps_its_charts_when_the_executor_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        look = Look(engine, monkeypatch)
+        viewer, reader = look.hub.enter(), PageReader()
+        for _ in range(3):
+            look.look()
+            look.read(viewer, reader)
+        assert bench.link is not None
+        bench.link.lose()
+        await until(lambda: len(bench.attaches) == 2)
+        await engine.wait_ready()
+        look.look()
+        look.read(viewer, reader)
+        assert reader.snapshots == 2
+        assert [point["at"] for point in reader.points] == [1, 2, 3, 4]
+        look.hub.leave(viewer)
+
+    engine_harness.run(monkeypatch, body, num_device_blocks=40)
+
+
 def test_nothing_runs_while_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         look = Look(engine, monkeypatch)

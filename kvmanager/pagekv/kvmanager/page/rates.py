@@ -7,8 +7,8 @@ from typing import Any
 
 from pagekv.kvmanager.engine import Stats
 
-# Points that a new viewer gets: two minutes at two a second.
-KEPT = 240
+# Seconds that the charts go back.
+KEPT_S = 120.0
 # Seconds that a rate goes back. Prompts come one at a time, so their hits need a longer look.
 RATE_S = 1.0
 HIT_RATE_S = 10.0
@@ -17,11 +17,13 @@ Point = dict[str, Any]
 
 
 class Rates:
-    """Points of the charts, with numbers counting from 1. A value that means nothing at a moment is None."""
+    """Points of the charts, with numbers counting from 1 and the time `at`, seconds of the clock that `add` is given. A
+    value that means nothing at a moment is None. Nobody looked between a point that is `apart` and the one before.
+    """
 
     def __init__(self) -> None:
         self.total = 0
-        self._kept: deque[Point] = deque(maxlen=KEPT)
+        self._kept: deque[Point] = deque()
         self._looks: deque[tuple[float, Stats]] = deque()
 
     def since(self, number: int) -> list[Point]:
@@ -46,9 +48,13 @@ class Rates:
         steps = stats.steps_total - recent.steps_total
         seconds = now - recent_at
         self.total += 1
+        while self._kept and self._kept[0]["at"] < now - KEPT_S:
+            self._kept.popleft()
         self._kept.append(
             {
                 "n": self.total,
+                "at": round(now, 3),
+                "apart": len(self._looks) == 1,
                 "hit_rate": _share(cached, prompt),
                 "usage": round(stats.kv_usage, 4),
                 # Of the steps in between, on average.

@@ -1,9 +1,8 @@
-// A line over the last two minutes, with its value under the pointer.
+// A line over the last two minutes, drawn by the times of its points, with its value under the pointer.
 
 import { color, onThemeChange } from "./theme.js";
 
-const POINTS = 240;
-const SECONDS_A_POINT = 0.5;
+const SECONDS = 120;
 
 export class Chart {
   // `read(point)`: the value or null. `format(value)`. `top`: what the axis ends at, or 0 for the highest value.
@@ -17,8 +16,7 @@ export class Chart {
     onThemeChange(() => this.draw());
     this.canvas.addEventListener("pointermove", (event) => {
       const box = this.canvas.getBoundingClientRect();
-      const back = Math.round((1 - (event.clientX - box.left) / box.width) * (POINTS - 1));
-      this.at = this.values.length - 1 - back;
+      this.at = this.nearest((1 - (event.clientX - box.left) / box.width) * SECONDS);
       this.draw();
     });
     this.canvas.addEventListener("pointerleave", () => {
@@ -34,8 +32,23 @@ export class Chart {
 
   add(points) {
     for (const point of points) this.values.push({ value: this.read(point), point });
-    this.values.splice(0, this.values.length - POINTS);
+    this.values = this.values.filter((value, index) => this.age(index) <= SECONDS);
     this.draw();
+  }
+
+  // Seconds from a point to the last one.
+  age(index) {
+    return this.values.at(-1).point.at - this.values[index].point.at;
+  }
+
+  // The point so many seconds before the last one, -1 where there was none.
+  nearest(age) {
+    let found = -1;
+    this.values.forEach((value, index) => {
+      const off = Math.abs(this.age(index) - age);
+      if (off <= 1 && (found < 0 || off < Math.abs(this.age(found) - age))) found = index;
+    });
+    return found;
   }
 
   draw() {
@@ -45,8 +58,7 @@ export class Chart {
     const context = this.canvas.getContext("2d");
     const known = this.values.map(({ value }) => value ?? 0);
     const top = this.top || Math.max(...known, 1e-9) * 1.1;
-    const step = width / (POINTS - 1);
-    const x = (index) => width - (this.values.length - 1 - index) * step;
+    const x = (index) => width * (1 - this.age(index) / SECONDS);
     const y = (value) => height - ratio - (value / top) * (height - 3 * ratio);
     context.strokeStyle = color("line");
     context.lineWidth = ratio;
@@ -69,13 +81,13 @@ export class Chart {
     this.tell(context, x, y, height, ratio);
   }
 
-  // [begin, end) of neighbours that have a value.
+  // [begin, end) of neighbours that have a value, and between which somebody looked.
   stretches() {
     const found = [];
-    this.values.forEach(({ value }, index) => {
+    this.values.forEach(({ value, point }, index) => {
       if (value === null) return;
       const latest = found.at(-1);
-      if (latest && latest[1] === index) latest[1]++;
+      if (latest && latest[1] === index && !point.apart) latest[1]++;
       else found.push([index, index + 1]);
     });
     return found;
@@ -87,7 +99,7 @@ export class Chart {
     const text = shown && shown.value !== null ? this.format(shown.value) : "–";
     this.output.textContent = text;
     if (pointed) {
-      this.small.textContent = `${((this.values.length - 1 - this.at) * SECONDS_A_POINT).toFixed(0)} s ago`;
+      this.small.textContent = `${this.age(this.at).toFixed(0)} s ago`;
       context.fillStyle = color("ink");
       context.fillRect(x(this.at), 0, ratio, height);
     } else {
