@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -178,6 +179,24 @@ def test_a_request_lights_its_blocks_in_order(site: Site) -> None:
         assert site.browser.run("return document.querySelector('#request-list button').ariaPressed") == "true"
     # It went, and its light with it.
     wait(lambda: site.browser.run("return pagekv.device.table") is None)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_what_lights_up_keeps_the_hue_of_its_state(site: Site, dark: bool) -> None:
+    site.browser.look(1280, 900, dark=dark)
+    shades = site.browser.run(
+        "const { colors, taken, given } = pagekv.device;"
+        "return [1, 10, 19, 243, 12].map((byte) => [colors[byte], taken[byte], given[byte]])"
+    )
+    for own, *others in shades:
+        for other in others:
+            assert abs((hue(own) - hue(other) + 0.5) % 1 - 0.5) < 0.03
+            assert other != own
+
+
+def hue(pixel: int) -> float:
+    """Of 0xAABBGGRR, from 0 to 1."""
+    return colorsys.rgb_to_hsv(pixel & 255, pixel >> 8 & 255, pixel >> 16 & 255)[0]
 
 
 @pytest.mark.parametrize(("width", "height"), [(390, 844), (1280, 900)])

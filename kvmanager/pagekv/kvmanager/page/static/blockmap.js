@@ -1,13 +1,17 @@
 // A pool as a map: one pixel a block in an image, drawn enlarged, with what is chosen marked on a canvas above it.
-// Colours fade from what just happened to what is; between two changes nothing is computed and nothing drawn.
+// What changes is lit up or pale for a moment, in the colour of its state: hue is state, always. Between two changes
+// nothing is computed and nothing drawn.
 
 import { forEachChange, holders, state } from "./codec.js";
 import { Grid } from "./grid.js";
+import { drawMarks, showTip } from "./marks.js";
 import { color, mix, onThemeChange, pixel, reducedMotion } from "./theme.js";
 
 const FADE_MS = 900;
+// Of the strongest light and of the card's colour in what was just taken or given back, at first.
+const TAKEN_SHARE = 125;
+const GIVEN_SHARE = 165;
 const REVEAL_MS = 1100;
-const TIP_MARGIN = 10;
 const FEWEST = 256;
 // Rows from one id at the left to the next.
 const STEPS = [1, 2, 4, 5, 10, 20, 40, 50, 100, 200];
@@ -99,8 +103,10 @@ export class BlockMap {
   readColors() {
     const paper = pixel("card");
     this.paper = paper;
-    this.flash = pixel("flash");
+    const flash = pixel("flash");
     this.colors = new Uint32Array(256);
+    this.taken = new Uint32Array(256);
+    this.given = new Uint32Array(256);
     const base = this.palette.map((name) => pixel(name));
     const many = pixel("shared-many");
     for (let byte = 0; byte < 256; byte++) {
@@ -108,7 +114,10 @@ export class BlockMap {
       // Shared by more is a stronger colour.
       const doublings = Math.log2(Math.max(2, holders(byte)) / 2);
       if (this.palette[state(byte)] === "shared") shade = mix(shade, many, Math.min(256, 52 * doublings));
-      this.colors[byte] = this.only >= 0 && state(byte) !== this.only ? mix(shade, paper, 218) : shade;
+      if (this.only >= 0 && state(byte) !== this.only) shade = mix(shade, paper, 218);
+      this.colors[byte] = shade;
+      this.taken[byte] = mix(shade, flash, TAKEN_SHARE);
+      this.given[byte] = mix(shade, paper, GIVEN_SHARE);
     }
     this.gaps = this.gapPattern();
   }
@@ -145,8 +154,8 @@ export class BlockMap {
       this.bytes[index] = byte;
       if (!quietly) this.changedAt[index] = now;
       if (still) return this.paint(index);
-      // Taken or hit: it lights up. Given back or evicted: it fades from what it was.
-      this.fade(index, holders(byte) > holders(old) ? this.flash : this.colors[old], now);
+      // Taken or hit: it lights up. Given back or evicted: it is pale at first.
+      this.fade(index, (holders(byte) > holders(old) ? this.taken : this.given)[byte], now);
     });
     this.draw();
     if (this.focused >= 0) this.mark();
@@ -196,7 +205,7 @@ export class BlockMap {
         // Fast first, then slowly.
         const rest = 1 - Math.max(0, share);
         // Beside a request's blocks all others are dim, and so is what happens to them.
-        const strength = this.lit && !this.lit[index] ? 40 : 200;
+        const strength = this.lit && !this.lit[index] ? 50 : 256;
         this.pixels[index] = mix(this.shade(index), this.from[index], Math.round(strength * rest * rest));
         this.fading[left++] = index;
       }
@@ -289,71 +298,8 @@ export class BlockMap {
 
   mark() {
     if (!this.grid) return;
-    const context = this.marks.getContext("2d");
-    const { cell, gap, ratio } = this.grid;
-    context.clearRect(0, 0, this.grid.width, this.grid.height);
-    const size = cell - gap;
-    context.strokeStyle = context.fillStyle = color("ink");
-    if (this.table) this.markTable(context, size);
-    context.lineWidth = Math.max(1, ratio);
-    context.globalAlpha = 0.75;
-    for (const block of this.chain) {
-      context.strokeRect(this.grid.x(block) - 0.5, this.grid.y(block) - 0.5, size + 1, size + 1);
-    }
-    context.globalAlpha = 1;
-    if (this.focused >= 0) {
-      const out = Math.max(1.5 * ratio, cell < 8 * ratio ? 3 * ratio : 0);
-      context.lineWidth = 2 * ratio;
-      context.beginPath();
-      const [x, y] = [this.grid.x(this.focused) - out, this.grid.y(this.focused) - out];
-      context.roundRect(x, y, size + 2 * out, size + 2 * out, this.grid.radius + out);
-      context.stroke();
-    }
-    this.showTip();
-  }
-
-  // A request's blocks are joined in order; where there is room each says which it is.
-  markTable(context, size) {
-    const { cell, ratio } = this.grid;
-    const shown = this.table.slice(0, this.shown);
-    context.globalAlpha = shown.length > 400 ? 0.25 : 0.55;
-    context.lineWidth = Math.max(1, 1.25 * ratio);
-    context.beginPath();
-    shown.forEach((block, at) => {
-      const x = this.grid.x(block) + size / 2;
-      const y = this.grid.y(block) + size / 2;
-      if (at) context.lineTo(x, y);
-      else context.moveTo(x, y);
-    });
-    context.stroke();
-    context.globalAlpha = 1;
-    if (cell < 20 * ratio) return;
-    context.font = `600 ${10 * ratio}px ${getComputedStyle(document.body).fontFamily}`;
-    context.textAlign = "center";
-    context.textBaseline = "middle";
-    shown.forEach((block, at) => {
-      const x = this.grid.x(block);
-      const y = this.grid.y(block);
-      context.fillStyle = color("card");
-      context.beginPath();
-      context.roundRect(x + size / 2 - 8 * ratio, y + size / 2 - 6.5 * ratio, 16 * ratio, 13 * ratio, 3 * ratio);
-      context.fill();
-      context.fillStyle = color("ink");
-      context.fillText(at, x + size / 2, y + size / 2 + 0.5 * ratio);
-    });
-  }
-
-  showTip() {
-    this.tip.hidden = this.focused < 0;
-    if (this.tip.hidden) return;
-    this.tip.textContent = this.describe(this.focused);
-    const { ratio, cell } = this.grid;
-    const x = this.grid.x(this.focused) / ratio;
-    const y = this.grid.y(this.focused) / ratio;
-    const { offsetWidth, offsetHeight } = this.tip;
-    this.tip.style.left = `${Math.max(0, Math.min(x, this.root.clientWidth - offsetWidth))}px`;
-    const above = y - offsetHeight - TIP_MARGIN;
-    this.tip.style.top = `${above > -offsetHeight ? above : y + cell / ratio + TIP_MARGIN}px`;
+    drawMarks(this);
+    showTip(this);
   }
 
   // -- who looks
