@@ -1,8 +1,9 @@
 """Who looks at the page, and the timer that looks at the pool for them.
 
-The timer runs while there are viewers and takes at most a hundredth of the event loop's time: where a look at a huge
-pool takes long, there are fewer of them. What a viewer is sent takes it from the frame it has to the latest one, so one
-that reads slowly skips frames, and none of them holds anything up.
+The timer runs while there are viewers. Its looks at the pool take at most a hundredth of the event loop's time: where a
+look at a huge pool takes long, there are fewer of them. What each viewer is sent is made and written on top of that. It
+takes a viewer from the frame it has to the latest one, so one that reads slowly skips frames, and none of them holds
+anything up.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ MAX_VIEWERS = 16
 # Seconds between two looks at the blocks, and at what is counted and listed, at least.
 LOOK_S = 0.1
 COUNT_S = 0.5
-# Of the event loop's time.
+# Of the event loop's time, for looks alone.
 MAX_SHARE = 0.01
 _RETRY_DELAY_S = 10.0
 
