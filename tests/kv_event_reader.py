@@ -5,9 +5,11 @@ that cannot be true: a block stored twice, one removed that is not there, one wh
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
+import zmq.asyncio
 
 
 class BlockStored(msgspec.Struct, tag=True, forbid_unknown_fields=True):
@@ -84,3 +86,15 @@ class EventReplica:
             blocks[block_hash] = parent, event.token_ids[index * size : (index + 1) * size]
             self.names[block_hash] = event.lora_name, keys
             parent = block_hash
+
+
+async def replayed(dealer: zmq.asyncio.Socket) -> EventReplica:
+    """What every event there was makes; the socket is connected to the endpoint for replays."""
+    replica = EventReplica()
+    await dealer.send_multipart((b"", bytes(8)))
+    while True:
+        _, _, number, payload = await asyncio.wait_for(dealer.recv_multipart(), 10)
+        if not payload:
+            assert number == b"\xff" * 8
+            return replica
+        replica.apply(decode(payload))

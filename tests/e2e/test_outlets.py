@@ -12,7 +12,7 @@ import pytest
 import zmq
 import zmq.asyncio
 from calls import Caller, request_for
-from kv_event_reader import EventReplica, decode
+from kv_event_reader import replayed
 from stack import ORACLE, Stack, environment, running_stack
 
 from pagekv.client import AsyncPageKVClient
@@ -37,18 +37,6 @@ async def load(stack: Stack, requests: int) -> None:
             *(caller.generate(request_for(prompt, 20, ignore_eos=True)) for prompt in prompts)
         )
         assert [len(result.tokens) for result in results] == [20] * requests
-
-
-async def replayed(dealer: zmq.asyncio.Socket) -> EventReplica:
-    """What every event there was makes."""
-    replica = EventReplica()
-    await dealer.send_multipart((b"", bytes(8)))
-    while True:
-        _, _, number, payload = await asyncio.wait_for(dealer.recv_multipart(), 10)
-        if not payload:
-            assert number == b"\xff" * 8
-            return replica
-        replica.apply(decode(payload))
 
 
 def test_events_traces_and_decisions_of_one_run(tmp_path: Path) -> None:

@@ -167,9 +167,10 @@ def test_kvcache_simulator_reads_it(trace: Path) -> None:
     assert (found["ceiling"]["hitTokens"], found["ceiling"]["totalTokens"]) == (6 * 12, 6 * 13)
 
 
-def test_vllms_timed_traces_find_their_fields(trace: Path) -> None:
-    """`TimedTrace` of vllm/benchmarks/datasets (0.33): field names as its flags have them by default, one hash id for
-    every `--timed-trace-chunk-hash-size` tokens, timestamps times `--timed-trace-sec-multiplier` (0.001) in seconds.
+def test_vllm_timed_trace_finds_its_fields(trace: Path) -> None:
+    """`vllm bench serve --dataset-name timed_trace`, which is `TimedTrace` of vllm/benchmarks/datasets (0.33): names of
+    fields as its flags have them by default, one hash id for every `--timed-trace-chunk-hash-size` tokens, timestamps
+    times `--timed-trace-sec-multiplier` (0.001) in seconds.
     """
     labels = {"timestamp": "timestamp", "input_length": "input_length", "output_length": "output_length"}
     for line in trace.read_text().splitlines():
