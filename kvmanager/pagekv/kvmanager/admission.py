@@ -1,15 +1,17 @@
 """Who comes in: forks, admissions from the waiting queue, and the sequences of a request that return together.
 
-Preempted sequences of one request, or beams of one search, are admitted together or not at all. What they shared they
-share again: leading full blocks that the first of them brings back or computes, which the others hold meanwhile. A
-request that outgrows the pool or the executor's slots cannot come back whole; where no other is in its way, its
-sequences come one by one.
+Sequences of one request that were preempted, or beams of one search, come back together. What they shared they share
+again: leading full blocks that the first of them brings back or computes, which the others hold meanwhile. Sequences
+that were never admitted, as after a refused fork, come one by one, and so do those that do not fit together: at once
+where they never can, otherwise after `PATIENCE_STEPS` at the head of the queue, and from then on to the end of their
+request. One by one they share all the same. Only beams, which decide together, wait for blocks as one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 
@@ -20,6 +22,9 @@ from pagekv.kvmanager.step_plan import StepPlan
 
 # Steps after which a head of the queue that did not fit looks for newly cached blocks, even if none became free.
 RETRY_STEPS = 16
+# Steps, of a request in all, for which the head of the queue waits until what was preempted with it fits too; meanwhile
+# nobody behind it is admitted.
+PATIENCE_STEPS = 16
 
 
 @dataclass(slots=True)
@@ -112,13 +117,40 @@ class Admission:
                 running.enter(plan, sequence, budget, sampling)
 
     def _admit(self, head: Sequence, plan: StepPlan) -> list[Arrival]:
-        """Takes blocks for the head of the queue and what comes in with it; none, and nothing taken, when they would
-        not leave the watermark, or there are not so many slots.
+        """Takes blocks for the head of the queue and what comes in with it; none, and nothing taken, when there is no
+        room.
         """
-        running, request = self._running, head.request
         group = self._unit(head)
         # A preempted sequence is recomputed from its tokens, so those still promised must arrive first.
-        if len(running.order) + len(group) > running.limits.max_running or any(s.handle != NO_HANDLE for s in group):
+        if any(sequence.handle != NO_HANDLE for sequence in group):
+            return []
+        arrivals = self._admit_together(group, plan)
+        if not arrivals and len(group) > 1 and self._come_apart(group):
+            arrivals = self._admit_together([head], plan)
+        for arrival in arrivals:
+            self._note(arrival)
+        return arrivals
+
+    def _come_apart(self, group: list[Sequence]) -> bool:
+        """Whether sequences that did not fit together have waited for it long enough."""
+        running, request = self._running, group[0].request
+        request.steps_at_head += 1
+        if request.search is None:
+            never = len(group) > running.limits.max_running or not running.order
+            request.apart = never or request.steps_at_head >= PATIENCE_STEPS
+            return request.apart
+        # Beams that an empty pool cannot hold.
+        return not running.order
+
+    def _admit_together(self, group: list[Sequence], plan: StepPlan) -> list[Arrival]:
+        """Takes blocks for all of these; none, and nothing taken, when they would not leave the watermark, or there
+        are not so many slots.
+        """
+        running, head = self._running, group[0]
+        request = head.request
+        # Beams leave the executor after every step, so they can take turns in one slot.
+        slots = len(group) if request.search is None else 1
+        if len(running.order) + slots > running.limits.max_running:
             return []
         watermark, blocked = running.watermark(request), self._blocked
         if blocked is not None and blocked.sequence is head and blocked.count == len(group):
@@ -129,26 +161,20 @@ class Admission:
         self._blocked = None
         arrivals = self._arrivals(group)
         missing = running.tables.admit(arrivals, watermark)
-        if missing and len(group) > 1 and not running.order:
-            # Not even an empty pool holds them all.
-            arrivals = [Arrival(head)]
-            missing = running.tables.admit(arrivals, watermark)
         if missing:
             self._blocked = _Blocked(head, len(group), running.pool.num_free + missing - watermark, RETRY_STEPS)
             return []
-        for arrival in arrivals:
-            self._note(arrival)
         return arrivals
 
     def _unit(self, head: Sequence) -> list[Sequence]:
-        """The waiting sequences of the head's request, or the head where they can only come one by one."""
+        """The waiting sequences of the head's request that have been admitted before; only the head where it has not,
+        or where they come one by one.
+        """
         running, request = self._running, head.request
-        if len(request.sequences) == 1:
+        if len(request.sequences) == 1 or request.apart or (running.order and running.is_alone(request)):
             return [head]
-        group = sorted((s for s in request.sequences if s.state is SequenceState.WAITING), key=key)
-        if running.is_alone(request) and (running.order or len(group) > running.limits.max_running):
-            return [head]
-        return group
+        waiting = sorted((s for s in request.sequences if s.state is SequenceState.WAITING), key=key)
+        return list(takewhile(lambda s: s.cached_tokens is not None, waiting)) or [head]
 
     def _arrivals(self, group: list[Sequence]) -> list[Arrival]:
         """With whom each of them shares its leading blocks."""

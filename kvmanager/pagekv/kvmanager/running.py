@@ -1,7 +1,8 @@
 """The running order: sequences that hold blocks, how they enter it and the one way out of it.
 
 Blocks come with a place in the order and go back when it is left, by finish, by preemption or with the executor. The
-sequences of one request, or the beams of one search, are preempted together, and what they share is copied once.
+sequences of one request, or the beams of one search, are preempted together, and what they share is copied once. Only
+those that have not fitted together before are preempted one by one.
 """
 
 from __future__ import annotations
@@ -175,21 +176,23 @@ class Running:
             if other.request is sequence.request or other.key < sequence.key:
                 break
             if _may_be_preempted(other):
-                if other.preemptions < self.limits.preemption_limit:
+                if other.request.preemptions < self.limits.preemption_limit:
                     last = other
                     break
                 last = last or other
         if last is not None:
-            self.preempt(last)
+            self.preempt(last, apart=last.request.apart)
         return last is not None
 
     def _preempt_own(self, request: LiveRequest) -> None:
         """Nobody is behind a request that needs a block. It waits whole until those before it have made room; but
-        where it is the first it has outgrown the pool, and goes on with one sequence less.
+        where it is the first it has outgrown the pool, and goes on with one sequence less, as one does that came back
+        one by one.
         """
         candidates = [s for s in self.order if _may_be_preempted(s)]
-        first = candidates[0].request is request
-        self.preempt(candidates[-1], apart=first and request.search is None)
+        if candidates[0].request is request and request.search is None:
+            request.apart = True
+        self.preempt(candidates[-1], apart=request.apart)
 
     # -- out
 

@@ -47,6 +47,15 @@ class LiveRequest:
     # Those of beam search are its live beams, best first.
     sequences: list[Sequence] = field(default_factory=list)
     search: BeamSearch | None = None
+    # Steps, in all, for which sequences that were preempted together stood at the head of the queue and did not fit.
+    steps_at_head: int = 0
+    # Its sequences did not fit together, and come and go one by one from now on.
+    apart: bool = False
+
+    @property
+    def preemptions(self) -> int:
+        """Those of the sequence that was preempted most often."""
+        return max(sequence.preemptions for sequence in self.sequences)
 
 
 @dataclass(frozen=True, slots=True)

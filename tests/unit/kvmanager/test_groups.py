@@ -8,6 +8,7 @@ import pytest
 from fake_executor import expected_output
 from scheduler_driver import VOCAB, Driver, finished, moves, output, results
 
+from pagekv.kvmanager.admission import PATIENCE_STEPS
 from pagekv.kvmanager.request import CacheIdentity
 from pagekv.kvmanager.sequence import HOLDING, LiveRequest, SequenceState
 from pagekv.kvmanager.step_plan import MoveKind
@@ -106,7 +107,8 @@ def test_a_fork_that_was_refused_still_shares_the_prompt() -> None:
     # The prompt takes 8 of 12 blocks and the other request is about to take three: no room for two copies.
     driver.pool.share(blocks := driver.pool.allocate(2))  # type: ignore[arg-type]
     driver.plan()
-    assert [s.state for s in request.sequences] == [RUNNING, WAITING, WAITING]
+    # One of them comes in all the same: they have never run, so there is nothing to bring back together.
+    assert [s.state for s in request.sequences] == [RUNNING, RUNNING, WAITING]
     driver.pool.free(blocks)  # type: ignore[arg-type]
     driver.pool.free(blocks)  # type: ignore[arg-type]
     driver.drain()
@@ -172,7 +174,7 @@ def test_a_group_of_more_sequences_than_slots_is_served(running: int) -> None:
 
 
 def test_a_group_that_waits_is_not_passed_by_later_requests() -> None:
-    """All or nothing starves nobody: the first in the queue that does not fit holds back those behind it."""
+    """The first in the queue that does not fit holds back those behind it, for a while."""
     driver = Driver(num_blocks=12, block_size=4, depth=1, prefix_cache=False)
     group = driver.submit(list(range(8)), max_tokens=4, n=3)
     all_running(driver, group)
@@ -187,6 +189,89 @@ def test_a_group_that_waits_is_not_passed_by_later_requests() -> None:
     assert all(s.state is not WAITING for s in group.sequences)
     driver.drain()
     assert right(group)
+
+
+def steps_until(driver: Driver, *requests: LiveRequest) -> list[int]:
+    """For each request, after how many steps it is finished. Drains."""
+    done = [0] * len(requests)
+    for step in range(1, 2000):
+        if not driver.step():
+            return done
+        done = [at or (step if finished(request) else 0) for at, request in zip(done, requests, strict=True)]
+    raise AssertionError("not drained")
+
+
+@pytest.mark.parametrize(("n", "streams"), [(8, 2), (9, 1), (12, 1)])
+def test_children_that_find_no_slots_come_one_by_one_beside_a_long_stream(n: int, streams: int) -> None:
+    """They have never run, so they need not wait for each other, and nobody behind them waits for the stream to end."""
+    driver = Driver(num_blocks=400, depth=1, max_running=8)
+    long = [driver.submit([1 + i] * 10, max_tokens=90) for i in range(streams)]
+    driver.step()
+    group = driver.submit([20] * 10, max_tokens=10, n=n)
+    later = [driver.submit([30 + i] * 10, max_tokens=10) for i in range(10)]
+    first, *others = steps_until(driver, group, *later, *long)
+    assert first <= 31
+    assert max(others[:10]) <= 42
+    assert right(group)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_group_that_does_not_fit_beside_a_long_stream_comes_one_by_one(prefix_cache: bool) -> None:
+    """Its blocks suffice for one sequence after the other. Only for some steps it waits until all fit."""
+    driver = Driver(num_blocks=80, depth=1, max_running=64, prefix_cache=prefix_cache)
+    long = driver.submit([1] * 10, max_tokens=150)
+    driver.step()
+    group = driver.submit([20] * 8, max_tokens=24, n=16)
+    for _ in range(6):
+        driver.step()
+    later = [driver.submit([30 + i] * 10, max_tokens=10) for i in range(5)]
+    first, *others, last = steps_until(driver, group, *later, long)
+    assert group.preemptions
+    assert first <= 60
+    assert max(others) <= 60 < last
+    assert right(group)
+
+
+def test_a_group_that_came_back_one_by_one_goes_on_so_and_shares() -> None:
+    """A stream leaves nine blocks of 20 and then fewer; eight sequences, which share two, want ten and then more."""
+    driver = Driver(num_blocks=20, depth=1, prefix_cache=False)
+    group = driver.submit(list(range(10)), max_tokens=9, n=8)
+    all_running(driver, group)
+    driver.scheduler.preempt_all()
+    first = driver.submit([50] * 41, max_tokens=30, priority=-1)
+    while driver.pool.num_active < 8:
+        driver.step()
+    waited = 0
+    while not group.apart:
+        assert all(s.state is WAITING for s in group.sequences)
+        driver.step()
+        waited += 1
+    assert waited <= PATIENCE_STEPS + 1
+    states = [s.state for s in group.sequences]
+    assert states == [RUNNING] * states.count(RUNNING) + [WAITING] * states.count(WAITING)
+    assert 1 < states.count(RUNNING) < 8
+    here = states.count(RUNNING)
+    assert [counts[:2] for counts in holders(group)[:here]] == [[here, here]] * here
+    driver.scheduler.finish(first.sequences[0])
+    driver.drain()
+    assert right(group)
+
+
+def test_beams_need_one_slot_beside_a_long_stream() -> None:
+    """They leave the executor after every step, so they take turns."""
+    driver = Driver(num_blocks=200, depth=1, max_running=4)
+    long = driver.submit([1] * 10, max_tokens=200)
+    search = driver.submit(list(range(9)), max_tokens=12, n=4, beam_width=4)
+    for _ in range(12):
+        driver.step()
+    driver.scheduler._running.preempt(search.sequences[0])
+    assert len(search.sequences) == 4
+    first, last = steps_until(driver, search, long)
+    assert 0 < first < 100 < last
+    straight = Driver(num_blocks=128)
+    undisturbed = straight.submit(list(range(9)), max_tokens=12, n=4, beam_width=4)
+    straight.drain()
+    assert results(search) == results(undisturbed)
 
 
 @pytest.mark.parametrize("gone", [0, 1])
@@ -323,6 +408,21 @@ def test_a_request_preempted_often_is_passed_over_while_another_can_be_found() -
     assert not driver.scheduler._running.preempt_behind(needy)
     driver.drain()
     assert all(right(request) for request in (first, second, third))
+
+
+def test_a_request_is_spared_for_what_any_of_its_sequences_went_through() -> None:
+    """Its children came in after the parent had been preempted, and are part of the same request."""
+    driver = Driver(depth=1, preemption_limit=2, prefix_cache=False)
+    first, other = (driver.submit([i] * 10, max_tokens=60) for i in range(2))
+    group = driver.submit([7] * 21, max_tokens=12, n=3)
+    all_running(driver, group)
+    group.sequences[0].preemptions = 2
+    assert [s.preemptions for s in group.sequences] == [2, 0, 0]
+    assert driver.scheduler._running.preempt_behind(first.sequences[0])
+    assert other.sequences[0].state is WAITING
+    assert all(s.state is RUNNING for s in group.sequences)
+    driver.drain()
+    assert right(group)
 
 
 def test_the_front_of_the_order_is_never_preempted_for_a_spared_request() -> None:
