@@ -79,6 +79,22 @@ def test_a_request_that_ends_early_gives_its_blocks_back_wherever_it_is(where: s
 SILENCE_S = float(os.environ.get("PAGEKV_TEST_SILENCE_S", "1"))
 
 
+# What one token of a request that runs or waits takes in the manager at most: prompt ids as Python integers and twice
+# as 4 bytes, its share of a block in the prefix table, and its message while it is read.
+BYTES_PER_TOKEN = 160
+# And each log-probability of it, that of the chosen token included: 9 while it is kept, 50 in the message that waits
+# for its reader.
+BYTES_PER_LOGPROB = 60
+# Interpreter, gRPC's buffers and what the allocator keeps.
+SLACK_MIB = 64
+
+
+def resident_mib(stack: Stack, which: str) -> float:
+    """Of the manager: "VmRSS" now, "VmHWM" at most."""
+    status = Path(f"/proc/{stack.manager.pid}/status").read_text()
+    return next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith(which))
+
+
 def test_readers_that_stop_reading_hold_nobody_up_and_lose_nothing() -> None:
     """Eight calls that nobody reads, with more to say than any buffer of the connection takes; others finish beside
     them, they finish too and give their blocks back, and what they said is all there when it is read at last.
@@ -113,20 +129,33 @@ def test_readers_that_stop_reading_hold_nobody_up_and_lose_nothing() -> None:
         asyncio.run(run(stack))
 
 
-# What one token of a request that runs or waits takes in the manager at most: prompt ids as Python integers and twice
-# as 4 bytes, its share of a block in the prefix table, and its message while it is read.
-BYTES_PER_TOKEN = 160
-# Interpreter, gRPC's buffers and what the allocator keeps.
-SLACK_MIB = 64
+def test_silent_readers_take_no_more_memory_than_their_tokens_and_log_probabilities_may() -> None:
+    """16 calls of 1,900 tokens with 20 log-probabilities each, unread until all have ended. What one position takes
+    while it is kept is in `tests/unit/kvmanager/test_kept_logprobs.py`.
+    """
+    calls, length, logprobs = 16, 1900, 20
+
+    async def run(stack: Stack) -> None:
+        async with Caller(stack.target) as caller:
+            requests = [request_for([index + 1], length, ignore_eos=True, logprobs=logprobs) for index in range(calls)]
+            silent = [caller.inference.Generate(request) for request in requests]
+            await until_active(caller, running=calls, waiting=0)
+            await caller.idle_stats(200)
+            for call in silent:
+                assert len(await read_all(call)) == length
+
+    with running_stack(ORACLE) as stack:
+        before = resident_mib(stack, "VmRSS")
+        asyncio.run(run(stack))
+        peak = resident_mib(stack, "VmHWM")
+    bound = before + calls * length * (BYTES_PER_TOKEN + BYTES_PER_LOGPROB * (logprobs + 1)) / 2**20 + SLACK_MIB
+    print(f"{before:.0f} MiB before, {peak:.0f} at most, bound {bound:.0f}")
+    assert peak < bound
 
 
 def test_a_flood_takes_no_more_memory_than_the_queue_bounds() -> None:
     """The bound: (--max-queue + --max-running) sequences of --max-model-len tokens. Refused calls leave nothing."""
     queue, running, length = 64, 8, 4000
-
-    def resident_mib(stack: Stack, which: str) -> float:
-        status = Path(f"/proc/{stack.manager.pid}/status").read_text()
-        return next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith(which))
 
     async def flood(stack: Stack) -> int:
         async with Caller(stack.target) as caller:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from pagekv.kvmanager.engine import Engine
-from pagekv.kvmanager.request import FinishReason, GenerateCommand, RequestStream, TokenLogprobs
+from pagekv.kvmanager.request import FinishReason, GenerateCommand, KeptLogprobs, RequestStream, TokenLogprobs
 from pagekv.kvmanager.sequence_output import OutputDelta, SequenceOutput
 from pagekv.kvmanager.serving_state import Served
 from pagekv.kvmanager.stop_strings import StopStrings
@@ -27,7 +27,7 @@ class _Sequence:
     output: SequenceOutput
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: KeptLogprobs = field(default_factory=KeptLogprobs)
     cached_tokens: int = 0
     preemptions: int = 0
     cumulative_logprob: float | None = None
@@ -76,7 +76,7 @@ class Generation:
                 out = sequence.output.take(delta)
                 sequence.token_ids += out.token_ids
                 sequence.texts.append(out.text)
-                sequence.logprobs += out.logprobs
+                sequence.logprobs.extend(out.logprobs)
                 if out.finish is not None:
                     self._open.discard(delta.index)
                     if delta.finish is None:
@@ -118,7 +118,6 @@ class Generation:
             completion_tokens=sequence.output.num_tokens,
             cached_tokens=sequence.cached_tokens,
             preemptions=sequence.preemptions,
-            logprobs=map(_position_logprobs, sequence.logprobs),
             cumulative_logprob=sequence.cumulative_logprob,
         )
         if out.stop_token_id is not None:
@@ -126,6 +125,8 @@ class Generation:
         elif out.stop_string is not None:
             complete.stop_string = out.stop_string
         response.complete.CopyFrom(complete)
+        # Here and not above: the copy would live as long as the message, which waits for its reader.
+        response.complete.logprobs.extend(map(_position_logprobs, sequence.logprobs))
         return response
 
     def _response(self) -> pb.GenerateResponse:

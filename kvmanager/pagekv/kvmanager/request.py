@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import overload
 
 from pagekv.kvmanager.fanout import Fanout
 
@@ -92,13 +94,59 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+class KeptLogprobs(Sequence[TokenLogprobs]):
+    """TokenLogprobs of many positions, in 8 bytes for each of their tokens: what nobody has read yet is kept as this.
+
+    Values are rounded to 32 bits, as both wires carry them.
+    """
+
+    __slots__ = ("_ends", "_ids", "_values")
+
+    def __init__(self, positions: Iterable[TokenLogprobs] = ()) -> None:
+        # Of each position the chosen token and then the likeliest ones.
+        self._ids, self._values = array("I"), array("f")
+        # Where each position ends in the two.
+        self._ends = array("I")
+        self.extend(positions)
+
+    def append(self, position: TokenLogprobs) -> None:
+        """Adds a position."""
+        self._ids.append(position.token_id)
+        self._values.append(position.logprob)
+        for token_id, logprob in position.top:
+            self._ids.append(token_id)
+            self._values.append(logprob)
+        self._ends.append(len(self._ids))
+
+    def extend(self, positions: Iterable[TokenLogprobs]) -> None:
+        """Adds positions."""
+        for position in positions:
+            self.append(position)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[TokenLogprobs]: ...
+    def __getitem__(self, index: int | slice) -> TokenLogprobs | Sequence[TokenLogprobs]:
+        if isinstance(index, slice):
+            whole = index.indices(len(self)) == (0, len(self), 1)
+            return self if whole else KeptLogprobs(self[at] for at in range(*index.indices(len(self))))
+        at = range(len(self))[index]
+        begin, end = self._ends[at - 1] if at else 0, self._ends[at]
+        top = zip(self._ids[begin + 1 : end], self._values[begin + 1 : end], strict=True)
+        return TokenLogprobs(self._ids[begin], self._values[begin], tuple(top))
+
+
 @dataclass(slots=True)
 class SequenceDelta:
     """What happened to one sequence since the reader last looked. Tokens are a delta, counts are cumulative."""
 
     index: int
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: Sequence[TokenLogprobs] = ()
     cached_tokens: int = 0
     preemptions: int = 0
     finish: FinishReason | None = None
@@ -131,7 +179,8 @@ class RequestStream:
             self._pending[delta.index] = delta
         else:
             held.token_ids += delta.token_ids
-            held.logprobs += delta.logprobs
+            for logprobs in delta.logprobs:
+                self.push_logprobs(delta.index, logprobs)
             held.cached_tokens, held.preemptions = delta.cached_tokens, delta.preemptions
             held.finish, held.stop_token_id = delta.finish, delta.stop_token_id
             held.cumulative_logprob = delta.cumulative_logprob
@@ -143,7 +192,7 @@ class RequestStream:
         """One more token of a sequence: `push` for what happens most."""
         held = self._pending.get(index)
         if held is None:
-            self._pending[index] = SequenceDelta(index, [token_id], [], cached_tokens, preemptions)
+            self._pending[index] = SequenceDelta(index, [token_id], (), cached_tokens, preemptions)
         else:
             held.token_ids.append(token_id)
             held.cached_tokens, held.preemptions = cached_tokens, preemptions
@@ -151,7 +200,10 @@ class RequestStream:
 
     def push_logprobs(self, index: int, logprobs: TokenLogprobs) -> None:
         """Log-probabilities of the token pushed last."""
-        self._pending[index].logprobs.append(logprobs)
+        held = self._pending[index]
+        if not isinstance(held.logprobs, KeptLogprobs):
+            held.logprobs = KeptLogprobs(held.logprobs)
+        held.logprobs.append(logprobs)
 
     def push_end(self, index: int, finish: FinishReason, stop_token_id: int | None) -> None:
         """The token pushed last ended the sequence."""

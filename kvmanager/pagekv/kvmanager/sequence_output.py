@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from pagekv.kvmanager.detokenizer import Detokenizer
@@ -17,7 +17,7 @@ class OutputDelta:
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: Sequence[TokenLogprobs] = ()
     finish: FinishReason | None = None
     stop_token_id: int | None = None
     stop_string: str | None = None
