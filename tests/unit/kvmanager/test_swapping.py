@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from fake_executor import expected_output
@@ -232,6 +235,67 @@ def test_auto_recomputes_where_nothing_was_measured() -> None:
     assert not SwapPolicy("auto", 1, 0, 1, 1).swaps(1, 1, 10**6)
     assert SwapPolicy("swap").swaps(1, 1, 1)
     assert not SwapPolicy("recompute", 1, 10**9, 10**9, 1).swaps(1, 1, 10**6)
+
+
+# -- what it would cost
+
+
+def swap_cost(driver: Driver, request: LiveRequest) -> tuple[int, int, int]:
+    """Of all its sequences that hold blocks, as `auto` is asked: published first."""
+    group = [s for s in request.sequences if s.state is SequenceState.RUNNING]
+    tables = driver.scheduler._running.tables
+    for sequence in group:
+        tables.publish(sequence)
+    return tables._swapper.cost(group)
+
+
+def held_by_others(driver: Driver) -> LiveRequest:
+    """Of four blocks, 13 positions, another request holds two."""
+    started(driver, [*range(8), 20, 21, 22, 23, 24], max_tokens=8)
+    return started(driver, [*range(8), 30, 31, 32, 33, 34], max_tokens=8)
+
+
+def kept_already(driver: Driver) -> LiveRequest:
+    """Of four blocks, 15 positions, the host pool has three."""
+    request = started(driver, list(range(12)), steps=2, max_tokens=8)
+    driver.scheduler.preempt_all()
+    driver.pool.clear_prefix_table()
+    driver.step()
+    driver.step()
+    return request
+
+
+def shared_in_the_group(driver: Driver) -> LiveRequest:
+    """Three sequences share eight blocks, and each has one of its own."""
+    request = driver.submit(list(range(33)), max_tokens=3, n=3)
+    while any(s.state is not SequenceState.RUNNING for s in request.sequences):
+        driver.step()
+    return request
+
+
+@pytest.mark.parametrize(
+    ("given", "cost", "block_bytes", "swaps"),
+    [
+        # With all four blocks, 13 positions, it would be 11.2 s against 13 s.
+        (held_by_others, (2, 2, 5), 14, False),
+        # With a copy of each of the four it would be 20 s.
+        (kept_already, (1, 4, 15), 25, True),
+        # Counted for each of the three they would be 27 blocks and 100 positions.
+        (shared_in_the_group, (11, 11, 36), 17, False),
+    ],
+)
+def test_only_what_would_really_move_counts(
+    given: Callable[[Driver], LiveRequest], cost: tuple[int, int, int], block_bytes: int, swaps: bool
+) -> None:
+    """CHECKLIST I5: a block takes `block_bytes` / 10 seconds each way, a token one; the decision hangs on it."""
+    driver = Driver(num_blocks=32, block_size=4, host_blocks=32, preemption="swap", depth=1)
+    request = given(driver)
+    assert swap_cost(driver, request) == cost
+    running = driver.scheduler._running
+    running.limits = replace(running.limits, swap=SwapPolicy("auto", block_bytes, 10, 10, 1))
+    running.preempt(request.sequences[0])
+    assert (request.sequences[0].swapped is not None) is swaps
+    driver.drain()
 
 
 # -- the pool itself
