@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -23,6 +25,10 @@ from pagekv.common.probe import check
 
 EXECUTOR_COMMAND = (sys.executable, "-m", "pagekv.executor.server")
 MANAGER_COMMAND = (sys.executable, "-m", "pagekv.kvmanager.server")
+# What a manager logs about a file that it began, as text or as JSON (--log-format).
+_RECORDING = re.compile(
+    r'kvmanager: recording what=\w+ file=(?P<text>.+)|"message": "recording".* "file": (?P<json>.+)}'
+)
 # Lines of each child's log that are kept for the report of its death.
 KEPT_LINES = 40
 _POLL_S = 0.1
@@ -243,6 +249,12 @@ class Stack:
         _wait(gateway, _GATEWAY_LAST_S)
         _terminate(executors)
         _wait(executors, self._config.stop_timeout_s)
+
+    def recordings(self) -> list[str]:
+        """Files that the managers said they record to; each has a number behind its name if there was one already."""
+        found = (_RECORDING.search(line) for child in self.children for line in tuple(child.lines))
+        names = (match["text"] or match["json"] for match in found if match)
+        return [json.loads(name) if name.startswith('"') else name for name in names]
 
     def kill(self) -> None:
         """Kills all at once; may be called from a signal handler while `stop` waits."""

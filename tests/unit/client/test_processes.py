@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -15,8 +17,10 @@ import pytest
 from pagekv.client.cli import main, make_parser
 from pagekv.client.commands import up
 from pagekv.client.gateway import GatewayConfig
-from pagekv.client.processes import Stack, StackConfig, StackError
+from pagekv.client.processes import Child, Stack, StackConfig, StackError
 from pagekv.client.terminal import Terminal
+from pagekv.common.logs import _Formatter
+from pagekv.kvmanager.recording_file import RecordingFile
 
 FAKE = Path(__file__).with_name("fake_process.py")
 
@@ -252,6 +256,22 @@ def test_the_page_has_the_port_asked_for_or_a_free_one_where_that_is_taken(journ
         again.start()
         assert again.wait_ready(30)
     assert f"--http-listen 127.0.0.1:{port}" in again.children[1].lines[0]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_files_that_a_manager_records_to_are_known(
+    as_json: bool, journal: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the manager's own code logs them: the second time there is a file of that name."""
+    caplog.set_level(logging.INFO)
+    for name in ("trace", "trace", "a name"):
+        RecordingFile(tmp_path / name, "requests").close()
+    stack, formatter = Stack(config(journal)), _Formatter("kvmanager", as_json)
+    with subprocess.Popen([sys.executable, "-c", ""], text=True) as popen:
+        child = Child("manager", stack.target, popen, lambda: True)
+    child.lines.extend(["hello", *map(formatter.format, caplog.records)])
+    stack.children.append(child)
+    assert stack.recordings() == [str(tmp_path / name) for name in ("trace", "trace.1", "a name")]
 
 
 def test_up_serves_no_page_where_the_manager_has_its_own_address_or_cannot(

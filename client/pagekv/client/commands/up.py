@@ -234,6 +234,8 @@ def _announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> Non
             addresses |= {"openai": f"http://{stack.gateway_target}/v1", "targets": stack.targets}
         if stack.page_targets:
             addresses |= {"page": f"http://{stack.page_targets[0]}/"}
+        if recordings := stack.recordings():
+            addresses |= {"recordings": recordings}
         terminal.json({**addresses, "pids": processes})
         return
     where = "" if stack.target == DEFAULT_TARGET else f" --target {stack.target}"
@@ -251,4 +253,6 @@ def _announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> Non
             terminal.note(f"port {args.http_port} is taken, so the page has another one; --http-port chooses it")
         pages = "  ".join(f"http://{target}/" for target in stack.page_targets)
         terminal.print(f"  watch the blocks: {terminal.bold(pages)}")
+    for path in stack.recordings():
+        terminal.print(f"  recording to {path}")
     terminal.print("Ctrl-C stops it.")
