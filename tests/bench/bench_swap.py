@@ -35,7 +35,7 @@ LENGTHS = (1, 8, 32, 128, 512, 1920)
 # where in a sum the longest sequences would decide alone.
 BAR = 1.10
 # The noise floor: shorter times count as this long, and a cell where both ways are below it is not judged.
-NOISE_MS = 0.1
+NOISE_MS = 1.0
 
 
 @dataclass(frozen=True)
