@@ -27,6 +27,7 @@ def test_every_fault_once() -> None:
     assert not account.short(FAULTS)
 
 
+@pytest.mark.nightly  # tests/model/test_preemption_cpu.py loses this backend too, without the processes
 def test_the_model_on_the_cpu_loses_its_process() -> None:
     killed = ("executor-killed",)
     options = Options(seconds=200, seed=2, backend="cpu", lanes=12, faults=killed, count=1, requests=6)
