@@ -113,7 +113,7 @@ export class BlockMap {
       let shade = base[state(byte)] ?? base[0];
       // Shared by more is a stronger colour.
       const doublings = Math.log2(Math.max(2, holders(byte)) / 2);
-      if (this.palette[state(byte)] === "shared") shade = mix(shade, many, Math.min(256, 52 * doublings));
+      if (this.palette[state(byte)] === "shared") shade = mix(shade, many, Math.min(256, Math.round(52 * doublings)));
       if (this.only >= 0 && state(byte) !== this.only) shade = mix(shade, paper, 218);
       this.colors[byte] = shade;
       this.taken[byte] = mix(shade, flash, TAKEN_SHARE);
