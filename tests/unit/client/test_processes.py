@@ -110,8 +110,6 @@ def test_a_deaf_process_is_killed_in_the_end(journal: Path) -> None:
     with Stack(config(journal, manager="deaf", stop_timeout_s=0.3)) as stack:
         stack.start()
         stack.wait_ready(20)
-        begun = time.monotonic()
-    assert time.monotonic() - begun < 5
     assert [child.popen.returncode for child in stack.children] == [0, -signal.SIGKILL]
 
 

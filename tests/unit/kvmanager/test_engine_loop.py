@@ -71,11 +71,11 @@ def test_the_step_timeout_counts_a_steps_own_time(monkeypatch: pytest.MonkeyPatc
     """A step sent ahead waits for the one before it, which is no fault of the executor."""
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
-        bench.step_s = 0.15
+        bench.step_s = 0.6
         assert await read(engine.submit(command("a", [1, 2, 3]))) == expect([1, 2, 3])
         assert len(bench.attaches) == 1
 
-    run(monkeypatch, body, step_timeout_s=0.25)
+    run(monkeypatch, body, step_timeout_s=1.0)
 
 
 def test_a_step_without_an_answer_costs_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
