@@ -37,7 +37,9 @@ requestAnimationFrame(function tick(now) {
   times.push(at - before);
   before = at;
   if (every) {
-    if (times.length % 30 === 1) for (let index = 0; index < map.count; index++) map.fade(index, map.taken[map.bytes[index]], at);
+    if (times.length % 30 === 1) {
+      for (let index = 0; index < map.count; index++) map.fade(index, map.taken[map.bytes[index]], at);
+    }
     map.draw();
   }
   if (times.length < frames) requestAnimationFrame(tick);
