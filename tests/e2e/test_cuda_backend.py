@@ -83,7 +83,7 @@ def test_requests_of_every_kind_give_what_the_cpu_backend_gives(
             results = await caller.generate_many(requests)
             return [result.tokens for result in results], await caller.idle_stats()
 
-    small = ["--num-device-blocks", "11", "--watermark", "0", "--preemption", "swap", "--max-batch-tokens", "64"]
+    small = ["--num-device-blocks", "7", "--watermark", "0", "--preemption", "swap", "--max-batch-tokens", "64"]
     with emulated_executor(tmp_path, monkeypatch) as executor, running_manager(executor, small) as emulated:
         outputs, stats = asyncio.run(run(emulated.target))
     with running_stack(CPU) as stack:
