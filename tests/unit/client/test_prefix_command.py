@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -140,4 +141,6 @@ def test_ctrl_c_ends_a_watch_without_a_word(target: str, server: ScriptedServer)
         assert process.stdout.readline() == f"1 {TABLE}\n"
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=20)
-    assert (process.returncode, out, err) == (130, "", "")
+    # gRPC's own threads may complain on their way out; what we print has no such mark before it.
+    ours = [line for line in err.splitlines() if not re.match(r"[EIW]\d{4} \d\d:\d\d", line)]
+    assert (process.returncode, out, ours) == (130, "", [])
