@@ -66,7 +66,7 @@ class Browser:
 
     def complaints(self) -> list[str]:
         """What the console has to say since the last time."""
-        return [entry["message"] for entry in self.driver.get_log("browser")]  # type: ignore[no-untyped-call]
+        return [entry["message"] for entry in self.driver.get_log("browser")]  # type: ignore[no-untyped-call]  # unannotated
 
     def picture(self, path: Path) -> None:
         """A PNG of the window."""

@@ -105,12 +105,14 @@ def test_a_fork_that_was_refused_still_shares_the_prompt() -> None:
     request = driver.submit(list(range(30)), max_tokens=3, n=3)
     driver.step()
     # The prompt takes 8 of 12 blocks and the other request is about to take three: no room for two copies.
-    driver.pool.share(blocks := driver.pool.allocate(2))  # type: ignore[arg-type]
+    blocks = driver.pool.allocate(2)
+    assert blocks is not None
+    driver.pool.share(blocks)
     driver.plan()
     # One of them comes in all the same: they have never run, so there is nothing to bring back together.
     assert [s.state for s in request.sequences] == [RUNNING, RUNNING, WAITING]
-    driver.pool.free(blocks)  # type: ignore[arg-type]
-    driver.pool.free(blocks)  # type: ignore[arg-type]
+    driver.pool.free(blocks)
+    driver.pool.free(blocks)
     driver.drain()
     assert right(request)
     assert finished(other)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from cached_prefixes import Clock
@@ -41,8 +43,8 @@ def chain(diff: Diff, root: bytes, prompt: list[int], tier: Tier = Tier.DEVICE, 
     return digests
 
 
-def decoded(batches: object) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
-    return [event for events in batches for event in decode(pack(1.5, events)).events]  # type: ignore[attr-defined]
+def decoded(batches: Iterable[Any]) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
+    return [event for events in batches for event in decode(pack(1.5, events)).events]
 
 
 def test_a_batch_is_packed_as_vllm_packs_it() -> None:
@@ -135,6 +137,7 @@ def test_adapter_namespace_and_media_are_named_as_vllm_names_them() -> None:
     later.remove((Tier.DEVICE, digest) for digest in digests)
     chain(later, root, [1] * 16, Tier.HOST, first=3)
     found = decoded(form.changed(later))[1:]
+    # Of the kinds of events only stored ones have these, and only such are here.
     assert [(event.lora_name, event.extra_keys) for event in found] == [("lora", [("lora",)])] * 2  # type: ignore[union-attr]
     plain = Diff()
     chain(plain, ROOT, [1] * 4)

@@ -43,7 +43,7 @@ def published(monkeypatch: pytest.MonkeyPatch, settings: KvEventSettings, body: 
 
 
 def settings(directory: Path, **fields: object) -> KvEventSettings:
-    return KvEventSettings(f"ipc://{directory}/events", f"ipc://{directory}/replay", **fields)  # type: ignore[arg-type]
+    return KvEventSettings(f"ipc://{directory}/events", f"ipc://{directory}/replay", **fields)  # type: ignore[arg-type]  # by name
 
 
 class Subscriber:

@@ -29,7 +29,7 @@ def identified(prompt: list[int], identity: CacheIdentity) -> GenerateCommand:
     return replace(command("r", prompt), identity=identity)
 
 
-def ids(prompt: list[int], identity: CacheIdentity = CacheIdentity(), salt: bytes = SALT) -> list[int]:  # noqa: B008
+def ids(prompt: list[int], identity: CacheIdentity = CacheIdentity(), salt: bytes = SALT) -> list[int]:  # noqa: B008 - frozen
     return hash_ids(identified(prompt, identity), 4, salt)
 
 

@@ -55,7 +55,7 @@ class RecordedDriver(Driver):
         self.memory = Memory()
         share = self.protected_share
         recorder = StepRecorder(
-            self.memory,  # type: ignore[arg-type]
+            self.memory,  # type: ignore[arg-type]  # as much of a file as is used
             eviction_policy="lru" if share is None else "slru",
             protected_share=share or 0.0,
             aging=self.priority_aging,
