@@ -3,6 +3,9 @@
 Its "keys and values" are, per slot, a token id and a 64-bit digest of the sequence up to it. Every step it writes the
 slots of the positions it computes, then reads, through the block tables, every slot that attention would read, and
 fails when one holds anything but this sequence's own prefix. The next token is a function of what it read.
+
+Full blocks that a sequence has found right once are read again only after a write to one of them, by whomever: every
+write leaves its number on its blocks. So a step takes time by its sequences, and not by their lengths.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from pagekv.executor.backend import (
 from pagekv.executor.layout import LAYOUT
 from pagekv.executor.oracle_truth import (
     FIRST,
+    MASK,
     Words,
     choose_token,
     choose_tokens,
@@ -66,15 +70,17 @@ class OracleModel:
 
 @dataclass(slots=True)
 class _Pool:
-    """Slots of a pool, both arrays of shape [num_blocks, block_size]."""
+    """Slots of a pool, of shape [num_blocks, block_size]; and the number of the latest write to each block."""
 
     tokens: npt.NDArray[np.uint32]
     digests: Words
+    written: npt.NDArray[np.int64]
 
     @classmethod
     def poisoned(cls, num_blocks: int, block_size: int) -> _Pool:
         shape = (num_blocks, block_size)
-        return cls(np.full(shape, POISON_TOKEN, np.uint32), np.full(shape, POISON_DIGEST, np.uint64))
+        poisons = np.full(shape, POISON_TOKEN, np.uint32), np.full(shape, POISON_DIGEST, np.uint64)
+        return cls(*poisons, np.zeros(num_blocks, np.int64))
 
 
 class _Truth:
@@ -89,6 +95,11 @@ class _Truth:
         self._digests = np.empty(64, np.uint64)
         # Slot of every position: block * block_size + offset, by the block table.
         self._slots = np.empty(64, np.int64)
+        # Leading positions, of full blocks, that have been found right; the sum of their digests; and the number of
+        # the latest write before that.
+        self.found = 0
+        self.found_sum = 0
+        self.found_after = 0
         sampling = state.sampling
         # Whether `choose_tokens` can do it, and what of the sampling it takes.
         self.plain = sampling.logprobs is None and not (sampling.min_tokens and sampling.banned_until_min)
@@ -174,6 +185,8 @@ class OracleBackend(SynchronousBackend):
         self._device = _Pool.poisoned(0, 1)
         self._host = _Pool.poisoned(0, 1)
         self._truths: dict[int, _Truth] = {}
+        # Writes to the device pool so far.
+        self._writes = 0
 
     def describe(self, block_size: int, token_budget: int) -> Description:
         """Identity and bounds; nothing is measured, so the budget does not matter."""
@@ -213,8 +226,10 @@ class OracleBackend(SynchronousBackend):
         """Copies tokens and digests of whole blocks."""
         source = self._host if copies.kind is CopyKind.SWAP_IN else self._device
         destination = self._host if copies.kind is CopyKind.SWAP_OUT else self._device
+        self._writes += 1
         destination.tokens[copies.destinations] = source.tokens[copies.sources]
         destination.digests[copies.destinations] = source.digests[copies.sources]
+        destination.written[copies.destinations] = self._writes
 
     def execute(self, scheduled: list[Scheduled]) -> dict[int, Sampled]:
         """Writes, then reads everything the step's positions depend on. Raises SlotError on a wrong slot.
@@ -253,22 +268,51 @@ class OracleBackend(SynchronousBackend):
     def _write(self, scheduled: list[Scheduled], truths: list[_Truth], ends: list[int]) -> None:
         spans = [(truth, item.start, end) for item, truth, end in zip(scheduled, truths, ends, strict=True)]
         slots = np.concatenate([truth.slots(begin, end) for truth, begin, end in spans])
+        self._writes += 1
         self._device.tokens.reshape(-1)[slots] = np.concatenate([t.tokens(begin, end) for t, begin, end in spans])
         self._device.digests.reshape(-1)[slots] = np.concatenate([t.digests(begin, end) for t, begin, end in spans])
+        self._device.written[slots // self._block_size] = self._writes
 
     def _read(self, truths: list[_Truth], ends: list[int]) -> Words:
         """The sum of the digests each sequence reads, shape [len(truths)], all of them found right."""
-        slots = np.concatenate([truth.slots(0, end) for truth, end in zip(truths, ends, strict=True)])
+        self._forget_rewritten(truths)
+        spans = [(truth, truth.found, end) for truth, end in zip(truths, ends, strict=True)]
+        slots = np.concatenate([truth.slots(begin, end) for truth, begin, end in spans])
         tokens = self._device.tokens.reshape(-1)[slots]
         digests = self._device.digests.reshape(-1)[slots]
-        wrong = tokens != np.concatenate([truth.tokens(0, end) for truth, end in zip(truths, ends, strict=True)])
-        wrong |= digests != np.concatenate([truth.digests(0, end) for truth, end in zip(truths, ends, strict=True)])
-        firsts = np.cumsum([0, *ends[:-1]])
+        wrong = tokens != np.concatenate([truth.tokens(begin, end) for truth, begin, end in spans])
+        wrong |= digests != np.concatenate([truth.digests(begin, end) for truth, begin, end in spans])
+        firsts = np.cumsum([0, *(end - begin for _, begin, end in spans[:-1])])
         if wrong.any():
             at = int(np.argmax(wrong))
             row = int(np.searchsorted(firsts, at, side="right")) - 1
-            raise self._slot_error(truths[row], at - int(firsts[row]), int(tokens[at]), int(digests[at]))
-        return np.add.reduceat(digests, firsts)
+            truth, begin, _ = spans[row]
+            raise self._slot_error(truth, begin + at - int(firsts[row]), int(tokens[at]), int(digests[at]))
+        sums: Words = np.add.reduceat(digests, firsts) + np.array([truth.found_sum for truth in truths], np.uint64)
+        self._note_found(truths, ends)
+        return sums
+
+    def _forget_rewritten(self, truths: list[_Truth]) -> None:
+        """Has those read from the start again of whose blocks one has been written to since they were found right."""
+        size = self._block_size
+        known = [truth for truth in truths if truth.found]
+        if not known:
+            return
+        counts = np.array([truth.found // size for truth in known])
+        blocks = np.concatenate([truth.slots(0, truth.found)[::size] for truth in known]) // size
+        newest = np.maximum.reduceat(self._device.written[blocks], np.cumsum(counts) - counts)
+        for truth, written in zip(known, newest.tolist(), strict=True):
+            if written > truth.found_after:
+                truth.found = truth.found_sum = 0
+
+    def _note_found(self, truths: list[_Truth], ends: list[int]) -> None:
+        """Every full block was found right: new ones count from now on."""
+        for truth, end in zip(truths, ends, strict=True):
+            truth.found_after = self._writes
+            full = end - end % self._block_size
+            if full > truth.found:
+                more = int(truth.digests(truth.found, full).sum(dtype=np.uint64))
+                truth.found, truth.found_sum = full, (truth.found_sum + more) & MASK
 
     def _slot_error(self, truth: _Truth, position: int, token: int, digest: int) -> SlotError:
         block, offset = divmod(int(truth.slots(position, position + 1)[0]), self._block_size)

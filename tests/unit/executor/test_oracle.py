@@ -236,6 +236,26 @@ def test_stale_slot_taken_by_another_sequence() -> None:
         world.run(scheduled_seqs=[2], scheduled_tokens=[0])
 
 
+@pytest.mark.parametrize("kind", [CopyKind.COPY, CopyKind.SWAP_IN])
+def test_copy_over_a_block_that_was_found_right_before(kind: CopyKind) -> None:
+    """Sequence 1 has decoded for a while, so its first block is not read in every step any more."""
+    world = World()
+    world.enter(1, PROMPT, [5, 9, 2, 8])
+    world.enter(2, [7, 8, 9, 10], [12])
+    world.run(memory_ops=[memory_op(CopyKind.SWAP_OUT, [12], [3])], finished_seqs=[2])
+    source = 12 if kind is CopyKind.COPY else 3
+    with pytest.raises(SlotError, match=r"sequence 1 position 0 \(block 5 slot 0\): expected token 100 .*token 7"):
+        world.run(memory_ops=[memory_op(kind, [source], [5])])
+
+
+def test_a_block_written_again_with_the_same_contents_is_still_right() -> None:
+    world = World()
+    world.enter(1, PROMPT, [5, 9, 2, 8])
+    world.run(memory_ops=[memory_op(CopyKind.SWAP_OUT, [5, 9], [7, 0])])
+    world.run(memory_ops=[memory_op(CopyKind.SWAP_IN, [7, 0], [5, 9])])
+    assert decode(world, 1, 1) == expected_tokens(PROMPT, 4, vocab_size=VOCAB, eos_token_ids=(0,), ignore_eos=True)
+
+
 def test_blocks_in_the_wrong_order() -> None:
     world = World()
     world.enter(1, PROMPT, [5, 9, 2])
