@@ -1,8 +1,8 @@
 """What clients that behave badly cost the others: time between the tokens of well-behaved streams, beside them.
 
-Both processes, the oracle at a fixed step time. Some streams are read as they come; in turn they run alone, beside
-calls that nobody reads, beside calls that are cancelled at once, and beside a flood that the queue refuses. All of it,
-the callers too, shares this machine's cores, so what counts is the comparison with `alone` in the same run.
+Both processes, the oracle at a fixed step time. Streams of one process are read as they come; in turn they run alone,
+and beside another process: calls that nobody reads, calls that are cancelled at once, a flood that the queue refuses.
+All of it, the callers too, shares this machine's cores, so what counts is the comparison with `alone` in the same run.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import random
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -22,28 +21,12 @@ import grpc
 import uvloop
 from calls import Caller, request_for
 from stack import ORACLE, running_stack
+from stream_load import Order
+from streams import streaming
 
 from pagekv.client.terminal import table
 
-STREAMS = 16
-RNG = random.Random(0)
-
-
-async def read(caller: Caller, seconds: float) -> tuple[list[float], int]:
-    """Seconds between messages of one stream after another, and tokens."""
-    gaps, tokens = [], 0
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        before = None
-        async for message in caller.inference.Generate(request_for([RNG.randrange(1, 99)] * 8, 400, ignore_eos=True)):
-            now = time.monotonic()
-            if before is not None and message.HasField("chunk"):
-                gaps.append(now - before)
-            before = now
-            tokens += len(message.chunk.token_ids)
-            if now > deadline:
-                break
-    return gaps, tokens
+STREAMS = 64
 
 
 async def nothing(caller: Caller, stop: asyncio.Event) -> None:
@@ -68,39 +51,38 @@ async def cancelled(caller: Caller, stop: asyncio.Event) -> None:
 
 
 async def flood(caller: Caller, stop: asyncio.Event) -> None:
-    """More calls at once than the queue takes, 300 a second."""
+    """More calls at once than the queue takes, 320 a second."""
     while not stop.is_set():
-        calls = [caller.generate(request_for([9, n], 3, ignore_eos=True)) for n in range(60)]
+        calls = [caller.generate(request_for([9, n], 3, ignore_eos=True)) for n in range(2 * STREAMS)]
         begin = time.monotonic()
         with contextlib.suppress(grpc.aio.AioRpcError):
             await asyncio.gather(*calls, return_exceptions=True)
-        await asyncio.sleep(max(0.0, 0.2 - (time.monotonic() - begin)))
+        await asyncio.sleep(max(0.0, 0.4 - (time.monotonic() - begin)))
 
 
 BESIDE: dict[str, Callable[[Caller, asyncio.Event], Coroutine[None, None, None]]] = {
     "alone": nothing,
     "16 calls that nobody reads": silent,
     "100 cancelled calls a second": cancelled,
-    "300 calls a second, queue full": flood,
+    "320 calls a second, queue full": flood,
 }
 
 
 async def measure(target: str, seconds: float, name: str) -> list[object]:
-    async with Caller(target) as good, Caller(target) as bad:
+    async with Caller(target) as caller:
         stop = asyncio.Event()
-        beside = asyncio.create_task(BESIDE[name](bad, stop))
-        await asyncio.sleep(0.5)
-        begin = time.monotonic()
-        found = await asyncio.gather(*(read(good, seconds) for _ in range(STREAMS)))
-        took = time.monotonic() - begin
+        with streaming(Order(target, STREAMS)) as good:
+            beside = asyncio.create_task(BESIDE[name](caller, stop))
+            await asyncio.sleep(0.5)
+            good.begin()
+            await asyncio.sleep(seconds)
+            report = good.end()
         stop.set()
         await beside
-        stats = await good.idle_stats(60)
-    gaps = sorted(1000 * gap for of_one, _ in found for gap in of_one)
-    tokens = sum(count for _, count in found)
+        stats = await caller.idle_stats(60)
+    gaps = [f"{gap:.1f}" for gap in (report.gap_p50, report.gap_p99, report.gap_max)]
     left = stats.num_blocks - stats.free_blocks
-    shares = [f"{gaps[min(len(gaps) - 1, int(share * len(gaps)))]:.1f}" for share in (0.5, 0.99, 1)]
-    return [name, *shares, f"{tokens / took:.0f}", stats.rejected_requests_total, left]
+    return [name, *gaps, f"{report.messages / seconds:.0f}", stats.rejected_requests_total, left]
 
 
 def main() -> int:
@@ -110,11 +92,12 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="5 seconds of each")
     args = parser.parse_args()
     seconds = 5.0 if args.quick else args.seconds
-    oracle = [*ORACLE, "--step-time-ms", str(args.step_ms)]
+    oracle = [*ORACLE, "--step-time-ms", str(args.step_ms), "--max-model-len", "65536", "--kv-memory", "64MiB"]
     # No prefix cache: a prompt costs the same each time. A queue that the flood overruns.
-    with running_stack(oracle, ["--max-queue", "24", "--max-running", "40", "--no-prefix-cache"]) as stack:
+    running, queue = str(STREAMS + 24), str(STREAMS)
+    with running_stack(oracle, ["--max-queue", queue, "--max-running", running, "--no-prefix-cache"]) as stack:
         rows = [uvloop.run(measure(stack.target, seconds, name)) for name in BESIDE]
-    header = ("16 streams", "between tokens ms: median", "p99", "most", "tokens/s", "refused so far", "blocks not back")
+    header = (f"{STREAMS} streams", "gap p50 ms", "p99", "most", "messages/s", "refused so far", "blocks not back")
     print(f"steps of {args.step_ms:g} ms, {seconds:g} s each")
     print(table(rows, header, indent="  "))
     return 0

@@ -172,6 +172,7 @@ def config(num_blocks: int) -> EngineConfig:
         num_host_blocks=0,
         max_model_len=0,
         max_queue=100_000,
+        max_unread=1000000,
         priority_aging=256,
         pipeline_depth=2,
         step_timeout_s=600,

@@ -7,7 +7,7 @@ machine: on two cores the three share them, so each one's CPU is printed. Idle i
 between the end of one step and the beginning of the next, as it measured it and as GetStats says.
 
 Before it, what a server that does nothing but write messages reaches with the same clients: gRPC's part of the limit.
-After it, what slow readers and clients that leave do to the others, and the size of a step's messages.
+After it, the size of a step's messages. What clients that behave badly do to others: `bench_bad_clients.py`.
 """
 
 from __future__ import annotations
@@ -15,26 +15,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from split_load import Order, Report
 from split_messages import Message, measure
-from stack import Stack, environment, running_stack
+from stack import Stack, running_stack
+from stream_load import Order, Report
+from streams import heard, speaking, streaming
 
 from pagekv.client import PageKVClient
 
-LOAD = Path(__file__).with_name("split_load.py")
 FLOOR = Path(__file__).with_name("split_floor.py")
-# Before the window: prompts are computed, and every stream has had a message.
-SETTLE_S = 0.5
 START_TIMEOUT_S = 120
 # At so many sequences: (milliseconds a step takes, bound of the executor's idle share in percent).
 BARS_AT = 256
@@ -45,10 +42,6 @@ TOKENS_PER_MESSAGE_BAR = 1.05
 # A step that took so much longer than told measured another load than the one that the bars are about.
 LONGEST_STEP = 1.2
 BYTES_BAR = 2048
-# Beside the streams that are measured: as many that read along, stop reading, or leave and come back.
-BESIDE = 64
-LEAVING = 8
-BESIDE_STEP_MS = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +51,6 @@ class Row:
     step_ms: float
     sequences: int
     pipeline_depth: int
-    beside: str
     steps_per_s: float
     # Milliseconds a step really took on the executor.
     step_took_ms: float
@@ -74,8 +66,6 @@ class Row:
     manager_cpu: float
     executor_cpu: float
     clients_cpu: float
-    # Streams that left meanwhile.
-    left: int
 
 
 @contextmanager
@@ -97,76 +87,30 @@ class Floor:
     clients_cpu: float
 
 
-@contextmanager
-def loading(order: Order) -> Iterator[subprocess.Popen[str]]:
-    """The clients' process, with every stream going."""
-    command = [sys.executable, str(LOAD), json.dumps(asdict(order))]
-    with _process(command) as load:
-        if _heard(load) != "ready":
-            raise SystemExit("the clients did not get their streams")
-        time.sleep(SETTLE_S)
-        yield load
-
-
-def tell(load: subprocess.Popen[str], word: str) -> None:
-    """See `split_load.py`."""
-    assert load.stdin is not None
-    # One that died is noticed where its answer is read.
-    with suppress(BrokenPipeError):
-        load.stdin.write(f"{word}\n")
-        load.stdin.flush()
-
-
-@contextmanager
-def _process(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def _heard(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
-
-
-def _report(load: subprocess.Popen[str]) -> Report:
-    """What the clients saw. Ends the benchmark with one line when their process died: its row is no figure."""
-    line = _heard(load)
-    if not line:
-        raise SystemExit(f"error: the clients' process ended with {load.wait()} within the window: no figures")
-    return Report(**json.loads(line))
-
-
 def floor(streams: int, seconds: float) -> Floor:
     """Measures it."""
     _say(f"a bare server and {streams} streams")
     with (
-        _process([sys.executable, str(FLOOR)]) as server,
-        loading(Order(f"127.0.0.1:{_heard(server)}", streams)) as load,
+        speaking([sys.executable, str(FLOOR)]) as server,
+        streaming(Order(f"127.0.0.1:{heard(server)}", streams)) as load,
     ):
-        tell(load, "begin")
+        load.begin()
         begun, cpu = time.perf_counter(), _cpu_s(server.pid)
         time.sleep(seconds)
-        tell(load, "end")
         elapsed, cpu = time.perf_counter() - begun, _cpu_s(server.pid) - cpu
-        report = _report(load)
+        report = load.end()
     return Floor(streams, report.messages / elapsed, cpu / elapsed, report.cpu_s / elapsed)
 
 
 def run(stack: Stack, order: Order, seconds: float) -> tuple[Report, dict[str, float]]:
     """Loads the stack for a while: what the clients saw, and by how much counters rose, "seconds" among them."""
     with PageKVClient(stack.target, timeout=START_TIMEOUT_S) as client:
-        with loading(order) as load:
-            tell(load, "begin")
+        with streaming(order) as load:
+            load.begin()
             before = _counters(stack, client)
             time.sleep(seconds)
-            tell(load, "end")
             after = _counters(stack, client)
-            report = _report(load)
+            report = load.end()
         _wait_idle(client)
     return report, {name: after[name] - before[name] for name in after}
 
@@ -197,22 +141,19 @@ def _wait_idle(client: PageKVClient) -> None:
         time.sleep(0.02)
 
 
-def row(stack: Stack, step_ms: float, depth: int, order: Order, seconds: float, beside: str = "") -> Row:
+def row(stack: Stack, step_ms: float, depth: int, order: Order, seconds: float) -> Row:
     """Loads the stack and works the figures out."""
     report, rose = run(stack, order, seconds)
-    streams = order.streams + order.others + order.stalled + order.leaving
     elapsed, steps = rose["seconds"], max(1.0, rose["steps"])
-    measured_share = order.streams / streams
     return Row(
         step_ms=step_ms,
-        sequences=streams,
+        sequences=order.streams,
         pipeline_depth=depth,
-        beside=beside,
         steps_per_s=rose["steps"] / elapsed,
         step_took_ms=rose["busy_us"] / steps / 1000,
         idle_percent=100 * rose["idle_us"] / max(1.0, rose["idle_us"] + rose["busy_us"]),
         tokens_per_s=rose["tokens"] / elapsed,
-        tokens_per_message=rose["tokens"] * measured_share / max(1, report.messages),
+        tokens_per_message=rose["tokens"] / max(1, report.messages),
         messages_per_s=report.messages / elapsed,
         fewest_per_step=report.fewest / steps,
         gap_p50_ms=report.gap_p50,
@@ -221,7 +162,6 @@ def row(stack: Stack, step_ms: float, depth: int, order: Order, seconds: float, 
         manager_cpu=rose["manager"] / elapsed,
         executor_cpu=rose["executor"] / elapsed,
         clients_cpu=report.cpu_s / elapsed,
-        left=report.left,
     )
 
 
@@ -235,23 +175,6 @@ def split_rows(step_times: list[float], counts: list[int], seconds: float) -> li
                 for count in counts:
                     rows.append(row(running, step_ms, depth, Order(running.target, count, seed=count), seconds))
                     _say("  " + _line(rows[-1]))
-    return rows
-
-
-def beside_rows(seconds: float) -> list[Row]:
-    """The same streams beside others that read along, that stop reading, and that leave."""
-    rows: list[Row] = []
-    streams = BARS_AT - BESIDE
-    _say(f"{streams} streams beside {BESIDE} others: starting")
-    with stack(BESIDE_STEP_MS, 2) as running:
-        for beside, more in (
-            (f"{BESIDE} read along", {"others": BESIDE}),
-            (f"{BESIDE} stop reading", {"stalled": BESIDE}),
-            (f"{LEAVING} leave and come back", {"others": BESIDE - LEAVING, "leaving": LEAVING}),
-        ):
-            order = Order(running.target, streams, seed=len(rows), **more)
-            rows.append(row(running, BESIDE_STEP_MS, 2, order, seconds, beside))
-            _say("  " + _line(rows[-1]))
     return rows
 
 
@@ -270,11 +193,11 @@ def _line(row: Row) -> str:
         f"{row.step_ms:5g} {row.step_took_ms:6.2f} {row.sequences:5} {row.pipeline_depth:5} {row.idle_percent:6.2f}% "
         f"{row.tokens_per_s:7.0f} {row.tokens_per_message:7.2f} {row.messages_per_s:6.0f} {row.fewest_per_step:6.2f} "
         f"{row.gap_p50_ms:7.1f} {row.gap_p99_ms:7.1f} {row.gap_max_ms:7.1f}        {row.manager_cpu:7.2f} "
-        f"{row.executor_cpu:8.2f} {row.clients_cpu:7.2f}  {row.beside}{f', {row.left} times' if row.left else ''}"
+        f"{row.executor_cpu:8.2f} {row.clients_cpu:7.2f}"
     )
 
 
-def show(least: Floor, rows: list[Row], beside: list[Row], messages: list[Message]) -> str:
+def show(least: Floor, rows: list[Row], messages: list[Message]) -> str:
     """The tables, what the columns are, and the bars."""
     lines = [
         f"a bare server, {least.streams} streams: {least.messages_per_s:.0f} messages a second, CPU: server "
@@ -287,9 +210,6 @@ def show(least: Floor, rows: list[Row], beside: list[Row], messages: list[Messag
         "idle: of the executor. fewest: messages per step of the stream that had the fewest. gap: milliseconds\n"
         "between two messages of a stream. CPU: cores."
     )
-    if beside:
-        lines += ["", f"{beside[0].sequences - BESIDE} streams (the columns from msg/s to gap) beside others:", HEAD]
-        lines += map(_line, beside)
     lines += ["", f"{'message':36} {'bytes':>7} {'most':>6} {'encode':>10} {'decode':>10}"]
     for message in messages:
         lines.append(
@@ -346,17 +266,15 @@ def main() -> int:
     messages = measure(BARS_AT, 64)
     least = floor(BARS_AT, args.seconds)
     rows = split_rows(args.step_time_ms, counts, args.seconds)
-    beside = beside_rows(args.seconds)
     if args.json:
         table = {
             "floor": asdict(least),
             "split": [asdict(row) for row in rows],
-            "beside": [asdict(row) for row in beside],
             "messages": [asdict(message) for message in messages],
         }
         print(json.dumps(table, indent=2))
     else:
-        print(show(least, rows, beside, messages))
+        print(show(least, rows, messages))
     return 1 if any(line.startswith("MISSED") for line in bars(rows, messages)) else 0
 
 

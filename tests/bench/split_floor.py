@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
-from split_load import GENERATE
+from stream_load import GENERATE
 
 from pagekv.common.server import SERVER_OPTIONS, run_async
 from pagekv.kvmanager.fanout import Fanout
