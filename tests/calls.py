@@ -46,8 +46,8 @@ def request_for(prompt: Sequence[int] | str, max_tokens: int = 16, **sampling: A
 class Caller:
     """One aio channel to a manager."""
 
-    def __init__(self, target: str) -> None:
-        self.channel = grpc.aio.insecure_channel(target, options=OPTIONS)
+    def __init__(self, target: str, options: Sequence[tuple[str, Any]] = ()) -> None:
+        self.channel = grpc.aio.insecure_channel(target, options=[*OPTIONS, *options])
         self.inference = cast("pb_grpc.InferenceServiceAsyncStub", pb_grpc.InferenceServiceStub(self.channel))
         self.cache = cast("cache_grpc.CacheServiceAsyncStub", cache_grpc.CacheServiceStub(self.channel))
 

@@ -125,6 +125,7 @@ def config(**changes: object) -> EngineConfig:
         num_host_blocks=0,
         max_model_len=0,
         max_queue=100,
+        max_unread=1000,
         priority_aging=256,
         pipeline_depth=2,
         step_timeout_s=5,

@@ -79,9 +79,9 @@ class FakeEngine:
             stream.push(SequenceDelta(index, finish=FinishReason.ABORT))
         return True
 
-    def cancel(self, stream: RequestStream) -> None:
+    def leave(self, stream: RequestStream) -> None:
         self.left.append(stream)
-        if self.live.get(stream.request_id) is stream:
+        if self.live.get(stream.request_id) is stream and stream._open:
             self.abort(stream.request_id)
 
     def stop_sequence(self, stream: RequestStream, index: int) -> None:

@@ -153,6 +153,39 @@ def test_silent_readers_take_no_more_memory_than_their_tokens_and_log_probabilit
     assert peak < bound
 
 
+# A connection of its own, on which the server may send little ahead of what is read.
+SMALL_WINDOW = (
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.http2.lookahead_bytes", 4096),
+    ("grpc.http2.bdp_probe", 0),
+)
+
+
+def test_answers_that_nobody_reads_are_bounded() -> None:
+    """Once `--max-unread` of them wait, the next request is refused, until one of them is read or its caller goes."""
+
+    async def run(stack: Stack) -> None:
+        async with Caller(stack.target, SMALL_WINDOW) as silent, Caller(stack.target) as caller:
+            requests = [request_for([9, index], 600, ignore_eos=True, logprobs=20) for index in range(6)]
+            calls = [silent.inference.Generate(request) for request in requests]
+            await until_active(caller, running=6, waiting=0)
+            await caller.idle_stats(60)
+            for end_one in (lambda: read_all(calls[0]), lambda: asyncio.to_thread(calls[1].cancel)):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await caller.generate(request_for([9], 4))
+                assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                assert "6 sequences have ended whose readers have not taken them, at most 6" in str(caught.value)
+                await end_one()
+                refilled = silent.inference.Generate(requests[0])
+                calls.append(refilled)
+                await until_active(caller, running=1, waiting=0)
+                await caller.idle_stats(60)
+            assert (await caller.stats()).rejected_requests_total == 2
+
+    with running_stack(ORACLE, ["--max-unread", "6"]) as stack:
+        asyncio.run(run(stack))
+
+
 def test_a_flood_takes_no_more_memory_than_the_queue_bounds() -> None:
     """The bound: (--max-queue + --max-running) sequences of --max-model-len tokens. Refused calls leave nothing."""
     queue, running, length = 64, 8, 4000

@@ -96,6 +96,7 @@ def test_every_output_of_ten_thousand_random_requests_is_right() -> None:
                 num_host_blocks=0,
                 max_model_len=0,
                 max_queue=1000,
+                max_unread=1000000,
                 pipeline_depth=2,
                 step_timeout_s=30,
                 step_attempts=3,

@@ -111,6 +111,13 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
         "max-queue", "sequences that wait at most; more are refused", default=1024, type=integer(1, 10**6), metavar="N"
     )
     flag(
+        "max-unread",
+        "sequences that have ended and are not read to their end at most; requests are refused beyond",
+        default=4096,
+        type=integer(1, 10**6),
+        metavar="N",
+    )
+    flag(
         "max-model-len",
         "tokens of prompt and output together; 0: as the model allows",
         default=0,
@@ -212,6 +219,7 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
             num_host_blocks=args.num_host_blocks,
             max_model_len=args.max_model_len,
             max_queue=args.max_queue,
+            max_unread=args.max_unread,
             priority_aging=args.priority_aging,
             pipeline_depth=args.pipeline_depth,
             step_timeout_s=args.step_timeout_s,

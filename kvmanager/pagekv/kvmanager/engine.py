@@ -200,8 +200,10 @@ class Engine(Protocol):
         """Ends a request; its stream gets finish ABORT. False when it is not live. Blocks are back within one step."""
         ...
 
-    def cancel(self, stream: RequestStream) -> None:
-        """The reader is gone: ends its request as `abort` does, and never another one that has its id by now."""
+    def leave(self, stream: RequestStream) -> None:
+        """The reader has left: what still runs of its request ends as by `abort`. Never of another that has its id.
+        To be called for every stream: what has ended counts as unread until then.
+        """
         ...
 
     def stop_sequence(self, stream: RequestStream, index: int) -> None:

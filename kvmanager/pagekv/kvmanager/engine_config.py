@@ -21,6 +21,8 @@ class EngineConfig:
     max_model_len: int
     # Sequences waiting, preempted ones included, beyond which requests are refused.
     max_queue: int
+    # Sequences that have ended and whose readers have not left, beyond which requests are refused.
+    max_unread: int
     # Later arrivals that one level of priority is worth; 0: priority alone decides.
     priority_aging: int
     # Steps in flight, 1 or 2.

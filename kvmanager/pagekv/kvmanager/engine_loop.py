@@ -265,12 +265,18 @@ class EngineLoop(EngineQueries):
         self._cache.check_room(blocks_needed(total_tokens(command), self._model.block_size, sampling.beam_width))
         waiting = self._scheduler.num_waiting
         if waiting + command.n > self._config.max_queue:
-            self._totals.rejected += 1
-            self.observers.rejected()
-            raise Overloaded(
-                f"the queue is full: {waiting} sequences wait, at most {self._config.max_queue}", RETRY_DELAY_S
+            raise self._rejected(f"the queue is full: {waiting} sequences wait, at most {self._config.max_queue}")
+        unread = self._live.num_unread
+        if unread >= self._config.max_unread:
+            raise self._rejected(
+                f"{unread} sequences have ended whose readers have not taken them, at most {self._config.max_unread}"
             )
         return self._enqueue(command)
+
+    def _rejected(self, why: str) -> Overloaded:
+        self._totals.rejected += 1
+        self.observers.rejected()
+        return Overloaded(why, RETRY_DELAY_S)
 
     def _check_limits(self, command: GenerateCommand) -> None:
         """Refuses what no retry could help."""
@@ -306,9 +312,9 @@ class EngineLoop(EngineQueries):
         self._abort(request)
         return True
 
-    def cancel(self, stream: RequestStream) -> None:
-        """The reader is gone: ends its request as `abort` does, and never another one that has its id by now."""
-        request = self._live.of(stream)
+    def leave(self, stream: RequestStream) -> None:
+        """The reader has left: what still runs of its request ends as by `abort`. Never of another that has its id."""
+        request = self._live.leave(stream)
         if request is not None:
             self._abort(request)
 

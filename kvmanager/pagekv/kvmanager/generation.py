@@ -34,7 +34,7 @@ class _Sequence:
 
 
 class Generation:
-    """States: built → running → closed. `close` is called on every way out and aborts what still runs."""
+    """States: built → running → closed. `close` is to be called on every way out and aborts what still runs."""
 
     def __init__(
         self, engine: Engine, served: Served, command: GenerateCommand, stops: Sequence[str], *, only_complete: bool
@@ -87,10 +87,11 @@ class Generation:
                     yield self._complete(delta.index, out)
 
     def close(self) -> None:
-        """Aborts the request if the engine still generates for it. Idempotent."""
-        if self._open and self._stream is not None:
-            self._open.clear()
-            self._engine.cancel(self._stream)
+        """Nobody reads any more: aborts the request if the engine still generates for it. Idempotent."""
+        self._open.clear()
+        if self._stream is not None:
+            self._engine.leave(self._stream)
+            self._stream = None
 
     def _chunk(self, index: int, out: OutputDelta) -> pb.GenerateResponse:
         sequence, response = self._sequences[index], self._response()

@@ -19,6 +19,10 @@ class LiveRequests:
         self._fanout = Fanout()
         self._requests: dict[str, LiveRequest] = {}
         self._arrivals = 0
+        # Of every request whose reader has not left: its sequences.
+        self._being_read: dict[RequestStream, int] = {}
+        # Sequences of requests that have ended and whose reader has not left.
+        self.num_unread = 0
         # Set while there is none.
         self.idle = asyncio.Event()
         self.idle.set()
@@ -47,6 +51,7 @@ class LiveRequests:
         request = live_request(command, stream, self._arrivals, root, self._priority_aging)
         self._arrivals += 1
         self._requests[command.request_id] = request
+        self._being_read[stream] = command.n
         self.idle.clear()
         return request
 
@@ -59,6 +64,14 @@ class LiveRequests:
         request = self._requests.get(stream.request_id)
         return request if request is not None and request.stream is stream else None
 
+    def leave(self, stream: RequestStream) -> LiveRequest | None:
+        """Its reader has left. The request, where that is still live. Idempotent."""
+        sequences = self._being_read.pop(stream, 0)
+        request = self.of(stream)
+        if request is None:
+            self.num_unread -= sequences
+        return request
+
     def forget_if_done(self, request: LiveRequest) -> bool:
         """To be called whenever a sequence of it has finished. True when that was the last, and for the first time."""
         if any(sequence.state is not SequenceState.FINISHED for sequence in request.sequences):
@@ -66,6 +79,7 @@ class LiveRequests:
         if self._requests.get(request.command.request_id) is not request:
             return False
         del self._requests[request.command.request_id]
+        self.num_unread += self._being_read.get(request.stream, 0)
         if not self._requests:
             self.idle.set()
         return True

@@ -27,6 +27,7 @@ DEFAULTS = ManagerConfig(
         num_host_blocks=0,
         max_model_len=0,
         max_queue=1024,
+        max_unread=4096,
         priority_aging=256,
         pipeline_depth=2,
         step_timeout_s=60.0,
@@ -65,6 +66,7 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
         "PAGEKV_PREEMPTION_LIMIT": "7",
         "PAGEKV_MAX_MODEL_LEN": "100",
         "PAGEKV_MAX_QUEUE": "3",
+        "PAGEKV_MAX_UNREAD": "6",
         "PAGEKV_PIPELINE_DEPTH": "1",
         "PAGEKV_STEP_TIMEOUT_S": "2",
         "PAGEKV_STEP_ATTEMPTS": "4",
@@ -102,7 +104,7 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
     limits = SchedulerLimits(
         64, 5, 0.25, False, partial_hits=False, swap=SwapPolicy("swap"), write_back=True, preemption_limit=7
     )
-    engine = EngineConfig("executor:1", 256, 7, 9, 100, 3, 5, 1, 2.0, 4, True, "lru", 0.5, 0.75, limits)
+    engine = EngineConfig("executor:1", 256, 7, 9, 100, 3, 6, 5, 1, 2.0, 4, True, "lru", 0.5, 0.75, limits)
     expected = ManagerConfig("unix:/run/pagekv", "none", 0.5, "debug", "json", "/tmp/port", False, observe, engine)
     assert parse_config([], env) == expected
     assert parse_config(["--max-queue", "9"], env).engine.max_queue == 9
@@ -121,6 +123,7 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
         (["--max-batch-tokens", "0"], {}, "--max-batch-tokens: must be a whole number from 1 to 65536"),
         (["--max-running", "x"], {}, "--max-running: must be a whole number from 1 to 65536, got 'x'"),
         (["--max-queue", "0"], {}, "--max-queue: must be a whole number from 1 to 1000000"),
+        (["--max-unread", "0"], {}, "--max-unread: must be a whole number from 1 to 1000000"),
         (["--max-model-len", "-1"], {}, "--max-model-len: must be a whole number from 0"),
         (["--watermark", "nan"], {}, "--watermark: must be a number from 0 to 0.5, got 'nan'"),
         (["--eviction-policy", "fifo"], {}, "--eviction-policy: invalid choice: 'fifo' (choose from"),

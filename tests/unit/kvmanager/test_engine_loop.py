@@ -174,6 +174,30 @@ def test_the_queue_counts_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     run(monkeypatch, body, max_queue=6)
 
 
+def test_answers_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever takes theirs, or leaves without, makes room. Live requests do not count."""
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        streams = [engine.submit(command("a", [1], n=2)), engine.submit(command("b", [2]))]
+        await until(lambda: engine.stats().running_sequences + engine.stats().waiting_sequences == 0)
+        with pytest.raises(Overloaded, match="3 sequences have ended whose readers have not taken them, at most 3"):
+            engine.submit(command("c", [3]))
+        assert await read(streams[0]) == expect([1])
+        engine.leave(streams[0])
+        engine.leave(streams[0])
+        streams.append(engine.submit(command("c", [3])))
+        engine.leave(streams.pop())
+        assert engine.stats().aborted_requests_total == 1
+        streams.append(engine.submit(command("d", [4])))
+        streams.append(engine.submit(command("e", [4])))
+        await until(lambda: engine.stats().running_sequences + engine.stats().waiting_sequences == 0)
+        with pytest.raises(Overloaded, match="3 sequences have ended"):
+            engine.submit(command("f", [3]))
+        assert engine.stats().rejected_requests_total == 2
+
+    run(monkeypatch, body, max_unread=3)
+
+
 def test_what_no_deployment_of_this_size_can_ever_take_is_refused_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not as RESOURCE_EXHAUSTED, which says to come back."""
 
@@ -294,13 +318,13 @@ def test_only_a_requests_own_reader_can_end_it(monkeypatch: pytest.MonkeyPatch) 
         first = engine.submit(command("same", [1, 2, 3], n=2))
         await until(lambda: engine.block_tables("same") is None)
         second = engine.submit(command("same", [3, 2, 1]))
-        engine.cancel(first)
+        engine.leave(first)
         engine.stop_sequence(first, 1)
         engine.stop_sequence(first, 0)
         assert await read(second) == expect([3, 2, 1])
         assert engine.stats().aborted_requests_total == 0
         third = engine.submit(command("same", [3, 2, 1]))
-        engine.cancel(third)
+        engine.leave(third)
         assert engine.block_tables("same") is None
 
     run(monkeypatch, body)

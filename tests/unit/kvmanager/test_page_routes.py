@@ -154,7 +154,7 @@ def test_a_live_request_tells_its_block_table_in_order(monkeypatch: pytest.Monke
         if status == 200:  # it runs on meanwhile
             (sequence,) = answer["sequences"]
             assert len(sequence["block_ids"]) == len(set(sequence["block_ids"])) >= 5
-        site.engine.cancel(stream)
+        site.engine.leave(stream)
         # A page asks again and again until its stream tells that the request has ended.
         assert await site.get("/api/request/live") == (200, {"request_id": "live", "sequences": []})
         assert (await site.get("/api/request/%20"))[0] == 400
