@@ -92,6 +92,7 @@ def test_a_replica_holds_the_managers_tables_after_everything_that_can_happen_to
             await working
             stop.set()
             await steering
+            await load.generate(caller, 1)  # the last thing that happened may have been a reset
             stats = await caller.idle_stats()
             assert stats.evicted_blocks_total > 0
             assert (stats.executor_restarts_total, stats.watchers, stats.pins) == (1, 2, 0)
