@@ -29,18 +29,8 @@ from pagekv.executor.backend import (
     SynchronousBackend,
 )
 from pagekv.executor.layout import LAYOUT
-from pagekv.executor.oracle_truth import (
-    FIRST,
-    MASK,
-    Words,
-    choose_token,
-    choose_tokens,
-    expected_tokens,
-    extend_chain,
-    extend_chains,
-    likeliest,
-    mix,
-)
+from pagekv.executor.oracle_rows import Numbers, OracleRows, spread
+from pagekv.executor.oracle_truth import Words, choose_token, choose_tokens, expected_tokens, likeliest
 
 __all__ = ["DEFAULT_KV_BYTES", "OracleBackend", "OracleModel", "SlotError", "expected_tokens"]
 
@@ -74,89 +64,13 @@ class _Pool:
 
     tokens: npt.NDArray[np.uint32]
     digests: Words
-    written: npt.NDArray[np.int64]
+    written: Numbers
 
     @classmethod
     def poisoned(cls, num_blocks: int, block_size: int) -> _Pool:
         shape = (num_blocks, block_size)
         poisons = np.full(shape, POISON_TOKEN, np.uint32), np.full(shape, POISON_DIGEST, np.uint64)
         return cls(*poisons, np.zeros(num_blocks, np.int64))
-
-
-class _Truth:
-    """What the slots of one sequence must hold, and where they are; grows with the sequence."""
-
-    def __init__(self, state: SequenceState, block_size: int) -> None:
-        self.state = state
-        self._block_size = block_size
-        self._length = 0
-        self._chain = FIRST
-        self._tokens = np.empty(64, np.uint32)
-        self._digests = np.empty(64, np.uint64)
-        # Slot of every position: block * block_size + offset, by the block table.
-        self._slots = np.empty(64, np.int64)
-        # Leading positions, of full blocks, that have been found right; the sum of their digests; and the number of
-        # the latest write before that.
-        self.found = 0
-        self.found_sum = 0
-        self.found_after = 0
-        sampling = state.sampling
-        # Whether `choose_tokens` can do it, and what of the sampling it takes.
-        self.plain = sampling.logprobs is None and not (sampling.min_tokens and sampling.banned_until_min)
-        self.drawing = sampling.temperature > 0
-        self.seed = mix(sampling.seed)
-        self.index = mix(sampling.sequence_index)
-
-    @property
-    def length(self) -> int:
-        """Positions covered."""
-        return self._length
-
-    @property
-    def chain(self) -> int:
-        """The state of the chain behind them."""
-        return self._chain
-
-    def append(self, token: int, digest: int, chain: int) -> None:
-        """Covers one more position, whose digest and chain are known."""
-        at, size = self._length, self._block_size
-        if at == len(self._tokens):
-            self._widen(2 * at)
-        block, offset = divmod(at, size)
-        self._tokens[at], self._digests[at] = token, digest
-        self._slots[at] = self.state.block_table[block] * size + offset
-        self._length, self._chain = at + 1, chain
-
-    def grow(self, length: int) -> None:
-        """Covers positions [0, length)."""
-        begin = self._length
-        if length <= begin:
-            return
-        if length > len(self._tokens):
-            self._widen(max(length, 2 * len(self._tokens)))
-        tokens = self.state.token_ids[begin:length]
-        self._tokens[begin:length] = tokens
-        self._digests[begin:length], self._chain = extend_chain(self._chain, tokens)
-        size, table = self._block_size, self.state.block_table
-        first = begin // size
-        blocks = np.array(table[first : (length - 1) // size + 1], np.int64)
-        positions = np.arange(begin, length)
-        self._slots[begin:length] = blocks[positions // size - first] * size + positions % size
-        self._length = length
-
-    def _widen(self, capacity: int) -> None:
-        self._tokens = np.resize(self._tokens, capacity)
-        self._digests = np.resize(self._digests, capacity)
-        self._slots = np.resize(self._slots, capacity)
-
-    def tokens(self, begin: int, end: int) -> npt.NDArray[np.uint32]:
-        return self._tokens[begin:end]
-
-    def digests(self, begin: int, end: int) -> Words:
-        return self._digests[begin:end]
-
-    def slots(self, begin: int, end: int) -> npt.NDArray[np.int64]:
-        return self._slots[begin:end]
 
 
 class OracleBackend(SynchronousBackend):
@@ -184,7 +98,7 @@ class OracleBackend(SynchronousBackend):
         self._block_size = 1
         self._device = _Pool.poisoned(0, 1)
         self._host = _Pool.poisoned(0, 1)
-        self._truths: dict[int, _Truth] = {}
+        self._rows = OracleRows(1)
         # Writes to the device pool so far.
         self._writes = 0
 
@@ -220,7 +134,7 @@ class OracleBackend(SynchronousBackend):
         self._block_size = block_size
         self._device = _Pool.poisoned(num_device_blocks, block_size)
         self._host = _Pool.poisoned(num_host_blocks, block_size)
-        self._truths = {}
+        self._rows = OracleRows(block_size)
 
     def copy_blocks(self, copies: BlockCopies) -> None:
         """Copies tokens and digests of whole blocks."""
@@ -238,15 +152,13 @@ class OracleBackend(SynchronousBackend):
         it attends: a sequence may read what another one computes in the same step.
         """
         begin = time.perf_counter()
-        truths = [self._truth(item.state) for item in scheduled]
-        ends = [item.start + item.count for item in scheduled]
-        _grow(truths, ends)
-        self._write(scheduled, truths, ends)
-        read = self._read(truths, ends)
-        sampled = self._sample_all(scheduled, truths, read)
-        if len(self._truths) > 2 * len(scheduled) + 64:
-            self._truths = {truth.state.seq_id: truth for truth in truths}
-        target = self._step_time_s + self._token_time_s * sum(item.count for item in scheduled)
+        rows = np.array([self._rows.row(item.state) for item in scheduled], np.int64)
+        starts = np.array([item.start for item in scheduled], np.int64)
+        ends = starts + np.array([item.count for item in scheduled], np.int64)
+        self._rows.grow(rows, ends)
+        self._write(rows, starts, ends)
+        sampled = self._sample_all(scheduled, rows, ends, self._read(rows, ends))
+        target = self._step_time_s + self._token_time_s * int((ends - starts).sum())
         if (left := target - (time.perf_counter() - begin)) > 0:
             self._sleep(left)
         return sampled
@@ -259,65 +171,61 @@ class OracleBackend(SynchronousBackend):
             digest.update(pool.digests.tobytes())
         return digest.hexdigest()
 
-    def _truth(self, state: SequenceState) -> _Truth:
-        truth = self._truths.get(state.seq_id)
-        if truth is None or truth.state is not state:
-            truth = self._truths[state.seq_id] = _Truth(state, self._block_size)
-        return truth
+    def forget(self, states: list[SequenceState]) -> None:
+        """Drops what is known of sequences that are gone."""
+        for state in states:
+            self._rows.forget(state)
 
-    def _write(self, scheduled: list[Scheduled], truths: list[_Truth], ends: list[int]) -> None:
-        spans = [(truth, item.start, end) for item, truth, end in zip(scheduled, truths, ends, strict=True)]
-        slots = np.concatenate([truth.slots(begin, end) for truth, begin, end in spans])
+    def _write(self, rows: Numbers, starts: Numbers, ends: Numbers) -> None:
+        of_rows, positions, _ = spread(rows, starts, ends)
+        slots = self._rows.slots[of_rows, positions]
         self._writes += 1
-        self._device.tokens.reshape(-1)[slots] = np.concatenate([t.tokens(begin, end) for t, begin, end in spans])
-        self._device.digests.reshape(-1)[slots] = np.concatenate([t.digests(begin, end) for t, begin, end in spans])
+        self._device.tokens.reshape(-1)[slots] = self._rows.tokens[of_rows, positions]
+        self._device.digests.reshape(-1)[slots] = self._rows.digests[of_rows, positions]
         self._device.written[slots // self._block_size] = self._writes
 
-    def _read(self, truths: list[_Truth], ends: list[int]) -> Words:
-        """The sum of the digests each sequence reads, shape [len(truths)], all of them found right."""
-        self._forget_rewritten(truths)
-        spans = [(truth, truth.found, end) for truth, end in zip(truths, ends, strict=True)]
-        slots = np.concatenate([truth.slots(begin, end) for truth, begin, end in spans])
+    def _read(self, rows: Numbers, ends: Numbers) -> Words:
+        """The sum of the digests each sequence reads, shape [len(rows)], all of them found right."""
+        known = self._rows
+        self._forget_rewritten(rows[known.found[rows] > 0])
+        of_rows, positions, firsts = spread(rows, known.found[rows], ends)
+        slots = known.slots[of_rows, positions]
         tokens = self._device.tokens.reshape(-1)[slots]
         digests = self._device.digests.reshape(-1)[slots]
-        wrong = tokens != np.concatenate([truth.tokens(begin, end) for truth, begin, end in spans])
-        wrong |= digests != np.concatenate([truth.digests(begin, end) for truth, begin, end in spans])
-        firsts = np.cumsum([0, *(end - begin for _, begin, end in spans[:-1])])
+        wrong = (tokens != known.tokens[of_rows, positions]) | (digests != known.digests[of_rows, positions])
         if wrong.any():
             at = int(np.argmax(wrong))
-            row = int(np.searchsorted(firsts, at, side="right")) - 1
-            truth, begin, _ = spans[row]
-            raise self._slot_error(truth, begin + at - int(firsts[row]), int(tokens[at]), int(digests[at]))
-        sums: Words = np.add.reduceat(digests, firsts) + np.array([truth.found_sum for truth in truths], np.uint64)
-        self._note_found(truths, ends)
+            raise self._slot_error(int(of_rows[at]), int(positions[at]), int(tokens[at]), int(digests[at]))
+        sums: Words = np.add.reduceat(digests, firsts) + known.found_sum[rows]
+        self._note_found(rows, ends)
         return sums
 
-    def _forget_rewritten(self, truths: list[_Truth]) -> None:
+    def _forget_rewritten(self, rows: Numbers) -> None:
         """Has those read from the start again of whose blocks one has been written to since they were found right."""
-        size = self._block_size
-        known = [truth for truth in truths if truth.found]
-        if not known:
+        if not len(rows):
             return
-        counts = np.array([truth.found // size for truth in known])
-        blocks = np.concatenate([truth.slots(0, truth.found)[::size] for truth in known]) // size
-        newest = np.maximum.reduceat(self._device.written[blocks], np.cumsum(counts) - counts)
-        for truth, written in zip(known, newest.tolist(), strict=True):
-            if written > truth.found_after:
-                truth.found = truth.found_sum = 0
+        known, size = self._rows, self._block_size
+        of_rows, places, firsts = spread(rows, np.zeros_like(rows), known.found[rows] // size)
+        blocks = known.slots[of_rows, places * size] // size
+        rewritten = rows[np.maximum.reduceat(self._device.written[blocks], firsts) > known.found_after[rows]]
+        known.found[rewritten] = known.found_sum[rewritten] = 0
 
-    def _note_found(self, truths: list[_Truth], ends: list[int]) -> None:
+    def _note_found(self, rows: Numbers, ends: Numbers) -> None:
         """Every full block was found right: new ones count from now on."""
-        for truth, end in zip(truths, ends, strict=True):
-            truth.found_after = self._writes
-            full = end - end % self._block_size
-            if full > truth.found:
-                more = int(truth.digests(truth.found, full).sum(dtype=np.uint64))
-                truth.found, truth.found_sum = full, (truth.found_sum + more) & MASK
+        known = self._rows
+        known.found_after[rows] = self._writes
+        full = ends - ends % self._block_size
+        more = full > known.found[rows]
+        if more.any():
+            rows, full = rows[more], full[more]
+            of_rows, positions, firsts = spread(rows, known.found[rows], full)
+            known.found_sum[rows] += np.add.reduceat(known.digests[of_rows, positions], firsts)
+            known.found[rows] = full
 
-    def _slot_error(self, truth: _Truth, position: int, token: int, digest: int) -> SlotError:
-        block, offset = divmod(int(truth.slots(position, position + 1)[0]), self._block_size)
-        expected = int(truth.tokens(position, position + 1)[0])
-        expected_digest = int(truth.digests(position, position + 1)[0])
+    def _slot_error(self, row: int, position: int, token: int, digest: int) -> SlotError:
+        known = self._rows
+        block, offset = divmod(int(known.slots[row, position]), self._block_size)
+        expected, expected_digest = int(known.tokens[row, position]), int(known.digests[row, position])
         if (token, digest) == (POISON_TOKEN, POISON_DIGEST):
             what = "nothing was ever written there"
         elif token == expected:
@@ -325,27 +233,29 @@ class OracleBackend(SynchronousBackend):
         else:
             what = f"found token {token} of another sequence or position (digest {digest:016x})"
         return SlotError(
-            f"sequence {truth.state.seq_id} position {position} (block {block} slot {offset}): "
+            f"sequence {known.state(row).seq_id} position {position} (block {block} slot {offset}): "
             f"expected token {expected} (digest {expected_digest:016x}), {what}"
         )
 
-    def _sample_all(self, scheduled: list[Scheduled], truths: list[_Truth], read: Words) -> dict[int, Sampled]:
+    def _sample_all(self, scheduled: list[Scheduled], rows: Numbers, ends: Numbers, read: Words) -> dict[int, Sampled]:
         """A token for everyone whose last known token was computed, by what it read, shape [len(scheduled)]."""
-        sampling = [row for row, item in enumerate(scheduled) if item.samples]
-        plain = [row for row in sampling if truths[row].plain]
+        known = self._rows
+        lengths = np.array([len(item.state.token_ids) for item in scheduled], np.int64)
+        sampling = np.flatnonzero(ends == lengths)
+        plain = sampling[known.plain[rows[sampling]]]
         tokens = choose_tokens(
             read[plain],
-            np.array([len(truths[row].state.token_ids) for row in plain], np.uint64),
+            lengths[plain].astype(np.uint64),
             vocab_size=self._model.vocab_size,
             eos_token_ids=self._model.eos_token_ids,
-            drawing=np.array([truths[row].drawing for row in plain], np.bool_),
-            seeds=np.array([truths[row].seed for row in plain], np.uint64),
-            indices=np.array([truths[row].index for row in plain], np.uint64),
-        ).tolist()
-        chosen = {row: Sampled(token) for row, token in zip(plain, tokens, strict=True)}
+            drawing=known.drawing[rows[plain]],
+            seeds=known.seed[rows[plain]],
+            indices=known.index[rows[plain]],
+        )
+        chosen = dict(zip(plain.tolist(), map(Sampled, tokens.tolist()), strict=True))
         return {
-            truths[row].state.seq_id: chosen.get(row) or self._sample(truths[row].state, int(read[row]))
-            for row in sampling
+            (state := scheduled[at].state).seq_id: chosen.get(at) or self._sample(state, int(read[at]))
+            for at in sampling.tolist()
         }
 
     def _sample(self, state: SequenceState, read: int) -> Sampled:
@@ -365,18 +275,3 @@ class OracleBackend(SynchronousBackend):
             return Sampled(token)
         top = likeliest(token, drawn, model.vocab_size, max(1, sampling.logprobs))
         return Sampled(token, top[0][1], top[: sampling.logprobs])
-
-
-def _grow(truths: list[_Truth], ends: list[int]) -> None:
-    """Covers positions [0, end) of each. Decodes, by one position each, all at once."""
-    decodes = []
-    for truth, end in zip(truths, ends, strict=True):
-        if end == truth.length + 1:
-            decodes.append(truth)
-        else:
-            truth.grow(end)
-    tokens = [truth.state.token_ids[truth.length] for truth in decodes]
-    chains = np.array([truth.chain for truth in decodes], np.uint64)
-    digests, chains = extend_chains(chains, np.array(tokens, np.uint64))
-    for truth, token, digest, chain in zip(decodes, tokens, digests.tolist(), chains.tolist(), strict=True):
-        truth.append(token, digest, chain)

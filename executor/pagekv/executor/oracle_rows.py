@@ -1,0 +1,139 @@
+"""What the slots of every live sequence must hold, and where they are: one row per sequence, in columns.
+
+A step of many decodes is a few vector operations over them, so it takes about as long as checking its message does.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pagekv.executor.backend import SequenceState
+from pagekv.executor.oracle_truth import FIRST, extend_chain, extend_chains, mix
+
+Numbers = npt.NDArray[np.int64]
+
+# Rows and positions there is room for at first. Both double; memory comes with what is written.
+MIN_ROWS, MIN_WIDTH = 64, 256
+
+
+def spread(rows: Numbers, begins: Numbers, ends: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+    """Positions [begin, end) of each row, one behind the other: the row and the position of every one, and where each
+    row's first one is. None may be empty where the last is used.
+    """
+    counts = ends - begins
+    firsts = np.cumsum(counts) - counts
+    return np.repeat(rows, counts), np.arange(counts.sum()) - np.repeat(firsts - begins, counts), firsts
+
+
+class OracleRows:
+    """Grows with the sequences. Columns are written here alone, but for those of what was found."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._row_of: dict[int, int] = {}
+        self._states: list[SequenceState | None] = [None] * MIN_ROWS
+        self._free = list(reversed(range(MIN_ROWS)))
+        # By row and position: token, digest, and the slot: block * block_size + offset, by the block table.
+        self.tokens = np.empty((MIN_ROWS, MIN_WIDTH), np.uint32)
+        self.digests = np.empty((MIN_ROWS, MIN_WIDTH), np.uint64)
+        self.slots = np.empty((MIN_ROWS, MIN_WIDTH), np.int64)
+        # By row. Positions covered, and the state of the chain behind them.
+        self.length = np.zeros(MIN_ROWS, np.int64)
+        self._chain = np.zeros(MIN_ROWS, np.uint64)
+        # Leading positions, of full blocks, that were found right; the sum of their digests; and the number of the
+        # latest write before that. The oracle's to change.
+        self.found = np.zeros(MIN_ROWS, np.int64)
+        self.found_sum = np.zeros(MIN_ROWS, np.uint64)
+        self.found_after = np.zeros(MIN_ROWS, np.int64)
+        # Whether `choose_tokens` can sample, and what of the sampling it takes.
+        self.plain = np.zeros(MIN_ROWS, np.bool_)
+        self.drawing = np.zeros(MIN_ROWS, np.bool_)
+        self.seed = np.zeros(MIN_ROWS, np.uint64)
+        self.index = np.zeros(MIN_ROWS, np.uint64)
+
+    def row(self, state: SequenceState) -> int:
+        """The row of a sequence; a new one where it has none."""
+        row = self._row_of.get(state.seq_id)
+        if row is None or self._states[row] is not state:
+            row = self._enter(state)
+        return row
+
+    def state(self, row: int) -> SequenceState:
+        """Whose row it is."""
+        state = self._states[row]
+        assert state is not None
+        return state
+
+    def forget(self, state: SequenceState) -> None:
+        """The sequence is gone."""
+        row = self._row_of.pop(state.seq_id, None)
+        if row is not None:
+            self._states[row] = None
+            self._free.append(row)
+
+    def _enter(self, state: SequenceState) -> int:
+        self.forget(state)
+        if not self._free:
+            self._add_rows()
+        row = self._row_of[state.seq_id] = self._free.pop()
+        self._states[row] = state
+        self.length[row] = self.found[row] = self.found_sum[row] = 0
+        self._chain[row] = FIRST
+        sampling = state.sampling
+        self.plain[row] = sampling.logprobs is None and not (sampling.min_tokens and sampling.banned_until_min)
+        self.drawing[row] = sampling.temperature > 0
+        self.seed[row] = mix(sampling.seed)
+        self.index[row] = mix(sampling.sequence_index)
+        return row
+
+    def grow(self, rows: Numbers, ends: Numbers) -> None:
+        """Covers positions [0, end) of each. Decodes, by one position each, all at once."""
+        lengths = self.length[rows]
+        if (most := int(ends.max())) > self.tokens.shape[1]:
+            self._widen(most)
+        for row, end in zip(rows[ends > lengths + 1].tolist(), ends[ends > lengths + 1].tolist(), strict=True):
+            self._grow_one(row, end)
+        one = ends == lengths + 1
+        if one.any():
+            self._grow_by_one(rows[one], lengths[one])
+
+    def _grow_by_one(self, rows: Numbers, at: Numbers) -> None:
+        places = list(zip(map(self.state, rows.tolist()), at.tolist(), strict=True))
+        tokens = np.array([state.token_ids[position] for state, position in places], np.uint64)
+        size = self._block_size
+        blocks = np.array([state.block_table[position // size] for state, position in places], np.int64)
+        self.digests[rows, at], self._chain[rows] = extend_chains(self._chain[rows], tokens)
+        self.tokens[rows, at] = tokens
+        self.slots[rows, at] = blocks * size + at % size
+        self.length[rows] = at + 1
+
+    def _grow_one(self, row: int, end: int) -> None:
+        state, begin, size = self.state(row), int(self.length[row]), self._block_size
+        tokens = state.token_ids[begin:end]
+        self.tokens[row, begin:end] = tokens
+        self.digests[row, begin:end], self._chain[row] = extend_chain(int(self._chain[row]), tokens)
+        first = begin // size
+        blocks = np.array(state.block_table[first : (end - 1) // size + 1], np.int64)
+        positions = np.arange(begin, end)
+        self.slots[row, begin:end] = blocks[positions // size - first] * size + positions % size
+        self.length[row] = end
+
+    def _add_rows(self) -> None:
+        old = len(self._states)
+        for name in ("length", "_chain", "found", "found_sum", "found_after", "plain", "drawing", "seed", "index"):
+            setattr(self, name, np.concatenate([getattr(self, name)] * 2))
+        self._states += [None] * old
+        self._free += reversed(range(old, 2 * old))
+        self._reserve(2 * old, self.tokens.shape[1])
+
+    def _widen(self, length: int) -> None:
+        self._reserve(len(self._states), max(length, 2 * self.tokens.shape[1]))
+
+    def _reserve(self, num_rows: int, width: int) -> None:
+        rows, used = self.tokens.shape
+        for name in ("tokens", "digests", "slots"):
+            old = getattr(self, name)
+            new = np.empty((num_rows, width), old.dtype)
+            new[:rows, :used] = old
+            setattr(self, name, new)
