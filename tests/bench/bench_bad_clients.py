@@ -74,15 +74,21 @@ async def measure(target: str, seconds: float, name: str) -> list[object]:
         with streaming(Order(target, STREAMS)) as good:
             beside = asyncio.create_task(BESIDE[name](caller, stop))
             await asyncio.sleep(0.5)
+            before = await caller.stats()
             good.begin()
             await asyncio.sleep(seconds)
-            report = good.end()
+            after = await caller.stats()
+            report = await asyncio.to_thread(good.end)
         stop.set()
         await beside
         stats = await caller.idle_stats(60)
+    idle = after.executor_idle_us_total - before.executor_idle_us_total
+    busy = after.executor_busy_us_total - before.executor_busy_us_total
+    steps = after.steps_total - before.steps_total
     gaps = [f"{gap:.1f}" for gap in (report.gap_p50, report.gap_p99, report.gap_max)]
     left = stats.num_blocks - stats.free_blocks
-    return [name, *gaps, f"{report.messages / seconds:.0f}", stats.rejected_requests_total, left]
+    executor = [f"{busy / steps / 1000:.1f}", f"{100 * idle / (idle + busy):.1f} %"]
+    return [name, *gaps, f"{report.messages / seconds:.0f}", *executor, stats.rejected_requests_total, left]
 
 
 def main() -> int:
@@ -97,7 +103,10 @@ def main() -> int:
     running, queue = str(STREAMS + 24), str(STREAMS)
     with running_stack(oracle, ["--max-queue", queue, "--max-running", running, "--no-prefix-cache"]) as stack:
         rows = [uvloop.run(measure(stack.target, seconds, name)) for name in BESIDE]
-    header = (f"{STREAMS} streams", "gap p50 ms", "p99", "most", "messages/s", "refused so far", "blocks not back")
+    header = (
+        *(f"{STREAMS} streams", "gap p50 ms", "p99", "most", "messages/s"),
+        *("step ms", "executor idle", "refused so far", "blocks not back"),
+    )
     print(f"steps of {args.step_ms:g} ms, {seconds:g} s each")
     print(table(rows, header, indent="  "))
     return 0
