@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pagekv.common.logs import Log, setup_logs
 from pagekv.common.models import ModelNotFound, resolve_model
-from pagekv.common.server import GrpcServer, run_async, stop_event, write_port_file
+from pagekv.common.server import GrpcServer, run_async, spare_the_collector, stop_event, write_port_file
 from pagekv.executor.backend import Backend
 from pagekv.executor.compute_thread import ComputeThread
 from pagekv.executor.config import ExecutorConfig, parse_config
@@ -134,6 +134,7 @@ class Executor:
         loading = asyncio.create_task(self._load(), name="load")
         await asyncio.wait([stopped, loading], return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
+            spare_the_collector()
             self._session.serve(loading.result(), model_id(config.model))
             await self._grpc.set_serving(True)
             await stopped

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pagekv.kvmanager.engine import Engine
 from pagekv.kvmanager.request import FinishReason, GenerateCommand, KeptLogprobs, RequestStream, TokenLogprobs
@@ -57,7 +57,7 @@ class Generation:
         """The messages in order. Raises what `Engine.submit` raises, and what the engine fails the stream with."""
         ended = self._sequences[0].output.end_of_resumed(self._eos)
         if ended is not None:
-            yield self._complete(0, ended)
+            yield self._complete(0, self._sequences[0], ended)
             return
         stream = self._stream = self._engine.submit(self._command)
         self._open = set(range(self._command.n))
@@ -82,19 +82,22 @@ class Generation:
                     if delta.finish is None:
                         self._engine.stop_sequence(stream, delta.index)
                 if (out.token_ids or out.text) and not self._only_complete:
-                    yield self._chunk(delta.index, out)
+                    yield self._chunk(delta.index, sequence, out)
                 if out.finish is not None:
-                    yield self._complete(delta.index, out)
+                    yield self._complete(delta.index, sequence, out)
 
     def close(self) -> None:
         """Nobody reads any more: aborts the request if the engine still generates for it. Idempotent."""
         self._open.clear()
         if self._stream is not None:
             self._engine.leave(self._stream)
-            self._stream = None
+        # gRPC keeps whom it calls at the end, in a cycle: all this would stay until the garbage collector comes.
+        self._stream = None
+        self._sequences.clear()
+        self._command = replace(self._command, prompt_ids=[])
 
-    def _chunk(self, index: int, out: OutputDelta) -> pb.GenerateResponse:
-        sequence, response = self._sequences[index], self._response()
+    def _chunk(self, index: int, sequence: _Sequence, out: OutputDelta) -> pb.GenerateResponse:
+        response = self._response()
         # Field by field: built from keywords, twice the time, and this is done for every token of every stream.
         chunk = response.chunk
         chunk.index = index
@@ -107,8 +110,8 @@ class Generation:
             chunk.logprobs.extend(map(_position_logprobs, out.logprobs))
         return response
 
-    def _complete(self, index: int, out: OutputDelta) -> pb.GenerateResponse:
-        sequence, response = self._sequences[index], self._response()
+    def _complete(self, index: int, sequence: _Sequence, out: OutputDelta) -> pb.GenerateResponse:
+        response = self._response()
         assert out.finish is not None
         complete = pb.GenerateComplete(
             index=index,

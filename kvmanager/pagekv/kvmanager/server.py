@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pagekv.common.logs import Log, setup_logs
 from pagekv.common.models import ModelNotFound, resolve_model
-from pagekv.common.server import GrpcServer, run_async, stop_event, write_port_file
+from pagekv.common.server import GrpcServer, run_async, spare_the_collector, stop_event, write_port_file
 from pagekv.kvmanager.cache_service import CacheService
 from pagekv.kvmanager.config import FROM_EXECUTOR, NO_TOKENIZER, ManagerConfig, parse_config
 from pagekv.kvmanager.engine import ModelInfo
@@ -211,6 +211,8 @@ class Manager:
                         tokenizer=tokenizer.vocab_size,
                         model=model.vocab_size,
                     )
+                if loaded is None:
+                    spare_the_collector()
                 loaded = model.model_fingerprint
                 self._state.open(loaded, tokenizer)
                 self._changed.set()  # the executor may have changed again meanwhile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -143,6 +144,14 @@ def stop_event() -> asyncio.Event:
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, event.set)
     return event
+
+
+def spare_the_collector() -> None:
+    """Takes everything there is by now (modules, pools, models) out of what the garbage collector goes through. To be
+    called once, before serving: a full collection stops the process for as long as a step or several.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def run_async(main: Callable[[], Awaitable[int]]) -> int:

@@ -17,7 +17,9 @@ from pagekv.kvmanager.deployment import plan_deployment
 from pagekv.kvmanager.engine import CacheReset
 from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.executor_client import AttachRefused, ExecutorLink, ExecutorLost
+from pagekv.kvmanager.observer import Observer, RequestEnd
 from pagekv.kvmanager.request import CacheIdentity, FinishReason, GenerateCommand, SamplingParams
+from pagekv.kvmanager.sequence import LiveRequest
 from pagekv.kvmanager.step_plan import StepOutcome
 from pagekv.kvmanager.swap_policy import SwapPolicy
 
@@ -196,6 +198,27 @@ def test_answers_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) 
         assert engine.stats().rejected_requests_total == 2
 
     run(monkeypatch, body, max_unread=3)
+
+
+def test_what_has_ended_needs_no_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences point at their request. Were it to point back, prompts of a hundred thousand tokens would stay for
+    thousands of requests, until a full collection.
+    """
+    ended: list[tuple[LiveRequest, int]] = []
+
+    class Noting(Observer):
+        def ended(self, request: LiveRequest, end: RequestEnd) -> None:
+            ended.append((request, len(request.sequences)))
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        await read(engine.submit(command("read", [1], n=2)))
+        engine.leave(engine.submit(command("left", [2], n=3)))
+
+    run(monkeypatch, body, observers=[Noting()])
+    assert [(request.command.request_id, was, request.sequences) for request, was in ended] == [
+        ("read", 2, []),
+        ("left", 3, []),
+    ]
 
 
 def test_what_no_deployment_of_this_size_can_ever_take_is_refused_for_good(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,14 +89,14 @@ def test_preemptions_are_named_by_what_became_of_the_blocks(
         await harness.until(lambda: len(bench.attaches) == 2)
         await harness.until(lambda: engine.stats().executor_attached)
         await asyncio.gather(*(read(engine.submit(command(f"r{i}", [i] * 9, max_tokens=30))) for i in range(4)))
-        assert engine.stats().preemptions_total > 0
+        counted.append(engine.stats().preemptions_total)
 
+    counted: list[int] = []
     traces = run(monkeypatch, body, limits=replace(LIMITS, max_batch_tokens=64, swap=SwapPolicy(mode)))
     preempted = [trace for trace in traces.values() if name in names(trace)]
-    assert preempted
+    assert sum(names(trace).count(name) for trace in preempted) == counted[0] > 0
     for trace in preempted:
-        away = sum(sequence.preemptions for sequence in trace.request.sequences)
-        assert names(trace).count(name) == away
+        away = names(trace).count(name)
         # A token that was in flight comes when its sequence has left.
         assert 30 - away <= sum(span.tokens for span in spans(trace, name="decode")) <= 30
         at = names(trace).index(name)
