@@ -16,6 +16,11 @@ SHELL := /bin/bash
 # They reach the scripts through the environment: make TORCH_INDEX= demo, or export TORCH_INDEX=.
 VENV ?= .venv
 
+# Packages are installed without bytecode (scripts/install.sh), for the first import to write. Where that is forbidden,
+# as in many container images, every process compiles torch and transformers anew: 15 s of CPU time for an executor's
+# start instead of 6.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 # Tests of one file run in one process, one after the other: they share the servers that the first of them starts.
 # In the order of their names, which begins with those that take longest (tests/e2e).
