@@ -103,11 +103,8 @@ class CacheAdmin:
         chunks = tokens[: len(digests) * size].reshape(-1, size)
         hits = self.pool.match(digests, chunks)
         found = len(hits) * size
-        kept = 0
-        for digest, chunk in zip(digests[len(hits) :], chunks[len(hits) :], strict=True):
-            if self._host.find(digest, chunk) == NO_BLOCK:
-                break
-            kept += size
+        behind = self._host.find(digests[len(hits) :], chunks[len(hits) :])
+        kept = [*behind, NO_BLOCK].index(NO_BLOCK) * size
         partial = 0
         if partial_hits and not kept and not identity.media and found < len(tokens):
             _, partial = self.pool.table.longest_run(hits[-1] if hits else root, tokens[found : found + size])

@@ -11,7 +11,7 @@ preempted sequence that holds it. Token ids are compared on every hit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -55,6 +55,11 @@ class HostPool:
         return self.num_blocks - len(self._free)
 
     @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds."""
+        return len(self._free)
+
+    @property
     def num_cached(self) -> int:
         """Blocks that can be hit, held ones included."""
         return len(self._block_of)
@@ -74,15 +79,19 @@ class HostPool:
         """The blocks that can be hit, in no particular order."""
         return np.fromiter(self._block_of.values(), np.int32, len(self._block_of))
 
-    def find(self, digest: bytes, tokens: NDArray[np.uint32]) -> int:
-        """The block with this digest and these token ids, [block_size]; NO_BLOCK when there is none. Changes nothing
-        but the alarm counter.
+    def find(self, digests: Sequence[bytes | None], tokens: NDArray[np.uint32]) -> list[int]:
+        """The block with each of these digests and token ids; NO_BLOCK where there is none. `tokens`, [n, block_size],
+        ends early where no digest follows. Changes nothing but the alarm counter.
         """
-        block = self._block_of.get(digest, NO_BLOCK)
-        if block != NO_BLOCK and not (self._tokens[block] == tokens).all():
-            self.hash_alarms += 1
-            return NO_BLOCK
-        return block
+        held_under = self._block_of.get
+        blocks = [NO_BLOCK if digest is None else held_under(digest, NO_BLOCK) for digest in digests]
+        at = [position for position, block in enumerate(blocks) if block != NO_BLOCK]
+        if at:
+            differs = (self._tokens[[blocks[position] for position in at]] != tokens[at]).any(axis=1)
+            for hit in np.flatnonzero(differs).tolist():
+                self.hash_alarms += 1
+                blocks[at[hit]] = NO_BLOCK
+        return blocks
 
     def lookup(self, digest: bytes) -> int | None:
         """The block with this key."""
@@ -102,44 +111,75 @@ class HostPool:
 
     # -- holding
 
-    def hold(self, blocks: Iterable[int]) -> None:
-        """Adds a holder to each block; nobody can evict them any more."""
-        for block in blocks:
-            if not self._ref_count[block]:
-                self._free.remove(np.array([block], np.int32))
-            self._ref_count[block] += 1
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Adds a holder to each block, none twice; nobody can evict them any more."""
+        wanted = np.array(blocks, np.int32)
+        self._free.remove(wanted[self._ref_count[wanted] == 0])
+        self._ref_count[wanted] += 1
 
-    def release(self, blocks: Iterable[int]) -> None:
-        """Takes a holder off each block; at 0 it is the last to be evicted of those that are free by then."""
-        for block in blocks:
-            if self._ref_count[block] < 1:
-                raise InvariantError(f"release of host block {block}, which nobody holds")
-            self._ref_count[block] -= 1
-            if not self._ref_count[block]:
-                self._free.append(np.array([block], np.int32))
+    def release(self, blocks: Sequence[int]) -> None:
+        """Takes a holder off each block, none twice; at 0 it is the last to be evicted of those free by then."""
+        held = np.array(blocks, np.int32)
+        left = self._ref_count[held] - 1
+        if len(left) and left.min() < 0:
+            raise InvariantError(f"release of host block {blocks[int(left.argmin())]}, which nobody holds")
+        self._ref_count[held] = left
+        self._free.append(held[left == 0])
 
-    def take(self, digest: bytes | None, tokens: NDArray[np.uint32] | None, parent: bytes = b"") -> int:
-        """A block for a new content, held once, and NO_BLOCK when all are held. It evicts what was used least recently.
+    def keep(
+        self, digests: Sequence[bytes | None], tokens: NDArray[np.uint32], parents: Sequence[bytes]
+    ) -> tuple[list[int], list[int]]:
+        """For each of these contents in order a block, held once more: the one that has it, or else one to be filled,
+        which evicts what was used least recently. Ends early when all blocks are held. Returns the blocks, and the
+        positions of those to be filled.
 
-        Keyed by `digest` with its token ids, [block_size], and the digest before it, `parent`; None, or a digest that
-        belongs to another content already: private.
+        They are keyed by `digests`, each once, with token ids, [n, block_size], and the digest before it; None, or a
+        digest that belongs to another content already: private. `tokens` and `parents` end early where no digest
+        follows.
         """
-        if not len(self._free):
-            return NO_BLOCK
-        (block,) = self._free.pop(1).tolist()
-        evicted = self._forget(block)
-        if evicted is not None:
-            self.evictions += 1
-            if self._log is not None:
-                self._log.host_removed(evicted)
-        self._ref_count[block] = 1
-        if digest is not None and tokens is not None and self._block_of.setdefault(digest, block) == block:
-            self._key[block] = digest
-            self._parent[block] = parent
-            self._tokens[block] = tokens
-            if self._log is not None:
-                self._log.host_stored(digest, parent)
-        return int(block)
+        found = self.find(digests, tokens)
+        blocks: list[int] = []
+        fresh: list[int] = []
+        while (begin := len(blocks)) < len(found):
+            end = begin
+            # One that was found may have made room since, for one of these.
+            while end < len(found) and found[end] != NO_BLOCK and self._key[found[end]] == digests[end]:
+                end += 1
+            if end > begin:
+                self.hold(found[begin:end])
+                blocks += found[begin:end]
+                continue
+            end += 1
+            while end < len(found) and found[end] == NO_BLOCK:
+                end += 1
+            taken = self._take(digests[begin:end], tokens[begin:end], parents[begin:end])
+            fresh += range(begin, begin + len(taken))
+            blocks += taken
+            if len(taken) < end - begin:
+                break
+        return blocks, fresh
+
+    def _take(self, digests: Sequence[bytes | None], tokens: NDArray[np.uint32], parents: Sequence[bytes]) -> list[int]:
+        """Blocks to be filled with the first of these contents, as many as there are."""
+        taken = self._free.pop(min(len(digests), len(self._free)))
+        self._ref_count[taken] = 1
+        blocks: list[int] = taken.tolist()
+        keyed: list[int] = []
+        block_of, log = self._block_of, self._log
+        for position, (block, digest) in enumerate(zip(blocks, digests, strict=False)):
+            evicted = self._forget(block)
+            if evicted is not None:
+                self.evictions += 1
+                if log is not None:
+                    log.host_removed(evicted)
+            if digest is not None and block_of.setdefault(digest, block) == block:
+                self._key[block] = digest
+                self._parent[block] = parents[position]
+                keyed.append(position)
+                if log is not None:
+                    log.host_stored(digest, parents[position])
+        self._tokens[taken[keyed]] = tokens[keyed]
+        return blocks
 
     def clear(self) -> None:
         """Forgets every key. Held blocks stay held, by those who know them. The log hears of it from the device's pool,

@@ -95,10 +95,18 @@ class PrefixTable:
         loose = self._loose_parent.get(block)
         return loose if loose is not None else self._digest[self._continuations.parent(block)]
 
+    def parents(self, blocks: Sequence[int]) -> list[bytes]:
+        """`parent` of blocks that are in the table."""
+        return list(map(self.parent, blocks))  # type: ignore[arg-type]  # others alone have None
+
     def token_ids(self, block: int) -> list[int]:
         """The token ids of a block in the table, [block_size]."""
         ids: list[int] = self._tokens[block].tolist()
         return ids
+
+    def chunks(self, blocks: Blocks) -> Chunks:
+        """The token ids of blocks in the table, as a copy."""
+        return self._tokens[blocks]
 
     def newest_digests(self) -> Iterator[bytes]:
         """Every digest in the table, the one that entered last first."""

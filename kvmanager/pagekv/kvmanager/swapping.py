@@ -11,19 +11,20 @@ block can be given away as soon as its move is listed, and a host block likewise
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Sequence as List
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import repeat
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pagekv.kvmanager.block_pool import BlockPool
 from pagekv.kvmanager.host_pool import NO_BLOCK, HostPool
-from pagekv.kvmanager.prefix_table import Blocks
+from pagekv.kvmanager.prefix_table import Blocks, Chunks
 from pagekv.kvmanager.sequence import Sequence, Swapped
 from pagekv.kvmanager.step_plan import Move, MoveKind
+
+_NO_BLOCKS = np.empty(0, np.int32)
 
 
 @dataclass(slots=True)
@@ -33,18 +34,6 @@ class SwapCounters:
     swapped_out: int = 0
     swapped_in: int = 0
     written_back: int = 0
-
-
-class _Written(NamedTuple):
-    """The logical block `place` of a sequence: the device block that holds it, and the position behind the last that is
-    written. It is `elsewhere` where others hold it too and it can be found by its digest.
-    """
-
-    sequence: Sequence
-    place: int
-    block: int
-    end: int
-    elsewhere: bool
 
 
 class Swapper:
@@ -64,113 +53,95 @@ class Swapper:
 
     # -- out
 
-    def cost(self, group: Iterable[Sequence]) -> tuple[int, int, int]:
+    def cost(self, group: List[Sequence]) -> tuple[int, int, int]:
         """What swapping these sequences would take: blocks to copy out now, blocks to copy in later, and the tokens
         that would have to be computed again instead. Blocks that others hold count for nothing, those that several of
         these hold count once.
         """
+        size = self._pool.block_size
         out = back = tokens = 0
-        seen: set[int] = set()
-        for written in self._written(group):
-            if not written.elsewhere and written.block not in seen:
-                seen.add(written.block)
-                out += self._kept(written) == NO_BLOCK
-                back += 1
-                tokens += written.end - written.place * self._pool.block_size
+        seen = set(self._elsewhere(group))
+        for sequence in group:
+            blocks = self._written(sequence)
+            places = [place for place, block in enumerate(blocks) if block not in seen]
+            digests, chunks, _ = self._contents(sequence, places)
+            out += self.host.find(digests, chunks).count(NO_BLOCK)
+            back += len(places)
+            tokens += len(places) * size
+            if places and places[-1] == len(blocks) - 1:
+                tokens -= len(blocks) * size - sequence.num_computed
+            seen.update(blocks)
         return out, back, tokens
 
-    def swap_out(self, group: Iterable[Sequence]) -> None:
+    def swap_out(self, group: List[Sequence]) -> None:
         """Keeps what these sequences have computed, as far as the host pool has room, before their blocks are freed.
         What several of them hold is copied once, and all of them hold the copy.
         """
-        kept: dict[Sequence, list[int]] = {}
-        covered: dict[Sequence, int] = {}
-        copies: dict[int, int] = {}
-        full: set[Sequence] = set()
-        for written in self._written(group):
-            sequence, block = written.sequence, NO_BLOCK
-            if sequence in full:
-                continue
-            if not written.elsewhere:
-                block = copies.get(written.block, NO_BLOCK)
-                if block != NO_BLOCK:
-                    self.host.hold([block])
-                else:
-                    block = self._keep(written)
-                if block == NO_BLOCK:
-                    full.add(sequence)
-                    continue
-                copies[written.block] = block
-            kept.setdefault(sequence, []).append(block)
-            covered[sequence] = written.end
-        for sequence, blocks in kept.items():
-            if any(block != NO_BLOCK for block in blocks):
-                sequence.swapped = Swapped(self.host, blocks, covered[sequence])
+        # Host block by device block.
+        kept = dict.fromkeys(self._elsewhere(group), NO_BLOCK)
+        for sequence in group:
+            blocks = self._written(sequence)
+            places = [place for place, block in enumerate(blocks) if block not in kept]
+            found, fresh = self.host.keep(*self._contents(sequence, places))
+            # Behind the first one for which there was no room nothing is kept.
+            blocks = blocks if len(found) == len(places) else blocks[: places[len(found)]]
+            self.host.hold([kept[block] for block in blocks if kept.get(block, NO_BLOCK) != NO_BLOCK])
+            sources = [blocks[place] for place in places[: len(found)]]
+            self._copy(MoveKind.SWAP_OUT, [sources[at] for at in fresh], [found[at] for at in fresh])
+            self._counters.swapped_out += len(fresh)
+            kept.update(zip(sources, found, strict=True))
+            held = [kept[block] for block in blocks]
+            if any(block != NO_BLOCK for block in held):
+                end = min(sequence.num_computed, len(blocks) * self._pool.block_size)
+                sequence.swapped = Swapped(self.host, held, end)
 
-    def _written(self, group: Iterable[Sequence]) -> list[_Written]:
-        """Every logical block of these sequences that holds something."""
-        size, counts, table = self._pool.block_size, self._pool.ref_counts, self._pool.table
-        sequences = list(group)
-        inside = Counter(block for sequence in sequences for block in sequence.block_table)
-        found = []
-        for sequence in sequences:
-            end = sequence.num_computed
-            for index, block in enumerate(sequence.block_table[: -(-end // size)]):
-                elsewhere = self._shared and counts[block] > inside[block] and table.digest(block) is not None
-                found.append(_Written(sequence, index, block, min(end, (index + 1) * size), elsewhere))
+    def _elsewhere(self, group: List[Sequence]) -> list[int]:
+        """Device blocks of these sequences that others hold too, and that can be found by their digests."""
+        if not self._shared:
+            return []
+        everything = np.concatenate([_NO_BLOCKS, *(sequence.blocks() for sequence in group)])
+        blocks, inside = np.unique(everything, return_counts=True)
+        stays = (self._pool.ref_counts[blocks] > inside) & self._pool.table.published[blocks]
+        found: list[int] = blocks[stays].tolist()
         return found
 
-    def _digest(self, written: _Written) -> bytes | None:
-        """The key of a logical block; None: private."""
-        sequence, place = written.sequence, written.place
-        full = written.end == (place + 1) * self._pool.block_size
-        shares = full and self._shared and sequence.publishes and place < len(sequence.digests)
-        return sequence.digests[place] if shares else None
+    def _written(self, sequence: Sequence) -> list[int]:
+        """The device blocks that hold something, from the first one on."""
+        blocks: list[int] = sequence.block_table[: -(-sequence.num_computed // self._pool.block_size)].tolist()
+        return blocks
 
-    def _tokens(self, written: _Written) -> NDArray[np.uint32]:
-        chunks = written.sequence.chunks(self._pool.block_size, written.place, written.place + 1)
-        tokens: NDArray[np.uint32] = chunks[0]
-        return tokens
-
-    def _kept(self, written: _Written) -> int:
-        """Where the host pool has a logical block already."""
-        digest = self._digest(written)
-        return NO_BLOCK if digest is None else self.host.find(digest, self._tokens(written))
-
-    def _keep(self, written: _Written) -> int:
-        """A host block that holds the logical block once this step's moves are made, held; NO_BLOCK: no room."""
-        block = self._kept(written)
-        if block != NO_BLOCK:
-            self.host.hold([block])
-            return block
-        digest, before = self._digest(written), b""
-        if digest is not None:
-            sequence, place = written.sequence, written.place
-            before = sequence.digests[place - 1] if place else sequence.request.root
-        block = self.host.take(digest, None if digest is None else self._tokens(written), before)
-        if block != NO_BLOCK:
-            self._moves.append(Move(MoveKind.SWAP_OUT, written.block, block))
-            self._counters.swapped_out += 1
-        return block
+    def _contents(self, sequence: Sequence, places: list[int]) -> tuple[list[bytes | None], Chunks, list[bytes]]:
+        """Of the logical blocks `places`, ascending, as `HostPool.keep` takes them: digests, None of those that are
+        private, which come last; and of the others the token ids and the digests before them.
+        """
+        size = self._pool.block_size
+        shares = self._shared and sequence.publishes
+        full = min(sequence.num_computed // size, len(sequence.digests)) if shares else 0
+        keyed = places[: bisect_left(places, full)]
+        known, root = sequence.digests, sequence.request.root
+        digests: list[bytes | None] = [known[place] for place in keyed]
+        digests += [None] * (len(places) - len(keyed))
+        parents = [known[place - 1] if place else root for place in keyed]
+        return digests, sequence.chunks(size, 0, full)[keyed], parents
 
     def write_back(self, blocks: Blocks) -> None:
         """Keeps the contents of published device blocks that are about to be given away."""
-        table = self._pool.table
-        for device in blocks.tolist():
-            digest, tokens = table.digest(device), np.array(table.token_ids(device), np.uint32)
-            parent = table.parent(device)
-            if digest is None or parent is None:
-                continue
-            block = self.host.find(digest, tokens)
-            if block != NO_BLOCK:
-                self.host.hold([block])  # used just now
-            else:
-                block = self.host.take(digest, tokens, parent)
-                if block == NO_BLOCK:
-                    return
-                self._moves.append(Move(MoveKind.SWAP_OUT, device, block))
-                self._counters.written_back += 1
-            self.host.release([block])
+        table, sources = self._pool.table, blocks.tolist()
+        digests: list[bytes | None] = [*table.digests(sources)]
+        tokens, parents = table.chunks(blocks), table.parents(sources)
+        begin = 0
+        # Nobody holds them any longer than this takes, so of more than there is room for the last ones stay.
+        while begin < len(sources) and (room := self.host.num_free):
+            part = slice(begin, begin + room)
+            found, fresh = self.host.keep(digests[part], tokens[part], parents[part])
+            self._copy(MoveKind.SWAP_OUT, [sources[begin + at] for at in fresh], [found[at] for at in fresh])
+            self._counters.written_back += len(fresh)
+            self.host.release(found)
+            begin += room
+
+    def _copy(self, kind: MoveKind, sources: list[int], destinations: list[int]) -> None:
+        """Lists the copies of blocks into others, as many."""
+        self._moves += map(Move._make, zip(repeat(kind, len(sources)), sources, destinations, strict=True))
 
     # -- in
 
@@ -179,32 +150,36 @@ class Swapper:
         they hold. At least one known token is left to compute.
         """
         size = self._pool.block_size
-        limit = len(sequence.token_ids) - 1
+        end = limit = len(sequence.token_ids) - 1
         own = self._own(sequence)
+        kept = [] if own is None else own.blocks
+        if own is not None and first < len(kept) and kept[-1] != NO_BLOCK and own.num_computed % size:
+            # The last block is a partial one, which nothing follows.
+            end = min(end, own.num_computed)
         reads = self._shared and sequence.request.command.identity.read
+        known = sequence.digests[: limit // size] if reads else []
         blocks: list[int] = []
-        held = first * size
-        for index in range(first, -(-limit // size)):
-            end = min((index + 1) * size, limit)
-            block = NO_BLOCK
-            if own is not None and index < len(own.blocks):
-                block = own.blocks[index]
-                if block != NO_BLOCK:
-                    end = min(end, own.num_computed)
-            if block == NO_BLOCK and reads and end == (index + 1) * size and index < len(sequence.digests):
-                block = self.host.find(sequence.digests[index], sequence.chunks(size, index, index + 1)[0])
-            if block == NO_BLOCK or end <= held:
-                break
+        by_digest: list[int] = []
+        for place in range(first, -(-end // size)):
+            block = kept[place] if place < len(kept) else NO_BLOCK
+            if block == NO_BLOCK:
+                if place >= len(known) or self.host.lookup(known[place]) is None:
+                    break
+                by_digest.append(place)
             blocks.append(block)
-            held = end
-            if end < (index + 1) * size:
-                break
-        return blocks, held
+        if by_digest:
+            chunks = sequence.chunks(size, 0, by_digest[-1] + 1)[by_digest]
+            found = self.host.find([known[place] for place in by_digest], chunks)
+            for place, block in zip(by_digest, found, strict=True):
+                if block == NO_BLOCK:
+                    del blocks[place - first :]
+                    break
+                blocks[place - first] = block
+        return blocks, min(end, (first + len(blocks)) * size)
 
     def swap_in(self, host_blocks: list[int], device_blocks: list[int]) -> None:
         """Lists the copies into device blocks, as many."""
-        for source, destination in zip(host_blocks, device_blocks, strict=True):
-            self._moves.append(Move(MoveKind.SWAP_IN, source, destination))
+        self._copy(MoveKind.SWAP_IN, host_blocks, device_blocks)
         self._counters.swapped_in += len(host_blocks)
 
     def drop(self, sequence: Sequence) -> None:

@@ -172,11 +172,10 @@ def test_a_lookup_goes_on_in_the_host_pool_where_the_device_ends() -> None:
     blocks = pool.allocate(1)
     assert blocks is not None
     pool.publish_chain(blocks, digests[:1], root_digest("model", "", ""), rows[:1], first=True, media=False)
-    for index in (1, 3):
-        host.take(digests[index], rows[index])
+    host.keep([digests[1], digests[3]], rows[[1, 3]], [digests[0], digests[2]])
     match = admin.lookup(tokens, CacheIdentity(), partial_hits=True)
     assert (match.device_tokens, match.host_tokens, match.partial_tokens) == (2, 2, 0)
-    host.take(digests[2], rows[2])
+    host.keep(digests[2:3], rows[2:3], digests[1:2])
     assert admin.lookup(tokens, CacheIdentity(), partial_hits=True).host_tokens == 6
     assert admin.lookup([*tokens[:4], 0, 0], CacheIdentity(), partial_hits=True).host_tokens == 2
     assert admin.lookup(tokens, CacheIdentity(namespace="other"), partial_hits=True).host_tokens == 0

@@ -61,8 +61,7 @@ def test_more_holders_than_fit_are_as_many_as_fit() -> None:
 def test_a_host_block_is_free_cached_or_held() -> None:
     host = HostPool(3, 2)
     assert host_bytes(host).tolist() == [0, 0, 0]
-    keyed = host.take(b"k" * 32, np.array([1, 2], np.uint32))
-    host.take(None, None)
+    (keyed, _), _ = host.keep([b"k" * 32, None], np.array([[1, 2]], np.uint32), [b"p" * 32])
     assert host_bytes(host).tolist() == [2 | 1 << states.STATE_BITS, 2 | 1 << states.STATE_BITS, 0]
     host.release([keyed])
     assert host_bytes(host).tolist() == [1, 2 | 1 << states.STATE_BITS, 0]

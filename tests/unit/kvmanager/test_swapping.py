@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from fake_executor import expected_output
 from scheduler_driver import Driver, finished, moves, output
 
-from pagekv.kvmanager.errors import InvariantError
-from pagekv.kvmanager.host_pool import NO_BLOCK, HostPool
+from pagekv.kvmanager.host_pool import NO_BLOCK
 from pagekv.kvmanager.request import CacheIdentity
 from pagekv.kvmanager.sequence import LiveRequest, SequenceState
 from pagekv.kvmanager.step_plan import MoveKind
@@ -296,52 +294,3 @@ def test_only_what_would_really_move_counts(
     running.preempt(request.sequences[0])
     assert (request.sequences[0].swapped is not None) is swaps
     driver.drain()
-
-
-# -- the pool itself
-
-
-def test_host_blocks_are_evicted_least_recently_used_first_and_never_while_held() -> None:
-    pool = HostPool(3, 2)
-    rows = np.arange(10, dtype=np.uint32).reshape(5, 2)
-    keys = [bytes([n]) * 32 for n in range(5)]
-    blocks = [pool.take(keys[n], rows[n]) for n in range(3)]
-    assert pool.take(keys[3], rows[3]) == NO_BLOCK
-    pool.release([blocks[1]])
-    pool.release([blocks[0]])
-    pool.hold([blocks[1]])
-    pool.release([blocks[1]])
-    # 0 is the older one now, 2 is held.
-    assert pool.take(keys[3], rows[3]) == blocks[0]
-    assert [pool.find(keys[n], rows[n]) for n in range(4)] == [NO_BLOCK, blocks[1], blocks[2], blocks[0]]
-    assert pool.evictions == 1
-    pool.check_integrity([[blocks[2]], [blocks[0]]])
-
-
-def test_a_colliding_digest_is_a_miss_an_alarm_and_private() -> None:
-    """CHECKLIST E9, for the second tier too."""
-    pool = HostPool(2, 2)
-    rows = np.arange(4, dtype=np.uint32).reshape(2, 2)
-    first = pool.take(b"k" * 32, rows[0])
-    assert pool.find(b"k" * 32, rows[1]) == NO_BLOCK
-    assert pool.hash_alarms == 1
-    second = pool.take(b"k" * 32, rows[1])
-    assert pool.find(b"k" * 32, rows[0]) == first != second
-    pool.check_integrity([[first, second]])
-
-
-@pytest.mark.parametrize("damage", ["ref", "key", "queue"])
-def test_check_integrity_sees_damage(damage: str) -> None:
-    pool = HostPool(3, 1)
-    block = pool.take(b"k" * 32, np.array([1], np.uint32))
-    pool.check_integrity([[block]])
-    if damage == "ref":
-        pool._ref_count[2] = 1
-    elif damage == "key":
-        pool._key[block] = None
-    else:
-        pool._free.remove(np.array([2], np.int32))
-    with pytest.raises(InvariantError):
-        pool.check_integrity([[block]])
-    with pytest.raises(InvariantError, match="nobody holds"):
-        HostPool(1, 1).release([0])

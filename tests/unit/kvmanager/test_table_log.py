@@ -14,7 +14,7 @@ from table_reader import Reader, host_table_of, table_of
 from pagekv.common.errors import FellBehind, LimitExceeded, Unavailable
 from pagekv.kvmanager.block_hash import chain_digests, token_bytes
 from pagekv.kvmanager.block_pool import BlockPool
-from pagekv.kvmanager.host_pool import NO_BLOCK, HostPool
+from pagekv.kvmanager.host_pool import HostPool
 from pagekv.kvmanager.pins import Pins
 from pagekv.kvmanager.table_log import MAX_WATCHES, RemovedAgo, TableLog
 
@@ -118,10 +118,9 @@ def test_readers_hold_exactly_the_table_at_every_border(seed: int) -> None:
 def keep(host: HostPool, prompt: list[int], index: int) -> None:
     """What a swap or a write-back does: the prompt's block `index` goes into the host pool, unless it is there."""
     digests = digests_of(prompt)
-    tokens = np.array(prompt[index * SIZE : (index + 1) * SIZE], np.uint32)
-    block = host.find(digests[index], tokens)
-    if block == NO_BLOCK:
-        host.release([host.take(digests[index], tokens, digests[index - 1] if index else ROOT)])
+    tokens = np.array([prompt[index * SIZE : (index + 1) * SIZE]], np.uint32)
+    blocks, _ = host.keep([digests[index]], tokens, [digests[index - 1] if index else ROOT])
+    host.release(blocks)
 
 
 @pytest.mark.parametrize("seed", range(10))
