@@ -19,20 +19,29 @@ import numpy as np
 from pagekv.kvmanager.block_hash import chain_digests, root_digest
 from pagekv.kvmanager.block_pool import BlockPool
 from pagekv.kvmanager.eviction import make_order
+from pagekv.kvmanager.host_pool import HostPool
 from pagekv.kvmanager.request import GenerateCommand, RequestStream, SamplingParams
 from pagekv.kvmanager.running import SchedulerLimits
 from pagekv.kvmanager.scheduler import Scheduler
 from pagekv.kvmanager.sequence import LiveRequest, live_request
 from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
+from pagekv.kvmanager.swap_policy import SwapPolicy
+from pagekv.kvmanager.wire import step_request
 
 BLOCK_SIZE = 16
 ROOT = root_digest("bench", "", "")
 
 
-def scheduler(num_blocks: int, max_running: int = 2048) -> Scheduler:
-    """With the manager's defaults but for the bounds that the work needs."""
-    limits = SchedulerLimits(max_batch_tokens=1 << 20, max_running=max_running, watermark=0.01, prefix_cache=True)
-    return Scheduler(make_pool(num_blocks), limits, (2,))
+def scheduler(num_blocks: int, max_running: int = 2048, num_host_blocks: int = 0) -> Scheduler:
+    """With the manager's defaults but for the bounds that the work needs; what `auto` is told is for swapping."""
+    limits = SchedulerLimits(
+        max_batch_tokens=1 << 20,
+        max_running=max_running,
+        watermark=0.01,
+        prefix_cache=True,
+        swap=SwapPolicy("auto", 1, 1 << 40, 1 << 40, 1),
+    )
+    return Scheduler(make_pool(num_blocks), limits, (2,), host=HostPool(num_host_blocks, BLOCK_SIZE))
 
 
 def make_pool(num_blocks: int) -> BlockPool:
@@ -112,6 +121,50 @@ def admissions(length: int, repeats: int, *, cached: bool) -> list[float]:
             engine.commit(plan, outcome(plan, 1, 99))
             assert engine.pool.num_active == 0
     assert engine.pool.num_published == length // BLOCK_SIZE * (1 if cached else repeats + 1)
+    return samples[1:]
+
+
+def swaps(length: int, repeats: int, *, back: bool) -> list[float]:
+    """Seconds for the preemption that swaps a sequence of `length` tokens out, or for the admission that brings it
+    `back` after the device has evicted all of it; either with the plan and the message of its step.
+
+    What the host pool keeps of other sequences makes room, as it does once it has filled up.
+    """
+    blocks = length // BLOCK_SIZE
+    engine = scheduler(2 * blocks, num_host_blocks=blocks + blocks // 4)
+    chance = np.random.default_rng(13)
+    samples: list[float] = []
+    for index in range(repeats + 1):
+        added = request(index, chance.integers(10, 30_000, length).tolist(), 8)
+        engine.add(added)
+        first, ahead = engine.schedule(), engine.schedule()
+        assert first is not None
+        assert ahead is not None
+        engine.commit(first, outcome(first, 1, 99))
+        with _no_collection():
+            begun = time.perf_counter()
+            engine.preempt_all()
+            out = engine.schedule()
+            assert out is not None
+            message_out = step_request(out, 1, 3, (2,))
+            swapped_out = time.perf_counter()
+            # Until its token is here it cannot return.
+            engine.commit(ahead, outcome(ahead, 2, 99))
+            engine.commit(out, outcome(out, 3, 99))
+            engine.pool.clear_prefix_table()
+            called = time.perf_counter()
+            returned = engine.schedule()
+            assert returned is not None
+            message_back = step_request(returned, 1, 4, (2,))
+            swapped_in = time.perf_counter()
+        samples.append(swapped_in - called if back else swapped_out - begun)
+        # Its last block, which it had begun, too.
+        for message in (message_out, message_back):
+            assert [len(operation.sources) for operation in message.memory_ops] == [blocks + 1]
+        assert returned.num_tokens == 1
+        engine.commit(returned, outcome(returned, 4, 99))
+        engine.finish(added.sequences[0])
+    assert engine.host.evictions > (repeats - 1) * blocks
     return samples[1:]
 
 
