@@ -194,6 +194,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.driver.check()
             for request in self.driver.requests:
                 _check_sharing(self.driver, request)
+                _check_digests(self.driver, request)
             limits = self.driver.scheduler.limits
             assert self.driver.executor.largest_step <= limits.max_batch_tokens
 
@@ -239,6 +240,14 @@ def _check_sharing(driver: Driver, request: LiveRequest) -> None:
         shared = (len(request.command.prompt_ids) - 1) // driver.block_size
         tables = [s.block_table[:shared].tolist() for s in request.sequences if s.block_table]
         assert all(table == tables[0] for table in tables)
+
+
+def _check_digests(driver: Driver, request: LiveRequest) -> None:
+    """What a sequence takes for the digests of its blocks is the chain over its tokens."""
+    media = request.command.identity.media
+    for sequence in request.sequences:
+        chain = chain_digests(request.root, sequence.token_ids.tobytes(), driver.block_size, media)
+        assert sequence.digests == chain[: len(sequence.digests)]
 
 
 class WireMachine(SchedulerMachine):

@@ -321,6 +321,8 @@ class BlockTables:
                     self._publish_again(sequence, index)
                 else:
                     known = sequence.digests
+                    # With blocks of one token the next may be known, and have its digest, already.
+                    del known[index:]
                     parent = known[-1] if index else sequence.request.root
                     digest = sha256(parent + chunk).digest()
                     known.append(digest)

@@ -43,6 +43,19 @@ def test_generated_blocks_are_hit_by_the_next_turn() -> None:
     assert output(second) == expect(turn, 2)
 
 
+def test_sequences_that_generate_the_same_blocks_know_them_by_the_right_digests() -> None:
+    """Blocks of one token: the token of the next one is known when a block that another has published is offered."""
+    driver = Driver(block_size=1, vocab=2, depth=1)
+    requests = [driver.submit([0, 0, 0, 0], max_tokens=1), *(driver.submit([0], max_tokens=8) for _ in range(2))]
+    while driver.step():
+        for request in requests:
+            (sequence,) = request.sequences
+            chain = block_hash.chain_digests(request.root, sequence.token_ids.tobytes(), 1)
+            assert sequence.digests == chain[: len(sequence.digests)]
+    assert all(request.sequences[0].publishes for request in requests)
+    assert driver.pool.hash_alarms == 0
+
+
 def test_a_block_whose_last_token_was_never_computed_is_not_hit() -> None:
     """The last token of an output is sampled and not computed, so its slot stays unwritten."""
     driver = Driver()
