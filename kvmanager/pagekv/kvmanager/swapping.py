@@ -188,7 +188,8 @@ class Swapper:
         """
         own = self._own(sequence)
         if own is not None:
-            self.host.release(own.held())
+            # The deepest first, so that it is evicted first: without the blocks before it, it is of no use.
+            self.host.release(own.held()[::-1])
         sequence.swapped = None
 
     def _own(self, sequence: Sequence) -> Swapped | None:

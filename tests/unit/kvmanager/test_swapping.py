@@ -173,6 +173,21 @@ def test_another_request_hits_what_a_victim_left_in_the_host_pool() -> None:
     assert right(reader)
 
 
+def test_what_a_victim_left_is_evicted_from_its_end() -> None:
+    """CHECKLIST F: a block without those before it can never be hit again."""
+    driver = Driver(num_blocks=8, block_size=4, host_blocks=4, preemption="swap", depth=1)
+    prompt = list(range(16))
+    request = started(driver, prompt, max_tokens=2)
+    digests = list(request.sequences[0].digests)
+    driver.scheduler.preempt_all()
+    driver.drain()
+    assert [driver.host.lookup(digest) is not None for digest in digests] == [True] * 4
+    started(driver, [50, 51, 52, 53, 54], max_tokens=2)
+    driver.scheduler.preempt_all()
+    assert [driver.host.lookup(digest) is not None for digest in digests] == [True, True, False, False]
+    driver.drain()
+
+
 def test_write_back_keeps_what_the_device_evicts() -> None:
     driver = Driver(num_blocks=4, block_size=4, host_blocks=16, write_back=True, depth=1)
     first = started(driver, list(range(12)), max_tokens=2)
