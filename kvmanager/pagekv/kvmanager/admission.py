@@ -57,6 +57,11 @@ class Admission:
         self._running = running
         self._blocked = None
 
+    def forget(self, request: LiveRequest) -> None:
+        """The request has ended."""
+        if request in self.forking:
+            self.forking.remove(request)
+
     # -- forks
 
     def plan_forks(self, plan: StepPlan, budget: int, sampling: list[int]) -> None:

@@ -343,5 +343,5 @@ class EngineLoop(EngineQueries):
     def _forget_if_done(self, request: LiveRequest, end: RequestEnd) -> None:
         if self._live.forget_if_done(request):
             self.observers.ended(request, end)
-            # Its sequences point back at it: their tokens would stay until the garbage collector comes.
-            request.sequences = []
+            if self._scheduler is not None:
+                self._scheduler.forget(request)

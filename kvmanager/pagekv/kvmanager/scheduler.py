@@ -241,6 +241,13 @@ class Scheduler:
             # Nobody computes the prompt for the others any more.
             running.queue(s for s in sequence.request.sequences if s.state is SequenceState.FORKING)
 
+    def forget(self, request: LiveRequest) -> None:
+        """All its sequences have finished. They point at it: without pointing back, so that what they hold goes with
+        the last of them, and not when the garbage collector comes.
+        """
+        self._admission.forget(request)
+        request.sequences = []
+
     def preempt_all(self) -> None:
         """Makes running sequences give their blocks back and wait; they are recomputed. Those whose last token is in
         flight keep theirs until it has come.

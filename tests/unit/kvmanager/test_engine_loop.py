@@ -221,6 +221,20 @@ def test_what_has_ended_needs_no_garbage_collector(monkeypatch: pytest.MonkeyPat
     ]
 
 
+def test_a_request_that_ends_before_its_sequences_part_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its others wait for the first one's prompt, which is under way."""
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        bench.step_s = 0.05
+        left, other = engine.submit(command("left", [4, 5, 6], n=3)), engine.submit(command("other", [1, 2, 3]))
+        await until(lambda: len(bench.plans) > 0)
+        assert [view.state for view in engine.block_tables("left") or []] == ["running", "forking", "forking"]
+        engine.leave(left)
+        assert await read(other) == expect([1, 2, 3])
+
+    run(monkeypatch, body, pipeline_depth=1)
+
+
 def test_what_no_deployment_of_this_size_can_ever_take_is_refused_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not as RESOURCE_EXHAUSTED, which says to come back."""
 
