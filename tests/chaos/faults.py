@@ -245,6 +245,9 @@ class Chaos:
             stats = await self._stats()
             if stats is not None and condition(stats):
                 return stats
+            for process in (self.stack.executor, self.stack.manager):
+                if process.popen is None or process.popen.poll() is not None:
+                    raise AssertionError(f"{process.module} ended by itself; its log:\n{process.tail(80)}")
             await asyncio.sleep(0.02)
         raise AssertionError(f"the stack did not come back; the manager's log:\n{self.stack.manager.tail(80)}")
 
