@@ -5,7 +5,7 @@ slots of the positions it computes, then reads, through the block tables, every 
 fails when one holds anything but this sequence's own prefix. The next token is a function of what it read.
 
 Full blocks that a sequence has found right once are read again only after a write to one of them, by whomever: every
-write leaves its number on its blocks. So a step takes time by its sequences, and not by their lengths.
+write leaves its number on its blocks. So a step takes time by its sequences and, a little, by their blocks.
 """
 
 from __future__ import annotations

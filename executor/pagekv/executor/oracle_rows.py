@@ -131,9 +131,10 @@ class OracleRows:
         self._reserve(len(self._states), max(length, 2 * self.tokens.shape[1]))
 
     def _reserve(self, num_rows: int, width: int) -> None:
-        rows, used = self.tokens.shape
         for name in ("tokens", "digests", "slots"):
             old = getattr(self, name)
             new = np.empty((num_rows, width), old.dtype)
-            new[:rows, :used] = old
+            # No more than is known: what is never written takes no memory.
+            for row in self._row_of.values():
+                new[row, : self.length[row]] = old[row, : self.length[row]]
             setattr(self, name, new)
