@@ -231,6 +231,7 @@ class Stats:
     swapped_in_blocks_total: int
     written_back_blocks_total: int
     host_evicted_blocks_total: int
+    unread_sequences: int
 
 
 @dataclass(frozen=True, slots=True)

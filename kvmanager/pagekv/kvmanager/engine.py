@@ -182,6 +182,7 @@ class Stats:
     swapped_in_blocks_total: int = 0
     written_back_blocks_total: int = 0
     host_evicted_blocks_total: int = 0
+    unread_sequences: int = 0
 
 
 class Engine(Protocol):

@@ -42,7 +42,8 @@ class EngineQueries:
 
     def stats(self) -> Stats:
         """A snapshot of every counter and gauge. Raises Unavailable before the first attachment."""
-        return collect_stats(self._serving(), self._totals, self._cache, self._attached)
+        scheduler, unread = self._serving(), self._live.num_unread
+        return collect_stats(scheduler, self._totals, self._cache, unread=unread, attached=self._attached)
 
     def view(self) -> EngineView | None:
         """The structures themselves, for the live page; None until an executor is attached for the first time."""

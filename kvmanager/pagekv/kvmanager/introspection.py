@@ -36,7 +36,9 @@ class EngineTotals:
         self.idle_us += outcome.idle_us if work_left else 0
 
 
-def collect_stats(scheduler: Scheduler, totals: EngineTotals, cache: CacheAdmin, attached: bool) -> Stats:
+def collect_stats(
+    scheduler: Scheduler, totals: EngineTotals, cache: CacheAdmin, *, unread: int, attached: bool
+) -> Stats:
     """A snapshot of every counter and gauge."""
     pool, host, counters, prompts = scheduler.pool, scheduler.host, scheduler.counters, cache.counters
     prompt = counters.prompt_tokens
@@ -86,6 +88,7 @@ def collect_stats(scheduler: Scheduler, totals: EngineTotals, cache: CacheAdmin,
         swapped_in_blocks_total=counters.swaps.swapped_in,
         written_back_blocks_total=counters.swaps.written_back,
         host_evicted_blocks_total=host.evictions,
+        unread_sequences=unread,
     )
 
 

@@ -19,9 +19,9 @@ class LiveRequests:
         self._fanout = Fanout()
         self._requests: dict[str, LiveRequest] = {}
         self._arrivals = 0
-        # Of every request whose reader has not left: its sequences.
+        # Of every request whose reader has not left: its sequences that have ended.
         self._being_read: dict[RequestStream, int] = {}
-        # Sequences of requests that have ended and whose reader has not left.
+        # All of these.
         self.num_unread = 0
         # Set while there is none.
         self.idle = asyncio.Event()
@@ -51,7 +51,7 @@ class LiveRequests:
         request = live_request(command, stream, self._arrivals, root, self._priority_aging)
         self._arrivals += 1
         self._requests[command.request_id] = request
-        self._being_read[stream] = command.n
+        self._being_read[stream] = 0
         self.idle.clear()
         return request
 
@@ -66,20 +66,22 @@ class LiveRequests:
 
     def leave(self, stream: RequestStream) -> LiveRequest | None:
         """Its reader has left. The request, where that is still live. Idempotent."""
-        sequences = self._being_read.pop(stream, 0)
-        request = self.of(stream)
-        if request is None:
-            self.num_unread -= sequences
-        return request
+        self.num_unread -= self._being_read.pop(stream, 0)
+        return self.of(stream)
 
     def forget_if_done(self, request: LiveRequest) -> bool:
         """To be called whenever a sequence of it has finished. True when that was the last, and for the first time."""
-        if any(sequence.state is not SequenceState.FINISHED for sequence in request.sequences):
-            return False
         if self._requests.get(request.command.request_id) is not request:
             return False
+        finished = [sequence.state is SequenceState.FINISHED for sequence in request.sequences]
+        if request.stream in self._being_read:
+            # Of a beam search there is nothing to read before its end.
+            ended = request.command.n if all(finished) else 0 if request.search is not None else sum(finished)
+            self.num_unread += ended - self._being_read[request.stream]
+            self._being_read[request.stream] = ended
+        if not all(finished):
+            return False
         del self._requests[request.command.request_id]
-        self.num_unread += self._being_read.get(request.stream, 0)
         if not self._requests:
             self.idle.set()
         return True

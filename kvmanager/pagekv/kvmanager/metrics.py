@@ -105,7 +105,11 @@ class EngineCollector(Collector):
         yield _counter("pagekv_executor_restarts", "Epochs after the first", {(): stats.executor_restarts_total})
         yield _counter("pagekv_requests", "Requests accepted", {(): stats.requests_total})
         yield _counter("pagekv_requests_aborted", "Requests aborted", {(): stats.aborted_requests_total})
-        yield _counter("pagekv_requests_rejected", "Requests refused: queue full", {(): stats.rejected_requests_total})
+        yield _counter(
+            "pagekv_requests_rejected",
+            "Requests refused: too much waits, to be computed or to be read",
+            {(): stats.rejected_requests_total},
+        )
 
 
 def _pool(stats: Stats) -> Iterator[Metric]:
@@ -134,6 +138,8 @@ def _pool(stats: Stats) -> Iterator[Metric]:
     yield _gauge("pagekv_pinned_blocks", "Blocks under a pin", {_DEVICE: stats.pinned_blocks}, _TIER)
     yield _gauge("pagekv_pins", "Pins", {(): stats.pins})
     yield _gauge("pagekv_watchers", "Readers of WatchEvents", {(): stats.watchers})
+    unread = "Sequences that have ended in calls that are not read to their end"
+    yield _gauge("pagekv_unread_sequences", unread, {(): stats.unread_sequences})
     yield _gauge("pagekv_slot_utilization", "Filled slots / slots of held blocks, 0 to 1", {(): stats.utilization})
 
 

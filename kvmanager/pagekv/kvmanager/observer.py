@@ -40,7 +40,7 @@ class Observer:
         """A request passed all checks and is queued."""
 
     def rejected(self) -> None:
-        """A request was refused because the queue is full."""
+        """A request was refused because too much waits to be computed, or to be read."""
 
     def planned(self, plan: StepPlan) -> None:
         """A step is about to be sent."""

@@ -71,11 +71,12 @@ class InferenceServiceServicer(object):
     def Generate(self, request, context):
         """Generates one or more continuations of a prompt and streams them. Cancelling the call, or its deadline passing,
         aborts the request and frees its blocks. Errors: INVALID_ARGUMENT (a field, by name), ALREADY_EXISTS (request_id
-        in use), RESOURCE_EXHAUSTED (queue full, with a retry delay), UNAVAILABLE (shutting down, no executor attached yet,
-        or the executor came back with another model; with a retry delay), FAILED_PRECONDITION (model_fingerprint is of
-        another model), INTERNAL (the request's step failed again and again), DEADLINE_EXCEEDED. UNAVAILABLE without details
-        is gRPC's own: the connection is lost, as when the manager was killed. Then send prompt and received tokens again
-        after a second, with resumed_tokens and the model_fingerprint that came with them, and longer pauses if need be.
+        in use), RESOURCE_EXHAUSTED (too much waits to be computed or read, with a retry delay), UNAVAILABLE (shutting
+        down, no executor attached yet, or the executor came back with another model; with a retry delay),
+        FAILED_PRECONDITION (model_fingerprint is of another model), INTERNAL (the request's step failed again and again),
+        DEADLINE_EXCEEDED. UNAVAILABLE without details is gRPC's own: the connection is lost, as when the manager was
+        killed. Then send prompt and received tokens again after a second, with resumed_tokens and the model_fingerprint
+        that came with them, and longer pauses if need be.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -29,11 +29,12 @@ class InferenceServiceStub:
     ]
     """Generates one or more continuations of a prompt and streams them. Cancelling the call, or its deadline passing,
     aborts the request and frees its blocks. Errors: INVALID_ARGUMENT (a field, by name), ALREADY_EXISTS (request_id
-    in use), RESOURCE_EXHAUSTED (queue full, with a retry delay), UNAVAILABLE (shutting down, no executor attached yet,
-    or the executor came back with another model; with a retry delay), FAILED_PRECONDITION (model_fingerprint is of
-    another model), INTERNAL (the request's step failed again and again), DEADLINE_EXCEEDED. UNAVAILABLE without details
-    is gRPC's own: the connection is lost, as when the manager was killed. Then send prompt and received tokens again
-    after a second, with resumed_tokens and the model_fingerprint that came with them, and longer pauses if need be.
+    in use), RESOURCE_EXHAUSTED (too much waits to be computed or read, with a retry delay), UNAVAILABLE (shutting
+    down, no executor attached yet, or the executor came back with another model; with a retry delay),
+    FAILED_PRECONDITION (model_fingerprint is of another model), INTERNAL (the request's step failed again and again),
+    DEADLINE_EXCEEDED. UNAVAILABLE without details is gRPC's own: the connection is lost, as when the manager was
+    killed. Then send prompt and received tokens again after a second, with resumed_tokens and the model_fingerprint
+    that came with them, and longer pauses if need be.
     """
 
     Abort: grpc.UnaryUnaryMultiCallable[
@@ -75,11 +76,12 @@ class InferenceServiceAsyncStub:
     ]
     """Generates one or more continuations of a prompt and streams them. Cancelling the call, or its deadline passing,
     aborts the request and frees its blocks. Errors: INVALID_ARGUMENT (a field, by name), ALREADY_EXISTS (request_id
-    in use), RESOURCE_EXHAUSTED (queue full, with a retry delay), UNAVAILABLE (shutting down, no executor attached yet,
-    or the executor came back with another model; with a retry delay), FAILED_PRECONDITION (model_fingerprint is of
-    another model), INTERNAL (the request's step failed again and again), DEADLINE_EXCEEDED. UNAVAILABLE without details
-    is gRPC's own: the connection is lost, as when the manager was killed. Then send prompt and received tokens again
-    after a second, with resumed_tokens and the model_fingerprint that came with them, and longer pauses if need be.
+    in use), RESOURCE_EXHAUSTED (too much waits to be computed or read, with a retry delay), UNAVAILABLE (shutting
+    down, no executor attached yet, or the executor came back with another model; with a retry delay),
+    FAILED_PRECONDITION (model_fingerprint is of another model), INTERNAL (the request's step failed again and again),
+    DEADLINE_EXCEEDED. UNAVAILABLE without details is gRPC's own: the connection is lost, as when the manager was
+    killed. Then send prompt and received tokens again after a second, with resumed_tokens and the model_fingerprint
+    that came with them, and longer pauses if need be.
     """
 
     Abort: grpc.aio.UnaryUnaryMultiCallable[
@@ -123,11 +125,12 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[pagekv.v1.inference_service_pb2.GenerateResponse], collections.abc.AsyncIterator[pagekv.v1.inference_service_pb2.GenerateResponse]]:
         """Generates one or more continuations of a prompt and streams them. Cancelling the call, or its deadline passing,
         aborts the request and frees its blocks. Errors: INVALID_ARGUMENT (a field, by name), ALREADY_EXISTS (request_id
-        in use), RESOURCE_EXHAUSTED (queue full, with a retry delay), UNAVAILABLE (shutting down, no executor attached yet,
-        or the executor came back with another model; with a retry delay), FAILED_PRECONDITION (model_fingerprint is of
-        another model), INTERNAL (the request's step failed again and again), DEADLINE_EXCEEDED. UNAVAILABLE without details
-        is gRPC's own: the connection is lost, as when the manager was killed. Then send prompt and received tokens again
-        after a second, with resumed_tokens and the model_fingerprint that came with them, and longer pauses if need be.
+        in use), RESOURCE_EXHAUSTED (too much waits to be computed or read, with a retry delay), UNAVAILABLE (shutting
+        down, no executor attached yet, or the executor came back with another model; with a retry delay),
+        FAILED_PRECONDITION (model_fingerprint is of another model), INTERNAL (the request's step failed again and again),
+        DEADLINE_EXCEEDED. UNAVAILABLE without details is gRPC's own: the connection is lost, as when the manager was
+        killed. Then send prompt and received tokens again after a second, with resumed_tokens and the model_fingerprint
+        that came with them, and longer pauses if need be.
         """
 
     @abc.abstractmethod

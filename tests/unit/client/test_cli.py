@@ -119,6 +119,7 @@ STATS = cache_pb.GetStatsResponse(
     swapped_in_blocks_total=25,
     written_back_blocks_total=26,
     host_evicted_blocks_total=27,
+    unread_sequences=3,
 )
 
 

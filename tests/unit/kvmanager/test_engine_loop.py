@@ -187,6 +187,7 @@ def test_answers_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) 
         assert await read(streams[0]) == expect([1])
         engine.leave(streams[0])
         engine.leave(streams[0])
+        assert engine.stats().unread_sequences == 1
         streams.append(engine.submit(command("c", [3])))
         engine.leave(streams.pop())
         assert engine.stats().aborted_requests_total == 1
@@ -198,6 +199,39 @@ def test_answers_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) 
         assert engine.stats().rejected_requests_total == 2
 
     run(monkeypatch, body, max_unread=3)
+
+
+def test_a_sequence_that_ended_before_the_others_counts_as_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits no more and runs no more; what it said is held nevertheless."""
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        bench.step_s = 0.005
+        stream = engine.submit(command("a", [1, 2], n=3, max_tokens=40))
+        await until(lambda: engine.stats().running_sequences == 3)
+        engine.stop_sequence(stream, 0)
+        engine.stop_sequence(stream, 2)
+        assert (engine.stats().running_sequences, engine.stats().unread_sequences) == (1, 2)
+        with pytest.raises(Overloaded, match="2 sequences have ended whose readers have not taken them, at most 2"):
+            engine.submit(command("b", [3]))
+        engine.leave(stream)
+        assert engine.stats().unread_sequences == 0
+        searching = SamplingParams(max_tokens=4, beam_width=3)
+        search = engine.submit(GenerateCommand("beams", [1, 2], searching, 2))
+        await read(search)
+        assert engine.stats().unread_sequences == 2
+        engine.leave(search)
+        failing = engine.submit(command("b", [3], max_tokens=40))
+        await until(lambda: engine.stats().running_sequences == 1)
+        bench.description = replace(DESCRIPTION, model_fingerprint="other")
+        assert bench.link is not None
+        bench.link.lose()
+        with pytest.raises(Unavailable):
+            await read(failing)
+        assert engine.stats().unread_sequences == 1
+        engine.leave(failing)
+        assert engine.stats().unread_sequences == 0
+
+    run(monkeypatch, body, max_unread=2)
 
 
 def test_what_has_ended_needs_no_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from pagekv.kvmanager.introspection import EngineTotals, block_views, collect_st
 def stats(driver: Driver) -> Stats:
     cache = CacheAdmin(True, 0.5, lambda: None)
     cache.adopt(driver.pool, driver.scheduler.host, "model")
-    return collect_stats(driver.scheduler, EngineTotals(), cache, True)
+    return collect_stats(driver.scheduler, EngineTotals(), cache, unread=0, attached=True)
 
 
 def test_gauges_follow_the_blocks() -> None:
