@@ -19,8 +19,8 @@ from pagekv.kvmanager.engine import (
     Stats,
 )
 from pagekv.kvmanager.request import CacheIdentity, FinishReason, GenerateCommand, RequestStream, SequenceDelta
-from pagekv.kvmanager.table_diff import Key
-from pagekv.kvmanager.table_watch import StoredBlock, TableWatch
+from pagekv.kvmanager.table_diff import Stored
+from pagekv.kvmanager.table_watch import TableWatch
 
 MODEL = ModelInfo(
     model_id="small",
@@ -50,7 +50,7 @@ class FakeEngine:
         self.refusal: Exception | None = None
         self.held_blocks = False
         # What a watch begins with, and the watch of the latest WatchEvents.
-        self.table: list[tuple[Key, StoredBlock]] = []
+        self.table: list[Stored] = []
         self.watch: TableWatch | None = None
         self.ended_watches: list[TableWatch] = []
 

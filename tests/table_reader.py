@@ -6,8 +6,8 @@ import numpy as np
 
 from pagekv.kvmanager.block_pool import BlockPool
 from pagekv.kvmanager.host_pool import HostPool
-from pagekv.kvmanager.table_diff import Key, Tier
-from pagekv.kvmanager.table_watch import Diff, StoredBlock, TableWatch
+from pagekv.kvmanager.table_diff import Stored, Tier
+from pagekv.kvmanager.table_watch import TableWatch
 
 # Digest to parent digest and token ids.
 Table = dict[bytes, tuple[bytes, list[int]]]
@@ -38,33 +38,28 @@ class Reader:
         self.table: Table = {}
         self.host_table: Table = {}
         while blocks := watch.take_snapshot(3):
-            for key, stored in blocks:
-                self.store(key, stored)
+            self.store(blocks)
 
     def of(self, tier: Tier) -> Table:
         return self.table if tier is Tier.DEVICE else self.host_table
 
-    def store(self, key: Key, stored: StoredBlock) -> None:
-        tier, digest = key
-        assert digest not in self.of(tier)
-        self.of(tier)[digest] = stored.parent, list(stored.token_ids)
+    def store(self, found: list[Stored]) -> None:
+        for stored in found:
+            table = self.of(stored.tier)
+            for digest, parent, token_ids in stored.each():
+                assert digest not in table
+                table[digest] = parent, list(token_ids)
 
     def read(self) -> bool:
         """Takes what there is, if there is anything."""
-        if not self.watch._unread:
+        diff = self.watch.take_unread()
+        if not diff.size:
             return False
-        # With something unread `take` never waits, so the coroutine ends at once, in or out of an event loop.
-        try:
-            self.watch.take().send(None)
-        except StopIteration as taken:
-            diff: Diff = taken.value
         if diff.cleared:
             self.table.clear()
             self.host_table.clear()
-        for key, stored in diff.changes.items():
-            if stored is None:
-                tier, digest = key
+        for tier, digests in diff.removed:
+            for digest in digests:
                 del self.of(tier)[digest]
-            else:
-                self.store(key, stored)
+        self.store(diff.stored)
         return True

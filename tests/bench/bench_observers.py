@@ -1,12 +1,13 @@
 """What watching costs the step loop: metrics, traces, events, recordings, the page; each alone, and all together.
 
-    python tests/bench/bench_observers.py [--only metrics] [--turns 100]
+    python tests/bench/bench_observers.py [--only metrics,record] [--turns 60]
 
 One process with an engine for each part and one without any: the real engine loop over an executor that answers at
-once, 256 running decodes. They take turns of 16 steps, in an order that turns too, so that all of them see the same
-moods of the machine. Figures are lower quartiles of the turns, which leaves out those that others held up; a part's
-cost is what its own are above those without any part. Two clocks: seconds of the loop's own thread, and elapsed ones,
-which include waiting for threads of the part itself and for other processes. The row "nothing" is the error.
+once, 256 running decodes. They take turns of 32 steps, in an order that turns too, so that all of them see the same
+moods of the machine. What a part puts off it does before its turn is over: two messages of events for 32 steps, no
+fewer than there are of steps that take 5 ms. Figures are lower quartiles of the turns, which leaves out those that
+others held up; a part's cost is what its own are above those without any part. Two clocks of processor time: of the
+loop's own thread, and of all threads, which includes those of the part itself. The row "nothing" is the error.
 """
 
 from __future__ import annotations
@@ -42,12 +43,15 @@ from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
 
 RUNNING = 256
 BLOCK_SIZE = 16
-# Turns of BLOCK_SIZE steps, in which every sequence fills one block, before it counts.
+# Steps in a turn: every sequence fills two blocks. And turns before it counts.
+TURN = 2 * BLOCK_SIZE
 WARM_UP = 4
 # One length for each slot of a block, so that each step has its share of sequences that fill one.
 PROMPTS = [[100 + token % 977 for token in range(64 + extra)] for extra in range(BLOCK_SIZE)]
 # Of the table: what a step of the executor takes, in milliseconds.
 STEP_MS = (5, 10, 20)
+# Behind each turn, for what its parts put off: longer than any of them waits for more.
+SETTLE_S = 0.12
 
 # -- the rig
 
@@ -101,7 +105,7 @@ class Runner:
         vars(engine_loop)["ExecutorLink"] = lambda target, wake: _Link(self)
         self.engine = EngineLoop(config(num_blocks), observers=[_Ends(self)])
         self.running = self.submitted = 0
-        # Seconds of each turn, of the loop's thread and elapsed.
+        # Processor seconds of each turn, of the loop's thread and of all.
         self.turns: list[tuple[float, float]] = []
         self._go, self._rest = asyncio.Event(), asyncio.Event()
         self._left = 1
@@ -118,7 +122,7 @@ class Runner:
             self._submit()
 
     async def turn(self) -> None:
-        """Lets it take BLOCK_SIZE steps."""
+        """Lets it take its steps."""
         assert self._loop is not None
         self._rest.clear()
         self._go.set()
@@ -126,9 +130,6 @@ class Runner:
         await asyncio.wait([rest, self._loop], return_when=asyncio.FIRST_COMPLETED)
         if self._loop.done():
             raise AssertionError("the loop ended") from self._loop.exception()
-        # What its parts do behind a step is done before others begin.
-        for _ in range(4):
-            await asyncio.sleep(0)
 
     async def step(self) -> None:
         """Before each step; waits for a turn."""
@@ -136,13 +137,14 @@ class Runner:
             return
         self._left -= 1
         if not self._left:
+            await asyncio.sleep(SETTLE_S)
             if self._begun is not None:
-                self.turns.append((time.thread_time() - self._begun[0], time.perf_counter() - self._begun[1]))
+                self.turns.append((time.thread_time() - self._begun[0], time.process_time() - self._begun[1]))
             self._rest.set()
             await self._go.wait()
             self._go.clear()
-            self._left = BLOCK_SIZE
-            self._begun = time.thread_time(), time.perf_counter()
+            self._left = TURN
+            self._begun = time.thread_time(), time.process_time()
         while self.turnover and self.running < RUNNING:
             self._submit()
 
@@ -202,10 +204,10 @@ async def running(parts: list[str], *, turnover: bool, num_blocks: int) -> Async
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds a step, of the loop's thread and elapsed."""
+    """Processor seconds a step, of the loop's thread and of all."""
 
     own_s: float
-    elapsed_s: float
+    all_s: float
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ class Comparison:
 
 async def compare(names: list[list[str]], turns: int, *, turnover: bool) -> Comparison:
     """Lower quartiles over the turns, and what is between those with parts and the one without any."""
-    num_blocks = RUNNING * (turns + 4 * WARM_UP + 8)
+    num_blocks = RUNNING * (TURN // BLOCK_SIZE * (turns + 4 * WARM_UP) + 8)
     async with AsyncExitStack() as stack:
         runners = [
             await stack.enter_async_context(running(parts, turnover=turnover, num_blocks=num_blocks))
@@ -238,17 +240,15 @@ async def compare(names: list[list[str]], turns: int, *, turnover: bool) -> Comp
         finally:
             gc.enable()
             gc.unfreeze()
-        requests = (runners[0].submitted - submitted) / (turns * BLOCK_SIZE)
+        requests = (runners[0].submitted - submitted) / (turns * TURN)
         seconds = [runner.turns[WARM_UP:] for runner in runners]
     alone, *others = (_typical(one) for one in seconds)
-    return Comparison(
-        alone, [Cost(one.own_s - alone.own_s, one.elapsed_s - alone.elapsed_s) for one in others], requests
-    )
+    return Comparison(alone, [Cost(one.own_s - alone.own_s, one.all_s - alone.all_s) for one in others], requests)
 
 
 def _typical(turns: list[tuple[float, float]]) -> Cost:
-    own, elapsed = (statistics.quantiles(seconds, n=4)[0] / BLOCK_SIZE for seconds in zip(*turns, strict=True))
-    return Cost(own, elapsed)
+    own, all_ = (statistics.quantiles(seconds, n=4)[0] / TURN for seconds in zip(*turns, strict=True))
+    return Cost(own, all_)
 
 
 async def scrape_s(num_blocks: int) -> float:
@@ -272,7 +272,7 @@ def show(names: list[list[str]], turns: int) -> str:
     alone = steady.alone
     lines = [
         f"{RUNNING} running decodes; a step of the manager alone: {alone.own_s * 1e6:.0f} us of its thread, "
-        f"{alone.elapsed_s * 1e6:.0f} us elapsed",
+        f"{alone.all_s * 1e6:.0f} us of all threads",
         "",
         f"{_HEAD} {'of own step':>12}" + "".join(f"{f'of {ms} ms':>11}" for ms in STEP_MS),
     ]
@@ -288,14 +288,14 @@ def show(names: list[list[str]], turns: int) -> str:
         _HEAD,
     ]
     for parts, cost, before in zip(names, turning.added, steady.added, strict=True):
-        more = Cost(cost.own_s - before.own_s, cost.elapsed_s - before.elapsed_s)
+        more = Cost(cost.own_s - before.own_s, cost.all_s - before.all_s)
         lines.append(f"{_title(parts)} {_times(more, turning.requests)}")
     small, large = asyncio.run(scrape_s(20_000)), asyncio.run(scrape_s(1_000_000))
     lines += ["", f"a scrape: {small * 1e3:.1f} ms; of a pool of 1 M blocks: {large * 1e3:.1f} ms"]
     return "\n".join(lines)
 
 
-_HEAD = f"{'part':14} {'thread':>9} {'elapsed':>9}"
+_HEAD = f"{'part':14} {'thread':>9} {'all':>9}"
 
 
 def _title(parts: list[str]) -> str:
@@ -303,20 +303,20 @@ def _title(parts: list[str]) -> str:
 
 
 def _times(cost: Cost, share: float) -> str:
-    return f"{cost.own_s / share * 1e6:6.1f} us {cost.elapsed_s / share * 1e6:6.1f} us"
+    return f"{cost.own_s / share * 1e6:6.1f} us {cost.all_s / share * 1e6:6.1f} us"
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
-    parser.add_argument("--only", default="", help="only parts whose name contains this, and not all together")
-    parser.add_argument("--turns", type=int, default=100, help="turns of 16 steps for each, at least 10 (default: 100)")
+    parser.add_argument("--only", default="", help="only these parts, by comma, and not all together")
+    parser.add_argument("--turns", type=int, default=60, help="turns of 32 steps for each, at least 10 (default: 60)")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     if args.turns < 10:
         parser.error(f"--turns: must be at least 10, got {args.turns}")
-    names = [[name] for name in PARTS if args.only in name]
-    if not names:
+    names = [[name] for name in PARTS if not args.only or name in args.only.split(",")]
+    if not names or not set(filter(None, args.only.split(","))) <= set(PARTS):
         parser.error(f"--only: one of {', '.join(PARTS)}, got {args.only!r}")
     # Another engine without any part: how far off the figures are.
     names.insert(0, [])

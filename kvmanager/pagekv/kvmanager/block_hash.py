@@ -16,9 +16,12 @@ from array import array
 from collections.abc import Sequence
 
 import msgpack
+import numpy as np
+from numpy.typing import NDArray
 
 from pagekv.kvmanager.request import MediaSpan
 
+DIGEST_BYTES = 32
 TOKEN_BYTES = 4
 # Of a block without media: sha256(parent digest + token bytes).digest().
 sha256 = hashlib.sha256
@@ -85,3 +88,8 @@ def chain_digests(
 def short_hash(digest: bytes) -> int:
     """The first 64 bits of a digest, for formats that have no room for more. Never an identity inside PageKV."""
     return int.from_bytes(digest[:8], "big")
+
+
+def short_hashes(digests: Sequence[bytes]) -> NDArray[np.uint64]:
+    """`short_hash` of each."""
+    return np.frombuffer(b"".join(digests), ">u8")[:: DIGEST_BYTES // 8]

@@ -27,12 +27,10 @@ from pagekv.kvmanager.prefix_table import Added, Blocks, Chunks, PrefixTable
 class TableLog(Protocol):
     """Who wants to know what enters and leaves the prefix table. Digests are 32 bytes."""
 
-    @property
-    def watched(self) -> bool:
-        """Whether `stored` is to be called."""
-        ...
+    # Whether `stored` is to be called.
+    watched: bool
 
-    def stored(self, block: int, digest: bytes, parent: bytes) -> None: ...
+    def stored(self, digests: Sequence[bytes], parents: Sequence[bytes], chunks: Chunks, *, text: bool) -> None: ...
 
     def removed(self, digests: Sequence[bytes]) -> None: ...
 
@@ -121,8 +119,11 @@ class BlockPool:
         self._check_held(np.array(blocks, np.int32))
         left_out = self.table.add_after(blocks, digests, parents, parent_digests, chunks)
         if self._log is not None and self._log.watched:
-            for position in sorted(set(range(len(blocks))).difference(left_out)):
-                self._log.stored(blocks[position], digests[position], parent_digests[position])
+            if left_out:
+                entered = sorted(set(range(len(blocks))).difference(left_out))
+                digests, parent_digests = _pick(digests, entered), _pick(parent_digests, entered)
+                chunks = chunks[entered]
+            self._log.stored(digests, parent_digests, chunks, text=True)
         return left_out
 
     def publish_chain(
@@ -136,9 +137,8 @@ class BlockPool:
         added = self.table.add_chain(blocks, digests, parent, chunks, first=first, media=media)
         self._note(added)
         if self._log is not None and self._log.watched:
-            for position in added.entered:
-                before = digests[position - 1] if position else parent
-                self._log.stored(int(blocks[position]), digests[position], before)
+            entered, parents = added.entered, [parent, *digests[:-1]]
+            self._log.stored(_pick(digests, entered), _pick(parents, entered), chunks[entered], text=not media)
         return added.collided
 
     def _note(self, added: Added) -> None:
@@ -230,3 +230,7 @@ class BlockPool:
         cached_free = int(np.count_nonzero(self.table.published[unheld]))
         if cached_free != self._num_cached_free:
             raise InvariantError(f"{cached_free} cached free blocks, counter says {self._num_cached_free}")
+
+
+def _pick(digests: Sequence[bytes], places: Sequence[int]) -> list[bytes]:
+    return [digests[place] for place in places]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import asdict
-from itertools import count
+from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any
 
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotFound
@@ -13,8 +13,7 @@ from pagekv.kvmanager.pins import MAX_LEASE_S, MIN_LEASE_S
 from pagekv.kvmanager.prompt_input import PromptReader
 from pagekv.kvmanager.request import CacheIdentity
 from pagekv.kvmanager.serving_state import ServingState
-from pagekv.kvmanager.table_diff import Key, Tier
-from pagekv.kvmanager.table_watch import Diff, StoredBlock
+from pagekv.kvmanager.table_diff import Diff, Removed, Stored, Tier
 from pagekv.kvmanager.validation import check_media, check_request_id, read_cache_controls
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import cache_service_pb2_grpc as pb_grpc
@@ -144,7 +143,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
             yield pb.WatchEventsResponse(
                 sequence=next(sequence),
                 snapshot=True,
-                events=[_stored(key, block, with_tokens) for key, block in blocks],
+                events=_stored(blocks, with_tokens),
                 more=more,
             )
         while not request.snapshot_only:
@@ -200,27 +199,32 @@ def _explanation(block: BlockExplanation) -> pb.BlockExplanation:
 
 def _pieces(diff: Diff, with_tokens: bool) -> Iterator[tuple[Sequence[pb.CacheEvent], bool]]:
     """The events of a batch, MAX_EVENTS at a time, and whether more follow."""
-    events = [pb.CacheEvent(cleared=pb.AllBlocksCleared())] if diff.cleared else []
-    for key, block in diff.changes.items():
-        if len(events) == MAX_EVENTS:
-            yield events, True
-            events = []
-        events.append(_removed(key) if block is None else _stored(key, block, with_tokens))
+    left = chain(
+        [pb.CacheEvent(cleared=pb.AllBlocksCleared())] if diff.cleared else [],
+        _removed(diff.removed),
+        _stored(diff.stored, with_tokens),
+    )
+    events = list(islice(left, MAX_EVENTS))
+    while later := list(islice(left, MAX_EVENTS)):
+        yield events, True
+        events = later
     yield events, False
 
 
-def _stored(key: Key, block: StoredBlock, with_tokens: bool) -> pb.CacheEvent:
-    tier, digest = key
-    return pb.CacheEvent(
-        stored=pb.BlockStored(
-            block_hash=digest.hex(),
-            parent_hash=block.parent.hex(),
-            token_ids=block.token_ids if with_tokens else (),
-            tier=_TIERS[tier],
-        )
-    )
+def _stored(found: Iterable[Stored], with_tokens: bool) -> Iterator[pb.CacheEvent]:
+    for stored in found:
+        for digest, parent, token_ids in stored.each():
+            yield pb.CacheEvent(
+                stored=pb.BlockStored(
+                    block_hash=digest.hex(),
+                    parent_hash=parent.hex(),
+                    token_ids=token_ids if with_tokens else (),
+                    tier=_TIERS[stored.tier],
+                )
+            )
 
 
-def _removed(key: Key) -> pb.CacheEvent:
-    tier, digest = key
-    return pb.CacheEvent(removed=pb.BlockRemoved(block_hash=digest.hex(), tier=_TIERS[tier]))
+def _removed(found: Iterable[Removed]) -> Iterator[pb.CacheEvent]:
+    for tier, digests in found:
+        for digest in digests:
+            yield pb.CacheEvent(removed=pb.BlockRemoved(block_hash=digest.hex(), tier=_TIERS[tier]))

@@ -31,7 +31,9 @@ class BlockIdentity(NamedTuple):
 
 
 _NOBODYS = "", ""
-_PLAIN, _PLAIN_FIRST = BlockIdentity(), BlockIdentity(first=True)
+# Of blocks of which there is nothing to be said; always this object.
+PLAIN = BlockIdentity()
+_PLAIN_FIRST = BlockIdentity(first=True)
 
 
 class EventIdentities:
@@ -60,8 +62,13 @@ class EventIdentities:
         while len(self._media) > MAX_MEDIA_BLOCKS:
             self._media.popitem(last=False)
 
-    def stored(self, key: Key, parent: bytes) -> BlockIdentity:
-        """A block entered a table; blocks of one batch in order, parents first."""
+    def stored(self, tier: Tier, digests: Sequence[bytes], parents: Sequence[bytes]) -> list[BlockIdentity]:
+        """Blocks entered a table, on the device parents first."""
+        if not self._of and not self._media and self._roots.keys().isdisjoint(parents):
+            return [PLAIN] * len(digests)
+        return [self._stored((tier, digest), parent) for digest, parent in zip(digests, parents, strict=True)]
+
+    def _stored(self, key: Key, parent: bytes) -> BlockIdentity:
         whose = self._roots.get(parent)
         first = whose is not None
         if whose is None and self._of:
@@ -72,14 +79,14 @@ class EventIdentities:
             self._of[key] = whose
         media = self._media.get(key[1]) if self._media else None
         if whose is _NOBODYS and media is None:
-            return _PLAIN_FIRST if first else _PLAIN
+            return _PLAIN_FIRST if first else PLAIN
         return BlockIdentity(*whose, first, tuple(media or ()))
 
-    def removed(self, keys: Iterable[Key]) -> None:
+    def removed(self, tier: Tier, digests: Iterable[bytes]) -> None:
         """Blocks left a table; to be told after what entered in the same batch."""
         if self._of:
-            for key in keys:
-                self._of.pop(key, None)
+            for digest in digests:
+                self._of.pop((tier, digest), None)
 
     def cleared(self) -> None:
         """Everything left both tables."""

@@ -26,7 +26,7 @@ NO_BLOCK = -1
 class HostLog(Protocol):
     """Who wants to know which keys come and go one by one. Digests are 32 bytes."""
 
-    def host_stored(self, digest: bytes, parent: bytes) -> None: ...
+    def host_stored(self, digest: bytes, parent: bytes, tokens: NDArray[np.uint32]) -> None: ...
 
     def host_removed(self, digest: bytes) -> None: ...
 
@@ -177,7 +177,7 @@ class HostPool:
                 self._parent[block] = parents[position]
                 keyed.append(position)
                 if log is not None:
-                    log.host_stored(digest, parents[position])
+                    log.host_stored(digest, parents[position], tokens[position])
         self._tokens[taken[keyed]] = tokens[keyed]
         return blocks
 

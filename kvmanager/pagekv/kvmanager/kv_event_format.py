@@ -13,15 +13,17 @@ the device's pool, whatever the device is, and CPU for the host's, because reade
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
 
 import msgpack
+import numpy as np
 
-from pagekv.kvmanager.block_hash import short_hash
-from pagekv.kvmanager.event_identities import BlockIdentity, EventIdentities
-from pagekv.kvmanager.table_diff import Key, Tier
-from pagekv.kvmanager.table_watch import Diff, StoredBlock
+from pagekv.kvmanager.block_hash import TOKEN_BYTES, short_hashes
+from pagekv.kvmanager.event_identities import PLAIN, BlockIdentity, EventIdentities
+from pagekv.kvmanager.table_diff import Diff, Stored, Tier, join
 
 # Tokens in one batch, so that none takes the event loop for long or grows beyond some tens of kilobytes.
 MAX_BATCH_TOKENS = 16_384
@@ -30,84 +32,128 @@ _MEDIUM = {Tier.DEVICE: "GPU", Tier.HOST: "CPU"}
 _GROUP = 0
 _KIND = "full_attention"
 _RANK = 0
+_CLEARED: bytes = msgpack.packb({"type": "AllBlocksCleared"})
 
-Event = dict[str, Any]
+
+class Events(NamedTuple):
+    """Packed events, one after the other."""
+
+    number: int
+    packed: bytes | bytearray
 
 
 class KvEventFormat:
-    """Turns changes into batches of events."""
+    """Turns changes into batches of packed events."""
 
     def __init__(self, identities: EventIdentities, *, token_ids: bool) -> None:
         """`token_ids`: False leaves them out; readers then see which blocks there are and how they follow on."""
         self._identities = identities
         self._token_ids = token_ids
 
-    def beginning(self) -> list[Event]:
+    def beginning(self) -> Events:
         """What a stream begins with: whatever a reader thought there was, is gone."""
-        return [{"type": "AllBlocksCleared"}]
+        return Events(1, _CLEARED)
 
-    def snapshot(self, blocks: Iterable[tuple[Key, StoredBlock]]) -> Iterator[list[Event]]:
-        """Batches that store these blocks, in this order."""
-        identify, with_tokens = self._identities.stored, self._token_ids
-        events: list[Event] = []
-        # Tokens in the batch; the block that the last event ends with, and its adapter.
-        tokens, end, of = 0, None, ""
-        for key, block in blocks:
-            (tier, digest), (parent, token_ids) = key, block
-            size = len(token_ids)
-            if tokens and tokens + size > MAX_BATCH_TOKENS:
-                yield events
-                events, tokens, end = [], 0, None
-            _, adapter, first, media = identity = identify(key, parent)
-            extra_keys = _extra_keys(identity) if adapter or media or first else None
-            if end == (tier, parent) and of == adapter:
-                # One event of blocks that follow one another.
-                event = events[-1]
-                event["block_hashes"].append(short_hash(digest))
-                event["extra_keys"].append(extra_keys)
-                if with_tokens:
-                    event["token_ids"] += token_ids
-            else:
-                events.append(
-                    {
-                        "type": "BlockStored",
-                        "block_hashes": [short_hash(digest)],
-                        "parent_block_hash": None if first else short_hash(parent),
-                        "token_ids": token_ids.tolist() if with_tokens else [],
-                        "block_size": size,
-                        "lora_id": None,
-                        "medium": _MEDIUM[tier],
-                        "lora_name": adapter or None,
-                        "extra_keys": [extra_keys],
-                        "group_idx": _GROUP,
-                        "kv_cache_spec_kind": _KIND,
-                    }
-                )
-            tokens, end, of = tokens + size, key, adapter
-        if events:
-            yield events
+    def snapshot(self, found: Sequence[Stored]) -> Iterator[Events]:
+        """Batches that store these blocks, those of a tier in this order."""
+        for tier in Tier:
+            of_tier = [stored for stored in found if stored.tier is tier]
+            if of_tier:
+                blocks = join(of_tier)
+                most = max(1, MAX_BATCH_TOKENS * TOKEN_BYTES * len(blocks.digests) // len(blocks.tokens))
+                for start in range(0, len(blocks.digests), most):
+                    yield self._stored(blocks.cut(start, start + most))
 
-    def changed(self, diff: Diff) -> Iterator[list[Event]]:
+    def changed(self, diff: Diff) -> Iterator[Events]:
         """Batches that make one border's tables those of the next. What is removed comes first: readers that do not
         tell the tiers apart then keep a block that moved from one to the other.
         """
-        events: list[Event] = []
+        count, packed = 0, bytearray()
         if diff.cleared:
             self._identities.cleared()
-            events = self.beginning()
-        gone = [key for key, block in diff.changes.items() if block is None]
-        for tier in Tier if gone else ():
-            digests = [digest for of, digest in gone if of is tier]
-            for start in range(0, len(digests), MAX_BATCH_TOKENS):
-                hashes = [short_hash(digest) for digest in digests[start : start + MAX_BATCH_TOKENS]]
+            count, packed = 1, packed + _CLEARED
+        for tier in Tier if diff.removed else ():
+            gone = [*chain.from_iterable(removed.digests for removed in diff.removed if removed.tier is tier)]
+            for start in range(0, len(gone), MAX_BATCH_TOKENS):
+                hashes = short_hashes(gone[start : start + MAX_BATCH_TOKENS]).tolist()
                 removed = {"type": "BlockRemoved", "block_hashes": hashes, "medium": _MEDIUM[tier], "group_idx": _GROUP}
-                events.append(removed)
-        stored = self.snapshot((key, block) for key, block in diff.changes.items() if block is not None)
-        first = next(stored, None)
-        if events or first:
-            yield events + (first or [])
-        yield from stored
-        self._identities.removed(gone)
+                count, packed = count + 1, packed + msgpack.packb(removed)
+        for events in self.snapshot(diff.stored):
+            yield Events(count + events.number, packed + events.packed) if count else events
+            count = 0
+        if count:
+            yield Events(count, packed)
+        for tier, digests in diff.removed:
+            self._identities.removed(tier, digests)
+
+    def _stored(self, blocks: Stored) -> Events:
+        """Blocks that follow one another are one event."""
+        tier, digests, parents, tokens, _ = blocks
+        count = len(digests)
+        ids = np.frombuffer(tokens, np.uint32).reshape(count, -1)
+        size = ids.shape[1]
+        if not self._token_ids:
+            ids = ids[:, :0]
+        names = self._identities.stored(tier, digests, parents)
+        hashes, before = short_hashes(digests), short_hashes(parents)
+        single, fields = _single(tier, size, self._token_ids)
+        singles = bytearray(single) * count
+        rows = np.frombuffer(singles, fields)
+        rows["hash"], rows["parent"], rows["tokens"]["id"] = hashes, before, ids
+        follows = before[1:] == hashes[:-1]
+        if names.count(PLAIN) == count and not follows.any():
+            return Events(count, singles)
+        begins = [
+            place
+            for place in range(1, count)
+            if not follows[place - 1] or names[place].adapter_id != names[place - 1].adapter_id
+        ]
+        packed: list[bytes | bytearray] = []
+        for begin, end in pairwise([0, *begins, count]):
+            if end - begin == 1 and names[begin] is PLAIN:
+                packed.append(singles[begin * len(single) : end * len(single)])
+            else:
+                here = hashes[begin:end].tolist(), None if names[begin].first else int(before[begin])
+                packed.append(_pack_stored(tier, *here, ids[begin:end].ravel().tolist(), size, names[begin:end]))
+        return Events(len(packed), b"".join(packed))
+
+
+def _pack_stored(
+    tier: Tier, hashes: list[int], parent: int | None, token_ids: list[int], size: int, names: list[BlockIdentity]
+) -> bytes:
+    packed: bytes = msgpack.packb(
+        {
+            "type": "BlockStored",
+            "block_hashes": hashes,
+            "parent_block_hash": parent,
+            "token_ids": token_ids,
+            "block_size": size,
+            "lora_id": None,
+            "medium": _MEDIUM[tier],
+            "lora_name": names[0].adapter_id or None,
+            "extra_keys": [_extra_keys(identity) for identity in names],
+            "group_idx": _GROUP,
+            "kv_cache_spec_kind": _KIND,
+        }
+    )
+    return packed
+
+
+@lru_cache
+def _single(tier: Tier, size: int, token_ids: bool) -> tuple[bytes, np.dtype[np.void]]:
+    """An event of one block of `size` tokens that follows another, every number at its widest; and where they are."""
+    shown, most = size if token_ids else 0, 2**64 - 1
+    event = _pack_stored(tier, [most], most - 1, [2**32 - 1] * shown, size, [PLAIN])
+    # A token id behind a byte that says what it is.
+    token = np.dtype({"names": ["id"], "formats": [">u4"], "offsets": [1], "itemsize": 1 + TOKEN_BYTES})
+    tokens = msgpack.packb([2**32 - 1] * shown)
+    fields = {
+        "hash": (">u8", event.index(most.to_bytes(8, "big"))),
+        "parent": (">u8", event.index((most - 1).to_bytes(8, "big"))),
+        "tokens": ((token, (shown,)), event.index(tokens) + len(tokens) - token.itemsize * shown),
+    }
+    formats, offsets = zip(*fields.values(), strict=True)
+    return event, np.dtype({"names": [*fields], "formats": formats, "offsets": offsets, "itemsize": len(event)})
 
 
 def _extra_keys(identity: BlockIdentity) -> list[Any] | None:
@@ -121,7 +167,10 @@ def _extra_keys(identity: BlockIdentity) -> list[Any] | None:
     return keys or None
 
 
-def pack(seconds: float, events: list[Event]) -> bytes:
+def pack(seconds: float, events: Events) -> bytes:
     """A batch as it is sent."""
-    packed: bytes = msgpack.packb([seconds, events, _RANK])
-    return packed
+    packer = msgpack.Packer(autoreset=False)
+    packer.pack_array_header(3)
+    packer.pack(seconds)
+    packer.pack_array_header(events.number)
+    return b"".join((packer.bytes(), events.packed, msgpack.packb(_RANK)))

@@ -27,7 +27,7 @@ from pagekv.common.errors import FellBehind, LimitExceeded, Unavailable
 from pagekv.common.logs import Log
 from pagekv.kvmanager.engine import ModelInfo
 from pagekv.kvmanager.event_identities import EventIdentities
-from pagekv.kvmanager.kv_event_format import Event, KvEventFormat, pack
+from pagekv.kvmanager.kv_event_format import Events, KvEventFormat, pack
 from pagekv.kvmanager.observer import Observer
 from pagekv.kvmanager.sequence import LiveRequest
 from pagekv.kvmanager.step_plan import StepPlan
@@ -46,8 +46,8 @@ REPLAY_PATIENCE_S = 10.0
 SNAPSHOT_PIECE = 256
 REPLAY_PIECE = 32
 RETRY_S = 1.0
-# Between one batch and the next.
-PAUSE_S = 0.005
+# Between one batch and the next, which has what all steps until then brought: a batch costs as much as a dozen blocks.
+PAUSE_S = 0.1
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -163,10 +163,9 @@ class KvEventPublisher(Observer):
             for events in self._format.changed(await watch.take()):
                 self._publish([events])
                 await asyncio.sleep(0)
-            # Short steps share a batch.
             await asyncio.sleep(PAUSE_S)
 
-    def _publish(self, batches: Iterable[list[Event]]) -> None:
+    def _publish(self, batches: Iterable[Events]) -> None:
         assert self._pub is not None
         for events in batches:
             number, payload = next(self._numbers), pack(self._clock(), events)

@@ -40,6 +40,8 @@ class TableColumns:
     parents: Blocks
     # Digests of the parents of which `parents` does not know the digest.
     loose_parents: dict[int, bytes]
+    # Those with media, which tokens alone do not lead to.
+    media: set[int]
     # [num_blocks, block_size].
     tokens: NDArray[np.uint32]
 
@@ -117,7 +119,8 @@ class PrefixTable:
         parents, loose = self._continuations.parents(), dict(self._loose_parent)
         # What the walk cannot reach may have its parent in the table all the same.
         parents[list(loose)] = [self._block_of.get(digest, -1) for digest in loose.values()]
-        return TableColumns(self.published.copy(), self._digest[:], parents, loose, self._tokens.copy())
+        media = {block for block in loose if block not in self._continuations}
+        return TableColumns(self.published.copy(), self._digest[:], parents, loose, media, self._tokens.copy())
 
     def follow(self, root: bytes, chunks: Chunks) -> list[int]:
         """Longest leading run of cached blocks with these token ids after a chain root, found without hashing."""

@@ -49,7 +49,7 @@ TOKENIZER_FILES = (
 MAX_FLUSH_S = 600.0
 FLUSH_STEP_S = 0.02
 # Seconds between what a subscriber is told and the next news for it: how far a gateway's picture may be behind.
-EVENTS_PAUSE_S = 0.05
+EVENTS_PAUSE_S = 0.1
 # Name of a deployment whose executor has no model directory (the oracle).
 NAMELESS_MODEL = "pagekv"
 

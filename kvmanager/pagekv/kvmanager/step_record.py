@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as List
 from dataclasses import asdict
 from typing import Any
 
@@ -52,21 +53,26 @@ _MOVES = {kind: number for number, kind in enumerate(MoveKind)}
 def plan_columns(plan: StepPlan) -> list[Any]:
     """A plan as it is recorded, in the order of COLUMNS."""
     return [
-        token_bytes(plan.finished),
-        token_bytes([number for move in plan.moves for number in (_MOVES[move.kind], move.source, move.destination)]),
+        _column(plan.finished),
+        _column([number for move in plan.moves for number in (_MOVES[move.kind], move.source, move.destination)]),
         [
             [*_name(new.sequence), new.handle, new.computed_tokens, len(new.token_ids), token_bytes(new.block_ids)]
             for new in plan.new
         ],
-        token_bytes(plan.append_handles),
-        token_bytes(plan.append_blocks),
-        token_bytes(plan.scheduled_handles),
-        token_bytes(plan.scheduled_tokens),
+        _column(plan.append_handles),
+        _column(plan.append_blocks),
+        _column(plan.scheduled_handles),
+        _column(plan.scheduled_tokens),
         plan.sampling.astype("<u4").tobytes(),
         [[handle, *_name(sequence)] for handle, sequence in plan.beams.items()],
         plan.num_tokens,
         [[*_name(sequence), swapped] for sequence, swapped in plan.preempted],
     ]
+
+
+def _column(numbers: List[int]) -> bytes:
+    # Most are empty in most steps.
+    return token_bytes(numbers) if numbers else b""
 
 
 def _name(sequence: Sequence) -> tuple[int, int]:
@@ -79,6 +85,7 @@ class StepRecorder:
     def __init__(self, file: RecordingFile, *, eviction_policy: str, protected_share: float, aging: int) -> None:
         """The policy and share are those of every pool, `aging` is what a level of priority is worth in arrivals."""
         self._file = file
+        self._packer = msgpack.Packer()
         self._check = 0
         header = {"format": FORMAT, "version": VERSION, "eviction_policy": eviction_policy}
         self._write({**header, "protected_share": protected_share, "priority_aging": aging})
@@ -89,9 +96,9 @@ class StepRecorder:
             self._write([kind, *values])
 
     def _write(self, record: Any) -> None:
-        packed = msgpack.packb(record)
+        packed = self._packer.pack(record)
         self._check = zlib.crc32(packed, self._check)
-        framed = msgpack.packb([self._check, packed])
+        framed = self._packer.pack([self._check, packed])
         self._file.write(framed, len(framed))
 
 

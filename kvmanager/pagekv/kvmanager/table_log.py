@@ -9,17 +9,19 @@ anything: an entry in a dictionary each.
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.host_pool import HostPool
-from pagekv.kvmanager.prefix_table import PrefixTable
+from pagekv.kvmanager.prefix_table import Chunks, PrefixTable
 from pagekv.kvmanager.removal_history import Removal, RemovalHistory
-from pagekv.kvmanager.table_diff import TableDiff, Tier
+from pagekv.kvmanager.table_diff import Diff, Removed, Stored, Tier
 from pagekv.kvmanager.table_snapshot import take_snapshot
-from pagekv.kvmanager.table_watch import Diff, StoredBlock, TableWatch
+from pagekv.kvmanager.table_watch import TableWatch
 
 MAX_WATCHES = 16
 
@@ -43,16 +45,13 @@ class TableLog:
         self._table: PrefixTable | None = None
         self._host: HostPool | None = None
         self._watches: list[TableWatch] = []
-        # Parent digests of what entered since the last border. The tokens are read at the border.
-        self._pending: TableDiff[bytes] = TableDiff()
+        # Whether anybody wants to know what enters the tables.
+        self.watched = False
+        # Since the last border.
+        self._pending = Diff()
         self._step = 0
         # Of the removals since the last border.
         self._removal: Removal | None = None
-
-    @property
-    def watched(self) -> bool:
-        """Whether anybody wants to know what enters the tables."""
-        return bool(self._watches)
 
     @property
     def num_watches(self) -> int:
@@ -77,9 +76,12 @@ class TableLog:
 
     # -- called by the pool
 
-    def stored(self, block: int, digest: bytes, parent: bytes) -> None:
-        """A block entered the device's table, after the block or chain root with the digest `parent`."""
-        self._pending.store((Tier.DEVICE, digest), parent)
+    def stored(self, digests: Sequence[bytes], parents: Sequence[bytes], chunks: Chunks, *, text: bool) -> None:
+        """Blocks entered the device's table, each after the block or chain root with the digest at its place in
+        `parents`; `text`: without media.
+        """
+        if digests:
+            self._pending.store(Stored(Tier.DEVICE, digests, parents, chunks.tobytes(), text))
 
     def removed(self, digests: Sequence[bytes]) -> None:
         """Blocks were evicted from the device."""
@@ -87,17 +89,17 @@ class TableLog:
             self._removal = Removal(self._step, self._clock(), cleared=False)
         self._history.add(digests, self._removal)
         if self._watches:
-            self._pending.remove((Tier.DEVICE, digest) for digest in digests)
+            self._pending.remove(Removed(Tier.DEVICE, digests))
 
-    def host_stored(self, digest: bytes, parent: bytes) -> None:
+    def host_stored(self, digest: bytes, parent: bytes, tokens: NDArray[np.uint32]) -> None:
         """A block entered the host's table. Other than on the device, the block before it may be missing."""
         if self._watches:
-            self._pending.store((Tier.HOST, digest), parent)
+            self._pending.store(Stored(Tier.HOST, [digest], [parent], tokens.tobytes()))
 
     def host_removed(self, digest: bytes) -> None:
         """A block was evicted from the host pool."""
         if self._watches:
-            self._pending.remove(((Tier.HOST, digest),))
+            self._pending.remove(Removed(Tier.HOST, [digest]))
 
     def cleared(self) -> None:
         """Everything is about to leave the device's table, and has left the host's or leaves it with it."""
@@ -112,29 +114,10 @@ class TableLog:
         """The tables are consistent; `step` steps are completed. Watchers get what changed."""
         self._step = step
         self._removal = None
-        if self._watches and self._pending:
-            diff = self._resolve()
+        if self._watches and self._pending.size:
+            diff, self._pending = self._pending, Diff()
             for watch in list(self._watches):
                 watch.push(diff)
-
-    def _resolve(self) -> Diff:
-        """The pending changes with the tokens of what entered, which is in the tables now."""
-        assert self._table is not None
-        diff = Diff()
-        diff.cleared = self._pending.cleared
-        for key, parent in self._pending.changes.items():
-            if parent is None:
-                diff.changes[key] = None
-            else:
-                tier, digest = key
-                table = self._table if tier is Tier.DEVICE else self._host
-                assert table is not None
-                # Not the block that was told of: another copy may have its entry by now.
-                block = table.lookup(digest)
-                assert block is not None
-                diff.changes[key] = StoredBlock(parent, array("I", table.token_ids(block)))
-        self._pending = TableDiff()
-        return diff
 
     def watch(self) -> TableWatch:
         """A watch that begins with the tables as they are. Raises LimitExceeded when there are too many."""
@@ -144,12 +127,14 @@ class TableLog:
         snapshot = iter(()) if self._table is None else take_snapshot(self._table, self._host)
         watch = TableWatch(snapshot, self._leave)
         self._watches.append(watch)
+        self.watched = True
         return watch
 
     def _leave(self, watch: TableWatch) -> None:
         self._watches.remove(watch)
-        if not self._watches:
-            self._pending = TableDiff()
+        self.watched = bool(self._watches)
+        if not self.watched:
+            self._pending = Diff()
 
     def end_watches(self, error: Exception) -> None:
         """Ends every watch with an error for its reader."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from array import array
 from itertools import chain
 
 import numpy as np
 
 from pagekv.kvmanager.host_pool import HostPool
 from pagekv.kvmanager.prefix_table import PrefixTable, TableColumns
-from pagekv.kvmanager.table_diff import Tier
-from pagekv.kvmanager.table_watch import Snapshot, StoredBlock
+from pagekv.kvmanager.table_diff import Stored, Tier
+from pagekv.kvmanager.table_watch import Snapshot
 
 
 def take_snapshot(table: PrefixTable, host: HostPool | None = None) -> Snapshot:
@@ -25,7 +24,7 @@ def take_snapshot(table: PrefixTable, host: HostPool | None = None) -> Snapshot:
 
 def _parents_first(columns: TableColumns) -> Snapshot:
     told = np.zeros(len(columns.published), np.bool_).data
-    parents, loose = columns.parents.data, columns.loose_parents
+    parents, loose, media = columns.parents.data, columns.loose_parents, columns.media
     for block in np.flatnonzero(columns.published).tolist():
         chain = []
         while block >= 0 and not told[block]:
@@ -37,12 +36,9 @@ def _parents_first(columns: TableColumns) -> Snapshot:
             digest = columns.digests[link]
             assert digest is not None
             assert parent is not None
-            yield (Tier.DEVICE, digest), StoredBlock(parent, array("I", columns.tokens[link].tobytes()))
+            yield Stored(Tier.DEVICE, [digest], [parent], columns.tokens[link].tobytes(), link not in media)
 
 
 def _host_blocks(host: HostPool) -> Snapshot:
     entries, tokens = host.columns()
-    return (
-        ((Tier.HOST, digest), StoredBlock(parent, array("I", tokens[block].tobytes())))
-        for block, digest, parent in entries
-    )
+    return (Stored(Tier.HOST, [digest], [parent], tokens[block].tobytes()) for block, digest, parent in entries)

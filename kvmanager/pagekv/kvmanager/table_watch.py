@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import NamedTuple
 
 from pagekv.common.errors import FellBehind
-from pagekv.kvmanager.table_diff import Key, TableDiff
+from pagekv.kvmanager.table_diff import Diff, Stored
 
-# Changes that a reader may leave unread: some tens of megabytes.
+# Changes that a reader may leave unread, those that come to nothing among them: some tens of megabytes.
 MAX_UNREAD = 131_072
 
 
-class StoredBlock(NamedTuple):
-    """A block that entered a table; digests are 32 bytes, `parent` is that of the block or chain root before it."""
-
-    parent: bytes
-    token_ids: array[int]
-
-
-Diff = TableDiff[StoredBlock]
-# Every block in the tables at the border where the watch began, the device's first, parents before children there.
-Snapshot = Iterator[tuple[Key, StoredBlock]]
+# Every block in the tables at the border where the watch began, each by itself, the device's first, parents before
+# children there.
+Snapshot = Iterator[Stored]
 
 
 class TableWatch:
@@ -36,7 +27,9 @@ class TableWatch:
     def __init__(self, snapshot: Snapshot, on_end: Callable[[TableWatch], None], max_unread: int = MAX_UNREAD) -> None:
         """`on_end` is called once, when it leaves the open state."""
         self._snapshot = snapshot
-        self._unread = Diff()
+        # Of one border after the other, and their sizes added up.
+        self._unread: list[Diff] = []
+        self._size = 0
         self._max_unread = max_unread
         self._ready = asyncio.Event()
         self._error: Exception | None = None
@@ -44,13 +37,14 @@ class TableWatch:
 
     def push(self, diff: Diff) -> None:
         """Adds what changed up to a step border; called by the engine loop."""
-        self._unread.extend(diff)
-        if len(self._unread) > self._max_unread:
+        self._unread.append(diff)
+        self._size += diff.size
+        if self._size > self._max_unread:
             self.fail(FellBehind(f"more than {self._max_unread} changes were not read in time; start again"))
-        elif self._unread:
+        else:
             self._ready.set()
 
-    def take_snapshot(self, limit: int) -> list[tuple[Key, StoredBlock]]:
+    def take_snapshot(self, limit: int) -> list[Stored]:
         """The next blocks of the snapshot, `limit` at most and fewer only at its end; raises what ended the watch."""
         if self._error is not None:
             raise self._error
@@ -58,12 +52,20 @@ class TableWatch:
 
     async def take(self) -> Diff:
         """Waits for changes; raises what ended the watch."""
-        while not self._unread:
+        while not (taken := self.take_unread()).size:
             if self._error is not None:
                 raise self._error
             self._ready.clear()
             await self._ready.wait()
-        taken, self._unread = self._unread, Diff()
+        return taken
+
+    def take_unread(self) -> Diff:
+        """What changed by now, which may be nothing."""
+        taken = Diff()
+        for diff in self._unread:
+            taken.extend(diff)
+        taken.settle()
+        self._unread, self._size = [], 0
         return taken
 
     def fail(self, error: Exception) -> None:
@@ -74,7 +76,7 @@ class TableWatch:
 
     def close(self) -> None:
         """Ends it and forgets what is unread. Idempotent."""
-        self._unread = Diff()
+        self._unread, self._size = [], 0
         self._snapshot = iter(())
         if self._on_end is not None:
             self._on_end(self)

@@ -27,15 +27,16 @@ def outcomes(engine: EngineLoop, prompt: list[int], identity: CacheIdentity = AN
     return [block.outcome for block in engine.explain_prefix(prompt, identity, 0, 99).blocks]
 
 
-async def followed(watch: TableWatch) -> set[bytes]:
+def followed(watch: TableWatch) -> set[bytes]:
     """The digests on the device that a reader of everything told so far has."""
-    found = {digest for (_, digest), _ in watch.take_snapshot(9999)}
-    while watch._unread:
-        diff = await watch.take()
-        if diff.cleared:
-            found.clear()
-        for (_, digest), stored in diff.changes.items():
-            found.discard(digest) if stored is None else found.add(digest)
+    found = {digest for stored in watch.take_snapshot(9999) for digest in stored.digests}
+    diff = watch.take_unread()
+    if diff.cleared:
+        found.clear()
+    for removed in diff.removed:
+        found.difference_update(removed.digests)
+    for stored in diff.stored:
+        found.update(stored.digests)
     return found
 
 
@@ -88,7 +89,7 @@ def test_watchers_see_a_reset_though_nothing_runs(monkeypatch: pytest.MonkeyPatc
         assert engine.reset_prefix_cache(force=False) == CacheReset(2)
         told = await asyncio.wait_for(watch.take(), 2)
         assert told.cleared
-        assert not told.changes
+        assert not told.stored
         watch.close()
 
     run(monkeypatch, body)
@@ -182,7 +183,7 @@ def test_watchers_follow_the_table_through_a_lost_executor(monkeypatch: pytest.M
         assert outcomes(engine, EIGHT) == [BlockOutcome.CLEARED] * 2
         assert await read(stream) == expect([7, *EIGHT], 30)
         engine._cache.border(engine.stats().steps_total)
-        assert await followed(early) == await followed(late) == listed(engine) != set()
+        assert followed(early) == followed(late) == listed(engine) != set()
         assert engine.stats().watchers == 2
         early.close()
         assert engine.stats().watchers == 1

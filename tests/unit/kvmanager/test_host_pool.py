@@ -117,7 +117,7 @@ def test_what_nobody_holds_cannot_be_released() -> None:
 
 # -- against a model that takes everything one by one
 
-Event = tuple[str, bytes] | tuple[str, bytes, bytes]
+Event = tuple[str, bytes] | tuple[str, bytes, bytes, tuple[int, ...]]
 
 
 class Log:
@@ -126,8 +126,8 @@ class Log:
     def __init__(self) -> None:
         self.events: list[Event] = []
 
-    def host_stored(self, digest: bytes, parent: bytes) -> None:
-        self.events.append(("stored", digest, parent))
+    def host_stored(self, digest: bytes, parent: bytes, tokens: NDArray[np.uint32]) -> None:
+        self.events.append(("stored", digest, parent, tuple(tokens.tolist())))
 
     def host_removed(self, digest: bytes) -> None:
         self.events.append(("removed", digest))
@@ -168,7 +168,7 @@ class PlainPool:
         self.hold(block)
         if content is not None and all(kept[0] != content[0] for kept in self.content.values()):
             self.content[block] = content
-            self.events.append(("stored", digest(content[0]), digest(content[0] + 100)))
+            self.events.append(("stored", digest(content[0]), digest(content[0] + 100), content))
         return block, True
 
     def keep_all(self, contents: list[Content]) -> tuple[list[int], list[int]]:

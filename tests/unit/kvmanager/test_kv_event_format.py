@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from array import array
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 from cached_prefixes import Clock
@@ -17,12 +15,11 @@ from pagekv.kvmanager.block_hash import chain_digests, root_digest, short_hash, 
 from pagekv.kvmanager.block_pool import BlockPool
 from pagekv.kvmanager.event_identities import EventIdentities
 from pagekv.kvmanager.host_pool import HostPool
-from pagekv.kvmanager.kv_event_format import MAX_BATCH_TOKENS, Event, KvEventFormat, pack
+from pagekv.kvmanager.kv_event_format import MAX_BATCH_TOKENS, Events, KvEventFormat, pack
 from pagekv.kvmanager.pins import Pins
 from pagekv.kvmanager.request import CacheIdentity, MediaSpan
-from pagekv.kvmanager.table_diff import Tier
+from pagekv.kvmanager.table_diff import Diff, Removed, Stored, Tier
 from pagekv.kvmanager.table_log import TableLog
-from pagekv.kvmanager.table_watch import Diff, StoredBlock
 
 ROOT = root_digest("model", "", "")
 SIZE = 4
@@ -38,12 +35,12 @@ def chain(diff: Diff, root: bytes, prompt: list[int], tier: Tier = Tier.DEVICE, 
     """Stores the prompt's full blocks from block `first` on; returns the digests of all."""
     digests = chain_digests(root, token_bytes(prompt), SIZE)
     for index in range(first, len(digests)):
-        tokens = array("I", prompt[index * SIZE : (index + 1) * SIZE])
-        diff.store((tier, digests[index]), StoredBlock(digests[index - 1] if index else root, tokens))
+        tokens = token_bytes(prompt[index * SIZE : (index + 1) * SIZE])
+        diff.store(Stored(tier, [digests[index]], [digests[index - 1] if index else root], tokens))
     return digests
 
 
-def decoded(batches: Iterable[Any]) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
+def decoded(batches: Iterable[Events]) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
     return [event for events in batches for event in decode(pack(1.5, events)).events]
 
 
@@ -85,7 +82,7 @@ def test_removals_come_first_and_name_the_medium() -> None:
     assert len(decoded(form.changed(diff))) == 1
     moved = Diff()
     chain(moved, ROOT, [1] * 12, Tier.HOST, first=2)
-    moved.remove([(Tier.DEVICE, digests[2]), (Tier.DEVICE, digests[1])])
+    moved.remove(Removed(Tier.DEVICE, [digests[2], digests[1]]))
     removed, stored = decoded(form.changed(moved))
     assert removed == BlockRemoved([short_hash(digests[2]), short_hash(digests[1])], "GPU", 0)
     assert isinstance(stored, BlockStored)
@@ -110,7 +107,9 @@ def test_large_changes_come_in_batches_of_bounded_size() -> None:
     diff = Diff()
     digests = chain(diff, ROOT, [7] * (2 * MAX_BATCH_TOKENS + 8))
     batches = list(form.changed(diff))
-    assert [sum(len(event["token_ids"]) for event in events) for events in batches] == [
+    assert [
+        sum(len(event.token_ids) for event in decoded([events]) if isinstance(event, BlockStored)) for events in batches
+    ] == [
         MAX_BATCH_TOKENS, MAX_BATCH_TOKENS, 8,
     ]  # fmt: skip
     replica = EventReplica()
@@ -134,7 +133,7 @@ def test_adapter_namespace_and_media_are_named_as_vllm_names_them() -> None:
     assert stored.extra_keys == [("lora", "tenant"), ("lora", ["cafe", 1]), ("lora", ["cafe", -3])]
     later = Diff()
     chain(later, root, [1] * 16, first=3)
-    later.remove((Tier.DEVICE, digest) for digest in digests)
+    later.remove(Removed(Tier.DEVICE, digests))
     chain(later, root, [1] * 16, Tier.HOST, first=3)
     found = decoded(form.changed(later))[1:]
     # Of the kinds of events only stored ones have these, and only such are here.
@@ -174,11 +173,8 @@ class PublishedDriver(Driver):
         self.log.border(len(self.plans))
         for request in self.requests:
             self.identities.note_request(request.root, request.command.identity)
-        if self.watch._unread:
-            diff, self.watch._unread = self.watch._unread, Diff()
-            batches: list[list[Event]] = list(self.form.changed(diff))
-            for events in batches:
-                self.replica.apply(decode(pack(0.0, events)))
+        for events in self.form.changed(self.watch.take_unread()):
+            self.replica.apply(decode(pack(0.0, events)))
         roots = {request.root for request in self.requests}
         assert self.replica.blocks["GPU"] == short(table_of(self.pool), roots)
         assert self.replica.blocks["CPU"] == short(host_table_of(self.host), roots)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgpack
 import pytest
 import zmq
 import zmq.asyncio
@@ -19,6 +20,7 @@ from radixview.tree import CacheTree
 from pagekv.kvmanager import kv_event_publisher
 from pagekv.kvmanager.block_hash import short_hash
 from pagekv.kvmanager.engine_loop import EngineLoop
+from pagekv.kvmanager.kv_event_format import Events
 from pagekv.kvmanager.kv_event_publisher import KvEventPublisher, KvEventSettings
 
 Body = Callable[[EngineLoop, Bench, KvEventPublisher], Awaitable[None]]
@@ -28,6 +30,8 @@ EIGHT = [*range(8)]
 def published(monkeypatch: pytest.MonkeyPatch, settings: KvEventSettings, body: Body, **config: int) -> None:
     """Runs a test beside an engine whose events are published."""
     publisher = KvEventPublisher(settings, clock=lambda: 7.5)
+    # So that there are many batches.
+    monkeypatch.setattr(kv_event_publisher, "PAUSE_S", 0.001)
 
     async def with_publisher(engine: EngineLoop, bench: Bench) -> None:
         publisher.bind()
@@ -184,7 +188,7 @@ def test_neither_a_subscriber_nor_an_asker_that_reads_nothing_holds_anything_up(
         stuck, keen = Subscriber(publisher, most_unread=1), Subscriber(publisher)
         # Enough to fill what the operating system keeps for a socket that nobody reads.
         for _ in range(400):
-            publisher._publish([[{"type": "AllBlocksCleared", "padding": "x" * 8000}]])
+            publisher._publish([Events(1, msgpack.packb({"type": "AllBlocksCleared", "padding": "x" * 8000}))])
         for _ in range(3):
             await stuck.dealer.send_multipart((b"", bytes(8)))
         await until(lambda: len(publisher._replays) == 3)

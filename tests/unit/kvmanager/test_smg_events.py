@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import random
-from array import array
 from collections.abc import Iterable
 
 from smg_grpc_proto.generated import common_pb2 as common
 
-from pagekv.kvmanager.block_hash import block_digest, root_digest, short_hash
-from pagekv.kvmanager.smg_events import MAX_BLOCKS, KvEvents
-from pagekv.kvmanager.table_diff import Key, Tier
-from pagekv.kvmanager.table_watch import Diff, StoredBlock
+from pagekv.kvmanager.block_hash import block_digest, root_digest, short_hash, token_bytes
+from pagekv.kvmanager.smg_events import MAX_BLOCKS, KvEvents, _signed
+from pagekv.kvmanager.table_diff import Diff, Removed, Stored, Tier
 
 BLOCK = 4
 ROOT = root_digest("f00d", "", "")
 
 
-def block(parent: bytes, *tokens: int) -> tuple[Key, StoredBlock]:
-    ids = array("I", tokens)
-    return (Tier.DEVICE, block_digest(parent, ids.tobytes())), StoredBlock(parent, ids)
+def block(parent: bytes, *token_ids: int) -> Stored:
+    tokens = token_bytes(token_ids)
+    return Stored(Tier.DEVICE, [block_digest(parent, tokens)], [parent], tokens)
 
 
-def diff(stored: Iterable[tuple[Key, StoredBlock]] = (), removed: Iterable[bytes] = (), cleared: bool = False) -> Diff:
+def diff(stored: Iterable[Stored] = (), removed: Iterable[bytes] = (), cleared: bool = False) -> Diff:
     made = Diff()
     if cleared:
         made.clear()
-    made.remove((Tier.DEVICE, digest) for digest in removed)
-    for key, entry in stored:
-        made.store(key, entry)
+    made.remove(Removed(Tier.DEVICE, list(removed)))
+    for one in stored:
+        made.store(one)
     return made
 
 
@@ -72,28 +70,49 @@ def reader_of(events: KvEvents) -> Reader:
 def test_the_blocks_of_a_prompt_are_one_event_from_the_root() -> None:
     events = KvEvents(lambda: ROOT, BLOCK)
     first = block(ROOT, 1, 2, 3, 4)
-    second = block(first[0][1], 5, 6, 7, 8)
+    second = block(first.digests[0], 5, 6, 7, 8)
     other = block(ROOT, 9, 9, 9, 9)
     events.begin()
     (batch,) = events.changed(diff([first, second, other]))
     assert [len(event.stored.blocks) for event in batch.events] == [2, 1]
     assert not any(event.stored.HasField("parent_block_hash") for event in batch.events)
-    (batch,) = events.changed(diff([block(second[0][1], 1, 1, 1, 1)]))
-    assert batch.events[0].stored.parent_block_hash & (2**64 - 1) == short_hash(second[0][1])
+    (batch,) = events.changed(diff([block(second.digests[0], 1, 1, 1, 1)]))
+    assert batch.events[0].stored.parent_block_hash & (2**64 - 1) == short_hash(second.digests[0])
+
+
+def test_messages_are_those_that_the_generated_classes_make() -> None:
+    """Whatever the numbers: hashes are of both signs, and some are small."""
+    events = KvEvents(lambda: ROOT, BLOCK)
+    first = block(ROOT, 0, 1, 127, 128)
+    small = Stored(Tier.DEVICE, [bytes(7) + b"\x05" + bytes(24)], first.digests, token_bytes([1, 2, 3, 4]))
+    others = [block(first.digests[0], number, 2**14, 2**31, 2**32 - 1) for number in range(20)]
+    (batch,) = events.changed(diff([first, small, *others]))
+    assert {number < 0 for event in batch.events for number in [event.stored.blocks[0].block_hash]} == {True, False}
+    made = common.KvEventBatch(sequence_number=1, timestamp=batch.timestamp)
+    blocks = [
+        common.KvBlock(block_hash=_signed(digest), token_ids=token_ids, block_size=BLOCK)
+        for one in (first, small, *others)
+        for digest, _, token_ids in one.each()
+    ]
+    made.events.add().stored.blocks.extend(blocks[:2])
+    for one in blocks[2:]:
+        made.events.add().stored.MergeFrom(
+            common.KvBlocksStored(blocks=[one], parent_block_hash=_signed(first.digests[0]))
+        )
+    assert batch.SerializeToString() == made.SerializeToString()
 
 
 def test_blocks_that_a_gateways_prompt_cannot_hit_are_not_told() -> None:
     foreign = block(root_digest("f00d", "tenant", ""), 1, 2, 3, 4)
-    below = block(foreign[0][1], 5, 6, 7, 8)
-    ids = array("I", [1, 2, 3, 4])
-    media = (Tier.DEVICE, block_digest(ROOT, ids.tobytes(), [(0, "picture")])), StoredBlock(ROOT, ids)
+    below = block(foreign.digests[0], 5, 6, 7, 8)
     mine = block(ROOT, 1, 2, 3, 4)
-    host = (Tier.HOST, mine[0][1]), mine[1]
+    media = mine._replace(digests=[block_digest(ROOT, mine.tokens, [(0, "picture")])], text=False)
+    host = mine._replace(tier=Tier.HOST)
     events = KvEvents(lambda: ROOT, BLOCK)
     reader = reader_of(events)
     reader.take(events.changed(diff([foreign, below, media, host])))
     assert reader.blocks == {}
-    reader.take(events.changed(diff(removed=[foreign[0][1]])))
+    reader.take(events.changed(diff(removed=[foreign.digests[0]])))
     reader.take(events.changed(diff([mine])))
     assert list(reader.blocks.values()) == [(None, (1, 2, 3, 4))]
 
@@ -111,7 +130,7 @@ def test_another_model_starts_from_its_own_root() -> None:
 def test_large_changes_travel_in_pieces() -> None:
     events = KvEvents(lambda: ROOT, BLOCK)
     reader = reader_of(events)
-    batches = list(events.stored(block(ROOT, number, 0, 0, 0) for number in range(2 * MAX_BLOCKS + 1)))
+    batches = list(events.stored([block(ROOT, number, 0, 0, 0) for number in range(2 * MAX_BLOCKS + 1)]))
     assert len(batches) == 3
     reader.take(batches)
     assert len(reader.blocks) == 2 * MAX_BLOCKS + 1
@@ -121,27 +140,29 @@ def test_random_histories_rebuild_the_table() -> None:
     rng = random.Random(5)
     events = KvEvents(lambda: ROOT, BLOCK)
     reader = reader_of(events)
-    table: dict[bytes, StoredBlock] = {}
+    table: dict[bytes, Stored] = {}
     for _ in range(300):
         change = Diff()
         if rng.random() < 0.02:
             change.clear()
             table.clear()
         for _ in range(rng.randrange(8)):
-            leaves = [d for d in table if not any(entry.parent == d for entry in table.values())]
+            leaves = [d for d in table if not any(entry.parents[0] == d for entry in table.values())]
             if leaves and rng.random() < 0.45:
                 gone = rng.choice(leaves)
                 del table[gone]
-                change.remove([(Tier.DEVICE, gone)])
+                change.remove(Removed(Tier.DEVICE, [gone]))
             else:
-                key, entry = block(rng.choice([ROOT, *table]), *(rng.randrange(2) for _ in range(BLOCK)))
-                if key[1] not in table:
-                    table[key[1]] = entry
-                    change.store(key, entry)
+                entry = block(rng.choice([ROOT, *table]), *(rng.randrange(2) for _ in range(BLOCK)))
+                if entry.digests[0] not in table:
+                    table[entry.digests[0]] = entry
+                    change.store(entry)
+        change.settle()
         reader.take(events.changed(change))
         expected = {
-            short_hash(digest): (None if entry.parent == ROOT else short_hash(entry.parent), tuple(entry.token_ids))
-            for digest, entry in table.items()
+            short_hash(digest): (None if parent == ROOT else short_hash(parent), tuple(token_ids))
+            for entry in table.values()
+            for digest, parent, token_ids in entry.each()
         }
         unsigned = 2**64 - 1
         known = {

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import io
 import zipfile
-from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -27,8 +26,7 @@ from pagekv.kvmanager.block_hash import block_digest, root_digest, token_bytes
 from pagekv.kvmanager.request import FinishReason, SequenceDelta, TokenLogprobs
 from pagekv.kvmanager.serving_state import ServingState
 from pagekv.kvmanager.smg_service import SERVICE_NAME, VllmEngine
-from pagekv.kvmanager.table_diff import Tier
-from pagekv.kvmanager.table_watch import StoredBlock
+from pagekv.kvmanager.table_diff import Stored, Tier
 from pagekv.kvmanager.tokenizer import Tokenizer
 
 
@@ -357,11 +355,11 @@ def test_the_rest_is_unimplemented() -> None:
 
 def test_a_subscription_begins_with_the_table_wherever_it_wants_to_go_on() -> None:
     root = root_digest(MODEL.model_fingerprint, "", "")
-    tokens = array("I", [1, 2, 3, 4])
-    digest = block_digest(root, token_bytes(tokens))
+    tokens = token_bytes([1, 2, 3, 4])
+    digest = block_digest(root, tokens)
 
     async def body(harness: Harness) -> None:
-        harness.engine.table = [((Tier.DEVICE, digest), StoredBlock(root, tokens))]
+        harness.engine.table = [Stored(Tier.DEVICE, [digest], [root], tokens)]
         call = harness.stub.SubscribeKvEvents(common.SubscribeKvEventsRequest(start_sequence_number=99))
         begin, table = await call.read(), await call.read()
         assert (begin.sequence_number, begin.snapshot.count) == (1, 1)

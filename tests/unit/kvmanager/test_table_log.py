@@ -58,9 +58,10 @@ def test_the_snapshot_names_parents_before_children() -> None:
     for prompt in ([*range(12)], [*range(8), 5, 5, 5, 5, 6], [7] * 20, [*range(4), *range(4)]):
         cache(pool, prompt)
     seen: set[bytes] = set()
-    for (_, digest), stored in log.watch().take_snapshot(99):
-        assert stored.parent == ROOT or stored.parent in seen
-        seen.add(digest)
+    for stored in log.watch().take_snapshot(99):
+        for digest, parent, _ in stored.each():
+            assert parent == ROOT or parent in seen
+            seen.add(digest)
     assert len(seen) == pool.num_published == 10
 
 
@@ -73,7 +74,9 @@ def test_what_comes_and_goes_between_two_borders_is_left_out() -> None:
     for prompt in ([2] * 16, [3] * 16, [1] * 8):
         cache(pool, prompt)
     log.border(2)
-    changed = {digest for _, digest in asyncio.run(watch.take()).changes}
+    diff = asyncio.run(watch.take())
+    changed = {digest for removed in diff.removed for digest in removed.digests}
+    changed |= {digest for stored in diff.stored for digest in stored.digests}
     assert digests_of([1] * 8)[0] not in changed
     assert digests_of([2] * 16)[0] not in changed
     reader = Reader(log.watch())
@@ -211,13 +214,13 @@ def test_nothing_is_kept_for_nobody() -> None:
     pool, log = logged_pool()
     watch = log.watch()
     cache(pool, [1] * 8)
-    assert len(log._pending) == 2
+    assert log._pending.size == 2
     watch.close()
-    assert (len(log._pending), log.num_watches) == (0, 0)
+    assert (log._pending.size, log.num_watches) == (0, 0)
     cache(pool, [2] * 8)
     evict_all(pool)
     keep(HostPool(1, SIZE, log), [2] * 8, 0)
-    assert len(log._pending) == 0
+    assert log._pending.size == 0
 
 
 def test_watches_are_limited_and_end_together() -> None:

@@ -12,8 +12,8 @@ from cache_harness import run
 from fake_engine import FakeEngine
 
 from pagekv.common.errors import LimitExceeded, Unavailable
-from pagekv.kvmanager.table_diff import Key, Tier
-from pagekv.kvmanager.table_watch import Diff, StoredBlock, TableWatch
+from pagekv.kvmanager.table_diff import Diff, Removed, Stored, Tier
+from pagekv.kvmanager.table_watch import TableWatch
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import cache_service_pb2_grpc as pb_grpc
 
@@ -24,13 +24,14 @@ def digest(number: int) -> bytes:
     return number.to_bytes(4, "big")
 
 
-def block(number: int) -> StoredBlock:
-    return StoredBlock(digest(number - 1) if number else ROOT, array("I", [number, number + 1]))
-
-
-def key(number: int) -> Key:
+def tier(number: int) -> Tier:
     """Even numbers are on the device, odd ones in the host pool."""
-    return (Tier.HOST if number % 2 else Tier.DEVICE), digest(number)
+    return Tier.HOST if number % 2 else Tier.DEVICE
+
+
+def block(number: int, where: Tier | None = None) -> Stored:
+    parent = digest(number - 1) if number else ROOT
+    return Stored(where or tier(number), [digest(number)], [parent], array("I", [number, number + 1]).tobytes())
 
 
 def diff(*changes: int, cleared: bool = False) -> Diff:
@@ -40,9 +41,9 @@ def diff(*changes: int, cleared: bool = False) -> Diff:
         made.clear()
     for number in changes:
         if number >= 0:
-            made.store(key(number), block(number))
+            made.store(block(number))
         else:
-            made.remove([key(~number)])
+            made.remove(Removed(tier(~number), [digest(~number)]))
     return made
 
 
@@ -81,7 +82,7 @@ async def read(call: grpc.aio.UnaryStreamCall[pb.WatchEventsRequest, pb.WatchEve
 @pytest.mark.parametrize(("size", "pieces"), [(0, [0]), (3, [3]), (1024, [1024, 0]), (2100, [1024, 1024, 52])])
 def test_the_snapshot_comes_in_pieces_that_fit_a_message(size: int, pieces: list[int]) -> None:
     async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
-        engine.table = [(key(number), block(number)) for number in range(size)]
+        engine.table = [block(number) for number in range(size)]
         messages = [message async for message in stub.WatchEvents(pb.WatchEventsRequest(snapshot_only=True))]
         assert [len(message.events) for message in messages] == pieces
         assert [message.sequence for message in messages] == list(range(1, len(pieces) + 1))
@@ -95,7 +96,7 @@ def test_the_snapshot_comes_in_pieces_that_fit_a_message(size: int, pieces: list
 
 def test_a_stored_block_tells_hash_parent_tokens_and_tier() -> None:
     async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
-        engine.table = [((Tier.DEVICE, digest(7)), block(7)), ((Tier.HOST, digest(7)), block(7))]
+        engine.table = [block(7, Tier.DEVICE), block(7, Tier.HOST)]
         for omit in (False, True):
             request = pb.WatchEventsRequest(snapshot_only=True, omit_token_ids=omit)
             (message,) = [message async for message in stub.WatchEvents(request)]
@@ -124,7 +125,7 @@ def test_a_removed_block_tells_its_tier() -> None:
 
 def test_batches_follow_the_snapshot_and_a_slow_reader_gets_them_as_one() -> None:
     async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
-        engine.table = [(key(0), block(0))]
+        engine.table = [block(0)]
         call = stub.WatchEvents(pb.WatchEventsRequest())
         assert shown(await read(call)) == ["+0"]
         watch = watch_of(engine)
@@ -181,7 +182,7 @@ def test_a_watch_ends_with_what_ended_it() -> None:
 def test_an_ended_watch_keeps_nothing() -> None:
     """Pushes after the reader went, and a second close, do nothing."""
     ended: list[TableWatch] = []
-    watch = TableWatch(iter([(key(1), block(1))]), ended.append)
+    watch = TableWatch(iter([block(1)]), ended.append)
     watch.push(diff(2))
     watch.close()
     watch.close()
