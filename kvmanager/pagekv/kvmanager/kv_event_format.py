@@ -25,7 +25,7 @@ from pagekv.kvmanager.block_hash import TOKEN_BYTES, short_hashes
 from pagekv.kvmanager.event_identities import PLAIN, BlockIdentity, EventIdentities
 from pagekv.kvmanager.table_diff import Diff, Stored, Tier, join
 
-# Tokens in one batch, so that none takes the event loop for long or grows beyond some tens of kilobytes.
+# Tokens in one batch, so that none takes the event loop for long or grows beyond some hundreds of kilobytes.
 MAX_BATCH_TOKENS = 16_384
 _MEDIUM = {Tier.DEVICE: "GPU", Tier.HOST: "CPU"}
 # All layers are one group, and every block holds all of its tokens' keys and values.

@@ -36,7 +36,7 @@ from pagekv.kvmanager.table_watch import TableWatch
 log = Log(__name__)
 
 # Batches that wait for one slow subscriber before it misses any, and bytes of batches kept for replay.
-MAX_UNSENT = 2048
+MAX_UNSENT = 256
 MAX_REPLAY_BYTES = 256 * 2**20
 # Replays at once, messages that wait for one slow asker, and seconds that it may take none in.
 MAX_REPLAYS = 8
@@ -44,9 +44,10 @@ MAX_UNSENT_REPLAYS = 64
 REPLAY_PATIENCE_S = 10.0
 # Blocks of the first snapshot, and replayed batches, between two turns of everything else.
 SNAPSHOT_PIECE = 256
-REPLAY_PIECE = 32
+REPLAY_PIECE = 8
 RETRY_S = 1.0
-# Between one batch and the next, which has what all steps until then brought: a batch costs as much as a dozen blocks.
+# Between one batch and the next, which has what all steps until then brought: how far a reader may be behind. A batch
+# costs what a dozen blocks cost, and short steps bring no more.
 PAUSE_S = 0.1
 _END = (-1).to_bytes(8, "big", signed=True)
 

@@ -4,7 +4,15 @@ import hmac
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagekv.kvmanager.block_hash import block_digest, chain_digests, media_keys, root_digest, token_bytes
+from pagekv.kvmanager.block_hash import (
+    block_digest,
+    chain_digests,
+    media_keys,
+    root_digest,
+    short_hash,
+    short_hashes,
+    token_bytes,
+)
 from pagekv.kvmanager.request import MediaSpan
 
 
@@ -36,6 +44,12 @@ def test_only_full_blocks_have_an_identity() -> None:
     assert chain_digests(root, token_bytes([1, 2, 3]), 4) == []
     assert len(chain_digests(root, token_bytes([1, 2, 3, 4]), 4)) == 1
     assert len(chain_digests(root, token_bytes(range(4097)), 16)) == 256
+
+
+def test_short_hashes_are_those_of_each() -> None:
+    digests = chain_digests(bytes(32), token_bytes(range(40)), 4)
+    assert short_hashes(digests).tolist() == [short_hash(digest) for digest in digests]
+    assert short_hashes([]).tolist() == []
 
 
 def test_same_tokens_after_different_prefixes_differ() -> None:

@@ -74,6 +74,25 @@ def test_blocks_that_follow_one_another_are_one_event() -> None:
     ]
 
 
+def test_events_of_single_blocks_are_like_all_others() -> None:
+    """They are made all together. Whatever the numbers: some are small."""
+    form, _ = made()
+    diff = Diff()
+    known = chain(diff, ROOT, [1] * 4)
+    assert len(decoded(form.changed(diff))) == 1
+    names = [bytes([0, 0, 0, 0, 0, 0, 0, number]) + bytes(24) for number in range(1, 4)]
+    names += [bytes([number]) * 32 for number in range(128, 255)]
+    token_ids = [0, 127, 2**16, 2**32 - 1]
+    later = Diff()
+    for name in names:
+        later.store(Stored(Tier.DEVICE, [name], known, token_bytes(token_ids)))
+    assert decoded(form.changed(later)) == [
+        BlockStored([short_hash(name)], short_hash(known[0]), token_ids, 4, None, "GPU", None, [None], 0,
+                    "full_attention")
+        for name in names
+    ]  # fmt: skip
+
+
 def test_removals_come_first_and_name_the_medium() -> None:
     """A reader that knows hashes only keeps a block that moved from one tier to the other."""
     form, _ = made()

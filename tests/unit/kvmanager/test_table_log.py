@@ -16,6 +16,7 @@ from pagekv.kvmanager.block_hash import chain_digests, token_bytes
 from pagekv.kvmanager.block_pool import BlockPool
 from pagekv.kvmanager.host_pool import HostPool
 from pagekv.kvmanager.pins import Pins
+from pagekv.kvmanager.request import MediaSpan
 from pagekv.kvmanager.table_log import MAX_WATCHES, RemovedAgo, TableLog
 
 SIZE = 4
@@ -63,6 +64,16 @@ def test_the_snapshot_names_parents_before_children() -> None:
             assert parent == ROOT or parent in seen
             seen.add(digest)
     assert len(seen) == pool.num_published == 10
+
+
+def test_blocks_that_tokens_alone_do_not_lead_to_are_told_apart() -> None:
+    """Those with media and what follows them, as they enter and in a snapshot."""
+    pool, log = logged_pool()
+    watch = log.watch()
+    cache(pool, [*range(16)], media=(MediaSpan(5, 2, "picture"),))
+    log.border(1)
+    for found in (watch.take_unread().stored, log.watch().take_snapshot(99)):
+        assert [stored.text for stored in found for _ in stored.digests] == [True, False, False, False]
 
 
 def test_what_comes_and_goes_between_two_borders_is_left_out() -> None:
