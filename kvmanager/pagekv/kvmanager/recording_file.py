@@ -1,7 +1,8 @@
 """A file that is written while serving goes on: by a thread of its own, and never at the expense of a step.
 
 States: open → over, by `close` or because the disk is full, too slow or gone. Then one line of the log says so, and
-what is written from then on is dropped. The file holds whole records.
+what is written from then on is dropped. The file holds whole records; when the process is killed, those that wait are
+lost, some hundredths of a second of them.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import contextlib
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
-from itertools import count
+from itertools import accumulate, count
 from pathlib import Path
 
 from pagekv.common.logs import Log
@@ -20,6 +22,8 @@ log = Log(__name__)
 
 # Bytes that wait for the disk before the recording is given up.
 MAX_UNWRITTEN = 64 * 2**20
+# Between two writes: to wake the thread costs more than a record does, and then it is in the event loop's way.
+PAUSE_S = 0.02
 CLOSE_TIMEOUT_S = 5.0
 
 # A record, or what makes it once its turn has come.
@@ -38,6 +42,8 @@ class RecordingFile:
         self._records: queue.SimpleQueue[tuple[Record, int] | None] = queue.SimpleQueue()
         # Of `write` and of the thread, which each change their own.
         self._added = self._done = 0
+        # Bytes in the file.
+        self._length = 0
         self.over = False
         self._thread = threading.Thread(target=self._work, name=f"recording of {what}", daemon=True)
         self._thread.start()
@@ -72,23 +78,44 @@ class RecordingFile:
             log.error("recording ended, serving goes on", what=self._what, file=self.path, reason=reason)
 
     def _work(self) -> None:
-        length = 0
         try:
-            while (item := self._records.get()) is not None:
-                record, size = item
-                content = record if isinstance(record, bytes) else record()
-                rest = memoryview(content)
-                while rest:
-                    rest = rest[os.write(self._file, rest) :]
-                length += len(content)
-                self._done += size
+            while waiting := self._take():
+                contents: list[bytes] = []
+                try:
+                    for record, _ in waiting:
+                        contents.append(record if isinstance(record, bytes) else record())
+                finally:
+                    self._append(contents)
+                self._done += sum(size for _, size in waiting)
+                if not self.over:
+                    time.sleep(PAUSE_S)
         except Exception as error:  # of the disk, or of what makes a record
             self._give_up(error)
-            # Half a record is of no use to any reader. Not everything that can be written to can be shortened.
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._file, length)
         finally:
             os.close(self._file)
+
+    def _take(self) -> list[tuple[Record, int]]:
+        """What waits, once there is something; nothing at the end."""
+        waiting = []
+        while (item := self._records.get()) is not None:
+            waiting.append(item)
+            if self._records.empty():
+                return waiting
+        self._records.put(None)
+        return waiting
+
+    def _append(self, contents: list[bytes]) -> None:
+        written, content = 0, memoryview(b"".join(contents))
+        try:
+            while written < len(content):
+                written += os.write(self._file, content[written:])
+        except OSError:
+            # Half a record is of no use to any reader. Not everything that can be written to can be shortened.
+            whole = max((end for end in accumulate(map(len, contents)) if end <= written), default=0)
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._length + whole)
+            raise
+        self._length += written
 
 
 def _create(path: Path) -> tuple[Path, int]:
