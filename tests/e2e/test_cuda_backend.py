@@ -63,12 +63,15 @@ def emulated_executor(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 def test_requests_of_every_kind_give_what_the_cpu_backend_gives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a pool too small for all of them at once."""
+    """In a pool of four blocks: each begins with two, the first of them shared, and ends with three. Wherever two run
+    at once one is preempted, and later ones are shorter, so that it is in the middle of its second block, which nobody
+    shares.
+    """
     rng = random.Random(7)
     prefix = [rng.randrange(1, 3000) for _ in range(20)]
     requests = [
         request_for(
-            prefix + [rng.randrange(1, 3000) for _ in range(rng.randint(3, 40))],
+            prefix + [rng.randrange(1, 3000) for _ in range(11 - index)],
             max_tokens=NEW,
             ignore_eos=True,
             temperature=index % 2,
@@ -83,7 +86,7 @@ def test_requests_of_every_kind_give_what_the_cpu_backend_gives(
             results = await caller.generate_many(requests)
             return [result.tokens for result in results], await caller.idle_stats()
 
-    small = ["--num-device-blocks", "7", "--watermark", "0", "--preemption", "swap", "--max-batch-tokens", "64"]
+    small = ["--num-device-blocks", "4", "--watermark", "0", "--preemption", "swap", "--max-batch-tokens", "64"]
     with emulated_executor(tmp_path, monkeypatch) as executor, running_manager(executor, small) as emulated:
         outputs, stats = asyncio.run(run(emulated.target))
     with running_stack(CPU) as stack:
