@@ -62,10 +62,10 @@ def test_events_traces_and_decisions_of_one_run(tmp_path: Path) -> None:
             stats = await client.stats()
             listed = await client.list_blocks(limit=10_000)
         hashes = {int(block.block_hash[:16], 16) for block in listed.blocks if block.block_hash}
-        # The last batch comes a few milliseconds after its step.
+        # The last batch comes a tenth of a second after its step.
         for _ in range(100):
             replica = await replayed(dealer)
-            if set(replica.blocks["GPU"]) == hashes:
+            if set(replica.blocks["GPU"]) == hashes and len(replica.blocks["CPU"]) == stats.host_cached_blocks:
                 break
             await asyncio.sleep(0.01)
         dealer.close()
