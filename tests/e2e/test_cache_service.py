@@ -86,7 +86,8 @@ def test_a_replica_holds_the_managers_tables_after_everything_that_can_happen_to
         async with Caller(stack.target) as caller, AsyncPageKVClient(stack.target) as client:
             watching = [asyncio.create_task(follow(client, replicas[0]))]
             steering = asyncio.create_task(load.steer(client, stop))
-            working = asyncio.gather(*(load.generate(caller, 10) for _ in range(6)))
+            # Twelve at once want more than twice the pool, so that some are preempted.
+            working = asyncio.gather(*(load.generate(caller, 10) for _ in range(12)))
             await asyncio.sleep(0.3)
             watching.append(asyncio.create_task(follow(client, replicas[1])))
             await working
