@@ -18,7 +18,7 @@ VENV ?= .venv
 
 # Packages are installed without bytecode (scripts/install.sh), for the first import to write. Where that is forbidden,
 # as in many container images, every process compiles torch and transformers anew: 15 s of CPU time for an executor's
-# start instead of 6.
+# start instead of 7.
 unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin

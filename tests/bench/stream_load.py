@@ -30,6 +30,7 @@ PROMPT_TOKENS = 16
 # More than any window lasts; the streams are ended by their readers.
 MAX_TOKENS = 30_000
 READ_EVERY_S = 0.001
+START_TIMEOUT_S = 120
 # Of gRPC over HTTP/2: a byte that says "not compressed", and the length of the message.
 PREFIX = struct.Struct(">BI")
 
@@ -84,8 +85,13 @@ class Load:
 
     def run(self) -> Report:
         """From the first call to the report."""
+        deadline = time.monotonic() + START_TIMEOUT_S
         while not all(self._arrivals):
             self._read()
+            if time.monotonic() > deadline:
+                silent = sum(not arrivals for arrivals in self._arrivals)
+                print(f"{silent} streams had no message within {START_TIMEOUT_S} s", file=sys.stderr)
+                os._exit(1)
         print("ready", flush=True)
         self._read_until("begin")
         begin, cpu = time.perf_counter(), time.process_time()

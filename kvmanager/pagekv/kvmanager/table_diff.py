@@ -60,7 +60,9 @@ class Stored(NamedTuple):
 
 
 def join(found: Sequence[Stored]) -> Stored:
-    """All of them, of which there is at least one, in one; they are alike in tier and media."""
+    """All of them, of which there is at least one, in one; they are alike in tier. Where some have media and others do
+    not, its `text` says nothing.
+    """
     return found[0]._replace(
         digests=[*chain.from_iterable([stored.digests for stored in found])],
         parents=[*chain.from_iterable([stored.parents for stored in found])],

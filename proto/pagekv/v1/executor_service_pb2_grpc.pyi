@@ -45,6 +45,7 @@ class ExecutorServiceStub:
     """Runs steps strictly in order, one result per step. One stream per epoch. A step that breaks a rule ends the
     stream before any memory is touched: ABORTED (stale epoch), INVALID_ARGUMENT (anything else, the field named);
     INTERNAL when the computation itself failed. After an error the epoch is over: attach again.
+    The messages are named for what they are, one step of many, and not for the call.
     buf:lint:ignore RPC_REQUEST_STANDARD_NAME
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     """
@@ -76,6 +77,7 @@ class ExecutorServiceAsyncStub:
     """Runs steps strictly in order, one result per step. One stream per epoch. A step that breaks a rule ends the
     stream before any memory is touched: ABORTED (stale epoch), INVALID_ARGUMENT (anything else, the field named);
     INTERNAL when the computation itself failed. After an error the epoch is over: attach again.
+    The messages are named for what they are, one step of many, and not for the call.
     buf:lint:ignore RPC_REQUEST_STANDARD_NAME
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     """
@@ -113,6 +115,7 @@ class ExecutorServiceServicer(metaclass=abc.ABCMeta):
         """Runs steps strictly in order, one result per step. One stream per epoch. A step that breaks a rule ends the
         stream before any memory is touched: ABORTED (stale epoch), INVALID_ARGUMENT (anything else, the field named);
         INTERNAL when the computation itself failed. After an error the epoch is over: attach again.
+        The messages are named for what they are, one step of many, and not for the call.
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         """
