@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -20,14 +19,14 @@ MESSAGE = bytes(55)
 
 
 async def _main() -> int:
-    loop, fanout = asyncio.get_running_loop(), Fanout()
+    fanout = Fanout()
 
-    async def messages(request: bytes, context: Any) -> AsyncIterator[bytes]:
+    async def messages(request: bytes, context: Any) -> None:
         while True:
-            turn = loop.create_future()
-            fanout.add(turn)
+            turn = fanout.reader()
+            fanout.add(turn, lambda: None)
             await turn
-            yield MESSAGE
+            await context.write(MESSAGE)
 
     service, method = GENERATE.strip("/").split("/")
     server = grpc.aio.server(options=SERVER_OPTIONS)
@@ -37,7 +36,7 @@ async def _main() -> int:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     print(port, flush=True)
-    await loop.run_in_executor(None, sys.stdin.read)
+    await asyncio.to_thread(sys.stdin.read)
     await server.stop(None)
     return 0
 

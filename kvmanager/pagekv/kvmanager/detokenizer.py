@@ -25,6 +25,9 @@ class Detokenizer:
 
     def add(self, token_id: int) -> str:
         """The text that is certain once this token is known; may be empty. Special tokens have no text."""
+        if not self._held and (whole := self._tokenizer.whole_texts.get(token_id)) is not None:
+            self._previous = token_id
+            return whole
         if token_id in self._tokenizer.special_ids:
             return ""
         raw = self._tokenizer.token_bytes(token_id)
@@ -33,9 +36,12 @@ class Detokenizer:
             text = self.flush() + self._tokenizer.text_after(self._previous, token_id)
         else:
             # What codecs' incremental decoder does, without its layers: this runs for every token of every stream.
-            raw = self._held + raw
+            held = self._held
+            raw = held + raw
             text, used = codecs.utf_8_decode(raw, "replace", False)
             self._held = raw[used:]
+            if not held and not self._held:
+                self._tokenizer.whole_texts[token_id] = text
         self._previous = token_id
         return text
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from pagekv.kvmanager.engine import Engine
-from pagekv.kvmanager.request import FinishReason, GenerateCommand, KeptLogprobs, RequestStream, TokenLogprobs
+from pagekv.kvmanager.request import (
+    FinishReason,
+    GenerateCommand,
+    KeptLogprobs,
+    RequestStream,
+    SequenceDelta,
+    TokenLogprobs,
+)
 from pagekv.kvmanager.sequence_output import OutputDelta, SequenceOutput
 from pagekv.kvmanager.serving_state import Served
 from pagekv.kvmanager.stop_strings import StopStrings
@@ -25,12 +32,11 @@ class _Sequence:
     """What has been reported of one sequence; its whole output goes into GenerateComplete."""
 
     output: SequenceOutput
+    # What every chunk begins with, serialised: read back, half the time of setting it again.
+    template: bytes
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     logprobs: KeptLogprobs = field(default_factory=KeptLogprobs)
-    cached_tokens: int = 0
-    preemptions: int = 0
-    cumulative_logprob: float | None = None
 
 
 class Generation:
@@ -48,43 +54,55 @@ class Generation:
         self._fingerprint = served.model.model_fingerprint
         self._prompt_tokens = len(command.prompt_ids) - command.resumed_tokens
         prepared = StopStrings(stops)
-        self._sequences = [_Sequence(SequenceOutput(command, prepared, served.tokenizer)) for _ in range(command.n)]
+        self._sequences = [
+            _Sequence(SequenceOutput(command, prepared, served.tokenizer), self._template(index))
+            for index in range(command.n)
+        ]
         # Sequences that the engine is still generating for this call.
         self._open: set[int] = set()
         self._stream: RequestStream | None = None
 
-    async def run(self) -> AsyncIterator[pb.GenerateResponse]:
-        """The messages in order. Raises what `Engine.submit` raises, and what the engine fails the stream with."""
+    async def run(self, write: Callable[[pb.GenerateResponse], Awaitable[None]]) -> None:
+        """Writes the messages in order. Raises what `Engine.submit` raises, and what the engine fails the stream with.
+
+        `write` and no generator: each layer of those costs a tenth of the time that a token's message takes.
+        """
         ended = self._sequences[0].output.end_of_resumed(self._eos)
         if ended is not None:
-            yield self._complete(0, self._sequences[0], ended)
+            await write(self._complete(SequenceDelta(0), self._sequences[0], ended))
             return
         stream = self._stream = self._engine.submit(self._command)
         self._open = set(range(self._command.n))
         while self._open:
             try:
-                deltas = await stream.take()
+                messages = await stream.read(self._messages)
             except Exception:
                 self._open.clear()  # the engine has given the request up
                 raise
-            for delta in deltas:
-                if delta.index not in self._open:
-                    continue  # tokens behind a stop string
-                sequence = self._sequences[delta.index]
-                sequence.cached_tokens, sequence.preemptions = delta.cached_tokens, delta.preemptions
-                sequence.cumulative_logprob = delta.cumulative_logprob
-                out = sequence.output.take(delta)
-                sequence.token_ids += out.token_ids
-                sequence.texts.append(out.text)
+            for message in messages or ():
+                await write(message)
+
+    def _messages(self, deltas: list[SequenceDelta]) -> list[pb.GenerateResponse]:
+        """What is to be written of news."""
+        messages: list[pb.GenerateResponse] = []
+        for delta in deltas:
+            if delta.index not in self._open:
+                continue  # tokens behind a stop string
+            sequence = self._sequences[delta.index]
+            out = sequence.output.take(delta)
+            sequence.token_ids += out.token_ids
+            sequence.texts.append(out.text)
+            if out.logprobs:
                 sequence.logprobs.extend(out.logprobs)
-                if out.finish is not None:
-                    self._open.discard(delta.index)
-                    if delta.finish is None:
-                        self._engine.stop_sequence(stream, delta.index)
-                if (out.token_ids or out.text) and not self._only_complete:
-                    yield self._chunk(delta.index, sequence, out)
-                if out.finish is not None:
-                    yield self._complete(delta.index, sequence, out)
+            if out.finish is not None:
+                self._open.discard(delta.index)
+                if delta.finish is None and self._stream is not None:
+                    self._engine.stop_sequence(self._stream, delta.index)
+            if (out.token_ids or out.text) and not self._only_complete:
+                messages.append(self._chunk(delta, sequence, out))
+            if out.finish is not None:
+                messages.append(self._complete(delta, sequence, out))
+        return messages
 
     def close(self) -> None:
         """Nobody reads any more: aborts the request if the engine still generates for it. Idempotent."""
@@ -96,47 +114,49 @@ class Generation:
         self._sequences.clear()
         self._command = replace(self._command, prompt_ids=[])
 
-    def _chunk(self, index: int, sequence: _Sequence, out: OutputDelta) -> pb.GenerateResponse:
-        response = self._response()
+    def _template(self, index: int) -> bytes:
+        chunk = pb.GenerateChunk(index=index, prompt_tokens=self._prompt_tokens)
+        return pb.GenerateResponse(request_id=self._command.request_id, chunk=chunk).SerializeToString()
+
+    def _chunk(self, delta: SequenceDelta, sequence: _Sequence, out: OutputDelta) -> pb.GenerateResponse:
         # Field by field: built from keywords, twice the time, and this is done for every token of every stream.
+        response = pb.GenerateResponse.FromString(sequence.template)
+        self._say_fingerprint(response)
         chunk = response.chunk
-        chunk.index = index
         chunk.token_ids.extend(out.token_ids)
         chunk.text = out.text
-        chunk.prompt_tokens = self._prompt_tokens
         chunk.completion_tokens = sequence.output.num_tokens
-        chunk.cached_tokens = sequence.cached_tokens
+        chunk.cached_tokens = delta.cached_tokens
         if out.logprobs:
             chunk.logprobs.extend(map(_position_logprobs, out.logprobs))
         return response
 
-    def _complete(self, index: int, sequence: _Sequence, out: OutputDelta) -> pb.GenerateResponse:
-        response = self._response()
+    def _complete(self, delta: SequenceDelta, sequence: _Sequence, out: OutputDelta) -> pb.GenerateResponse:
         assert out.finish is not None
         complete = pb.GenerateComplete(
-            index=index,
+            index=delta.index,
             finish_reason=FINISH_REASONS[out.finish],
             output_ids=sequence.token_ids,
             text="".join(sequence.texts),
             prompt_tokens=self._prompt_tokens,
             completion_tokens=sequence.output.num_tokens,
-            cached_tokens=sequence.cached_tokens,
-            preemptions=sequence.preemptions,
-            cumulative_logprob=sequence.cumulative_logprob,
+            cached_tokens=delta.cached_tokens,
+            preemptions=delta.preemptions,
+            cumulative_logprob=delta.cumulative_logprob,
         )
         if out.stop_token_id is not None:
             complete.stop_token_id = out.stop_token_id
         elif out.stop_string is not None:
             complete.stop_string = out.stop_string
-        response.complete.CopyFrom(complete)
+        response = pb.GenerateResponse(request_id=self._command.request_id, complete=complete)
+        self._say_fingerprint(response)
         # Here and not above: the copy would live as long as the message, which waits for its reader.
         response.complete.logprobs.extend(map(_position_logprobs, sequence.logprobs))
         return response
 
-    def _response(self) -> pb.GenerateResponse:
-        """Without its event."""
-        fingerprint, self._fingerprint = self._fingerprint, ""
-        return pb.GenerateResponse(request_id=self._command.request_id, model_fingerprint=fingerprint)
+    def _say_fingerprint(self, response: pb.GenerateResponse) -> None:
+        if self._fingerprint:
+            response.model_fingerprint, self._fingerprint = self._fingerprint, ""
 
 
 def _position_logprobs(logprobs: TokenLogprobs) -> types_pb2.PositionLogprobs:

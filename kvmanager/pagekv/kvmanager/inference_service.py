@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 from pagekv.common.errors import InvalidRequest
@@ -29,15 +28,15 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         self._engine = engine
         self._state = state
 
-    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+    # The stubs know no handlers that write by themselves.
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:  # type: ignore[override]
         served = self._state.served()
         command, stops = await read_generate(request, served.model, served.tokenizer)
         command = with_caller(command, context)
         generation = Generation(self._engine, served, command, stops, only_complete=request.only_complete)
         # Also called when the call is cancelled while a message is being written, where no `finally` here would run.
         context.add_done_callback(lambda _: generation.close())
-        async for response in generation.run():
-            yield response
+        await generation.run(context.write)
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         ids = read_abort_ids(request.request_ids)

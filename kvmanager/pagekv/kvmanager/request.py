@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import overload
+from typing import Any, TypeVar, overload
 
 from pagekv.kvmanager.fanout import Fanout
+
+T = TypeVar("T")
 
 
 class FinishReason(Enum):
@@ -171,6 +173,8 @@ class RequestStream:
         self._reader: asyncio.Future[None] | None = None
         self._open = set(range(num_sequences))
         self._error: Exception | None = None
+        # What the reader makes of the deltas.
+        self._make_of: Callable[[list[SequenceDelta]], Any] = list
 
     def push(self, delta: SequenceDelta) -> None:
         """Adds a delta; called by the engine loop."""
@@ -218,27 +222,39 @@ class RequestStream:
 
     def _notify(self) -> None:
         if self._reader is not None:
-            self._fanout.add(self._reader)
+            self._fanout.add(self._reader, self._make)
             self._reader = None
 
     async def take(self) -> list[SequenceDelta]:
         """Waits for news and for its turn, and returns one delta per sequence that has any; an empty list means the
         end. For one reader at a time.
         """
+        return await self.read(list) or []
+
+    async def read(self, make: Callable[[list[SequenceDelta]], T]) -> T | None:
+        """Like `take`, but returns what `make` makes of them, which is called in a row with other streams'; None means
+        the end.
+        """
+        self._make_of = make
         while True:
-            reader = asyncio.get_running_loop().create_future()
+            reader = self._fanout.reader()
             if self._pending:
-                self._fanout.add(reader)
+                self._fanout.add(reader, self._make)
             elif self._error is not None:
                 raise self._error
             elif not self._open:
-                return []
+                return None
             else:
                 self._reader = reader
-            await reader
-            if self._pending:
-                taken = list(self._pending.values())
-                self._pending = {}
-                if len(taken) > 1:
-                    taken.sort(key=lambda delta: delta.index)
-                return taken
+            made: T | None = await reader
+            if made is not None:
+                return made
+
+    def _make(self) -> Any:
+        if not self._pending:
+            return None
+        taken = list(self._pending.values())
+        self._pending = {}
+        if len(taken) > 1:
+            taken.sort(key=lambda delta: delta.index)
+        return self._make_of(taken)

@@ -64,19 +64,19 @@ class SequenceOutput:
 
         A `finish` where the engine's delta has none means that a stop string was found: the engine must be told.
         """
-        out = OutputDelta(finish=delta.finish, stop_token_id=delta.stop_token_id)
-        for position, token_id in enumerate(delta.token_ids):
-            out.token_ids.append(token_id)
-            if delta.stop_token_id is not None and position == len(delta.token_ids) - 1:
+        token_ids = delta.token_ids
+        out = OutputDelta(token_ids, "", delta.logprobs, delta.finish, delta.stop_token_id)
+        for position, token_id in enumerate(token_ids, start=1):
+            if delta.stop_token_id is not None and position == len(token_ids):
                 self.num_tokens += 1  # the stop token is reported and has no text
                 break
             text, stop_string = self._add(token_id)
             out.text += text
             if stop_string is not None:
+                out.token_ids, out.logprobs = token_ids[:position], delta.logprobs[:position]
                 out.finish, out.stop_token_id, out.stop_string = FinishReason.STOP, None, stop_string
-                break
-        out.logprobs = delta.logprobs[: len(out.token_ids)]
-        if out.finish is not None and out.stop_string is None:
+                return out
+        if out.finish is not None:
             out.text += self._flush()
         return out
 

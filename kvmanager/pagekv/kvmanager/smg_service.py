@@ -119,7 +119,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
             timestamp=datetime.now(UTC).isoformat(), version=version("pagekv"), dp_rank_count=1, loads=[load]
         )
 
-    async def Generate(self, request: vllm.GenerateRequest, context: Any) -> AsyncIterator[vllm.GenerateResponse]:
+    async def Generate(self, request: vllm.GenerateRequest, context: Any) -> None:
         served = self._state.served()
         command, stops = await read_generate(read_request(request, served.model), served.model, served.tokenizer)
         command = with_caller(command, context)
@@ -128,8 +128,8 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         generation = Generation(self._engine, reading, command, stops, only_complete=not request.stream)
         # Also called when the call is cancelled while a message is being written, where no `finally` here would run.
         context.add_done_callback(lambda _: generation.close())
-        async for response in generation.run():
-            yield write_response(response, request.sampling_params.stop_token_ids)
+        stop_token_ids = request.sampling_params.stop_token_ids
+        await generation.run(lambda response: context.write(write_response(response, stop_token_ids)))
 
     async def Abort(self, request: vllm.AbortRequest, context: Any) -> vllm.AbortResponse:
         for request_id in read_abort_ids(request.request_ids):

@@ -27,7 +27,9 @@ class TooManyTokens(Exception):
 
 
 class Tokenizer:
-    """A loaded tokenizer with its chat template, if it has one. Immutable and safe to use from threads."""
+    """A loaded tokenizer with its chat template, if it has one. Safe to use from threads: all that changes is what it
+    remembers of tokens.
+    """
 
     def __init__(
         self,
@@ -50,6 +52,8 @@ class Tokenizer:
         self._byte_level = "ByteLevel" in kinds
         self._byte_fallback = "ByteFallback" in kinds
         self._bytes: dict[int, bytes | None] = {}
+        # Texts of tokens that need no neighbours, kept by `Detokenizer` for all sequences as it comes across them.
+        self.whole_texts: dict[int, str] = {}
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -47,11 +48,16 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler: Any = found
         if handler.response_streaming:
             inner_stream = handler.stream_stream if handler.request_streaming else handler.unary_stream
+            # A handler of streams is an async generator, or a coroutine that writes by itself, which costs less.
+            writes = inspect.iscoroutinefunction(inner_stream)
 
-            async def stream(request: Any, context: Any) -> Any:
+            async def stream(request: Any, context: Any) -> None:
                 try:
+                    if writes:
+                        await inner_stream(request, context)
+                        return
                     async for response in inner_stream(request, context):
-                        yield response
+                        await context.write(response)
                 except Exception as error:
                     await _abort(context, method, error)
 

@@ -9,7 +9,7 @@ import engine_harness
 import pytest
 
 from pagekv.kvmanager.engine_loop import EngineLoop
-from pagekv.kvmanager.fanout import READERS_AT_ONCE, Fanout
+from pagekv.kvmanager.fanout import MADE_AT_ONCE, READERS_AT_ONCE, Fanout
 from pagekv.kvmanager.request import FinishReason, RequestStream, SequenceDelta
 
 
@@ -125,6 +125,65 @@ def test_a_reader_that_has_gone_takes_no_turn() -> None:
         await turns(2 + READERS_AT_ONCE)
         assert readers.taken == [(number, [1]) for number in range(8, 12)]
         readers.tasks = readers.tasks[8:]
+        await readers.end()
+
+    run(body())
+
+
+def test_messages_are_made_in_a_row_and_written_a_few_at_a_time() -> None:
+    async def body() -> None:
+        fanout, events = Fanout(), []
+
+        async def read(number: int) -> None:
+            def make(deltas: list[SequenceDelta]) -> int:
+                events.append("make")
+                return deltas[0].token_ids[0] + number
+
+            assert await streams[number].read(make) == 100 + number
+            events.append("read")
+
+        streams = [RequestStream(f"r{number}", 1, fanout) for number in range(2 * MADE_AT_ONCE)]
+        tasks = [asyncio.create_task(read(number)) for number in range(len(streams))]
+        await turns(2)
+        for stream in streams:
+            stream.push_token(0, 100, 0, 0)
+        await asyncio.gather(*tasks)
+        assert events == (["make"] * MADE_AT_ONCE + ["read"] * MADE_AT_ONCE) * 2
+
+    run(body())
+
+
+def test_a_message_that_cannot_be_made_fails_its_reader_alone() -> None:
+    async def body() -> None:
+        fanout = Fanout()
+        streams = [RequestStream(f"r{number}", 1, fanout) for number in range(3)]
+
+        def fails(deltas: list[SequenceDelta]) -> int:
+            raise ValueError("no message")
+
+        makes = [len, fails, len]
+        tasks = [asyncio.create_task(stream.read(make)) for stream, make in zip(streams, makes, strict=True)]
+        await turns(2)
+        for stream in streams:
+            stream.push_token(0, 7, 0, 0)
+        first, second, third = await asyncio.gather(*tasks, return_exceptions=True)
+        assert (first, str(second), third) == (1, "no message", 1)
+
+    run(body())
+
+
+def test_a_reader_that_goes_once_its_message_is_made_keeps_nobody_waiting() -> None:
+    async def body() -> None:
+        readers = Readers(MADE_AT_ONCE)
+        await turns(2)
+        readers.push(1)
+        while not readers.taken:
+            await turns(1)
+        for task in readers.tasks[READERS_AT_ONCE:-1]:
+            task.cancel()
+        await turns(4 + READERS_AT_ONCE)
+        assert [number for number, _ in readers.taken] == [*range(READERS_AT_ONCE), MADE_AT_ONCE - 1]
+        readers.tasks = readers.tasks[:READERS_AT_ONCE] + readers.tasks[-1:]
         await readers.end()
 
     run(body())
