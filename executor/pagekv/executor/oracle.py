@@ -23,6 +23,8 @@ from pagekv.executor.backend import (
     BlockCopies,
     CopyKind,
     Description,
+    Finished,
+    Launch,
     Sampled,
     Scheduled,
     SequenceState,
@@ -73,9 +75,29 @@ class _Pool:
         return cls(*poisons, np.zeros(num_blocks, np.int64))
 
 
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """The `Launch` of a step whose tokens are there already and that lasts until a time (perf_counter)."""
+
+    sampled: dict[int, Sampled]
+    end: float
+    sleep: Callable[[float], None]
+
+    @property
+    def ready(self) -> bool:
+        """As `Launch.ready`."""
+        return False
+
+    def collect(self) -> dict[int, Sampled]:
+        """As `Launch.collect`."""
+        if (left := self.end - time.perf_counter()) > 0:
+            self.sleep(left)
+        return self.sampled
+
+
 class OracleBackend(SynchronousBackend):
-    """A `Backend` that judges. `step_time_s` and `token_time_s` make a step last at least so long (and so much more
-    per computed token), as a device would.
+    """A `Backend` that judges. With `step_time_s` or `token_time_s` it also keeps a device's time: a step lasts for so
+    long (and so much more per computed token) from when it was launched, or from the end of the one before.
     """
 
     def __init__(
@@ -101,6 +123,8 @@ class OracleBackend(SynchronousBackend):
         self._rows = OracleRows(1)
         # Writes to the device pool so far.
         self._writes = 0
+        # When the last step launched begins and ends, perf_counter.
+        self._begin = self._end = 0.0
 
     def describe(self, block_size: int, token_budget: int) -> Description:
         """Identity and bounds; nothing is measured, so the budget does not matter."""
@@ -145,23 +169,32 @@ class OracleBackend(SynchronousBackend):
         destination.digests[copies.destinations] = source.digests[copies.sources]
         destination.written[copies.destinations] = self._writes
 
+    def launch(self, scheduled: list[Scheduled]) -> Launch:
+        """As `Backend.launch`. Judged at once; where steps have a time the result is there later, and behind the step
+        that runs no more than one waits.
+        """
+        lasts = self._step_time_s + self._token_time_s * sum(item.count for item in scheduled)
+        if not lasts:
+            return Finished(self.execute(scheduled))
+        if (left := self._begin - time.perf_counter()) > 0:
+            self._sleep(left)
+        self._begin = max(time.perf_counter(), self._end)
+        sampled = self.execute(scheduled)
+        self._end = self._begin + lasts
+        return _Due(sampled, self._end, self._sleep)
+
     def execute(self, scheduled: list[Scheduled]) -> dict[int, Sampled]:
         """Writes, then reads everything the step's positions depend on. Raises SlotError on a wrong slot.
 
         All writes come before all reads, as every layer of a model writes the keys and values of the whole step before
         it attends: a sequence may read what another one computes in the same step.
         """
-        begin = time.perf_counter()
         rows = np.array([self._rows.row(item.state) for item in scheduled], np.int64)
         starts = np.array([item.start for item in scheduled], np.int64)
         ends = starts + np.array([item.count for item in scheduled], np.int64)
         self._rows.grow(rows, ends)
         self._write(rows, starts, ends)
-        sampled = self._sample_all(scheduled, rows, ends, self._read(rows, ends))
-        target = self._step_time_s + self._token_time_s * int((ends - starts).sum())
-        if (left := target - (time.perf_counter() - begin)) > 0:
-            self._sleep(left)
-        return sampled
+        return self._sample_all(scheduled, rows, ends, self._read(rows, ends))
 
     def checksum(self) -> str:
         """A digest of both pools, for tests that nothing was touched."""
@@ -252,11 +285,12 @@ class OracleBackend(SynchronousBackend):
             seeds=known.seed[rows[plain]],
             indices=known.index[rows[plain]],
         )
-        chosen = dict(zip(plain.tolist(), map(Sampled, tokens.tolist()), strict=True))
-        return {
-            (state := scheduled[at].state).seq_id: chosen.get(at) or self._sample(state, int(read[at]))
-            for at in sampling.tolist()
-        }
+        known.latest[rows[plain]] = tokens
+        sampled = dict(zip(plain.tolist(), map(Sampled, tokens.tolist()), strict=True))
+        for at in sampling[~known.plain[rows[sampling]]].tolist():
+            sampled[at] = self._sample(scheduled[at].state, int(read[at]))
+            known.latest[rows[at]] = sampled[at].token_id
+        return {scheduled[at].state.seq_id: sampled[at] for at in sampling.tolist()}
 
     def _sample(self, state: SequenceState, read: int) -> Sampled:
         sampling, model = state.sampling, self._model

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pagekv.executor.backend import SequenceState
+from pagekv.executor.backend import UNKNOWN_TOKEN, SequenceState
 from pagekv.executor.oracle_truth import FIRST, extend_chain, extend_chains, mix
 
 Numbers = npt.NDArray[np.int64]
@@ -46,6 +46,8 @@ class OracleRows:
         self.found = np.zeros(MIN_ROWS, np.int64)
         self.found_sum = np.zeros(MIN_ROWS, np.uint64)
         self.found_after = np.zeros(MIN_ROWS, np.int64)
+        # The token sampled last: what an UNKNOWN_TOKEN is.
+        self.latest = np.zeros(MIN_ROWS, np.int64)
         # Whether `choose_tokens` can sample, and what of the sampling it takes.
         self.plain = np.zeros(MIN_ROWS, np.bool_)
         self.drawing = np.zeros(MIN_ROWS, np.bool_)
@@ -100,7 +102,8 @@ class OracleRows:
 
     def _grow_by_one(self, rows: Numbers, at: Numbers) -> None:
         places = list(zip(map(self.state, rows.tolist()), at.tolist(), strict=True))
-        tokens = np.array([state.token_ids[position] for state, position in places], np.uint64)
+        given = np.array([state.token_ids[position] for state, position in places], np.int64)
+        tokens = np.where(given == UNKNOWN_TOKEN, self.latest[rows], given).astype(np.uint64)
         size = self._block_size
         blocks = np.array([state.block_table[position // size] for state, position in places], np.int64)
         self.digests[rows, at], self._chain[rows] = extend_chains(self._chain[rows], tokens)
@@ -121,7 +124,18 @@ class OracleRows:
 
     def _add_rows(self) -> None:
         old = len(self._states)
-        for name in ("length", "_chain", "found", "found_sum", "found_after", "plain", "drawing", "seed", "index"):
+        for name in (
+            "length",
+            "_chain",
+            "found",
+            "found_sum",
+            "found_after",
+            "latest",
+            "plain",
+            "drawing",
+            "seed",
+            "index",
+        ):
             setattr(self, name, np.concatenate([getattr(self, name)] * 2))
         self._states += [None] * old
         self._free += reversed(range(old, 2 * old))
