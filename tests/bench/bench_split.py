@@ -41,6 +41,8 @@ EVERY_STEP_MS = 20.0
 TOKENS_PER_MESSAGE_BAR = 1.05
 # A step that took so much longer than told measured another load than the one that the bars are about.
 LONGEST_STEP = 1.2
+# The bars are about two cores that nobody else uses.
+MOST_STOLEN_PERCENT = 3.0
 BYTES_BAR = 2048
 
 
@@ -66,6 +68,8 @@ class Row:
     manager_cpu: float
     executor_cpu: float
     clients_cpu: float
+    # Of the machine's CPU time, what its hypervisor gave to others.
+    stolen_percent: float
 
 
 @contextmanager
@@ -125,7 +129,15 @@ def _counters(stack: Stack, client: PageKVClient) -> dict[str, float]:
         "busy_us": stats.executor_busy_us_total,
         "manager": _cpu_s(stack.manager.pid),
         "executor": _cpu_s(stack.executor.pid),
+        **_machine_s(),
     }
+
+
+def _machine_s() -> dict[str, float]:
+    """CPU seconds of all cores: all of them, and those that the hypervisor gave to others."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    ticks = [int(field) / os.sysconf("SC_CLK_TCK") for field in fields]
+    return {"all": sum(ticks), "stolen": ticks[7]}
 
 
 def _cpu_s(pid: int) -> float:
@@ -162,6 +174,7 @@ def row(stack: Stack, step_ms: float, depth: int, order: Order, seconds: float) 
         manager_cpu=rose["manager"] / elapsed,
         executor_cpu=rose["executor"] / elapsed,
         clients_cpu=report.cpu_s / elapsed,
+        stolen_percent=100 * rose["stolen"] / max(0.01, rose["all"]),
     )
 
 
@@ -184,7 +197,7 @@ def _say(text: str) -> None:
 
 HEAD = (
     f"{'step':>5} {'took':>6} {'seqs':>5} {'depth':>5} {'idle':>7} {'tok/s':>7} {'tok/msg':>7} {'msg/s':>6} "
-    f"{'fewest':>6} {'gap p50':>7} {'p99':>7} {'max':>7}   CPU: manager executor clients"
+    f"{'fewest':>6} {'gap p50':>7} {'p99':>7} {'max':>7}   CPU: manager executor clients stolen"
 )
 
 
@@ -193,7 +206,7 @@ def _line(row: Row) -> str:
         f"{row.step_ms:5g} {row.step_took_ms:6.2f} {row.sequences:5} {row.pipeline_depth:5} {row.idle_percent:6.2f}% "
         f"{row.tokens_per_s:7.0f} {row.tokens_per_message:7.2f} {row.messages_per_s:6.0f} {row.fewest_per_step:6.2f} "
         f"{row.gap_p50_ms:7.1f} {row.gap_p99_ms:7.1f} {row.gap_max_ms:7.1f}        {row.manager_cpu:7.2f} "
-        f"{row.executor_cpu:8.2f} {row.clients_cpu:7.2f}"
+        f"{row.executor_cpu:8.2f} {row.clients_cpu:7.2f} {row.stolen_percent:5.1f}%"
     )
 
 
@@ -208,7 +221,7 @@ def show(least: Floor, rows: list[Row], messages: list[Message]) -> str:
     lines.append(
         "step, took: milliseconds as told, and as on the executor. depth: steps in flight, 1 is without pipelining.\n"
         "idle: of the executor. fewest: messages per step of the stream that had the fewest. gap: milliseconds\n"
-        "between two messages of a stream. CPU: cores."
+        "between two messages of a stream. CPU: cores; stolen: of all cores, by the hypervisor for others."
     )
     lines += ["", f"{'message':36} {'bytes':>7} {'most':>6} {'encode':>10} {'decode':>10}"]
     for message in messages:
@@ -227,6 +240,9 @@ def bars(rows: list[Row], messages: list[Message]) -> list[str]:
         if bound is None or row.sequences != BARS_AT or row.pipeline_depth == 1:
             continue
         where = f"at {row.step_ms:g} ms and {BARS_AT} sequences"
+        if row.stolen_percent > MOST_STOLEN_PERCENT:
+            lines.append(f"not measured: others took {row.stolen_percent:.1f} % of the machine {where}")
+            continue
         if row.step_took_ms > LONGEST_STEP * row.step_ms:
             lines.append(f"not measured: steps took {row.step_took_ms:.1f} ms {where}")
             continue
