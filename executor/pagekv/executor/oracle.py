@@ -211,7 +211,7 @@ class OracleBackend(SynchronousBackend):
 
     def _write(self, rows: Numbers, starts: Numbers, ends: Numbers) -> None:
         of_rows, positions, _ = spread(rows, starts, ends)
-        slots = self._rows.slots[of_rows, positions]
+        slots = self._rows.slots(of_rows, positions)
         self._writes += 1
         self._device.tokens.reshape(-1)[slots] = self._rows.tokens[of_rows, positions]
         self._device.digests.reshape(-1)[slots] = self._rows.digests[of_rows, positions]
@@ -222,7 +222,7 @@ class OracleBackend(SynchronousBackend):
         known = self._rows
         self._forget_rewritten(rows[known.found[rows] > 0])
         of_rows, positions, firsts = spread(rows, known.found[rows], ends)
-        slots = known.slots[of_rows, positions]
+        slots = known.slots(of_rows, positions)
         tokens = self._device.tokens.reshape(-1)[slots]
         digests = self._device.digests.reshape(-1)[slots]
         wrong = (tokens != known.tokens[of_rows, positions]) | (digests != known.digests[of_rows, positions])
@@ -239,8 +239,8 @@ class OracleBackend(SynchronousBackend):
             return
         known, size = self._rows, self._block_size
         of_rows, places, firsts = spread(rows, np.zeros_like(rows), known.found[rows] // size)
-        blocks = known.slots[of_rows, places * size] // size
-        rewritten = rows[np.maximum.reduceat(self._device.written[blocks], firsts) > known.found_after[rows]]
+        written = self._device.written[known.blocks[of_rows, places]]
+        rewritten = rows[np.maximum.reduceat(written, firsts) > known.found_after[rows]]
         known.found[rewritten] = known.found_sum[rewritten] = 0
 
     def _note_found(self, rows: Numbers, ends: Numbers) -> None:
@@ -257,7 +257,7 @@ class OracleBackend(SynchronousBackend):
 
     def _slot_error(self, row: int, position: int, token: int, digest: int) -> SlotError:
         known = self._rows
-        block, offset = divmod(int(known.slots[row, position]), self._block_size)
+        block, offset = int(known.blocks[row, position // self._block_size]), position % self._block_size
         expected, expected_digest = int(known.tokens[row, position]), int(known.digests[row, position])
         if (token, digest) == (POISON_TOKEN, POISON_DIGEST):
             what = "nothing was ever written there"

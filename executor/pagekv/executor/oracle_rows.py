@@ -34,10 +34,11 @@ class OracleRows:
         self._row_of: dict[int, int] = {}
         self._states: list[SequenceState | None] = [None] * MIN_ROWS
         self._free = list(reversed(range(MIN_ROWS)))
-        # By row and position: token, digest, and the slot: block * block_size + offset, by the block table.
+        # By row and position: token and digest.
         self.tokens = np.empty((MIN_ROWS, MIN_WIDTH), np.uint32)
         self.digests = np.empty((MIN_ROWS, MIN_WIDTH), np.uint64)
-        self.slots = np.empty((MIN_ROWS, MIN_WIDTH), np.int64)
+        # By row: the block table, as far as positions are covered.
+        self.blocks = np.empty((MIN_ROWS, -(-MIN_WIDTH // block_size)), np.int64)
         # By row. Positions covered, and the state of the chain behind them.
         self.length = np.zeros(MIN_ROWS, np.int64)
         self._chain = np.zeros(MIN_ROWS, np.uint64)
@@ -100,15 +101,22 @@ class OracleRows:
         if one.any():
             self._grow_by_one(rows[one], lengths[one])
 
-    def _grow_by_one(self, rows: Numbers, at: Numbers) -> None:
-        places = list(zip(map(self.state, rows.tolist()), at.tolist(), strict=True))
-        given = np.array([state.token_ids[position] for state, position in places], np.int64)
-        tokens = np.where(given == UNKNOWN_TOKEN, self.latest[rows], given).astype(np.uint64)
+    def slots(self, rows: Numbers, positions: Numbers) -> Numbers:
+        """Where these positions are: block * block_size + offset."""
         size = self._block_size
-        blocks = np.array([state.block_table[position // size] for state, position in places], np.int64)
+        return self.blocks[rows, positions // size] * size + positions % size
+
+    def _grow_by_one(self, rows: Numbers, at: Numbers) -> None:
+        states = list(map(self.state, rows.tolist()))
+        given = np.array(
+            [state.token_ids[position] for state, position in zip(states, at.tolist(), strict=True)], np.int64
+        )
+        tokens = np.where(given == UNKNOWN_TOKEN, self.latest[rows], given).astype(np.uint64)
         self.digests[rows, at], self._chain[rows] = extend_chains(self._chain[rows], tokens)
         self.tokens[rows, at] = tokens
-        self.slots[rows, at] = blocks * size + at % size
+        logical = at // self._block_size
+        for i in np.flatnonzero(at % self._block_size == 0).tolist():
+            self.blocks[rows[i], logical[i]] = states[i].block_table[logical[i]]
         self.length[rows] = at + 1
 
     def _grow_one(self, row: int, end: int) -> None:
@@ -116,10 +124,8 @@ class OracleRows:
         tokens = state.token_ids[begin:end]
         self.tokens[row, begin:end] = tokens
         self.digests[row, begin:end], self._chain[row] = extend_chain(int(self._chain[row]), tokens)
-        first = begin // size
-        blocks = np.array(state.block_table[first : (end - 1) // size + 1], np.int64)
-        positions = np.arange(begin, end)
-        self.slots[row, begin:end] = blocks[positions // size - first] * size + positions % size
+        first, last = begin // size, (end - 1) // size
+        self.blocks[row, first : last + 1] = state.block_table[first : last + 1]
         self.length[row] = end
 
     def _add_rows(self) -> None:
@@ -145,10 +151,16 @@ class OracleRows:
         self._reserve(len(self._states), max(length, 2 * self.tokens.shape[1]))
 
     def _reserve(self, num_rows: int, width: int) -> None:
-        for name in ("tokens", "digests", "slots"):
+        size = self._block_size
+        for name, columns, per_position in (
+            ("tokens", width, 1),
+            ("digests", width, 1),
+            ("blocks", -(-width // size), size),
+        ):
             old = getattr(self, name)
-            new = np.empty((num_rows, width), old.dtype)
+            new = np.empty((num_rows, columns), old.dtype)
             # No more than is known: what is never written takes no memory.
             for row in self._row_of.values():
-                new[row, : self.length[row]] = old[row, : self.length[row]]
+                known = -(-int(self.length[row]) // per_position)
+                new[row, :known] = old[row, :known]
             setattr(self, name, new)
