@@ -123,13 +123,20 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         served = self._state.served()
         command, stops = await read_generate(read_request(request, served.model), served.model, served.tokenizer)
         command = with_caller(command, context)
+        stop_token_ids = request.sampling_params.stop_token_ids
         # The gateway makes text of tokens by itself: without stop strings to look for nobody needs it here.
         reading = served if stops else Served(served.model, None)
-        generation = Generation(self._engine, reading, command, stops, only_complete=not request.stream)
+        generation = Generation(
+            self._engine,
+            reading,
+            command,
+            stops,
+            only_complete=not request.stream,
+            serialise=lambda response: write_response(response, stop_token_ids).SerializeToString(),
+        )
         # Also called when the call is cancelled while a message is being written, where no `finally` here would run.
         context.add_done_callback(lambda _: generation.close())
-        stop_token_ids = request.sampling_params.stop_token_ids
-        await generation.run(lambda response: context.write(write_response(response, stop_token_ids)))
+        await generation.run(context.write)
 
     async def Abort(self, request: vllm.AbortRequest, context: Any) -> vllm.AbortResponse:
         for request_id in read_abort_ids(request.request_ids):
@@ -161,20 +168,18 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
             last = start + TOKENIZER_CHUNK >= len(archive)
             yield common.GetTokenizerChunk(data=archive[start : start + TOKENIZER_CHUNK], sha256=digest if last else "")
 
-    async def SubscribeKvEvents(
-        self, request: common.SubscribeKvEventsRequest, context: Any
-    ) -> AsyncIterator[common.KvEventBatch]:
+    async def SubscribeKvEvents(self, request: common.SubscribeKvEventsRequest, context: Any) -> None:
         # Nothing of the past is kept, so every subscription begins with the whole table, wherever it wants to go on.
         watch = self._engine.watch_events()
         context.add_done_callback(lambda _: watch.close())
         events = KvEvents(self._root, self._model_block_size())
-        yield events.begin()
+        await context.write(events.begin())
         while blocks := watch.take_snapshot(MAX_BLOCKS):
             for batch in events.stored(blocks):
-                yield batch
+                await context.write(batch)
         while True:
             for batch in events.changed(await watch.take()):
-                yield batch
+                await context.write(batch)
             # Steps may take a few milliseconds and a message costs a good part of one: several go into one.
             await asyncio.sleep(EVENTS_PAUSE_S)
 

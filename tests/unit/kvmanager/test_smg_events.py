@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
+import pytest
 from smg_grpc_proto.generated import common_pb2 as common
 
 from pagekv.kvmanager.block_hash import block_digest, root_digest, short_hash, token_bytes
@@ -37,8 +38,8 @@ class Reader:
         self.blocks: dict[int, tuple[int | None, tuple[int, ...]]] = {}
         self.next = 1
 
-    def take(self, batches: Iterable[common.KvEventBatch]) -> None:
-        for batch in batches:
+    def take(self, batches: Iterable[bytes]) -> None:
+        for batch in map(common.KvEventBatch.FromString, batches):
             assert batch.sequence_number == self.next
             self.next += 1
             for event in batch.events:
@@ -67,39 +68,50 @@ def reader_of(events: KvEvents) -> Reader:
     return reader
 
 
-def test_the_blocks_of_a_prompt_are_one_event_from_the_root() -> None:
+def only(batches: Iterable[bytes]) -> common.KvEventBatch:
+    (batch,) = batches
+    return common.KvEventBatch.FromString(batch)
+
+
+def test_every_block_is_an_event_and_the_first_of_a_prompt_follows_none() -> None:
     events = KvEvents(lambda: ROOT, BLOCK)
     first = block(ROOT, 1, 2, 3, 4)
     second = block(first.digests[0], 5, 6, 7, 8)
     other = block(ROOT, 9, 9, 9, 9)
     events.begin()
-    (batch,) = events.changed(diff([first, second, other]))
-    assert [len(event.stored.blocks) for event in batch.events] == [2, 1]
-    assert not any(event.stored.HasField("parent_block_hash") for event in batch.events)
-    (batch,) = events.changed(diff([block(second.digests[0], 1, 1, 1, 1)]))
+    batch = only(events.changed(diff([first, second, other])))
+    assert [list(event.stored.blocks[0].token_ids) for event in batch.events] == [[1, 2, 3, 4], [5, 6, 7, 8], [9] * 4]
+    assert [event.stored.HasField("parent_block_hash") for event in batch.events] == [False, True, False]
+    batch = only(events.changed(diff([block(second.digests[0], 1, 1, 1, 1)])))
     assert batch.events[0].stored.parent_block_hash & (2**64 - 1) == short_hash(second.digests[0])
 
 
-def test_messages_are_those_that_the_generated_classes_make() -> None:
+@pytest.mark.parametrize("most", [2**21 - 1, 2**32 - 1])
+def test_messages_say_what_those_say_that_the_generated_classes_make(most: int) -> None:
     """Whatever the numbers: hashes are of both signs, and some are small."""
     events = KvEvents(lambda: ROOT, BLOCK)
     first = block(ROOT, 0, 1, 127, 128)
     small = Stored(Tier.DEVICE, [bytes(7) + b"\x05" + bytes(24)], first.digests, token_bytes([1, 2, 3, 4]))
-    others = [block(first.digests[0], number, 2**14, 2**31, 2**32 - 1) for number in range(20)]
-    (batch,) = events.changed(diff([first, small, *others]))
+    others = [block(first.digests[0], number, 2**14, most // 2, most) for number in range(20)]
+    batch = only(events.changed(diff([first, small, *others])))
     assert {number < 0 for event in batch.events for number in [event.stored.blocks[0].block_hash]} == {True, False}
     made = common.KvEventBatch(sequence_number=1, timestamp=batch.timestamp)
-    blocks = [
-        common.KvBlock(block_hash=_signed(digest), token_ids=token_ids, block_size=BLOCK)
-        for one in (first, small, *others)
-        for digest, _, token_ids in one.each()
-    ]
-    made.events.add().stored.blocks.extend(blocks[:2])
-    for one in blocks[2:]:
-        made.events.add().stored.MergeFrom(
-            common.KvBlocksStored(blocks=[one], parent_block_hash=_signed(first.digests[0]))
-        )
-    assert batch.SerializeToString() == made.SerializeToString()
+    for one in (first, small, *others):
+        ((digest, parent, token_ids),) = one.each()
+        stored = made.events.add().stored
+        stored.blocks.add(block_hash=_signed(digest), token_ids=token_ids, block_size=BLOCK)
+        if parent != ROOT:
+            stored.parent_block_hash = _signed(parent)
+    assert batch == made
+    assert batch.SerializeToString(deterministic=True) == made.SerializeToString(deterministic=True)
+
+
+def test_what_leaves_is_told_before_what_comes() -> None:
+    events = KvEvents(lambda: ROOT, BLOCK)
+    old, new = block(ROOT, 1, 2, 3, 4), block(ROOT, 5, 6, 7, 8)
+    list(events.changed(diff([old])))
+    batch = only(events.changed(diff([new], removed=old.digests)))
+    assert [event.WhichOneof("data") for event in batch.events] == ["removed", "stored"]
 
 
 def test_blocks_that_a_gateways_prompt_cannot_hit_are_not_told() -> None:
