@@ -86,6 +86,7 @@ class FakeEngine:
 
     def stop_sequence(self, stream: RequestStream, index: int) -> None:
         self.stopped.append((stream.request_id, index))
+        stream._open.discard(index)
 
     def stats(self) -> Stats:
         numbers = {field.name: number for number, field in enumerate(fields(Stats)) if field.type != "bool"}

@@ -122,6 +122,8 @@ class OracleRows:
     def _grow_one(self, row: int, end: int) -> None:
         state, begin, size = self.state(row), int(self.length[row]), self._block_size
         tokens = state.token_ids[begin:end]
+        # Only the last token of a sequence may be unknown, and what is before it was covered when that was sampled.
+        assert tokens[-1] != UNKNOWN_TOKEN
         self.tokens[row, begin:end] = tokens
         self.digests[row, begin:end], self._chain[row] = extend_chain(int(self._chain[row]), tokens)
         first, last = begin // size, (end - 1) // size

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 
 from pagekv.kvmanager.engine import Engine
 from pagekv.kvmanager.request import (
@@ -20,6 +21,8 @@ from pagekv.kvmanager.stop_strings import StopStrings
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
 
+# A chunk of so many tokens, without log-probabilities, is made in tens of microseconds.
+SMALL_TOKENS = 16
 FINISH_REASONS = {
     FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
@@ -74,7 +77,7 @@ class Generation:
         """Writes the messages in order, each as `serialise` makes it. Raises what `Engine.submit` raises, and what the
         engine fails the stream with.
 
-        `write` and no generator: each layer of those costs a tenth of the time that a token's message takes.
+        `write` and no generators: three layers of them took 8 of the 45 microseconds of a message.
         """
         ended = self._sequences[0].output.end_of_resumed(self._eos)
         if ended is not None:
@@ -82,18 +85,20 @@ class Generation:
             return
         stream = self._stream = self._engine.submit(self._command)
         self._open = set(range(self._command.n))
-        while self._open:
-            try:
-                messages = await stream.read(self._messages)
-            except Exception:
-                self._open.clear()  # the engine has given the request up
-                raise
-            for message in messages or ():
+        while self._open and (messages := await stream.read(self._begin)) is not None:
+            for message in messages:
                 await write(message)
 
-    def _messages(self, deltas: list[SequenceDelta]) -> list[bytes]:
-        """What is to be written of news."""
-        messages: list[bytes] = []
+    def _begin(self, deltas: list[SequenceDelta]) -> Iterator[bytes]:
+        """What is to be written of news. Each message is made when the one before it is written, but for a small first
+        one, which is made here, in a row with those of other calls.
+        """
+        messages, first = self._messages(deltas), deltas[0]
+        if first.finish is None and not first.logprobs and len(first.token_ids) <= SMALL_TOKENS:
+            return chain(list(islice(messages, 1)), messages)
+        return messages
+
+    def _messages(self, deltas: list[SequenceDelta]) -> Iterator[bytes]:
         for delta in deltas:
             if delta.index not in self._open:
                 continue  # tokens behind a stop string
@@ -108,10 +113,9 @@ class Generation:
                 if delta.finish is None and self._stream is not None:
                     self._engine.stop_sequence(self._stream, delta.index)
             if (out.token_ids or out.text) and not self._only_complete:
-                messages.append(self._serialise(self._chunk(delta, sequence, out)))
+                yield self._serialise(self._chunk(delta, sequence, out))
             if out.finish is not None:
-                messages.append(self._serialise(self._complete(delta, sequence, out)))
-        return messages
+                yield self._serialise(self._complete(delta, sequence, out))
 
     def close(self) -> None:
         """Nobody reads any more: aborts the request if the engine still generates for it. Idempotent."""

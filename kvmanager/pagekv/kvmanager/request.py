@@ -232,8 +232,9 @@ class RequestStream:
         return await self.read(list) or []
 
     async def read(self, make: Callable[[list[SequenceDelta]], T]) -> T | None:
-        """Like `take`, but returns what `make` makes of them, which is called in a row with other streams'; None means
-        the end.
+        """Like `take`, but returns what `make` makes of them, never None; that means the end. Raises what `make` raises
+        and what the stream failed with. `make` is called in a row with other streams', when the news are taken: a
+        reader that is cancelled must not read again.
         """
         self._make_of = make
         while True:

@@ -6,7 +6,7 @@ of `pagekv.v1.InferenceService`, whose fields of sampling have the same names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
@@ -106,7 +106,7 @@ def _read_sampling(params: vllm.SamplingParams) -> types_pb2.SamplingParams:
     return read
 
 
-def write_response(response: pb.GenerateResponse, stop_token_ids: Sequence[int]) -> vllm.GenerateResponse:
+def write_response(response: pb.GenerateResponse, stop_token_ids: Collection[int]) -> vllm.GenerateResponse:
     """A message of the answer. `stop_token_ids` are the request's own: of others, which are the model's, vLLM does not
     say that they matched.
     """
@@ -127,7 +127,7 @@ def _chunk(chunk: pb.GenerateChunk) -> vllm.GenerateStreamChunk:
     )
 
 
-def _complete(complete: pb.GenerateComplete, stop_token_ids: Sequence[int]) -> vllm.GenerateComplete:
+def _complete(complete: pb.GenerateComplete, stop_token_ids: Collection[int]) -> vllm.GenerateComplete:
     written = vllm.GenerateComplete(
         output_ids=complete.output_ids,
         finish_reason=_FINISH_REASONS[complete.finish_reason],

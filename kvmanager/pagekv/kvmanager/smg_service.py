@@ -123,7 +123,8 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         served = self._state.served()
         command, stops = await read_generate(read_request(request, served.model), served.model, served.tokenizer)
         command = with_caller(command, context)
-        stop_token_ids = request.sampling_params.stop_token_ids
+        # A copy: the field would keep the request, prompt and all, for as long as gRPC keeps whom it calls at the end.
+        stop_token_ids = frozenset(request.sampling_params.stop_token_ids)
         # The gateway makes text of tokens by itself: without stop strings to look for nobody needs it here.
         reading = served if stops else Served(served.model, None)
         generation = Generation(

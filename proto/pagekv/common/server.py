@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs leave it out
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pagekv.common.errors import PageKVError, abort_with
@@ -32,7 +33,11 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns `PageKVError` from any handler into its status, and anything else into INTERNAL with a logged trace."""
+    """Turns `PageKVError` from any handler into its status, and anything else into INTERNAL with a logged trace.
+
+    A handler of streams is an async generator of messages or, where every microsecond counts, a coroutine that calls
+    `context.write` by itself, with messages that are serialised already.
+    """
 
     async def intercept_service(
         self,
@@ -48,8 +53,6 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler: Any = found
         if handler.response_streaming:
             inner_stream = handler.stream_stream if handler.request_streaming else handler.unary_stream
-            # A handler of streams is an async generator of messages, or, where every microsecond counts, a coroutine
-            # that writes by itself, and messages that are serialised already.
             writes = inspect.iscoroutinefunction(inner_stream)
 
             async def stream(request: Any, context: Any) -> None:
@@ -59,6 +62,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                         return
                     async for response in inner_stream(request, context):
                         await context.write(response)
+                except cygrpc.ExecuteBatchError:
+                    raise  # the caller has gone while it was written to: gRPC ends the call
                 except Exception as error:
                     await _abort(context, method, error)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import numpy as np
@@ -323,37 +322,6 @@ def test_pools_are_bounded() -> None:
         backend.allocate(16, 11, 0)
     with pytest.raises(MemoryError, match="10 blocks"):
         backend.allocate(16, 1, 2**31 - 1)
-
-
-def test_a_step_lasts_for_its_time_and_for_that_of_its_tokens() -> None:
-    slept: list[float] = []
-    world = World()
-    backend = OracleBackend(OracleModel(), step_time_s=5.0, token_time_s=0.5, sleep=slept.append)
-    backend.allocate(4, 32, 0)
-    world.epoch.backend = backend
-    world.enter(1, PROMPT, [5, 9, 2])
-    assert len(slept) == 1
-    assert 9.0 < slept[0] <= 10.0
-
-
-def test_steps_launched_ahead_follow_each_other_and_know_each_others_tokens() -> None:
-    """As on a device: the next step is checked while one runs, begins when that ends, and behind it none waits."""
-    slept: list[float] = []
-    world = World()
-    backend = OracleBackend(OracleModel(vocab_size=VOCAB), step_time_s=100.0, sleep=slept.append)
-    backend.allocate(4, 32, 0)
-    world.epoch.backend = backend
-    enter = world.step(new_seqs=[new_sequence(1, PROMPT, [5, 9, 2, 7])], scheduled_seqs=[1], scheduled_tokens=[10])
-    launched = [world.epoch.launch(enter), world.epoch.launch(world.step())]
-    assert slept == []
-    launched.append(world.epoch.launch(world.step()))
-    assert not any(step.ready for step in launched)
-    reports = [step.collect() for step in launched]
-    # For the second step to begin, and for each to end.
-    assert [math.ceil(seconds / 100) for seconds in slept] == [1, 1, 2, 3]
-    expected = expected_tokens(PROMPT, 3, vocab_size=VOCAB, eos_token_ids=(0,), ignore_eos=True)
-    assert [report.sampled[1].token_id for report in reports] == expected
-    assert [report.idle_us for report in reports] == [0, 0, 0]
 
 
 def test_identity_tells_oracles_apart() -> None:

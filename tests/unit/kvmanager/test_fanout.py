@@ -153,13 +153,14 @@ def test_messages_are_made_in_a_row_and_written_a_few_at_a_time() -> None:
     run(body())
 
 
-def test_a_message_that_cannot_be_made_fails_its_reader_alone() -> None:
+@pytest.mark.parametrize("error", [ValueError("no message"), StopIteration("no message")])
+def test_a_message_that_cannot_be_made_fails_its_reader_alone(error: Exception) -> None:
     async def body() -> None:
         fanout = Fanout()
         streams = [RequestStream(f"r{number}", 1, fanout) for number in range(3)]
 
         def fails(deltas: list[SequenceDelta]) -> int:
-            raise ValueError("no message")
+            raise error
 
         makes = [len, fails, len]
         tasks = [asyncio.create_task(stream.read(make)) for stream, make in zip(streams, makes, strict=True)]
@@ -167,7 +168,8 @@ def test_a_message_that_cannot_be_made_fails_its_reader_alone() -> None:
         for stream in streams:
             stream.push_token(0, 7, 0, 0)
         first, second, third = await asyncio.gather(*tasks, return_exceptions=True)
-        assert (first, str(second), third) == (1, "no message", 1)
+        assert (first, third) == (1, 1)
+        assert "no message" in str(second)
 
     run(body())
 
