@@ -28,7 +28,6 @@ from pagekv.executor.backend import (
     Sampled,
     Scheduled,
     SequenceState,
-    SynchronousBackend,
 )
 from pagekv.executor.layout import LAYOUT
 from pagekv.executor.oracle_rows import Numbers, OracleRows, spread
@@ -95,7 +94,7 @@ class _Due:
         return self.sampled
 
 
-class OracleBackend(SynchronousBackend):
+class OracleBackend:
     """A `Backend` that judges. With `step_time_s` or `token_time_s` it also keeps a device's time: a step lasts for so
     long (and so much more per computed token) from when it was launched, or from the end of the one before.
     """

@@ -163,7 +163,7 @@ class Generation:
             complete.stop_string = out.stop_string
         response = pb.GenerateResponse(request_id=self._command.request_id, complete=complete)
         self._say_fingerprint(response)
-        # Here and not above: the copy would live as long as the message, which waits for its reader.
+        # Here and not above, so that they are not copied.
         response.complete.logprobs.extend(map(_position_logprobs, sequence.logprobs))
         return response
 

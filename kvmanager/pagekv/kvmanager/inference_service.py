@@ -28,8 +28,9 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         self._engine = engine
         self._state = state
 
-    # The stubs know no handlers that write by themselves.
-    async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:  # type: ignore[override]
+    async def Generate(  # type: ignore[override]  # the stubs know no handlers that write by themselves
+        self, request: pb.GenerateRequest, context: Any
+    ) -> None:
         served = self._state.served()
         command, stops = await read_generate(request, served.model, served.tokenizer)
         command = with_caller(command, context)
