@@ -46,8 +46,10 @@ class Reader:
     def store(self, found: list[Stored]) -> None:
         for stored in found:
             table = self.of(stored.tier)
-            for digest, parent, token_ids in stored.each():
+            for place, (digest, parent, token_ids) in enumerate(stored.each()):
                 assert digest not in table
+                if stored.tier is Tier.DEVICE:
+                    assert (stored.first and place == 0) == (parent not in table)
                 table[digest] = parent, list(token_ids)
 
     def read(self) -> bool:

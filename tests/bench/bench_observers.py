@@ -1,13 +1,15 @@
 """What watching costs the step loop: metrics, traces, events, recordings, the page; each alone, and all together.
 
-    python tests/bench/bench_observers.py [--only metrics,record] [--turns 60]
+    python tests/bench/bench_observers.py [--only metrics,record] [--turns 40]
 
-One process with an engine for each part and one without any: the real engine loop over an executor that answers at
-once, 256 running decodes. They take turns of 32 steps, in an order that turns too, so that all of them see the same
-moods of the machine. What a part puts off it does before its turn is over: two messages of events for 32 steps, no
-fewer than there are of steps that take 5 ms. Figures are lower quartiles of the turns, which leaves out those that
-others held up; a part's cost is what its own are above those without any part. Two clocks of processor time: of the
-loop's own thread, and of all threads, which includes those of the part itself. The row "nothing" is the error.
+One process with an engine for each part and three without any: the real engine loop over an executor that answers at
+once, 256 running decodes. They take turns of 64 steps, in an order that turns too. What a part puts off it does before
+its turn is over: two messages of events for 64 steps, no fewer than there are of steps that take 5 ms.
+
+The machine has moods that halve its speed, so in each round a part is compared with what the engines without any took
+in that round, and the rounds give the mean of these differences without the lowest and highest quarter; behind it, its
+standard error. Two clocks of processor time: of the loop's own thread, and of all threads, which includes those of the
+part itself. The row "nothing" is one more engine without any part, and what it is off zero is what all others may be.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import asyncio
 import gc
 import logging
+import math
 import random
 import statistics
 import time
@@ -25,8 +28,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from bench_observer_parts import PARTS
 from manager_workloads import outcome
+from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, generate_latest
 
 from pagekv.kvmanager import engine_loop
@@ -43,15 +48,17 @@ from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
 
 RUNNING = 256
 BLOCK_SIZE = 16
-# Steps in a turn: every sequence fills two blocks. And turns before it counts.
-TURN = 2 * BLOCK_SIZE
-WARM_UP = 4
+# Steps in a turn: every sequence fills four blocks. And turns before it counts.
+TURN = 4 * BLOCK_SIZE
+WARM_UP = 2
+# Engines without any part.
+BARE = 3
 # One length for each slot of a block, so that each step has its share of sequences that fill one.
 PROMPTS = [[100 + token % 977 for token in range(64 + extra)] for extra in range(BLOCK_SIZE)]
 # Of the table: what a step of the executor takes, in milliseconds.
 STEP_MS = (5, 10, 20)
 # Behind each turn, for what its parts put off: longer than any of them waits for more.
-SETTLE_S = 0.12
+SETTLE_S = 0.22
 
 # -- the rig
 
@@ -204,10 +211,16 @@ async def running(parts: list[str], *, turnover: bool, num_blocks: int) -> Async
 
 @dataclass(frozen=True)
 class Cost:
-    """Processor seconds a step, of the loop's thread and of all."""
+    """Processor seconds a step, of the loop's thread and of all; and the standard error of the first."""
 
     own_s: float
     all_s: float
+    error_s: float
+
+    def above(self, other: Cost, share: float) -> Cost:
+        """What it is more than another, divided by `share`."""
+        error = math.hypot(self.error_s, other.error_s)
+        return Cost((self.own_s - other.own_s) / share, (self.all_s - other.all_s) / share, error / share)
 
 
 @dataclass(frozen=True)
@@ -220,13 +233,15 @@ class Comparison:
 
 
 async def compare(names: list[list[str]], turns: int, *, turnover: bool) -> Comparison:
-    """Lower quartiles over the turns, and what is between those with parts and the one without any."""
+    """What engines with these parts take more than those without, round by round."""
     num_blocks = RUNNING * (TURN // BLOCK_SIZE * (turns + 4 * WARM_UP) + 8)
     async with AsyncExitStack() as stack:
         runners = [
             await stack.enter_async_context(running(parts, turnover=turnover, num_blocks=num_blocks))
-            for parts in [[], *names]
+            for parts in [*[[]] * BARE, *names]
         ]
+        # Those without any part are not neighbours.
+        order = sorted(runners, key=lambda runner: runners.index(runner) % (len(runners) // BARE))
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -234,21 +249,25 @@ async def compare(names: list[list[str]], turns: int, *, turnover: bool) -> Comp
             for turn in range(WARM_UP + turns):
                 if turn == WARM_UP:
                     submitted = runners[0].submitted
-                at = turn % len(runners)
-                for runner in [*runners[at:], *runners[:at]]:
+                at = turn % len(order)
+                for runner in [*order[at:], *order[:at]]:
                     await runner.turn()
         finally:
             gc.enable()
             gc.unfreeze()
         requests = (runners[0].submitted - submitted) / (turns * TURN)
-        seconds = [runner.turns[WARM_UP:] for runner in runners]
-    alone, *others = (_typical(one) for one in seconds)
-    return Comparison(alone, [Cost(one.own_s - alone.own_s, one.all_s - alone.all_s) for one in others], requests)
+    # [runners, turns, 2 clocks].
+    seconds = np.array([runner.turns[WARM_UP:] for runner in runners]) / TURN
+    alone = seconds[:BARE].mean(axis=0)
+    return Comparison(_typical(alone), [_typical(one - alone) for one in seconds[BARE:]], requests)
 
 
-def _typical(turns: list[tuple[float, float]]) -> Cost:
-    own, all_ = (statistics.quantiles(seconds, n=4)[0] / TURN for seconds in zip(*turns, strict=True))
-    return Cost(own, all_)
+def _typical(seconds: NDArray[np.float64]) -> Cost:
+    """Of both clocks, [turns, 2]: the mean of the half in the middle."""
+    quarter = len(seconds) // 4
+    middle = np.sort(seconds, axis=0)[quarter : len(seconds) - quarter]
+    own_s, all_s = middle.mean(axis=0).tolist()
+    return Cost(own_s, all_s, float(seconds[:, 0].std() / math.sqrt(len(seconds))))
 
 
 async def scrape_s(num_blocks: int) -> float:
@@ -278,8 +297,8 @@ def show(names: list[list[str]], turns: int) -> str:
     ]
     for parts, cost in zip(names, steady.added, strict=True):
         shares = "".join(f"{cost.own_s / ms * 1e5:10.2f}%" for ms in STEP_MS)
-        lines.append(f"{_title(parts)} {_times(cost, 1)} {cost.own_s / alone.own_s * 100:11.1f}%{shares}")
-    turning = asyncio.run(compare(names, turns, turnover=True))
+        lines.append(f"{_title(parts)} {_times(cost)} {cost.own_s / alone.own_s * 100:11.1f}%{shares}")
+    turning = asyncio.run(compare(names, turns // 2, turnover=True))
     lines += [
         "",
         f"the same with {turning.requests:.1f} requests that begin and end in every step "
@@ -288,33 +307,32 @@ def show(names: list[list[str]], turns: int) -> str:
         _HEAD,
     ]
     for parts, cost, before in zip(names, turning.added, steady.added, strict=True):
-        more = Cost(cost.own_s - before.own_s, cost.all_s - before.all_s)
-        lines.append(f"{_title(parts)} {_times(more, turning.requests)}")
+        lines.append(f"{_title(parts)} {_times(cost.above(before, turning.requests))}")
     small, large = asyncio.run(scrape_s(20_000)), asyncio.run(scrape_s(1_000_000))
     lines += ["", f"a scrape: {small * 1e3:.1f} ms; of a pool of 1 M blocks: {large * 1e3:.1f} ms"]
     return "\n".join(lines)
 
 
-_HEAD = f"{'part':14} {'thread':>9} {'all':>9}"
+_HEAD = f"{'part':14} {'thread':>17} {'all':>9}"
 
 
 def _title(parts: list[str]) -> str:
     return f"{(parts[0] if len(parts) == 1 else 'all of them') if parts else 'nothing':14}"
 
 
-def _times(cost: Cost, share: float) -> str:
-    return f"{cost.own_s / share * 1e6:6.1f} us {cost.all_s / share * 1e6:6.1f} us"
+def _times(cost: Cost) -> str:
+    return f"{cost.own_s * 1e6:6.1f} us +-{cost.error_s * 1e6:5.1f} {cost.all_s * 1e6:6.1f} us"
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
     parser.add_argument("--only", default="", help="only these parts, by comma, and not all together")
-    parser.add_argument("--turns", type=int, default=60, help="turns of 32 steps for each, at least 10 (default: 60)")
+    parser.add_argument("--turns", type=int, default=40, help="turns of 64 steps, from 10 to 120 (default: 40)")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
-    if args.turns < 10:
-        parser.error(f"--turns: must be at least 10, got {args.turns}")
+    if not 10 <= args.turns <= 120:
+        parser.error(f"--turns: must be from 10 to 120, got {args.turns}")
     names = [[name] for name in PARTS if not args.only or name in args.only.split(",")]
     if not names or not set(filter(None, args.only.split(","))) <= set(PARTS):
         parser.error(f"--only: one of {', '.join(PARTS)}, got {args.only!r}")

@@ -99,15 +99,15 @@ async def look(url: str, reader: PageReader) -> None:
 
 
 async def subscribe(target: str, index: set[int]) -> None:
-    """As a gateway: the 64-bit hashes of all blocks on the device."""
+    """As a gateway: the names of all blocks on the device, which are 56 bits of their hashes."""
     async with grpc.aio.insecure_channel(target) as channel:
         stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
         async for batch in stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()):
             for event in batch.events:
                 if event.HasField("cleared"):
                     index.clear()
-                index.difference_update(block & (2**64 - 1) for block in event.removed.block_hashes)
-                index.update(block.block_hash & (2**64 - 1) for block in event.stored.blocks)
+                index.difference_update(event.removed.block_hashes)
+                index.update(block.block_hash for block in event.stored.blocks)
 
 
 async def run_load(target: str) -> cache_pb.GetStatsResponse:
@@ -155,12 +155,14 @@ async def watched_load(target: str, directory: Path) -> cache_pb.GetStatsRespons
             await stack.enter_async_context(working(asyncio.create_task(watching)))
         stats = await run_load(target)
         cached = await hashes_of(target)
+        names = {block >> 8 for block in cached}
         for _ in range(200):
             replica = await missed(directory)
-            if index == set(replica.blocks["GPU"]) == cached and not reader.requests:
+            if index == names and set(replica.blocks["GPU"]) == cached and not reader.requests:
                 break
             await asyncio.sleep(0.02)
-        assert index == set(replica.blocks["GPU"]) == cached != set()
+        assert set(replica.blocks["GPU"]) == cached != set()
+        assert index == names
         assert len(replica.blocks["CPU"]) == stats.host_cached_blocks
         assert (reader.snapshots, len(reader.device), reader.requests) == (1, BLOCKS, {})
         assert reader.messages > 2

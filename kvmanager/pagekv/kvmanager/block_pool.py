@@ -19,6 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
+from pagekv.kvmanager.continuations import FIRST
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.eviction import EvictionOrder, LruOrder
 from pagekv.kvmanager.prefix_table import Added, Blocks, Chunks, PrefixTable
@@ -30,7 +31,9 @@ class TableLog(Protocol):
     # Whether `stored` is to be called.
     watched: bool
 
-    def stored(self, digests: Sequence[bytes], parents: Sequence[bytes], chunks: Chunks, *, text: bool) -> None: ...
+    def stored(
+        self, digests: Sequence[bytes], parents: Sequence[bytes], chunks: Chunks, *, text: bool, first: bool
+    ) -> None: ...
 
     def removed(self, digests: Sequence[bytes]) -> None: ...
 
@@ -119,11 +122,12 @@ class BlockPool:
         self._check_held(np.array(blocks, np.int32))
         left_out = self.table.add_after(blocks, digests, parents, parent_digests, chunks)
         if self._log is not None and self._log.watched:
-            if left_out:
-                entered = sorted(set(range(len(blocks))).difference(left_out))
-                digests, parent_digests = _pick(digests, entered), _pick(parent_digests, entered)
-                chunks = chunks[entered]
-            self._log.stored(digests, parent_digests, chunks, text=True)
+            if left_out or FIRST in parents:
+                for place in sorted(set(range(len(blocks))).difference(left_out)):
+                    one, first = slice(place, place + 1), parents[place] == FIRST
+                    self._log.stored(digests[one], parent_digests[one], chunks[one], text=True, first=first)
+            else:
+                self._log.stored(digests, parent_digests, chunks, text=True, first=False)
         return left_out
 
     def publish_chain(
@@ -138,7 +142,9 @@ class BlockPool:
         self._note(added)
         if self._log is not None and self._log.watched:
             entered, parents = added.entered, [parent, *digests[:-1]]
-            self._log.stored(_pick(digests, entered), _pick(parents, entered), chunks[entered], text=not media)
+            first = first and entered[:1] == [0]
+            told = _pick(digests, entered), _pick(parents, entered), chunks[entered]
+            self._log.stored(*told, text=not media, first=first)
         return added.collided
 
     def _note(self, added: Added) -> None:

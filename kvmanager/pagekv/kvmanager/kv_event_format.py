@@ -88,9 +88,9 @@ class KvEventFormat:
 
     def _stored(self, blocks: Stored) -> Events:
         """Blocks that follow one another are one event."""
-        tier, digests, parents, tokens, _ = blocks
+        tier, digests, parents = blocks.tier, blocks.digests, blocks.parents
         count = len(digests)
-        ids = np.frombuffer(tokens, np.uint32).reshape(count, -1)
+        ids = np.frombuffer(blocks.tokens, np.uint32).reshape(count, -1)
         size = ids.shape[1]
         if not self._token_ids:
             ids = ids[:, :0]

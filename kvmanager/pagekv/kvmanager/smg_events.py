@@ -1,22 +1,22 @@
 """The prefix table for a gateway that routes by it: what a `TableWatch` tells, as `smg.grpc.common.KvEventBatch`.
 
 A gateway matches the tokens of a prompt against blocks from the start of a sequence, and its requests have no
-namespace, adapter or media. So only blocks that such a prompt can hit are told, and only those on the device. Blocks
-are named by the first 64 bits of their digests.
+namespace, adapter or media. So only blocks that such a prompt can hit are told, and only those on the device.
 
 Setting the fields of one message after the other would take longer than can be spent on the blocks that decodes fill.
 So every block is an event, and all of a batch are encoded together, from one that is encoded already and has every
-number at its widest, which is valid in that encoding: up to three times the bytes for half the time. Fields of an
-encoded message may follow each other in any order: batches are the few other fields, as the generated classes write
+number at its widest, which is valid in that encoding. Blocks are named by the first 56 bits of their digests, which
+take 8 bytes, and token ids take 4: a number's 7-bit pieces are spread over a machine word of the same size. Fields of
+an encoded message may follow each other in any order: batches are the few other fields, as the generated classes write
 them, and then the events.
 """
 
 from __future__ import annotations
 
-import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -26,13 +26,14 @@ from smg_grpc_proto.generated import common_pb2 as common
 from pagekv.kvmanager.block_hash import short_hashes
 from pagekv.kvmanager.table_diff import Diff, Removed, Stored, Tier, join
 
-# Blocks in one message; one is some 30 bytes and 3 to 5 for each of its tokens.
+# Blocks in one message; one is some 30 bytes and 4 for each of its tokens.
 MAX_BLOCKS = 1024
-_SHORT = struct.Struct(">q")
+# Beyond the token ids that can be told: those of four bytes.
+MAX_VOCABULARY = 1 << 28
 
 
 class KvEvents:
-    """One subscription: numbers its batches from 1 and knows what it has told. Batches are serialised messages."""
+    """One subscription: numbers its batches from 1. Batches are serialised messages."""
 
     def __init__(self, root: Callable[[], bytes], block_size: int) -> None:
         """`root` gives the chain root of requests through the gateway, which depends on the model."""
@@ -40,8 +41,8 @@ class KvEvents:
         self._root = root()
         self._block_size = block_size
         self._sequence = 0
-        # Digests of the blocks told and not taken back.
-        self._told: set[bytes] = set()
+        # Digests of blocks in the table that a gateway's prompt cannot hit.
+        self._untold: set[bytes] = set()
 
     def begin(self) -> bytes:
         """Makes the gateway forget what it knew of this manager; the table follows as blocks that were stored.
@@ -59,7 +60,7 @@ class KvEvents:
     def changed(self, diff: Diff) -> Iterator[bytes]:
         """Batches for what changed between two borders."""
         if diff.cleared:
-            self._told.clear()
+            self._untold.clear()
             self._root = self._root_now()
             yield self._batch(_cleared())
         yield from self._batches(diff.removed, diff.stored)
@@ -71,7 +72,7 @@ class KvEvents:
             end = start + MAX_BLOCKS
             batch = common.KvEventBatch()
             if gone[start:end]:
-                batch.events.add().removed.block_hashes.extend(map(_signed, gone[start:end]))
+                batch.events.add().removed.block_hashes.extend(_names(gone[start:end]).tolist())
             if blocks is None or start >= len(blocks.digests):
                 yield self._batch(batch)
             else:
@@ -79,41 +80,45 @@ class KvEvents:
 
     def _take_back(self, found: Sequence[Removed]) -> list[bytes]:
         """Digests of blocks that were told and are no more."""
-        gone = [digest for tier, digests in found if tier is Tier.DEVICE for digest in digests if digest in self._told]
-        self._told.difference_update(gone)
-        return gone
+        gone = [*chain.from_iterable(removed.digests for removed in found if removed.tier is Tier.DEVICE)]
+        if not self._untold:
+            return gone
+        told = [digest for digest in gone if digest not in self._untold]
+        self._untold.difference_update(gone)
+        return told
 
     def _tell(self, found: Sequence[Stored]) -> list[Stored]:
         """Only what a prompt of tokens alone, in no namespace, leads to."""
-        told, root = self._told, self._root
-        kept: list[Stored] = []
+        untold = self._untold
+        told: list[Stored] = []
         for stored in found:
-            if stored.tier is not Tier.DEVICE or not stored.text:
+            if stored.tier is not Tier.DEVICE:
                 continue
-            if told.issuperset(stored.parents):
-                told.update(stored.digests)
-                kept.append(stored)
-                continue
-            for place, (digest, parent) in enumerate(zip(stored.digests, stored.parents, strict=True)):
-                if parent in told or parent == root:
-                    told.add(digest)
-                    kept.append(stored.cut(place, place + 1))
-        return kept
+            if not stored.text or (stored.first and stored.parents[0] != self._root):
+                untold.update(stored.digests)
+            elif not untold or untold.isdisjoint(stored.parents):
+                told.append(stored)
+            else:
+                for place, (digest, parent) in enumerate(zip(stored.digests, stored.parents, strict=True)):
+                    if parent in untold:
+                        untold.add(digest)
+                    else:
+                        told.append(stored.cut(place, place + 1))
+        return told
 
     def _events(self, blocks: Stored) -> bytes | bytearray:
         """Encoded as `KvEventBatch.events`, one for each block."""
-        digests, parents = blocks.digests, blocks.parents
-        ids = np.frombuffer(blocks.tokens, np.uint32).reshape(len(digests), -1)
-        width = 3 if int(ids.max()) < 1 << 21 else 5
-        event, fields = _template(self._block_size, width, first=False)
-        events = bytearray(event) * len(digests)
+        parents = blocks.parents
+        ids = np.frombuffer(blocks.tokens, np.uint32).reshape(len(parents), -1)
+        event, fields = _template(self._block_size, first=False)
+        events = bytearray(event) * len(parents)
         rows = np.frombuffer(events, fields)
-        rows["hash"], rows["parent"] = _varints(short_hashes(digests), 10), _varints(short_hashes(parents), 10)
-        rows["tokens"] = _varints(ids, width)
+        rows["hash"], rows["parent"] = _varints(_names(blocks.digests)), _varints(_names(parents))
+        rows["tokens"] = _varints(ids)
         if self._root not in parents:
             return events
         # The first block of a sequence follows none.
-        first, first_fields = _template(self._block_size, width, first=True)
+        first, first_fields = _template(self._block_size, first=True)
         pieces: list[bytes | bytearray] = []
         done = 0
         for place, parent in enumerate(parents):
@@ -137,37 +142,36 @@ def _cleared() -> common.KvEventBatch:
     return common.KvEventBatch(events=[common.KvCacheEvent(cleared=common.KvCacheCleared())])
 
 
-def _signed(digest: bytes) -> int:
-    """The 64-bit form of a digest (`block_hash.short_hash`) as the protocol's signed integer, the bits unchanged."""
-    value: int = _SHORT.unpack_from(digest)[0]
-    return value
+def _names(digests: Sequence[bytes]) -> NDArray[np.uint64]:
+    """What blocks are called: the first 56 bits of each digest."""
+    return short_hashes(digests).astype(np.uint64) >> np.uint64(8)
 
 
 @lru_cache
-def _template(block_size: int, token_width: int, *, first: bool) -> tuple[bytes, np.dtype[np.void]]:
-    """An event of one block, `first` in its sequence or not, with every number as wide as it may get (tokens: so many
-    bytes); and where they are.
-    """
-    widest = min(2 ** (7 * token_width), 2**32) - 1
-    block = common.KvBlock(block_hash=-1, token_ids=[widest] * block_size, block_size=block_size)
-    stored = common.KvBlocksStored(blocks=[block], parent_block_hash=None if first else -2)
+def _template(block_size: int, *, first: bool) -> tuple[bytes, np.dtype[np.void]]:
+    """An event of one block, `first` in its sequence or not, every number at its widest; and where they are."""
+    name, parent, token = (1 << 56) - 1, (1 << 56) - 2, MAX_VOCABULARY - 1
+    block = common.KvBlock(block_hash=name, token_ids=[token] * block_size, block_size=block_size)
+    stored = common.KvBlocksStored(blocks=[block], parent_block_hash=None if first else parent)
     event = common.KvEventBatch(events=[common.KvCacheEvent(stored=stored)]).SerializeToString()
-    tokens = _varints(np.full(block_size, widest, np.uint32), token_width)
     fields = {
-        "hash": (("u1", (10,)), event.index(b"\xff" * 9 + b"\x01")),
-        "tokens": (("u1", tokens.shape), event.index(tokens.tobytes())),
+        "hash": ("<u8", event.index(b"\xff" * 7 + b"\x7f")),
+        "tokens": (("<u4", (block_size,)), event.index(b"\xff\xff\xff\x7f" * block_size)),
     }
     if not first:
-        fields["parent"] = (("u1", (10,)), event.index(b"\xfe" + b"\xff" * 8 + b"\x01"))
+        fields["parent"] = ("<u8", event.index(b"\xfe" + b"\xff" * 6 + b"\x7f"))
     formats, offsets = zip(*fields.values(), strict=True)
     return event, np.dtype({"names": [*fields], "formats": formats, "offsets": offsets, "itemsize": len(event)})
 
 
-def _varints(values: NDArray[Any], width: int) -> NDArray[np.uint8]:
-    """[..., width]: seven bits of each value a byte, lowest first, and in all but the last a bit that says so."""
-    # Place by place, each for all values in a row: half the time of value by value.
-    shifts = np.arange(0, 7 * width, 7).astype(values.dtype).reshape(-1, *[1] * values.ndim)
-    encoded = (values >> shifts).astype(np.uint8)
-    encoded[:-1] |= 0x80
-    encoded[-1] &= 0x7F
-    return np.moveaxis(encoded, 0, -1)
+def _varints(values: NDArray[Any]) -> NDArray[Any]:
+    """uint32 below 2**28 or uint64 below 2**56, each with its lowest seven bits in the lowest byte and so on, and in
+    all bytes but the highest a bit that says that another follows.
+    """
+    if values.itemsize == 8:
+        values = values & 0xFFFFFFF | (values & 0xFFFFFFF0000000) << 4
+        # Each half, then each quarter, of what there is gets apart from the other in the same way.
+        values = values & 0x3FFF00003FFF | (values & 0xFFFC0000FFFC000) << 2
+        return values & 0x7F007F007F007F | (values & 0x3F803F803F803F80) << 1 | 0x80808080808080
+    values = values & 0x3FFF | (values & 0xFFFC000) << 2
+    return values & 0x7F007F | (values & 0x3F803F80) << 1 | 0x808080

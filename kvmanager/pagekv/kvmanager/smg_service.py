@@ -24,10 +24,10 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
 
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotImplementedYet, Unavailable
 from pagekv.kvmanager.block_hash import root_digest
-from pagekv.kvmanager.engine import Engine
+from pagekv.kvmanager.engine import Engine, ModelInfo
 from pagekv.kvmanager.generation import Generation
 from pagekv.kvmanager.serving_state import Served, ServingState
-from pagekv.kvmanager.smg_events import MAX_BLOCKS, KvEvents
+from pagekv.kvmanager.smg_events import MAX_BLOCKS, MAX_VOCABULARY, KvEvents
 from pagekv.kvmanager.smg_generate import read_request, write_response
 from pagekv.kvmanager.trace_context import with_caller
 from pagekv.kvmanager.validation import read_abort_ids, read_generate
@@ -48,9 +48,9 @@ TOKENIZER_FILES = (
 # Seconds that FlushCache may wait, and between two looks.
 MAX_FLUSH_S = 600.0
 FLUSH_STEP_S = 0.02
-# Seconds between what a subscriber is told and the next news for it: how far a gateway's picture may be behind. A
-# message costs what a hundred blocks cost, and short steps bring sixteen.
-EVENTS_PAUSE_S = 0.1
+# Seconds between what a subscriber is told and the next news for it: how far a gateway's picture may be behind while
+# there is much to tell. To make and write a message takes most of a millisecond, whatever is in it.
+EVENTS_PAUSE_S = 0.2
 # Name of a deployment whose executor has no model directory (the oracle).
 NAMELESS_MODEL = "pagekv"
 
@@ -173,7 +173,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         # Nothing of the past is kept, so every subscription begins with the whole table, wherever it wants to go on.
         watch = self._engine.watch_events()
         context.add_done_callback(lambda _: watch.close())
-        events = KvEvents(self._root, self._model_block_size())
+        events = KvEvents(self._root, self._told_model().block_size)
         await context.write(events.begin())
         while blocks := watch.take_snapshot(MAX_BLOCKS):
             for batch in events.stored(blocks):
@@ -194,17 +194,19 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         raise NotImplementedYet("PageKV has no profiler to stop")
 
     def _root(self) -> bytes:
-        """Chain root of a request without namespace and adapter. Raises Unavailable before the first attachment."""
-        model = self._engine.model
-        if model is None:
-            raise Unavailable("no executor is attached yet")
-        return root_digest(model.model_fingerprint, "", "")
+        """Chain root of a request without namespace and adapter. Raises what `_told_model` raises."""
+        return root_digest(self._told_model().model_fingerprint, "", "")
 
-    def _model_block_size(self) -> int:
+    def _told_model(self) -> ModelInfo:
+        """The model whose blocks are told. Raises Unavailable before the first attachment, FailedPrecondition when its
+        token ids cannot be told.
+        """
         model = self._engine.model
         if model is None:
             raise Unavailable("no executor is attached yet")
-        return model.block_size
+        if model.vocab_size > MAX_VOCABULARY:
+            raise FailedPrecondition(f"events tell of {MAX_VOCABULARY} token ids at most, here are {model.vocab_size}")
+        return model
 
 
 class _Throughput:

@@ -43,14 +43,20 @@ class Stored(NamedTuple):
     tokens: bytes
     # On the device: their tokens and parents alone lead to them, without media.
     text: bool = True
+    # On the device: the first of them begins a chain, and its parent is the chain's root. None of the others does.
+    first: bool = False
 
     def cut(self, start: int, end: int) -> Stored:
         """Those from one place to another."""
         if start == 0 and end >= len(self.digests):
             return self
         size = len(self.tokens) // len(self.digests)
-        tokens = self.tokens[size * start : size * end]
-        return self._replace(digests=self.digests[start:end], parents=self.parents[start:end], tokens=tokens)
+        return self._replace(
+            digests=self.digests[start:end],
+            parents=self.parents[start:end],
+            tokens=self.tokens[size * start : size * end],
+            first=self.first and start == 0,
+        )
 
     def each(self) -> Iterator[tuple[bytes, bytes, array[int]]]:
         """Digest, parent and token ids, block by block."""
@@ -61,7 +67,7 @@ class Stored(NamedTuple):
 
 def join(found: Sequence[Stored]) -> Stored:
     """All of them, of which there is at least one, in one; they are alike in tier. Where some have media and others do
-    not, its `text` says nothing.
+    not, or begin chains, `text` and `first` say nothing.
     """
     return found[0]._replace(
         digests=[*chain.from_iterable([stored.digests for stored in found])],

@@ -76,12 +76,14 @@ class TableLog:
 
     # -- called by the pool
 
-    def stored(self, digests: Sequence[bytes], parents: Sequence[bytes], chunks: Chunks, *, text: bool) -> None:
+    def stored(
+        self, digests: Sequence[bytes], parents: Sequence[bytes], chunks: Chunks, *, text: bool, first: bool
+    ) -> None:
         """Blocks entered the device's table, each after the block or chain root with the digest at its place in
-        `parents`; `text`: without media.
+        `parents`; `text`: without media; `first`: the first of them after a chain root, which no other is.
         """
         if digests:
-            self._pending.store(Stored(Tier.DEVICE, digests, parents, chunks.tobytes(), text))
+            self._pending.store(Stored(Tier.DEVICE, digests, parents, chunks.tobytes(), text, first))
 
     def removed(self, digests: Sequence[bytes]) -> None:
         """Blocks were evicted from the device."""

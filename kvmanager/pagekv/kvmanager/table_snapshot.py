@@ -36,7 +36,8 @@ def _parents_first(columns: TableColumns) -> Snapshot:
             digest = columns.digests[link]
             assert digest is not None
             assert parent is not None
-            yield Stored(Tier.DEVICE, [digest], [parent], columns.tokens[link].tobytes(), link not in media)
+            tokens, first = columns.tokens[link].tobytes(), parents[link] < 0
+            yield Stored(Tier.DEVICE, [digest], [parent], tokens, link not in media, first)
 
 
 def _host_blocks(host: HostPool) -> Snapshot:
