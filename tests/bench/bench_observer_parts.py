@@ -51,7 +51,7 @@ async def spans(engine: EngineLoop) -> AsyncIterator[None]:
         await tracing.close()
 
 
-_SUBSCRIBER = """
+SUBSCRIBER = """
 import sys, zmq
 socket = zmq.Context().socket(zmq.SUB)
 socket.setsockopt(zmq.SUBSCRIBE, b"")
@@ -70,7 +70,7 @@ async def kv_events(engine: EngineLoop) -> AsyncIterator[None]:
             kv_events=True, kv_events_endpoint=endpoint, kv_events_replay_endpoint=f"{endpoint}-again"
         )
         async with _outlets(engine, outlet):
-            subscriber = await asyncio.create_subprocess_exec(sys.executable, "-c", _SUBSCRIBER, endpoint)
+            subscriber = await asyncio.create_subprocess_exec(sys.executable, "-c", SUBSCRIBER, endpoint)
             await asyncio.sleep(0.5)
             yield
             subscriber.kill()
@@ -116,8 +116,9 @@ async def _outlets(engine: EngineLoop, outlet: OutletConfig) -> AsyncIterator[No
     await outlets.close()
 
 
+GATEWAY_METHOD = f"/{SERVICE_NAME}/SubscribeKvEvents"
 # Does not decode: it would, on a machine of few cores, slow down what is measured here.
-_GATEWAY = """
+GATEWAY = """
 import contextlib, sys, grpc
 # The server ends before its subscribers know.
 with contextlib.suppress(grpc.RpcError), grpc.insecure_channel(sys.argv[1]) as channel:
@@ -132,11 +133,10 @@ async def gateway(engine: EngineLoop) -> AsyncIterator[None]:
     server = GrpcServer("127.0.0.1:0", [SERVICE_NAME])
     VllmEngine(engine, ServingState(engine), lambda: True).add_to(server.server)
     port = await server.start()
-    method = f"/{SERVICE_NAME}/SubscribeKvEvents"
 
     async def subscribe() -> asyncio.subprocess.Process:
         await engine.wait_ready()
-        return await asyncio.create_subprocess_exec(sys.executable, "-c", _GATEWAY, f"127.0.0.1:{port}", method)
+        return await asyncio.create_subprocess_exec(sys.executable, "-c", GATEWAY, f"127.0.0.1:{port}", GATEWAY_METHOD)
 
     subscribing = asyncio.create_task(subscribe())
     yield

@@ -73,11 +73,11 @@ class Row:
 
 
 @contextmanager
-def stack(step_ms: float, depth: int) -> Iterator[Stack]:
-    """Both processes, with room for everything, and the demo model's tokenizer."""
+def stack(step_ms: float, depth: int, *manager: str) -> Iterator[Stack]:
+    """Both processes, with room for everything, and the demo model's tokenizer; `manager`: more flags of its own."""
     executor = ["--backend", "oracle", "--model", "demo", "--step-time-ms", f"{step_ms:g}", "--kv-memory", "128MiB"]
     executor += ["--max-model-len", "65536", "--max-sequences", "1100"]
-    with running_stack(executor, ["--pipeline-depth", str(depth), "--max-running", "1100"]) as running:
+    with running_stack(executor, ["--pipeline-depth", str(depth), "--max-running", "1100", *manager]) as running:
         yield running
 
 
