@@ -51,6 +51,10 @@ test-nightly: $(DEV_STAMP) ## what is too long for every run: tests with random 
 	@PAGEKV_TEST_SILENCE_S=60 $(BIN)/python -m pytest tests/e2e/test_overload.py
 	@PAGEKV_TEST_EXAMPLES=10000 $(BIN)/python -m pytest --timeout 3600 tests/model tests/unit/kvmanager/test_continuations.py $(ARGS)
 
+.PHONY: test-everything-on
+test-everything-on: $(DEV_STAMP) ## the end-to-end tests with everything that watches, publishes and records switched on
+	@PAGEKV_TEST_EVERYTHING_ON=1 $(BIN)/python -m pytest $(PARALLEL) tests/e2e $(ARGS)
+
 .PHONY: kernels
 kernels: $(DEV_STAMP) ## compile every CUDA kernel for every architecture and run their tests, all without a GPU
 	@$(BIN)/python -m pagekv.kernels.compile_gate

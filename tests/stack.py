@@ -13,11 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import everything_on
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE_ROOTS = ("proto", "kvmanager", "executor", "kernels", "client")
+MANAGER = "pagekv.kvmanager.server"
 START_TIMEOUT_S = 120.0
 # The judging backend with the demo model's vocabulary and tokenizer: no torch, full speed.
 ORACLE = ("--backend", "oracle", "--model", "demo")
@@ -44,6 +46,7 @@ class Process:
     port: int = 0
     popen: subprocess.Popen[bytes] | None = None
     log: Path = field(init=False)
+    watching: tempfile.TemporaryDirectory[str] | None = None
 
     def __post_init__(self) -> None:
         self.log = self.directory / f"{self.module.rsplit('.', 2)[-2]}.log"
@@ -53,7 +56,7 @@ class Process:
         port_file = self.directory / f"{self.module}.port"
         port_file.unlink(missing_ok=True)
         command = [sys.executable, "-m", self.module, "--listen", f"127.0.0.1:{listen_port}"]
-        command += ["--port-file", str(port_file), *self.args]
+        command += ["--port-file", str(port_file), *self._watching(), *self.args]
         with self.log.open("ab") as log:
             self.popen = subprocess.Popen(command, env=environment(), stdout=log, stderr=log, cwd=self.directory)
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -62,6 +65,14 @@ class Process:
                 raise AssertionError(f"{self.module} did not start:\n{self.tail()}")
             time.sleep(0.01)
         self.port = int(port_file.read_text())
+
+    def _watching(self) -> list[str]:
+        """What is switched on of a manager before what a test asks for."""
+        if not everything_on.ASKED_FOR or self.module != MANAGER:
+            return []
+        # Short, since paths of sockets have to be; and new, since the one before may not have let go.
+        self.watching = tempfile.TemporaryDirectory()
+        return everything_on.flags(Path(self.watching.name), everything_on.spans_url())
 
     @property
     def target(self) -> str:
@@ -145,7 +156,7 @@ def running_stack(executor_args: Sequence[str] = (), manager_args: Sequence[str]
 @contextmanager
 def running_manager(executor: Process, args: Sequence[str] = ()) -> Iterator[Stack]:
     """A manager that serves over an executor which no other drives; several may follow each other."""
-    manager = Process("pagekv.kvmanager.server", ["--executor", executor.target, *args], executor.directory)
+    manager = Process(MANAGER, ["--executor", executor.target, *args], executor.directory)
     try:
         manager.start()
         manager.wait_serving()

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench_observer_parts import GATEWAY, GATEWAY_METHOD, SUBSCRIBER, collector
 from bench_split import BARS_AT, Row, row, stack
+from everything_on import flags
 from stack import Stack
 from stream_load import Order
 from streams import speaking
@@ -40,12 +41,7 @@ def observed(step_ms: float) -> Iterator[tuple[Stack, Callable[[], None]]]:
     with ExitStack() as opened:
         directory = opened.enter_context(tempfile.TemporaryDirectory())
         spans = opened.enter_context(collector())
-        flags = ["--gateway-api", "--kv-events", "--kv-events-endpoint", f"ipc://{directory}/events", "--page"]
-        flags += ["--kv-events-replay-endpoint", f"ipc://{directory}/replays"]
-        flags += ["--record", f"{directory}/trace", "--record-steps", f"{directory}/steps"]
-        flags += ["--http-listen", "127.0.0.1:0", "--http-port-file", f"{directory}/port"]
-        flags += ["--otlp-endpoint", f"http://127.0.0.1:{spans}/v1/traces"]
-        running = opened.enter_context(stack(step_ms, DEPTH, *flags))
+        running = opened.enter_context(stack(step_ms, DEPTH, *flags(Path(directory), f"http://127.0.0.1:{spans}")))
         url = f"http://127.0.0.1:{int(Path(directory, 'port').read_text())}"
         for code, *args in (
             (SUBSCRIBER, f"ipc://{directory}/events"),

@@ -298,6 +298,12 @@ def show(names: list[list[str]], turns: int) -> str:
     for parts, cost in zip(names, steady.added, strict=True):
         shares = "".join(f"{cost.own_s / ms * 1e5:10.2f}%" for ms in STEP_MS)
         lines.append(f"{_title(parts)} {_times(cost)} {cost.own_s / alone.own_s * 100:11.1f}%{shares}")
+    lines.append("")
+    for ms in STEP_MS:
+        over = [
+            _title(parts).strip() for parts, cost in zip(names, steady.added, strict=True) if cost.own_s > ms * 1e-5
+        ]
+        lines.append(f"over 1 % of {ms} ms: {', '.join(over) or 'none'}")
     turning = asyncio.run(compare(names, turns // 2, turnover=True))
     lines += [
         "",

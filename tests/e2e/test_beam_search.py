@@ -190,8 +190,12 @@ SMALL = {
 @pytest.mark.parametrize("args", SMALL.values(), ids=SMALL.keys())
 def test_a_pool_that_holds_one_search_serves_all_unchanged(args: list[str], world: World) -> None:
     with running_manager(world.executor, ["--tokenizer", "none", *args]) as stack:
-        found, others, stats = asyncio.run(run_all(stack.target, world))
-        check(world, found, others)
+        # Some are preempted where they come together, which on a busy machine not all of them do.
+        for _ in range(10):
+            found, others, stats = asyncio.run(run_all(stack.target, world))
+            check(world, found, others)
+            if stats.preemptions_total:
+                break
         assert stats.preemptions_total > 0
         assert stats.active_blocks == 0
         assert stats.executor_restarts_total == 0

@@ -18,6 +18,7 @@ import pytest
 import zmq
 import zmq.asyncio
 from calls import Caller, request_for
+from everything_on import flags, replays
 from kv_event_reader import EventReplica, replayed
 from otlp_collector import collector
 from page_reader import PageReader
@@ -35,22 +36,8 @@ pytestmark = pytest.mark.e2e
 # A third of what the requests below hold at their ends.
 BLOCKS = 48
 SMALL = ["--num-device-blocks", str(BLOCKS), "--num-host-blocks", "128", "--watermark", "0"]
+SMALL += ["--preemption", "swap", "--write-back"]
 REQUESTS, CANCELS, TOKENS = 16, 80, 60
-
-
-def flags(directory: Path, spans: str) -> list[str]:
-    """All of them."""
-    return [
-        *SMALL,
-        *("--preemption", "swap", "--write-back", "--gateway-api", "--kv-events", "--page", "--page-text"),
-        *("--kv-events-endpoint", f"ipc://{directory}/events", "--kv-events-replay-endpoint", replays(directory)),
-        *("--record", str(directory / "trace.jsonl"), "--record-steps", str(directory / "steps")),
-        *("--http-listen", "127.0.0.1:0", "--http-port-file", str(directory / "port"), "--otlp-endpoint", spans),
-    ]
-
-
-def replays(directory: Path) -> str:
-    return f"ipc://{directory}/replays"
 
 
 def requests() -> list[pb.GenerateRequest]:
@@ -179,7 +166,7 @@ async def watched_load(target: str, directory: Path) -> cache_pb.GetStatsRespons
 def test_everything_at_once_changes_no_output_and_agrees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """DESIGN 7: what is shown and recorded changes nothing."""
     with collector() as spans:
-        with running_stack(ORACLE, flags(tmp_path, spans.url)) as stack:
+        with running_stack(ORACLE, [*SMALL, *flags(tmp_path, spans.url)]) as stack:
             stats = asyncio.run(watched_load(stack.target, tmp_path))
             assert stack.manager.stop() == 0
             assert " error " not in stack.manager.tail(1000)

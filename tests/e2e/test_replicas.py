@@ -74,10 +74,11 @@ def _until_indexed(stack: Stack) -> None:
         time.sleep(0.05)
 
 
-def test_killing_a_pair_loses_no_request_that_the_gateway_can_retry() -> None:
+@pytest.mark.parametrize("policy", ["round_robin", "cache_aware"])
+def test_killing_a_pair_loses_no_request_that_the_gateway_can_retry(policy: str) -> None:
     """All but the streams that had begun on it: those break with an error, and only their callers could go on."""
     prompts = prompts_of(prefixes=10, prefix_words=64, requests=120, seed=2)
-    with running_gateway([*EXECUTOR, "--step-time-ms", "10"], MANAGER, replicas=3, policy="round_robin") as stack:
+    with running_gateway([*EXECUTOR, "--step-time-ms", "10"], MANAGER, replicas=3, policy=policy) as stack:
         killed = run_load(stack, prompts, concurrency=12, max_tokens=20, stream_every=4, kill_after=40)
         result = asyncio.run(killed)
         assert result.lost == []
