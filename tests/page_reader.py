@@ -26,6 +26,7 @@ class PageReader:
         self.device = bytearray()
         self.host = bytearray()
         self.requests: dict[str, Any] = {}
+        self.totals: dict[str, Any] = {}
         self.points: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
 
@@ -42,5 +43,6 @@ class PageReader:
         self.requests |= message.get("requests", {})
         for name in message.get("gone", []):
             del self.requests[name]
+        self.totals = message.get("totals", self.totals)
         self.points += message.get("points", [])
         self.events += message.get("events", [])

@@ -21,6 +21,7 @@ from typing import Self
 import grpc
 
 from pagekv.client.gateway import COMMAND, GatewayConfig, gateway_args, has_tokenizer, is_installed, serves
+from pagekv.client.kv_events import PUBLISH_FLAG, KvEventEndpoints, endpoints_of_pairs
 from pagekv.common.probe import check
 
 EXECUTOR_COMMAND = (sys.executable, "-m", "pagekv.executor.server")
@@ -123,6 +124,12 @@ class Stack:
                 self.page_moved = True
                 self.page_targets.append(target(0, "--http-port"))
             self.page_targets += [target(0, "--http-port") for _ in range(config.replicas - 1)]
+        # Where the managers publish KV events; empty: they do not.
+        try:
+            endpoints = endpoints_of_pairs(config.manager_args, os.environ, config.replicas)
+        except ValueError as error:
+            raise StackError(str(error)) from error
+        self.kv_events = [_with_free_ports(endpoint, taken) for endpoint in endpoints]
         # In the order of starting.
         self.children: list[Child] = []
         # Names of those whose death was told.
@@ -161,11 +168,15 @@ class Stack:
             self._spawn(
                 self._name("manager", number), target,
                 [*config.manager_command, listen, target, "--executor", self.executor_targets[number]],
-                [*self._page_args(number), *config.manager_args], ready=partial(_serves, target),
+                [*self._page_args(number), *config.manager_args, *self._event_args(number)],
+                ready=partial(_serves, target),
             )  # fmt: skip
 
     def _page_args(self, number: int) -> list[str]:
         return ["--http-listen", self.page_targets[number]] if self.page_targets else []
+
+    def _event_args(self, number: int) -> list[str]:
+        return self.kv_events[number].args() if self.kv_events else []
 
     def _name(self, role: str, number: int) -> str:
         return role if self._config.replicas == 1 else f"{role} {number + 1}"
@@ -325,6 +336,20 @@ def _serves(target: str) -> bool:
         return check(target, timeout_s=1.0) == "SERVING"
     except grpc.RpcError:
         return False
+
+
+def _with_free_ports(endpoints: KvEventEndpoints, taken: set[int]) -> KvEventEndpoints:
+    """With a free port for each that is 0, so that it is known where to subscribe."""
+
+    def chosen(endpoint: str) -> str:
+        if not endpoint.startswith("tcp://") or not endpoint.endswith(":0"):
+            return endpoint
+        # On every interface: the host may be a name or * that only ZeroMQ knows.
+        port = _usable_port("", 0, f"--{PUBLISH_FLAG}", taken)
+        taken.add(port)
+        return f"{endpoint.removesuffix(':0')}:{port}"
+
+    return KvEventEndpoints(chosen(endpoints.endpoint), chosen(endpoints.replay_endpoint))
 
 
 def _usable_port(host: str, port: int, flag: str, other_than: Collection[int] = ()) -> int:

@@ -46,7 +46,7 @@ class FlagParser(argparse.ArgumentParser):
             text = self._env[variable].lower()
             if text not in _TRUE and text not in _FALSE:
                 self.error(f"environment variable {variable}: must be true or false, got {self._env[variable]!r}")
-            default = text in _TRUE
+            default = is_true(text)
         self.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=default, help=help)
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -62,6 +62,11 @@ class FlagParser(argparse.ArgumentParser):
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
+
+
+def is_true(text: str) -> bool:
+    """Whether a switch's environment variable turns it on."""
+    return text.lower() in _TRUE
 
 
 def integer(low: int, high: int) -> Callable[[str], int]:

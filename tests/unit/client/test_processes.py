@@ -191,6 +191,15 @@ def test_several_pairs_have_ports_of_their_own_and_their_executors_stop_last(jou
     assert stopped == ["manager stopped"] * 2 + ["executor stopped"] * 2
 
 
+def test_each_manager_is_told_where_to_publish_after_all_else_it_is_told(journal: Path) -> None:
+    with Stack(config(journal, replicas=2, manager_args=["--kv-events"])) as stack:
+        stack.start()
+        assert stack.wait_ready(20)
+        first, second = (child.lines[0] for child in stack.children if child.name.startswith("manager"))
+    assert first.endswith(" --kv-events --kv-events-endpoint=tcp://127.0.0.1:5557")
+    assert second.endswith(" --kv-events --kv-events-endpoint=tcp://127.0.0.1:5558")
+
+
 def test_of_several_pairs_one_may_die(journal: Path) -> None:
     with Stack(config(journal, replicas=2)) as stack:
         stack.start()

@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import threading
+from dataclasses import asdict
 from importlib.util import find_spec
 from types import FrameType
 
@@ -234,6 +235,8 @@ def _announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> Non
             addresses |= {"openai": f"http://{stack.gateway_target}/v1", "targets": stack.targets}
         if stack.page_targets:
             addresses |= {"page": f"http://{stack.page_targets[0]}/"}
+        if stack.kv_events:
+            addresses |= {"kv_events": [asdict(endpoints) for endpoints in stack.kv_events]}
         if recordings := stack.recordings():
             addresses |= {"recordings": recordings}
         terminal.json({**addresses, "pids": processes})
@@ -253,6 +256,9 @@ def _announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> Non
             terminal.note(f"port {args.http_port} is taken, so the page has another one; --http-port chooses it")
         pages = "  ".join(f"http://{target}/" for target in stack.page_targets)
         terminal.print(f"  watch the blocks: {terminal.bold(pages)}")
+    for endpoints in stack.kv_events:
+        replay = f", again at {endpoints.replay_endpoint}" if endpoints.replay_endpoint else ""
+        terminal.print(f"  KV events at {endpoints.endpoint}{replay}")
     for path in stack.recordings():
         terminal.print(f"  recording to {path}")
     terminal.print("Ctrl-C stops it.")

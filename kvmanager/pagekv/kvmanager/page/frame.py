@@ -37,16 +37,16 @@ class Frame:
     happenings: int
 
 
-def totals(stats: Stats) -> dict[str, Any]:
+def totals(stats: Stats, live_requests: int) -> dict[str, Any]:
     """The part of the statistics that travels."""
     every = asdict(stats)
-    return {name: every[name] for name in _TOTALS}
+    return {name: every[name] for name in _TOTALS} | {"live_requests": live_requests}
 
 
-def request_rows(engine: Engine) -> dict[str, Row]:
-    """By request id; those that run first."""
-    views, _ = engine.list_requests(MAX_REQUESTS)
-    return {view.request_id: asdict(view) for view in views}
+def request_rows(engine: Engine) -> tuple[dict[str, Row], int]:
+    """Those that are listed by request id, those that run first; and how many are live."""
+    views, live = engine.list_requests(MAX_REQUESTS)
+    return {view.request_id: asdict(view) for view in views}, live
 
 
 def snapshot(frame: Frame, model: ModelInfo, boot: str) -> dict[str, Any]:

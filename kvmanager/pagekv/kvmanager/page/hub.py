@@ -160,7 +160,8 @@ class PageHub:
             for kind, about in self._table.look(view.epoch, view.scheduler.pool):
                 self.happenings.note(kind, **about)
             self._rates.add(now, stats)
-            requests, totals = frames.request_rows(self._engine), frames.totals(stats)
+            requests, live = frames.request_rows(self._engine)
+            totals = frames.totals(stats, live)
         else:
             requests, totals = old.requests, old.totals
             if (

@@ -90,7 +90,8 @@ class Page:
         return host_block_detail(self._view(), int(request.match_info["block_id"]))
 
     async def _requests(self, request: web.Request) -> dict[str, Any]:
-        return {"requests": request_rows(self._engine)}
+        requests, live = request_rows(self._engine)
+        return {"requests": requests, "live": live}
 
     async def _request(self, request: web.Request) -> dict[str, Any]:
         request_id = request.match_info["request_id"]

@@ -110,11 +110,10 @@ async function lightRequest(id, afresh) {
   try {
     const { sequences } = await ask(`/api/request/${encodeURIComponent(id)}`);
     if (requests.chosen !== id) return;
-    // None: it has ended, and the stream will say so.
-    if (sequences.length) {
-      device.choose([...new Set(sequences.flatMap((sequence) => sequence.block_ids))], afresh);
-      if (afresh) announce(`request ${id}: ${plural(device.table.length, "block")} lit in order`);
-    }
+    // It has ended; the list cannot tell, which may be too short for it.
+    if (!sequences.length) return requests.choose(null);
+    device.choose([...new Set(sequences.flatMap((sequence) => sequence.block_ids))], afresh);
+    if (afresh) announce(`request ${id}: ${plural(device.table.length, "block")} lit in order`);
   } catch {
     // The manager cannot be asked; the stream tells of that, too.
   }
@@ -153,6 +152,7 @@ function show(message) {
   totals = message.totals ?? totals;
   if (message.points) charts.forEach((chart) => chart.add(message.points));
   if (!quietly && (message.requests || message.gone)) requests.apply(message.requests, message.gone);
+  if (message.totals) requests.tally(totals);
   events.apply(message.events);
   if (message.totals) setLink(totals.executor_attached ? "live" : "waiting");
   if (message.points) inspector.refresh();

@@ -1,29 +1,36 @@
 // The live requests; one of them may be chosen, and its blocks are lit in order.
 
-import { compact, element, plural } from "./format.js";
+import { compact, count, element, plural } from "./format.js";
 import { color, onThemeChange } from "./theme.js";
 
 export class Requests {
   // `onChoose(id)`: an id, or null for none.
   constructor({ onChoose }) {
-    Object.assign(this, { onChoose, rows: new Map(), chosen: null, items: new Map() });
+    Object.assign(this, { onChoose, rows: new Map(), chosen: null, items: new Map(), totals: {} });
     this.list = document.getElementById("request-list");
     this.sub = document.getElementById("requests-sub");
     this.empty = document.getElementById("requests-empty");
+    this.more = document.getElementById("requests-more");
+    [this.others, this.unlisted] = this.more.children;
+    this.unlisted.addEventListener("click", () => this.choose(null));
     onThemeChange(() => this.render());
   }
 
   reset(rows) {
     this.rows = new Map(Object.entries(rows));
-    if (this.chosen && !this.rows.has(this.chosen)) this.choose(null);
     this.render();
   }
 
+  // What is gone from the list may live on beyond its end.
   apply(changed = {}, gone = []) {
     for (const id of gone) this.rows.delete(id);
     for (const [id, row] of Object.entries(changed)) this.rows.set(id, row);
-    if (this.chosen && gone.includes(this.chosen)) this.choose(null);
     this.render();
+  }
+
+  tally(totals) {
+    this.totals = totals;
+    this.sum();
   }
 
   choose(id) {
@@ -34,8 +41,7 @@ export class Requests {
 
   render() {
     const entries = [...this.rows].sort(([, a], [, b]) => (a.state === b.state ? 0 : a.state === "running" ? -1 : 1));
-    const running = entries.filter(([, row]) => row.state === "running").length;
-    this.sub.textContent = entries.length ? `${running} running, ${entries.length - running} waiting` : "";
+    this.sum();
     this.empty.hidden = entries.length > 0;
     for (const [id, item] of this.items) {
       if (!this.rows.has(id)) {
@@ -48,6 +54,17 @@ export class Requests {
       if (this.list.children[place] !== item.root) this.list.insertBefore(item.root, this.list.children[place] ?? null);
       this.fill(item, id, row);
     });
+  }
+
+  // All there are, which may be more than are listed.
+  sum() {
+    const { live_requests: live = 0, running_sequences: running, waiting_sequences: waiting } = this.totals;
+    this.sub.textContent = live ? `${plural(running, "sequence")} running, ${count(waiting)} waiting` : "";
+    const others = live - this.rows.size;
+    this.more.hidden = others <= 0;
+    this.unlisted.hidden = this.chosen === null || this.rows.has(this.chosen);
+    this.unlisted.textContent = this.chosen;
+    this.others.textContent = `and ${count(others)} more${this.unlisted.hidden ? "" : ", among them"}`;
   }
 
   make(id) {

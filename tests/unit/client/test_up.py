@@ -1,0 +1,80 @@
+"""`pagekv up`: what it makes of its flags before anything is started, and what it says of what runs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from scripted_server import ScriptedServer
+
+from pagekv.client.cli import make_parser
+from pagekv.client.commands import up
+from pagekv.client.kv_events import DEFAULT_ENDPOINT, KvEventEndpoints, endpoints_of_pairs
+from pagekv.client.processes import Stack, StackConfig, StackError
+from pagekv.client.terminal import Terminal
+from pagekv.kvmanager.outlet_config import OutletConfig
+from pagekv.v1 import inference_service_pb2 as pb
+
+
+def pairs_of(*args: str, pairs: int = 3, env: dict[str, str] | None = None) -> list[tuple[str, str]]:
+    found = endpoints_of_pairs(["--kv-events", *args], env or {}, pairs)
+    return [(endpoints.endpoint, endpoints.replay_endpoint) for endpoints in found]
+
+
+def test_every_pair_publishes_its_events_on_ports_of_its_own() -> None:
+    assert OutletConfig().kv_events_endpoint == DEFAULT_ENDPOINT
+    assert pairs_of(pairs=2) == [("tcp://127.0.0.1:5557", ""), ("tcp://127.0.0.1:5558", "")]
+    beside = pairs_of("--kv-events-replay-endpoint", "tcp://127.0.0.1:5558")
+    assert beside == [(f"tcp://127.0.0.1:{5557 + 2 * pair}", f"tcp://127.0.0.1:{5558 + 2 * pair}") for pair in range(3)]
+    assert pairs_of("--kv-events-endpoint=ipc:///tmp/events", pairs=2)[1] == ("ipc:///tmp/events-2", "")
+    assert pairs_of("--kv-events-endpoint=tcp://*:0") == [("tcp://*:0", "")] * 3
+    # Left to the manager to refuse.
+    assert pairs_of("--kv-events-endpoint=127.0.0.1:5557") == [("127.0.0.1:5557", "")] * 3
+
+
+@pytest.mark.parametrize("apart", [*range(1, 13), 30, 60, 64, -2])
+def test_no_two_sockets_of_any_pairs_meet(apart: int) -> None:
+    for pairs in (1, 2, 7, 64):
+        found = pairs_of(f"--kv-events-replay-endpoint=tcp://127.0.0.1:{5557 + apart}", pairs=pairs)
+        assert len({address for both in found for address in both}) == 2 * pairs
+
+
+def test_events_are_found_in_flags_and_variables_and_the_last_flag_wins() -> None:
+    env = {"PAGEKV_KV_EVENTS": "On", "PAGEKV_KV_EVENTS_ENDPOINT": "tcp://127.0.0.1:7000"}
+    assert endpoints_of_pairs([], env, 2)[1] == KvEventEndpoints("tcp://127.0.0.1:7001")
+    assert endpoints_of_pairs(["--no-kv-events"], env, 2) == []
+    assert endpoints_of_pairs([], {}, 2) == []
+    args = ["--kv-events-endpoint", "tcp://127.0.0.1:1", "--kv-events-endpoint=tcp://127.0.0.1:8000"]
+    assert pairs_of(*args, pairs=1, env=env) == [("tcp://127.0.0.1:8000", "")]
+
+
+def stack_of(*manager_args: str, replicas: int = 2, page_port: int | None = None) -> Stack:
+    return Stack(
+        StackConfig(port=0, executor_port=0, replicas=replicas, manager_args=manager_args, page_port=page_port)
+    )
+
+
+def test_ports_that_run_out_are_refused_with_the_flag() -> None:
+    with pytest.raises(StackError, match=r"--kv-events-endpoint tcp://127\.0\.0\.1:65535: leaves no port for pair 2"):
+        stack_of("--kv-events", "--kv-events-endpoint=tcp://127.0.0.1:65535")
+
+
+def announced(stack: Stack, server: ScriptedServer, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """What `up` prints of a stack whose first manager is the scripted one."""
+    stack.targets[0] = server.target
+    server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="demo", backend="oracle", block_size=16))
+    up._announce(stack, make_parser().parse(["up", *flags]), Terminal())
+    return capsys.readouterr().out
+
+
+def test_it_is_said_where_each_manager_publishes(server: ScriptedServer, capsys: pytest.CaptureFixture[str]) -> None:
+    free = "tcp://127.0.0.1:0"
+    stack = stack_of("--kv-events", f"--kv-events-endpoint={free}", f"--kv-events-replay-endpoint={free}")
+    ports = [address for pair in stack.kv_events for address in (pair.endpoint, pair.replay_endpoint)]
+    assert len(set(ports)) == 4
+    assert free not in ports
+    found = json.loads(announced(stack, server, capsys, "--json"))["kv_events"]
+    assert found == [{"endpoint": ports[0], "replay_endpoint": ports[1]},
+                     {"endpoint": ports[2], "replay_endpoint": ports[3]}]  # fmt: skip
+    lines = announced(stack, server, capsys).splitlines()
+    assert f"  KV events at {ports[2]}, again at {ports[3]}" in lines
