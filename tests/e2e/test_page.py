@@ -6,7 +6,7 @@ import colorsys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -183,32 +183,39 @@ def test_a_request_lights_its_blocks_in_order(site: Site) -> None:
 
 
 def test_more_requests_than_the_list_has_room_for_are_counted(site: Site) -> None:
-    with ExitStack() as streams:
-        for number in range(205):
-            prompt = [3 + number, 5, 7]
-            streams.enter_context(
-                site.client.stream(prompt, max_tokens=1500, ignore_eos=True, request_id=f"many-{number}")
-            )
-        wait(lambda: site.browser.text("#requests-more").strip() == "and 5 more")
-        stats = site.client.stats()
-        assert stats.waiting_sequences > 0
-        wait(lambda: f"{stats.waiting_sequences} waiting" in site.browser.text("#requests-sub"))
-        listed = set(site.browser.run("return [...pagekv.requests.rows.keys()]"))
-        unlisted = next(name for number in range(204, 0, -1) if (name := f"many-{number}") not in listed)
-        site.browser.run("pagekv.requests.choose(arguments[0])", unlisted)
-        time.sleep(1.5)
-        assert site.browser.run("return pagekv.requests.chosen") == unlisted
-        more = " ".join(site.browser.text("#requests-more").split())
-        assert more == f"and 5 more, among them {unlisted}"
-        # So is one that falls off the end of the list.
-        (first, *_) = listed
-        site.browser.run("pagekv.requests.choose(arguments[0])", first)
-        site.browser.run("pagekv.requests.apply({}, [arguments[0]])", first)
-        time.sleep(1.5)
-        assert site.browser.run("return pagekv.requests.chosen") == first
-        assert site.client.abort([first])
-        wait(lambda: site.browser.run("return pagekv.requests.chosen") is None)
+    names = [f"many-{number}" for number in range(205)]
+
+    def work(name: str) -> None:
+        site.client.generate([3, 5, 7], max_tokens=3000, ignore_eos=True, request_id=name)
+
+    with ThreadPoolExecutor(len(names)) as threads:
+        for name in names:
+            threads.submit(work, name)
+        try:
+            wait(lambda: words(site, "#requests-more") == "and 5 more")
+            wait(lambda: f"{site.client.stats().waiting_sequences} waiting" in site.browser.text("#requests-sub"))
+            listed = site.browser.run("return [...pagekv.requests.rows.keys()]")
+            unlisted = next(name for name in reversed(names) if name not in listed)
+            site.browser.run("pagekv.requests.choose(arguments[0])", unlisted)
+            # The manager is asked for its blocks again and again.
+            time.sleep(1.5)
+            assert site.browser.run("return pagekv.requests.chosen") == unlisted
+            assert words(site, "#requests-more") == f"and 5 more, among them {unlisted}"
+            # So is one that leaves the list, but not the manager.
+            site.browser.run("pagekv.requests.choose(arguments[0])", listed[-1])
+            site.browser.run("pagekv.requests.apply({}, [arguments[0]])", listed[-1])
+            time.sleep(1.5)
+            assert site.browser.run("return pagekv.requests.chosen") == listed[-1]
+            site.client.abort(listed[-1])
+            wait(lambda: site.browser.run("return pagekv.requests.chosen") is None)
+        finally:
+            site.client.abort(*names)
     wait(lambda: site.browser.text("#requests-sub") == "")
+
+
+def words(site: Site, selector: str) -> str:
+    """What an element says, however it is spaced."""
+    return " ".join(site.browser.text(selector).split())
 
 
 @pytest.mark.parametrize("dark", [False, True])

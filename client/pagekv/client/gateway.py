@@ -17,6 +17,7 @@ from pagekv.client.client import PageKVClient
 
 # How it may choose a manager; the gateway has more that need arguments of their own.
 POLICIES = ("cache_aware", "round_robin", "random", "power_of_two", "least_load", "prefix_hash", "consistent_hashing")
+DEFAULT_PORT = 8000
 COMMAND = (sys.executable, "-m", "smg", "launch")
 _ANSWER_S = 2.0
 
@@ -26,7 +27,7 @@ class GatewayConfig:
     """What to start in front of the managers."""
 
     # 0 takes a free one.
-    port: int = 8000
+    port: int = DEFAULT_PORT
     policy: str = POLICIES[0]
     # Of its own command line (`smg launch --help`).
     args: Sequence[str] = ()

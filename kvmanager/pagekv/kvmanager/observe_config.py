@@ -46,10 +46,16 @@ def add_flags(parser: FlagParser) -> None:
         "names that the HTTP port answers to besides this machine's, with commas between them",
         default=(),
         type=_names,
+        needs="http-listen",
         metavar="NAME,...",
     )
-    parser.switch("page", "serve the live page at / of the HTTP port", default=True)
-    parser.switch("page-text", "the live page shows what blocks hold, which is what others sent", default=False)
+    parser.switch("page", "serve the live page at / of the HTTP port", default=True, needs="http-listen")
+    parser.switch(
+        "page-text",
+        "the live page shows what blocks hold, which is what others sent",
+        default=False,
+        needs="http-listen",
+    )
     parser.switch(
         "gateway-api",
         "also serve vllm.grpc.engine.VllmEngine, for an OpenAI gateway in front (needs pagekv[gateway])",

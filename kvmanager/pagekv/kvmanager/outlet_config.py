@@ -41,6 +41,7 @@ def add_flags(parser: FlagParser) -> None:
         default=_OFF.kv_events_endpoint,
         type=zmq_endpoint,
         metavar="tcp://HOST:PORT",
+        needs="kv-events",
     )
     parser.flag(
         "kv-events-replay-endpoint",
@@ -48,16 +49,25 @@ def add_flags(parser: FlagParser) -> None:
         default="",
         type=zmq_endpoint,
         metavar="tcp://HOST:PORT",
+        needs="kv-events",
     )
-    parser.flag("kv-events-topic", "topic of the events, up to 255 bytes", default="", type=_topic, metavar="TOPIC")
+    parser.flag(
+        "kv-events-topic",
+        "topic of the events, up to 255 bytes",
+        default="",
+        type=_topic,
+        metavar="TOPIC",
+        needs="kv-events",
+    )
     parser.flag(
         "kv-events-buffer",
         "batches of events, 1 to 1000000, that can be asked for again",
         default=_OFF.kv_events_buffer,
         type=integer(1, 10**6),
         metavar="N",
+        needs="kv-events",
     )
-    parser.switch("kv-events-token-ids", "events name the tokens of each block", default=True)
+    parser.switch("kv-events-token-ids", "events name the tokens of each block", default=True, needs="kv-events")
     parser.flag(
         "record",
         "file to write a trace of the requests to, as JSONL in Mooncake's format, with salted hashes in place of "

@@ -25,9 +25,24 @@ class FlagParser(argparse.ArgumentParser):
         )
         self._env = os.environ if env is None else env
         self._from_env: dict[str, str] = {}
+        # Flags that do something only where another one is set: its name, and values that ask for nothing.
+        self._needs: dict[str, tuple[str, tuple[object, ...]]] = {}
 
-    def flag(self, name: str, help: str, *, default: Any, type: Callable[[str], Any] = str, **kwargs: Any) -> None:
-        """Adds `--name`. A default in the help text is written by this method; `default` None means none."""
+    def flag(
+        self,
+        name: str,
+        help: str,
+        *,
+        default: Any,
+        type: Callable[[str], Any] = str,
+        needs: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Adds `--name`. A default in the help text is written by this method; `default` None means none. `needs`: it
+        is refused where it is given and the flag of that name is not.
+        """
+        if needs is not None:
+            self._needs[name] = (needs, ("", ()))
         variable = ENV_PREFIX + name.upper().replace("-", "_")
         if variable in self._env:
             self._from_env[f"--{name}"] = variable
@@ -39,10 +54,13 @@ class FlagParser(argparse.ArgumentParser):
         shown = "" if default is None or default == "" else f" [{default}]"
         self.add_argument(f"--{name}", default=default, type=type, help=(help + shown).replace("%", "%%"), **kwargs)
 
-    def switch(self, name: str, help: str, *, default: bool) -> None:
-        """Adds `--name` / `--no-name`."""
+    def switch(self, name: str, help: str, *, default: bool, needs: str | None = None) -> None:
+        """Adds `--name` / `--no-name`; `needs` as with `flag`."""
+        if needs is not None:
+            self._needs[name] = (needs, () if default else (False,))
         variable = ENV_PREFIX + name.upper().replace("-", "_")
         if variable in self._env:
+            self._from_env[f"--{name}"] = variable
             text = self._env[variable].lower()
             if text not in _TRUE and text not in _FALSE:
                 self.error(f"environment variable {variable}: must be true or false, got {self._env[variable]!r}")
@@ -51,13 +69,37 @@ class FlagParser(argparse.ArgumentParser):
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Parses and exits with status 2 and one line on a bad value."""
-        return self.parse_args(argv)
+        args = self.parse_args(argv)
+        if self._needs:
+            self._refuse_idle_flags(args, argv)
+        return args
+
+    def _refuse_idle_flags(self, args: argparse.Namespace, argv: Sequence[str] | None) -> None:
+        """Those given here or by their variables whose other flag is off, unless that was turned off in so many words
+        or they ask for nothing: variables may be set for many commands, and as `${NAME-}`.
+        """
+        # What is not on the command line keeps the values it has.
+        before = argparse.Namespace(**{action.dest: _NOT_GIVEN for action in self._actions})
+        given = {name for name, value in vars(self.parse_args(argv, before)).items() if value is not _NOT_GIVEN}
+        given |= {_dest(flag) for flag in self._from_env}
+        for name, (other, nothing) in self._needs.items():
+            is_off = _dest(other) not in given and not getattr(args, _dest(other))
+            if is_off and _dest(name) in given and getattr(args, _dest(name)) not in nothing:
+                self.error(f"argument --{name}: has no effect without --{other}")
 
     def error(self, message: str) -> NoReturn:
         for flag, variable in self._from_env.items():
             if f"argument {flag}:" in message:
                 message = message.replace(f"argument {flag}:", f"argument {flag} (from {variable}):")
         self.exit(2, f"{self.prog}: {message}\nTry '{self.prog} --help'.\n")
+
+
+_NOT_GIVEN = object()
+
+
+def _dest(name: str) -> str:
+    """Attribute of a flag's value."""
+    return name.removeprefix("--").replace("-", "_")
 
 
 _TRUE = ("1", "true", "yes", "on")

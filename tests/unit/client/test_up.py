@@ -7,11 +7,13 @@ import json
 import pytest
 from scripted_server import ScriptedServer
 
-from pagekv.client.cli import make_parser
+from pagekv.client.cli import main, make_parser
 from pagekv.client.commands import up
+from pagekv.client.gateway import GatewayConfig
 from pagekv.client.kv_events import DEFAULT_ENDPOINT, KvEventEndpoints, endpoints_of_pairs
 from pagekv.client.processes import Stack, StackConfig, StackError
 from pagekv.client.terminal import Terminal
+from pagekv.kvmanager.config import parse_config
 from pagekv.kvmanager.outlet_config import OutletConfig
 from pagekv.v1 import inference_service_pb2 as pb
 
@@ -78,3 +80,29 @@ def test_it_is_said_where_each_manager_publishes(server: ScriptedServer, capsys:
                      {"endpoint": ports[2], "replay_endpoint": ports[3]}]  # fmt: skip
     lines = announced(stack, server, capsys).splitlines()
     assert f"  KV events at {ports[2]}, again at {ports[3]}" in lines
+
+
+@pytest.mark.parametrize("flag", ["--policy=round_robin", "--gateway-port=8000", "--gateway-args=--log-json"])
+def test_flags_of_a_gateway_that_nobody_asked_for_are_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--replicas", "1", flag]) == 2
+    name = flag.partition("=")[0]
+    assert capsys.readouterr().err == f"pagekv: {name}: has no effect without --gateway, or --replicas 2 or more\n"
+
+
+def made(*flags: str) -> StackConfig:
+    return up.stack_config(make_parser().parse(["up", *flags]), Terminal(), "127.0.0.1", 0, 0)
+
+
+def test_a_gateway_has_its_flags_and_defaults() -> None:
+    assert made("--gateway").gateway == GatewayConfig()
+    flags = ("--policy=random", "--gateway-port=0", "--gateway-args=--log-json")
+    assert made("--replicas=2", *flags).gateway == GatewayConfig(0, "random", ["--log-json"])
+
+
+def test_without_a_page_the_manager_is_told_so_and_minds_no_variables_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--http-listen=" in made("--no-http").manager_args
+    parse_config(made("--no-http").manager_args, {"PAGEKV_PAGE_TEXT": "on", "PAGEKV_HTTP_NAMES": "gpu1"})
+    args = make_parser().parse(["demo"])
+    assert up.stack_config(args, Terminal(), "127.0.0.1", 0, 0).manager_args == ["--http-listen="]
+    monkeypatch.setenv("PAGEKV_HTTP_LISTEN", "127.0.0.1:9")
+    assert made("--no-http").manager_args == []

@@ -138,6 +138,15 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
         (["--kv-events-topic", "x" * 256], {}, "--kv-events-topic: must be up to 255 bytes, has 256"),
         (["--kv-events-buffer", "0"], {}, "--kv-events-buffer: must be a whole number from 1 to 1000000"),
         (["--grace-s", "-1"], {}, "--grace-s: must be a number from 0 to 3600"),
+        (["--kv-events-topic", "x"], {}, "--kv-events-topic: has no effect without --kv-events"),
+        (["--kv-events-endpoint=tcp://*:0"], {}, "--kv-events-endpoint: has no effect without --kv-events"),
+        (["--kv-events-replay-endpoint=tcp://*:0"], {}, "--kv-events-replay-endpoint: has no effect without --kv-e"),
+        (["--kv-events-buffer=10000"], {}, "--kv-events-buffer: has no effect without --kv-events"),
+        (["--no-kv-events-token-ids"], {}, "--kv-events-token-ids: has no effect without --kv-events"),
+        (["--page"], {}, "--page: has no effect without --http-listen"),
+        (["--page-text"], {}, "--page-text: has no effect without --http-listen"),
+        (["--http-names", "a"], {}, "--http-names: has no effect without --http-listen"),
+        ([], {"PAGEKV_PAGE_TEXT": "on"}, "--page-text (from PAGEKV_PAGE_TEXT): has no effect without --http-listen"),
         (["--log-level", "loud"], {}, "--log-level: invalid choice: 'loud'"),
         ([], {"PAGEKV_MAX_QUEUE": "0"}, "--max-queue (from PAGEKV_MAX_QUEUE): must be"),
         ([], {"PAGEKV_LOG_FORMAT": "xml"}, "PAGEKV_LOG_FORMAT: must be one of text, json, got 'xml'"),
@@ -151,6 +160,24 @@ def test_a_bad_value_is_refused_by_name(
         parse_config(argv, env)
     assert caught.value.code == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "env"),
+    [
+        # Variables of a compose file as they are where nobody set them, and those for many commands where one does not
+        # want what they are for.
+        ([], {"PAGEKV_KV_EVENTS_TOPIC": "", "PAGEKV_HTTP_NAMES": "", "PAGEKV_PAGE_TEXT": "off"}),
+        ([], {"PAGEKV_KV_EVENTS": "off", "PAGEKV_KV_EVENTS_TOPIC": "x", "PAGEKV_KV_EVENTS_TOKEN_IDS": "off"}),
+        (["--no-kv-events", "--http-listen="], {"PAGEKV_KV_EVENTS_BUFFER": "7", "PAGEKV_PAGE": "on"}),
+        (["--kv-events"], {"PAGEKV_KV_EVENTS_TOPIC": "x"}),
+        (["--kv-events-topic", "x"], {"PAGEKV_KV_EVENTS": "on"}),
+    ],
+)
+def test_what_is_for_something_turned_off_or_asks_for_nothing_is_not_refused(
+    argv: list[str], env: dict[str, str]
+) -> None:
+    parse_config(argv, env)
 
 
 def test_help_shows_a_variable_with_a_percent_sign(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,8 @@ from types import FrameType
 from pagekv.client.channel import DEFAULT_TARGET
 from pagekv.client.client import PageKVClient
 from pagekv.client.commands.parser import CommandParser, Subparsers, UsageError, add_command
-from pagekv.client.gateway import POLICIES, GatewayConfig
+from pagekv.client.gateway import DEFAULT_PORT, POLICIES, GatewayConfig
+from pagekv.client.handed_on import flag_value
 from pagekv.client.processes import Stack, StackConfig
 from pagekv.client.terminal import Terminal
 from pagekv.client.types import ModelInfo
@@ -71,9 +72,7 @@ def _add_page_flags(parser: CommandParser) -> None:
 def _add_gateway_flags(parser: CommandParser) -> None:
     group = parser.add_argument_group("OpenAI endpoint and replicas (the gateway smg: pip install 'pagekv[gateway]')")
     group.add_argument("--gateway", action="store_true", help="start a gateway that speaks OpenAI's HTTP API, too")
-    group.add_argument(
-        "--gateway-port", type=integer(0, 65535), default=8000, metavar="PORT", help="its port; 0: a free one [8000]"
-    )
+    group.add_argument("--gateway-port", type=integer(0, 65535), metavar="PORT", help="its port; 0: a free one [8000]")
     group.add_argument(
         "--replicas",
         type=integer(1, 64),
@@ -81,11 +80,10 @@ def _add_gateway_flags(parser: CommandParser) -> None:
         metavar="N",
         help="pairs of executor and KV-manager behind the gateway; more than 1 implies --gateway [1]",
     )
-    group.add_argument("--policy", choices=POLICIES, default=POLICIES[0], help=f"how it chooses a pair [{POLICIES[0]}]")
+    group.add_argument("--policy", choices=POLICIES, help=f"how it chooses a pair [{POLICIES[0]}]")
     group.add_argument(
         "--gateway-args",
         type=_words,
-        default=[],
         metavar="ARGS",
         help="any other of its flags (smg launch --help), quoted",
     )
@@ -134,27 +132,48 @@ def stack_config(args: argparse.Namespace, terminal: Terminal, host: str, port: 
     def show(process: str, line: str) -> None:
         terminal.note(f"{process:8} | {line}")
 
-    gateway = None
-    if getattr(args, "gateway", False) or getattr(args, "replicas", 1) > 1:
-        gateway = GatewayConfig(args.gateway_port, args.policy, args.gateway_args)
+    gateway = _gateway(args)
+    page_port = _page_port(args, terminal)
     return StackConfig(
-        page_port=_page_port(args, terminal),
+        page_port=page_port,
         host=host,
         port=port,
         executor_port=executor_port,
         executor_args=[*given(_TO_EXECUTOR), *args.executor_args],
         replicas=getattr(args, "replicas", 1),
         gateway=gateway,
-        manager_args=[*(["--gateway-api"] if gateway else []), *given(_TO_MANAGER), *args.manager_args],
+        manager_args=[
+            *(["--gateway-api"] if gateway else []),
+            # In so many words, so that variables that describe the page are not refused as being for nothing.
+            *(["--http-listen="] if page_port is None and not _has_own_page(args) else []),
+            *given(_TO_MANAGER),
+            *args.manager_args,
+        ],
         on_log=show if args.verbose else None,
     )
+
+
+def _gateway(args: argparse.Namespace) -> GatewayConfig | None:
+    """Raises UsageError where flags are for a gateway that is not asked for. `demo` has none of them."""
+    if getattr(args, "gateway", False) or getattr(args, "replicas", 1) > 1:
+        # None: not given.
+        port = DEFAULT_PORT if args.gateway_port is None else args.gateway_port
+        return GatewayConfig(port, args.policy or POLICIES[0], args.gateway_args or ())
+    for name in ("gateway_port", "policy", "gateway_args"):
+        if getattr(args, name, None) is not None:
+            raise UsageError(f"--{name.replace('_', '-')}: has no effect without --gateway, or --replicas 2 or more")
+    return None
+
+
+def _has_own_page(args: argparse.Namespace) -> bool:
+    """Whether the manager's own flags or variables say what it serves."""
+    return flag_value("http-listen", args.manager_args, os.environ) is not None
 
 
 def _page_port(args: argparse.Namespace, terminal: Terminal) -> int | None:
     """Port for the live page; None for none, or where the manager's own flags or variables say what it serves."""
     port: int | None = getattr(args, "http_port", None)
-    own = any(word.partition("=")[0] == "--http-listen" for word in args.manager_args)
-    if port is None or args.no_http or own or "PAGEKV_HTTP_LISTEN" in os.environ:
+    if port is None or args.no_http or _has_own_page(args):
         return None
     if missing := [name for name in HTTP_NEEDS if find_spec(name) is None]:
         terminal.note(f"no live page: it needs {' and '.join(missing)}: pip install 'pagekv[observe]'")
