@@ -106,3 +106,11 @@ def test_without_a_page_the_manager_is_told_so_and_minds_no_variables_for_it(mon
     assert up.stack_config(args, Terminal(), "127.0.0.1", 0, 0).manager_args == ["--http-listen="]
     monkeypatch.setenv("PAGEKV_HTTP_LISTEN", "127.0.0.1:9")
     assert made("--no-http").manager_args == []
+
+
+def test_the_page_of_every_pair_is_told(server: ScriptedServer, capsys: pytest.CaptureFixture[str]) -> None:
+    stack = stack_of(replicas=3, page_port=0)
+    found = json.loads(announced(stack, server, capsys, "--json"))
+    assert found["pages"] == [f"http://{target}/" for target in stack.page_targets]
+    assert len(set(found["pages"])) == 3
+    assert found["page"] == found["pages"][0]

@@ -253,7 +253,9 @@ def _announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> Non
         if stack.gateway_target:
             addresses |= {"openai": f"http://{stack.gateway_target}/v1", "targets": stack.targets}
         if stack.page_targets:
-            addresses |= {"page": f"http://{stack.page_targets[0]}/"}
+            # As with the targets: the first one's, and those of all.
+            urls = [f"http://{target}/" for target in stack.page_targets]
+            addresses |= {"page": urls[0], "pages": urls}
         if stack.kv_events:
             addresses |= {"kv_events": [asdict(endpoints) for endpoints in stack.kv_events]}
         if recordings := stack.recordings():
