@@ -186,7 +186,7 @@ def test_more_requests_than_the_list_has_room_for_are_counted(site: Site) -> Non
     names = [f"many-{number}" for number in range(205)]
 
     def work(name: str) -> None:
-        site.client.generate([3, 5, 7], max_tokens=3000, ignore_eos=True, request_id=name)
+        site.client.generate([3, 5, 7], max_tokens=2000, ignore_eos=True, request_id=name)
 
     with ThreadPoolExecutor(len(names)) as threads:
         for name in names:

@@ -8,55 +8,59 @@ with PageKVClient("127.0.0.1:50051") as client:
     print(stream.completion.finish_reason, stream.completion.cached_tokens)
 """
 
-from pagekv.client.aio import AsyncPageKVClient, AsyncStream
-from pagekv.client.client import PageKVClient, Stream
-from pagekv.client.errors import (
-    AlreadyExists,
-    Cancelled,
-    ComputationFailed,
-    ConnectionLost,
-    DeadlineExceeded,
-    FailedPrecondition,
-    FellBehind,
-    InvalidRequest,
-    LimitExceeded,
-    NotFound,
-    NotImplementedYet,
-    Overloaded,
-    PageKVError,
-    ServerError,
-    Unavailable,
-    Unreachable,
-)
-from pagekv.client.table_replica import TableReplica
-from pagekv.client.types import (
-    BlockExplanation,
-    BlockInfo,
-    BlockList,
-    BlockRemoved,
-    BlockStored,
-    CacheControls,
-    CacheReset,
-    ChatMessage,
-    Chunk,
-    Completion,
-    EventBatch,
-    GenerateOptions,
-    MediaHash,
-    ModelInfo,
-    Pin,
-    PositionLogprobs,
-    PrefixExplanation,
-    PrefixLookup,
-    Prompt,
-    RequestInfo,
-    RequestList,
-    SequenceBlocks,
-    Stats,
-    TableCleared,
-    Tier,
-    TokenLogprob,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pagekv.client.aio import AsyncPageKVClient, AsyncStream
+    from pagekv.client.client import PageKVClient, Stream
+    from pagekv.client.errors import (
+        AlreadyExists,
+        Cancelled,
+        ComputationFailed,
+        ConnectionLost,
+        DeadlineExceeded,
+        FailedPrecondition,
+        FellBehind,
+        InvalidRequest,
+        LimitExceeded,
+        NotFound,
+        NotImplementedYet,
+        Overloaded,
+        PageKVError,
+        ServerError,
+        Unavailable,
+        Unreachable,
+    )
+    from pagekv.client.table_replica import TableReplica
+    from pagekv.client.types import (
+        BlockExplanation,
+        BlockInfo,
+        BlockList,
+        BlockRemoved,
+        BlockStored,
+        CacheControls,
+        CacheReset,
+        ChatMessage,
+        Chunk,
+        Completion,
+        EventBatch,
+        GenerateOptions,
+        MediaHash,
+        ModelInfo,
+        Pin,
+        PositionLogprobs,
+        PrefixExplanation,
+        PrefixLookup,
+        Prompt,
+        RequestInfo,
+        RequestList,
+        SequenceBlocks,
+        Stats,
+        TableCleared,
+        Tier,
+        TokenLogprob,
+    )
 
 __all__ = [
     "AlreadyExists",
@@ -107,3 +111,17 @@ __all__ = [
     "Unavailable",
     "Unreachable",
 ]
+
+_MODULES = ("client", "aio", "errors", "types", "table_replica")
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Each name when it is asked for: with them comes gRPC, which reads only while it is imported what it may
+        write to standard error, and the command line has a say in that.
+        """
+        if name in __all__:
+            for module in map(import_module, (f"{__name__}.{module}" for module in _MODULES)):
+                if hasattr(module, name):
+                    return getattr(module, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

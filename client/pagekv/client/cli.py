@@ -6,8 +6,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-# gRPC's core library writes warnings of its own to standard error; what matters of them comes as an exception too.
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+# gRPC's core library writes notices and warnings of its own to standard error; what matters of them comes as an
+# exception too. It reads this once, while it is imported. The processes that `up` starts have it as well.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 from pagekv.client.commands import bench, chat, demo, generate, inspect, plan, prefix, replay, top, up
 from pagekv.client.commands.parser import CommandParser, UsageError

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import socket
+import subprocess
+import sys
 from typing import Any
 
 import grpc
@@ -24,6 +27,27 @@ def test_an_error_is_one_line_and_exit_status_1(
     server.expect("Generate", Fails(errors.InvalidRequest("sampling_params.top_p", "must be above 0, got 0.0")))
     assert main(["generate", "x", "--top-p", "0"]) == 1
     assert capsys.readouterr().err.splitlines()[-1] == "pagekv: sampling_params.top_p: must be above 0, got 0.0"
+
+
+def test_grpc_writes_nothing_of_its_own_where_the_command_line_asks_a_server_that_ends() -> None:
+    """A line of it would stand before what the command says, as when a manager dies while `up` waits for it."""
+    # Of HTTP/2: SETTINGS, and GOAWAY with an error.
+    settings, goaway = bytes.fromhex("000000040000000000"), bytes.fromhex("0000080700000000000000000000000002")
+    script = "import sys, pagekv.client.cli, pagekv.client.processes as p; print(p._serves(sys.argv[1]))"
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        listener.settimeout(30)
+        command = [sys.executable, "-c", script, f"127.0.0.1:{listener.getsockname()[1]}"]
+        env = {name: value for name, value in environment().items() if name != "GRPC_VERBOSITY"}
+        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as popen:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(settings)
+                connection.recv(4096)
+                connection.sendall(goaway)
+                out, err = popen.communicate(timeout=30)
+    assert (out, err) == ("False\n", "")
 
 
 def test_a_stack_that_does_not_run(capsys: pytest.CaptureFixture[str]) -> None:
