@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from scripted_server import ScriptedServer
+from small_tokenizers import byte_level, sentencepiece
 
 from pagekv.client.cli import main, make_parser
 from pagekv.client.commands import up
@@ -114,3 +116,33 @@ def test_the_page_of_every_pair_is_told(server: ScriptedServer, capsys: pytest.C
     assert found["pages"] == [f"http://{target}/" for target in stack.page_targets]
     assert len(set(found["pages"])) == 3
     assert found["page"] == found["pages"][0]
+
+
+@pytest.mark.parametrize("more", [[], ["--tokenizer=none"], ["--manager-args=--tokenizer auto"]])
+def test_a_gateway_in_front_of_an_oracle_without_a_tokenizer_is_refused_before_anything_starts(
+    more: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(up, "Stack", None)
+    assert main(["up", "--backend", "oracle", "--gateway", *more]) == 2
+    assert "add --tokenizer demo, or --model demo" in capsys.readouterr().err
+
+
+def test_an_oracle_without_a_model_has_the_vocabulary_of_the_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(*flags: str) -> list[str]:
+        return [word for word in made("--backend=oracle", *flags).executor_args if word != "--backend=oracle"]
+
+    assert told("--gateway", "--tokenizer=demo") == ["--vocab-size=4096"]
+    for tokenizer in (byte_level(), sentencepiece()):
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        size = tokenizer.get_vocab_size(with_added_tokens=True)
+        assert told("--manager-args", f"--tokenizer {tmp_path}") == [f"--vocab-size={size}"]
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "Unigram", "vocab": [["a", 0.0], ["b", -1.0]]}}')
+    assert told(f"--tokenizer={tmp_path}") == ["--vocab-size=2"]
+    # What is given counts, and what cannot be read is for the manager to say.
+    assert told("--tokenizer=demo", "--executor-args=--vocab-size 9") == ["--vocab-size", "9"]
+    assert told("--tokenizer=demo", "--model=demo") == ["--model=demo"]
+    assert told(f"--tokenizer={tmp_path / 'nothing'}") == []
+    monkeypatch.setenv("PAGEKV_MODEL", "demo")
+    assert told("--gateway") == []

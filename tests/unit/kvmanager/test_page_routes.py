@@ -150,14 +150,25 @@ def test_a_live_request_tells_its_block_table_in_order(monkeypatch: pytest.Monke
         await until(lambda: site.engine.stats().running_sequences == 1)
         _, listed = await site.get("/api/requests")
         assert listed["requests"]["live"]["prompt_tokens"] == len(PROMPT)
-        status, answer = await site.get("/api/request/live")
+        status, answer = await site.get("/api/request?id=live")
         if status == 200:  # it runs on meanwhile
             (sequence,) = answer["sequences"]
             assert len(sequence["block_ids"]) == len(set(sequence["block_ids"])) >= 5
         site.engine.leave(stream)
         # A page asks again and again until its stream tells that the request has ended.
-        assert await site.get("/api/request/live") == (200, {"request_id": "live", "sequences": []})
-        assert (await site.get("/api/request/%20"))[0] == 400
+        assert await site.get("/api/request?id=live") == (200, {"request_id": "live", "sequences": []})
+        assert (await site.get("/api/request?id=%20"))[0] == 400
+
+    served(monkeypatch, body)
+
+
+@pytest.mark.parametrize("name", [".", "..", "a:b"])
+def test_a_request_is_found_by_any_id_that_it_may_have(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(site: Site) -> None:
+        stream = site.engine.submit(command(name, PROMPT, 140))
+        status, answer = await site.get(f"/api/request?id={name}")
+        assert (status, answer["request_id"], len(answer["sequences"])) == (200, name, 1)
+        site.engine.leave(stream)
 
     served(monkeypatch, body)
 

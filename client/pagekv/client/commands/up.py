@@ -16,6 +16,7 @@ from pagekv.client.client import PageKVClient
 from pagekv.client.commands.parser import CommandParser, Subparsers, UsageError, add_command
 from pagekv.client.gateway import DEFAULT_PORT, POLICIES, GatewayConfig
 from pagekv.client.handed_on import flag_value
+from pagekv.client.oracle_flags import is_bare_oracle, tokenizer_name, vocabulary_args
 from pagekv.client.processes import Stack, StackConfig
 from pagekv.client.terminal import Terminal
 from pagekv.client.types import ModelInfo
@@ -134,21 +135,28 @@ def stack_config(args: argparse.Namespace, terminal: Terminal, host: str, port: 
 
     gateway = _gateway(args)
     page_port = _page_port(args, terminal)
+    executor_args = [*given(_TO_EXECUTOR), *args.executor_args]
+    manager_args = [
+        *(["--gateway-api"] if gateway else []),
+        # In so many words, so that variables that describe the page are not refused as being for nothing.
+        *(["--http-listen="] if page_port is None and not _has_own_page(args) else []),
+        *given(_TO_MANAGER),
+        *args.manager_args,
+    ]
+    if gateway and is_bare_oracle(executor_args, os.environ) and tokenizer_name(manager_args, os.environ) is None:
+        raise UsageError(
+            "--gateway needs a tokenizer, and --backend oracle has none of its own: add --tokenizer demo, or --model "
+            "demo for its vocabulary and context too"
+        )
     return StackConfig(
         page_port=page_port,
         host=host,
         port=port,
         executor_port=executor_port,
-        executor_args=[*given(_TO_EXECUTOR), *args.executor_args],
+        executor_args=[*executor_args, *vocabulary_args(executor_args, manager_args, os.environ)],
         replicas=getattr(args, "replicas", 1),
         gateway=gateway,
-        manager_args=[
-            *(["--gateway-api"] if gateway else []),
-            # In so many words, so that variables that describe the page are not refused as being for nothing.
-            *(["--http-listen="] if page_port is None and not _has_own_page(args) else []),
-            *given(_TO_MANAGER),
-            *args.manager_args,
-        ],
+        manager_args=manager_args,
         on_log=show if args.verbose else None,
     )
 

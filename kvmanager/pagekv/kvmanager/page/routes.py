@@ -55,7 +55,7 @@ class Page:
             web.get("/api/block/{block_id:[0-9]{1,10}}", _answered(self._block)),
             web.get("/api/host-block/{block_id:[0-9]{1,10}}", _answered(self._host_block)),
             web.get("/api/requests", _answered(self._requests)),
-            web.get("/api/request/{request_id}", _answered(self._request)),
+            web.get("/api/request", _answered(self._request)),
             web.post("/api/explain", _answered(self._explain)),
         ]
 
@@ -94,8 +94,9 @@ class Page:
         return {"requests": requests, "live": live}
 
     async def _request(self, request: web.Request) -> dict[str, Any]:
-        request_id = request.match_info["request_id"]
-        check_request_id("request_id", request_id)
+        # Not part of the path, where "." and "..", which are ids, mean something else.
+        request_id = request.query.get("id", "")
+        check_request_id("id", request_id)
         return request_detail(request_id, self._engine.block_tables(request_id))
 
     async def _explain(self, request: web.Request) -> dict[str, Any]:
