@@ -120,7 +120,13 @@ EXCEPTIONS: dict[tuple[grpc.StatusCode, str], Callable[[Failure], PageKVError]] 
 }
 
 # How gRPC words a connection that was never made. Only this text tells it from one that broke: the code is the same.
-_NEVER_CONNECTED = ("failed to connect", "resolution failed", "resolver error", "Failed to create secure")
+_NEVER_CONNECTED = (
+    "failed to connect",
+    "resolution failed",
+    "resolver error",
+    "errors resolving",
+    "Failed to create secure",
+)
 
 
 def _unavailable(failure: Failure) -> PageKVError:

@@ -79,8 +79,17 @@ def spark(values: deque[float | None], top: float | None = None) -> str:
 class Frame:
     """Renders to the width and height of the console it is printed on."""
 
-    def __init__(self, target: str, info: ModelInfo | None, look: Look | None, rates: Rates, problem: str = "") -> None:
+    def __init__(
+        self,
+        target: str,
+        info: ModelInfo | None,
+        look: Look | None,
+        rates: Rates,
+        problem: str = "",
+        footer: str = "",
+    ) -> None:
         self._target, self._info, self._look, self._rates, self._problem = target, info, look, rates, problem
+        self._footer = footer
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self._title()
@@ -93,7 +102,13 @@ class Frame:
         yield from _pool_lines(stats, width)
         yield Text()
         height = options.height or (console.height if console.is_terminal else _ENDLESS)
-        yield from self._requests(max(1, height - _OTHER_LINES - (2 if stats.num_host_blocks else 0)))
+        room = height - _OTHER_LINES - (2 if stats.num_host_blocks else 0)
+        # On the lowest screens it gives way to a request.
+        has_footer = bool(self._footer) and room > 2
+        yield from self._requests(max(1, room - 2 if has_footer else room))
+        if has_footer:
+            yield Text()
+            yield Text(self._footer, "dim", no_wrap=True, overflow="ellipsis")
 
     def _title(self) -> Text:
         title = Text.assemble(("PageKV", "bold"), f"  {self._target}", no_wrap=True, overflow="ellipsis")

@@ -29,6 +29,11 @@ def test_an_error_is_one_line_and_exit_status_1(
     assert capsys.readouterr().err.splitlines()[-1] == "pagekv: sampling_params.top_p: must be above 0, got 0.0"
 
 
+def test_a_name_that_leads_nowhere_was_never_reached(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stats", "--target", "nobody.invalid:5", "--timeout", "20"]) == 1
+    assert capsys.readouterr().err.startswith("pagekv: cannot reach PageKV at nobody.invalid:5: is it running?")
+
+
 def test_grpc_writes_nothing_of_its_own_where_the_command_line_asks_a_server_that_ends() -> None:
     """A line of it would stand before what the command says, as when a manager dies while `up` waits for it."""
     # Of HTTP/2: SETTINGS, and GOAWAY with an error.

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
+import signal
+import subprocess
 import sys
+import termios
 import time
 from collections import deque
 
 import pytest
 from rich.console import Console
 from scripted_server import Fails, ScriptedServer
+from stack import environment
 
 from pagekv.client import FailedPrecondition, PageKVClient
 from pagekv.client.cli import main
@@ -46,9 +52,9 @@ def look(at: float, **changes: float) -> Look:
     return Look(at, flat(Stats, stats), RequestList(requests, LISTED.total))
 
 
-def drawn(rates: Rates, now: Look, width: int = 100, height: int | None = None) -> list[str]:
+def drawn(rates: Rates, now: Look, width: int = 100, height: int | None = None, footer: str = "") -> list[str]:
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
-    frame = Frame("here:1", flat(ModelInfo, INFO), now, rates)
+    frame = Frame("here:1", flat(ModelInfo, INFO), now, rates, footer=footer)
     console.print(frame, height=height)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
@@ -88,10 +94,11 @@ def test_a_frame_fits_its_screen(width: int, height: int) -> None:
     for at in range(40):
         rates.add(look(at, generated_tokens_total=300 + at, steps_total=50 + at))
     many = RequestList(now.requests.requests * 40, 120)
-    lines = drawn(rates, Look(0.0, now.stats, many), width, height)
+    lines = drawn(rates, Look(0.0, now.stats, many), width, height, "the end")
     assert max(map(len, lines)) <= width
     assert len(lines) <= height
     assert any("more" in line for line in lines)
+    assert (lines[-1].rstrip() == "the end") == (height > 16)
 
 
 def test_a_spark_line_leaves_out_what_is_not_known() -> None:
@@ -131,6 +138,34 @@ def test_ctrl_c_is_the_way_to_end_it(
     # The screen that was there before is back, and the cursor.
     assert out.index("\x1b[?1049h") < out.index("request-0") < out.index("\x1b[?1049l")
     assert "\x1b[?25h" in out
+
+
+@pytest.mark.parametrize("way_out", ["q", "ctrl-c", "terminated", "no stdin"])
+def test_however_it_ends_the_terminal_is_as_it_was(server: ScriptedServer, way_out: str) -> None:
+    answers(server)
+    keyboard, screen = pty.openpty()
+    try:
+        before = termios.tcgetattr(screen)
+        env = environment() | {"TERM": "xterm-256color"}
+        command = [sys.executable, "-m", "pagekv.client.cli", "top", "--every", "60", "--target", server.target]
+        stdin = subprocess.DEVNULL if way_out == "no stdin" else screen
+        with subprocess.Popen(command, stdin=stdin, stdout=screen, stderr=screen, env=env) as popen:
+            shown = b""
+            while b"Ctrl-C ends this" not in shown:
+                shown += os.read(keyboard, 65536)
+            assert (b"q or Ctrl-C ends this" in shown) == (way_out != "no stdin")
+            assert (termios.tcgetattr(screen) == before) == (way_out == "no stdin")
+            if way_out == "q":
+                os.write(keyboard, b"xq")
+            else:
+                popen.send_signal(signal.SIGINT if way_out == "ctrl-c" else signal.SIGTERM)
+            assert popen.wait(10) == 0
+        assert termios.tcgetattr(screen) == before
+        while b"\x1b[?1049l" not in shown:
+            shown += os.read(keyboard, 65536)
+    finally:
+        os.close(keyboard)
+        os.close(screen)
 
 
 def test_nobody_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -31,7 +32,7 @@ EXAMPLES = """\
 def add(commands: Subparsers) -> None:
     """Adds the subcommand."""
     parser = add_command(
-        commands, "top", "watch requests, blocks and rates in the terminal, until Ctrl-C", run, examples=EXAMPLES
+        commands, "top", "watch requests, blocks and rates in the terminal, until q or Ctrl-C", run, examples=EXAMPLES
     )
     add_target(parser)
     parser.add_argument("--every", type=number(0.1, 3600), default=1.0, metavar="S", help="seconds between frames [1]")
@@ -39,7 +40,7 @@ def add(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    """Frames until Ctrl-C, which is the way to end it: exit status 0."""
+    """Frames until q or Ctrl-C, which are the ways to end it: exit status 0."""
     try:
         from rich.console import Console
     except ImportError as error:
@@ -63,13 +64,23 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 def _watch(watcher: _Watcher, console: Console, every_s: float) -> None:
     from rich.live import Live
 
-    # A first look that fails is an error like any other command's, and leaves the screen alone.
-    first = watcher.frame(fail=True)
-    with Live(first, console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            live.refresh()
-            time.sleep(every_s)
-            live.update(watcher.frame())
+    from pagekv.client.keys import Keys
+
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        # As Ctrl-C: an exception, on whose way the screen and the keyboard are given back.
+        signal.signal(signum, signal.default_int_handler)
+    with Keys() as keys:
+        watcher.footer = "q or Ctrl-C ends this" if keys.are_read else "Ctrl-C ends this"
+        # A first look that fails is an error like any other command's, and leaves the screen alone.
+        first = watcher.frame(fail=True)
+        live = Live(first, console=console, screen=True, auto_refresh=False)
+        try:
+            # Not by `with`: an interrupt while that draws its first frame would leave the screen as it is.
+            live.start(refresh=True)
+            while not keys.wait_for(b"qQ", every_s):
+                live.update(watcher.frame(), refresh=True)
+        finally:
+            live.stop()
 
 
 class _Watcher:
@@ -82,6 +93,8 @@ class _Watcher:
         self._rates = Rates()
         self._look: Look | None = None
         self._info: ModelInfo | None = None
+        # Last line of every frame.
+        self.footer = ""
 
     def frame(self, *, fail: bool = False) -> Frame:
         """How things are. A manager that does not answer is said to be so, or raised with `fail`."""
@@ -96,4 +109,4 @@ class _Watcher:
             if fail:
                 raise
             problem = f"trying again: {error}"
-        return Frame(self._target, self._info, self._look, self._rates, problem)
+        return Frame(self._target, self._info, self._look, self._rates, problem, self.footer)

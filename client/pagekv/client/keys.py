@@ -1,0 +1,54 @@
+"""Single keys from the terminal, while something else is drawn on it."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import termios
+import time
+import tty
+
+
+class Keys:
+    """In `with`, keys come as they are pressed and are not shown; Ctrl-C goes on to interrupt. Leaving it gives the
+    terminal back as it was. Where standard input is no terminal there are no keys, and nothing is touched.
+    """
+
+    def __init__(self) -> None:
+        # None: no keys come.
+        self._input: int | None = None
+
+    def __enter__(self) -> Keys:
+        if sys.stdin is not None and sys.stdin.isatty():
+            self._input = sys.stdin.fileno()
+            self._before = termios.tcgetattr(self._input)
+            tty.setcbreak(self._input)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._input is not None:
+            # What was typed meanwhile is not for whoever reads next.
+            termios.tcsetattr(self._input, termios.TCSAFLUSH, self._before)
+
+    @property
+    def are_read(self) -> bool:
+        """Whether any can come."""
+        return self._input is not None
+
+    def wait_for(self, keys: bytes, seconds: float) -> bool:
+        """Whether one of these was pressed within so many seconds; others are dropped."""
+        if self._input is None:
+            time.sleep(seconds)
+            return False
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            if not select.select([self._input], [], [], left)[0]:
+                break
+            typed = os.read(self._input, 1024)
+            if any(key in keys for key in typed):
+                return True
+            if not typed:
+                # The terminal is gone; its end would come again and again.
+                time.sleep(max(0.0, deadline - time.monotonic()))
+        return False
