@@ -13,9 +13,11 @@ from stack import environment
 
 from pagekv.client.cli import main as pagekv
 from pagekv.client.commands import replay as command
+from pagekv.kvmanager.recording_file import RecordingFile
 from pagekv.kvmanager.replay.cli import main
 from pagekv.kvmanager.replay.progress import Progress
 from pagekv.kvmanager.replay.report import duration
+from pagekv.kvmanager.step_record import StepRecorder
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "traces"
 MOONCAKE, AZURE = str(DATA / "mooncake_sample.jsonl"), str(DATA / "azure_sample.csv")
@@ -79,6 +81,15 @@ def test_refusals_say_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path
     assert err[0].endswith("absent: No such file or directory")
     assert err[1].endswith("has no hash ids, so no prompt shares anything; use --mode timed")
     assert "no/plot.svg" in err[2]
+
+
+def test_a_recording_of_steps_is_known_for_what_it_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = RecordingFile(tmp_path / "steps", "steps")
+    StepRecorder(file, eviction_policy="slru", protected_share=0.2, aging=256)
+    file.close()
+    assert main([str(file.path)]) == 1
+    words = "looks like a recording of steps; add --steps before its name"
+    assert capsys.readouterr().err == f"pagekv replay: {file.path}: {words}\n"
 
 
 @pytest.mark.parametrize(

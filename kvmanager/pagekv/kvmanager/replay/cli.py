@@ -18,7 +18,7 @@ from pagekv.kvmanager.replay.options import MODES, POLICIES, ReplayOptions
 from pagekv.kvmanager.replay.plot import svg
 from pagekv.kvmanager.replay.progress import Progress
 from pagekv.kvmanager.replay.report import as_json, as_table
-from pagekv.kvmanager.replay.steps import StepsError, replay_steps
+from pagekv.kvmanager.replay.steps import StepsError, is_recording_of_steps, replay_steps
 from pagekv.kvmanager.replay.timed_mode import replay_timed
 from pagekv.kvmanager.replay.trace import (
     DEFAULT_TOKENS_PER_ID,
@@ -178,6 +178,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.steps is not None:
         return _replay_steps(args.steps, args.json)
     try:
+        if is_recording_of_steps(args.trace):
+            sys.stderr.write(f"{PROG}: {args.trace}: looks like a recording of steps; add --steps before its name\n")
+            return 1
         tokens_per_id = args.tokens_per_id or block_size_of(args.trace) or DEFAULT_TOKENS_PER_ID
     except OSError as error:
         sys.stderr.write(f"{PROG}: {args.trace}: {error.strerror or error}\n")

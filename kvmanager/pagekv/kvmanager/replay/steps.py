@@ -56,6 +56,14 @@ class StepsReport:
     complete: bool = True
 
 
+def is_recording_of_steps(path: Path) -> bool:
+    """Whether a file begins as one does, and no trace. Raises OSError."""
+    with path.open("rb") as file:
+        begin = file.read(64)
+    # A msgpack array of two, whose second value names the format.
+    return begin[:1] == b"\x92" and FORMAT.encode() in begin
+
+
 def replay_steps(path: Path) -> StepsReport:
     """Derives every decision again. Raises StepsError, OSError."""
     replay: _Replay | None = None
