@@ -30,6 +30,8 @@ MANAGER_COMMAND = (sys.executable, "-m", "pagekv.kvmanager.server")
 _RECORDING = re.compile(
     r'kvmanager: recording what=\w+ file=(?P<text>.+)|"message": "recording".* "file": (?P<json>.+)}'
 )
+# The last line of argparse's refusals, behind its usage.
+_USAGE_ERROR = re.compile(r"^\S+: error: (?P<reason>.+)")
 # Lines of each child's log that are kept for the report of its death.
 KEPT_LINES = 40
 _POLL_S = 0.1
@@ -83,6 +85,10 @@ class Child:
         if self.reader is not None:
             self.reader.join(timeout=2)
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        wrong = _USAGE_ERROR.search(self.lines[-1]) if self.lines else None
+        if status == 2 and wrong is not None:
+            # What stands before it is the usage, which is longer than what is kept and names no cause.
+            return f"the {self.name} refuses its command line: {wrong['reason']}"
         tail = "".join(f"\n  {line}" for line in self.lines)
         return f"the {self.name} {how}" + (f"; its last lines:{tail}" if tail else " and said nothing")
 

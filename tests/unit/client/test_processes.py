@@ -299,3 +299,13 @@ def test_up_serves_no_page_where_the_manager_has_its_own_address_or_cannot(
         assert f"no live page: it needs {missing}: pip install" in capsys.readouterr().err
     monkeypatch.setenv("PAGEKV_HTTP_LISTEN", "127.0.0.1:9")
     assert page_port() is None
+
+
+def test_of_a_gateways_usage_only_what_is_wrong_is_told(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagekv.client.processes.has_tokenizer", lambda manager: True)
+    pytest.importorskip("smg")
+    with Stack(config(journal, gateway=GatewayConfig(port=0, args=["--nonsense"]))) as stack:
+        stack.start()
+        with pytest.raises(StackError) as caught:
+            stack.wait_ready(60)
+    assert str(caught.value) == "the gateway refuses its command line: unrecognized arguments: --nonsense"
