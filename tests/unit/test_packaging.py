@@ -77,7 +77,9 @@ def run_python(*args: str, **variables: str) -> subprocess.CompletedProcess[str]
 
 @pytest.mark.parametrize("module", ["pagekv.kvmanager.server", "pagekv.client", "pagekv.client.cli"])
 def test_cpu_side_imports_no_torch(module: str) -> None:
-    code = f"import sys, {module}; print(sorted({{'torch', 'cupy', 'transformers'}} & sys.modules.keys()))"
+    # With `*`, since the client's names are imported when they are asked for.
+    everything = f"import sys, {module}; from {module} import *"
+    code = f"{everything}; print(sorted({{'torch', 'cupy', 'transformers'}} & sys.modules.keys()))"
     result = run_python("-c", code)
     assert (result.stdout, result.returncode) == ("[]\n", 0), result.stderr
 
