@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import shutil
+import subprocess
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from itertools import count
@@ -13,7 +16,7 @@ import aiohttp
 import engine_harness as harness
 import pytest
 from engine_harness import Bench, command, read
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -55,6 +58,24 @@ def run(
     """The harness with the metrics' observer."""
     observer = requests or RequestMetrics()
     harness.run(monkeypatch, lambda engine, bench: body(engine, bench, observer), observers=[observer], **changes)
+
+
+@pytest.mark.skipif(
+    shutil.which("promtool") is None and "CI" not in os.environ, reason="Debian's package prometheus has promtool"
+)
+def test_promtool_minds_nothing_but_the_colons_of_vllms_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: EngineLoop, bench: Bench, requests: RequestMetrics) -> None:
+        await read(engine.submit(command("a", PROMPT)))
+        registry = CollectorRegistry()
+        registry.register(EngineCollector(engine, requests, prefix_cache=True))
+        text.append(generate_latest(registry).decode())
+
+    text: list[str] = []
+    run(monkeypatch, body)
+    done = subprocess.run(["promtool", "check", "metrics"], input=text[0], capture_output=True, text=True)
+    lines = (done.stdout + done.stderr).splitlines()
+    assert lines
+    assert [line for line in lines if not re.fullmatch(r"vllm:\S+ metric names should not contain ':'", line)] == []
 
 
 def test_tokens_hits_and_ends_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
