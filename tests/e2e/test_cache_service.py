@@ -119,10 +119,10 @@ def test_a_replica_holds_the_managers_tables_after_everything_that_can_happen_to
                 task.cancel()
             # The server notices that its readers are gone.
             for _ in range(1000):
-                if not (await client.stats()).watchers:
+                if (await client.stats()).watchers == everything_on.ASKED_FOR:
                     break
                 await asyncio.sleep(0.01)
-            assert (await client.stats()).watchers == 0
+            assert (await client.stats()).watchers == everything_on.ASKED_FOR
 
     tiers = ["--num-host-blocks", "64", "--preemption", "swap", "--write-back"]
     with running_stack([*ORACLE, "--step-time-ms", "2"], [*SMALL, *tiers]) as stack:
