@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import colorsys
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -159,6 +160,32 @@ def test_blocks_are_reached_and_opened_by_keyboard(site: Site) -> None:
     assert chain == [site.client.explain_prefix(TEXT).blocks[0].block_id]
     site.browser.keys("#device-cells", escape)
     assert site.browser.run("return pagekv.device.kept") is False
+
+
+def test_a_block_keeps_its_age_when_the_page_is_loaded_again(site: Site) -> None:
+    prompt = [7 + position % 90 for position in range(40)]
+    site.client.generate(prompt, max_tokens=1)
+    (first, *_) = site.client.lookup_prefix(prompt).block_ids
+    # It goes on counting while it is shown.
+    begun = cached_s(site, first)
+    wait(lambda: cached_s(site, first) > begun + 1)
+    at, before = time.monotonic(), cached_s(site, first)
+    site.browser.open(site.url)
+    wait(lambda: site.browser.run("return pagekv.device.count") == BLOCKS)
+    assert before <= cached_s(site, first) <= before + time.monotonic() - at + 1
+    (free, *_) = site.client.list_blocks(limit=BLOCKS, state="free").blocks
+    site.browser.run("pagekv.device.focus(arguments[0], true)", free.block_id)
+    wait(lambda: "hash" in site.browser.text("#inspector-body"))
+    assert "cached for" not in site.browser.text("#inspector-body")
+
+
+def cached_s(site: Site, block: int) -> float:
+    """For how long the inspector says that a block is cached."""
+    site.browser.run("pagekv.device.focus(arguments[0], true)", block)
+    wait(lambda: "cached for" in site.browser.text("#inspector-body"))
+    found = re.search(r"cached for ([0-9.]+) s", site.browser.text("#inspector-body"))
+    assert found is not None, site.browser.text("#inspector-body")
+    return float(found[1])
 
 
 def test_no_text_is_shown_that_was_not_asked_for(site: Site) -> None:

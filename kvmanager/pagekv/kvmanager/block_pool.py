@@ -44,13 +44,20 @@ class BlockPool:
     """Fixed pool of `num_blocks` blocks of `block_size` tokens. Nothing in here grows with requests."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, order: EvictionOrder | None = None, log: TableLog | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        order: EvictionOrder | None = None,
+        log: TableLog | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        """`order` is that of eviction, least recently used by default; it starts with every block in it."""
+        """`order` is that of eviction, least recently used by default; it starts with every block in it. `clock` is for
+        ages of cached blocks, see `PrefixTable`.
+        """
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._ref_count = np.zeros(num_blocks, np.int32)
-        self.table = PrefixTable(num_blocks, block_size, self._ref_count)
+        self.table = PrefixTable(num_blocks, block_size, self._ref_count, clock)
         self._free = order if order is not None else LruOrder(num_blocks)
         self._log = log
         self._num_cached_free = 0

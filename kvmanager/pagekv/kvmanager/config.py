@@ -203,6 +203,7 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
     args = parser.parse(argv)
     if args.tokenizer == "":
         args.tokenizer = FROM_EXECUTOR
+    observe = observe_config.from_args(args)
     return ManagerConfig(
         listen=args.listen,
         tokenizer=args.tokenizer,
@@ -211,7 +212,7 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
         log_format=args.log_format,
         port_file=args.port_file,
         reflection=args.reflection,
-        observe=observe_config.from_args(args),
+        observe=observe,
         engine=EngineConfig(
             executor=args.executor,
             block_size=args.block_size,
@@ -239,5 +240,6 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
                 write_back=args.write_back,
                 preemption_limit=args.preemption_limit,
             ),
+            block_ages=observe.serves_page,
         ),
     )

@@ -39,3 +39,5 @@ class EngineConfig:
     # Share of the pool, 0 to 1, that pins may hold.
     max_pinned_share: float
     limits: SchedulerLimits
+    # Note when each block entered the prefix table.
+    block_ages: bool = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 import uuid
 from collections.abc import Callable, Iterable
 
@@ -109,7 +110,8 @@ class EngineLoop(EngineQueries):
         limits = plan_limits(description, config)
         self._end_what_does_not_fit(model, limits.max_running)
         order = make_order(config.eviction_policy, model.num_device_blocks, config.protected_share)
-        pool = BlockPool(model.num_device_blocks, config.block_size, order, self._cache.log)
+        clock = time.monotonic if config.block_ages else None
+        pool = BlockPool(model.num_device_blocks, config.block_size, order, self._cache.log, clock)
         host = HostPool(model.num_host_blocks, config.block_size, self._cache.log)
         if self._scheduler is None:
             self._scheduler = self.make_scheduler(pool, limits, model.eos_token_ids, self._cache.count_admission, host)

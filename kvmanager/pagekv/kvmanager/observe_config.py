@@ -30,6 +30,11 @@ class ObserveConfig:
     page_text: bool = False
     http_names: tuple[str, ...] = ()
 
+    @property
+    def serves_page(self) -> bool:
+        """The page needs a port."""
+        return self.page and bool(self.http_listen)
+
 
 def add_flags(parser: FlagParser) -> None:
     """Adds them to the manager's."""

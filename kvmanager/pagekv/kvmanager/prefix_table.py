@@ -12,7 +12,7 @@ bad hash function could not make one prefix pass for another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -60,8 +60,12 @@ class Added(NamedTuple):
 class PrefixTable:
     """Entries over the block ids of one pool. Arrays of block ids are int32."""
 
-    def __init__(self, num_blocks: int, block_size: int, ref_count: Blocks) -> None:
-        """`ref_count`: how many hold each block; the pool's column, read only."""
+    def __init__(
+        self, num_blocks: int, block_size: int, ref_count: Blocks, clock: Callable[[], float] | None = None
+    ) -> None:
+        """`ref_count`: how many hold each block; the pool's column, read only. `clock`: seconds that never go back, by
+        which blocks have an age; None: they have none, and it costs nothing.
+        """
         self.block_size = block_size
         self._ref_count = ref_count
         # Whether a block is in the table, as a column for vector operations.
@@ -72,6 +76,9 @@ class PrefixTable:
         self._loose_parent: dict[int, bytes] = {}
         self._tokens = np.zeros((num_blocks, block_size), np.uint32)
         self._continuations = Continuations(num_blocks, self._tokens)
+        self._clock = clock
+        # When each content entered the table.
+        self._entered_at = np.zeros(num_blocks if clock is not None else 0)
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -109,6 +116,12 @@ class PrefixTable:
     def chunks(self, blocks: Blocks) -> Chunks:
         """The token ids of blocks in the table, as a copy."""
         return self._tokens[blocks]
+
+    def age_s(self, block: int) -> float | None:
+        """Seconds since the block's content entered the table; None unless it is in there and blocks have ages."""
+        if self._clock is None or self._digest[block] is None:
+            return None
+        return self._clock() - float(self._entered_at[block])
 
     def newest_digests(self) -> Iterator[bytes]:
         """Every digest in the table, the one that entered last first."""
@@ -194,6 +207,8 @@ class PrefixTable:
         digest = self._digest[old]
         assert digest is not None
         self._tokens[new] = self._tokens[old]
+        if self._clock is not None:
+            self._entered_at[new] = self._entered_at[old]
         self._block_of[digest] = new
         self._digest[new], self._digest[old] = digest, None
         self.published[new], self.published[old] = True, False
@@ -270,6 +285,8 @@ class PrefixTable:
         """Fills the columns of blocks that are in the dictionary."""
         self._tokens[blocks] = chunks
         self.published[blocks] = True
+        if self._clock is not None:
+            self._entered_at[blocks] = self._clock()
         if not media:
             self._continuations.add(blocks, parent_blocks, parents)
 

@@ -182,6 +182,35 @@ def test_clear_forgets_and_keeps_what_is_held() -> None:
     pool.check_integrity([blocks[:1]])
 
 
+def test_a_block_tells_for_how_long_its_content_is_cached() -> None:
+    now = 100.0
+    pool = BlockPool(6, 2, clock=lambda: now)
+    first = held(pool, 2)
+    assert pool.table.age_s(first[0]) is None
+    publish(pool, first, [1, 2, 3, 4])
+    now = 103.0
+    publish(pool, [*first, *(rest := held(pool, 1))], [1, 2, 3, 4, 5, 6])
+    assert [pool.table.age_s(block) for block in [*first, *rest]] == [3.0, 3.0, 0.0]
+    # Another copy takes over the entry: its content is cached for as long as before.
+    pool.free(ids([*first, *rest]))
+    now = 110.0
+    copies = held(pool, 2)
+    publish(pool, copies, [1, 2, 3, 4])
+    assert [pool.table.age_s(block) for block in [*first, *copies]] == [None, None, 10.0, 10.0]
+    pool.clear_prefix_table()
+    assert pool.table.age_s(copies[0]) is None
+    publish(pool, copies, [1, 2, 3, 4])
+    assert pool.table.age_s(copies[0]) == 0.0
+
+
+def test_ages_are_kept_only_for_who_asks() -> None:
+    pool = BlockPool(4, 2)
+    blocks = held(pool, 1)
+    publish(pool, blocks, [1, 2])
+    assert pool.table.age_s(blocks[0]) is None
+    assert pool.table._entered_at.nbytes == 0
+
+
 def test_misuse_is_a_broken_invariant() -> None:
     pool = BlockPool(2, 1)
     with pytest.raises(InvariantError, match="nobody holds"):

@@ -104,10 +104,17 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
     limits = SchedulerLimits(
         64, 5, 0.25, False, partial_hits=False, swap=SwapPolicy("swap"), write_back=True, preemption_limit=7
     )
-    engine = EngineConfig("executor:1", 256, 7, 9, 100, 3, 6, 5, 1, 2.0, 4, True, "lru", 0.5, 0.75, limits)
+    engine = EngineConfig("executor:1", 256, 7, 9, 100, 3, 6, 5, 1, 2.0, 4, True, "lru", 0.5, 0.75, limits, False)
     expected = ManagerConfig("unix:/run/pagekv", "none", 0.5, "debug", "json", "/tmp/port", False, observe, engine)
     assert parse_config([], env) == expected
     assert parse_config(["--max-queue", "9"], env).engine.max_queue == 9
+
+
+def test_blocks_have_ages_where_a_page_shows_them() -> None:
+    port = ["--http-listen", "127.0.0.1:0"]
+    assert parse_config(port, {}).engine.block_ages
+    assert not parse_config([*port, "--no-page"], {}).engine.block_ages
+    assert not parse_config(["--page"], {}).engine.block_ages
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def served(monkeypatch: pytest.MonkeyPatch, body: Body, *, show_text: bool = Fal
         finally:
             await server.stop()
 
-    engine_harness.run(monkeypatch, run, num_device_blocks=40)
+    engine_harness.run(monkeypatch, run, num_device_blocks=40, block_ages=True)
 
 
 def test_the_page_and_all_it_loads_come_from_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +132,19 @@ def test_a_block_tells_its_hash_holders_and_chain_but_no_text(monkeypatch: pytes
         assert (status, answer["field"]) == (400, "block_id")
         assert answer["error"] == "block_id: must be from 0 to 39 (the pool), got 40"
         assert (await site.get("/api/host-block/0"))[0] == 400
+
+    served(monkeypatch, body)
+
+
+def test_a_block_tells_for_how_long_it_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(site: Site) -> None:
+        (first,) = site.engine.lookup_prefix(PROMPT[:4], CacheIdentity()).block_ids
+        earlier = (await site.get(f"/api/block/{first}"))[1]["cached_s"]
+        await asyncio.sleep(0.05)
+        later = (await site.get(f"/api/block/{first}"))[1]["cached_s"]
+        assert 0 < earlier + 0.05 <= later < 10
+        ((free, *_), _) = site.engine.list_blocks(0, 40, "free")
+        assert (await site.get(f"/api/block/{free.block_id}"))[1]["cached_s"] is None
 
     served(monkeypatch, body)
 

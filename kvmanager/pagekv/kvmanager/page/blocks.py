@@ -26,6 +26,8 @@ def block_detail(view: EngineView, block: int, tokenizer: Tokenizer | None, *, w
         "pins": int(pins.holders[block]),
         "block_hash": digest.hex() if digest else "",
         "parent_hash": parent.hex() if parent else "",
+        # Seconds since its content entered the prefix table; null where it is not in there.
+        "cached_s": pool.table.age_s(block),
         # The blocks before it, its parent first.
         "chain": chain,
         "chain_complete": complete,

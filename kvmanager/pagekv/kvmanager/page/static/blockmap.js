@@ -43,18 +43,17 @@ export class BlockMap {
     if (size === this.size && epoch === this.epoch) {
       this.bytes.fill(0);
     } else {
-      Object.assign(this, { size, epoch, since: performance.now() });
+      Object.assign(this, { size, epoch });
       this.reset(this.grows ? Math.min(size, FEWEST) : size);
     }
   }
 
   // Room for a block that was not drawn so far.
   grow(index) {
-    const { bytes, changedAt } = this;
+    const { bytes } = this;
     const focus = [this.focused, this.kept];
     this.reset(Math.min(this.size, 2 ** Math.ceil(Math.log2(index + 1))));
     this.bytes.set(bytes);
-    this.changedAt.set(changedAt);
     [this.focused, this.kept] = focus;
   }
 
@@ -62,8 +61,6 @@ export class BlockMap {
   reset(count) {
     this.count = count;
     this.bytes = new Uint8Array(count);
-    // When the byte last changed while somebody looked, as performance.now(); 0: never.
-    this.changedAt = new Float64Array(count);
     this.from = new Uint32Array(count);
     // Blocks whose colour is on its way, and where they are in this list.
     this.fading = new Int32Array(count);
@@ -152,7 +149,6 @@ export class BlockMap {
       const old = this.bytes[index];
       if (byte === old) return;
       this.bytes[index] = byte;
-      if (!quietly) this.changedAt[index] = now;
       if (still) return this.paint(index);
       // Taken or hit: it lights up. Given back or evicted: it is pale at first.
       this.fade(index, (holders(byte) > holders(old) ? this.taken : this.given)[byte], now);

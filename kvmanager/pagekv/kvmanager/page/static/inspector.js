@@ -74,7 +74,6 @@ export class Inspector {
     const rows = [
       ["state", this.swatch(name, map.isHost)],
       ["", element("span", { class: "sub" }, MEANINGS[name])],
-      ["age", this.age()],
     ];
     if (detail) rows.push(...this.details(detail));
     if (this.problem) rows.push(["", element("span", { class: "problem" }, this.problem)]);
@@ -91,16 +90,12 @@ export class Inspector {
     return element("span", { class: "state" }, element("span", { class: `swatch ${kind}` }), name);
   }
 
-  age() {
-    const changed = this.map.changedAt[this.index];
-    if (changed) return `changed ${duration((performance.now() - changed) / 1000)} ago`;
-    return `unchanged for ${duration((performance.now() - this.map.since) / 1000)} or longer`;
-  }
-
   details(detail) {
     const held = detail.ref_count - (detail.pins ?? 0);
     const by = [plural(held, "sequence"), ...(detail.pins ? [plural(detail.pins, "pin")] : [])].join(" and ");
-    const rows = [["ref count", detail.ref_count ? `${detail.ref_count}: ${by}` : "0"]];
+    // Asked for again and again while it is shown, so it goes on counting.
+    const rows = detail.cached_s == null ? [] : [["age", `cached for ${duration(detail.cached_s)}`]];
+    rows.push(["ref count", detail.ref_count ? `${detail.ref_count}: ${by}` : "0"]);
     if (detail.requests?.length) {
       rows.push(["held by", element("span", { class: "chain" }, ...detail.requests.map((id) =>
         element("button", { type: "button", class: "chip", onclick: () => this.onRequest(id) }, id)))]);
