@@ -56,6 +56,10 @@ class Browser:
         """Types into an element."""
         self.driver.find_element("css selector", selector).send_keys(*keys)
 
+    def press(self, *keys: str) -> None:
+        """Types into whatever has the focus."""
+        self.driver.switch_to.active_element.send_keys(*keys)
+
     def click(self, selector: str) -> None:
         """Clicks the first element of a kind."""
         self.driver.find_element("css selector", selector).click()

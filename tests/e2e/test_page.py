@@ -158,8 +158,16 @@ def test_blocks_are_reached_and_opened_by_keyboard(site: Site) -> None:
     assert listed.block_hash in site.browser.text("#inspector-body")
     chain = site.browser.run("return pagekv.device.chain")
     assert chain == [site.client.explain_prefix(TEXT).blocks[0].block_id]
-    site.browser.keys("#device-cells", escape)
-    assert site.browser.run("return pagekv.device.kept") is False
+    for within in ("#inspector", "#inspector-close", "#inspector-body .chip"):
+        site.browser.run("pagekv.device.focus(arguments[0], true)", block)
+        wait(lambda: "hash" in site.browser.text("#inspector-body"))
+        site.browser.run("document.querySelector(arguments[0]).focus()", within)
+        # The manager is asked again meanwhile, and the focus stays where it is.
+        time.sleep(0.8)
+        site.browser.press(escape)
+        assert site.browser.run("return [pagekv.device.kept, document.activeElement.id]") == [False, "device-cells"]
+        site.browser.press(right)
+        assert site.browser.run("return pagekv.device.focused") == block + 1
 
 
 def test_a_block_keeps_its_age_when_the_page_is_loaded_again(site: Site) -> None:

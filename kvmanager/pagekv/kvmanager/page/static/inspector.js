@@ -23,11 +23,21 @@ export class Inspector {
     this.body = document.getElementById("inspector-body");
     this.close = document.getElementById("inspector-close");
     this.card = document.getElementById("inspector");
+    this.age = element("span");
     this.render();
     this.close.addEventListener("click", () => {
       this.map?.focus(-1);
       this.map?.marks.focus();
     });
+    this.card.addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && this.index >= 0) this.letGo();
+    });
+  }
+
+  // Back to where it was chosen, which goes on from there.
+  letGo() {
+    this.map.marks.focus();
+    this.map.focus(this.index, false);
   }
 
   // A block of a map; -1: none.
@@ -66,18 +76,33 @@ export class Inspector {
     const { map, index, detail } = this;
     if (index < 0) {
       this.title.textContent = "What the colours mean";
-      this.body.replaceChildren(this.facts(STATES.map((name) => [this.swatch(name), MEANINGS[name]])));
+      this.fill("", () => STATES.map((name) => [this.swatch(name), MEANINGS[name]]));
       return;
     }
     this.title.textContent = `${map.isHost ? "Host block" : "Block"} ${index}`;
     const name = (map.isHost ? HOST_STATES : STATES)[state(map.bytes[index])];
-    const rows = [
-      ["state", this.swatch(name, map.isHost)],
-      ["", element("span", { class: "sub" }, MEANINGS[name])],
-    ];
-    if (detail) rows.push(...this.details(detail));
-    if (this.problem) rows.push(["", element("span", { class: "problem" }, this.problem)]);
-    this.body.replaceChildren(this.facts(rows));
+    const { cached_s: cached, ...rest } = detail ?? {};
+    this.fill(JSON.stringify([map.isHost, index, name, rest, cached == null, this.problem]), () => {
+      const rows = [
+        ["state", this.swatch(name, map.isHost)],
+        ["", element("span", { class: "sub" }, MEANINGS[name])],
+      ];
+      if (cached != null) rows.push(["age", this.age]);
+      if (detail) rows.push(...this.details(detail));
+      if (this.problem) rows.push(["", element("span", { class: "problem" }, this.problem)]);
+      return rows;
+    });
+    // Asked for again and again while it is shown, so it goes on counting.
+    if (cached != null) this.age.textContent = `cached for ${duration(cached)}`;
+  }
+
+  // Whoever reads or walks the rows is not disturbed unless what they say, told apart by `said`, is another.
+  fill(said, makeRows) {
+    if (said === this.said) return;
+    this.said = said;
+    const within = this.body.contains(document.activeElement);
+    this.body.replaceChildren(this.facts(makeRows()));
+    if (within) this.card.focus({ preventScroll: true });
   }
 
   facts(rows) {
@@ -93,9 +118,7 @@ export class Inspector {
   details(detail) {
     const held = detail.ref_count - (detail.pins ?? 0);
     const by = [plural(held, "sequence"), ...(detail.pins ? [plural(detail.pins, "pin")] : [])].join(" and ");
-    // Asked for again and again while it is shown, so it goes on counting.
-    const rows = detail.cached_s == null ? [] : [["age", `cached for ${duration(detail.cached_s)}`]];
-    rows.push(["ref count", detail.ref_count ? `${detail.ref_count}: ${by}` : "0"]);
+    const rows = [["ref count", detail.ref_count ? `${detail.ref_count}: ${by}` : "0"]];
     if (detail.requests?.length) {
       rows.push(["held by", element("span", { class: "chain" }, ...detail.requests.map((id) =>
         element("button", { type: "button", class: "chip", onclick: () => this.onRequest(id) }, id)))]);
