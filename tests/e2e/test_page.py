@@ -217,6 +217,24 @@ def test_a_request_lights_its_blocks_in_order(site: Site) -> None:
     wait(lambda: site.browser.run("return pagekv.device.table") is None)
 
 
+def test_a_request_may_be_called_what_paths_use_for_something_else(site: Site) -> None:
+    with site.client.stream(TEXT, max_tokens=1500, ignore_eos=True, request_id="..") as stream:
+        next(iter(stream))
+        wait(lambda: site.browser.run("return pagekv.requests.rows.has('..')"))
+        site.browser.run("pagekv.requests.choose('..')")
+        wait(lambda: bool(site.browser.run("return pagekv.device.table")))
+        assert site.browser.text("#requests-problem") == ""
+
+
+def test_a_request_that_cannot_be_shown_is_told_of(site: Site) -> None:
+    site.browser.run("pagekv.requests.choose('no id')")
+    wait(lambda: "The blocks of no id cannot be shown: id: must be 1 to" in site.browser.text("#requests-problem"))
+    site.browser.run("pagekv.requests.choose(null)")
+    assert site.browser.text("#requests-problem") == ""
+    # Chromium itself notes every answer of 400.
+    assert all("400 (Bad Request)" in complaint for complaint in site.browser.complaints())
+
+
 def test_more_requests_than_the_list_has_room_for_are_counted(site: Site) -> None:
     names = [f"many-{number}" for number in range(205)]
 

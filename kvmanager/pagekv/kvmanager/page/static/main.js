@@ -110,12 +110,13 @@ async function lightRequest(id, afresh) {
   try {
     const { sequences } = await ask(`/api/request?id=${encodeURIComponent(id)}`);
     if (requests.chosen !== id) return;
+    requests.tell("");
     // It has ended; the list cannot tell, which may be too short for it.
     if (!sequences.length) return requests.choose(null);
     device.choose([...new Set(sequences.flatMap((sequence) => sequence.block_ids))], afresh);
     if (afresh) announce(`request ${id}: ${plural(device.table.length, "block")} lit in order`);
-  } catch {
-    // The manager cannot be asked; the stream tells of that, too.
+  } catch (error) {
+    if (requests.chosen === id) requests.tell(`The blocks of ${id} cannot be shown: ${error.message}`);
   }
   if (requests.chosen === id) refreshing = setTimeout(() => lightRequest(id, false), REFRESH_MS);
 }

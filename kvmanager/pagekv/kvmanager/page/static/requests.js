@@ -10,6 +10,7 @@ export class Requests {
     this.list = document.getElementById("request-list");
     this.sub = document.getElementById("requests-sub");
     this.empty = document.getElementById("requests-empty");
+    this.problem = document.getElementById("requests-problem");
     this.more = document.getElementById("requests-more");
     [this.others, this.unlisted] = this.more.children;
     this.unlisted.addEventListener("click", () => this.choose(null));
@@ -55,6 +56,11 @@ export class Requests {
       if (this.list.children[place] !== item.root) this.list.insertBefore(item.root, this.list.children[place] ?? null);
       this.fill(item, id, row);
     });
+  }
+
+  // What is wrong with the one chosen; empty: nothing.
+  tell(problem) {
+    if (this.problem.textContent !== problem) this.problem.textContent = problem;
   }
 
   // All there are, which may be more than are listed.
