@@ -170,6 +170,29 @@ def test_blocks_are_reached_and_opened_by_keyboard(site: Site) -> None:
         assert site.browser.run("return pagekv.device.focused") == block + 1
 
 
+def test_the_ring_around_a_block_is_whole_at_every_edge(site: Site) -> None:
+    columns = site.browser.run("return pagekv.device.grid.columns")
+    for block in (1, columns - 1, columns + 1, BLOCKS - 1):
+        site.browser.run("pagekv.device.focus(arguments[0])", block)
+        # Inked pixels on the way from the middle of the cell up, down, left and right.
+        thick = site.browser.run(
+            "const { grid, marks } = pagekv.device;"
+            "const half = Math.floor((grid.cell - grid.gap) / 2);"
+            "const copy = new OffscreenCanvas(marks.width, marks.height);"
+            "const context = copy.getContext('2d', { willReadFrequently: true });"
+            "context.drawImage(marks, 0, 0);"
+            "const x = grid.x(arguments[0]) + half, y = grid.y(arguments[0]) + half;"
+            "return [[0, -1], [0, 1], [-1, 0], [1, 0]].map(([dx, dy]) => {"
+            "  let inked = 0;"
+            "  for (let step = 0; step < grid.cell; step++)"
+            "    inked += context.getImageData(x + step * dx, y + step * dy, 1, 1).data[3] / 255;"
+            "  return inked;"
+            "})",
+            block,
+        )
+        assert min(thick) > 1.9, (block, thick)
+
+
 def test_a_block_keeps_its_age_when_the_page_is_loaded_again(site: Site) -> None:
     prompt = [7 + position % 90 for position in range(40)]
     site.client.generate(prompt, max_tokens=1)

@@ -14,18 +14,25 @@ export function drawMarks({ grid, marks, table, shown, chain, focused }) {
   if (table) markTable(context, grid, size, table.slice(0, shown));
   context.lineWidth = Math.max(1, ratio);
   context.globalAlpha = 0.75;
-  for (const block of chain) {
-    context.strokeRect(grid.x(block) - 0.5, grid.y(block) - 0.5, size + 1, size + 1);
-  }
+  for (const block of chain) ring(context, grid, block, size, 0.5);
   context.globalAlpha = 1;
   if (focused >= 0) {
     const out = Math.max(1.5 * ratio, cell < 8 * ratio ? 3 * ratio : 0);
     context.lineWidth = 2 * ratio;
-    context.beginPath();
-    const [x, y] = [grid.x(focused) - out, grid.y(focused) - out];
-    context.roundRect(x, y, size + 2 * out, size + 2 * out, grid.radius + out);
-    context.stroke();
+    ring(context, grid, focused, size, out, grid.radius + out);
   }
+}
+
+// Around a cell, `out` beyond it; at the edges of the canvas, beyond which nothing is drawn, on the cell itself.
+function ring(context, grid, block, size, out, radius = 0) {
+  const half = context.lineWidth / 2;
+  const left = Math.max(half, grid.x(block) - out);
+  const top = Math.max(half, grid.y(block) - out);
+  const right = Math.min(grid.width - half, grid.x(block) + size + out);
+  const bottom = Math.min(grid.height - half, grid.y(block) + size + out);
+  context.beginPath();
+  context.roundRect(left, top, right - left, bottom - top, radius);
+  context.stroke();
 }
 
 // A request's blocks are joined in order; where there is room each says which it is.
