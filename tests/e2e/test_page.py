@@ -193,6 +193,29 @@ def test_the_ring_around_a_block_is_whole_at_every_edge(site: Site) -> None:
         assert min(thick) > 1.9, (block, thick)
 
 
+def test_past_values_of_a_chart_are_read_by_keyboard(site: Site) -> None:
+    left, right, home, escape = "\ue012", "\ue014", "\ue011", "\ue00c"
+    wait(lambda: site.browser.run("return pagekv.charts[1].values.length") > 3)
+    site.browser.run("document.querySelector('#tile-usage canvas').focus()")
+    site.browser.press(home)
+    points = "const { values, at } = pagekv.charts[1]; return [at, values.length, values[0].value]"
+    at, _, first = site.browser.run(points)
+    assert at == 0
+    value, ago = site.browser.text("#tile-usage output"), site.browser.text("#tile-usage small")
+    assert float(value.rstrip("%")) / 100 == pytest.approx(first, abs=0.01)
+    assert ago.endswith(" s ago")
+    wait(lambda: site.browser.text("#announcer") == f"Blocks in use, {value}, {ago}")
+    site.browser.press(right, right, left)
+    assert site.browser.run(points)[0] == 1
+    # It stays at its point while others come.
+    length = site.browser.run(points)[1]
+    wait(lambda: site.browser.run(points)[1] > length)
+    assert site.browser.run(points)[0] == 1
+    site.browser.press(escape)
+    assert site.browser.run(points)[0] == -1
+    assert "of their slots filled" in site.browser.text("#tile-usage small")
+
+
 def test_a_block_keeps_its_age_when_the_page_is_loaded_again(site: Site) -> None:
     prompt = [7 + position % 90 for position in range(40)]
     site.client.generate(prompt, max_tokens=1)

@@ -1,13 +1,17 @@
-// A line over the last two minutes, drawn by the times of its points, with its value under the pointer.
+// A line over the last two minutes, drawn by the times of its points, with its value under the pointer or the cursor
+// that the arrow keys move.
 
 import { color, onThemeChange } from "./theme.js";
 
 const SECONDS = 120;
+// Points that one press of Page Up or Page Down goes over: ten seconds.
+const PAGE = 20;
 
 export class Chart {
   // `read(point)`: the value or null. `format(value)`. `top`: what the axis ends at, or 0 for the highest value.
-  constructor(tile, { read, format, top = 0, beside = () => "" }) {
-    Object.assign(this, { read, format, top, beside, values: [], at: -1 });
+  // `announce(text)`: what the cursor came to.
+  constructor(tile, { read, format, announce, top = 0, beside = () => "" }) {
+    Object.assign(this, { read, format, announce, top, beside, values: [], at: -1, byKey: false });
     this.canvas = tile.querySelector("canvas");
     this.output = tile.querySelector("output");
     this.small = tile.querySelector("small");
@@ -16,23 +20,44 @@ export class Chart {
     onThemeChange(() => this.draw());
     this.canvas.addEventListener("pointermove", (event) => {
       const box = this.canvas.getBoundingClientRect();
-      this.at = this.nearest((1 - (event.clientX - box.left) / box.width) * SECONDS);
-      this.draw();
+      this.point(this.nearest((1 - (event.clientX - box.left) / box.width) * SECONDS));
     });
-    this.canvas.addEventListener("pointerleave", () => {
-      this.at = -1;
-      this.draw();
-    });
+    this.canvas.addEventListener("pointerleave", () => this.point(-1));
+    this.canvas.addEventListener("blur", () => this.point(-1));
+    this.canvas.addEventListener("keydown", (event) => this.key(event));
+  }
+
+  // At a value, -1 for none: now.
+  point(at, byKey = false) {
+    Object.assign(this, { at, byKey });
+    this.draw();
+  }
+
+  key(event) {
+    if (!this.values.length || event.ctrlKey || event.metaKey || event.altKey) return;
+    const last = this.values.length - 1;
+    const from = this.at < 0 ? last : this.at;
+    const to = {
+      ArrowLeft: from - 1, ArrowRight: from + 1, PageUp: from - PAGE, PageDown: from + PAGE, Home: 0, End: last,
+      Escape: -1,
+    }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    this.point(event.key === "Escape" ? -1 : Math.max(0, Math.min(last, to)), true);
+    this.announce([this.title, this.output.textContent, this.small.textContent].join(", "));
   }
 
   clear() {
     this.values = [];
-    this.draw();
+    this.point(-1);
   }
 
   add(points) {
     for (const point of points) this.values.push({ value: this.read(point), point });
+    const before = this.values.length;
     this.values = this.values.filter((value, index) => this.age(index) <= SECONDS);
+    // The cursor stays at its point, the pointer where it is.
+    if (this.byKey) this.at = Math.max(-1, this.at - (before - this.values.length));
     this.draw();
   }
 

@@ -86,7 +86,7 @@ const hostLegend = makeLegend(byId("host-legend"), host, HOST_LEGENDS, hostSwatc
 // -- charts
 
 let totals = {};
-const tile = (name, options) => new Chart(byId(`tile-${name}`), { read: (point) => point[name], ...options });
+const tile = (name, options) => new Chart(byId(`tile-${name}`), { read: (point) => point[name], announce, ...options });
 const charts = [
   tile("hit_rate", { format: percent, top: 1, beside: () => `${percent(totals.prefix_hit_rate ?? 0)} in all` }),
   tile("usage", { format: percent, top: 1, beside: () => `${percent(totals.utilization ?? 0)} of their slots filled` }),
@@ -174,4 +174,4 @@ new Stream("/api/stream", show, (connected) => {
 });
 
 // For whoever looks at the page from outside: tests, and people with the console open.
-window.pagekv = { device, host, requests };
+window.pagekv = { device, host, requests, charts };
