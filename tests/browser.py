@@ -56,6 +56,17 @@ class Browser:
         """Types into an element."""
         self.driver.find_element("css selector", selector).send_keys(*keys)
 
+    def touch(self, on: bool) -> None:
+        """Whether fingers are what it is used with."""
+        self.driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": on, "maxTouchPoints": 1})
+
+    def tap(self, x: float, y: float) -> None:
+        """With a finger, at a point of the window."""
+        self.driver.execute_cdp_cmd(
+            "Input.dispatchTouchEvent", {"type": "touchStart", "touchPoints": [{"x": x, "y": y}]}
+        )
+        self.driver.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+
     def press(self, *keys: str) -> None:
         """Types into whatever has the focus."""
         self.driver.switch_to.active_element.send_keys(*keys)

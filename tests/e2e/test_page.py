@@ -57,6 +57,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         yield site
 
 
+@pytest.fixture
+def phone(site: Site) -> Iterator[None]:
+    """Fingers in place of a mouse."""
+    site.browser.touch(True)
+    yield
+    site.browser.touch(False)
+
+
 @pytest.fixture(autouse=True)
 def page(site: Site) -> Iterator[None]:
     """A fresh page; whatever the test does, the console has to stay silent."""
@@ -341,6 +349,43 @@ def test_nothing_is_wider_than_the_screen(site: Site, width: int, height: int) -
     site.browser.look(width, height, dark=width < 600)
     wait(lambda: site.browser.run("return pagekv.device.grid.width <= innerWidth"))
     assert site.browser.run("return document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.usefixtures("phone")
+@pytest.mark.parametrize("still", [False, True])
+def test_a_tapped_block_brings_its_details_into_view(site: Site, still: bool) -> None:
+    site.browser.look(390, 844, still=still)
+    (first, *_) = site.client.lookup_prefix(TEXT).block_ids
+    wait(lambda: site.browser.run("return pagekv.device.grid.width <= innerWidth"))
+    bottom = "return document.getElementById('inspector').getBoundingClientRect().bottom"
+    assert site.browser.run(bottom) > 844
+    x, y = site.browser.run(
+        "const { grid, marks } = pagekv.device, half = grid.cell / 2;"
+        "marks.scrollIntoView({ block: 'center' });"
+        "const box = marks.getBoundingClientRect();"
+        "return [box.left + (grid.x(arguments[0]) + half) / grid.ratio,"
+        "        box.top + (grid.y(arguments[0]) + half) / grid.ratio]",
+        first,
+    )
+    site.browser.tap(x, y)
+    wait(lambda: site.browser.text("#inspector-title") == f"Block {first}")
+    wait(lambda: "hash" in site.browser.text("#inspector-body"))
+    wait(lambda: bool(site.browser.run(bottom) <= 845))
+    assert site.browser.run("return pagekv.device.kept")
+
+
+@pytest.mark.usefixtures("phone")
+def test_what_is_tapped_is_as_high_as_a_finger(site: Site) -> None:
+    site.browser.look(390, 844)
+    site.browser.run("pagekv.device.focus(0, true)")
+    heights = site.browser.run(
+        "return [...document.querySelectorAll('#device-legend button, #inspector-close')].map((b) => b.offsetHeight)"
+    )
+    assert len(heights) == 6
+    assert min(heights) >= 40
+    shown = site.browser.run("return document.getElementById('keys').innerText")
+    assert shown.startswith("Tap a block")
+    assert "Esc" not in shown
 
 
 def test_a_lost_manager_is_shown_and_the_page_comes_back_by_itself(tmp_path: Path, site: Site) -> None:

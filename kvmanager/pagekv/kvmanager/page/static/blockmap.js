@@ -19,9 +19,10 @@ const STEPS = [1, 2, 4, 5, 10, 20, 40, 50, 100, 200];
 export class BlockMap {
   // `palette`: names of colours by state. `describe(index)`: words for a block. `onFocus(index, kept)`: it is looked
   // at, -1 for none; `kept`: until somebody lets it go.
+  // `onTap()`: one was chosen with a finger.
   // `grows`: only as many blocks as were ever used are drawn, rounded up.
-  constructor(root, { palette, describe, onFocus, onLeave = () => {}, grows = false }) {
-    Object.assign(this, { root, palette, describe, onFocus, onLeave, grows });
+  constructor(root, { palette, describe, onFocus, onTap, onLeave = () => {}, grows = false }) {
+    Object.assign(this, { root, palette, describe, onFocus, onTap, onLeave, grows });
     this.cells = root.querySelector(".cells");
     this.marks = root.querySelector(".marks");
     this.tip = root.querySelector(".tip");
@@ -314,6 +315,7 @@ export class BlockMap {
     this.marks.addEventListener("click", (event) => {
       const index = at(event);
       this.focus(index, !(this.kept && index === this.focused));
+      if (event.pointerType === "touch" && this.kept) this.onTap();
     });
     this.marks.addEventListener("focus", () => {
       if (this.focused < 0 && this.count && this.marks.matches(":focus-visible")) this.focus(0);

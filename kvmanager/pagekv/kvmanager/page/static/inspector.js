@@ -3,6 +3,7 @@
 import { HOST_STATES, STATES, state } from "./codec.js";
 import { duration, element, plural } from "./format.js";
 import { ask } from "./stream.js";
+import { reducedMotion } from "./theme.js";
 
 const PAUSE_MS = 90;
 const CHAIN_SHOWN = 10;
@@ -18,7 +19,7 @@ const MEANINGS = {
 export class Inspector {
   // `onOpen(index)`: somebody wants to see another device block; `onRequest(id)`: a request.
   constructor({ onOpen, onRequest }) {
-    Object.assign(this, { onOpen, onRequest, map: null, index: -1, timer: 0 });
+    Object.assign(this, { onOpen, onRequest, map: null, index: -1, timer: 0, bringing: false });
     this.title = document.getElementById("inspector-title");
     this.body = document.getElementById("inspector-body");
     this.close = document.getElementById("inspector-close");
@@ -44,7 +45,7 @@ export class Inspector {
   show(map, index, kept) {
     this.close.hidden = !kept;
     if (map === this.map && index === this.index) return;
-    Object.assign(this, { map, index, detail: null, problem: "" });
+    Object.assign(this, { map, index, detail: null, problem: "", bringing: false });
     this.render();
     this.load(PAUSE_MS);
   }
@@ -69,7 +70,15 @@ export class Inspector {
         this.problem = error.message;
       }
       this.render();
+      if (this.bringing) this.bring();
     }, pause);
+  }
+
+  // Into view, on a screen that has it below the map, as soon as there is something to see.
+  bring() {
+    this.bringing = !this.detail && !this.problem;
+    if (this.bringing) return;
+    this.card.scrollIntoView({ behavior: reducedMotion.matches ? "auto" : "smooth", block: "nearest" });
   }
 
   render() {

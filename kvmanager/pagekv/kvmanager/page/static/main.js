@@ -38,6 +38,7 @@ function makeMap(root, names, palette, isHost) {
       inspector.show(map, index, kept);
       if (index >= 0 && document.activeElement === map.marks) announce(map.describe(index));
     },
+    onTap: () => inspector.bring(),
     onLeave: (what) => (what === "table" ? requests.choose(null) : inspector.card.focus({ preventScroll: true })),
   });
   map.isHost = isHost;
