@@ -114,7 +114,7 @@ class PromptReader:
 
     def _need_tokenizer(self, field: str) -> Tokenizer:
         if self._tokenizer is None:
-            raise InvalidRequest(field, "this deployment has no tokenizer; give tokenized input")
+            raise InvalidRequest(field, "this deployment has no tokenizer; give token ids")
         return self._tokenizer
 
     def _check_count(self, field: str, num_tokens: int) -> None:

@@ -216,7 +216,7 @@ def test_explaining_agrees_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> N
         ({"text": "\ud800"}, "text: must be text"),
         ({"token_ids": [1], "namespace": "\ud800"}, "namespace: must be text of at most 256 bytes"),
         (b"[" * 100_000, "body: must be JSON"),
-        ({"text": "a"}, "text: this deployment has no tokenizer"),
+        ({"text": "a"}, "text: this deployment has no tokenizer; give token ids"),
         ({"token_ids": "1"}, "token_ids: must be a list of whole numbers"),
         ({"token_ids": [True]}, "token_ids: must be a list of whole numbers"),
         ({"token_ids": [-1]}, "token_ids: must be a list of whole numbers"),
