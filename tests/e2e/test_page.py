@@ -201,6 +201,16 @@ def test_the_ring_around_a_block_is_whole_at_every_edge(site: Site) -> None:
         assert min(thick) > 1.9, (block, thick)
 
 
+def test_no_slots_are_filled_of_no_block(site: Site) -> None:
+    site.client.reset_prefix_cache(force=True)
+    wait(lambda: site.browser.text("#tile-usage small") == "\N{EN DASH} of their slots filled")
+    assert site.browser.text("#tile-usage output") == "0%"
+    with site.client.stream(TEXT, max_tokens=1500, ignore_eos=True) as stream:
+        next(iter(stream))
+        wait(lambda: site.browser.text("#tile-usage small").endswith("% of their slots filled"))
+    site.client.generate(TEXT, max_tokens=20, ignore_eos=True)
+
+
 def test_past_values_of_a_chart_are_read_by_keyboard(site: Site) -> None:
     left, right, home, escape = "\ue012", "\ue014", "\ue011", "\ue00c"
     wait(lambda: site.browser.run("return pagekv.charts[1].values.length") > 3)
@@ -318,6 +328,7 @@ def test_more_requests_than_the_list_has_room_for_are_counted(site: Site) -> Non
         finally:
             site.client.abort(*names)
     wait(lambda: site.browser.text("#requests-sub") == "")
+    site.client.generate(TEXT, max_tokens=20, ignore_eos=True)
 
 
 def words(site: Site, selector: str) -> str:

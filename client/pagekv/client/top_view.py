@@ -125,9 +125,11 @@ class Frame:
         assert look is not None
         stats = look.stats
         table = Table.grid(padding=(0, 2))
+        # Of no block there is no share.
+        filled = _percent(stats.utilization if stats.active_blocks else None)
         rows = [
             ("prefix hit rate", rates.hit_rate, 1.0, _percent, f"{stats.prefix_hit_rate:.0%} in all"),
-            ("blocks in use", rates.usage, 1.0, _percent, f"{stats.utilization:.0%} of their slots filled"),
+            ("blocks in use", rates.usage, 1.0, _percent, f"{filled} of their slots filled"),
             ("step time", rates.step_s, None, milliseconds, f"{stats.steps_total} steps"),
             ("tokens/s", rates.tokens_per_s, None, _whole, f"{stats.generated_tokens_total} generated"),
         ]

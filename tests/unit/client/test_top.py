@@ -87,6 +87,14 @@ def test_a_frame_has_rates_blocks_and_requests() -> None:
     assert next(line for line in lines if "request-1" in line).split() == ["request-1", "running", "64", "48", "1", "5"]
 
 
+def test_no_slots_are_filled_of_no_block() -> None:
+    rates = Rates()
+    busy, idle = look(0.0), look(0.0, active_blocks=0, kv_usage=0.0, utilization=1.0)
+    rates.add(idle)
+    assert any(line.rstrip().endswith("90% of their slots filled") for line in drawn(rates, busy))
+    assert any(line.rstrip().endswith("- of their slots filled") for line in drawn(rates, idle))
+
+
 @pytest.mark.parametrize(("width", "height"), [(100, 24), (60, 18), (40, 16)])
 def test_a_frame_fits_its_screen(width: int, height: int) -> None:
     rates = Rates()

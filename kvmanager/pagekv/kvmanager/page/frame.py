@@ -16,8 +16,8 @@ Row = dict[str, Any]
 _TOTALS = (
     "running_sequences", "waiting_sequences", "prompt_tokens_total", "cached_tokens_total", "prefix_hit_rate",
     "generated_tokens_total", "evicted_blocks_total", "preemptions_total", "steps_total", "requests_total",
-    "published_blocks", "utilization", "pins", "executor_attached", "executor_restarts_total", "hash_alarms_total",
-    "swapped_out_blocks_total", "swapped_in_blocks_total",
+    "published_blocks", "active_blocks", "utilization", "pins", "executor_attached", "executor_restarts_total",
+    "hash_alarms_total", "swapped_out_blocks_total", "swapped_in_blocks_total",
 )  # fmt: skip
 
 

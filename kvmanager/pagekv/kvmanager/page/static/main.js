@@ -88,9 +88,11 @@ const hostLegend = makeLegend(byId("host-legend"), host, HOST_LEGENDS, hostSwatc
 
 let totals = {};
 const tile = (name, options) => new Chart(byId(`tile-${name}`), { read: (point) => point[name], announce, ...options });
+// Of no block there is no share.
+const filled = () => (totals.active_blocks ? percent(totals.utilization) : "–");
 const charts = [
   tile("hit_rate", { format: percent, top: 1, beside: () => `${percent(totals.prefix_hit_rate ?? 0)} in all` }),
-  tile("usage", { format: percent, top: 1, beside: () => `${percent(totals.utilization ?? 0)} of their slots filled` }),
+  tile("usage", { format: percent, top: 1, beside: () => `${filled()} of their slots filled` }),
   tile("step_ms", { format: milliseconds, beside: () => `${count(totals.steps_total ?? 0)} steps` }),
   tile("tokens_per_s", {
     format: compact,
