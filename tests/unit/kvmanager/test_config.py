@@ -114,7 +114,7 @@ def test_blocks_have_ages_where_a_page_shows_them() -> None:
     port = ["--http-listen", "127.0.0.1:0"]
     assert parse_config(port, {}).engine.block_ages
     assert not parse_config([*port, "--no-page"], {}).engine.block_ages
-    assert not parse_config(["--page"], {}).engine.block_ages
+    assert not parse_config([], {}).engine.block_ages
 
 
 @pytest.mark.parametrize(

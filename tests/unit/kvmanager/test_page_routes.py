@@ -267,7 +267,8 @@ def test_nothing_of_the_page_is_loaded_from_elsewhere() -> None:
 
 def test_the_page_can_be_left_out() -> None:
     async def body(*flags: str) -> int:
-        manager = Manager(parse_config(["--listen", "127.0.0.1:0", *flags], {}), None)
+        ports = ["--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0"]
+        manager = Manager(parse_config([*ports, *flags], {}), None)
         return len(manager._page_routes())
 
     assert asyncio.run(body("--no-page")) == 0
