@@ -49,6 +49,7 @@ test-nightly: $(DEV_STAMP) ## what is too long for every run: tests with random 
 	@$(BIN)/python -m pytest -m nightly
 	@PAGEKV_TEST_FUZZ_STEPS=200000 $(BIN)/python -m pytest --timeout 3600 tests/unit/executor/test_step_fuzz.py
 	@PAGEKV_TEST_SILENCE_S=60 $(BIN)/python -m pytest tests/e2e/test_overload.py
+	@PAGEKV_TEST_EVERYTHING_ON=1 $(BIN)/python -m pytest tests/e2e
 	@PAGEKV_TEST_EXAMPLES=10000 $(BIN)/python -m pytest --timeout 3600 tests/model tests/unit/kvmanager/test_continuations.py $(ARGS)
 
 .PHONY: test-everything-on

@@ -93,7 +93,7 @@ async def record_steps(engine: EngineLoop) -> AsyncIterator[None]:
 
 @part("page")
 async def page(engine: EngineLoop) -> AsyncIterator[None]:
-    """Open once, by somebody who reads whatever comes. Nobody looking costs nothing."""
+    """Open once, by somebody who reads whatever comes. When nobody looks, blocks have an age all the same."""
     hub = PageHub(engine)
     engine.observers.add(hub.happenings)
     viewer = hub.enter()

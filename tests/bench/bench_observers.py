@@ -106,11 +106,11 @@ class _Ends(Observer):
 class Runner:
     """An engine that takes steps when it is its turn, and reads both clocks around each turn."""
 
-    def __init__(self, *, turnover: bool, num_blocks: int) -> None:
-        """`turnover`: requests are short, and for each that ends another begins."""
+    def __init__(self, *, turnover: bool, num_blocks: int, block_ages: bool) -> None:
+        """`turnover`: requests are short, and for each that ends another begins. `block_ages`: as the page has them."""
         self.turnover = turnover
         vars(engine_loop)["ExecutorLink"] = lambda target, wake: _Link(self)
-        self.engine = EngineLoop(config(num_blocks), observers=[_Ends(self)])
+        self.engine = EngineLoop(config(num_blocks, block_ages), observers=[_Ends(self)])
         self.running = self.submitted = 0
         # Processor seconds of each turn, of the loop's thread and of all.
         self.turns: list[tuple[float, float]] = []
@@ -172,7 +172,7 @@ class Runner:
         self.engine.submit(GenerateCommand(f"r{self.submitted}", prompt, sampling))
 
 
-def config(num_blocks: int) -> EngineConfig:
+def config(num_blocks: int, block_ages: bool) -> EngineConfig:
     """The manager's defaults but for what the work needs."""
     return EngineConfig(
         executor="nowhere",
@@ -190,6 +190,7 @@ def config(num_blocks: int) -> EngineConfig:
         eviction_policy="slru",
         protected_share=0.2,
         max_pinned_share=0.5,
+        block_ages=block_ages,
         limits=SchedulerLimits(max_batch_tokens=1 << 16, max_running=RUNNING, watermark=0.01, prefix_cache=True),
     )
 
@@ -197,7 +198,7 @@ def config(num_blocks: int) -> EngineConfig:
 @asynccontextmanager
 async def running(parts: list[str], *, turnover: bool, num_blocks: int) -> AsyncIterator[Runner]:
     """An engine with these parts that waits for its first turn."""
-    runner = Runner(turnover=turnover, num_blocks=num_blocks)
+    runner = Runner(turnover=turnover, num_blocks=num_blocks, block_ages="page" in parts)
     async with AsyncExitStack() as stack:
         for name in parts:
             await stack.enter_async_context(PARTS[name](runner.engine))
@@ -240,8 +241,10 @@ async def compare(names: list[list[str]], turns: int, *, turnover: bool) -> Comp
             await stack.enter_async_context(running(parts, turnover=turnover, num_blocks=num_blocks))
             for parts in [*[[]] * BARE, *names]
         ]
-        # Those without any part are not neighbours.
-        order = sorted(runners, key=lambda runner: runners.index(runner) % (len(runners) // BARE))
+        # Those without any part are spread over the round.
+        order = runners[BARE:]
+        for number, bare in enumerate(runners[:BARE]):
+            order.insert(number * len(runners) // BARE, bare)
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -263,11 +266,14 @@ async def compare(names: list[list[str]], turns: int, *, turnover: bool) -> Comp
 
 
 def _typical(seconds: NDArray[np.float64]) -> Cost:
-    """Of both clocks, [turns, 2]: the mean of the half in the middle."""
+    """Of both clocks, [turns, 2]: the mean of the half in the middle, and its error by the winsorized deviation (Tukey
+    and McLaughlin 1963).
+    """
     quarter = len(seconds) // 4
     middle = np.sort(seconds, axis=0)[quarter : len(seconds) - quarter]
     own_s, all_s = middle.mean(axis=0).tolist()
-    return Cost(own_s, all_s, float(seconds[:, 0].std() / math.sqrt(len(seconds))))
+    deviation = float(seconds[:, 0].clip(middle[0, 0], middle[-1, 0]).std())
+    return Cost(own_s, all_s, deviation / (0.5 * math.sqrt(len(seconds))))
 
 
 async def scrape_s(num_blocks: int) -> float:

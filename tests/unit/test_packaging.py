@@ -107,3 +107,16 @@ def test_images_and_make_agree_on_torch() -> None:
     }
     assert len({pin and pin.group() for pin in pins}) == 1
     assert None not in pins
+
+
+def test_the_clients_names_and_modules_are_there_when_they_are_asked_for() -> None:
+    code = (
+        "import sys, pagekv.client as client\n"
+        "assert 'grpc' not in sys.modules\n"
+        "assert {'PageKVClient', 'errors', '__all__'} <= set(dir(client))\n"
+        "assert issubclass(client.errors.NotFound, client.PageKVError)\n"
+        "assert all(hasattr(client, name) for name in client.__all__)\n"
+        "assert not hasattr(client, 'nonsense')\n"
+    )
+    result = run_python("-c", code)
+    assert result.returncode == 0, result.stderr

@@ -112,16 +112,27 @@ __all__ = [
     "Unreachable",
 ]
 
-_MODULES = ("client", "aio", "errors", "types", "table_replica")
+_MODULES = ("aio", "client", "errors", "table_replica", "types")
 
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Each name when it is asked for: with them comes gRPC, which reads only while it is imported what it may
-        write to standard error, and the command line has a say in that.
+        """Names and modules when they are asked for: with them comes gRPC, which reads only while it is imported what
+        it may write to standard error, and the command line has a say in that.
         """
-        if name in __all__:
-            for module in map(import_module, (f"{__name__}.{module}" for module in _MODULES)):
-                if hasattr(module, name):
-                    return getattr(module, name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name in _MODULES:
+            return import_module(f"{__name__}.{name}")
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        for module in _MODULES:
+            globals().update(
+                {
+                    found: value
+                    for found, value in vars(import_module(f"{__name__}.{module}")).items()
+                    if found in __all__
+                }
+            )
+        return globals()[name]
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__, *_MODULES})

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pagekv.client.handed_on import flag_value
-from pagekv.common.models import ModelNotFound, resolve_model
+from pagekv.common.models import DEMO, ModelNotFound, resolve_model
 
 # Of --tokenizer: as the executor's model has it, or none.
 _NO_NAMES = ("", "auto", "none")
@@ -30,6 +30,8 @@ def vocabulary_args(executor_args: Sequence[str], manager_args: Sequence[str], e
     given = flag_value("vocab-size", executor_args, env)
     if name is None or given is not None or not is_bare_oracle(executor_args, env):
         return []
+    if name != DEMO and not Path(name).expanduser().is_dir():
+        return []  # the manager fetches it, and says so; nothing waits for that here
     try:
         size = _vocabulary(resolve_model(name, weights=False))
     except (ModelNotFound, OSError, ValueError, KeyError, TypeError, AttributeError):

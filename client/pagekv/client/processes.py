@@ -21,7 +21,7 @@ from typing import Self
 import grpc
 
 from pagekv.client.gateway import COMMAND, GatewayConfig, gateway_args, has_tokenizer, is_installed, serves
-from pagekv.client.kv_events import PUBLISH_FLAG, KvEventEndpoints, endpoints_of_pairs
+from pagekv.client.kv_events import PUBLISH_FLAG, REPLAY_FLAG, KvEventEndpoints, endpoints_of_pairs
 from pagekv.common.probe import check
 
 EXECUTOR_COMMAND = (sys.executable, "-m", "pagekv.executor.server")
@@ -135,7 +135,7 @@ class Stack:
             endpoints = endpoints_of_pairs(config.manager_args, os.environ, config.replicas)
         except ValueError as error:
             raise StackError(str(error)) from error
-        self.kv_events = [_with_free_ports(endpoint, taken) for endpoint in endpoints]
+        self.kv_events = [_with_usable_ports(endpoint, taken) for endpoint in endpoints]
         # In the order of starting.
         self.children: list[Child] = []
         # Names of those whose death was told.
@@ -344,18 +344,24 @@ def _serves(target: str) -> bool:
         return False
 
 
-def _with_free_ports(endpoints: KvEventEndpoints, taken: set[int]) -> KvEventEndpoints:
-    """With a free port for each that is 0, so that it is known where to subscribe."""
+def _with_usable_ports(endpoints: KvEventEndpoints, taken: set[int]) -> KvEventEndpoints:
+    """With a free port for each that is 0, so that it is known where to subscribe. Raises StackError where one is not
+    free.
+    """
 
-    def chosen(endpoint: str) -> str:
-        if not endpoint.startswith("tcp://") or not endpoint.endswith(":0"):
+    def chosen(flag: str, endpoint: str) -> str:
+        address, _, port = endpoint.rpartition(":")
+        if not endpoint.startswith("tcp://") or not port.isdecimal():
             return endpoint
-        # On every interface: the host may be a name or * that only ZeroMQ knows.
-        port = _usable_port("", 0, f"--{PUBLISH_FLAG}", taken)
-        taken.add(port)
-        return f"{endpoint.removesuffix(':0')}:{port}"
+        try:
+            # On every interface: the host may be a name or * that only ZeroMQ knows.
+            found = _usable_port("", int(port), flag, taken)
+        except StackError as error:
+            raise StackError(f"--{flag} {endpoint}: the port is in use; choose another, or 0 for a free one") from error
+        taken.add(found)
+        return f"{address}:{found}"
 
-    return KvEventEndpoints(chosen(endpoints.endpoint), chosen(endpoints.replay_endpoint))
+    return KvEventEndpoints(chosen(PUBLISH_FLAG, endpoints.endpoint), chosen(REPLAY_FLAG, endpoints.replay_endpoint))
 
 
 def _usable_port(host: str, port: int, flag: str, other_than: Collection[int] = ()) -> int:

@@ -45,7 +45,13 @@ def add_flags(parser: FlagParser) -> None:
         type=tcp_address,
         metavar="HOST:PORT",
     )
-    parser.flag("http-port-file", "file to write the bound HTTP port to once listening", default="", metavar="PATH")
+    parser.flag(
+        "http-port-file",
+        "file to write the bound HTTP port to once listening",
+        default="",
+        needs="http-listen",
+        metavar="PATH",
+    )
     parser.flag(
         "http-names",
         "names that the HTTP port answers to besides this machine's, with commas between them",
@@ -54,7 +60,7 @@ def add_flags(parser: FlagParser) -> None:
         needs="http-listen",
         metavar="NAME,...",
     )
-    parser.switch("page", "serve the live page at / of the HTTP port", default=True, needs="http-listen")
+    parser.switch("page", "serve the live page at / of the HTTP port", default=True)
     parser.switch(
         "page-text",
         "the live page shows what blocks hold, which is what others sent",

@@ -154,9 +154,11 @@ def _template(block_size: int, *, first: bool) -> tuple[bytes, np.dtype[np.void]
     block = common.KvBlock(block_hash=name, token_ids=[token] * block_size, block_size=block_size)
     stored = common.KvBlocksStored(blocks=[block], parent_block_hash=None if first else parent)
     event = common.KvEventBatch(events=[common.KvCacheEvent(stored=stored)]).SerializeToString()
+    # The block's fields follow in the order of their numbers, its name before its tokens.
+    at = event.index(b"\xff" * 7 + b"\x7f")
     fields = {
-        "hash": ("<u8", event.index(b"\xff" * 7 + b"\x7f")),
-        "tokens": (("<u4", (block_size,)), event.index(b"\xff\xff\xff\x7f" * block_size)),
+        "hash": ("<u8", at),
+        "tokens": (("<u4", (block_size,)), event.index(b"\xff\xff\xff\x7f" * block_size, at + 8)),
     }
     if not first:
         fields["parent"] = ("<u8", event.index(b"\xfe" + b"\xff" * 6 + b"\x7f"))

@@ -25,8 +25,8 @@ class FlagParser(argparse.ArgumentParser):
         )
         self._env = os.environ if env is None else env
         self._from_env: dict[str, str] = {}
-        # Flags that do something only where another one is set: its name, and values that ask for nothing.
-        self._needs: dict[str, tuple[str, tuple[object, ...]]] = {}
+        # Flags that do something only where another one is set, and that one's name.
+        self._needs: dict[str, str] = {}
 
     def flag(
         self,
@@ -39,10 +39,10 @@ class FlagParser(argparse.ArgumentParser):
         **kwargs: Any,
     ) -> None:
         """Adds `--name`. A default in the help text is written by this method; `default` None means none. `needs`: it
-        is refused where it is given and the flag of that name is not.
+        is refused on a command line where the flag of that name is not set.
         """
         if needs is not None:
-            self._needs[name] = (needs, ("", ()))
+            self._needs[name] = needs
         variable = ENV_PREFIX + name.upper().replace("-", "_")
         if variable in self._env:
             self._from_env[f"--{name}"] = variable
@@ -57,10 +57,9 @@ class FlagParser(argparse.ArgumentParser):
     def switch(self, name: str, help: str, *, default: bool, needs: str | None = None) -> None:
         """Adds `--name` / `--no-name`; `needs` as with `flag`."""
         if needs is not None:
-            self._needs[name] = (needs, () if default else (False,))
+            self._needs[name] = needs
         variable = ENV_PREFIX + name.upper().replace("-", "_")
         if variable in self._env:
-            self._from_env[f"--{name}"] = variable
             text = self._env[variable].lower()
             if text not in _TRUE and text not in _FALSE:
                 self.error(f"environment variable {variable}: must be true or false, got {self._env[variable]!r}")
@@ -75,16 +74,12 @@ class FlagParser(argparse.ArgumentParser):
         return args
 
     def _refuse_idle_flags(self, args: argparse.Namespace, argv: Sequence[str] | None) -> None:
-        """Those given here or by their variables whose other flag is off, unless that was turned off in so many words
-        or they ask for nothing: variables may be set for many commands, and as `${NAME-}`.
-        """
-        # What is not on the command line keeps the values it has.
+        """Those of the command line alone: a variable may be set for many commands, and some have no use for it."""
+        # What is not on the command line keeps the value it has.
         before = argparse.Namespace(**{action.dest: _NOT_GIVEN for action in self._actions})
-        given = {name for name, value in vars(self.parse_args(argv, before)).items() if value is not _NOT_GIVEN}
-        given |= {_dest(flag) for flag in self._from_env}
-        for name, (other, nothing) in self._needs.items():
-            is_off = _dest(other) not in given and not getattr(args, _dest(other))
-            if is_off and _dest(name) in given and getattr(args, _dest(name)) not in nothing:
+        given = vars(self.parse_args(argv, before))
+        for name, other in self._needs.items():
+            if given[_dest(name)] is not _NOT_GIVEN and not getattr(args, _dest(other)):
                 self.error(f"argument --{name}: has no effect without --{other}")
 
     def error(self, message: str) -> NoReturn:

@@ -15,7 +15,6 @@ from pagekv.client.gateway import GatewayConfig
 from pagekv.client.kv_events import DEFAULT_ENDPOINT, KvEventEndpoints, endpoints_of_pairs
 from pagekv.client.processes import Stack, StackConfig, StackError
 from pagekv.client.terminal import Terminal
-from pagekv.kvmanager.config import parse_config
 from pagekv.kvmanager.outlet_config import OutletConfig
 from pagekv.v1 import inference_service_pb2 as pb
 
@@ -99,15 +98,6 @@ def test_a_gateway_has_its_flags_and_defaults() -> None:
     assert made("--gateway").gateway == GatewayConfig()
     flags = ("--policy=random", "--gateway-port=0", "--gateway-args=--log-json")
     assert made("--replicas=2", *flags).gateway == GatewayConfig(0, "random", ["--log-json"])
-
-
-def test_without_a_page_the_manager_is_told_so_and_minds_no_variables_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "--http-listen=" in made("--no-http").manager_args
-    parse_config(made("--no-http").manager_args, {"PAGEKV_PAGE_TEXT": "on", "PAGEKV_HTTP_NAMES": "gpu1"})
-    args = make_parser().parse(["demo"])
-    assert up.stack_config(args, Terminal(), "127.0.0.1", 0, 0).manager_args == ["--http-listen="]
-    monkeypatch.setenv("PAGEKV_HTTP_LISTEN", "127.0.0.1:9")
-    assert made("--no-http").manager_args == []
 
 
 def test_the_page_of_every_pair_is_told(server: ScriptedServer, capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,10 +150,10 @@ def test_blocks_have_ages_where_a_page_shows_them() -> None:
         (["--kv-events-replay-endpoint=tcp://*:0"], {}, "--kv-events-replay-endpoint: has no effect without --kv-e"),
         (["--kv-events-buffer=10000"], {}, "--kv-events-buffer: has no effect without --kv-events"),
         (["--no-kv-events-token-ids"], {}, "--kv-events-token-ids: has no effect without --kv-events"),
-        (["--page"], {}, "--page: has no effect without --http-listen"),
+        (["--http-port-file=p"], {}, "--http-port-file: has no effect without --http-listen"),
         (["--page-text"], {}, "--page-text: has no effect without --http-listen"),
         (["--http-names", "a"], {}, "--http-names: has no effect without --http-listen"),
-        ([], {"PAGEKV_PAGE_TEXT": "on"}, "--page-text (from PAGEKV_PAGE_TEXT): has no effect without --http-listen"),
+        (["--kv-events-topic=x", "--no-kv-events"], {}, "--kv-events-topic: has no effect without --kv-events"),
         (["--log-level", "loud"], {}, "--log-level: invalid choice: 'loud'"),
         ([], {"PAGEKV_MAX_QUEUE": "0"}, "--max-queue (from PAGEKV_MAX_QUEUE): must be"),
         ([], {"PAGEKV_LOG_FORMAT": "xml"}, "PAGEKV_LOG_FORMAT: must be one of text, json, got 'xml'"),
@@ -172,18 +172,17 @@ def test_a_bad_value_is_refused_by_name(
 @pytest.mark.parametrize(
     ("argv", "env"),
     [
-        # Variables of a compose file as they are where nobody set them, and those for many commands where one does not
-        # want what they are for.
-        ([], {"PAGEKV_KV_EVENTS_TOPIC": "", "PAGEKV_HTTP_NAMES": "", "PAGEKV_PAGE_TEXT": "off"}),
-        ([], {"PAGEKV_KV_EVENTS": "off", "PAGEKV_KV_EVENTS_TOPIC": "x", "PAGEKV_KV_EVENTS_TOKEN_IDS": "off"}),
-        (["--no-kv-events", "--http-listen="], {"PAGEKV_KV_EVENTS_BUFFER": "7", "PAGEKV_PAGE": "on"}),
+        # Variables are for many commands.
+        ([], {"PAGEKV_KV_EVENTS_TOPIC": "x", "PAGEKV_HTTP_NAMES": "", "PAGEKV_PAGE_TEXT": "on"}),
         (["--kv-events"], {"PAGEKV_KV_EVENTS_TOPIC": "x"}),
         (["--kv-events-topic", "x"], {"PAGEKV_KV_EVENTS": "on"}),
+        (["--page-text"], {"PAGEKV_HTTP_LISTEN": "127.0.0.1:0"}),
+        # The page is on by default.
+        (["--no-page"], {}),
+        (["--page"], {}),
     ],
 )
-def test_what_is_for_something_turned_off_or_asks_for_nothing_is_not_refused(
-    argv: list[str], env: dict[str, str]
-) -> None:
+def test_what_is_not_asked_for_on_the_command_line_is_not_refused(argv: list[str], env: dict[str, str]) -> None:
     parse_config(argv, env)
 
 

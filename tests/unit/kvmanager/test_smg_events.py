@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
+import pytest
 from smg_grpc_proto.generated import common_pb2 as common
 
 from pagekv.kvmanager.block_hash import block_digest, root_digest, short_hash, token_bytes
 from pagekv.kvmanager.smg_events import MAX_BLOCKS, MAX_VOCABULARY, KvEvents
-from pagekv.kvmanager.table_diff import Diff, Removed, Stored, Tier
+from pagekv.kvmanager.table_diff import Diff, Removed, Stored, Tier, join
 
 BLOCK = 4
 ROOT = root_digest("f00d", "", "")
@@ -93,20 +94,29 @@ def test_every_block_is_an_event_and_the_first_of_a_prompt_follows_none() -> Non
     assert batch.events[0].stored.parent_block_hash == name(second.digests[0])
 
 
-def test_messages_say_what_those_say_that_the_generated_classes_make() -> None:
-    """Whatever the numbers, of 7 bits each or all."""
-    events = KvEvents(lambda: ROOT, BLOCK)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 16, 256])
+def test_messages_say_what_those_say_that_the_generated_classes_make(size: int) -> None:
+    """Whatever the numbers, of 7 bits each or all; `size` tokens a block."""
     most = MAX_VOCABULARY - 1
-    first = block(ROOT, 0, 1, 127, 128)
-    small = Stored(Tier.DEVICE, [bytes(6) + b"\x05" + bytes(25)], first.digests, token_bytes([1, 2, 3, 4]))
-    large = Stored(Tier.DEVICE, [b"\xff" * 32], small.digests, token_bytes([2**14 - 1, 2**14, 2**21 - 1, 2**21]))
-    others = [block(first.digests[0], number, 2**14 + number, most // 2, most) for number in range(20)]
+    numbers = [0, 1, 127, 128, 2**14 - 1, 2**14, 2**21 - 1, 2**21, most // 2, most]
+
+    def tokens(first: int) -> bytes:
+        return token_bytes([numbers[(first + place) % len(numbers)] for place in range(size)])
+
+    events = KvEvents(lambda: ROOT, size)
+    digest = block_digest(ROOT, tokens(0))
+    first = Stored(Tier.DEVICE, [digest], [ROOT], tokens(0), first=True)
+    small = Stored(Tier.DEVICE, [bytes(6) + b"\x05" + bytes(25)], [digest], tokens(9))
+    large = Stored(Tier.DEVICE, [b"\xff" * 32], small.digests, tokens(8))
+    others = [
+        Stored(Tier.DEVICE, [block_digest(digest, bytes([number]))], [digest], tokens(number)) for number in range(20)
+    ]
     batch = only(events.changed(diff([first, small, large, *others])))
     made = common.KvEventBatch(sequence_number=1, timestamp=batch.timestamp)
     for one in (first, small, large, *others):
         ((digest, parent, token_ids),) = one.each()
         stored = made.events.add().stored
-        stored.blocks.add(block_hash=name(digest), token_ids=token_ids, block_size=BLOCK)
+        stored.blocks.add(block_hash=name(digest), token_ids=token_ids, block_size=size)
         if parent != ROOT:
             stored.parent_block_hash = name(parent)
     assert batch == made
@@ -173,13 +183,19 @@ def test_random_histories_rebuild_the_table() -> None:
                 del table[gone]
                 change.remove(Removed(Tier.DEVICE, [gone]))
             else:
-                entry = block(rng.choice([ROOT, TENANTS_ROOT, *table]), *(rng.randrange(2) for _ in range(BLOCK)))
-                if entry.digests[0] not in table:
-                    table[entry.digests[0]] = entry
-                    change.store(entry)
+                parent = rng.choice([ROOT, TENANTS_ROOT, *table])
+                # What follows media is told as they are: tokens alone do not lead to it.
+                text = rng.random() < 0.8 and (parent not in table or table[parent].text)
+                entries = [block(parent, *(rng.randrange(2) for _ in range(BLOCK)))._replace(text=text)]
+                while rng.random() < 0.5:
+                    entries.append(block(entries[-1].digests[0], *(rng.randrange(2) for _ in range(BLOCK))))
+                entries = [entry._replace(text=text) for entry in entries]
+                if table.keys().isdisjoint(entry.digests[0] for entry in entries):
+                    table |= {entry.digests[0]: entry for entry in entries}
+                    change.store(join(entries))
         change.settle()
         reader.take(events.changed(change))
-        # What a tenant's request began, and whatever follows on it, is nobody's business.
+        # What a tenant's request began, or has media, and whatever follows on it, is nobody's business.
         expected = {
             name(digest): (None if parent == ROOT else name(parent), tuple(token_ids))
             for entry in table.values()
@@ -190,7 +206,9 @@ def test_random_histories_rebuild_the_table() -> None:
 
 
 def foreign(entry: Stored, table: dict[bytes, Stored]) -> bool:
-    """Whether a chain in the table begins at the tenant's root."""
+    """Whether a chain in the table begins at the tenant's root, or has media."""
+    if not entry.text:
+        return True
     while not entry.first:
         entry = table[entry.parents[0]]
     return entry.parents == [TENANTS_ROOT]

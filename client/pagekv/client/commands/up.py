@@ -138,8 +138,6 @@ def stack_config(args: argparse.Namespace, terminal: Terminal, host: str, port: 
     executor_args = [*given(_TO_EXECUTOR), *args.executor_args]
     manager_args = [
         *(["--gateway-api"] if gateway else []),
-        # In so many words, so that variables that describe the page are not refused as being for nothing.
-        *(["--http-listen="] if page_port is None and not _has_own_page(args) else []),
         *given(_TO_MANAGER),
         *args.manager_args,
     ]

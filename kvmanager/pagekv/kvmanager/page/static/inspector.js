@@ -67,6 +67,7 @@ export class Inspector {
         this.problem = "";
         map.showChain(detail.chain ?? []);
       } catch (error) {
+        if (map !== this.map || index !== this.index) return;
         this.problem = error.message;
       }
       this.render();
