@@ -125,13 +125,8 @@ if not TYPE_CHECKING:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         for module in _MODULES:
-            globals().update(
-                {
-                    found: value
-                    for found, value in vars(import_module(f"{__name__}.{module}")).items()
-                    if found in __all__
-                }
-            )
+            members = vars(import_module(f"{__name__}.{module}"))
+            globals().update({found: members[found] for found in __all__ if found in members})
         return globals()[name]
 
     def __dir__() -> list[str]:
