@@ -70,8 +70,9 @@ class Process:
         """What is switched on of a manager before what a test asks for."""
         if not everything_on.ASKED_FOR or self.module != MANAGER:
             return []
-        # Short, since paths of sockets have to be; and new, since the one before may not have let go. It goes with the
-        # process object.
+        if self.watching is not None:
+            self.watching.cleanup()
+        # Not below `directory`: paths of sockets have to be short.
         self.watching = tempfile.TemporaryDirectory()
         return everything_on.flags(Path(self.watching.name), everything_on.spans_url())
 

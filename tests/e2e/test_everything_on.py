@@ -166,7 +166,7 @@ async def watched_load(target: str, directory: Path) -> cache_pb.GetStatsRespons
 def test_everything_at_once_changes_no_output_and_agrees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """DESIGN 7: what is shown and recorded changes nothing."""
     with collector() as spans:
-        with running_stack(ORACLE, [*SMALL, *flags(tmp_path, spans.url)]) as stack:
+        with running_stack(ORACLE, [*SMALL, "--page-text", *flags(tmp_path, spans.url)]) as stack:
             stats = asyncio.run(watched_load(stack.target, tmp_path))
             assert stack.manager.stop() == 0
             assert " error " not in stack.manager.tail(1000)
