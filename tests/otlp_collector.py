@@ -43,7 +43,8 @@ class _Handler(BaseHTTPRequestHandler):
 def collector() -> Iterator[Collector]:
     """One that listens."""
     server = Collector()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    # A daemon, as one that serves until the process ends must not keep it from ending.
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:
         yield server

@@ -34,7 +34,7 @@ def endpoints_of_pairs(args: Sequence[str], env: Mapping[str, str], pairs: int) 
         return []
     publish = flag_value(PUBLISH_FLAG, args, env) or DEFAULT_ENDPOINT
     replay = flag_value(REPLAY_FLAG, args, env) or ""
-    stride = _stride(_port(publish), _port(replay), pairs)
+    stride = _stride(tcp_port(publish), tcp_port(replay), pairs)
     return [
         KvEventEndpoints(_moved(PUBLISH_FLAG, publish, pair, stride), _moved(REPLAY_FLAG, replay, pair, stride))
         for pair in range(pairs)
@@ -52,7 +52,7 @@ def _stride(publish: int | None, replay: int | None, pairs: int) -> int:
 def _moved(flag: str, endpoint: str, pair: int, stride: int) -> str:
     if not pair or not endpoint:
         return endpoint
-    port = _port(endpoint)
+    port = tcp_port(endpoint)
     if port is None:
         return f"{endpoint}-{pair + 1}" if endpoint.startswith("ipc://") else endpoint
     if not port:
@@ -62,7 +62,9 @@ def _moved(flag: str, endpoint: str, pair: int, stride: int) -> str:
     return f"{endpoint.rpartition(':')[0]}:{port + pair * stride}"
 
 
-def _port(endpoint: str) -> int | None:
+def tcp_port(endpoint: str) -> int | None:
     """None for anything but tcp://host:port, which the manager may refuse by itself."""
     digits = endpoint.rpartition(":")[2]
-    return int(digits) if endpoint.startswith("tcp://") and digits.isascii() and digits.isdigit() else None
+    if not endpoint.startswith("tcp://") or not digits.isascii() or not digits.isdigit():
+        return None
+    return int(digits) if int(digits) <= _LAST_PORT else None

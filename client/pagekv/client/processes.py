@@ -21,7 +21,7 @@ from typing import Self
 import grpc
 
 from pagekv.client.gateway import COMMAND, GatewayConfig, gateway_args, has_tokenizer, is_installed, serves
-from pagekv.client.kv_events import PUBLISH_FLAG, REPLAY_FLAG, KvEventEndpoints, endpoints_of_pairs
+from pagekv.client.kv_events import PUBLISH_FLAG, REPLAY_FLAG, KvEventEndpoints, endpoints_of_pairs, tcp_port
 from pagekv.common.probe import check
 
 EXECUTOR_COMMAND = (sys.executable, "-m", "pagekv.executor.server")
@@ -350,16 +350,16 @@ def _with_usable_ports(endpoints: KvEventEndpoints, taken: set[int]) -> KvEventE
     """
 
     def chosen(flag: str, endpoint: str) -> str:
-        address, _, port = endpoint.rpartition(":")
-        if not endpoint.startswith("tcp://") or not port.isdecimal():
+        port = tcp_port(endpoint)
+        if port is None:
             return endpoint
         try:
             # On every interface: the host may be a name or * that only ZeroMQ knows.
-            found = _usable_port("", int(port), flag, taken)
+            found = _usable_port("", port, flag, taken)
         except StackError as error:
-            raise StackError(f"--{flag} {endpoint}: the port is in use; choose another, or 0 for a free one") from error
+            raise StackError(f"--{flag} {endpoint}: this port cannot be had; choose another, or 0 for any") from error
         taken.add(found)
-        return f"{address}:{found}"
+        return f"{endpoint.rpartition(':')[0]}:{found}"
 
     return KvEventEndpoints(chosen(PUBLISH_FLAG, endpoints.endpoint), chosen(REPLAY_FLAG, endpoints.replay_endpoint))
 

@@ -303,7 +303,6 @@ def test_up_serves_no_page_where_the_manager_has_its_own_address_or_cannot(
 
 def test_of_a_gateways_usage_only_what_is_wrong_is_told(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagekv.client.processes.has_tokenizer", lambda manager: True)
-    pytest.importorskip("smg")
     with Stack(config(journal, gateway=GatewayConfig(port=0, args=["--nonsense"]))) as stack:
         stack.start()
         with pytest.raises(StackError) as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,9 @@ def test_every_pair_publishes_its_events_on_ports_of_its_own() -> None:
     assert pairs_of("--kv-events-endpoint=ipc:///tmp/events", pairs=2)[1] == ("ipc:///tmp/events-2", "")
     assert pairs_of("--kv-events-endpoint=tcp://*:0") == [("tcp://*:0", "")] * 3
     # Left to the manager to refuse.
-    assert pairs_of("--kv-events-endpoint=127.0.0.1:5557") == [("127.0.0.1:5557", "")] * 3
+    for wrong in ("127.0.0.1:5557", "tcp://127.0.0.1:65536", "tcp://127.0.0.1:x"):
+        assert pairs_of(f"--kv-events-endpoint={wrong}") == [(wrong, "")] * 3
+        assert stack_of("--kv-events", f"--kv-events-endpoint={wrong}").kv_events[0].endpoint == wrong
 
 
 @pytest.mark.parametrize("apart", [*range(1, 13), 30, 60, 64, -2])
@@ -60,6 +63,14 @@ def stack_of(*manager_args: str, replicas: int = 2, page_port: int | None = None
 def test_ports_that_run_out_are_refused_with_the_flag() -> None:
     with pytest.raises(StackError, match=r"--kv-events-endpoint tcp://127\.0\.0\.1:65535: leaves no port for pair 2"):
         stack_of("--kv-events", "--kv-events-endpoint=tcp://127.0.0.1:65535")
+
+
+def test_a_port_that_is_taken_is_refused_with_the_flag() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        for flag in ("--kv-events-endpoint", "--kv-events-replay-endpoint"):
+            with pytest.raises(StackError, match=f"^{flag} {endpoint}: this port cannot be had; choose another"):
+                stack_of("--kv-events", f"{flag}={endpoint}", replicas=1)
 
 
 def announced(stack: Stack, server: ScriptedServer, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
