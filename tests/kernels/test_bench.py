@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from host_build import HostLauncher
+from bench_machine import HostMachine
 
 from pagekv.kernels.bench import __main__ as bench_main
-from pagekv.kernels.bench import flashinfer_peer, speed, stages, workload
-from pagekv.kernels.bench.correctness import Scene, checks, variants_to_check
+from pagekv.kernels.bench import flashinfer_peer, speed, stages
 from pagekv.kernels.bench.flashinfer_peer import FlashInferPeer, from_text, to_text
 from pagekv.kernels.bench.machine import Arena, Clock
-from pagekv.kernels.bench.paged import layers_for, paged
+from pagekv.kernels.bench.paged import Rounds, paged, ragged_lengths
 from pagekv.kernels.bench.report import COLUMNS, Report, table
+from pagekv.kernels.bench.scene import Setup
 from pagekv.kernels.bench.stages import Bench
 from pagekv.kernels.bench.swap_speed import block_ids, swap_row
 from pagekv.kernels.bench.workload import (
+    FLOORS,
     GQA4,
     GQA8,
     MHA,
@@ -33,47 +33,14 @@ from pagekv.kernels.bench.workload import (
     SwapCase,
     WriteCase,
     decode_cases,
+    decode_floor,
     prefill_cases,
     swap_cases,
 )
-from pagekv.kernels.swap import Stream
-from pagekv.kernels.variants import DTYPE_PAIRS, HEAD_SIZES, Variant
+from pagekv.kernels.variants import Variant
 
 SMALL = Heads("GQA 2", 2, 1)
-
-
-class FakeStreams:
-    """Copies at once: what runs in order needs no events."""
-
-    def mark(self, stream: Stream) -> None: ...
-    def wait(self, stream: Stream, event: None) -> None: ...
-    def done(self, event: None) -> bool:
-        return True
-
-    def copy(self, stream: Stream, destination: Any, source: Any) -> None:
-        destination.copy_(source)
-
-
-class HostMachine:
-    """The emulated kernels, with a clock that says a millisecond for everything."""
-
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-        self.launcher = HostLauncher()
-
-    def seconds(self, run: Callable[[int], object], rounds: int = 1, *, capture: bool = True) -> float:
-        for index in range(min(rounds, 2)):
-            run(index)
-        return 1e-3
-
-    def memory(self) -> int:
-        return 4 * MIB
-
-    def pinned(self, size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.uint8)
-
-    def streams(self) -> FakeStreams:
-        return FakeStreams()
+HALF = Variant("float16", "float16", 64)
 
 
 @pytest.fixture(scope="module")
@@ -128,54 +95,21 @@ def test_cases_cover_what_the_figures_promise() -> None:
     assert all(0 < case.bytes <= 512 * MIB for case in swap_cases())
 
 
-def test_correctness_covers_every_type_pair_and_head_size() -> None:
-    variants = variants_to_check()
-    pairs = {(dtype, kv_dtype) for dtype, kv_dtypes in DTYPE_PAIRS.items() for kv_dtype in kv_dtypes}
-    assert {(v.dtype, v.kv_dtype) for v in variants} == pairs
-    assert {v.head_size for v in variants} == set(HEAD_SIZES)
-    assert any(v.features for v in variants)
+def test_rounds_walk_over_more_memory_than_a_cache_holds_and_take_a_millisecond() -> None:
+    room = 1 << 40
+    assert Rounds.of(1 * MIB, room, 256) == Rounds(256, 256)
+    assert Rounds.of(8 * MIB, room, 256) == Rounds(128, 256)
+    assert Rounds.of(256 * MIB, room, 256) == Rounds(4, 16)
+    assert Rounds.of(16 << 30, room, 256) == Rounds(2, 2)
+    assert Rounds.of(8 * MIB, 20 * MIB, 256).layers == 2
+    assert Rounds.of(8 * MIB, room, 2) == Rounds(2, 2)
 
 
-def test_rounds_walk_over_more_memory_than_a_cache_holds() -> None:
-    assert layers_for(1 * MIB, 1 << 40) == 64
-    assert layers_for(8 * MIB, 1 << 40) == 32
-    assert layers_for(1 << 30, 1 << 40) == 1
-    assert layers_for(8 * MIB, 20 * MIB) == 2
-
-
-# --- correctness, over the emulated kernels
-
-
-def test_every_check_passes_on_the_emulated_kernels(machine: HostMachine) -> None:
-    found = list(checks(machine, Variant("float16", "float16", 64), (1, 17, 40)))
-    assert [check.name for check in found if not check.passed] == []
-    assert len(found) == 7
-
-
-def test_a_wrong_kernel_is_found(machine: HostMachine, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Values that the pool does not hold any more: as a kernel that reads a wrong block.
-    place = Scene.place
-    broken: list[Scene] = []
-
-    def place_and_break(scene: Scene, blocks: Any) -> None:
-        place(scene, blocks)
-        if not broken:
-            broken.append(scene)
-            scene.pool[int(scene.tables[2, 0]), 1, 1, 0] += 1
-
-    monkeypatch.setattr(Scene, "place", place_and_break)
-    found = {
-        check.name.partition(": ")[2]: check
-        for check in checks(machine, Variant("float16", "float16", 64), (1, 17, 40))
-    }
-    assert not found["cache write"].passed
-    assert not found["decode"].passed
-    assert not found["prefill"].passed
-
-
-def test_nan_is_no_pass(machine: HostMachine) -> None:
-    check = next(checks(machine, Variant("float16", "float16", 64), (3,)))
-    assert type(check)("x", float("nan"), 1.0).passed is False
+def test_ragged_contexts_have_the_average_of_equal_ones() -> None:
+    lengths = ragged_lengths(64, 4096)
+    assert (lengths.min(), lengths.max()) == (1, 8192)
+    assert abs(lengths.mean() - 4096) < 1
+    assert len(set(lengths.tolist())) == 64
 
 
 # --- every stage, over the emulated kernels
@@ -183,9 +117,10 @@ def test_nan_is_no_pass(machine: HostMachine) -> None:
 
 def test_decode_and_prefill_rows(machine: HostMachine, arena: Arena) -> None:
     row = speed.decode_row(machine, arena, DecodeCase(SMALL, 2, 40), bandwidth=1.0)
-    assert row["microseconds"] == 1000
+    assert [row["microseconds"], row["microseconds_least"], row["microseconds_most"]] == [1000, 900, 1200]
+    assert (row["sm_mhz"], row["watts"]) == (1980, 600)
     assert row["gb_per_s"] == pytest.approx(DecodeCase(SMALL, 2, 40).bytes / 1e6)
-    assert row["against_sdpa"] == row["paged_against_in_order"] == 1
+    assert row["against_flash"] == 1
     row = speed.prefill_row(machine, arena, PrefillCase(SMALL, 1, 24, cached=16))
     assert row["tflop_per_s"] == pytest.approx(PrefillCase(SMALL, 1, 24, cached=16).flops / 1e9)
 
@@ -233,6 +168,39 @@ def test_block_copy_row(machine: HostMachine, arena: Arena) -> None:
     assert row["gb_per_s"] == pytest.approx(2 * 2 * 32 * 2 * 16 * 128 * 2 / 1e6)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        DecodeCase(SMALL, 2, 40, ragged=True),
+        DecodeCase(SMALL, 2, 40, kv_dtype="float8_e4m3fn"),
+        DecodeCase(SMALL, 2, 40, block_size=1),
+        DecodeCase(SMALL, 2, 300, block_size=256),
+        DecodeCase(SMALL, 2, 40, pool_layers=5),
+    ],
+    ids=lambda case: case.name,
+)
+def test_what_real_pools_add_is_measured_too(machine: HostMachine, arena: Arena, case: DecodeCase) -> None:
+    row = speed.decode_row(machine, arena, case, bandwidth=1.0)
+    assert row["case"] == case.name != DecodeCase(SMALL, 2, case.context).name
+    assert "against_flash" not in row
+
+
+def test_without_a_table_the_kernel_computes_the_same_over_blocks_in_order(machine: HostMachine, arena: Arena) -> None:
+    """And reads no table: one that is full of ids of no block changes nothing."""
+    options: dict[str, Any] = {"batch": 2, "context": 300, "num_layers": 2, "scattered": False}
+    batch = paged(machine, arena, SMALL, **options)
+    batch.attend(1)
+    expected = batch.out.clone()
+    batch = paged(machine, arena, SMALL, **options, launcher=machine.edited(speed.without_table))
+    tables = batch.held[0].numpy()
+    first = (batch.plan.block_tables - batch.held[0].data_ptr()) // 4
+    tables[first : first + 2 * batch.plan.table_stride] = 10**6
+    batch.attend(1)
+    assert torch.equal(batch.out, expected)
+    with pytest.raises(ValueError, match="has no"):
+        speed.without_table("void pagekv_decode(const DecodeParams p)")
+
+
 # --- time, memory, failures
 
 
@@ -251,7 +219,28 @@ def test_cases_that_do_not_fit_are_named_not_tried(machine: HostMachine, arena: 
     bench = bench_on(machine, arena)
     bench.decode([DecodeCase(MHA, 256, 65536)])
     assert bench.report.sections["decode"] == []
-    assert "MHA, 256 x 64k: keys and values exceed" in bench.report.notes[0]
+    assert "MHA, 256 x 64k: more than the 0 GiB of memory" in bench.report.notes[0]
+
+
+def test_a_case_that_a_watcher_leaves_out_is_not_measured(machine: HostMachine, arena: Arena) -> None:
+    seen: list[tuple[str, str]] = []
+
+    class Watcher:
+        def begins(self, section: str, case: str) -> bool:
+            seen.append((section, case))
+            return case.endswith("17")
+
+        def found(self, section: str, row: dict[str, Any]) -> None:
+            seen.append((section, "found " + row["case"]))
+
+    bench = bench_on(machine, arena)
+    bench.watcher = Watcher()
+    bench.report.copy_gb_per_s = 1.0
+    bench.decode([DecodeCase(SMALL, 1, context) for context in (16, 17)])
+    names = [DecodeCase(SMALL, 1, context).name for context in (16, 17)]
+    assert seen == [("decode", names[0]), ("decode", names[1]), ("decode", "found " + names[1])]
+    assert bench.correctness([Setup(HALF, (3,))])
+    assert len(seen) == 4  # asked, and left out
 
 
 def test_a_peer_that_fails_is_named_and_costs_nothing_else() -> None:
@@ -340,26 +329,51 @@ def test_the_peers_figures_join_the_rows(machine: HostMachine, arena: Arena, mon
 def test_floors_take_the_worst_case_and_say_what_was_not_measured() -> None:
     report = Report({"gpu": "H200"})
     report.sections["decode"] = [
-        {"case": "a", "counts_for": {"decode": 0.95, "paged": 0.99}},
-        {"case": "b", "counts_for": {"decode": 0.85, "paged": 0.98}},
+        {"case": "a", "counts_for": {"decode": 0.95, "paged": 0.99, "flashinfer": 0.98}},
+        {"case": "b", "counts_for": {"decode": 0.85, "paged": 0.98, "flashinfer": 1.1}},
         {"case": "c", "counts_for": {"decode": None}},
     ]
-    decode, flashinfer, in_order, *_ = report.floors()
+    found = dict(zip(FLOORS, report.floors(), strict=True))
+    decode, paging = found["decode"], found["paged"]
     assert (decode["worst"], decode["case"], decode["reached"]) == (0.85, "decode b", False)
-    assert (in_order["worst"], in_order["reached"]) == (0.98, True)
-    assert (flashinfer["worst"], flashinfer["reached"]) == (None, None)
+    assert (paging["worst"], paging["reached"]) == (0.98, True)
+    assert (found["flashinfer"]["worst"], found["flashinfer"]["reached"]) == (0.98, True)
+    assert found["flashinfer mean"]["worst"] == pytest.approx((0.98 * 1.1) ** 0.5)
+    assert (found["swap"]["worst"], found["swap"]["reached"]) == (None, None)
     text = report.text()
-    assert (
-        "floor MISSED: decode from 64 x 1k up, share of copy bandwidth: worst 0.850 (decode b), at least 0.88" in text
-    )
-    assert "floor not measured: decode from 64 x 1k up, against FlashInfer (at least 1.0)" in text
+    assert f"floor MISSED: {FLOORS['decode'].name}: worst 0.850 (decode b), at least 0.88" in text
+    assert f"floor not measured: {FLOORS['swap'].name} (at least 0.9)" in text
 
 
 def test_the_floors_are_those_promised() -> None:
-    floors = {key: floor.at_least for key, floor in workload.FLOORS.items()}
-    assert floors == {"decode": 0.88, "flashinfer": 1.0, "paged": 0.97, "prefill": 0.65, "swap": 0.90}
-    assert workload.counts_for_decode_floor(DecodeCase(MQA, 64, 1024))
-    assert not workload.counts_for_decode_floor(DecodeCase(MQA, 8, 65536))
+    assert {key: floor.at_least for key, floor in FLOORS.items()} == {
+        "decode": 0.88,
+        "decode small": 0.82,
+        "decode mqa": 0.70,
+        "paged": 0.97,
+        "layers": 0.95,
+        "flashinfer": 0.97,
+        "flashinfer mean": 1.0,
+        "prefill": 0.80,
+        "swap": 0.90,
+    }
+
+
+@pytest.mark.parametrize(
+    ("case", "floor"),
+    [
+        (DecodeCase(GQA4, 64, 4096), "decode"),
+        (DecodeCase(MHA, 64, 1024), "decode"),
+        (DecodeCase(GQA4, 64, 1024), "decode small"),
+        (DecodeCase(MQA, 64, 16384), "decode mqa"),
+        (DecodeCase(MQA, 64, 1024), None),  # 8 us of memory beside 4 of fixed costs
+        (DecodeCase(GQA8, 8, 256), None),
+        (DecodeCase(GQA4, 64, 4096, ragged=True), None),
+    ],
+)
+def test_each_case_counts_for_the_floor_that_it_can_reach(case: DecodeCase, floor: str | None) -> None:
+    assert decode_floor(case) == floor
+    assert floor is None or case in list(decode_cases())
 
 
 def test_tables_align_and_leave_out_what_nobody_has() -> None:
@@ -369,9 +383,9 @@ def test_tables_align_and_leave_out_what_nobody_has() -> None:
     ]
     lines = table(COLUMNS["decode"], rows).splitlines()
     assert lines == [
-        "decode                        us     GB/s  of copy",
-        "MHA, 1 x 256                12.3      346    12.3%",
-        "MHA, 256 x 64k                 -     4000    90.0%",
+        "decode                                  us   GB/s  of copy",
+        "MHA, 1 x 256                          12.3    346    12.3%",
+        "MHA, 256 x 64k                           -   4000    90.0%",
     ]
 
 
@@ -380,7 +394,7 @@ def test_json_holds_every_row_and_floor() -> None:
     report.sections["swap"] = [{"case": "a", "out_gb_per_s": 50.0, "counts_for": {"swap": 0.95}}]
     found = json.loads(report.to_json())
     assert found["swap"] == [{"case": "a", "out_gb_per_s": 50.0}]
-    assert [row["reached"] for row in found["floors"]] == [None, None, None, None, True]
+    assert [row["reached"] for row in found["floors"]] == [None] * 8 + [True]
 
 
 # --- a machine without a GPU
@@ -406,8 +420,7 @@ def test_without_torch_it_says_what_to_install(
 def test_nothing_is_timed_where_a_kernel_is_wrong(machine: HostMachine, monkeypatch: pytest.MonkeyPatch) -> None:
     from pagekv.kernels.bench import machine as machine_module
 
-    monkeypatch.setattr(HostMachine, "versions", lambda self: {"gpu": "none"}, raising=False)
     monkeypatch.setattr(machine_module, "CudaMachine", lambda say: machine)
-    monkeypatch.setattr(Bench, "correctness", lambda self: False)
+    monkeypatch.setattr(Bench, "correctness", lambda self, wanted: False)
     monkeypatch.setattr(Bench, "bandwidth", lambda self: pytest.fail("timed"))
     assert bench_main.main([]) == 1

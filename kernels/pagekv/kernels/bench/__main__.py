@@ -16,6 +16,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pagekv.kernels.variants import Variant, all_variants
+
 TOTAL_SECONDS = 460.0
 NEEDS = "pip install 'pagekv[executor,cuda12]' (or cuda13, as the driver allows)"
 
@@ -26,7 +28,17 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="time to take (default: %(default).0f)")
     made.add_argument("--strict", action="store_true", help="exit with 3 where a floor was missed")
     made.add_argument("--correctness-only", action="store_true", help="check the kernels and stop")
+    made.add_argument("--variant", type=variant, metavar="TYPES", help="check only this one, such as 'bfloat16 d128'")
+    made.add_argument("--lengths", type=int, nargs="+", metavar="N", help="check only contexts of these lengths")
     return made
+
+
+def variant(text: str) -> Variant:
+    """A variant by its name. Raises ArgumentTypeError with all names."""
+    named = {str(known): known for known in all_variants()}
+    if text not in named:
+        raise argparse.ArgumentTypeError(f"must be one of: {'; '.join(named)}; got {text!r}")
+    return named[text]
 
 
 def say(line: str) -> None:
@@ -38,8 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if importlib.util.find_spec("torch") is None:
         say(f"error: the bench needs a GPU, torch and CuPy, and torch is not installed: {NEEDS}")
         return 2
+    from pagekv.kernels.bench.correctness import BF16, LENGTHS, setups
     from pagekv.kernels.bench.machine import Arena, Clock, CudaMachine
     from pagekv.kernels.bench.report import Report
+    from pagekv.kernels.bench.scene import Setup
     from pagekv.kernels.bench.stages import Bench
     from pagekv.kernels.loader import GpuUnavailable
 
@@ -51,7 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     report = Report({**machine.versions(), "python": platform.python_version()})
     bench = Bench(machine, Arena(machine, machine.memory()), clock, report, say)
-    if not bench.correctness():
+    wanted = setups()
+    if args.variant or args.lengths:
+        wanted = [Setup(args.variant or BF16, tuple(args.lengths or LENGTHS))]
+    if not bench.correctness(wanted):
         say("error: a kernel computes something wrong on this GPU; nothing was timed")
         return 1
     if not args.correctness_only:

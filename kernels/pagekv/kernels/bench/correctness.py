@@ -12,17 +12,22 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pagekv.kernels.attention import PagedAttention
 from pagekv.kernels.bench.machine import Machine
-from pagekv.kernels.step_plan import StepBatch, StepPlan, plan_step
+from pagekv.kernels.bench.scene import Scene, Setup
+from pagekv.kernels.swap import BlockSwapper
 from pagekv.kernels.variants import HEAD_SIZES, Variant
+from pagekv.kernels.work_plan import MAX_BLOCKS
 
-NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE, LAYER, NUM_LAYERS = 8, 2, 16, 1, 2
 ALLOWED = {"float32": 5e-5, "float16": 4e-3, "bfloat16": 3e-2}
 """Largest error of a weighted mean of values of size about 1: rounding of weights and of the result."""
-LENGTHS = (1, 16, 255, 256, 257, 700, 2049)
+LENGTHS = (1, 16, 255, 256, 257, 700, 2049, 5000)
+"""The last has 20 partial results, which a kernel of their own merges; those before, at most 9."""
+SHORT_LENGTHS = (1, 17, 300, 1100)
 CHUNK = 100
 """Rows of the prompt that are computed apart when chunking is checked."""
+MOST_PREFILL = 2049
+"""Longest prompt that is computed whole: the reference takes memory by its square."""
+REPLAYS = 200
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,12 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        return self.error <= self.allowed  # false for NaN
+        """False for NaN."""
+        return self.error <= self.allowed
+
+    def row(self) -> dict[str, object]:
+        """As JSON has it."""
+        return {"name": self.name, "error": self.error, "allowed": self.allowed, "passed": self.passed}
 
 
 def variants_to_check() -> list[Variant]:
@@ -49,118 +59,39 @@ def variants_to_check() -> list[Variant]:
 
 
 PAIRS = (
-    ("float32", "float32"),
-    ("float16", "float16"),
     ("bfloat16", "bfloat16"),
-    ("float16", "float8_e4m3fn"),
     ("bfloat16", "float8_e4m3fn"),
+    ("float16", "float16"),
+    ("float16", "float8_e4m3fn"),
+    ("float32", "float32"),
 )
+BF16 = Variant("bfloat16", "bfloat16", 128)
 
 
-class Scene:
-    """Sequences of the given lengths whose keys and values are in a pool, in scattered blocks."""
+def setups() -> list[Setup]:
+    """What is timed later, first: bf16 of head size 128 in every group and block size. Then every variant."""
+    groups = ((4, 4), (16, 2), (32, 1), (64, 1))
+    return [
+        Setup(BF16, LENGTHS),
+        *(Setup(BF16, SHORT_LENGTHS, num_heads=heads, num_kv_heads=kv_heads) for heads, kv_heads in groups),
+        *(Setup(BF16, SHORT_LENGTHS, block_size=block_size) for block_size in (1, 256)),
+        Setup(BF16, SHORT_LENGTHS, rotary_dim=128),
+        Setup(BF16, SHORT_LENGTHS, rotary_dim=64, interleaved=True),
+        crowd(BF16),
+        *(
+            Setup(Variant(dtype, "float8_e4m3fn", 128), SHORT_LENGTHS, subnormal=True)
+            for dtype in ("bfloat16", "float16")
+        ),
+        *(Setup(variant, LENGTHS) for variant in variants_to_check() if variant != BF16),
+    ]
 
-    def __init__(self, machine: Machine, variant: Variant, lengths: Sequence[int], seed: int = 0) -> None:
-        self.machine, self.variant = machine, variant
-        self.lengths = np.array(lengths, np.int32)
-        self.dtype, self.kv_dtype = getattr(torch, variant.dtype), getattr(torch, variant.kv_dtype)
-        self.width = -(-int(self.lengths.max()) // BLOCK_SIZE)
-        self.num_blocks = len(lengths) * self.width
-        self.generator = torch.Generator(machine.device).manual_seed(seed)
-        total = int(self.lengths.sum())
-        self.key, self.value = (self.random(total, NUM_KV_HEADS) for _ in range(2))
-        self.query = self.random(total, NUM_HEADS)
-        self.place(np.random.default_rng(seed).permutation(self.num_blocks))
 
-    def random(self, rows: int, heads: int) -> torch.Tensor:
-        shape = (rows, heads, self.variant.head_size)
-        made = torch.randn(shape, generator=self.generator, device=self.machine.device)
-        if self.kv_dtype.itemsize == 1:  # as fp8 stores them, so that the reference sees the same numbers
-            made = made.to(self.kv_dtype).float()
-        return made.to(self.dtype)
-
-    def place(self, blocks: np.ndarray) -> None:
-        """A fresh pool of NaN, the sequences written into these blocks."""
-        shape = (self.num_blocks, NUM_LAYERS, 2, BLOCK_SIZE, NUM_KV_HEADS, self.variant.head_size)
-        size = int(np.prod(shape)) * self.variant.kv_element_bytes
-        bits = torch.full((size,), 0xFF, dtype=torch.uint8, device=self.machine.device)  # NaN in every element type
-        self.pool = bits.view(self.kv_dtype).view(shape)
-        self.tables = blocks.reshape(len(self.lengths), self.width).astype(np.int32)
-        features = {"windows": [300] * NUM_LAYERS, "soft_cap": 20.0} if self.variant.features else {}
-        self.attention = PagedAttention(
-            self.machine.launcher,
-            self.pool,
-            self.variant,
-            num_heads=NUM_HEADS,
-            **features,  # type: ignore[arg-type]  # by name, of several types
-        )
-        plan, held = self.plan(range(len(self.lengths)), self.lengths, self.lengths, decode=False)
-        self.attention.write(LAYER, self.key, self.value, plan)
-        del held
-
-    def plan(
-        self, sequences: Sequence[int], counts: np.ndarray, contexts: np.ndarray, *, decode: bool
-    ) -> tuple[StepPlan, tuple[torch.Tensor, ...]]:
-        """The plan for the last `counts` of the first `contexts` tokens of sequences, and the memory it points to."""
-        host = plan_step(
-            StepBatch(
-                query_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
-                context_lens=contexts.astype(np.int32),
-                block_tables=self.tables[list(sequences)],
-                decodes=np.full(len(counts), decode),
-            ),
-            num_blocks=self.num_blocks,
-            block_size=BLOCK_SIZE,
-            num_heads=NUM_HEADS,
-            num_kv_heads=NUM_KV_HEADS,
-            variant=self.variant,
-            window=self.attention.plan_window,
-        )
-        words = torch.from_numpy(host.words).to(self.machine.device)
-        size = max(16, self.attention.scratch_bytes(host.counts["num_partials"]))
-        scratch = torch.empty(size, dtype=torch.uint8, device=self.machine.device)
-        return host.bind(words.data_ptr(), scratch.data_ptr()), (words, scratch)
-
-    def first_row(self, sequence: int) -> int:
-        return int(self.lengths[:sequence].sum())
-
-    def decode(self, sequences: Sequence[int]) -> torch.Tensor:
-        """[n, H, D]: the last token of each sequence."""
-        rows = [self.first_row(s) + int(self.lengths[s]) - 1 for s in sequences]
-        return self.attend(self.query[rows], sequences, np.ones(len(sequences), np.int32), self.lengths, decode=True)
-
-    def prefill(self, sequence: int, start: int, stop: int) -> torch.Tensor:
-        """[stop - start, H, D]: rows of one sequence's prompt, behind its first `start` tokens."""
-        first = self.first_row(sequence)
-        contexts = np.zeros_like(self.lengths)
-        contexts[sequence] = stop
-        query = self.query[first + start : first + stop]
-        return self.attend(query, [sequence], np.array([stop - start], np.int32), contexts, decode=False)
-
-    def attend(
-        self, query: torch.Tensor, sequences: Sequence[int], counts: np.ndarray, contexts: np.ndarray, *, decode: bool
-    ) -> torch.Tensor:
-        plan, held = self.plan(sequences, counts, contexts[list(sequences)], decode=decode)
-        query = query.contiguous()
-        out = torch.full_like(query, torch.nan)
-        self.attention.attend(LAYER, query, out, plan)
-        if self.machine.device.type == "cuda":
-            torch.cuda.synchronize(self.machine.device)  # before `held` goes back to the allocator
-        del held
-        return out
-
-    def expected(self, sequence: int) -> torch.Tensor:
-        """[length, H, D] in float64: every row of one sequence."""
-        first, length = self.first_row(sequence), int(self.lengths[sequence])
-        query, key, value = (t[first : first + length].double() for t in (self.query, self.key, self.value))
-        key, value = (t.repeat_interleave(NUM_HEADS // NUM_KV_HEADS, 1) for t in (key, value))
-        logits = torch.einsum("qhd,khd->hqk", query, key) / self.variant.head_size**0.5
-        position = torch.arange(length, device=query.device)
-        hidden = position[None, :] > position[:, None]
-        if self.variant.features:
-            logits = 20.0 * torch.tanh(logits / 20.0)
-            hidden = hidden | (position[None, :] <= position[:, None] - 300)
-        return torch.einsum("hqk,khd->qhd", logits.masked_fill(hidden, -torch.inf).softmax(-1), value)
+def crowd(variant: Variant, most_context: int = 1100) -> Setup:
+    """So many sequences that a launch of the decode kernel has more work than thread blocks. Only decodes."""
+    kv_heads = 4
+    sequences = MAX_BLOCKS // kv_heads + 3
+    lengths = np.random.default_rng(0).integers(1, most_context + 1, sequences)
+    return Setup(variant, tuple(lengths.tolist()), num_heads=8, num_kv_heads=kv_heads, decodes_only=True)
 
 
 def largest(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -173,37 +104,114 @@ def differing(actual: torch.Tensor, other: torch.Tensor) -> float:
     return float((actual != other).sum())
 
 
-def checks(machine: Machine, variant: Variant, lengths: Sequence[int] = LENGTHS) -> Iterator[Check]:
-    """Every check of one variant."""
-    scene, allowed = Scene(machine, variant, lengths), ALLOWED[variant.dtype]
-    everyone = range(len(lengths))
-    stored = torch.cat([_stored(scene, sequence) for sequence in everyone])
+def checks(machine: Machine, setup: Setup) -> Iterator[Check]:
+    """Every check of one setup."""
+    scene = Scene(machine, setup)
+    allowed = ALLOWED[setup.variant.dtype] * scene.magnitude
+    everyone = range(len(setup.lengths))
+    yield from _writes(scene, setup)
+    decoded = scene.decode(everyone)
+    yield Check(f"{setup}: decode", largest(decoded, scene.expected_last()), allowed)
+    if not setup.decodes_only:
+        yield from _prefills(scene, setup, allowed)
+    apart = everyone if not setup.decodes_only else range(0, len(setup.lengths), max(1, len(setup.lengths) // 8))
+    alone = torch.cat([scene.decode([sequence]) for sequence in apart])
+    yield Check(f"{setup}: decode does not depend on the batch", differing(alone, decoded[list(apart)]), 0)
+    scene.place(np.random.default_rng(1).permutation(scene.num_blocks))
+    again = scene.decode(everyone)
+    yield Check(f"{setup}: decode does not depend on the blocks", differing(again, decoded), 0)
+    yield from _block_copy(scene, setup)
+
+
+def _writes(scene: Scene, setup: Setup) -> Iterator[Check]:
+    """The pool holds what was written, in the right places; with RoPE, keys and queries turned."""
+    stored = torch.cat([scene.stored(sequence) for sequence in range(len(setup.lengths))])
+    if setup.rotary_dim:
+        # Of numbers of size about 1, rounded to the pool's type; and values untouched.
+        allowed = 2.0**-7 if scene.kv_dtype.itemsize == 2 else 2.0**-22
+        yield Check(f"{setup}: keys turned by RoPE", largest(stored[:, 0], scene.turned_key), 4 * allowed)
+        yield Check(f"{setup}: queries turned by RoPE", largest(scene.query, scene.turned_query), 4 * allowed)
+        yield Check(
+            f"{setup}: values written", differing(stored[:, 1].float(), scene.value.to(scene.kv_dtype).float()), 0
+        )
+        return
     # In another order the comparison would not see keys stored as values.
     written = torch.stack([scene.key, scene.value], 1).to(scene.kv_dtype)
-    yield Check(f"{variant}: cache write", differing(stored.float(), written.float()), 0)
-    decoded = scene.decode(everyone)
-    expected = torch.stack([scene.expected(sequence)[-1] for sequence in everyone])
-    yield Check(f"{variant}: decode", largest(decoded, expected), allowed)
-    longest = int(np.argmax(scene.lengths))
-    length = int(scene.lengths[longest])
-    whole = scene.prefill(longest, 0, length)
-    yield Check(f"{variant}: prefill", largest(whole, scene.expected(longest)), allowed)
+    yield Check(f"{setup}: cache write", differing(stored.float(), written.float()), 0)
+
+
+def _prefills(scene: Scene, setup: Setup, allowed: float) -> Iterator[Check]:
+    """The longest prompt that a reference fits, whole and in chunks; and the end of one longer than that."""
+    whole = int(np.argmax(np.where(scene.lengths <= MOST_PREFILL, scene.lengths, 0)))
+    length = int(scene.lengths[whole])
+    rows = scene.prefill(whole, 0, length)
+    yield Check(f"{setup}: prefill", largest(rows, scene.expected(whole, 0)), allowed)
     cut = min(CHUNK, length - 1)
-    chunks = torch.cat([scene.prefill(longest, 0, cut), scene.prefill(longest, cut, length)])
-    yield Check(f"{variant}: prefill does not depend on chunks", differing(chunks, whole), 0)
-    alone = torch.cat([scene.decode([sequence]) for sequence in everyone])
-    yield Check(f"{variant}: decode does not depend on the batch", differing(alone, decoded), 0)
-    scene.place(np.random.default_rng(1).permutation(scene.num_blocks))
-    yield Check(f"{variant}: decode does not depend on the blocks", differing(scene.decode(everyone), decoded), 0)
-    pairs = torch.tensor([[int(scene.tables[longest, 0]), int(scene.tables[0, -1])]], dtype=torch.int32)
-    if scene.tables[0, -1] != scene.tables[longest, 0]:
-        scene.attention.copy_blocks(pairs.to(machine.device))
-        source, target = (scene.pool[int(block)].view(torch.uint8) for block in pairs[0])
-        yield Check(f"{variant}: block copy", differing(source, target), 0)
+    chunks = torch.cat([scene.prefill(whole, 0, cut), scene.prefill(whole, cut, length)])
+    yield Check(f"{setup}: prefill does not depend on chunks", differing(chunks, rows), 0)
+    longest = int(np.argmax(scene.lengths))
+    if longest != whole:
+        start, stop = int(scene.lengths[longest]) - CHUNK, int(scene.lengths[longest])
+        behind = scene.prefill(longest, start, stop)
+        yield Check(f"{setup}: prefill behind {start} tokens", largest(behind, scene.expected(longest, start)), allowed)
 
 
-def _stored(scene: Scene, sequence: int) -> torch.Tensor:
-    """[length, 2, G, D]: a sequence's keys and values as the pool has them."""
-    blocks = torch.from_numpy(scene.tables[sequence].astype(np.int64)).to(scene.pool.device)
-    bits = scene.pool.view(torch.uint8)[blocks, LAYER].view(scene.kv_dtype)  # [blocks, 2, block_size, G, D]
-    return bits.transpose(1, 2).flatten(0, 1)[: int(scene.lengths[sequence])]
+def _block_copy(scene: Scene, setup: Setup) -> Iterator[Check]:
+    source, target = int(scene.tables[int(np.argmax(scene.lengths)), 0]), int(scene.tables[0, -1])
+    if source != target:
+        pairs = torch.tensor([[source, target]], dtype=torch.int32, device=scene.machine.device)
+        scene.attention.copy_blocks(pairs)
+        scene.machine.synchronize()
+        bits = scene.pool.view(torch.uint8)
+        yield Check(f"{setup}: block copy", differing(bits[source], bits[target]), 0)
+
+
+def replay_checks(machine: Machine, setup: Setup, replays: int = REPLAYS) -> Iterator[Check]:
+    """A recorded step gives the same bits every time: counters of merges come back to zero, nothing races."""
+    scene = Scene(machine, setup)
+    attend, out = scene.decode_step(range(len(setup.lengths)))
+    replay = machine.recorded(attend)
+    attend()
+    machine.synchronize()
+    first, different = out.clone(), 0.0
+    for _ in range(replays):
+        out.fill_(torch.nan)
+        machine.synchronize()
+        replay()
+        different += differing(out, first)
+    yield Check(f"{setup}: {replays} replays of a graph equal the step to the bit", different, 0)
+
+
+def swap_checks(machine: Machine, variant: Variant = BF16, lengths: Sequence[int] = (1, 17, 300)) -> Iterator[Check]:
+    """Sequences leave for host memory and return to other blocks while others are attended to."""
+    scene = Scene(machine, Setup(variant, tuple(lengths), spare_sequences=1))
+    blocks = scene.tables[len(lengths) - 1].tolist()
+    spare = scene.spare_blocks(len(blocks))
+    before = scene.decode(range(len(lengths)))
+    size = scene.pool[0].numel() * scene.pool.element_size()
+    host = machine.pinned(len(blocks) * size).view(scene.pool.dtype).view(len(blocks), *scene.pool.shape[1:])
+    swapper = BlockSwapper(machine.streams(), scene.pool, host)
+    places = list(range(len(blocks)))
+    swapper.swap_out(blocks, places)
+    beside = scene.decode(range(len(lengths) - 1))  # needs none of the blocks under way
+    swapper.before_compute(blocks)
+    scene.pool.view(torch.uint8)[blocks] = 0xFF
+    swapper.swap_in(places, spare)
+    swapper.before_compute(spare)
+    scene.tables[len(lengths) - 1] = spare
+    after = scene.decode(range(len(lengths)))
+    yield Check("swap: decodes beside a swap under way", differing(beside, before[:-1]), 0)
+    yield Check("swap: decode of a sequence that returned to other blocks", differing(after, before), 0)
+
+
+def smallest_checks(machine: Machine, variant: Variant) -> Iterator[Check]:
+    """The smallest launch of each kernel, waited for one by one, so that a fault is known by its kernel."""
+    allowed = ALLOWED[variant.dtype]
+    short = Scene(machine, Setup(variant, (17,)))
+    machine.synchronize()
+    yield from _writes(short, short.setup)
+    yield Check("decode 1 x 17", largest(short.decode([0]), short.expected_last()), allowed)
+    long = Scene(machine, Setup(variant, (5000,), decodes_only=True))
+    yield Check("decode 1 x 5000, merged", largest(long.decode([0]), long.expected_last()), allowed)
+    yield Check("prefill 17", largest(short.prefill(0, 0, 17), short.expected(0, 0)), allowed)
+    yield from _block_copy(short, short.setup)

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from pagekv.kernels.bench.machine import Arena, CudaMachine, Machine
-from pagekv.kernels.bench.paged import layers_for
-from pagekv.kernels.bench.speed import rounds_for
+from pagekv.kernels.bench.paged import Rounds
+from pagekv.kernels.bench.speed import PREFILL_ROUNDS
 from pagekv.kernels.bench.workload import BLOCK_SIZE, HEAD_SIZE, MIB, DecodeCase, Heads, PrefillCase
 
 MODULE = "pagekv.kernels.bench.flashinfer_peer"
@@ -60,7 +60,8 @@ def page_table(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Te
 def seconds(machine: Machine, arena: Arena, flashinfer: Any, workspace: torch.Tensor, case: Case) -> float:
     """Median seconds of one layer."""
     heads, rows = case.heads, case.batch * (1 if isinstance(case, DecodeCase) else case.new)
-    layers = layers_for(case.kv_bytes, arena.size)
+    plan = Rounds.of(case.kv_bytes, arena.size, machine.most_rounds)
+    layers = plan.layers
     width = -(-case.context // BLOCK_SIZE)
     shape = (layers, case.batch * width, 2, BLOCK_SIZE, heads.num_kv_heads, HEAD_SIZE)
     cache = arena.view(torch.bfloat16, *shape)
@@ -73,18 +74,25 @@ def seconds(machine: Machine, arena: Arena, flashinfer: Any, workspace: torch.Te
         grouped = heads.num_heads // heads.num_kv_heads >= 4
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=grouped)
         wrapper.plan(*common, **types)
-        rounds = rounds_for(layers, case.kv_bytes)
+        rounds = plan.count
     else:
         starts = torch.arange(0, rows + 1, case.new, dtype=torch.int32, device=machine.device)
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
         wrapper.plan(starts, *common, causal=True, **types)
-        rounds = min(layers, 4)
+        rounds = min(layers, PREFILL_ROUNDS)
     out = torch.empty_like(query)
-    return machine.seconds(lambda index: wrapper.run(query, cache[index % layers], out=out), rounds)
+    return machine.timed(lambda index: wrapper.run(query, cache[index % layers], out=out), rounds).seconds
+
+
+def load() -> Any:
+    """The module, told to compile for this GPU alone: every other architecture would take as long again."""
+    major, minor = torch.cuda.get_device_capability()
+    os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", f"{major}.{minor}{'a' if major >= 9 else ''}")
+    return importlib.import_module("flashinfer")
 
 
 def main(argv: Sequence[str]) -> int:
-    flashinfer = importlib.import_module("flashinfer")
+    flashinfer = load()
     print(json.dumps({"version": getattr(flashinfer, "__version__", "unknown")}), flush=True)
     machine = CudaMachine(lambda line: None)
     arena = Arena(machine, machine.memory())

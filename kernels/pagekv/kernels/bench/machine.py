@@ -6,6 +6,7 @@ import importlib
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -13,24 +14,70 @@ import torch
 from pagekv.kernels.bench.workload import GIB, MIB
 from pagekv.kernels.launcher import Launcher
 from pagekv.kernels.loader import CupyLauncher, GpuUnavailable, Say
+from pagekv.kernels.sources import translation_unit
 from pagekv.kernels.swap import CudaStreams, Streams
 
-COLD_BYTES = 256 * MIB
-"""Memory that rounds of a measurement walk over before they come back: several times the largest L2 cache."""
+MOST_MEMORY = 72 * GIB
+"""Room for a pool of 64 GiB."""
+COLD_BYTES = 1 * GIB
+"""Memory that rounds of a measurement walk over before they come back: many times the largest L2 cache."""
+TARGET_BYTES = 4 * GIB
+"""What the rounds of one graph read at least: about a millisecond, beside which its start is nothing."""
+MOST_ROUNDS = 256
 TARGET_SECONDS = 0.06
 MOST_REPEATS = 20
+HEAD_START_CYCLES = 1_000_000
+"""What the device sleeps before the clock starts, about 0.5 ms: long enough for the host to have handed over the graph,
+so that its launch is not measured."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one round, over several repeats of all rounds."""
+
+    seconds: float
+    """The median."""
+    least: float
+    most: float
+    sm_mhz: float | None = None
+    """Clock of the multiprocessors while it ran."""
+    watts: float | None = None
+
+    def columns(self, unit: str = "microseconds", scale: float = 1e6) -> dict[str, Any]:
+        """What a row of the report says of it."""
+        return {
+            unit: self.seconds * scale,
+            f"{unit}_least": self.least * scale,
+            f"{unit}_most": self.most * scale,
+            "sm_mhz": self.sm_mhz,
+            "watts": self.watts,
+        }
 
 
 class Machine(Protocol):
     """Where the bench runs: a GPU, or in the tests the emulated kernels with a made-up clock."""
 
     device: torch.device
+    most_rounds: int
+    """Rounds of one graph, at most."""
 
     @property
     def launcher(self) -> Launcher: ...
 
-    def seconds(self, run: Callable[[int], object], rounds: int = 1, *, capture: bool = True) -> float:
-        """Median seconds of one `run(i)`, i in [0, rounds), among repeats of all of them."""
+    def edited(self, edit: Callable[[str], str]) -> Launcher:
+        """A launcher whose kernels are compiled from `edit` of their text."""
+        ...
+
+    def timed(self, run: Callable[[int], object], rounds: int = 1, *, capture: bool = True) -> Timing:
+        """What one `run(i)`, i in [0, rounds), takes among repeats of all of them."""
+        ...
+
+    def recorded(self, run: Callable[[], object]) -> Callable[[], object]:
+        """A CUDA graph of `run`, to be replayed by calling it; its work has ended when the call returns."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits for everything enqueued. Raises RuntimeError where a kernel failed."""
         ...
 
     def memory(self) -> int:
@@ -45,6 +92,10 @@ class Machine(Protocol):
         """What blocks are swapped on."""
         ...
 
+    def versions(self) -> dict[str, str]:
+        """The card and what drives it."""
+        ...
+
 
 class CudaMachine:
     """The current CUDA device. Raises GpuUnavailable, in one sentence, where there is none."""
@@ -54,11 +105,14 @@ class CudaMachine:
             cuda = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is a CPU build"
             raise GpuUnavailable(f"torch {torch.__version__} {cuda} and sees no GPU")
         self.device = torch.device("cuda", torch.cuda.current_device())
+        self.most_rounds = MOST_ROUNDS
         self.launcher = CupyLauncher(say=say)
+        self._say = say
+        self._gauge = Gauge.of_nvml()
         self._stream: Any = torch.cuda.Stream()
 
     def versions(self) -> dict[str, str]:
-        """The card and what drives it."""
+        """As `Machine.versions`."""
         cupy = importlib.import_module("cupy")
         return {
             "gpu": torch.cuda.get_device_name(self.device),
@@ -69,17 +123,30 @@ class CudaMachine:
         }
 
     def memory(self) -> int:
+        """As `Machine.memory`."""
         free, _ = torch.cuda.mem_get_info(self.device)
-        return min(int(free * 0.6), 24 * GIB)
+        return min(int(free * 0.6), MOST_MEMORY)
 
     def pinned(self, size: int) -> torch.Tensor:
+        """As `Machine.pinned`."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def streams(self) -> Streams:
+        """As `Machine.streams`."""
         return CudaStreams()
 
-    def seconds(self, run: Callable[[int], object], rounds: int = 1, *, capture: bool = True) -> float:
-        """See `Machine.seconds`. With `capture` the rounds are one CUDA graph, which leaves out the host's part."""
+    def edited(self, edit: Callable[[str], str]) -> Launcher:
+        """As `Machine.edited`."""
+        return CupyLauncher(say=self._say, text=lambda source: edit(translation_unit(source)))
+
+    def synchronize(self) -> None:
+        """As `Machine.synchronize`."""
+        torch.cuda.synchronize(self.device)
+
+    def timed(self, run: Callable[[int], object], rounds: int = 1, *, capture: bool = True) -> Timing:
+        """As `Machine.timed`. With `capture` the rounds are one CUDA graph, started while the device sleeps, so that
+        nothing of the host's part is in it.
+        """
         # What `run` reads was made on the caller's stream, which this one knows nothing of.
         callers = torch.cuda.current_stream()
         self._stream.wait_stream(callers)
@@ -88,11 +155,28 @@ class CudaMachine:
                 run(0)  # compiles, allocates
                 self._stream.synchronize()
                 play = self._graph(run, rounds) if capture else lambda: [run(i) for i in range(rounds)]
-                once = self._timed(play)
+                once = self._clocked(play, capture)
                 repeats = max(3, min(MOST_REPEATS, int(TARGET_SECONDS / max(once, 1e-6))))
-                return statistics.median(self._timed(play) for _ in range(repeats)) / rounds
+                took = sorted(self._clocked(play, capture) / rounds for _ in range(repeats))
+                play()
+                sm_mhz, watts = self._gauge()  # while it runs
+                self._stream.synchronize()
+                return Timing(statistics.median(took), took[0], took[-1], sm_mhz, watts)
         finally:
             callers.wait_stream(self._stream)
+
+    def recorded(self, run: Callable[[], object]) -> Callable[[], object]:
+        """As `Machine.recorded`."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            replay = self._graph(lambda _: run(), 1)
+
+        def play() -> None:
+            with torch.cuda.stream(self._stream):
+                replay()
+                self._stream.synchronize()
+
+        return play
 
     def _graph(self, run: Callable[[int], object], rounds: int) -> Callable[[], object]:
         graph = torch.cuda.CUDAGraph()
@@ -102,13 +186,45 @@ class CudaMachine:
         graph.replay()
         return graph.replay
 
-    def _timed(self, play: Callable[[], object]) -> float:
+    def _clocked(self, play: Callable[[], object], head_start: bool) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if head_start:
+            torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]  # torch does not annotate it
         start.record(self._stream)
         play()
         end.record(self._stream)
         end.synchronize()
         return float(start.elapsed_time(end)) / 1000
+
+
+class Gauge:
+    """The GPU's clock and power, where NVML is there to say."""
+
+    def __init__(self, read: Callable[[], tuple[float | None, float | None]]) -> None:
+        self._read = read
+
+    @classmethod
+    def of_nvml(cls) -> Gauge:
+        """Reads the first GPU that this process may see; (None, None) without NVML."""
+        try:
+            nvml: Any = importlib.import_module("pynvml")
+            nvml.nvmlInit()
+            handle = nvml.nvmlDeviceGetHandleByIndex(0)
+        except Exception:
+            return cls(lambda: (None, None))
+        return cls(
+            lambda: (
+                float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+                nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+            )
+        )
+
+    def __call__(self) -> tuple[float | None, float | None]:
+        """(MHz of the multiprocessors, watts) now."""
+        try:
+            return self._read()
+        except Exception:  # never at the cost of a measurement
+            return None, None
 
 
 class Arena:
@@ -128,6 +244,8 @@ class Arena:
             size *= extent
         if size > self.size:
             raise ValueError(f"size: {size} bytes do not fit the arena of {self.size}")
+        if dtype == torch.float8_e4m3fn:
+            self._bytes[:size].bitwise_and_(0xFE)  # the one NaN of either sign is all ones
         return self._bytes[:size].view(dtype).view(shape)
 
 

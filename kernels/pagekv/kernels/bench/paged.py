@@ -9,13 +9,32 @@ import numpy as np
 import torch
 
 from pagekv.kernels.attention import PagedAttention, Rope
-from pagekv.kernels.bench.machine import COLD_BYTES, Arena, Machine
-from pagekv.kernels.bench.workload import BLOCK_SIZE, HEAD_SIZE, Heads
+from pagekv.kernels.bench.machine import COLD_BYTES, TARGET_BYTES, Arena, Machine
+from pagekv.kernels.bench.workload import BLOCK_SIZE, HEAD_SIZE, MIN_LAYERS, Heads
+from pagekv.kernels.launcher import Launcher
 from pagekv.kernels.step_plan import StepBatch, StepPlan, plan_step
 from pagekv.kernels.variants import Variant
 
 VARIANT = Variant("bfloat16", "bfloat16", HEAD_SIZE)
-MOST_LAYERS = 64
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How often a case runs in one graph, and over how many layers.
+
+    Two wishes meet here: a round must not find in the cache what the round before read, so layers take turns, together
+    COLD_BYTES and never fewer than MIN_LAYERS; and a graph must take about a millisecond, so it reads TARGET_BYTES.
+    """
+
+    layers: int
+    count: int
+
+    @classmethod
+    def of(cls, kv_bytes: int, room: int, most: int) -> Rounds:
+        """`kv_bytes`: of one layer. `room`: bytes for all layers. `most`: rounds of a graph, and layers."""
+        layers = max(1, min(most, room // kv_bytes, max(MIN_LAYERS, -(-COLD_BYTES // kv_bytes))))
+        wanted = max(layers, -(-TARGET_BYTES // kv_bytes))
+        return cls(layers, max(1, min(most, -(-wanted // layers) * layers)))
 
 
 @dataclass
@@ -28,6 +47,8 @@ class Paged:
     out: torch.Tensor
     num_layers: int
     """Rounds use layers in turn, so that no round finds its keys in the cache of the one before."""
+    num_rounds: int
+    """Of one graph."""
     held: tuple[torch.Tensor, ...]
     """What the plan has addresses of."""
 
@@ -44,9 +65,10 @@ class Paged:
         return run
 
 
-def layers_for(kv_bytes: int, room: int) -> int:
-    """Layers of `kv_bytes` each, so that together they are cold; as many as there is room for."""
-    return max(1, min(MOST_LAYERS, -(-COLD_BYTES // kv_bytes), room // kv_bytes))
+def ragged_lengths(batch: int, context: int, seed: int = 0) -> np.ndarray:
+    """[batch]: contexts from 1 to twice the average, in random order."""
+    lengths = np.linspace(1, 2 * context, batch).astype(np.int32)
+    return np.random.default_rng(seed).permutation(lengths)
 
 
 def paged(
@@ -64,20 +86,23 @@ def paged(
     lengths: np.ndarray | None = None,
     seed: int = 0,
     num_layers: int | None = None,
+    launcher: Launcher | None = None,
 ) -> Paged:
     """A batch of equal sequences (or of `lengths` visible tokens each), their last `new` tokens being the step's.
 
-    `scattered`: blocks in random order, else each sequence's blocks in order and side by side.
+    `scattered`: blocks in random order, else each sequence's blocks in order and side by side. `num_layers`: of the
+    pool, default as many as `Rounds` says. `launcher`: default the machine's.
     """
     contexts = np.full(batch, context, np.int32) if lengths is None else lengths.astype(np.int32)
     width = -(-int(contexts.max()) // block_size)
     num_blocks = batch * width
     slab = 2 * block_size * heads.num_kv_heads * variant.head_size * variant.kv_element_bytes
-    layers = num_layers or layers_for(num_blocks * slab, arena.size)
+    rounds = Rounds.of(num_blocks * slab, arena.size, machine.most_rounds)
+    layers = num_layers or rounds.layers
     dtype, kv_dtype = getattr(torch, variant.dtype), getattr(torch, variant.kv_dtype)
     pool = arena.view(kv_dtype, num_blocks, layers, 2, block_size, heads.num_kv_heads, variant.head_size)
     blocks = np.random.default_rng(seed).permutation(num_blocks) if scattered else np.arange(num_blocks)
-    attention = PagedAttention(machine.launcher, pool, variant, num_heads=heads.num_heads)
+    attention = PagedAttention(launcher or machine.launcher, pool, variant, num_heads=heads.num_heads)
     plan = plan_step(
         StepBatch(
             query_start=np.arange(batch + 1, dtype=np.int32) * new,
@@ -100,4 +125,4 @@ def paged(
     query = torch.randn(shape, generator=generator, device=machine.device).to(dtype)
     out = torch.empty(shape, dtype=dtype, device=machine.device)
     bound = plan.bind(words.data_ptr(), scratch.data_ptr())
-    return Paged(attention, bound, query, out, layers, (words, scratch, pool))
+    return Paged(attention, bound, query, out, layers, max(rounds.count, layers), (words, scratch, pool))

@@ -2,77 +2,124 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from pagekv.kernels.attention import Rope
-from pagekv.kernels.bench.machine import Arena, Machine
-from pagekv.kernels.bench.paged import layers_for, paged
+from pagekv.kernels.bench.machine import Arena, Machine, Timing
+from pagekv.kernels.bench.paged import VARIANT, Rounds, paged, ragged_lengths
 from pagekv.kernels.bench.workload import (
+    COMPACT_CASES,
     HEAD_SIZE,
     MIB,
     DecodeCase,
     Heads,
     PrefillCase,
     WriteCase,
+    counts_for_paging,
 )
+from pagekv.kernels.variants import Variant
 
 Row = dict[str, Any]
+
+# The backends of torch's attention that are peers, by the name that columns have. Which of them torch takes by itself
+# depends on its version and the GPU: cuDNN on Hopper, where it is new enough.
+FLASH, CUDNN = ("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)
+
+TABLE_READ = "(u32)table[first + i] * block_rows"
+TABLE_COMPUTED = "(u32)(table - p.block_tables + first + i) * block_rows"
+
+
+def without_table(text: str) -> str:
+    """The decode kernel's text with block ids computed instead of read: what it would be over contiguous memory, whose
+    blocks lie in order. Other kernels' texts stay. Raises ValueError where the text is not as expected.
+    """
+    if "pagekv_decode(" not in text:
+        return text
+    if TABLE_READ not in text:
+        raise ValueError(f"the decode kernel has no {TABLE_READ!r} any more")
+    return text.replace(TABLE_READ, TABLE_COMPUTED)
 
 
 def copy_bandwidth(machine: Machine, arena: Arena) -> float:
     """GB/s of a device to device copy, bytes read and written both counted: what memory can deliver."""
     half = min(arena.size // 2, 1024 * MIB) // 16 * 16
     memory = arena.view(torch.uint8, 2 * half)
-    seconds = machine.seconds(lambda _: memory[half:].copy_(memory[:half]), 4)
-    return 2 * half / seconds / 1e9
-
-
-def rounds_for(layers: int, kv_bytes: int) -> int:
-    """Small cases several times in a graph; large ones need no more than one look at each layer."""
-    return layers if kv_bytes > 64 * MIB else max(layers, 8)
+    took = machine.timed(lambda _: memory[half:].copy_(memory[:half]), 4)
+    return 2 * half / took.seconds / 1e9
 
 
 def decode_row(machine: Machine, arena: Arena, case: DecodeCase, bandwidth: float) -> Row:
-    """One decode case: scattered blocks, blocks in order, torch over contiguous memory."""
-    seconds = {}
-    for name, scattered in (("paged", True), ("in_order", False)):
-        batch = paged(machine, arena, case.heads, batch=case.batch, context=case.context, scattered=scattered)
-        seconds[name] = machine.seconds(batch.attend, rounds_for(batch.num_layers, case.kv_bytes))
+    """One decode case: scattered blocks; where paging is judged, without a block table too; torch over contiguous
+    memory; and in the executor's layout, the same work in a compact pool.
+    """
+    timing = decode_timing(machine, arena, case)
+    gb_per_s = case.bytes / timing.seconds / 1e9
     row = {
         "case": case.name,
         "batch": case.batch,
         "context": case.context,
-        "microseconds": seconds["paged"] * 1e6,
-        "gb_per_s": case.bytes / seconds["paged"] / 1e9,
-        "share_of_copy": case.bytes / seconds["paged"] / 1e9 / bandwidth,
-        "paged_against_in_order": seconds["in_order"] / seconds["paged"],
+        **timing.columns(),
+        "gb_per_s": gb_per_s,
+        "share_of_copy": gb_per_s / bandwidth,
     }
-    row |= against(
-        "sdpa", seconds["paged"], lambda: sdpa_seconds(machine, arena, case.heads, case.batch, 1, case.context)
-    )
+    if counts_for_paging(case):
+        plain = decode_timing(machine, arena, case, scattered=False, launcher=machine.edited(without_table))
+        row["against_no_table"] = plain.seconds / timing.seconds
+    if case in COMPACT_CASES:
+        row["against_compact"] = decode_timing(machine, arena, COMPACT_CASES[case]).seconds / timing.seconds
+    if case.plain:
+        row |= against(
+            "flash",
+            timing.seconds,
+            lambda: sdpa_timing(machine, arena, FLASH[1], case.heads, case.batch, 1, case.context).seconds,
+        )
     return row
 
 
+def decode_timing(machine: Machine, arena: Arena, case: DecodeCase, **options: Any) -> Timing:
+    """`options` as of `paged`."""
+    batch = paged(
+        machine,
+        arena,
+        case.heads,
+        batch=case.batch,
+        context=case.context,
+        block_size=case.block_size,
+        variant=Variant("bfloat16", case.kv_dtype, HEAD_SIZE) if case.kv_dtype != VARIANT.kv_dtype else VARIANT,
+        lengths=ragged_lengths(case.batch, case.context) if case.ragged else None,
+        num_layers=case.pool_layers or None,
+        **options,
+    )
+    return machine.timed(batch.attend, batch.num_rounds)
+
+
 def prefill_row(machine: Machine, arena: Arena, case: PrefillCase) -> Row:
-    """One prefill case, and torch over contiguous memory."""
+    """One prefill case, and torch over contiguous memory: by FlashAttention, the peer, and by cuDNN."""
     batch = paged(machine, arena, case.heads, batch=case.batch, context=case.context, new=case.new, decode=False)
-    seconds = machine.seconds(batch.attend, min(batch.num_layers, 4))
+    timing = machine.timed(batch.attend, min(batch.num_layers, PREFILL_ROUNDS))
     row = {
         "case": case.name,
         "new": case.new,
         "cached": case.cached,
-        "milliseconds": seconds * 1e3,
-        "tflop_per_s": case.flops / seconds / 1e12,
+        **timing.columns("milliseconds", 1e3),
+        "tflop_per_s": case.flops / timing.seconds / 1e12,
     }
-    row |= against(
-        "sdpa", seconds, lambda: sdpa_seconds(machine, arena, case.heads, case.batch, case.new, case.context)
-    )
+    for name, backend in (FLASH, CUDNN):
+
+        def peer(backend: SDPBackend = backend) -> float:
+            return sdpa_timing(machine, arena, backend, case.heads, case.batch, case.new, case.context).seconds
+
+        row |= against(name, timing.seconds, peer)
     return row
+
+
+PREFILL_ROUNDS = 4
 
 
 def write_row(machine: Machine, arena: Arena, case: WriteCase, bandwidth: float) -> Row:
@@ -81,47 +128,46 @@ def write_row(machine: Machine, arena: Arena, case: WriteCase, bandwidth: float)
     shape = (case.tokens, case.heads.num_kv_heads, HEAD_SIZE)
     key, value = (torch.randn(shape, device=machine.device).to(torch.bfloat16) for _ in range(2))
     rope = Rope(torch.ones(64, HEAD_SIZE, device=machine.device))
-    seconds = machine.seconds(batch.write(key, value, rope), max(8, min(batch.num_layers, 16)))
-    gb_per_s = case.bytes / seconds / 1e9
-    return {
-        "case": case.name,
-        "microseconds": seconds * 1e6,
-        "gb_per_s": gb_per_s,
-        "share_of_copy": gb_per_s / bandwidth,
-    }
+    timing = machine.timed(batch.write(key, value, rope), batch.num_rounds)
+    gb_per_s = case.bytes / timing.seconds / 1e9
+    return {"case": case.name, **timing.columns(), "gb_per_s": gb_per_s, "share_of_copy": gb_per_s / bandwidth}
 
 
 def block_copy_row(machine: Machine, arena: Arena, heads: Heads, blocks: int, bandwidth: float) -> Row:
     """Copy-on-write of `blocks` blocks of 32 layers."""
     batch = paged(machine, arena, heads, batch=2 * blocks, context=16, num_layers=32)
     pairs = torch.randperm(2 * blocks, device=machine.device).to(torch.int32).view(blocks, 2)
-    seconds = machine.seconds(lambda _: batch.attention.copy_blocks(pairs), 4)
+    timing = machine.timed(lambda _: batch.attention.copy_blocks(pairs), 4)
     moved = 2 * blocks * 32 * 2 * 16 * heads.num_kv_heads * HEAD_SIZE * 2
+    gb_per_s = moved / timing.seconds / 1e9
     return {
         "case": f"copy of {blocks} blocks of {moved // 2 // blocks // MIB} MiB",
-        "microseconds": seconds * 1e6,
-        "gb_per_s": moved / seconds / 1e9,
-        "share_of_copy": moved / seconds / 1e9 / bandwidth,
+        **timing.columns(),
+        "gb_per_s": gb_per_s,
+        "share_of_copy": gb_per_s / bandwidth,
     }
 
 
-def sdpa_seconds(machine: Machine, arena: Arena, heads: Heads, batch: int, new: int, context: int) -> float:
+def sdpa_timing(
+    machine: Machine, arena: Arena, backend: SDPBackend, heads: Heads, batch: int, new: int, context: int
+) -> Timing:
     """torch's attention at the same shape, keys and values contiguous for each head, which suits it best."""
     kv_bytes = batch * context * 2 * heads.num_kv_heads * HEAD_SIZE * 2
-    layers = layers_for(kv_bytes, arena.size)
-    cache = arena.view(torch.bfloat16, layers, 2, batch, heads.num_kv_heads, context, HEAD_SIZE)
+    rounds = Rounds.of(kv_bytes, arena.size, machine.most_rounds)
+    cache = arena.view(torch.bfloat16, rounds.layers, 2, batch, heads.num_kv_heads, context, HEAD_SIZE)
     query = torch.randn(batch, heads.num_heads, new, HEAD_SIZE, device=machine.device).to(torch.bfloat16)
     grouped = heads.num_heads != heads.num_kv_heads
     # A single query sees everything; a whole prompt is causal; a chunk behind a prefix is causal from the lower right.
     mask = causal_lower_right(new, context) if 1 < new < context else None
 
     def run(index: int) -> None:
-        key, value = cache[index % layers]
-        scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=1 < new == context, enable_gqa=grouped
-        )
+        key, value = cache[index % rounds.layers]
+        with sdpa_kernel(backend):
+            scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=1 < new == context, enable_gqa=grouped
+            )
 
-    return machine.seconds(run, rounds_for(layers, kv_bytes) if new == 1 else min(layers, 4))
+    return machine.timed(run, rounds.count if new == 1 else min(rounds.layers, PREFILL_ROUNDS))
 
 
 def against(peer: str, ours: float, measure: Callable[[], float]) -> Row:
@@ -129,9 +175,4 @@ def against(peer: str, ours: float, measure: Callable[[], float]) -> Row:
     try:
         return {f"against_{peer}": measure() / ours}
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-        return {f"against_{peer}": None, f"{peer}_failed": str(error).splitlines()[0][:200]}
-
-
-def fitting(cases: Iterable[Any], arena: Arena) -> list[Any]:
-    """The cases whose keys and values fit the arena."""
-    return [case for case in cases if case.kv_bytes <= arena.size]
+        return {f"against_{peer}": None, f"{peer}_failed": (str(error) or type(error).__name__).splitlines()[0][:200]}

@@ -3,29 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from pagekv.kernels.bench import speed, swap_speed
-from pagekv.kernels.bench.correctness import LENGTHS, checks, variants_to_check
+from pagekv.kernels.bench.correctness import Check, Setup, checks, setups
 from pagekv.kernels.bench.flashinfer_peer import FlashInferPeer, to_text
 from pagekv.kernels.bench.machine import Arena, Clock, Machine
 from pagekv.kernels.bench.report import Report
 from pagekv.kernels.bench.workload import (
     GQA4,
+    SMALL,
     DecodeCase,
     PrefillCase,
-    counts_for_decode_floor,
+    counts_for_paging,
     decode_cases,
+    decode_floor,
     prefill_cases,
     swap_cases,
     write_cases,
 )
 from pagekv.kernels.loader import Say
-from pagekv.kernels.variants import Variant
 
 # Share of the time by whose end each stage stops. What a stage leaves is the next one's.
 CORRECTNESS, DECODE, PREFILL, MEMORY, SWAP, PEERS = 0.35, 0.60, 0.70, 0.74, 0.80, 0.98
+
+
+class Watcher(Protocol):
+    """Is told what a bench begins and finds as it goes, so that a crash costs no more than the case that crashed."""
+
+    def begins(self, section: str, case: str) -> bool:
+        """A case is next. False: it is to be left out, because it was measured before or crashed before."""
+        ...
+
+    def found(self, section: str, row: dict[str, Any]) -> None:
+        """What a case gave."""
+        ...
+
+
+class Nobody:
+    """The `Watcher` of a bench that runs in one go."""
+
+    def begins(self, section: str, case: str) -> bool:
+        """As `Watcher.begins`: every case is wanted."""
+        return True
+
+    def found(self, section: str, row: dict[str, Any]) -> None:
+        """As `Watcher.found`: the report has it."""
 
 
 @dataclass
@@ -37,22 +61,29 @@ class Bench:
     clock: Clock
     report: Report
     say: Say
+    watcher: Watcher = field(default_factory=Nobody)
 
-    def correctness(self, variants: Iterable[Variant] | None = None, lengths: Iterable[int] = LENGTHS) -> bool:
-        """Whether every check passed. Stops at a variant's end when time is up; the first variant always runs."""
+    def correctness(self, wanted: Iterable[Setup] | None = None) -> bool:
+        """Whether every check passed. Stops at a setup's end when time is up; the first setup always runs."""
         passed, unchecked = True, []
         in_time = self.clock.until(CORRECTNESS)
-        for index, variant in enumerate(variants_to_check() if variants is None else variants):
+        for index, setup in enumerate(setups() if wanted is None else wanted):
             if index and not in_time():
-                unchecked.append(str(variant))
-                continue
-            for check in checks(self.machine, variant, list(lengths)):
-                passed &= check.passed
-                mark = "ok" if check.passed else "WRONG"
-                self.say(f"{mark:<6}{check.name}: error {check.error:.2g}, allowed {check.allowed:.2g}")
+                unchecked.append(str(setup))
+            elif self.watcher.begins("correctness", str(setup)):
+                found = list(checks(self.machine, setup))
+                passed &= all(check.passed for check in found)
+                for check in found:
+                    self.tell(check)
+                self.watcher.found("correctness", {"case": str(setup), "checks": [check.row() for check in found]})
         if unchecked:
-            self.report.notes.append(f"correctness of {', '.join(unchecked)}: no time was left")
+            self.report.notes.append(f"correctness of {'; '.join(unchecked)}: no time was left")
         return passed
+
+    def tell(self, check: Check) -> None:
+        """One line of a check."""
+        mark = "ok" if check.passed else "WRONG"
+        self.say(f"{mark:<6}{check.name}: error {check.error:.2g}, allowed {check.allowed:.2g}")
 
     def bandwidth(self) -> None:
         self.report.copy_gb_per_s = speed.copy_bandwidth(self.machine, self.arena)
@@ -61,9 +92,12 @@ class Bench:
     def decode(self, cases: Iterable[DecodeCase] | None = None) -> None:
         def row(case: DecodeCase) -> dict[str, Any]:
             found = speed.decode_row(self.machine, self.arena, case, self.report.copy_gb_per_s)
-            if counts_for_decode_floor(case):
-                found["counts_for"] = {"decode": found["share_of_copy"], "paged": found["paged_against_in_order"]}
-            return found
+            counts = {"layers": found.get("against_compact")}
+            if floor := decode_floor(case):
+                counts[floor] = found["share_of_copy"]
+            if counts_for_paging(case):
+                counts["paged"] = found["against_no_table"]
+            return found | {"counts_for": counts}
 
         self._section("decode", DECODE, decode_cases() if cases is None else cases, row)
 
@@ -71,7 +105,7 @@ class Bench:
         def row(case: PrefillCase) -> dict[str, Any]:
             found = speed.prefill_row(self.machine, self.arena, case)
             if (case.new, case.cached) == (4096, 0):
-                found["counts_for"] = {"prefill": found["against_sdpa"]}
+                found["counts_for"] = {"prefill": found["against_flash"]}
             return found
 
         self._section("prefill", PREFILL, prefill_cases() if cases is None else cases, row)
@@ -81,9 +115,11 @@ class Bench:
         self._section(
             "memory", MEMORY, write_cases(), lambda case: speed.write_row(self.machine, self.arena, case, bandwidth)
         )
-        copies = (16, 128)
         self._section(
-            "memory", MEMORY, copies, lambda n: speed.block_copy_row(self.machine, self.arena, GQA4, n, bandwidth)
+            "memory",
+            MEMORY,
+            BLOCK_COPIES,
+            lambda blocks: speed.block_copy_row(self.machine, self.arena, GQA4, blocks, bandwidth),
         )
 
     def swap(self, total: int | None = None) -> None:
@@ -118,11 +154,7 @@ class Bench:
         found = peer([rows[text][0] for text in order]).measure(limit)
         self.report.machine["flashinfer"] = found["version"] or "failed"
         for text, seconds in found["seconds"].items():
-            case, row = rows[text]
-            ours = row.get("microseconds", row.get("milliseconds", 0.0) * 1e3) / 1e6
-            row["against_flashinfer"] = seconds / ours
-            if isinstance(case, DecodeCase) and counts_for_decode_floor(case):
-                row.setdefault("counts_for", {})["flashinfer"] = row["against_flashinfer"]
+            join_flashinfer(*rows[text], seconds)
         missing = len(rows) - len(found["seconds"])
         if missing:
             self.report.notes.append(
@@ -130,8 +162,8 @@ class Bench:
             )
 
     def _measured(self) -> list[tuple[Any, dict[str, Any]]]:
-        """Cases of decode and prefill that have a row."""
-        cases = {("decode", case.name): case for case in decode_cases()}
+        """Cases of decode and prefill that have a row and that the peer is asked for."""
+        cases = {("decode", case.name): case for case in decode_cases() if case.plain}
         named: dict[tuple[str, str], Any] = {**cases, **{("prefill", case.name): case for case in prefill_cases()}}
         return [
             (named[section, row["case"]], row)
@@ -147,14 +179,27 @@ class Bench:
         large, late = [], []
         for case in cases:
             label = getattr(case, "name", str(case))
-            if getattr(case, "kv_bytes", 0) > self.arena.size:
+            if getattr(case, "pool_bytes", 0) > self.arena.size:
                 large.append(label)
             elif not in_time():
                 late.append(label)
-            else:
+            elif self.watcher.begins(name, label):
                 rows.append(measure(case))
+                self.watcher.found(name, rows[-1] | {"asked": label})
         if large:
-            self.report.notes.append(f"{name} {'; '.join(large)}: keys and values exceed {self.arena.size >> 30} GiB")
+            self.report.notes.append(f"{name} {'; '.join(large)}: more than the {self.arena.size >> 30} GiB of memory")
         if late:
             self.report.notes.append(f"{name} {'; '.join(late)}: no time was left")
         self.say(f"{name}: {len(rows)} cases, {self.clock.spent:.0f} s so far")
+
+
+# Blocks of one launch of the block copy.
+BLOCK_COPIES = (16, 128)
+
+
+def join_flashinfer(case: Any, row: dict[str, Any], seconds: float) -> None:
+    """Adds FlashInfer's seconds of a case to our row of it."""
+    ours = row.get("microseconds", row.get("milliseconds", 0.0) * 1e3) / 1e6
+    row["against_flashinfer"] = seconds / ours
+    if isinstance(case, DecodeCase) and case.kv_bytes >= SMALL:
+        row.setdefault("counts_for", {})["flashinfer"] = row["against_flashinfer"]

@@ -24,8 +24,8 @@ def block_ids(case: SwapCase, seed: int) -> tuple[list[int], list[int]]:
 def memcpy_gb_per_s(machine: Machine, arena: Arena, host: torch.Tensor) -> tuple[float, float]:
     """(out, in) of one copy of all of `host`, which is pinned."""
     device = arena.view(torch.uint8, len(host))
-    out = machine.seconds(lambda _: host.copy_(device, non_blocking=True), capture=False)
-    into = machine.seconds(lambda _: device.copy_(host, non_blocking=True), capture=False)
+    out = machine.timed(lambda _: host.copy_(device, non_blocking=True), capture=False).seconds
+    into = machine.timed(lambda _: device.copy_(host, non_blocking=True), capture=False).seconds
     return len(host) / out / 1e9, len(host) / into / 1e9
 
 
@@ -55,13 +55,13 @@ def swap_row(
         swapper.swap_in(outside_in, device_in)
         swapper.before_compute()
 
-    rates = [case.bytes / machine.seconds(run, capture=False) / 1e9 for run in (out, into)]
+    rates = [case.bytes / machine.timed(run, capture=False).seconds / 1e9 for run in (out, into)]
     return {
         "case": case.name,
         "block_bytes": case.block_bytes,
         "out_gb_per_s": rates[0],
         "in_gb_per_s": rates[1],
-        "both_gb_per_s": 2 * case.bytes / machine.seconds(both, capture=False) / 1e9,
+        "both_gb_per_s": 2 * case.bytes / machine.timed(both, capture=False).seconds / 1e9,
         "out_against_memcpy": rates[0] / memcpy[0],
         "in_against_memcpy": rates[1] / memcpy[1],
     }

@@ -11,6 +11,10 @@ ELEMENT_BYTES = 2  # bfloat16
 
 MIB, GIB = 1 << 20, 1 << 30
 
+MIN_LAYERS = 2
+"""Rounds of a measurement take turns on at least so many layers, so that none finds its keys in the cache of the one
+before."""
+
 
 @dataclass(frozen=True)
 class Heads:
@@ -30,16 +34,29 @@ RATIOS = (MHA, GQA4, GQA8, MQA)
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """One new token of each of `batch` sequences with `context` visible tokens."""
+    """One new token of each of `batch` sequences with `context` visible tokens (with `ragged`: on average)."""
 
     heads: Heads
     batch: int
     context: int
+    block_size: int = BLOCK_SIZE
+    kv_dtype: str = "bfloat16"
+    ragged: bool = False
+    """Contexts from 1 to twice the average: what a load that is never equal costs."""
+    pool_layers: int = 0
+    """Layers of the pool, block-major as the executor's: blocks of one layer are that many slabs apart. 0: as few as
+    keep the cache cold."""
 
     @property
     def kv_bytes(self) -> int:
         """Keys and values of one layer: what memory has to deliver."""
-        return self.batch * self.context * 2 * self.heads.num_kv_heads * HEAD_SIZE * ELEMENT_BYTES
+        element_bytes = 1 if self.kv_dtype == "float8_e4m3fn" else ELEMENT_BYTES
+        return self.batch * self.context * 2 * self.heads.num_kv_heads * HEAD_SIZE * element_bytes
+
+    @property
+    def pool_bytes(self) -> int:
+        """The least that the case needs of the arena."""
+        return max(self.pool_layers, MIN_LAYERS) * self.kv_bytes * (2 if self.ragged else 1)
 
     @property
     def bytes(self) -> int:
@@ -48,7 +65,17 @@ class DecodeCase:
 
     @property
     def name(self) -> str:
-        return f"{self.heads.name}, {self.batch} x {count(self.context)}"
+        words = [f"{self.heads.name}, {self.batch} x {count(self.context)}"]
+        words += ["fp8"] if self.kv_dtype != "bfloat16" else []
+        words += ["ragged"] if self.ragged else []
+        words += [f"block size {self.block_size}"] if self.block_size != BLOCK_SIZE else []
+        words += [f"{self.pool_layers} layers"] if self.pool_layers else []
+        return ", ".join(words)
+
+    @property
+    def plain(self) -> bool:
+        """Equal contexts in bf16 and blocks of the usual size: what peers are measured on too."""
+        return self == DecodeCase(self.heads, self.batch, self.context)
 
 
 @dataclass(frozen=True)
@@ -66,7 +93,13 @@ class PrefillCase:
 
     @property
     def kv_bytes(self) -> int:
+        """Keys and values of one layer."""
         return self.batch * self.context * 2 * self.heads.num_kv_heads * HEAD_SIZE * ELEMENT_BYTES
+
+    @property
+    def pool_bytes(self) -> int:
+        """The least that the case needs of the arena."""
+        return MIN_LAYERS * self.kv_bytes
 
     @property
     def flops(self) -> int:
@@ -129,11 +162,28 @@ def count(number: int) -> str:
 
 
 def decode_cases() -> Iterator[DecodeCase]:
-    """Batch 1 to 256, context 256 to 64k, every head ratio."""
-    for heads in RATIOS:
-        for batch in (1, 8, 64, 256):
-            for context in (256, 1024, 4096, 16384, 65536):
-                yield DecodeCase(heads, batch, context)
+    """Batch 1 to 256, context 256 to 64k, every head ratio, those that a floor counts first; then what real pools and
+    loads add: the executor's layout, fp8, other block sizes, unequal contexts.
+    """
+    shapes = [
+        DecodeCase(heads, batch, context)
+        for heads in RATIOS
+        for batch in (1, 8, 64, 256)
+        for context in (256, 1024, 4096, 16384, 65536)
+    ]
+    yield from (case for case in shapes if decode_floor(case))
+    yield from LAYOUT_CASES
+    yield from (DecodeCase(GQA4, 64, 4096, block_size=block_size) for block_size in (1, 64, 256))
+    yield from (DecodeCase(GQA4, batch, 4096, ragged=True) for batch in (64, 256))
+    for batch, context in ((64, 1024), (256, 1024), (64, 4096), (64, 16384)):
+        yield DecodeCase(GQA4, batch, context, kv_dtype="float8_e4m3fn")
+    yield from (case for case in shapes if not decode_floor(case))
+
+
+# As the executor lays a pool out: 32 layers, block-major, once in a pool of 64 GiB.
+LAYOUT_CASES = (DecodeCase(GQA4, 64, 1024, pool_layers=32), DecodeCase(GQA4, 64, 8192, pool_layers=32))
+# The same work in a compact pool, which the layout's cost is a ratio to.
+COMPACT_CASES = {case: DecodeCase(case.heads, case.batch, case.context) for case in LAYOUT_CASES}
 
 
 def prefill_cases() -> Iterator[PrefillCase]:
@@ -172,14 +222,32 @@ class Floor:
 
 
 FLOORS = {
-    "decode": Floor("decode from 64 x 1k up, share of copy bandwidth", 0.88, "x"),
-    "flashinfer": Floor("decode from 64 x 1k up, against FlashInfer", 1.0, "x"),
-    "paged": Floor("decode from 64 x 1k up, scattered blocks against blocks in order", 0.97, "x"),
-    "prefill": Floor("prefill of 4k, against torch SDPA", 0.65, "x"),
+    "decode": Floor("decode of 1 GiB and more, 1 to 8 query heads a KV head, share of copy bandwidth", 0.88, "x"),
+    "decode small": Floor(
+        "decode of 256 MiB to 1 GiB, 1 to 8 query heads a KV head, share of copy bandwidth", 0.82, "x"
+    ),
+    "decode mqa": Floor("decode of 256 MiB and more, 32 query heads a KV head, share of copy bandwidth", 0.70, "x"),
+    "paged": Floor("decode from 64 x 1k up, scattered blocks against no block table", 0.97, "x"),
+    "layers": Floor("decode in the layout of 32 layers, against a compact pool", 0.95, "x"),
+    "flashinfer": Floor("decode of 256 MiB and more, against FlashInfer", 0.97, "x"),
+    "flashinfer mean": Floor("the same, geometric mean", 1.0, "x"),
+    "prefill": Floor("prefill of 4k, against torch's FlashAttention", 0.80, "x"),
     "swap": Floor("swap from block size 16 up, against a pinned memcpy", 0.90, "x"),
 }
+SMALL, LARGE = 256 * MIB, GIB
+"""Bytes of a decode's keys and values. A kernel's fixed costs are some 5 us: below 256 MiB (60 us of an H200's memory)
+they decide, and no kernel reaches a floor; from 1 GiB on they no longer count."""
 
 
-def counts_for_decode_floor(case: DecodeCase) -> bool:
+def decode_floor(case: DecodeCase) -> str | None:
+    """The floor that a case counts for."""
+    if not case.plain or case.kv_bytes < SMALL:
+        return None
+    if case.heads.num_heads // case.heads.num_kv_heads > 8:
+        return "decode mqa"
+    return "decode" if case.kv_bytes >= LARGE else "decode small"
+
+
+def counts_for_paging(case: DecodeCase) -> bool:
     """From 64 sequences of 1k tokens up."""
-    return case.batch >= 64 and case.context >= 1024
+    return case.plain and case.batch >= 64 and case.context >= 1024

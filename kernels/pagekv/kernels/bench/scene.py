@@ -1,0 +1,224 @@
+"""Sequences with keys and values in a pool, as the checks of the kernels use them, and a reference in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pagekv.kernels.attention import PagedAttention, Rope
+from pagekv.kernels.bench.machine import Machine
+from pagekv.kernels.step_plan import StepBatch, StepPlan, plan_step
+from pagekv.kernels.variants import Variant
+
+LAYER, NUM_LAYERS = 1, 2
+WINDOW, SOFT_CAP = 300, 20.0
+ROPE_BASE = 10_000.0
+SUBNORMAL = 2.0**-8
+"""Below 2**-6 numbers of e4m3 are subnormal: multiples of 2**-9."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a scene is made of."""
+
+    variant: Variant
+    lengths: tuple[int, ...]
+    num_heads: int = 8
+    num_kv_heads: int = 2
+    block_size: int = 16
+    rotary_dim: int = 0
+    """Elements of a head that RoPE turns; 0: no RoPE."""
+    interleaved: bool = False
+    subnormal: bool = False
+    """Keys and values are too small for normal fp8 numbers; queries are larger for it."""
+    decodes_only: bool = False
+    """Too many sequences, or too long ones, for a reference of all their rows."""
+    spare_sequences: int = 0
+    """Blocks for so many more sequences, as long as the longest."""
+
+    def __str__(self) -> str:
+        words = [str(self.variant)]
+        if (self.num_heads, self.num_kv_heads) != (8, 2):
+            words.append(f"{self.num_heads}/{self.num_kv_heads} heads")
+        if self.block_size != 16:
+            words.append(f"block size {self.block_size}")
+        if self.rotary_dim:
+            words.append(f"RoPE of {self.rotary_dim}{' interleaved' if self.interleaved else ''}")
+        if self.subnormal:
+            words.append("subnormals")
+        if self.decodes_only:
+            words.append(f"{len(self.lengths)} decodes")
+        return ", ".join(words)
+
+
+class Scene:
+    """Sequences of a setup, in scattered blocks of a pool that holds NaN wherever nothing was written."""
+
+    def __init__(self, machine: Machine, setup: Setup, seed: int = 0) -> None:
+        self.machine, self.setup = machine, setup
+        self.lengths = np.array(setup.lengths, np.int32)
+        self.dtype, self.kv_dtype = getattr(torch, setup.variant.dtype), getattr(torch, setup.variant.kv_dtype)
+        self.width = -(-int(self.lengths.max()) // setup.block_size)
+        self.num_blocks = (len(setup.lengths) + setup.spare_sequences) * self.width
+        self.generator = torch.Generator(machine.device).manual_seed(seed)
+        self.magnitude = SUBNORMAL if setup.subnormal else 1.0
+        total = int(self.lengths.sum())
+        self.key, self.value = (self.random(total, setup.num_kv_heads, self.magnitude) for _ in range(2))
+        self._given_query = self.random(total, setup.num_heads, 1 / self.magnitude)
+        self.rope = self._rope() if setup.rotary_dim else None
+        self.turned_key, self.turned_query = self._turned(self.key), self._turned(self._given_query)
+        self.place(np.random.default_rng(seed).permutation(self.num_blocks))
+
+    def random(self, rows: int, heads: int, magnitude: float) -> torch.Tensor:
+        """[rows, heads, head_size]: normal numbers."""
+        shape = (rows, heads, self.setup.variant.head_size)
+        made = torch.randn(shape, generator=self.generator, device=self.machine.device) * magnitude
+        if self.kv_dtype.itemsize == 1:  # as fp8 stores them, so that the reference sees the same numbers
+            made = made.clamp(-448, 448).to(self.kv_dtype).float()
+        return made.to(self.dtype)
+
+    def _rope(self) -> Rope:
+        """Angles as Llama's."""
+        device, half = self.machine.device, self.setup.rotary_dim // 2
+        frequencies = ROPE_BASE ** (-torch.arange(half, device=device, dtype=torch.float64) / half)
+        angles = torch.arange(int(self.lengths.max()), device=device)[:, None] * frequencies
+        return Rope(torch.cat([angles.cos(), angles.sin()], 1).float(), self.setup.interleaved)
+
+    def _turned(self, heads: torch.Tensor) -> torch.Tensor:
+        """[rows, heads, head_size] in float64, as RoPE is to leave them."""
+        heads = heads.double()
+        if self.rope is None:
+            return heads
+        table, rotary_dim = self.rope.table, self.setup.rotary_dim
+        assert isinstance(table, torch.Tensor)
+        position = torch.cat([torch.arange(int(length), device=table.device) for length in self.lengths])
+        cosine, sine = table.double()[position][:, None].chunk(2, -1)
+        turned = heads.clone()
+        first = slice(0, rotary_dim, 2) if self.setup.interleaved else slice(0, rotary_dim // 2)
+        second = slice(1, rotary_dim, 2) if self.setup.interleaved else slice(rotary_dim // 2, rotary_dim)
+        turned[..., first] = heads[..., first] * cosine - heads[..., second] * sine
+        turned[..., second] = heads[..., second] * cosine + heads[..., first] * sine
+        return turned
+
+    def place(self, blocks: np.ndarray) -> None:
+        """A fresh pool of NaN, the sequences written into these blocks."""
+        setup, variant = self.setup, self.setup.variant
+        shape = (self.num_blocks, NUM_LAYERS, 2, setup.block_size, setup.num_kv_heads, variant.head_size)
+        size = int(np.prod(shape)) * variant.kv_element_bytes
+        bits = torch.full((size,), 0xFF, dtype=torch.uint8, device=self.machine.device)  # NaN in every element type
+        self.pool = bits.view(self.kv_dtype).view(shape)
+        self.tables = blocks.reshape(-1, self.width)[: len(self.lengths)].astype(np.int32)
+        features = {"windows": [WINDOW] * NUM_LAYERS, "soft_cap": SOFT_CAP} if variant.features else {}
+        self.attention = PagedAttention(
+            self.machine.launcher,
+            self.pool,
+            variant,
+            num_heads=setup.num_heads,
+            **features,  # type: ignore[arg-type]  # by name, of several types
+        )
+        plan, held = self.plan(range(len(self.lengths)), self.lengths, self.lengths, decode=False)
+        self.query = self._given_query.clone()  # turned in place
+        query = self.query if self.rope else None
+        self.attention.write(LAYER, self.key, self.value, plan, rope=self.rope, query=query)
+        self.machine.synchronize()  # before `held` goes back to the allocator
+        del held
+
+    def plan(
+        self, sequences: Sequence[int], counts: np.ndarray, contexts: np.ndarray, *, decode: bool
+    ) -> tuple[StepPlan, tuple[torch.Tensor, ...]]:
+        """The plan for the last `counts` of the first `contexts` tokens of sequences, and the memory it points to."""
+        host = plan_step(
+            StepBatch(
+                query_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+                context_lens=contexts.astype(np.int32),
+                block_tables=self.tables[list(sequences)],
+                decodes=np.full(len(counts), decode),
+            ),
+            num_blocks=self.num_blocks,
+            block_size=self.setup.block_size,
+            num_heads=self.setup.num_heads,
+            num_kv_heads=self.setup.num_kv_heads,
+            variant=self.setup.variant,
+            window=self.attention.plan_window,
+        )
+        words = torch.from_numpy(host.words).to(self.machine.device)
+        size = max(16, self.attention.scratch_bytes(host.counts["num_partials"]))
+        scratch = torch.empty(size, dtype=torch.uint8, device=self.machine.device)
+        return host.bind(words.data_ptr(), scratch.data_ptr()), (words, scratch)
+
+    def spare_blocks(self, count: int) -> list[int]:
+        """Blocks that no sequence has."""
+        taken = set(self.tables.ravel().tolist())
+        return [block for block in range(self.num_blocks) if block not in taken][:count]
+
+    def first_row(self, sequence: int) -> int:
+        """Row of a sequence's first token in `key`, `value` and `query`."""
+        return int(self.lengths[:sequence].sum())
+
+    def stored(self, sequence: int) -> torch.Tensor:
+        """[length, 2, G, D]: a sequence's keys and values as the pool has them."""
+        blocks = torch.from_numpy(self.tables[sequence].astype(np.int64)).to(self.pool.device)
+        bits = self.pool.view(torch.uint8)[blocks, LAYER].view(self.kv_dtype)  # [blocks, 2, block_size, G, D]
+        return bits.transpose(1, 2).flatten(0, 1)[: int(self.lengths[sequence])]
+
+    def decode(self, sequences: Sequence[int]) -> torch.Tensor:
+        """[n, H, D]: the last token of each sequence."""
+        attend, out = self.decode_step(sequences)
+        attend()
+        self.machine.synchronize()
+        return out
+
+    def decode_step(self, sequences: Sequence[int]) -> tuple[Callable[[], None], torch.Tensor]:
+        """What enqueues the attention of each sequence's last token, and where it leaves the result: [n, H, D]."""
+        last = np.cumsum(self.lengths)[list(sequences)] - 1
+        query = self.query[torch.from_numpy(last).to(self.machine.device)]
+        counts = np.ones(len(sequences), np.int32)
+        return self._step(query, sequences, counts, self.lengths[list(sequences)], decode=True)
+
+    def prefill(self, sequence: int, start: int, stop: int) -> torch.Tensor:
+        """[stop - start, H, D]: rows of one sequence's prompt, behind its first `start` tokens."""
+        first = self.first_row(sequence)
+        query = self.query[first + start : first + stop]
+        counts, contexts = (np.array([count], np.int32) for count in (stop - start, stop))
+        attend, out = self._step(query, [sequence], counts, contexts, decode=False)
+        attend()
+        self.machine.synchronize()
+        return out
+
+    def _step(
+        self, query: torch.Tensor, sequences: Sequence[int], counts: np.ndarray, contexts: np.ndarray, *, decode: bool
+    ) -> tuple[Callable[[], None], torch.Tensor]:
+        plan, held = self.plan(sequences, counts, contexts, decode=decode)
+        query = query.contiguous()
+        out = torch.full_like(query, torch.nan)
+
+        def attend(held: tuple[torch.Tensor, ...] = held) -> None:  # as long as it may be called, its memory stays
+            self.attention.attend(LAYER, query, out, plan)
+
+        return attend, out
+
+    def expected(self, sequence: int, start: int) -> torch.Tensor:
+        """[length - start, H, D] in float64: the rows of one sequence from position `start` on."""
+        setup = self.setup
+        first, length = self.first_row(sequence), int(self.lengths[sequence])
+        group = setup.num_heads // setup.num_kv_heads
+        query = self.query[first + start : first + length].double()
+        # Rounded as the pool rounds them.
+        key = self.turned_key[first : first + length].to(self.dtype).to(self.kv_dtype).double()
+        value = self.value[first : first + length].double()
+        key, value = (t.repeat_interleave(group, 1) for t in (key, value))
+        logits = torch.einsum("qhd,khd->hqk", query, key) / setup.variant.head_size**0.5
+        if setup.variant.features:
+            logits = SOFT_CAP * torch.tanh(logits / SOFT_CAP)
+        position = torch.arange(length, device=query.device)
+        hidden = position[None, :] > position[start:, None]
+        if setup.variant.features:
+            hidden = hidden | (position[None, :] <= position[start:, None] - WINDOW)
+        return torch.einsum("hqk,khd->qhd", logits.masked_fill(hidden, -torch.inf).softmax(-1), value)
+
+    def expected_last(self) -> torch.Tensor:
+        """[n, H, D] in float64: the last token of every sequence."""
+        return torch.cat([self.expected(s, int(length) - 1) for s, length in enumerate(self.lengths)])
