@@ -69,6 +69,23 @@ kernels-all: $(DEV_STAMP) ## compile all kernels whatever is on record (11 minut
 kernels-update: $(DEV_STAMP) ## record what the kernels take now as their budgets (after an edit of a kernel)
 	@$(BIN)/python -m pagekv.kernels.compile_gate --update
 
+# --- a GPU. These run where nothing can be installed: with the machine's own python3 and a folder of wheels.
+
+ROOT := $(CURDIR)
+GPU_PATH := $(ROOT)/proto:$(ROOT)/kvmanager:$(ROOT)/executor:$(ROOT)/kernels:$(ROOT)/client:$(ROOT)/tests:$(ROOT)/tests/kernels:$(ROOT)/tests/bench
+
+.PHONY: gpu-wheels
+gpu-wheels: ## collect the folder of wheels that gpu-first needs on a GPU machine without network
+	@scripts/gpu_wheels.sh
+
+.PHONY: gpu-first
+gpu-first: ## the first half hour on a GPU: PART=1 correctness, 2 kernels, 3 end to end, nine minutes each; goes on where it was cut off
+	@site=$$(scripts/gpu_site.sh); PYTHONPATH="$(GPU_PATH)$${site:+:$$site}" $${PYTHON:-python3} -m gpu_first $(PART) $(ARGS)
+
+.PHONY: gpu-rehearsal
+gpu-rehearsal: $(DEV_STAMP) ## all of gpu-first without a GPU, over emulated kernels, with each of its steps made to fail once
+	@PYTHONPATH="$(GPU_PATH)" $(BIN)/python -m gpu_first.rehearsal $(PART)
+
 # --- checks
 
 .PHONY: lint

@@ -139,14 +139,11 @@ def test_a_timed_batch_computes_attention(machine: HostMachine, arena: Arena) ->
 
 
 def test_memory_and_swap_stages(machine: HostMachine, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "write_cases", lambda: [WriteCase(SMALL, 3)])
-    monkeypatch.setattr(stages, "GQA4", SMALL)
-    monkeypatch.setattr(stages, "swap_cases", lambda total: [SwapCase(1, 2, True), SwapCase(1, 2, False)])
     bench = bench_on(machine, arena)
     bench.report.copy_gb_per_s = 1.0
     monkeypatch.setattr(speed, "block_copy_row", lambda *args: {"case": "copy"})
-    bench.memory()
-    bench.swap(total=1)
+    bench.memory([WriteCase(SMALL, 3)])
+    bench.swap([SwapCase(1, 2, True), SwapCase(1, 2, False)])
     assert [len(bench.report.sections[name]) for name in ("memory", "swap")] == [3, 2]
     assert bench.report.notes == []
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagekv.kernels.bench.workload import FLOORS
+from pagekv.kernels.bench.workload import FLOORS, SMALL, DecodeCase
 
 Row = dict[str, Any]
 
@@ -118,6 +118,14 @@ class Report:
         parts += [f"not measured: {note}" for note in self.notes]
         parts.append(f"took {self.seconds:.0f} s")
         return "\n\n".join(parts)
+
+
+def join_flashinfer(case: Any, row: dict[str, Any], seconds: float) -> None:
+    """Adds FlashInfer's seconds of a case to our row of it."""
+    ours = row.get("microseconds", row.get("milliseconds", 0.0) * 1e3) / 1e6
+    row["against_flashinfer"] = seconds / ours
+    if isinstance(case, DecodeCase) and case.kv_bytes >= SMALL:
+        row.setdefault("counts_for", {})["flashinfer"] = row["against_flashinfer"]
 
 
 def table(columns: Sequence[tuple[str, str, str]], rows: Sequence[Row]) -> str:

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from pagekv.kernels.attention import Rope
 from pagekv.kernels.bench.machine import Arena, Machine, Timing
-from pagekv.kernels.bench.paged import VARIANT, Rounds, paged, ragged_lengths
+from pagekv.kernels.bench.paged import VARIANT, Paged, Rounds, paged, ragged_lengths
 from pagekv.kernels.bench.workload import (
     COMPACT_CASES,
     HEAD_SIZE,
@@ -84,7 +84,13 @@ def decode_row(machine: Machine, arena: Arena, case: DecodeCase, bandwidth: floa
 
 def decode_timing(machine: Machine, arena: Arena, case: DecodeCase, **options: Any) -> Timing:
     """`options` as of `paged`."""
-    batch = paged(
+    batch = decode_batch(machine, arena, case, **options)
+    return machine.timed(batch.attend, batch.num_rounds)
+
+
+def decode_batch(machine: Machine, arena: Arena, case: DecodeCase, **options: Any) -> Paged:
+    """The batch of a decode case."""
+    return paged(
         machine,
         arena,
         case.heads,
@@ -96,12 +102,11 @@ def decode_timing(machine: Machine, arena: Arena, case: DecodeCase, **options: A
         num_layers=case.pool_layers or None,
         **options,
     )
-    return machine.timed(batch.attend, batch.num_rounds)
 
 
 def prefill_row(machine: Machine, arena: Arena, case: PrefillCase) -> Row:
     """One prefill case, and torch over contiguous memory: by FlashAttention, the peer, and by cuDNN."""
-    batch = paged(machine, arena, case.heads, batch=case.batch, context=case.context, new=case.new, decode=False)
+    batch = prefill_batch(machine, arena, case)
     timing = machine.timed(batch.attend, min(batch.num_layers, PREFILL_ROUNDS))
     row = {
         "case": case.name,
@@ -122,15 +127,26 @@ def prefill_row(machine: Machine, arena: Arena, case: PrefillCase) -> Row:
 PREFILL_ROUNDS = 4
 
 
+def prefill_batch(machine: Machine, arena: Arena, case: PrefillCase) -> Paged:
+    """The batch of a prefill case."""
+    return paged(machine, arena, case.heads, batch=case.batch, context=case.context, new=case.new, decode=False)
+
+
 def write_row(machine: Machine, arena: Arena, case: WriteCase, bandwidth: float) -> Row:
     """Cache write with RoPE; every token a sequence of its own, so that slots are scattered."""
+    write, rounds = write_round(machine, arena, case)
+    timing = machine.timed(write, rounds)
+    gb_per_s = case.bytes / timing.seconds / 1e9
+    return {"case": case.name, **timing.columns(), "gb_per_s": gb_per_s, "share_of_copy": gb_per_s / bandwidth}
+
+
+def write_round(machine: Machine, arena: Arena, case: WriteCase) -> tuple[Callable[[int], object], int]:
+    """A round of a cache write, and how many make a graph."""
     batch = paged(machine, arena, case.heads, batch=case.tokens, context=16)
     shape = (case.tokens, case.heads.num_kv_heads, HEAD_SIZE)
     key, value = (torch.randn(shape, device=machine.device).to(torch.bfloat16) for _ in range(2))
     rope = Rope(torch.ones(64, HEAD_SIZE, device=machine.device))
-    timing = machine.timed(batch.write(key, value, rope), batch.num_rounds)
-    gb_per_s = case.bytes / timing.seconds / 1e9
-    return {"case": case.name, **timing.columns(), "gb_per_s": gb_per_s, "share_of_copy": gb_per_s / bandwidth}
+    return batch.write(key, value, rope), batch.num_rounds
 
 
 def block_copy_row(machine: Machine, arena: Arena, heads: Heads, blocks: int, bandwidth: float) -> Row:

@@ -10,12 +10,13 @@ from pagekv.kernels.bench import speed, swap_speed
 from pagekv.kernels.bench.correctness import Check, Setup, checks, setups
 from pagekv.kernels.bench.flashinfer_peer import FlashInferPeer, to_text
 from pagekv.kernels.bench.machine import Arena, Clock, Machine
-from pagekv.kernels.bench.report import Report
+from pagekv.kernels.bench.report import Report, join_flashinfer
 from pagekv.kernels.bench.workload import (
     GQA4,
-    SMALL,
     DecodeCase,
     PrefillCase,
+    SwapCase,
+    WriteCase,
     counts_for_paging,
     decode_cases,
     decode_floor,
@@ -27,6 +28,8 @@ from pagekv.kernels.loader import Say
 
 # Share of the time by whose end each stage stops. What a stage leaves is the next one's.
 CORRECTNESS, DECODE, PREFILL, MEMORY, SWAP, PEERS = 0.35, 0.60, 0.70, 0.74, 0.80, 0.98
+# Blocks of one launch of the block copy.
+BLOCK_COPIES = (16, 128)
 
 
 class Watcher(Protocol):
@@ -62,11 +65,13 @@ class Bench:
     report: Report
     say: Say
     watcher: Watcher = field(default_factory=Nobody)
+    one_stage: bool = False
+    """Whether a single stage has all the time."""
 
     def correctness(self, wanted: Iterable[Setup] | None = None) -> bool:
         """Whether every check passed. Stops at a setup's end when time is up; the first setup always runs."""
         passed, unchecked = True, []
-        in_time = self.clock.until(CORRECTNESS)
+        in_time = self._until(CORRECTNESS)
         for index, setup in enumerate(setups() if wanted is None else wanted):
             if index and not in_time():
                 unchecked.append(str(setup))
@@ -110,21 +115,24 @@ class Bench:
 
         self._section("prefill", PREFILL, prefill_cases() if cases is None else cases, row)
 
-    def memory(self) -> None:
+    def memory(self, writes: Iterable[WriteCase] | None = None, copies: Iterable[int] = BLOCK_COPIES) -> None:
+        """`copies`: blocks of each copy."""
         bandwidth = self.report.copy_gb_per_s
         self._section(
-            "memory", MEMORY, write_cases(), lambda case: speed.write_row(self.machine, self.arena, case, bandwidth)
+            "memory",
+            MEMORY,
+            write_cases() if writes is None else writes,
+            lambda case: speed.write_row(self.machine, self.arena, case, bandwidth),
         )
         self._section(
             "memory",
             MEMORY,
-            BLOCK_COPIES,
+            copies,
             lambda blocks: speed.block_copy_row(self.machine, self.arena, GQA4, blocks, bandwidth),
         )
 
-    def swap(self, total: int | None = None) -> None:
-        """`total`: bytes a case moves, default as `swap_cases`."""
-        cases = list(swap_cases() if total is None else swap_cases(total))
+    def swap(self, cases: Iterable[SwapCase] | None = None) -> None:
+        cases = list(swap_cases() if cases is None else cases)
         room = max(case.bytes for case in cases) * 4
         if room > self.arena.size:
             self.report.notes.append(f"swap: {room} bytes of device memory are needed")
@@ -172,9 +180,12 @@ class Bench:
             if (section, row["case"]) in named
         ]
 
+    def _until(self, share: float) -> Callable[[], bool]:
+        return self.clock.until(0.96 if self.one_stage else share)
+
     def _section(self, name: str, share: float, cases: Iterable[Any], measure: Callable[[Any], dict[str, Any]]) -> None:
         """Measures cases until the stage's time is up; names those that did not fit in memory or time."""
-        in_time = self.clock.until(share)
+        in_time = self._until(share)
         rows = self.report.sections.setdefault(name, [])
         large, late = [], []
         for case in cases:
@@ -191,15 +202,3 @@ class Bench:
         if late:
             self.report.notes.append(f"{name} {'; '.join(late)}: no time was left")
         self.say(f"{name}: {len(rows)} cases, {self.clock.spent:.0f} s so far")
-
-
-# Blocks of one launch of the block copy.
-BLOCK_COPIES = (16, 128)
-
-
-def join_flashinfer(case: Any, row: dict[str, Any], seconds: float) -> None:
-    """Adds FlashInfer's seconds of a case to our row of it."""
-    ours = row.get("microseconds", row.get("milliseconds", 0.0) * 1e3) / 1e6
-    row["against_flashinfer"] = seconds / ours
-    if isinstance(case, DecodeCase) and case.kv_bytes >= SMALL:
-        row.setdefault("counts_for", {})["flashinfer"] = row["against_flashinfer"]

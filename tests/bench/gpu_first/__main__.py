@@ -1,0 +1,80 @@
+"""The first half hour on a GPU: `python -m gpu_first [PART]`, or `make gpu-first PART=1`.
+
+Three parts of at most nine minutes each: 1 correctness, 2 kernels, 3 end to end; without a number all three. Steps that
+passed before, on this GPU and with this code, are not done again. Records, logs, page and JSON are in build/gpu-first.
+
+Exit status: 0 every check of the part passed; 1 one did not, or was not reached; 2 nothing to run on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gpu_first import page
+from gpu_first.parts import PART_SECONDS, PARTS, STEPS
+from gpu_first.runner import ROOT, Run
+from gpu_first.tools import gpu_line
+
+FOLDER = ROOT / "build" / "gpu-first"
+NO_GPU = (
+    "error: nvidia-smi shows no GPU, and this needs one of compute capability 8.0 or later; what can be tried without "
+    "one is tried by: make gpu-rehearsal"
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m gpu_first", description=(__doc__ or "").split("\n")[0])
+    made.add_argument("part", type=int, nargs="?", choices=PARTS, help="1, 2 or 3; all of them without it")
+    made.add_argument("--folder", type=Path, default=FOLDER, help="where records, logs and the page go")
+    made.add_argument("--out", type=Path, help="copy page, JSON and records here too (default: $OUT, if set)")
+    made.add_argument("--seconds", type=float, default=PART_SECONDS, help="of a part [%(default).0f]")
+    made.add_argument("--step-seconds", type=float, help="of each step, instead of its own limit")
+    made.add_argument("--only", nargs="+", choices=[step.name for step in STEPS], default=(), help="only these steps")
+    made.add_argument("--fresh", action="store_true", help="forget what passed before")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    gpu = gpu_line()
+    if gpu is None:
+        say = (
+            "error: nvidia-smi shows no GPU, and this needs one of compute capability 8.0 or later; without one, run: "
+        )
+        print(say + "make gpu-rehearsal", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that steps under way are ended too
+    out = args.out or (Path(os.environ["OUT"]) if os.environ.get("OUT") else None)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    passed = True
+    try:
+        for part in [args.part] if args.part else list(PARTS):
+            run = Run(part, args.folder, gpu, args.seconds, step_seconds=args.step_seconds, only=tuple(args.only))
+            if args.fresh:
+                run.records.path.unlink(missing_ok=True)
+            passed &= run.all()
+    except KeyboardInterrupt:
+        print("stopped: the same command goes on from here", file=sys.stderr)
+        return 130
+    finally:
+        if out is not None:
+            copy_results(args.folder, out)
+    return 0 if passed else 1
+
+
+def copy_results(folder: Path, out: Path) -> None:
+    """Page, JSON, records and logs, as one folder of few files."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name in (page.PAGE, page.JSON, *(f"part{part}.{kind}" for part in PARTS for kind in ("jsonl", "log"))):
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, out / name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,350 @@
+"""Steps of parts 1 and 2: the kernels, their peers, and what the card itself can do."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from gpu_first import tools
+from gpu_first.records import Records, of_step
+from gpu_first.step import Absent, Context
+from pagekv.kernels.bench import flashinfer_peer, speed
+from pagekv.kernels.bench.correctness import (
+    BF16,
+    REPLAYS,
+    Check,
+    checks,
+    replay_checks,
+    setups,
+    smallest_checks,
+    swap_checks,
+)
+from pagekv.kernels.bench.machine import Arena, Clock, CudaMachine
+from pagekv.kernels.bench.report import Report
+from pagekv.kernels.bench.scene import Setup
+from pagekv.kernels.bench.stages import Bench
+from pagekv.kernels.bench.workload import (
+    GQA4,
+    MIB,
+    MQA,
+    DecodeCase,
+    Heads,
+    PrefillCase,
+    WriteCase,
+    decode_cases,
+    decode_floor,
+    prefill_cases,
+    swap_cases,
+    write_cases,
+)
+from pagekv.kernels.variants import Variant
+
+TINY = Heads("GQA 2", 2, 1)
+SMALL_VARIANT = Variant("float16", "float16", 64)
+SMALL_SETUP = Setup(SMALL_VARIANT, (1, 17, 40))
+SANITIZED_LENGTHS = (1, 17, 300)
+GEMM = 8192
+
+
+def machine_of(context: Context) -> CudaMachine:
+    """The GPU; in a rehearsal its stub."""
+    if context.small:
+        import cuda_stub
+
+        return cuda_stub.machine(context.say)
+    return CudaMachine(context.say)
+
+
+def bench_of(context: Context) -> Bench:
+    """A bench that tells the step's records."""
+    machine = machine_of(context)
+    size = 4 * MIB if context.small else machine.memory()
+    return Bench(
+        machine, Arena(machine, size), Clock(context.seconds), Report({}), context.say, context.log, one_stage=True
+    )
+
+
+def ended(bench: Bench, context: Context) -> None:
+    """Notes what the bench left out."""
+    for note in bench.report.notes:
+        context.log.note(note)
+
+
+def tell(context: Context, found: Iterable[Check]) -> None:
+    """Says and records checks as they come."""
+    for check in found:
+        context.say(f"{'ok' if check.passed else 'WRONG':<6}{check.name}: error {check.error:.2g}")
+        context.log.check(**check.row())  # type: ignore[arg-type]  # a row has the names of the parameters
+
+
+# --- part 1
+
+
+def step_machine(context: Context) -> None:
+    """What is there, and what it can do at most: every share on the page is of these figures."""
+    log = context.log
+    machine = machine_of(context)
+    versions = {**machine.versions(), "python": platform.python_version(), "cores": str(os.cpu_count())}
+    for package in ("transformers", "triton", "numpy", "grpc", "flashinfer"):
+        versions[package] = _version(package)
+    for name, value in versions.items():
+        log.fact(name, value)
+        context.say(f"{name}: {value}")
+    arena = Arena(machine, 4 * MIB if context.small else 8 << 30)
+    log.fact("copy_gb_per_s", speed.copy_bandwidth(machine, arena))
+    size = 64 if context.small else GEMM
+    a, b = (torch.randn(size, size, device=machine.device).to(torch.bfloat16) for _ in range(2))
+    took = machine.timed(lambda _: torch.mm(a, b), 2)
+    log.fact("gemm_tflop_per_s", 2 * size**3 / took.seconds / 1e12)
+    started = time.perf_counter()
+    machine.launcher.prepare(SMALL_VARIANT if context.small else BF16)
+    log.fact("prepare_kernels_s", time.perf_counter() - started)
+    for tool in ("nvcc", "ncu", "compute-sanitizer", "ninja"):
+        log.fact(f"{tool}_is_there", shutil.which(tool) is not None)
+
+
+def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    named = {"grpc": "grpcio", "flashinfer": "flashinfer-python"}.get(package, package)
+    try:
+        return version(named)
+    except PackageNotFoundError:
+        return "absent"
+
+
+def step_smallest(context: Context) -> None:
+    """Five launches."""
+    tell(context, smallest_checks(machine_of(context), SMALL_VARIANT if context.small else BF16))
+
+
+def step_correctness(context: Context) -> None:
+    """Every setup, one after the other."""
+    bench = bench_of(context)
+    bench.correctness([SMALL_SETUP, Setup(SMALL_VARIANT, (3, 20), block_size=1)] if context.small else setups())
+    ended(bench, context)
+    for note in bench.report.notes:
+        context.log.check(note, False)  # what is timed later has to be right
+
+
+def step_replays(context: Context) -> None:
+    """Merged and unmerged rows in one graph, then rows for the merge kernel."""
+    machine = machine_of(context)
+    if context.small:
+        tell(context, replay_checks(machine, Setup(SMALL_VARIANT, (1, 300)), 3))
+        return
+    for lengths in ((1, 300, 700, 4000, 17) * 8, (5000, 65, 9000)):
+        tell(context, replay_checks(machine, Setup(BF16, lengths, decodes_only=True), REPLAYS))
+
+
+def step_swap(context: Context) -> None:
+    """Out and in again, beside decodes."""
+    machine = machine_of(context)
+    sizes = (1, 17, 40) if context.small else (5000, 1, 17, 4096)
+    tell(context, swap_checks(machine, SMALL_VARIANT if context.small else BF16, sizes))
+
+
+def step_sanitized(context: Context) -> None:
+    """What runs under compute-sanitizer: the smallest launches, and bf16 d128 at three lengths."""
+    machine = machine_of(context)
+    variant = SMALL_VARIANT if context.small else BF16
+    tell(context, smallest_checks(machine, variant))
+    tell(context, checks(machine, Setup(variant, (1, 17) if context.small else SANITIZED_LENGTHS)))
+
+
+def _sanitize(context: Context, tool: str) -> None:
+    if shutil.which("compute-sanitizer") is None:
+        raise Absent("compute-sanitizer is not on PATH: it comes with the CUDA toolkit")
+    records = context.folder / f"{tool}.jsonl"
+    records.unlink(missing_ok=True)
+    inner = tools.step_command("sanitized", "--records", str(records), "--folder", str(context.folder))
+    # Allocations of their own, so that an access beside one is outside of everything.
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    done = subprocess.run(tools.sanitized(tool, inner), env=environment, capture_output=True, text=True)
+    sys.stdout.write(done.stdout[-20_000:] + done.stderr[-4_000:])
+    ran = of_step(Records(records).read(), "sanitized", "check")
+    said = [line for line in done.stdout.splitlines() if line.startswith("=========")]
+    passed = done.returncode == 0 and bool(ran) and all(check["passed"] for check in ran)
+    context.log.check(f"{tool}: {len(ran)} checks without an error", passed, exit=done.returncode, said=said[-6:])
+
+
+def step_memcheck(context: Context) -> None:
+    """Accesses."""
+    _sanitize(context, "memcheck")
+
+
+def step_racecheck(context: Context) -> None:
+    """Shared memory."""
+    _sanitize(context, "racecheck")
+
+
+def step_synccheck(context: Context) -> None:
+    """Barriers."""
+    _sanitize(context, "synccheck")
+
+
+# --- part 2
+
+
+def _decode(context: Context, cases: list[DecodeCase], again: bool = False) -> None:
+    bench = bench_of(context)
+    bench.report.copy_gb_per_s = speed.copy_bandwidth(bench.machine, bench.arena)
+    context.log.fact("copy_gb_per_s", bench.report.copy_gb_per_s)
+    bench.decode(cases)
+    if again and context.log.begins("drift", cases[0].name):
+        timing = speed.decode_timing(bench.machine, bench.arena, cases[0])
+        context.log.found("drift", {"case": cases[0].name, **timing.columns()})
+    ended(bench, context)
+
+
+def step_decode_floors(context: Context) -> None:
+    """Cases that a floor counts; the first once more at the end, to see whether the card drifted."""
+    cases = [case for case in decode_cases() if decode_floor(case)]
+    _decode(context, [DecodeCase(TINY, 1, 40), DecodeCase(TINY, 2, 300)] if context.small else cases, again=True)
+
+
+def step_decode_layouts(context: Context) -> None:
+    """What real pools and loads add."""
+    cases = [case for case in decode_cases() if not case.plain]
+    small = [DecodeCase(TINY, 2, 40, ragged=True), DecodeCase(TINY, 2, 40, pool_layers=4)]
+    _decode(context, small if context.small else cases)
+
+
+def step_decode_rest(context: Context) -> None:
+    """Shapes that no floor counts."""
+    cases = [case for case in decode_cases() if case.plain and not decode_floor(case)]
+    _decode(context, [DecodeCase(TINY, 1, 17)] if context.small else cases)
+
+
+def step_prefill(context: Context) -> None:
+    """Prompts and chunks, those of 4k first, which the floor counts."""
+    bench = bench_of(context)
+    cases = sorted(prefill_cases(), key=lambda case: (case.new, case.cached) != (4096, 0))
+    bench.prefill([PrefillCase(TINY, 1, 24, 16)] if context.small else cases)
+    ended(bench, context)
+
+
+def step_memory(context: Context) -> None:
+    """Cache write and block copy."""
+    bench = bench_of(context)
+    bench.report.copy_gb_per_s = speed.copy_bandwidth(bench.machine, bench.arena)
+    if context.small:
+        bench.memory([WriteCase(TINY, 3)], ())
+    else:
+        bench.memory(list(write_cases()))
+    ended(bench, context)
+
+
+def step_swap_speed(context: Context) -> None:
+    """Swaps."""
+    bench = bench_of(context)
+    bench.swap(list(swap_cases(256 * 1024))[:2] if context.small else None)
+    ended(bench, context)
+
+
+# --- FlashInfer
+
+
+def _flashinfer(context: Context, cases: Iterator[Any]) -> None:
+    if find_spec("flashinfer") is None:
+        raise Absent("FlashInfer is not installed: scripts/gpu_wheels.sh collects flashinfer-python 0.6.6")
+    module = flashinfer_peer.load()
+    context.log.fact("flashinfer", getattr(module, "__version__", "unknown"))
+    machine = machine_of(context)
+    arena = Arena(machine, 4 * MIB if context.small else machine.memory())
+    workspace = torch.zeros((1 if context.small else 256) * MIB, dtype=torch.uint8, device=machine.device)
+    for case in cases:
+        if case.pool_bytes > arena.size or not context.log.begins("flashinfer", case.name):
+            continue
+        try:
+            seconds = flashinfer_peer.seconds(machine, arena, module, workspace, case)
+        except (RuntimeError, ValueError, TypeError) as error:
+            if "CUDA error" in str(error):
+                raise  # the device is gone for this process
+            context.log.note(f"FlashInfer, {case.name}: {(str(error) or repr(error)).splitlines()[0][:200]}")
+            continue
+        context.log.found("flashinfer", {"case": case.name, "seconds": seconds})
+        context.say(f"FlashInfer, {case.name}: {seconds * 1e6:.1f} us")
+
+
+def step_flashinfer_decode(context: Context) -> None:
+    """The cases of the floors, those of tensor cores first: one compilation serves them all."""
+    cases = [case for case in decode_cases() if decode_floor(case)]
+    cases.sort(key=lambda case: case.heads.num_heads == case.heads.num_kv_heads)
+    _flashinfer(context, iter([DecodeCase(TINY, 1, 40)] if context.small else cases))
+
+
+def step_flashinfer_prefill(context: Context) -> None:
+    """Prefill by its FlashAttention-2 kernels."""
+    _flashinfer(context, iter([PrefillCase(TINY, 1, 24)]) if context.small else prefill_cases())
+
+
+# --- ncu
+
+
+def ncu_targets(small: bool) -> list[tuple[str, Callable[[CudaMachine, Arena], Callable[[], object]]]]:
+    """The six launches whose insides are asked for, by name: how each is set up, and what starts it."""
+
+    def decode(case: DecodeCase) -> Callable[[CudaMachine, Arena], Callable[[], object]]:
+        return lambda machine, arena: partial(speed.decode_batch(machine, arena, case).attend, 0)
+
+    def prefill(machine: CudaMachine, arena: Arena) -> Callable[[], object]:
+        case = PrefillCase(TINY, 1, 24) if small else PrefillCase(GQA4, 2, 4096)
+        return partial(speed.prefill_batch(machine, arena, case).attend, 0)
+
+    def write(machine: CudaMachine, arena: Arena) -> Callable[[], object]:
+        return partial(speed.write_round(machine, arena, WriteCase(TINY, 3) if small else WriteCase(GQA4, 2048))[0], 0)
+
+    if small:
+        decodes = [DecodeCase(TINY, 1, 40)]
+    else:
+        fp8 = DecodeCase(GQA4, 64, 4096, kv_dtype="float8_e4m3fn")
+        decodes = [DecodeCase(GQA4, 64, 1024), DecodeCase(GQA4, 64, 4096), DecodeCase(MQA, 64, 16384), fp8]
+    named = [(f"decode {case.name}", decode(case)) for case in decodes]
+    return [*named, ("prefill 4k", prefill), ("cache write", write)]
+
+
+def step_profiled(context: Context) -> None:
+    """What runs under ncu: each launch once to warm up, once for the profiler."""
+    machine = machine_of(context)
+    arena = Arena(machine, 4 * MIB if context.small else 12 << 30)
+    runtime: Any = torch.cuda.cudart()
+    for name, prepare in ncu_targets(context.small):
+        run = prepare(machine, arena)
+        run()
+        machine.synchronize()
+        runtime.cudaProfilerStart()
+        run()
+        machine.synchronize()
+        runtime.cudaProfilerStop()
+        context.log.fact("launched", name)
+
+
+def step_profile_kernels(context: Context) -> None:
+    """ncu's answers, a row a launch."""
+    if shutil.which("ncu") is None:
+        raise Absent("ncu is not on PATH: it comes with the CUDA toolkit")
+    records = context.folder / "profiled.jsonl"
+    records.unlink(missing_ok=True)
+    inner = tools.step_command("profiled", "--records", str(records), "--folder", str(context.folder))
+    done = subprocess.run(tools.profiled(inner), capture_output=True, text=True)
+    (context.folder / "ncu.csv").write_text(done.stdout)
+    names = [fact["value"] for fact in of_step(Records(records).read(), "profiled", "fact")]
+    try:
+        launches = tools.launches_of(done.stdout)
+    except ValueError as error:
+        raise RuntimeError(f"ncu exited with {done.returncode}: {error} {done.stderr[-300:]}") from error
+    for name, launch in zip(names, launches, strict=False):
+        shown = {heading: launch.get(metric) for heading, metric in tools.NCU_METRICS}
+        context.log.found("ncu", {"case": name, "kernel": launch.get("Kernel Name"), **shown})
+    context.log.check(f"ncu profiled all {len(names)} launches", len(launches) == len(names) > 0)

@@ -1,0 +1,263 @@
+"""The page and the JSON of all parts: what was predicted beside what was measured, and what was not measured."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpu_first import predictions
+from gpu_first.parts import PARTS, STEPS
+from gpu_first.predictions import shown
+from gpu_first.records import PASSED, Record, Records, of_step, status_of
+from gpu_first.tools import EMULATED
+from pagekv.kernels.bench.report import Report, floor_line, join_flashinfer
+from pagekv.kernels.bench.workload import decode_cases, prefill_cases
+
+PAGE, JSON = "gpu-first.md", "gpu-first.json"
+
+REHEARSED = "**A rehearsal without a GPU: emulated kernels, tiny sizes. No figure here means anything.**"
+
+Cell = Callable[[Record], str]
+
+
+def write(folder: Path) -> None:
+    """Both files, from the records of every part that has any."""
+    records = {part: Records(folder / f"part{part}.jsonl").read() for part in PARTS}
+    _replace(folder / JSON, json.dumps(as_json(records), indent=1) + "\n")
+    _replace(folder / PAGE, as_page(records))
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def as_json(records: dict[int, list[Record]]) -> dict[str, Any]:
+    """Parts -> what they are about, how each step ended, and what it found."""
+    found: dict[str, Any] = {}
+    for part, own in records.items():
+        if not own:
+            continue
+        steps = {}
+        for step in (step for step in STEPS if step.part == part):
+            ends = of_step(own, step.name, "end")
+            steps[step.name] = {
+                "status": ends[-1]["status"] if ends else "not begun",
+                "reason": ends[-1]["reason"] if ends else "",
+                "seconds": sum(end["seconds"] for end in ends),
+                "facts": {fact["name"]: fact["value"] for fact in of_step(own, step.name, "fact")},
+                "rows": [_plain(row) for row in latest(of_step(own, step.name, "row"))],
+                "checks": [_plain(check) for check in of_step(own, step.name, "check")],
+                "notes": sorted({note["text"] for note in of_step(own, step.name, "note")}),
+            }
+        found[f"part {part}, {PARTS[part]}"] = {"about": own[0].get("about"), "steps": steps}
+    return found
+
+
+def latest(rows: Sequence[Record]) -> list[Record]:
+    """Rows without those of the same case that a later one replaced."""
+    return list({(row["section"], row["case"]): row for row in rows}.values())
+
+
+def _plain(record: Record) -> Record:
+    return {key: value for key, value in record.items() if key not in ("step", "kind", "counts_for")}
+
+
+def as_page(records: dict[int, list[Record]]) -> str:
+    """Markdown."""
+    everything = [record for own in records.values() for record in own]
+    rows: dict[str, list[Record]] = {}
+    for row in latest([record for record in everything if record["kind"] == "row"]):
+        rows.setdefault(row["section"], []).append(dict(row))
+    facts = {record["name"]: record["value"] for record in everything if record["kind"] == "fact"}
+    join(rows)
+    about = next((own[0].get("about", {}) for own in records.values() if own), {})
+    parts = [
+        "# The first half hour on a GPU",
+        f"{about.get('gpu', 'no GPU')}; code {about.get('code', '')}; written {datetime.date.today().isoformat()} by "
+        "`make gpu-first`. Predictions are those of a review before anything had run "
+        "(`tests/bench/gpu_first/predictions.py`). Figures are medians; least and most are of the repeats of one run.",
+        REHEARSED if about.get("gpu") == EMULATED else "",
+        versions_of(facts),
+        "## Steps\n\n" + steps_table(records),
+        "## Checks\n\n" + checks_text(everything),
+        "## The card\n\n" + card_table(facts),
+        *[f"## {title}\n\n{table}" for title, table in tables(rows, facts)],
+        "## Floors\n\n" + floors_text(rows),
+        "## Not measured\n\n" + notes_text(records),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def versions_of(facts: Record) -> str:
+    """One line."""
+    names = (
+        "gpu",
+        "arch",
+        "cuda",
+        "torch",
+        "transformers",
+        "cupy",
+        "triton",
+        "numpy",
+        "python",
+        "grpc",
+        "flashinfer",
+        "cores",
+    )
+    return ", ".join(f"{name} {facts[name]}" for name in names if name in facts)
+
+
+def markdown(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    """A table: the first column left, others right."""
+    if not cells:
+        return "Nothing."
+    kept = [at for at in range(len(headings)) if any(row[at] for row in cells)]
+    lines = ["| " + " | ".join(headings[at] for at in kept) + " |"]
+    lines.append("| " + " | ".join("---" if not at else "---:" for at in kept) + " |")
+    return "\n".join([*lines, *("| " + " | ".join(row[at] for at in kept) + " |" for row in cells)])
+
+
+def steps_table(records: dict[int, list[Record]]) -> str:
+    """How each step ended."""
+    cells = []
+    for step in STEPS:
+        ends = of_step(records.get(step.part, []), step.name, "end")
+        last = ends[-1] if ends else {"status": "not begun", "reason": "", "seconds": 0.0}
+        reason = str(last["reason"]).replace("|", "/")[:160]
+        cells.append([step.name, str(step.part), step.about, str(last["status"]), f"{last['seconds']:.0f}", reason])
+    return markdown(["step", "part", "about", "ended", "s", "reason"], cells)
+
+
+def checks_text(everything: Sequence[Record]) -> str:
+    """How many passed, and each that did not."""
+    checks = {(r["step"], r["name"]): r for r in everything if r["kind"] == "check"}
+    failed = [f"- **{step}: {name}**: {_rest(check)}" for (step, name), check in checks.items() if not check["passed"]]
+    head = f"{len(checks) - len(failed)} of {len(checks)} passed."
+    return "\n".join([head, *failed])
+
+
+def _rest(check: Record) -> str:
+    shown_keys = {key: value for key, value in check.items() if key not in ("step", "kind", "name", "passed")}
+    return ", ".join(f"{key} {value}" for key, value in shown_keys.items())
+
+
+def card_table(facts: Record) -> str:
+    """What everything else is a share of."""
+    lines = [
+        ("copy, GB/s, read and written", predictions.COPY_GB_PER_S, "copy_gb_per_s"),
+        ("bf16 product of 8192, TFLOP/s", predictions.GEMM_TFLOP_PER_S, "gemm_tflop_per_s"),
+        ("launches of a decode step", predictions.STEP_LAUNCHES, "step_launches"),
+        ("kernel time of a decode step, us", None, "step_kernels_us"),
+        ("kernels made ready, s", None, "prepare_kernels_s"),
+        ("model loaded, s", None, "load_s"),
+    ]
+    cells = [[name, shown(predicted, ".0f"), _number(facts.get(key), ".1f")] for name, predicted, key in lines]
+    return markdown(["", "predicted", "measured"], [row for row in cells if row[2]])
+
+
+def tables(rows: dict[str, list[Record]], facts: Record) -> list[tuple[str, str]]:
+    """(title, table) of every section that has rows."""
+    timing = [("us", _of("microseconds", ".1f")), ("least", _of("microseconds_least", ".1f")),
+              ("most", _of("microseconds_most", ".1f"))]  # fmt: skip
+    state = [("MHz", _of("sm_mhz", ".0f")), ("W", _of("watts", ".0f"))]
+    peers = [("vs FlashInfer", _of("against_flashinfer", ".2f")), ("vs flash", _of("against_flash", ".2f")),
+             ("vs cuDNN", _of("against_cudnn", ".2f"))]  # fmt: skip
+    predicted_share = ("predicted", lambda row: shown(predictions.DECODE_SHARE.get(row["case"]), ".0%"))
+    sections: list[tuple[str, str, list[tuple[str, Cell]]]] = [
+        ("decode", "Decode, share of copy bandwidth", [
+            predicted_share, ("measured", _of("share_of_copy", ".1%")), *timing, ("GB/s", _of("gb_per_s", ".0f")),
+            ("vs no table", _of("against_no_table", ".3f")), ("vs compact", _of("against_compact", ".3f")),
+            *peers, *state]),
+        ("drift", "Drift: the first case again, at the end", [*timing, *state]),
+        ("prefill", "Prefill, TFLOP/s", [
+            ("predicted", lambda row: shown(predictions.prefill(row["new"], row["cached"]), ".0f")),
+            ("measured", _of("tflop_per_s", ".0f")), ("ms", _of("milliseconds", ".3f")),
+            ("least", _of("milliseconds_least", ".3f")), ("most", _of("milliseconds_most", ".3f")), *peers, *state]),
+        ("memory", "Cache write and block copy, share of copy bandwidth", [
+            ("predicted", _memory_prediction), ("measured", _of("share_of_copy", ".1%")), *timing]),
+        ("swap", "Swap, share of one pinned copy", [
+            ("predicted", lambda row: shown(predictions.OTHERS["swap"], ".0%")),
+            ("out", _of("out_against_memcpy", ".1%")), ("in", _of("in_against_memcpy", ".1%")),
+            ("out GB/s", _of("out_gb_per_s", ".1f")), ("in GB/s", _of("in_gb_per_s", ".1f")),
+            ("both GB/s", _of("both_gb_per_s", ".1f"))]),
+        ("kernels of a step", "Kernels of a decode step, eager", [
+            ("us a step", _of("microseconds", ".1f")), ("launches a step", _of("launches", ".1f"))]),
+    ]  # fmt: skip
+    for name in ("with graphs", "without graphs", "both processes", "transformers"):
+        sections.append((name, f"Llama 3 8B's shape, {name}", [
+            ("predicted ms", lambda row: shown(predictions.STEP_MS.get((row["section"], row["case"])), ".1f")),
+            ("ms a step", _of("step_ms", ".2f")), ("tok/s", _of("tok_per_s", ".0f")),
+            ("graphs replayed", _of("graphs_replayed", "d")), ("split costs", _of("split_costs", ".1%"))]))  # fmt: skip
+    sections.append(("arrivals", "Requests that arrive over time", [
+        ("output tok/s", _of("output_tok_per_s", ".0f")), ("first token p50, ms", _of("ttft_p50_ms", ".0f")),
+        ("p99", _of("ttft_p99_ms", ".0f")), ("between tokens p50, ms", _of("inter_token_p50_ms", ".1f")),
+        ("p99 ", _of("inter_token_p99_ms", ".1f"))]))  # fmt: skip
+    made = []
+    for section, title, columns in sections:
+        if section in rows:
+            cells = [[str(row["case"]), *(cell(row) for _, cell in columns)] for row in rows[section]]
+            made.append((title, markdown(["case", *(heading for heading, _ in columns)], cells)))
+    if "ncu" in rows:
+        left_out = ("step", "kind", "section", "case", "ok")
+        headings = [key for key in rows["ncu"][0] if key not in left_out]
+        cells = [[row["case"], *(str(row.get(key) or "") for key in headings)] for row in rows["ncu"]]
+        made.append(("Six launches under ncu", markdown(["launch", *headings], cells)))
+    return made
+
+
+def join(rows: dict[str, list[Record]]) -> None:
+    """Adds to rows what other rows say of them: FlashInfer's figure, and what the split costs."""
+    peer = {row["case"]: row["seconds"] for row in rows.get("flashinfer", [])}
+    named: list[Any] = [*(case for case in decode_cases() if case.plain), *prefill_cases()]
+    cases = {case.name: case for case in named}
+    for row in [*rows.get("decode", []), *rows.get("prefill", [])]:
+        if row["case"] in peer:
+            join_flashinfer(cases.get(row["case"]), row, peer[row["case"]])
+    alone = {row["case"]: row["step_ms"] for row in rows.get("with graphs", [])}
+    for row in rows.get("both processes", []):
+        if row["case"] in alone:
+            row["split_costs"] = row["step_ms"] / alone[row["case"]] - 1
+
+
+def floors_text(rows: dict[str, list[Record]]) -> str:
+    """The verdicts, a line each."""
+    report = Report({}, sections=rows)
+    return "\n".join(f"- {floor_line(row)}" for row in report.floors())
+
+
+def notes_text(records: dict[int, list[Record]]) -> str:
+    """Steps that did not pass, and what steps left out."""
+    lines = []
+    for step in STEPS:
+        own = records.get(step.part, [])
+        status = status_of(own, step.name)
+        if status != PASSED:
+            lines.append(f"- {step.name}: {status or 'not begun'}")
+        lines += [
+            f"- {step.name}: {text}" for text in sorted({note["text"] for note in of_step(own, step.name, "note")})
+        ]
+    return "\n".join(lines) or "Nothing was left out."
+
+
+def _of(key: str, layout: str) -> Cell:
+    return lambda row: _number(row.get(key), layout)
+
+
+def _number(value: Any, layout: str) -> str:
+    return format(value, layout) if isinstance(value, (int, float)) else ""
+
+
+def _memory_prediction(row: Record) -> str:
+    key = (
+        "block copy"
+        if row["case"].startswith("copy")
+        else "cache write of 8k tokens"
+        if "8k tokens" in row["case"]
+        else ""
+    )
+    return shown(predictions.OTHERS.get(key), ".0%")

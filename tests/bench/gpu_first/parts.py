@@ -1,0 +1,66 @@
+"""The table of the first half hour: which steps each part has, in which order, and how long each may take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PART_SECONDS = 540.0
+"""Of one part: nine minutes."""
+PARTS = {1: "correctness", 2: "kernels", 3: "end to end"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One process. What it does is the function of its name in `kernel_steps` or `serving_steps`."""
+
+    name: str
+    part: int
+    seconds: float
+    """At most; less where the part's time is nearly over."""
+    about: str
+    tool: str = ""
+    """A program that it runs under."""
+    optional: bool = False
+    """The part may pass where this step's tool or peer is absent."""
+
+
+# What matters most comes first in each part, since time may run out.
+STEPS = (
+    Step("machine", 1, 90, "versions, copy bandwidth, matrix products, how long kernels compile"),
+    Step("smallest", 1, 60, "the smallest launch of each kernel, waited for one by one"),
+    Step("llama", 1, 100, "a two-layer Llama: CUDA graphs against eager, token for token"),
+    Step("correctness", 1, 210, "every variant, group, block size and length against float64"),
+    Step("replays", 1, 60, "200 replays of a graph, equal to the bit"),
+    Step("swap", 1, 45, "blocks that leave for host memory and return"),
+    Step("memcheck", 1, 90, "no access outside of what is allocated", tool="compute-sanitizer"),
+    Step("racecheck", 1, 90, "no race in shared memory", tool="compute-sanitizer"),
+    Step("synccheck", 1, 60, "no wrong barrier", tool="compute-sanitizer"),
+    Step("decode_floors", 2, 130, "decode where a floor counts, paged against no table"),
+    Step("flashinfer_decode", 2, 150, "FlashInfer at the same decodes", optional=True),
+    Step("prefill", 2, 60, "prefill, beside torch's FlashAttention and cuDNN"),
+    Step("memory", 2, 40, "cache write and block copy"),
+    Step("swap_speed", 2, 45, "swaps against one pinned copy"),
+    Step("profile_kernels", 2, 110, "six launches under the profiler", tool="ncu", optional=True),
+    Step("decode_layouts", 2, 90, "decode in the executor's layout, fp8, ragged, other block sizes"),
+    Step("decode_rest", 2, 120, "decode of every other shape"),
+    Step("flashinfer_prefill", 2, 150, "FlashInfer at the same prefills", optional=True),
+    Step("model", 3, 70, "random weights of Llama 3 8B's shape, written where the others read them"),
+    Step("with_graphs", 3, 140, "in process, with CUDA graphs: greedy, top-p, steps mixed with prompts"),
+    Step("both_processes", 3, 150, "through manager and executor: greedy, and requests that arrive over time"),
+    Step("profile_step", 3, 70, "kernel time of decode steps, by name"),
+    Step("without_graphs", 3, 90, "in process, every step eager"),
+    Step("transformers", 3, 120, "transformers' own continuous batching", optional=True),
+)
+
+SERVING = frozenset(step.name for step in STEPS if step.part == 3) | {"llama"}
+"""Steps that run a model, and so import transformers."""
+
+
+def steps_of(part: int) -> list[Step]:
+    """The steps of a part, in order."""
+    return [step for step in STEPS if step.part == part]
+
+
+def step_named(name: str) -> Step:
+    """The step. Raises KeyError."""
+    return {step.name: step for step in STEPS}[name]

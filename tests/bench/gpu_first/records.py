@@ -1,0 +1,129 @@
+"""What a part found, a line of JSON each, written as it is found: a step that dies keeps what it measured.
+
+A part's file has a first line that says what was measured (`about`), then lines of steps:
+
+    {"step": "decode", "kind": "attempt", "number": 0}
+    {"step": "decode", "kind": "begin", "section": "decode", "case": "GQA 4, 64 x 1k"}
+    {"step": "decode", "kind": "row", "section": "decode", "case": "GQA 4, 64 x 1k", "microseconds": 71.2, ...}
+    {"step": "decode", "kind": "check", "name": ..., "passed": true, ...}
+    {"step": "decode", "kind": "fact", "name": "copy_gb_per_s", "value": 4290.0}
+    {"step": "decode", "kind": "note", "text": "..."}
+    {"step": "decode", "kind": "end", "status": "passed", "reason": "", "seconds": 41.0}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+PASSED, FAILED, LATE, ABSENT = "passed", "failed", "out of time", "absent"
+
+
+class Records:
+    """One part's file. Several processes may read it; one at a time writes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> list[Record]:
+        """Every whole line; one that was cut off is left out."""
+        if not self.path.is_file():
+            return []
+        return list(_parsed(self.path.read_text(encoding="utf-8").splitlines()))
+
+    def add(self, step: str, kind: str, **values: Any) -> None:
+        """Writes one record. What is no JSON is written as text."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        line = json.dumps({"step": step, "kind": kind, **values}, default=str)
+        whole = not self.path.is_file() or self.path.read_bytes()[-1:] in (b"", b"\n")
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(("" if whole else "\n") + line + "\n")
+
+    def start(self, about: Record) -> bool:
+        """Begins a file about this, or goes on with one that is about the same; True when it goes on. An older file
+        about something else is kept beside it.
+        """
+        records = self.read()
+        if records and records[0].get("kind") == "about" and records[0]["about"] == about:
+            return True
+        if self.path.is_file():
+            self.path.replace(self.path.with_suffix(".old.jsonl"))
+        self.add("", "about", about=about)
+        return False
+
+
+def _parsed(lines: list[str]) -> Iterator[Record]:
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+def of_step(records: list[Record], step: str, kind: str) -> list[Record]:
+    """The records of one step and kind."""
+    return [record for record in records if record["step"] == step and record["kind"] == kind]
+
+
+def status_of(records: list[Record], step: str) -> str | None:
+    """How a step ended last; None: it did not."""
+    ends = of_step(records, step, "end")
+    return str(ends[-1]["status"]) if ends else None
+
+
+class StepLog:
+    """A step's side of the records. Implements the bench's `Watcher`.
+
+    The runner notes each attempt at a step. The first of a run counts from anew what failed or died before; those after
+    it go on where the one before died, and leave out the case in which it did.
+    """
+
+    def __init__(self, records: Records, step: str) -> None:
+        self._records, self.step = records, step
+        own = [record for record in records.read() if record["step"] == step]
+        starts = [at for at, record in enumerate(own) if record["kind"] == "attempt" and not record["number"]]
+        run = own[starts[-1] :] if starts else own
+        rows = [r for r in own if r["kind"] == "row" and r["ok"]] + [r for r in run if r["kind"] == "row"]
+        self._done = {(r["section"], r["case"]): r for r in rows}
+        self._left_out = {(r["section"], r["case"]) for r in run if r["kind"] == "begin"}
+        self.crashed = [case for case in self._left_out if case not in self._done]
+        """Cases during which an earlier attempt died."""
+        self.failed: list[str] = [r["name"] for r in run if r["kind"] == "check" and not r["passed"]]
+        """Checks that did not pass, those of earlier attempts included."""
+
+    def begins(self, section: str, case: str) -> bool:
+        """As `Watcher.begins`: False for what was measured, and for what an earlier attempt died in."""
+        if (section, case) in self._left_out or (section, case) in self._done:
+            return False
+        self._records.add(self.step, "begin", section=section, case=case)
+        return True
+
+    def found(self, section: str, row: Record) -> None:
+        """As `Watcher.found`. Checks among it are records of their own."""
+        row = dict(row)
+        checks = row.pop("checks", [])
+        for check in checks:
+            self.check(**check)
+        ok = all(check["passed"] for check in checks)
+        named = {**row, "case": row.pop("asked", row["case"])}
+        named.pop("asked", None)
+        self._records.add(self.step, "row", section=section, ok=ok, **named)
+
+    def check(self, name: str, passed: bool, **values: Any) -> None:
+        """What was checked, and whether it held."""
+        if not passed:
+            self.failed.append(name)
+        self._records.add(self.step, "check", name=name, passed=passed, **values)
+
+    def fact(self, name: str, value: Any) -> None:
+        """A figure or a text that belongs to no case."""
+        self._records.add(self.step, "fact", name=name, value=value)
+
+    def note(self, text: str) -> None:
+        """What was not measured, and why."""
+        self._records.add(self.step, "note", text=text)

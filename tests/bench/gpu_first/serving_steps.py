@@ -1,0 +1,333 @@
+"""Steps that run a model: the two-layer comparison of part 1, and part 3."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_first.in_process import (
+    GREEDY,
+    REHEARSED,
+    TOP_P,
+    InProcess,
+    Sizes,
+    allocate,
+    decode_seconds,
+    mixed_seconds,
+    prompts_for,
+    step_seconds,
+)
+from gpu_first.llama import llama_3_8b, two_layers, write_model
+from gpu_first.step import Context
+from pagekv.executor.backend import Sampling
+from pagekv.executor.cuda.backend import CudaBackend
+
+MODEL_BYTES = 20 * 2**30
+"""Room for the weights of Llama 3 8B, with a little to spare."""
+SAME_TOKENS = 40
+
+
+def sizes_of(context: Context) -> Sizes:
+    """How large everything is."""
+    return REHEARSED if context.small else Sizes()
+
+
+def backend_of(context: Context, directory: Path, **options: Any) -> CudaBackend:
+    """A backend over a model on the GPU, or on its stub."""
+    if context.small:
+        import cuda_stub
+
+        return CudaBackend(
+            directory, "bench", cuda_stub.device(), **{"dtype": "float32", "kv_memory": 2**26, **options}
+        )
+    from pagekv.executor.cuda.device import CudaDevice
+
+    return CudaBackend(directory, "bench", CudaDevice(), **options)
+
+
+def give_memory_back() -> None:
+    """Before the next model is loaded; callers have deleted their names of the last one."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+# --- part 1: tokens
+
+
+def step_llama(context: Context) -> None:
+    """Greedy and seeded tokens of a batch that a graph fits and of one that it fills up, with graphs and without.
+
+    In bf16 batches of 8, which graphs do not fill up: matrix products of another size may round otherwise. In float32
+    batches of 5 too.
+    """
+    torch.manual_seed(3)
+    directory = context.folder / "two-layers"
+    write_model(directory, two_layers(), torch.device("cpu"), spread=0.3)
+    small = context.small
+    sizes = Sizes(prompt_tokens=40, short=1, long=SAME_TOKENS, batches=(8,), chunk=1)
+    if small:
+        sizes = replace(REHEARSED, prompt_tokens=3, long=4, batches=(8,))
+    for dtype, batch in (("float32", 3), ("bfloat16", 2)) if small else (("float32", 5), ("bfloat16", 8)):
+        answers = []
+        for graphs in (True, False):
+            backend = backend_of(context, directory, dtype=dtype, graphs=graphs, kv_memory=2**26)
+            allocate(backend, sizes)
+            outputs = [_tokens(backend, batch, sizes, sampling) for sampling in (GREEDY, TOP_P)]
+            answers.append(outputs)
+            captured, replayed = backend.runner.graphs.num_captured, backend.runner.graphs.num_replayed
+            if graphs:
+                context.log.check(f"{dtype}: graphs were replayed", replayed > 0, captured=captured, replayed=replayed)
+            del backend
+            give_memory_back()
+        different = sum(a != b for a, b in zip(_flat(answers[0]), _flat(answers[1]), strict=True))
+        context.log.check(
+            f"{dtype}, batch {batch}: tokens with graphs are those without", different == 0, error=different
+        )
+        distinct = len(set(_flat(answers[1])))
+        context.log.check(f"{dtype}: the model says more than one thing", distinct > 4, error=distinct)
+        context.say(f"{dtype}: {different} of {len(_flat(answers[0]))} tokens differ, {distinct} distinct")
+
+
+def _tokens(backend: CudaBackend, batch: int, sizes: Sizes, sampling: Sampling) -> list[list[int]]:
+    driven = InProcess(backend, prompts_for(batch, sizes.prompt_tokens, 512, 7), sizes.long, sizes, sampling)
+    driven.run()
+    return list(driven.outputs.values())
+
+
+def _flat(outputs: list[list[list[int]]]) -> list[int]:
+    return [token for kind in outputs for output in kind for token in output]
+
+
+# --- part 3
+
+
+def model_folder(context: Context) -> Path:
+    """Where the model is: in memory where there is room for it, since it is read four times."""
+    memory = Path("/dev/shm")
+    if context.small or not memory.is_dir() or shutil.disk_usage(memory).free < MODEL_BYTES:
+        return context.folder / "model"
+    return memory / "pagekv-gpu-first"
+
+
+def model(context: Context) -> tuple[Path, int]:
+    """The model's folder, written unless it is there whole, and its vocabulary."""
+    directory, config = model_folder(context), two_layers() if context.small else llama_3_8b()
+    whole = directory / "whole"
+    if not whole.exists():
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        write_model(directory, config, torch.device("cpu" if context.small else "cuda"))
+        whole.touch()
+    return directory, int(config.vocab_size)
+
+
+def step_model(context: Context) -> None:
+    """Writes it."""
+    started = time.perf_counter()
+    directory, _ = model(context)
+    context.log.fact("model", str(directory))
+    context.log.fact("write_model_s", time.perf_counter() - started)
+
+
+def _in_process(context: Context, graphs: bool) -> None:
+    """Rows for every batch, with the counts of graphs beside each figure."""
+    log, sizes = context.log, sizes_of(context)
+    directory, vocab_size = model(context)
+    started = time.perf_counter()
+    backend = backend_of(context, directory, graphs=graphs)
+    log.fact("load_s", time.perf_counter() - started)
+    allocate(backend, sizes)
+    name = "with graphs" if graphs else "without graphs"
+    counts = backend.runner.graphs
+    for batch in sizes.batches:
+        for kind, sampling in (("greedy", GREEDY), ("top-p", TOP_P)):
+            case = f"batch {batch}, {kind}"
+            if (kind == "top-p" and not graphs) or not log.begins(name, case):
+                continue
+            before = counts.num_replayed
+            seconds = decode_seconds(backend, batch, vocab_size, sizes, sampling)
+            replayed = counts.num_replayed - before
+            log.found(name, {"case": case, "batch": batch, "step_ms": seconds * 1e3, "tok_per_s": batch / seconds,
+                             "graphs_recorded": counts.num_captured, "graphs_replayed": replayed})  # fmt: skip
+            if graphs:
+                log.check(f"{case}: its graphs were replayed", replayed > 0, error=replayed)
+            context.say(
+                f"{name}, {case}: {seconds * 1e3:.2f} ms a step, {batch / seconds:.0f} tok/s, {replayed} replays"
+            )
+    for batch in sizes.batches[1:]:
+        case = f"{batch} decodes beside a chunk of {sizes.chunk}"
+        if log.begins(name, case):
+            seconds = mixed_seconds(backend, batch, vocab_size, sizes)
+            log.found(name, {"case": case, "batch": batch, "step_ms": seconds * 1e3,
+                             "tok_per_s": (batch + sizes.chunk) / seconds})  # fmt: skip
+            context.say(f"{name}, {case}: {seconds * 1e3:.2f} ms a step")
+
+
+def step_with_graphs(context: Context) -> None:
+    """As it serves."""
+    _in_process(context, graphs=True)
+
+
+def step_without_graphs(context: Context) -> None:
+    """Eager."""
+    _in_process(context, graphs=False)
+
+
+def step_profile_step(context: Context) -> None:
+    """Three steps of the middle batch under torch's profiler: kernels by name, counted and summed."""
+    from torch.profiler import ProfilerActivity, profile
+
+    sizes = sizes_of(context)
+    directory, vocab_size = model(context)
+    backend = backend_of(context, directory, graphs=False)
+    allocate(backend, sizes)
+    steps = 3
+    driven = InProcess(backend, prompts_for(sizes.batches[1], sizes.prompt_tokens, vocab_size, 1), sizes.long, sizes)
+    driven.prefill()
+    driven.step(driven.states)
+    torch.cuda.synchronize()
+    activity = ProfilerActivity.CPU if context.small else ProfilerActivity.CUDA
+    with profile(activities=[activity]) as recorded:
+        for _ in range(steps if not context.small else 1):
+            driven.step(driven.states)
+        torch.cuda.synchronize()
+    driven.finish()
+    total = 0.0
+    table = []
+    for event in recorded.key_averages():
+        microseconds = float(event.self_cpu_time_total if context.small else event.self_device_time_total)
+        total += microseconds
+        table.append((microseconds / steps, event.count / steps, event.key[:90]))
+    for microseconds, launches, name in sorted(table, reverse=True)[:25]:
+        context.log.found("kernels of a step", {"case": name, "microseconds": microseconds, "launches": launches})
+    context.log.fact("step_kernels_us", total / steps)
+    context.log.fact("step_launches", sum(launches for _, launches, _ in table))
+
+
+# --- both processes
+
+
+@contextmanager
+def stack_of(context: Context, directory: Path, sizes: Sizes) -> Iterator[str]:
+    """Manager and executor over the model; the manager's address."""
+    import stack
+
+    stack.START_TIMEOUT_S = min(150.0, context.seconds)  # 16 GB of weights and a first compilation
+    module = "gpu_first.stub_executor" if context.small else "pagekv.executor.server"
+    manager_args = ["--tokenizer", "", "--max-batch-tokens", str(sizes.token_budget)]
+    executor = stack.Process(module, ["--backend", "cuda", "--model", str(directory)], context.folder)
+    try:
+        executor.start()
+        executor.wait_serving()
+        with stack.running_manager(executor, manager_args) as running:
+            yield running.target
+    finally:
+        if executor.popen is not None and executor.popen.poll() is None:
+            executor.kill()
+        sys.stdout.write(executor.tail(15) + "\n")
+
+
+def step_both_processes(context: Context) -> None:
+    """Steps of decodes through both processes, and requests that arrive over time."""
+    from calls import Caller, request_for
+
+    log, sizes = context.log, sizes_of(context)
+    directory, vocab_size = model(context)
+
+    async def generate(target: str, prompts: Sequence[list[int]], new: int) -> float:
+        async with Caller(target) as caller:
+            requests = [request_for(prompt, max_tokens=new, ignore_eos=True) for prompt in prompts]
+            started = time.perf_counter()
+            results = await caller.generate_many(requests)
+            seconds = time.perf_counter() - started
+        if any(len(result.tokens) != new for result in results):
+            raise RuntimeError(f"a stream has other than {new} tokens: {[len(r.tokens) for r in results]}")
+        return seconds
+
+    with stack_of(context, directory, sizes) as target:
+
+        def run(batch: int, new: int, seed: int) -> float:
+            return asyncio.run(generate(target, prompts_for(batch, sizes.prompt_tokens, vocab_size, 1000 + seed), new))
+
+        for batch in sizes.batches:
+            if log.begins("both processes", case := f"batch {batch}, greedy"):
+                seconds = step_seconds(partial(run, batch), sizes)
+                log.found("both processes", {"case": case, "batch": batch, "step_ms": seconds * 1e3,
+                                             "tok_per_s": batch / seconds})  # fmt: skip
+                context.say(f"both processes, {case}: {seconds * 1e3:.2f} ms a step, {batch / seconds:.0f} tok/s")
+        for rate in (50.0,) if context.small else (4.0, 16.0):
+            if log.begins("arrivals", case := f"{rate:g} requests a second"):
+                row = asyncio.run(_arrivals(target, rate, vocab_size, context.small))
+                log.found("arrivals", {"case": case, **row})
+                context.say(f"arrivals, {case}: {row}")
+
+
+async def _arrivals(target: str, rate: float, vocab_size: int, small: bool) -> dict[str, Any]:
+    """Requests that arrive at random, so that most steps have prompts beside decodes."""
+    from pagekv.client.aio import AsyncPageKVClient
+    from pagekv.client.bench import Workload, make_jobs, run_jobs
+
+    prompt, output = ((4, 6), (2, 3)) if small else ((256, 1024), (64, 192))
+    workload = Workload(
+        requests=4 if small else int(rate * 8),
+        concurrency=None,
+        rate=rate,
+        prompt_tokens=prompt,
+        output_tokens=output,
+        shared_prefix=0,
+        temperature=0.0,
+        seed=5,
+    )
+    async with AsyncPageKVClient(target) as client:
+        report = await run_jobs(client, workload, make_jobs(workload, vocab_size, (), []), lambda done, tokens: None)
+    if report.errors:
+        raise RuntimeError(f"requests failed: {report.errors}")
+    row: dict[str, Any] = {"output_tok_per_s": report.output_tokens_per_s, "workload": workload.shape()}
+    for name, spread in (("ttft", report.ttft_s), ("inter_token", report.inter_token_s)):
+        if spread is not None:
+            row |= {f"{name}_{key}_ms": value * 1e3 for key, value in asdict(spread).items() if key in ("p50", "p99")}
+    return row
+
+
+# --- the peer
+
+
+def step_transformers(context: Context) -> None:
+    """The same model by transformers' continuous batching over its own paged cache."""
+    from transformers import GenerationConfig, LlamaForCausalLM
+    from transformers.generation import ContinuousBatchingConfig
+
+    log, sizes = context.log, sizes_of(context)
+    directory, vocab_size = model(context)
+    dtype = torch.float32 if context.small else torch.bfloat16
+    found: Any = LlamaForCausalLM.from_pretrained(directory, dtype=dtype)
+    found = found.to("cpu" if context.small else "cuda").train(False)
+    batching = ContinuousBatchingConfig(max_batch_tokens=sizes.token_budget)
+
+    def run(batch: int, new: int, seed: int) -> float:
+        config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        started = time.perf_counter()
+        found.generate_batch(
+            prompts_for(batch, sizes.prompt_tokens, vocab_size, seed),
+            generation_config=config,
+            continuous_batching_config=batching,
+        )
+        return time.perf_counter() - started
+
+    for batch in reversed(sizes.batches):
+        if log.begins("transformers", case := f"batch {batch}, greedy"):
+            seconds = step_seconds(partial(run, batch), sizes)
+            log.found("transformers", {"case": case, "batch": batch, "step_ms": seconds * 1e3,
+                                       "tok_per_s": batch / seconds})  # fmt: skip
+            context.say(f"transformers, {case}: {seconds * 1e3:.2f} ms a step, {batch / seconds:.0f} tok/s")

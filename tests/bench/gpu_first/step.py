@@ -1,0 +1,113 @@
+"""One step, in a process of its own: `python -m gpu_first.step NAME --records FILE --folder DIR`.
+
+Exit status: 0 every check passed; 1 a check failed; 3 what the step needs is absent; anything else: it crashed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpu_first.parts import SERVING
+from gpu_first.records import Records, StepLog
+
+OK, WRONG, MISSING = 0, 1, 3
+REHEARSAL = "GPU_FIRST_REHEARSAL"
+"""Environment: set where the emulation and a stub of the device stand in for a GPU."""
+FAIL = "GPU_FIRST_FAIL"
+"""Environment, in a rehearsal: how steps are to fail, as `step=fault` of FAULTS, joined by commas."""
+FAULTS = ("import", "fault", "hang", "exit")
+LAUNCHES_BEFORE_A_FAULT = 1
+
+
+class Absent(Exception):
+    """What the step needs is not there; the message says what, and what to do."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a step is given."""
+
+    log: StepLog
+    folder: Path
+    """For what steps of a part hand to each other, and for large files."""
+    small: bool
+    """Sizes of a rehearsal."""
+    seconds: float
+    """That the step may take."""
+
+    def say(self, line: str) -> None:
+        """A line for whoever watches."""
+        print(line, flush=True)
+
+
+def function_of(name: str) -> Callable[[Context], None]:
+    """What a step does."""
+    module = "serving_steps" if name in SERVING else "kernel_steps"
+    function: Callable[[Context], None] = getattr(importlib.import_module(f"gpu_first.{module}"), f"step_{name}")
+    return function
+
+
+@contextlib.contextmanager
+def rehearsed(fail: str) -> Iterator[None]:
+    """A rehearsal's device, which fails as asked."""
+    if fail == "import":
+        raise ImportError("No module named 'rehearsed' (a rehearsed failure)")
+    import cuda_stub
+
+    if fail == "fault":
+        cuda_stub.StubLauncher.launches_left = LAUNCHES_BEFORE_A_FAULT
+    with cuda_stub.installed():
+        yield
+
+
+def after_the_first(log: StepLog, action: Callable[[], None]) -> None:
+    """Has something happen when the step has found its first figure."""
+    for name in ("found", "check", "fact"):
+        real = getattr(log, name)
+
+        def then(*args: object, real: Callable[..., None] = real, **values: object) -> None:
+            real(*args, **values)
+            action()
+
+        setattr(log, name, then)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m gpu_first.step", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("name")
+    parser.add_argument("--records", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    args = parser.parse_args(argv)
+    log = StepLog(Records(args.records), args.name)
+    small = bool(os.environ.get(REHEARSAL))
+    fail = dict(entry.split("=") for entry in os.environ.get(FAIL, "").split(",") if entry).get(args.name, "")
+    if fail == "hang":
+        after_the_first(log, lambda: time.sleep(3600))
+    if fail == "exit":
+        after_the_first(log, lambda: os._exit(139))
+    context = Context(log, args.folder, small, args.seconds)
+    try:
+        with rehearsed(fail) if small else contextlib.nullcontext():
+            function_of(args.name)(context)
+    except Absent as error:
+        print(f"absent: {error}", flush=True)
+        return MISSING
+    for section, case in log.crashed:
+        log.note(f"{section} {case}: an earlier attempt died in it; left out")
+    if log.failed:
+        print(f"failed: {'; '.join(log.failed)}", flush=True)
+    return WRONG if log.failed or log.crashed else OK
+
+
+if __name__ == "__main__":
+    # By its own name: the steps import this module, and its exceptions must be the same ones.
+    sys.exit(importlib.import_module("gpu_first.step").main())

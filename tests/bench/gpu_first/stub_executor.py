@@ -1,0 +1,24 @@
+"""The executor of a rehearsal: the real process with the cuda backend over the emulation."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import cuda_stub
+
+from pagekv.executor import server
+from pagekv.executor.backend import Backend
+from pagekv.executor.config import ExecutorConfig
+from pagekv.executor.cuda.backend import CudaBackend
+
+
+def load(config: ExecutorConfig) -> Backend:
+    """The backend that the flags ask for, on CPU tensors."""
+    return CudaBackend(Path(config.model), "bench", cuda_stub.device(), dtype="float32", kv_memory=2**26)
+
+
+if __name__ == "__main__":
+    server.load_backend = load
+    with cuda_stub.installed():
+        sys.exit(server.main())

@@ -1,0 +1,92 @@
+"""Programs beside the bench: the driver's own word on the GPU, compute-sanitizer and ncu."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from gpu_first.step import REHEARSAL
+
+EMULATED = "emulated GPU"
+SANITIZERS = ("memcheck", "racecheck", "synccheck")
+FOUND_SOMETHING = 86
+"""Exit status that compute-sanitizer is told to use."""
+
+NCU_SECTIONS = (
+    "SpeedOfLight",
+    "LaunchStats",
+    "Occupancy",
+    "SchedulerStats",
+    "WarpStateStats",
+    "MemoryWorkloadAnalysis",
+    "MemoryWorkloadAnalysis_Tables",
+)
+# What the page shows of what ncu says: (heading, metric).
+NCU_METRICS = (
+    ("us", "gpu__time_duration.sum"),
+    ("DRAM %", "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed"),
+    ("warps active %", "sm__warps_active.avg.pct_of_peak_sustained_active"),
+    ("issue active %", "smsp__issue_active.avg.pct_of_peak_sustained_active"),
+    ("L2 hit %", "lts__t_sector_hit_rate.pct"),
+    ("bank conflicts", "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"),
+    ("stall memory", "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio"),
+    ("stall barrier", "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio"),
+    ("stall math", "smsp__average_warps_issue_stalled_math_pipe_throttle_per_issue_active.ratio"),
+    ("blocks by registers", "launch__occupancy_limit_registers"),
+    ("blocks by shared memory", "launch__occupancy_limit_shared_mem"),
+    ("registers", "launch__registers_per_thread"),
+)
+
+
+def gpu_line() -> str | None:
+    """Name, driver and memory of the first GPU, as nvidia-smi says; None where there is none."""
+    if os.environ.get(REHEARSAL):
+        return EMULATED
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.strip().splitlines()
+    return lines[0].strip() if done.returncode == 0 and lines else None
+
+
+def sanitized(tool: str, command: Sequence[str]) -> list[str]:
+    """The command under a tool of compute-sanitizer."""
+    options = ["--error-exitcode", str(FOUND_SOMETHING), "--report-api-errors", "no", "--print-limit", "20"]
+    return ["compute-sanitizer", "--tool", tool, *options, "--target-processes", "all", *command]
+
+
+def profiled(command: Sequence[str]) -> list[str]:
+    """The command under ncu, which writes a table with a row a launch to standard output."""
+    sections = [part for section in NCU_SECTIONS for part in ("--section", section)]
+    options = ["--clock-control", "none", "--profile-from-start", "off", "--target-processes", "all"]
+    return ["ncu", *options, *sections, "--page", "raw", "--csv", *command]
+
+
+def launches_of(output: str) -> list[dict[str, str]]:
+    """ncu's table: for each launch, metric -> value with its unit. Raises ValueError where there is none."""
+    lines = output.splitlines()
+    first = next((at for at, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if first is None:
+        said = [line for line in lines if line.startswith("==")]
+        raise ValueError((said or lines or ["it said nothing"])[-1][:200])
+    names, units, *rows = list(csv.reader(io.StringIO("\n".join(lines[first:]))))
+    found = []
+    for row in rows:
+        if len(row) == len(names):
+            named = zip(names, units, row, strict=True)
+            found.append({name: f"{value} {unit}".strip() for name, unit, value in named})
+    return found
+
+
+def step_command(name: str, *arguments: str) -> list[str]:
+    """Another step's process."""
+    return [sys.executable, "-m", "gpu_first.step", name, *arguments]
