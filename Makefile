@@ -133,6 +133,10 @@ bench-manager: $(DEV_STAMP) ## measure scheduler, prefix cache and pool beside t
 bench-split: $(DEV_STAMP) ## measure how long the executor waits for steps, and what a step's messages take (ARGS=--quick)
 	@$(BIN)/python tests/bench/bench_split.py $(ARGS)
 
+.PHONY: gpu-wheels
+gpu-wheels: ## collect in build/gpu-wheels what a GPU machine without network lacks (64 MiB at most)
+	@scripts/gpu_wheels.sh
+
 # --- housekeeping
 
 .PHONY: hooks
