@@ -14,7 +14,9 @@ SHELL := /bin/bash
 #              nobody configured takes PyTorch's CPU index, and a configured one (mirror, wheelhouse) keeps its own.
 #              TORCH_INDEX= (empty) always takes pip's own; TORCH_INDEX=URL always takes that one.
 # They reach the scripts through the environment: make TORCH_INDEX= demo, or export TORCH_INDEX=.
+# COMPAT       the virtual environment of `make test-compat`
 VENV ?= .venv
+COMPAT ?= .venv-compat
 
 # Packages are installed without bytecode (scripts/install.sh), for the first import to write. Where that is forbidden,
 # as in many container images, every process compiles torch and transformers anew: 15 s of CPU time for an executor's
@@ -55,6 +57,10 @@ test-nightly: $(DEV_STAMP) ## what is too long for every run: tests with random 
 .PHONY: test-everything-on
 test-everything-on: $(DEV_STAMP) ## the end-to-end tests with everything that watches, publishes and records switched on
 	@PAGEKV_TEST_EVERYTHING_ON=1 $(BIN)/python -m pytest $(PARALLEL) tests/e2e $(ARGS)
+
+.PHONY: test-compat
+test-compat: $(COMPAT)/.installed ## the executor's tests with the versions of the GPU machine's image (constraints-gpu-image.txt)
+	@$(COMPAT)/bin/python -m pytest $(PARALLEL) tests/model tests/unit/executor $(ARGS)
 
 .PHONY: kernels
 kernels: $(DEV_STAMP) ## compile every CUDA kernel for every architecture and run their tests, all without a GPU
@@ -150,6 +156,10 @@ bench-manager: $(DEV_STAMP) ## measure scheduler, prefix cache and pool beside t
 bench-split: $(DEV_STAMP) ## measure how long the executor waits for steps, and what a step's messages take (ARGS=--quick)
 	@$(BIN)/python tests/bench/bench_split.py $(ARGS)
 
+.PHONY: gpu-wheels
+gpu-wheels: ## collect in build/gpu-wheels what a GPU machine without network lacks (64 MiB at most)
+	@scripts/gpu_wheels.sh
+
 # --- housekeeping
 
 .PHONY: hooks
@@ -158,7 +168,7 @@ hooks: $(DEV_STAMP) ## install the git pre-commit hooks
 
 .PHONY: clean
 clean: ## remove environments, caches and build output
-	rm -rf .venv .venv-proto build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-proto .venv-compat build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 .PHONY: help
@@ -179,3 +189,7 @@ $(GATEWAY_STAMP): pyproject.toml constraints.txt scripts/install.sh
 $(DEV_STAMP): pyproject.toml constraints.txt scripts/install.sh
 	@scripts/install.sh $(VENV) dev
 	@touch $@ $(RUN_STAMP) $(GATEWAY_STAMP)
+
+$(COMPAT)/.installed: pyproject.toml constraints.txt constraints-gpu-image.txt scripts/install.sh
+	@scripts/install.sh $(COMPAT) manager,executor,test constraints-gpu-image.txt
+	@touch $@

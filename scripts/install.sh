@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Installs PageKV, editable, with some extras, into a virtual environment, which it creates where there is none.
 #
-# Usage: scripts/install.sh VENV EXTRAS          such as: scripts/install.sh .venv manager,executor
+# Usage: scripts/install.sh VENV EXTRAS [PINS]          such as: scripts/install.sh .venv manager,executor
 #
+# PINS         a file of constraints that take the place of those in constraints.txt for the packages it names
 # PYTHON       interpreter for a new environment (default: the first of python3, python3.11 ... that is 3.11 or later)
 # TORCH        what to install as torch (default torch==2.13.0)
 # TORCH_INDEX  package index to take torch from; empty: pip's own. When unset: PyTorch's CPU index on a Linux machine
@@ -12,6 +13,7 @@ set -euo pipefail
 
 venv=$1
 extras=$2
+pins=${3:-/dev/null}
 torch=${TORCH:-torch==2.13.0}
 root=$(cd "$(dirname "$0")/.." && pwd)
 
@@ -70,5 +72,8 @@ case ,$extras, in
   *,executor,* | *,dev,*) "$venv/bin/python" -c 'import torch' 2>/dev/null || install_torch ;;
 esac
 say "installing pagekv[$extras]"
-pip_install --constraint constraints.txt --editable ".[$extras]"
+constraints=$(mktemp)
+trap 'rm -f "$constraints"' EXIT
+awk -F== 'FILENAME == ARGV[1] { pinned[$1] = 1 } FILENAME == ARGV[1] || !($1 in pinned)' "$pins" constraints.txt > "$constraints"
+pip_install --constraint "$constraints" --editable ".[$extras]"
 say "installed in $((SECONDS - started)) s"

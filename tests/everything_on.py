@@ -10,8 +10,6 @@ from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
-from otlp_collector import collector
-
 ASKED_FOR = bool(os.environ.get("PAGEKV_TEST_EVERYTHING_ON"))
 
 
@@ -35,6 +33,9 @@ def replays(directory: Path) -> str:
 @cache
 def spans_url() -> str:
     """A collector in this process, for as long as it lasts."""
+    # Here, because a machine that starts managers and watches nothing may lack OpenTelemetry.
+    from otlp_collector import collector
+
     opened = ExitStack()
     atexit.register(opened.close)
     return opened.enter_context(collector()).url

@@ -14,8 +14,8 @@ import small_tokenizers
 from fake_engine import MODEL, FakeEngine
 from google.rpc import status_pb2
 
-from pagekv.common.errors import STATUS_DETAILS_KEY
 from pagekv.common.server import GrpcServer
+from pagekv.common.statuses import STATUS_DETAILS_KEY
 from pagekv.kvmanager.chat_template import ChatTemplate
 from pagekv.kvmanager.inference_service import InferenceService
 from pagekv.kvmanager.serving_state import ServingState

@@ -18,7 +18,8 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pagekv.common.errors import STATUS_DETAILS_KEY, PageKVError, status_proto, status_row
+from pagekv.common.errors import PageKVError
+from pagekv.common.statuses import STATUS_DETAILS_KEY, status_proto, status_row
 from pagekv.v1 import cache_service_pb2_grpc, inference_service_pb2_grpc, types_pb2
 from pagekv.v1 import inference_service_pb2 as pb
 

@@ -30,9 +30,12 @@ CPU = ("--model", "demo", "--dtype", "float64", "--threads", "1", "--kv-memory",
 
 
 def environment() -> dict[str, str]:
-    """The test process's environment with every source root importable and no PAGEKV_* flag of the caller."""
+    """The test process's environment with every source root importable, before what the caller has in PYTHONPATH
+    (scripts/gpu_site.sh), and no PAGEKV_* flag of the caller.
+    """
     env = {key: value for key, value in os.environ.items() if not key.startswith("PAGEKV_")}
-    env["PYTHONPATH"] = os.pathsep.join(str(ROOT / name) for name in SOURCE_ROOTS)
+    known = [env["PYTHONPATH"]] if env.get("PYTHONPATH") else []
+    env["PYTHONPATH"] = os.pathsep.join([*(str(ROOT / name) for name in SOURCE_ROOTS), *known])
     return env
 
 

@@ -14,7 +14,7 @@ from calls import Caller, request_for
 from google.rpc import error_details_pb2, status_pb2
 from stack import ORACLE, Process, Stack, running_executor, running_manager, running_stack
 
-from pagekv.common.errors import STATUS_DETAILS_KEY
+from pagekv.common.statuses import STATUS_DETAILS_KEY
 
 pytestmark = pytest.mark.e2e
 

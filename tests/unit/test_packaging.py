@@ -84,6 +84,22 @@ def test_cpu_side_imports_no_torch(module: str) -> None:
     assert (result.stdout, result.returncode) == ("[]\n", 0), result.stderr
 
 
+def test_device_side_imports_no_grpc() -> None:
+    # In one process, because torch and transformers take seconds; and every module, because a benchmark imports most of
+    # its own only when it has found a GPU.
+    code = (
+        "import importlib, pkgutil, sys\n"
+        "for name in ('executor.model', 'executor.cpu', 'executor.cuda', 'kernels.bench'):\n"
+        "    package = importlib.import_module(f'pagekv.{name}')\n"
+        "    for module in pkgutil.iter_modules(package.__path__, f'pagekv.{name}.'):\n"
+        "        importlib.import_module(module.name)\n"
+        "assert 'pagekv.executor.cuda.backend' in sys.modules\n"
+        "print(sorted({'grpc', 'google.rpc'} & sys.modules.keys()))\n"
+    )
+    result = run_python("-c", code)
+    assert (result.stdout, result.returncode) == ("[]\n", 0), result.stderr
+
+
 @pytest.mark.parametrize("command", ["pagekv-manager", "pagekv-executor"])
 def test_every_flag_is_documented(command: str) -> None:
     module = SCRIPTS[command].partition(":")[0]

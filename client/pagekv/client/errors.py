@@ -1,4 +1,4 @@
-"""From gRPC statuses back to exceptions: one table, the mirror of `pagekv.common.errors.STATUS_TABLE`.
+"""From gRPC statuses back to exceptions: one table, the mirror of `pagekv.common.statuses.STATUS_TABLE`.
 
 Every call of the clients raises subclasses of `PageKVError` and nothing of gRPC's.
 """
@@ -14,8 +14,6 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from pagekv.common.errors import (
-    ERROR_DOMAIN,
-    STATUS_DETAILS_KEY,
     AlreadyExists,
     ComputationFailed,
     FailedPrecondition,
@@ -30,6 +28,7 @@ from pagekv.common.errors import (
     StaleEpoch,
     Unavailable,
 )
+from pagekv.common.statuses import ERROR_DOMAIN, STATUS_DETAILS_KEY
 
 __all__ = [
     "AlreadyExists",

@@ -10,8 +10,8 @@ from typing import cast
 
 import grpc
 
-from pagekv.common.errors import STATUS_DETAILS_KEY
 from pagekv.common.server import MAX_RECEIVE_BYTES
+from pagekv.common.statuses import STATUS_DETAILS_KEY
 from pagekv.kvmanager.engine import ModelInfo
 from pagekv.kvmanager.failed_steps import Fault
 from pagekv.kvmanager.step_plan import StepOutcome, StepPlan

@@ -14,8 +14,9 @@ import grpc
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs leave it out
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from pagekv.common.errors import PageKVError, abort_with
+from pagekv.common.errors import PageKVError
 from pagekv.common.logs import Log
+from pagekv.common.statuses import abort_with
 
 log = Log(__name__)
 

@@ -13,8 +13,8 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from pagekv.common.errors import STATUS_DETAILS_KEY
 from pagekv.common.server import GrpcServer
+from pagekv.common.statuses import STATUS_DETAILS_KEY
 from pagekv.executor.backend import Sampled, Scheduled
 from pagekv.executor.compute_thread import ComputeThread
 from pagekv.executor.layout import LAYOUT

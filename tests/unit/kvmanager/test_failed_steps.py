@@ -11,7 +11,8 @@ import pytest
 from engine_harness import Bench, command, expect, read, run, until
 from fake_engine import MODEL
 
-from pagekv.common.errors import ComputationFailed, InvalidRequest, PageKVError, StaleEpoch, Unavailable, abort_with
+from pagekv.common.errors import ComputationFailed, InvalidRequest, PageKVError, StaleEpoch, Unavailable
+from pagekv.common.statuses import abort_with
 from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.executor_client import ExecutorLink, ExecutorLost
 from pagekv.kvmanager.failed_steps import Fault

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -316,5 +317,8 @@ def test_a_full_disk_changes_nothing_but_the_recording(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("engine_harness.EngineLoop", Recorded)
     run(monkeypatch, body)
+    deadline = time.monotonic() + 10
+    while not file.over and time.monotonic() < deadline:
+        time.sleep(0.01)  # the disk's answer comes to the recording's own thread
     assert file.over
     file.close()
