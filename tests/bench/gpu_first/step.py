@@ -23,7 +23,7 @@ REHEARSAL = "GPU_FIRST_REHEARSAL"
 """Environment: set where the emulation and a stub of the device stand in for a GPU."""
 FAIL = "GPU_FIRST_FAIL"
 """Environment, in a rehearsal: how steps are to fail, as `step=fault` of FAULTS, joined by commas."""
-FAULTS = ("import", "fault", "hang", "exit")
+FAULTS = ("import", "exit", "hang", "fault")
 LAUNCHES_BEFORE_A_FAULT = 1
 
 

@@ -1,0 +1,290 @@
+"""The first half hour on a GPU: records that survive, steps that cost no other, a page of what was found."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpu_first import __main__ as command
+from gpu_first import page, tools
+from gpu_first.parts import PART_SECONDS, PARTS, STEPS, steps_of
+from gpu_first.records import ABSENT, FAILED, LATE, PASSED, Records, StepLog, of_step, status_of
+from gpu_first.rehearsal import NCU, Stage, failing, faults_of, without_tools
+from gpu_first.runner import Run, code_digest
+from gpu_first.step import FAULTS
+
+# --- records
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Records:
+    return Records(tmp_path / "part1.jsonl")
+
+
+def test_a_line_that_was_cut_off_costs_no_other(records: Records) -> None:
+    records.add("a", "fact", name="x", value=1)
+    with records.path.open("a") as file:
+        file.write('{"step": "a", "kind": "fa')
+    records.add("a", "fact", name="y", value=2)
+    assert [record["name"] for record in records.read()] == ["x", "y"]
+
+
+def test_a_file_about_something_else_is_begun_anew_and_kept(records: Records) -> None:
+    assert records.start({"gpu": "one"}) is False
+    assert records.start({"gpu": "one"}) is True
+    assert records.start({"gpu": "two"}) is False
+    assert [record["about"] for record in records.read()] == [{"gpu": "two"}]
+    assert records.path.with_suffix(".old.jsonl").is_file()
+
+
+def test_an_attempt_goes_on_behind_the_case_that_the_one_before_died_in(records: Records) -> None:
+    records.add("s", "attempt", number=0)
+    first = StepLog(records, "s")
+    for case in ("a", "b"):
+        assert first.begins("decode", case)
+    first.found("decode", {"case": "a"})
+    records.add("s", "attempt", number=1)
+    second = StepLog(records, "s")
+    assert [second.begins("decode", case) for case in ("a", "b", "c")] == [False, False, True]
+    assert second.crashed == [("decode", "b")]
+
+
+def test_a_new_run_tries_again_what_died_and_what_failed_and_keeps_the_rest(records: Records) -> None:
+    records.add("s", "attempt", number=0)
+    log = StepLog(records, "s")
+    for case, passed in (("a", True), ("b", False)):
+        log.begins("correctness", case)
+        log.found("correctness", {"case": case, "checks": [{"name": case, "passed": passed, "error": 1.0}]})
+    log.begins("correctness", "c")
+    assert log.failed == ["b"]
+    records.add("s", "attempt", number=0)
+    again = StepLog(records, "s")
+    assert [again.begins("correctness", case) for case in ("a", "b", "c")] == [False, True, True]
+    assert (again.failed, again.crashed) == ([], [])
+
+
+# --- the table
+
+
+def test_parts_take_at_most_nine_minutes_and_say_what_matters_first() -> None:
+    assert PART_SECONDS == 540
+    assert [steps_of(part)[0].name for part in PARTS] == ["machine", "decode_floors", "model"]
+    assert len({step.name for step in STEPS}) == len(STEPS)
+    assert all(step.seconds < PART_SECONDS for step in STEPS)
+
+
+def test_every_step_of_the_table_exists_and_is_made_to_fail() -> None:
+    from gpu_first.step import function_of
+
+    assert all(callable(function_of(step.name)) for step in STEPS)
+    for part in PARTS:
+        faults = faults_of(part)
+        assert list(faults) == [step.name for step in steps_of(part)]
+        assert set(faults.values()) == set(FAULTS)
+
+
+# --- the runner, with processes that stand in for steps
+
+SCRIPT = """
+import sys, time
+sys.path.insert(0, {path!r})
+from gpu_first.records import Records, StepLog
+name, records = sys.argv[1], Records(__import__("pathlib").Path(sys.argv[2]))
+log = StepLog(records, name)
+{body}
+"""
+
+
+def run_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, **options: Any) -> tuple[bool, Run, str]:
+    """A part of one step, whose process is this text."""
+    script = tmp_path / "step.py"
+    script.write_text(SCRIPT.format(path=str(Path(tools.__file__).parents[1]), body=body))
+    monkeypatch.setattr(
+        tools,
+        "step_command",
+        lambda name, *args: [sys.executable, str(script), name, args[args.index("--records") + 1]],
+    )
+    said = io.StringIO()
+    run = Run(1, tmp_path, "test GPU", out=said, only=("smallest",), **options)
+    run.all()
+    return status_of(run.records.read(), "smallest") == PASSED, run, said.getvalue()
+
+
+def test_a_step_that_passes_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed, run, _ = run_with(tmp_path, monkeypatch, "log.check('x', True)")
+    assert passed
+    passed, run, said = run_with(tmp_path, monkeypatch, "sys.exit('not again')")
+    assert passed
+    assert "going on with" in said
+    assert "smallest: passed before" in said
+    assert len(of_step(run.records.read(), "smallest", "check")) == 1
+
+
+def test_changed_code_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu_first import runner
+
+    run_with(tmp_path, monkeypatch, "log.check('x', True)")
+    monkeypatch.setattr(runner, "code_digest", lambda: "another")
+    passed, run, _ = run_with(tmp_path, monkeypatch, "sys.exit(1)")
+    assert not passed
+    assert of_step(run.records.read(), "smallest", "check") == []
+
+
+def test_the_digest_is_of_the_code_that_is_measured(tmp_path: Path) -> None:
+    for name in ("kernels/pagekv/kernels/bench/a.py", "kernels/pagekv/kernels/b.py", "executor/pagekv/executor/c.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1")
+    before = code_digest(tmp_path)
+    (tmp_path / "kernels/pagekv/kernels/bench/a.py").write_text("2")
+    assert code_digest(tmp_path) == before
+    (tmp_path / "kernels/pagekv/kernels/b.py").write_text("2")
+    assert code_digest(tmp_path) != before
+
+
+DIES_IN_B = """
+for case in "abc":
+    if log.begins("decode", case):
+        if case == "b":
+            __import__("os")._exit(139)
+        log.found("decode", {"case": case, "microseconds": 1.0})
+sys.exit(1 if log.crashed else 0)
+"""
+
+
+def test_a_crash_costs_the_case_it_is_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed, run, said = run_with(tmp_path, monkeypatch, DIES_IN_B)
+    assert not passed
+    assert [row["case"] for row in of_step(run.records.read(), "smallest", "row")] == ["a", "c"]
+    assert "part 1: " in said
+    passed, run, _ = run_with(tmp_path, monkeypatch, DIES_IN_B.replace('"b":', '"never":'))
+    assert passed
+    assert [row["case"] for row in of_step(run.records.read(), "smallest", "row")] == ["a", "c", "b"]
+
+
+def test_a_step_that_hangs_is_ended_and_keeps_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "log.fact('x', 1)\n__import__('subprocess').Popen(['sleep', '600'])\ntime.sleep(600)"
+    from gpu_first import runner
+
+    monkeypatch.setattr(runner, "LEAST_SECONDS", 1.0)
+    passed, run, said = run_with(tmp_path, monkeypatch, body, step_seconds=4.0)
+    assert not passed
+    assert status_of(run.records.read(), "smallest") == LATE
+    assert len(of_step(run.records.read(), "smallest", "fact")) == 1
+    assert "stopped after 4 s" in said
+
+
+def test_nothing_is_begun_when_the_parts_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed, run, said = run_with(tmp_path, monkeypatch, "log.check('x', True)", seconds=5.0)
+    assert not passed
+    assert of_step(run.records.read(), "smallest", "attempt") == []
+    assert "no time was left to begin it" in said
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "reason"),
+    [
+        ("print('failed: x'); sys.exit(1)", FAILED, "failed: x"),
+        ("print('absent: ncu'); sys.exit(3)", ABSENT, "absent: ncu"),
+        ("import no_such_module", FAILED, "No module named 'no_such_module'"),
+    ],
+)
+def test_every_end_has_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, status: str, reason: str
+) -> None:
+    _, run, said = run_with(tmp_path, monkeypatch, body)
+    (end,) = of_step(run.records.read(), "smallest", "end")
+    assert end["status"] == status
+    assert reason in end["reason"]
+    assert "part 1: " in said
+
+
+def test_a_page_that_cannot_be_written_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(folder: Path) -> None:
+        raise KeyError("rows")
+
+    monkeypatch.setattr(page, "write", fail)
+    passed, _, said = run_with(tmp_path, monkeypatch, "log.check('x', True)")
+    assert passed
+    assert "the page could not be written: KeyError" in said
+
+
+# --- page and JSON
+
+
+def test_predictions_and_figures_stand_side_by_side(tmp_path: Path) -> None:
+    found = Records(tmp_path / "part2.jsonl")
+    found.start({"part": 2, "gpu": "test GPU", "code": "abc"})
+    log = StepLog(found, "decode_floors")
+    row = {"microseconds": 71.0, "share_of_copy": 0.871, "counts_for": {"decode small": 0.871}}
+    log.found("decode", {"case": "GQA 4, 64 x 1k", **row})
+    StepLog(found, "flashinfer_decode").found("flashinfer", {"case": "GQA 4, 64 x 1k", "seconds": 70e-6})
+    log.check("wrong", False, error=2.0)
+    log.note("GQA 4, 256 x 64k: more than the 72 GiB of memory")
+    found.add("decode_floors", "end", status=FAILED, reason="failed: wrong", seconds=3.0)
+    page.write(tmp_path)
+    text = (tmp_path / page.PAGE).read_text()
+    assert "| GQA 4, 64 x 1k | 83% to 90% | 87.1% | 71.0 | 0.99 |" in text
+    assert "- **decode_floors: wrong**: error 2.0" in text
+    assert "floor reached: decode of 256 MiB to 1 GiB" in text
+    assert "floor reached: decode of 256 MiB and more, against FlashInfer: worst 0.986" in text
+    assert "- decode_floors: GQA 4, 256 x 64k: more than the 72 GiB of memory" in text
+    assert "- machine: not begun" in text
+    steps = json.loads((tmp_path / page.JSON).read_text())["part 2, kernels"]["steps"]
+    assert steps["decode_floors"]["rows"] == [{"section": "decode", "ok": True, "case": "GQA 4, 64 x 1k", **_of(row)}]
+    assert steps["prefill"]["status"] == "not begun"
+
+
+def _of(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key != "counts_for"}
+
+
+# --- tools
+
+
+def test_ncus_table_is_read() -> None:
+    text = subprocess.run(
+        ["sh", "-c", NCU.partition('"$@"')[2].partition("\n")[2]], capture_output=True, text=True, check=True
+    ).stdout
+    launches = tools.launches_of("what the program said\n" + text)
+    assert len(launches) == 3
+    assert launches[0]["gpu__time_duration.sum"] == "71.2 us"
+    assert launches[0]["Kernel Name"] == "pagekv_decode"
+    with pytest.raises(ValueError, match="ERR_NVGPUCTRPERM"):
+        tools.launches_of("==ERROR== ERR_NVGPUCTRPERM: no permission")
+
+
+def test_without_a_gpu_one_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert command.main(["1", "--folder", str(tmp_path / "results")]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "needs one of compute capability 8.0 or later" in err
+    assert "make gpu-rehearsal" in err
+
+
+def test_results_are_copied_where_the_environment_says(tmp_path: Path) -> None:
+    (tmp_path / "part1.jsonl").write_text("{}\n")
+    (tmp_path / page.PAGE).write_text("page")
+    command.copy_results(tmp_path, tmp_path / "out")
+    assert sorted(os.listdir(tmp_path / "out")) == [page.PAGE, "part1.jsonl"]
+
+
+# --- the rehearsal, in small: real steps over the emulated kernels
+
+
+@pytest.mark.slow
+def test_a_rehearsal_in_small(tmp_path: Path) -> None:
+    """Each way to fail once, then the same command again; and tools that are missing."""
+    stage = Stage(tmp_path)
+    faults = {"machine": "exit", "smallest": "fault", "swap": "hang", "memcheck": "import"}
+    assert failing(1, faults, stage) == []
+    assert (tmp_path / "failing-1" / page.PAGE).read_text().startswith("# The first half hour on a GPU")
+    assert without_tools(2, stage) == []
