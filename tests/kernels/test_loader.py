@@ -22,7 +22,7 @@ class FakeKernel:
     """RawKernel: `kernel` is the loaded function, and shared memory beyond the default has to be allowed."""
 
     def __init__(self, name: str, log: list[Any]) -> None:
-        self.name, self._log, self._most_shared = name, log, 48 << 10
+        self.name, self._log, self._most_shared, self._carveout = name, log, 48 << 10, -1
 
     @property
     def kernel(self) -> Any:
@@ -36,6 +36,15 @@ class FakeKernel:
     def max_dynamic_shared_size_bytes(self, size: int) -> None:
         self._log.append(("allow", self.name, size))
         self._most_shared = size
+
+    @property
+    def preferred_shared_memory_carveout(self) -> int:
+        return self._carveout
+
+    @preferred_shared_memory_carveout.setter
+    def preferred_shared_memory_carveout(self, percent: int) -> None:
+        self._log.append(("carve out", self.name, percent))
+        self._carveout = percent
 
     def _call(self, grid: Any, block: Any, args: Any, shared_mem: int, stream: Any) -> None:
         assert shared_mem <= self._most_shared
@@ -119,6 +128,17 @@ def test_large_shared_memory_is_allowed_once(launcher: CupyLauncher, log: list[A
     for size in (48 << 10, 96 << 10, 64 << 10, 96 << 10, 100 << 10):
         launcher.launch("pagekv_merge", PLAIN, (1, 1, 1), 32, size, merge_params())
     assert [entry[2] for entry in log if entry[0] == "allow"] == [96 << 10, 100 << 10]
+
+
+def test_a_kernel_of_large_shared_memory_gets_all_that_the_multiprocessor_has(
+    launcher: CupyLauncher, log: list[Any]
+) -> None:
+    # Else the driver may carve out less than the thread blocks take that have registers: fewer run at a time.
+    launcher.launch("pagekv_merge", PLAIN, (1, 1, 1), 32, 48 << 10, merge_params())
+    assert [entry[0] for entry in log] == ["compile", "launch"], "what fits anyway is left to the driver"
+    launcher.launch("pagekv_merge", PLAIN, (1, 1, 1), 32, 70_656, merge_params())
+    assert [entry[0] for entry in log[2:]] == ["allow", "carve out", "launch"]
+    assert ("carve out", "pagekv_merge", 100) in log
 
 
 def test_prepare_compiles_every_kernel_ahead(launcher: CupyLauncher, log: list[Any]) -> None:

@@ -23,6 +23,8 @@ from pagekv.kernels.variants import KERNELS, Variant
 
 STATIC_SHARED_LIMIT = 48 << 10
 """Dynamic shared memory beyond this has to be asked for, kernel by kernel."""
+ALL_SHARED = 100
+"""Share of a multiprocessor's memory for L1 and shared memory, in percent, that is to be shared memory."""
 MIN_COMPUTE_CAPABILITY = 80
 
 Say = Callable[[str], None]
@@ -116,6 +118,8 @@ class CupyLauncher:
         function = self._functions.get((kernel, variant)) or self._load(kernel, variant)
         if shared_bytes > self._shared[kernel, variant]:
             function.max_dynamic_shared_size_bytes = shared_bytes
+            # Else the driver may leave less than the thread blocks take that a multiprocessor has registers for.
+            function.preferred_shared_memory_carveout = ALL_SHARED
             self._shared[kernel, variant] = shared_bytes
         # torch may have switched streams (a capture does), so its stream is asked for each time. A NumPy array of one
         # element is what CuPy passes by value.
