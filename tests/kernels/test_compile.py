@@ -30,7 +30,7 @@ PLAIN = Variant("float16", "float16", 128)
 
 @pytest.fixture(scope="module")
 def nvrtc() -> Nvrtc:
-    return Nvrtc()
+    return Nvrtc(12)
 
 
 # --- variants
@@ -281,7 +281,7 @@ def test_every_variant_is_compiled_on_one_architecture_whatever_the_record_says(
 
 def run_gate(monkeypatch: pytest.MonkeyPatch, record: Record, registers: int, *args: str) -> int:
     """The gate over one decode variant, with a compiler that always finds `registers`."""
-    record.nvrtc = ".".join(map(str, Nvrtc().version))
+    record.nvrtc = ".".join(map(str, Nvrtc(12).version))
     monkeypatch.setattr(gate, "select", lambda _: [DECODE_JOB])
     monkeypatch.setattr(gate, "compile_all", lambda todo, *_: [Outcome(job, usage_of(registers)) for job in todo])
     monkeypatch.setattr(Record, "load", lambda: record)

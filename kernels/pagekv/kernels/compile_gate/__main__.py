@@ -35,7 +35,7 @@ _compiler: Nvrtc | None = None
 def compile_job(job: Job) -> Outcome:
     """Runs in a worker process, each with its own compiler."""
     global _compiler
-    _compiler = _compiler or Nvrtc()
+    _compiler = _compiler or Nvrtc(12)
     try:
         compiled = _compiler.compile(job.text, job.kernel.source, job.options())
         usage = ptxas_log.parse(compiled.log)[job.kernel.name]
@@ -85,7 +85,7 @@ def select(args: argparse.Namespace) -> list[Job]:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
-        version = ".".join(map(str, Nvrtc().version))
+        version = ".".join(map(str, Nvrtc(12).version))
     except NvrtcMissing as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

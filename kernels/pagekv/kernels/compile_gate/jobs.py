@@ -13,7 +13,6 @@ from pagekv.kernels.variants import Kernel, Variant
 
 # Compute capability -> bytes of shared memory that a thread block may have (CUDA C++ programming guide).
 ARCHITECTURES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-CUPY_OPTIONS = ("-ftz=true", "--device-as-default-execution-space")  # what CuPy adds: the gate compiles what will run
 GROUP_SIZES = (1, 4, 8, 16, 64)
 
 
@@ -39,7 +38,7 @@ class Job:
 
     def plain_options(self) -> list[str]:
         """The options, the architecture apart."""
-        return ["--ptxas-options=-v", *CUPY_OPTIONS, *self.kernel.options(self.variant)]
+        return ["--ptxas-options=-v", *self.kernel.options(self.variant)]
 
     def digest(self) -> str:
         """Names what is compiled, the architecture and the compiler apart."""
