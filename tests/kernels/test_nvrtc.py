@@ -1,15 +1,18 @@
-"""NVRTC by ctypes: which library is loaded, and what is said where there is none."""
+"""NVRTC by ctypes: which library is loaded, and that threads and versions do not get in each other's way."""
 
 from __future__ import annotations
 
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from pagekv.kernels import nvrtc
 from pagekv.kernels.nvrtc import CompileError, Nvrtc, NvrtcMissing, libraries
+
+TEXT = 'extern "C" __global__ void kernel(float* p) { p[threadIdx.x] *= %d.0f; }'
 
 
 def test_each_cuda_has_its_own_folder_of_wheels_and_then_the_systems(
@@ -39,7 +42,21 @@ def test_a_library_that_cannot_be_loaded_is_passed_over(tmp_path: Path, monkeypa
     assert Nvrtc(12).path == found
 
 
-@pytest.mark.parametrize("cuda", [12])
+def test_both_versions_compile_in_one_process_and_threads_get_what_one_alone_gets() -> None:
+    compilers = [Nvrtc(12), Nvrtc(13)]
+    assert [compiler.version[0] for compiler in compilers] == [12, 13]
+    todo = [(compiler, TEXT % factor) for compiler in compilers for factor in range(8)]
+
+    def compile_(job: tuple[Nvrtc, str]) -> bytes:
+        return job[0].compile(job[1], "kernel.cu", ["--gpu-architecture=sm_90"]).code
+
+    alone = [compile_(job) for job in todo]
+    assert all(code[:4] == b"\x7fELF" for code in alone)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(compile_, todo)) == alone
+
+
+@pytest.mark.parametrize("cuda", [12, 13])
 def test_what_is_wrong_with_a_text_is_named_with_its_line(cuda: int) -> None:
     with pytest.raises(CompileError, match=r"kernel\.cu\(1\): error"):
         Nvrtc(cuda).compile("int x = ;", "kernel.cu", ["--gpu-architecture=sm_90"])
