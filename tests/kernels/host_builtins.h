@@ -175,7 +175,7 @@ inline void check_shared(const Site& site, const void* address) {
 
 inline void cp_async(void* shared, const void* global, bool valid, PAGEKV_HERE) {
     check_shared({"cp.async", file, line}, shared);
-    if (valid && reinterpret_cast<uintptr_t>(global) % 16)
+    if (reinterpret_cast<uintptr_t>(global) % 16)  // ignored or not
         PAGEKV_HOST_FAIL("%s:%d: cp.async: source not aligned to 16 bytes: %p", file, line, global);
     host_run::AsyncCopy copy = {static_cast<char*>(shared), {}};
     if (valid) memcpy(copy.bytes, global, 16);

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pagekv.kernels import nvrtc as nvrtc_module
 from pagekv.kernels import sources
 from pagekv.kernels.compile_gate import __main__ as gate
 from pagekv.kernels.compile_gate import jobs as gate_jobs
 from pagekv.kernels.compile_gate import ptxas_log
 from pagekv.kernels.compile_gate.cache import Cache
-from pagekv.kernels.compile_gate.jobs import ARCHITECTURES, Job, Outcome, jobs
+from pagekv.kernels.compile_gate.jobs import ARCHITECTURES, COMPILERS, Job, Outcome, jobs
 from pagekv.kernels.compile_gate.ptxas_log import Usage
 from pagekv.kernels.compile_gate.record import Record, sampled
 from pagekv.kernels.compile_gate.report import judge, table
@@ -28,9 +31,9 @@ PRESENT = [name for name, kernel in KERNELS.items() if (SOURCES / kernel.source)
 PLAIN = Variant("float16", "float16", 128)
 
 
-@pytest.fixture(scope="module")
-def nvrtc() -> Nvrtc:
-    return Nvrtc()
+@pytest.fixture(scope="module", params=COMPILERS)
+def nvrtc(request: pytest.FixtureRequest) -> Nvrtc:
+    return Nvrtc(request.param)
 
 
 # --- variants
@@ -56,9 +59,9 @@ def test_every_variant_is_listed_once() -> None:
 
 
 def test_variants_that_a_kernel_does_not_tell_apart_are_compiled_once() -> None:
-    assert len(jobs([80, 90], [KERNELS["pagekv_block_copy"]], all_variants())) == 2
-    assert len(jobs([80], [KERNELS["pagekv_merge"]], all_variants())) == 3 * 5
-    assert len(jobs([80], [KERNELS["pagekv_decode"]], all_variants())) == 50
+    assert len(jobs([80, 90], [KERNELS["pagekv_block_copy"]], all_variants())) == 2 * len(COMPILERS)
+    assert len(jobs([80], [KERNELS["pagekv_merge"]], all_variants())) == 3 * 5 * len(COMPILERS)
+    assert len(jobs([80], [KERNELS["pagekv_decode"]], all_variants())) == 50 * len(COMPILERS)
 
 
 @pytest.mark.parametrize("name", PRESENT)
@@ -204,7 +207,9 @@ def test_a_log_without_numbers_is_no_pass() -> None:
 
 # --- verdicts
 
-DECODE_JOB = Job(KERNELS["pagekv_decode"], PLAIN, 90)
+DECODE_JOB = Job(KERNELS["pagekv_decode"], PLAIN, 90, 12)
+WITH_13 = replace(DECODE_JOB, cuda=13)
+ON_80 = replace(DECODE_JOB, arch=80)
 
 
 def usage_of(registers: int) -> Usage:
@@ -235,7 +240,7 @@ def test_the_gate_fails_on(usage: Usage, verdict: str | None) -> None:
     failures = judge(Outcome(DECODE_JOB, usage), record_of(DECODE_JOB, FINE))
     assert failures == [] if verdict is None else any(verdict in str(failure) for failure in failures)
     for failure in failures:
-        assert str(failure).startswith("pagekv_decode float16 d128 sm_90: ")
+        assert str(failure).startswith("pagekv_decode float16 d128 sm_90 CUDA 12: ")
 
 
 def test_the_gate_fails_on_what_has_no_budget_and_on_what_does_not_compile() -> None:
@@ -252,36 +257,60 @@ def test_a_broken_kernel_is_an_outcome_not_a_crash(monkeypatch: pytest.MonkeyPat
 
 def test_the_record_survives_its_file_and_forgets_what_is_gone() -> None:
     record = record_of(DECODE_JOB, FINE)
-    gone = Job(Kernel("pagekv_gone", "decode.cu", "DecodeParams", ()), PLAIN, 90)
+    gone = replace(DECODE_JOB, kernel=Kernel("pagekv_gone", "decode.cu", "DecodeParams", ()))
     record.set(gone, FINE)
     record.keep_only([DECODE_JOB])
     again = Record(json.loads(record.dumps()))
     assert again.dumps() == record.dumps()
-    assert (again.budget(DECODE_JOB), again.budget(gone)) == (100, None)
+    assert (again.budget(DECODE_JOB), again.budget(WITH_13), again.budget(gone)) == (100, None, None)
 
 
 def test_the_record_stands_for_a_compilation_of_just_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
     record = record_of(DECODE_JOB, FINE)
     assert record.measured(DECODE_JOB) == FINE
-    assert record.measured(Job(DECODE_JOB.kernel, PLAIN, 80)) is None
+    assert record.measured(ON_80) is record.measured(WITH_13) is None
     text = DECODE_JOB.text
     monkeypatch.setattr(gate_jobs, "translation_unit", lambda name: text + "// edited")
     assert record.measured(DECODE_JOB) is None
     assert record.budget(DECODE_JOB) == 100  # as a budget it still binds
-    record.set(Job(DECODE_JOB.kernel, PLAIN, 80), FINE)
+    record.set(ON_80, FINE)
     assert record.budget(DECODE_JOB) is None  # numbers of two texts are never mixed
 
 
-def test_every_variant_is_compiled_on_one_architecture_whatever_the_record_says() -> None:
+@pytest.mark.parametrize(
+    ("numbers", "written"), [({12: 100, 13: 100}, "100"), ({13: 99, 12: 100}, "[100, 99]"), ({13: 99}, "[null, 99]")]
+)
+def test_what_compilers_agree_on_is_written_once(numbers: dict[int, int], written: str) -> None:
+    record = Record()
+    for job in (ON_80, DECODE_JOB):
+        for cuda, registers in numbers.items():
+            record.set(replace(job, cuda=cuda), usage_of(registers))
+    text = record.dumps()
+    digest = DECODE_JOB.digest()
+    assert f'      "float16 d128": {{"text": "{digest}", "shared": 0, "80": {written}, "90": {written}}}\n' in text
+    again = Record(json.loads(text))
+    assert [again.budget(replace(ON_80, cuda=cuda)) for cuda in COMPILERS] == [numbers.get(cuda) for cuda in COMPILERS]
+    assert again.dumps() == text
+
+
+def test_each_compiler_is_judged_by_its_own_numbers() -> None:
+    record = record_of(DECODE_JOB, FINE)
+    record.set(WITH_13, usage_of(90))
+    assert judge(Outcome(DECODE_JOB, FINE), record) == []
+    assert "takes 100 registers, more than its budget of 90" in str(judge(Outcome(WITH_13, FINE), record)[0])
+
+
+def test_every_variant_is_compiled_for_one_architecture_with_one_compiler_whatever_the_record_says() -> None:
     todo = jobs(list(ARCHITECTURES), KERNELS.values(), all_variants())
     picked = [(job.kernel.name, job.label) for job in todo if sampled(job)]
-    assert len(picked) == len(set(picked)) == len(todo) / len(ARCHITECTURES)
-    assert {job.arch for job in todo if sampled(job)} == set(ARCHITECTURES)
+    assert len(picked) == len(set(picked)) == len(todo) / len(ARCHITECTURES) / len(COMPILERS)
+    pairs = {(job.arch, job.cuda) for job in todo if sampled(job)}
+    assert pairs == set(product(ARCHITECTURES, COMPILERS))
 
 
 def run_gate(monkeypatch: pytest.MonkeyPatch, record: Record, registers: int, *args: str) -> int:
     """The gate over one decode variant, with a compiler that always finds `registers`."""
-    record.nvrtc = ".".join(map(str, Nvrtc().version))
+    record.nvrtc = gate.found_compilers()
     monkeypatch.setattr(gate, "select", lambda _: [DECODE_JOB])
     monkeypatch.setattr(gate, "compile_all", lambda todo, *_: [Outcome(job, usage_of(registers)) for job in todo])
     monkeypatch.setattr(Record, "load", lambda: record)
@@ -304,10 +333,40 @@ def test_what_is_on_record_is_not_compiled_again_unless_asked(monkeypatch: pytes
     assert run_gate(monkeypatch, record_of(DECODE_JOB, FINE), 101, "--all") == 1
 
 
+def test_what_another_version_recorded_is_compiled_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gate, "sampled", lambda job: False)
+    monkeypatch.setattr(gate, "found_compilers", lambda: {12: "12.9", 13: "13.1"})
+    monkeypatch.setattr(gate, "select", lambda _: [DECODE_JOB, WITH_13])
+    monkeypatch.setattr(gate, "compile_all", lambda todo, *_: [Outcome(job, FINE) for job in todo])
+    record = record_of(DECODE_JOB, FINE)
+    record.set(WITH_13, FINE)
+    record.nvrtc = {12: "12.9", 13: "13.0"}
+    monkeypatch.setattr(Record, "load", lambda: record)
+    assert gate.main([]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("2 compilations judged with NVRTC 12.9 and 13.1 in ")
+    assert "1 on record for this very text, 1 compiled now" in line
+
+
+def test_compilers_that_are_missing_are_all_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(nvrtc_module, "libraries", lambda cuda: iter(["/nowhere/libnvrtc.so"]))
+    gate.compiler.cache_clear()
+    assert gate.main([]) == 2
+    assert capsys.readouterr().err == (
+        "error: no NVRTC of CUDA 12 is installed: pip install nvidia-cuda-nvrtc-cu12; no NVRTC of CUDA 13 is "
+        "installed: pip install 'nvidia-cuda-nvrtc==13.*' (pagekv[dev] has them all)\n"
+    )
+
+
 def test_the_table_names_every_architecture() -> None:
-    lines = table([Outcome(Job(DECODE_JOB.kernel, PLAIN, arch), usage_of(arch)) for arch in ARCHITECTURES]).splitlines()
+    todo = [replace(DECODE_JOB, arch=arch, cuda=cuda) for arch, cuda in product(ARCHITECTURES, COMPILERS)]
+    lines = table([Outcome(job, usage_of(job.arch + (job == WITH_13))) for job in todo]).splitlines()
     assert lines[1].split()[2:8] == ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
-    assert lines[2].split()[:9] == ["pagekv_decode", "float16", "d128", "80", "86", "89", "90", "100", "120"]
+    assert lines[2].split()[:9] == ["pagekv_decode", "float16", "d128", "80", "86", "89", "90/91", "100", "120"]
 
 
 def test_the_cache_is_keyed_by_text_options_and_compiler(tmp_path: Path) -> None:
@@ -325,9 +384,10 @@ def test_the_cache_is_keyed_by_text_options_and_compiler(tmp_path: Path) -> None
 # --- the kernels themselves: `make kernels` compiles every variant; here each compiles once
 
 
+@pytest.mark.parametrize("cuda", COMPILERS)
 @pytest.mark.parametrize("name", PRESENT)
-def test_kernel_compiles(name: str) -> None:
-    outcome = gate.compile_job(Job(KERNELS[name], PLAIN, 90))
+def test_kernel_compiles(name: str, cuda: int) -> None:
+    outcome = gate.compile_job(Job(KERNELS[name], PLAIN, 90, cuda))
     assert outcome.error == ""
     assert outcome.warnings == ""
     assert outcome.usage is not None

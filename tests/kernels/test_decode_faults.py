@@ -79,7 +79,7 @@ FAULTS = [
     fault("no barrier before the merge of slices", MMA, SLICES, SLICES.replace("__syncthreads();", "")),
     fault("no barrier between items", SPLITS_OF_128, "__syncthreads();  // shared memory is free for the next work"),
     fault("no barrier of a warp between weights and values", FMA, "            __syncwarp();\n"),
-    fault("a wrong block", MMA, "(u32)table[first + i] * block_rows", "(u32)table[first + (i ^ 1)] * block_rows"),
+    fault("a wrong block", MMA, "max(table[first + i], 0)", "max(table[first + (i ^ 1)], 0)"),
     fault("the wrong layer", MMA, "(i64)p.layer * 2 * p.kv_stride", "(i64)p.layer * p.kv_stride"),
     fault("keys for values", MMA, "rows.values = p.kv_stride", "rows.values = 0 * p.kv_stride"),
     fault("one token too many", MMA, LAST, LAST.replace("context", "context + 1")),

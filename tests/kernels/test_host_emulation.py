@@ -264,6 +264,7 @@ FAULTS = {
     "u32 r[4]; ldmatrix_x4(r, out);": "not in shared memory",
     "u32 r[4]; ldmatrix_x4(r, shared + 8);": "not aligned to 16 bytes",
     "cp_async_16(shared, static_cast<const u8*>(p.a) + 4);": "not aligned to 16 bytes",
+    "cp_async_16(shared, static_cast<const u8*>(p.a) + 4, false);": "not aligned to 16 bytes",
     "cp_async_16(shared + 4096, p.a);": "not in shared memory",
     "out[0] = sums[1024 + thread];": "wrong address",
     "*reinterpret_cast<volatile float*>(thread) = 1.0f;": "undefined behaviour|wrong address",

@@ -1,35 +1,38 @@
-"""Kernels on a GPU: compiled by CuPy at first use, started on torch's current stream.
+"""Kernels on a GPU: compiled at first use, loaded by CuPy, started on torch's current stream.
 
-CuPy is imported when the first launcher is made, so that everything else works without it. It compiles for the GPU
-present and keeps the machine code in ~/.cupy/kernel_cache, so that a second process starts at once.
+CuPy is imported when the first launcher is made, so that everything else works without it. Machine code for the GPU
+present is kept in the user's cache folder, so that a second process starts at once.
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import sys
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pagekv.kernels.nvrtc import IN_SITE_PACKAGES
+from pagekv.kernels.machine_code import MachineCode
+from pagekv.kernels.nvrtc import Nvrtc, NvrtcMissing
 from pagekv.kernels.params import Struct
 from pagekv.kernels.sources import translation_unit
 from pagekv.kernels.variants import KERNELS, Variant
 
 STATIC_SHARED_LIMIT = 48 << 10
 """Dynamic shared memory beyond this has to be asked for, kernel by kernel."""
+ALL_SHARED = 100
+"""Share of a multiprocessor's memory for L1 and shared memory, in percent, that is to be shared memory."""
 MIN_COMPUTE_CAPABILITY = 80
 
 Say = Callable[[str], None]
 
 
 class GpuUnavailable(RuntimeError):
-    """No GPU, driver or CuPy that the kernels could run with; the message says which."""
+    """No GPU, driver, CuPy or compiler that the kernels could run with; the message says which, and what to do."""
 
 
 def say_on_stderr(line: str) -> None:
@@ -37,7 +40,7 @@ def say_on_stderr(line: str) -> None:
 
 
 def import_cupy() -> ModuleType:
-    """CuPy, with its compiler loaded. Raises GpuUnavailable where it cannot be used."""
+    """CuPy, where it has a GPU. Raises GpuUnavailable."""
     try:
         cupy = importlib.import_module("cupy")
     except ImportError as error:
@@ -47,30 +50,59 @@ def import_cupy() -> ModuleType:
     try:
         devices = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise GpuUnavailable(f"no usable GPU: {error}") from error
+        raise GpuUnavailable(f"no usable GPU: {_driver_trouble(cupy) or error}") from error
     if not devices:
-        raise GpuUnavailable("no usable GPU: the driver shows none")
-    preload_compiler(cupy.cuda.driver.get_build_version() // 1000)
+        raise GpuUnavailable("no usable GPU: the driver shows none; look at nvidia-smi and CUDA_VISIBLE_DEVICES")
     return cupy
 
 
-def preload_compiler(cuda_major: int, load: Callable[..., object] = ctypes.CDLL) -> None:
-    """Loads the NVRTC of this CUDA version from a wheel, so that CuPy finds it by name without a toolkit installed;
-    else the system's. Raises GpuUnavailable where there is neither.
-    """
-    for entry in sys.path:
-        for folder in IN_SITE_PACKAGES:
-            library = Path(entry, folder, f"libnvrtc.so.{cuda_major}")
-            if library.is_file():
-                load(str(library), mode=ctypes.RTLD_GLOBAL)
-                return
-    try:
-        load(f"libnvrtc.so.{cuda_major}", mode=ctypes.RTLD_GLOBAL)
-    except OSError as error:
+def _driver_trouble(cupy: Any) -> str:
+    """What is wrong with the driver, as far as its version says; empty where that is fine."""
+    driver, cuda = cupy.cuda.runtime.driverGetVersion(), _cuda_of(cupy)
+    if driver == 0:
+        return f"no NVIDIA driver is loaded, CuPy {cupy.__version__} needs one for CUDA {cuda}: install it"
+    if driver // 1000 < cuda:
+        return (
+            f"the driver is for CUDA {driver // 1000}.{driver % 1000 // 10}, CuPy {cupy.__version__} needs one for "
+            f"CUDA {cuda}: install pagekv[cuda{driver // 1000}] and remove this CuPy, or install a newer driver"
+        )
+    return ""
+
+
+def _cuda_of(cupy: Any) -> int:
+    """The CUDA major version that CuPy is built for."""
+    return int(cupy.cuda.driver.get_build_version()) // 1000
+
+
+def machine_code_for(cupy: Any) -> MachineCode:
+    """Machine code for CuPy's current device, by a compiler of CuPy's CUDA version. Raises GpuUnavailable."""
+    capability = int(cupy.cuda.Device().compute_capability)
+    if capability < MIN_COMPUTE_CAPABILITY:
         raise GpuUnavailable(
-            f"CuPy is built for CUDA {cuda_major} and no NVRTC of that version is installed ({error}): install "
-            f"pagekv[cuda{cuda_major}]"
+            f"the GPU has compute capability {_dotted(capability)}, the kernels need {_dotted(MIN_COMPUTE_CAPABILITY)} "
+            "or above: use a GPU of the Ampere generation or later, or serve on the CPU"
+        )
+    cuda = _cuda_of(cupy)
+    try:
+        compiler = Nvrtc(cuda)
+    except NvrtcMissing as error:
+        raise GpuUnavailable(
+            f"CuPy {cupy.__version__} is built for CUDA {cuda}, and so must be the compiler of the kernels: {error} "
+            f"(part of pagekv[cuda{cuda}])"
         ) from error
+    # Code for an earlier GPU of the same generation runs on this one too.
+    known = [arch for arch in compiler.architectures() if arch // 10 == capability // 10 and arch <= capability]
+    if not known:
+        version = ".".join(map(str, compiler.version))
+        raise GpuUnavailable(
+            f"the GPU has compute capability {_dotted(capability)}, NVRTC {version} compiles for up to "
+            f"{_dotted(max(compiler.architectures()))}: install a newer nvidia-cuda-nvrtc, and CuPy of its CUDA version"
+        )
+    return MachineCode(compiler, max(known))
+
+
+def _dotted(capability: int) -> str:
+    return f"{capability // 10}.{capability % 10}"
 
 
 @dataclass(frozen=True)
@@ -84,21 +116,22 @@ class CupyLauncher:
     """A `Launcher` for the current CUDA device. Each kernel variant is compiled when it is first started."""
 
     def __init__(
-        self, cupy: ModuleType | None = None, torch: ModuleType | None = None, say: Say = say_on_stderr
+        self,
+        cupy: ModuleType | None = None,
+        torch: ModuleType | None = None,
+        say: Say = say_on_stderr,
+        text: Callable[[str], str] = translation_unit,
     ) -> None:
-        """`cupy`, `torch`: the modules, imported where not given. `say` takes a line for each compilation.
+        """`cupy`, `torch`: the modules, imported where not given. `say` takes a line for each kernel that is ready.
+        `text`: from a kernel's source, such as decode.cu, to what is compiled as that.
 
         Raises GpuUnavailable.
         """
         self._cupy: Any = import_cupy() if cupy is None else cupy
         self._torch: Any = importlib.import_module("torch") if torch is None else torch
-        self._say = say
-        capability = int(self._cupy.cuda.Device().compute_capability)
-        if capability < MIN_COMPUTE_CAPABILITY:
-            raise GpuUnavailable(
-                f"the GPU has compute capability {capability}; the kernels need {MIN_COMPUTE_CAPABILITY}"
-            )
-        self.arch = f"sm_{capability}"
+        self._say, self._text = say, text
+        self._machine_code = machine_code_for(self._cupy)
+        self.arch = f"sm_{self._machine_code.arch}"
         self._functions: dict[tuple[str, Variant], Any] = {}
         self._by_text: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._shared: dict[tuple[str, Variant], int] = {}
@@ -113,9 +146,13 @@ class CupyLauncher:
         params: Struct,
     ) -> None:
         """See `Launcher.launch`."""
-        function = self._functions.get((kernel, variant)) or self._load(kernel, variant)
+        if (kernel, variant) not in self._functions:
+            self.prepare(variant, [kernel])
+        function = self._functions[kernel, variant]
         if shared_bytes > self._shared[kernel, variant]:
             function.max_dynamic_shared_size_bytes = shared_bytes
+            # Else the driver may leave less than the thread blocks take that a multiprocessor has registers for.
+            function.preferred_shared_memory_carveout = ALL_SHARED
             self._shared[kernel, variant] = shared_bytes
         # torch may have switched streams (a capture does), so its stream is asked for each time. A NumPy array of one
         # element is what CuPy passes by value.
@@ -123,22 +160,27 @@ class CupyLauncher:
         function.kernel(grid, (threads, 1, 1), (params,), shared_bytes, stream)
 
     def prepare(self, variant: Variant, kernels: Iterable[str] = tuple(KERNELS)) -> None:
-        """Compiles now what would be compiled at first use: before serving, and before a graph is captured."""
-        for kernel in kernels:
-            if (kernel, variant) not in self._functions:
-                self._load(kernel, variant)
+        """Compiles now, at the same time, what would be compiled at first use: before serving, and before a graph is
+        captured.
+        """
+        started = time.perf_counter()
+        missing = [kernel for kernel in kernels if (kernel, variant) not in self._functions]
+        new = [kernel for kernel in missing if self._key(kernel, variant) not in self._by_text]
+        if new:
+            with ThreadPoolExecutor(len(new)) as pool:
+                files = list(pool.map(lambda kernel: self._compile(kernel, variant), new))
+            for kernel, file in zip(new, files, strict=True):
+                self._by_text[self._key(kernel, variant)] = self._cupy.RawModule(path=str(file)).get_function(kernel)
+                took, label = time.perf_counter() - started, KERNELS[kernel].label(variant)
+                self._say(f"kernels: {kernel} for {label} on {self.arch} ready in {took:.1f} s")
+        for kernel in missing:
+            self._functions[kernel, variant] = self._by_text[self._key(kernel, variant)]
+            self._shared[kernel, variant] = STATIC_SHARED_LIMIT
 
-    def _load(self, name: str, variant: Variant) -> Any:
+    @staticmethod
+    def _key(kernel: str, variant: Variant) -> tuple[str, tuple[str, ...]]:
+        return kernel, KERNELS[kernel].options(variant)
+
+    def _compile(self, name: str, variant: Variant) -> Path:
         kernel = KERNELS[name]
-        key = (name, kernel.options(variant))
-        if key not in self._by_text:
-            started = time.perf_counter()
-            text = translation_unit(kernel.source)
-            function = self._cupy.RawModule(code=text, options=kernel.options(variant)).get_function(name)
-            _ = function.kernel  # compiles now: the attribute is the loaded machine code
-            self._by_text[key] = function
-            took = time.perf_counter() - started
-            self._say(f"kernels: {name} for {kernel.label(variant)} on {self.arch} ready in {took:.1f} s")
-        self._functions[name, variant] = self._by_text[key]
-        self._shared.setdefault((name, variant), STATIC_SHARED_LIMIT)
-        return self._functions[name, variant]
+        return self._machine_code.file(self._text(kernel.source), kernel.source, kernel.options(variant))

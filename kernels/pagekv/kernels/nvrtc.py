@@ -1,20 +1,18 @@
-"""NVRTC, the CUDA compiler as a library, by ctypes: device code from text, with no GPU, driver or CuPy.
+"""NVRTC, the CUDA compiler as a library, by ctypes: device code from text, with no GPU, driver, CuPy or headers.
 
-The library comes with the wheels nvidia-cuda-nvrtc-cu12 (CUDA 12) and nvidia-cuda-nvrtc (CUDA 13), with torch's CUDA
-builds, or with a CUDA toolkit.
+The library comes with the wheels nvidia-cuda-nvrtc-cu12 (CUDA 12) and nvidia-cuda-nvrtc (CUDA 13), which may both be
+installed, with torch's CUDA builds, or with a CUDA toolkit.
 """
 
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-IN_SITE_PACKAGES = ("nvidia/cuda_nvrtc/lib", "nvidia/cu13/lib")
-SUFFIXES = (".so.12", ".so.13")
+TOOLKIT = Path("/usr/local/cuda/lib64")
 
 
 class NvrtcMissing(RuntimeError):
@@ -35,26 +33,37 @@ class Compiled:
     """Warnings and, with --ptxas-options=-v, registers, spills and memory of each kernel."""
 
 
-def find_library() -> str:
-    """Path or name of the NVRTC library. Raises NvrtcMissing where there is none."""
-    for entry in sys.path:
-        for folder in IN_SITE_PACKAGES:
-            for suffix in SUFFIXES:
-                library = Path(entry, folder, f"libnvrtc{suffix}")
-                if library.is_file():
-                    return str(library)
-    for candidate in (ctypes.util.find_library("nvrtc"), "/usr/local/cuda/lib64/libnvrtc.so"):
-        if candidate and ("/" not in candidate or Path(candidate).is_file()):
-            return candidate
-    raise NvrtcMissing("no NVRTC found: install it with pip install nvidia-cuda-nvrtc-cu12 (part of pagekv[dev])")
+def libraries(cuda: int) -> Iterator[str]:
+    """Where the NVRTC of a CUDA major version may be: paths in wheels, then the name the system may know it by, then a
+    toolkit's path.
+    """
+    name = f"libnvrtc.so.{cuda}"
+    folder = "nvidia/cuda_nvrtc/lib" if cuda == 12 else f"nvidia/cu{cuda}/lib"
+    yield from (str(path) for entry in sys.path if (path := Path(entry, folder, name)).is_file())
+    yield name
+    yield str(TOOLKIT / name)
+
+
+def load(cuda: int) -> tuple[str, ctypes.CDLL]:
+    """The NVRTC of a CUDA major version, 12 or above, and where it was. Raises NvrtcMissing where there is none."""
+    for path in libraries(cuda):
+        try:
+            # Loaded before they are asked for: wheels of CUDA 13 do not tell the library to look beside itself.
+            for builtins in Path(path).parent.glob(f"libnvrtc-builtins.so.{cuda}.*") if "/" in path else ():
+                ctypes.CDLL(str(builtins))
+            return path, ctypes.CDLL(path)
+        except OSError:
+            continue
+    wheel = "nvidia-cuda-nvrtc-cu12" if cuda == 12 else f"'nvidia-cuda-nvrtc=={cuda}.*'"
+    raise NvrtcMissing(f"no NVRTC of CUDA {cuda} is installed: pip install {wheel}")
 
 
 class Nvrtc:
-    """The loaded library. One program is compiled at a time."""
+    """The loaded library. Threads may compile at the same time."""
 
-    def __init__(self, library: str | None = None) -> None:
-        self.path = library or find_library()
-        self._library = ctypes.CDLL(self.path)
+    def __init__(self, cuda: int) -> None:
+        """`cuda`: the CUDA major version, 12 or above. Raises NvrtcMissing."""
+        self.path, self._library = load(cuda)
         self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
 
     @property

@@ -1,7 +1,6 @@
 """One kernel as one text: its local headers inlined, so that the text alone says what is compiled.
 
-Compilers that are handed text (NVRTC, and CuPy on top of it) look for no neighbours, and caches keyed by the text (such
-as CuPy's, whose key leaves out included files) see every edit of a header.
+Compilers that are handed text (NVRTC) look for no neighbours, and caches keyed by the text see every edit of a header.
 """
 
 from __future__ import annotations

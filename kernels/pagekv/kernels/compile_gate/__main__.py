@@ -1,54 +1,53 @@
 """Compiles the kernels for every architecture, with no GPU: `python -m pagekv.kernels.compile_gate`.
 
-Fails, naming the kernel, variant and architecture, where one
+Fails, naming the kernel, variant, architecture and CUDA version, where one
 
 - does not compile, or compiles with a warning;
 - spills registers, or keeps a stack (arrays that the compiler could not hold in registers);
 - takes more registers than its budget in `budgets.json` (`--update` records what is found now);
 - could not be started: more shared memory or registers than the architecture gives a thread block.
 
-Every variant is judged on every architecture. What `budgets.json` records for just the present text, options and
-compiler is taken from there, but for one architecture of each variant, which is compiled to prove the record; all else
-is compiled. `--all` compiles everything.
+Every variant is judged on every architecture with the NVRTC of CUDA 12 and of CUDA 13. What `budgets.json` records for
+just the present text, options and compiler is taken from there, but each variant is compiled for one architecture with
+one compiler to prove the record; all else is compiled. `--all` compiles everything.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
 from pagekv.kernels.compile_gate import ptxas_log
 from pagekv.kernels.compile_gate.cache import Cache
-from pagekv.kernels.compile_gate.jobs import ARCHITECTURES, Job, Outcome, jobs
+from pagekv.kernels.compile_gate.jobs import ARCHITECTURES, COMPILERS, Job, Outcome, jobs
 from pagekv.kernels.compile_gate.record import PATH, Record, sampled
 from pagekv.kernels.compile_gate.report import Failure, Progress, judge, table
 from pagekv.kernels.nvrtc import CompileError, Nvrtc, NvrtcMissing
 from pagekv.kernels.variants import KERNELS, all_variants
 
-_compiler: Nvrtc | None = None
+compiler = functools.cache(Nvrtc)
 
 
 def compile_job(job: Job) -> Outcome:
-    """Runs in a worker process, each with its own compiler."""
-    global _compiler
-    _compiler = _compiler or Nvrtc()
+    """Runs in a worker process, each with its own compilers."""
     try:
-        compiled = _compiler.compile(job.text, job.kernel.source, job.options())
+        compiled = compiler(job.cuda).compile(job.text, job.kernel.source, job.options())
         usage = ptxas_log.parse(compiled.log)[job.kernel.name]
     except (CompileError, ValueError, KeyError) as error:
         return Outcome(job, None, error=str(error))
     return Outcome(job, usage, warnings="\n".join(line for line in compiled.log.splitlines() if "warning" in line))
 
 
-def compile_all(todo: Sequence[Job], processes: int, cache: Cache) -> Iterator[Outcome]:
+def compile_all(todo: Sequence[Job], processes: int, caches: Mapping[int, Cache]) -> Iterator[Outcome]:
     """Outcomes as they come: those remembered first."""
     fresh = []
     for job in todo:
-        if known := cache.get(job.text, job.options()):
+        if known := caches[job.cuda].get(job.text, job.options()):
             yield Outcome(job, known)
         else:
             fresh.append(job)
@@ -58,7 +57,7 @@ def compile_all(todo: Sequence[Job], processes: int, cache: Cache) -> Iterator[O
         for future in as_completed([pool.submit(compile_job, job) for job in fresh]):
             outcome = future.result()
             if outcome.usage and not outcome.warnings:
-                cache.put(outcome.job.text, outcome.job.options(), outcome.usage)
+                caches[outcome.job.cuda].put(outcome.job.text, outcome.job.options(), outcome.usage)
             yield outcome
 
 
@@ -82,26 +81,41 @@ def select(args: argparse.Namespace) -> list[Job]:
     return jobs(architectures, kernels, [v for v in all_variants() if v.head_size == 128 or not args.quick])
 
 
+def found_compilers() -> dict[int, str]:
+    """CUDA major version -> version of its compiler. Raises NvrtcMissing, naming all that are missing."""
+    versions, missing = {}, []
+    for cuda in COMPILERS:
+        try:
+            versions[cuda] = ".".join(map(str, compiler(cuda).version))
+        except NvrtcMissing as error:
+            missing.append(str(error))
+    if missing:
+        raise NvrtcMissing("; ".join(missing) + " (pagekv[dev] has them all)")
+    return versions
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
-        version = ".".join(map(str, Nvrtc().version))
+        versions = found_compilers()
     except NvrtcMissing as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     started = time.monotonic()
     todo, record = select(args), Record.load()
-    trusted = not args.all and record.nvrtc == version
-    on_record = {job: usage for job in todo if trusted and not sampled(job) and (usage := record.measured(job))}
+    trusted = [cuda for cuda in COMPILERS if not args.all and record.nvrtc.get(cuda) == versions[cuda]]
+    candidates = [job for job in todo if job.cuda in trusted and not sampled(job)]
+    on_record = {job: usage for job in candidates if (usage := record.measured(job))}
     outcomes = [Outcome(job, usage) for job, usage in on_record.items()]
     fresh = [job for job in todo if job not in on_record]
     progress = Progress(len(fresh))
-    for outcome in compile_all(fresh, args.jobs, Cache(version, enabled=not args.no_cache)):
+    caches = {cuda: Cache(version, enabled=not args.no_cache) for cuda, version in versions.items()}
+    for outcome in compile_all(fresh, args.jobs, caches):
         progress.step()
         outcomes.append(outcome)
     failures: list[Failure] = []
     for outcome in outcomes:
-        known = record.measured(outcome.job) if trusted else None
+        known = record.measured(outcome.job) if outcome.job.cuda in trusted else None
         if known and outcome.usage and known.registers != outcome.usage.registers:
             what = (
                 f"takes {outcome.usage.registers} registers, unlike the {known.registers} on record for this very text"
@@ -112,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         failures += judge(outcome, record)
     print(table(outcomes))
     if args.update:
-        record.nvrtc = version
+        record.nvrtc = versions
         record.keep_only(jobs(list(ARCHITECTURES), KERNELS.values(), all_variants()))
         record.save()
         print(f"recorded {PATH}")
@@ -121,11 +135,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     verdict = f"{len(failures)} failures" if failures else "no spills, nothing above its budget"
     compiled = f"{len(fresh)} compiled now{'' if args.no_cache else ' or before by this user'}"
     print(
-        f"{len(todo)} kernels judged with NVRTC {version} in {time.monotonic() - started:.0f} s: {len(on_record)} on "
-        f"record for this very text, {compiled}: {verdict}"
+        f"{len(todo)} compilations judged with NVRTC {' and '.join(versions.values())} in "
+        f"{time.monotonic() - started:.0f} s: {len(on_record)} on record for this very text, {compiled}: {verdict}"
     )
-    if failures and record.nvrtc != version:
-        print(f"(the budgets were recorded with NVRTC {record.nvrtc or 'nothing yet'})")
+    if failures and record.nvrtc != versions:
+        print(f"(the budgets were recorded with NVRTC {' and '.join(record.nvrtc.values()) or 'nothing yet'})")
     return 1 if failures else 0
 
 

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pagekv.kernels.compile_gate.ptxas_log import Usage
+from pagekv.kernels.machine_code import user_cache
 
 
 class Cache:
@@ -20,8 +21,7 @@ class Cache:
 
     def __init__(self, version: str, *, folder: Path | None = None, enabled: bool = True) -> None:
         """`version`: the compiler's. `folder`: default $XDG_CACHE_HOME/pagekv/compile_gate."""
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        self._folder = folder or home / "pagekv" / "compile_gate"
+        self._folder = folder or user_cache() / "compile_gate"
         self._version, self._enabled = version, enabled
 
     def _path(self, text: str, options: Sequence[str]) -> Path:

@@ -1,10 +1,11 @@
-"""What the gate compiles: every kernel variant for every architecture."""
+"""What the gate compiles: every kernel variant for every architecture, with every compiler that users have."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from pagekv.kernels import geometry
 from pagekv.kernels.compile_gate.ptxas_log import Usage
@@ -13,7 +14,7 @@ from pagekv.kernels.variants import Kernel, Variant
 
 # Compute capability -> bytes of shared memory that a thread block may have (CUDA C++ programming guide).
 ARCHITECTURES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-CUPY_OPTIONS = ("-ftz=true", "--device-as-default-execution-space")  # what CuPy adds: the gate compiles what will run
+COMPILERS = (12, 13)  # CUDA major versions, each with an NVRTC of its own
 GROUP_SIZES = (1, 4, 8, 16, 64)
 
 
@@ -24,6 +25,8 @@ class Job:
     kernel: Kernel
     variant: Variant
     arch: int
+    cuda: int
+    """Whose NVRTC compiles: one of COMPILERS."""
 
     @property
     def label(self) -> str:
@@ -39,14 +42,14 @@ class Job:
 
     def plain_options(self) -> list[str]:
         """The options, the architecture apart."""
-        return ["--ptxas-options=-v", *CUPY_OPTIONS, *self.kernel.options(self.variant)]
+        return ["--ptxas-options=-v", *self.kernel.options(self.variant)]
 
     def digest(self) -> str:
         """Names what is compiled, the architecture and the compiler apart."""
         return hashlib.sha256("\0".join([*self.plain_options(), self.text]).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
-        return f"{self.kernel.name} {self.label} sm_{self.arch}"
+        return f"{self.kernel.name} {self.label} sm_{self.arch} CUDA {self.cuda}"
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,9 @@ def jobs(architectures: Sequence[int], kernels: Iterable[Kernel], variants: Iter
     variants = list(variants)
     for kernel in kernels:
         for variant in variants:
-            for arch in architectures:
-                key = (kernel.name, *kernel.macros_of(variant).values(), arch)
-                distinct.setdefault(key, Job(kernel, variant, arch))
+            for arch, cuda in product(architectures, COMPILERS):
+                key = (kernel.name, *kernel.macros_of(variant).values(), arch, cuda)
+                distinct.setdefault(key, Job(kernel, variant, arch, cuda))
     return list(distinct.values())
 
 

@@ -50,26 +50,31 @@ def judge(outcome: Outcome, record: Record) -> list[Failure]:
 
 
 def table(outcomes: Iterable[Outcome]) -> str:
-    """One row a kernel and variant: its registers on each architecture, then the threads and memory of a block."""
-    rows: dict[tuple[str, str], dict[int, Outcome]] = {}
-    for outcome in outcomes:
-        rows.setdefault((outcome.job.kernel.name, outcome.job.label), {})[outcome.job.arch] = outcome
-    archs = sorted({arch for row in rows.values() for arch in row})
+    """One row a kernel and variant: its registers on each architecture, by compiler where they differ, then the threads
+    and memory of a block.
+    """
+    rows: dict[tuple[str, str], list[Outcome]] = {}
+    for outcome in sorted(outcomes, key=lambda outcome: outcome.job.cuda):
+        rows.setdefault((outcome.job.kernel.name, outcome.job.label), []).append(outcome)
+    archs = sorted({outcome.job.arch for row in rows.values() for outcome in row})
     names = [f"sm_{arch}" for arch in archs]
     lines = [
         f"{'':<58}registers on",
         f"{'kernel':<20}{'variant':<38}" + "".join(f"{name:>8}" for name in names) + "  threads   shared  spills",
     ]
     for (kernel, label), row in sorted(rows.items()):
-        usages = [row[arch].usage if arch in row else None for arch in archs]
-        known = [usage for usage in usages if usage]
-        job = next(iter(row.values())).job
-        dynamic, threads = launch_limits(job.kernel, job.variant)
-        registers = "".join(f"{usage.registers if usage else '-':>8}" for usage in usages)
+        known = [outcome.usage for outcome in row if outcome.usage]
+        dynamic, threads = launch_limits(row[0].job.kernel, row[0].job.variant)
+        registers = "".join(f"{_registers(row, arch):>8}" for arch in archs)
         shared = max((usage.shared for usage in known), default=0) + dynamic
         spills = max((usage.spill_stores + usage.spill_loads for usage in known), default=0)
         lines.append(f"{kernel:<20}{label:<38}{registers}{threads:>9}{shared:>9}{spills:>8}")
     return "\n".join(lines)
+
+
+def _registers(row: Iterable[Outcome], arch: int) -> str:
+    found = [str(o.usage.registers) if o.usage else "-" for o in row if o.job.arch == arch]
+    return "/".join(dict.fromkeys(found)) or "-"
 
 
 class Progress:

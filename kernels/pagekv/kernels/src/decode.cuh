@@ -88,7 +88,8 @@ struct Places {
     }
 
     // Reads the split's part of the block table. Which of its blocks are visible is not yet known, so that the context
-    // length and the block ids arrive together; places made of ids past the context are never used.
+    // length and the block ids arrive together. What is made of ids past the context is no place to read from; slot 0 of
+    // block 0 stands where there is no id, so that copies which ignore their source are given one in the pool.
     template <int THREADS> __device__ __forceinline__ void load(const DecodeParams& p, const Work& work) const {
         const i32 first = work.split * SPLIT_TOKENS >> block_size_log2;
         const i32 last = min((((work.split + 1) * SPLIT_TOKENS - 1) >> block_size_log2) + 1, p.table_stride);
@@ -96,7 +97,7 @@ struct Places {
 #pragma unroll
         for (int round = 0; round < SPLIT_TOKENS / THREADS; ++round) {
             const i32 i = round * THREADS + (i32)threadIdx.x;
-            if (first + i < last) of_block[i] = (u32)table[first + i] * block_rows;
+            of_block[i] = (u32)(first + i < last ? max(table[first + i], 0) : 0) * block_rows;
         }
     }
 

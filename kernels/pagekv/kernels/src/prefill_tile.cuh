@@ -139,7 +139,9 @@ static_assert(sizeof(Keys) == ROWS - KEYS, "what the shared memory has room for"
 // Paging adds no wait: the block table is read two tiles ahead and addresses are made one tile ahead, a key by a
 // thread, so that loads find them in shared memory.
 struct KeyStream {
-    static constexpr i64 NOWHERE = 1;  // odd, as no address of a key is: zeros take its place, and nothing is read
+    // Lowest bit of an address, set where there is no key: zeros take its place, and nothing is read. The rest of it is
+    // an address of the pool all the same, since even a copy that ignores its source must be given an aligned one.
+    static constexpr i64 NOWHERE = 1;
 
     const PrefillParams& p;
     u8* shared;
@@ -157,7 +159,11 @@ struct KeyStream {
     __device__ __forceinline__ void put_address(i32 tile, i32 block) const {
         const i32 slot_in_block = (tile * TILE_KEYS + (i32)threadIdx.x) & ((1 << p.block_size_log2) - 1);
         const i64 elements = block * p.block_stride + (i64)slot_in_block * (p.num_kv_heads * HEAD_SIZE);
-        addresses(tile)[threadIdx.x] = block < 0 ? NOWHERE : keys().first_slot + elements * KV_ELEMENT_BYTES;
+        // Two stores, because a choice between two addresses takes registers that are not there.
+        if (block < 0)
+            addresses(tile)[threadIdx.x] = (i64)p.pool + NOWHERE;
+        else
+            addresses(tile)[threadIdx.x] = keys().first_slot + elements * KV_ELEMENT_BYTES;
     }
 
     // Addresses of the first two tiles, once `keys` is known to all. To be followed by a barrier.
@@ -188,8 +194,8 @@ struct KeyStream {
                 const i64 address = from[row];
 #pragma unroll
                 for (int byte = 0; byte < KV_ROW_BYTES; byte += Mine::PER_ROW * CHUNK_BYTES) {
-                    const u8* const source = (const u8*)(address + offset) + byte;
-                    cp_async_16(to + row * SLOT_STRIDE + byte, source, (address & 1) == 0);
+                    const u8* const source = (const u8*)((address & ~NOWHERE) + offset) + byte;
+                    cp_async_16(to + row * SLOT_STRIDE + byte, source, (address & NOWHERE) == 0);
                 }
             }
         }

@@ -28,7 +28,8 @@ __device__ __forceinline__ u32 shared_address(const void* shared) {
 
 // --- asynchronous copies to shared memory
 
-// Starts a copy of 16 bytes, both ends aligned to 16. Not valid: `global` is not read and 16 zero bytes arrive.
+// Starts a copy of 16 bytes, both ends aligned to 16. Not valid: `global` is not read and 16 zero bytes arrive. It has to
+// be aligned all the same: the instruction is issued with it, and PTX lets no source off that is ignored.
 // The destination holds neither old nor new bytes until a wait of this thread; other threads need a barrier after it.
 __device__ __forceinline__ void cp_async_16(void* shared, const void* global, bool valid = true) {
 #ifdef PAGEKV_HOST
