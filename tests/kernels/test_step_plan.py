@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bench_machine import HostMachine
 from host_build import HostLauncher
 
 from pagekv.kernels.attention import PagedAttention, Rope, dtype_name
-from pagekv.kernels.bench.correctness import Scene
+from pagekv.kernels.bench.scene import Scene, Setup
 from pagekv.kernels.step_plan import ALIGN, SECTIONS, Capacity, HostPlan, StepBatch, plan_step
 from pagekv.kernels.variants import UnsupportedVariant, Variant
 
@@ -165,16 +166,9 @@ def test_a_step_beyond_the_capacity_is_refused(field: str, value: int, message: 
 # --- the pool, the rows, the variant
 
 
-class OnTheCpu:
-    """As much of the bench's machine as a scene needs."""
-
-    device = torch.device("cpu")
-    launcher = HostLauncher()
-
-
 @pytest.fixture(scope="module")
 def scene() -> Scene:
-    return Scene(OnTheCpu(), VARIANT, (3, 37))  # type: ignore[arg-type]  # as much of a machine as it needs
+    return Scene(HostMachine(), Setup(VARIANT, (3, 37)))
 
 
 def make(pool: torch.Tensor | None = None, **changes: Any) -> PagedAttention:

@@ -75,7 +75,7 @@ def as_page(records: dict[int, list[Record]]) -> str:
         rows.setdefault(row["section"], []).append(dict(row))
     facts = {record["name"]: record["value"] for record in everything if record["kind"] == "fact"}
     join(rows)
-    about = next((own[0].get("about", {}) for own in records.values() if own), {})
+    about: Record = next((own[0].get("about", {}) for own in records.values() if own), {})
     parts = [
         "# The first half hour on a GPU",
         f"{about.get('gpu', 'no GPU')}; code {about.get('code', '')}; written {datetime.date.today().isoformat()} by "

@@ -142,7 +142,12 @@ class Run:
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
             late = threading.Event()
-            killer = threading.Timer(limit, lambda: (late.set(), end(process)))
+
+            def stop() -> None:
+                late.set()
+                end(process)
+
+            killer = threading.Timer(limit, stop)
             killer.start()
             last = ""
             try:

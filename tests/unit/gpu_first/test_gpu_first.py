@@ -105,11 +105,11 @@ def run_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, **optio
     """A part of one step, whose process is this text."""
     script = tmp_path / "step.py"
     script.write_text(SCRIPT.format(path=str(Path(tools.__file__).parents[1]), body=body))
-    monkeypatch.setattr(
-        tools,
-        "step_command",
-        lambda name, *args: [sys.executable, str(script), name, args[args.index("--records") + 1]],
-    )
+
+    def command_of(name: str, *args: str) -> list[str]:
+        return [sys.executable, str(script), name, args[args.index("--records") + 1]]
+
+    monkeypatch.setattr(tools, "step_command", command_of)
     said = io.StringIO()
     run = Run(1, tmp_path, "test GPU", out=said, only=("smallest",), **options)
     run.all()
@@ -282,9 +282,9 @@ def test_results_are_copied_where_the_environment_says(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rehearsal_in_small(tmp_path: Path) -> None:
-    """Each way to fail once, then the same command again; and tools that are missing."""
+    """An import, a fault of the device and a hang, then the same command again; and tools that are missing."""
     stage = Stage(tmp_path)
-    faults = {"machine": "exit", "smallest": "fault", "swap": "hang", "memcheck": "import"}
+    faults = {"machine": "import", "smallest": "fault", "swap": "hang"}
     assert failing(1, faults, stage) == []
     assert (tmp_path / "failing-1" / page.PAGE).read_text().startswith("# The first half hour on a GPU")
     assert without_tools(2, stage) == []

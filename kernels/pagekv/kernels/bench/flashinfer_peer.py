@@ -42,7 +42,10 @@ def from_text(text: str) -> Case:
     kind, *numbers = text.split(":")
     num_heads, num_kv_heads, *shape = map(int, numbers)
     heads = Heads("", num_heads, num_kv_heads)
-    return DecodeCase(heads, *shape) if kind == "decode" else PrefillCase(heads, *shape)
+    if kind == "decode":
+        batch, context = shape
+        return DecodeCase(heads, batch, context)
+    return PrefillCase(heads, *shape)
 
 
 # --- the peer's process

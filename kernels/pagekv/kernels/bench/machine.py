@@ -189,7 +189,7 @@ class CudaMachine:
     def _clocked(self, play: Callable[[], object], head_start: bool) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         if head_start:
-            torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]  # torch does not annotate it
+            torch.cuda._sleep(HEAD_START_CYCLES)
         start.record(self._stream)
         play()
         end.record(self._stream)

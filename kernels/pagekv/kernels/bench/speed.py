@@ -31,8 +31,8 @@ Row = dict[str, Any]
 # depends on its version and the GPU: cuDNN on Hopper, where it is new enough.
 FLASH, CUDNN = ("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)
 
-TABLE_READ = "(u32)table[first + i] * block_rows"
-TABLE_COMPUTED = "(u32)(table - p.block_tables + first + i) * block_rows"
+TABLE_READ = "max(table[first + i], 0)"
+TABLE_COMPUTED = "(i32)(table - p.block_tables) + first + i"
 
 
 def without_table(text: str) -> str:

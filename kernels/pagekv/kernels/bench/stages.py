@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pagekv.kernels.bench import speed, swap_speed
-from pagekv.kernels.bench.correctness import Check, Setup, checks, setups
+from pagekv.kernels.bench.correctness import Check, checks, setups
 from pagekv.kernels.bench.flashinfer_peer import FlashInferPeer, to_text
 from pagekv.kernels.bench.machine import Arena, Clock, Machine
 from pagekv.kernels.bench.report import Report, join_flashinfer
+from pagekv.kernels.bench.scene import Setup
 from pagekv.kernels.bench.workload import (
     GQA4,
     DecodeCase,
