@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pagekv.common.logs import Log, setup_logs
 from pagekv.common.models import ModelNotFound, resolve_model
@@ -17,8 +18,12 @@ from pagekv.common.server import GrpcServer, run_async, spare_the_collector, sto
 from pagekv.executor.backend import Backend
 from pagekv.executor.compute_thread import ComputeThread
 from pagekv.executor.config import ExecutorConfig, parse_config
+from pagekv.executor.machine import available_bytes
 from pagekv.executor.service import SERVICE_NAME, ExecutorService
 from pagekv.executor.session import Session
+
+if TYPE_CHECKING:
+    from pagekv.executor.cuda.driver import Gpu
 
 log = Log(__name__)
 
@@ -37,28 +42,15 @@ def load_backend(config: ExecutorConfig) -> Backend:
     """Loads what --backend and --model name; minutes for a large model. Backends are imported here, so that the oracle
     starts without torch. Raises ModelNotFound, ImportError, OSError or ValueError.
     """
-    directory = resolve_model(config.model) if config.model else None
     if config.backend == "oracle":
-        from pagekv.executor.oracle import DEFAULT_KV_BYTES, OracleBackend
-        from pagekv.executor.oracle_model import read_oracle_model
-
-        model = read_oracle_model(
-            directory,
-            model_id(config.model),
-            vocab_size=config.vocab_size,
-            max_model_len=config.max_model_len,
-            eos_token_ids=config.eos_token_ids,
-        )
-        return OracleBackend(
-            model,
-            kv_bytes=config.kv_memory or DEFAULT_KV_BYTES,
-            max_sequences=config.max_sequences,
-            step_time_s=config.step_time_ms / 1e3,
-            token_time_s=config.token_time_us / 1e6,
-        )
-    assert directory is not None
-    if config.backend == "cuda" or (config.backend == "auto" and _has_gpu()):
-        return _load_cuda(config, directory)
+        return _load_oracle(config)
+    # Before the model, which may have to be fetched, and before torch, whose import alone takes seconds.
+    gpu = _usable_gpu(config) if config.backend == "cuda" else None
+    directory = resolve_model(config.model)
+    if gpu is None and config.backend == "auto" and _torch_has_gpu():
+        gpu = _usable_gpu(config)
+    if gpu is not None:
+        return _load_cuda(config, directory, gpu)
     if config.kv_dtype != "auto":
         raise ValueError(f"--kv-dtype {config.kv_dtype} needs --backend cuda")
     from pagekv.executor.cpu import CpuBackend
@@ -74,7 +66,27 @@ def load_backend(config: ExecutorConfig) -> Backend:
     )
 
 
-def _has_gpu() -> bool:
+def _load_oracle(config: ExecutorConfig) -> Backend:
+    from pagekv.executor.oracle import DEFAULT_KV_BYTES, OracleBackend
+    from pagekv.executor.oracle_model import read_oracle_model
+
+    model = read_oracle_model(
+        resolve_model(config.model) if config.model else None,
+        model_id(config.model),
+        vocab_size=config.vocab_size,
+        max_model_len=config.max_model_len,
+        eos_token_ids=config.eos_token_ids,
+    )
+    return OracleBackend(
+        model,
+        kv_bytes=config.kv_memory or DEFAULT_KV_BYTES,
+        max_sequences=config.max_sequences,
+        step_time_s=config.step_time_ms / 1e3,
+        token_time_s=config.token_time_us / 1e6,
+    )
+
+
+def _torch_has_gpu() -> bool:
     # Without CuPy the answer is known, and torch need not be asked.
     if importlib.util.find_spec("cupy") is None:
         return False
@@ -83,15 +95,30 @@ def _has_gpu() -> bool:
     return cuda_is_usable()
 
 
-def _load_cuda(config: ExecutorConfig, directory: Path) -> Backend:
+def _usable_gpu(config: ExecutorConfig) -> Gpu:
+    from pagekv.executor.cuda.driver import UnusableGpu, find_gpu
+    from pagekv.executor.cuda.preflight import check_machine, installed_builds
+
+    try:
+        gpu = find_gpu()
+        check_machine(gpu, installed_builds(), available_bytes())
+    except UnusableGpu as error:
+        raise ValueError(f"--backend {config.backend}: {error}") from error
+    return gpu
+
+
+def _load_cuda(config: ExecutorConfig, directory: Path, gpu: Gpu) -> Backend:
+    from pagekv.executor.cuda.preflight import check_model
+
+    check_model(directory, config.dtype, config.kv_dtype, gpu)
     from pagekv.executor.cuda.backend import CudaBackend
     from pagekv.executor.cuda.device import CudaDevice
-    from pagekv.kernels.loader import GpuUnavailable
 
     try:
         device = CudaDevice()
-    except GpuUnavailable as error:
-        raise ValueError(f"--backend cuda: {error}") from error
+    except RuntimeError as error:
+        # Whatever torch or CuPy cannot do is an error of theirs, and they call it that.
+        raise ValueError(f"--backend {config.backend}: the GPU cannot be used: {error}") from error
     return CudaBackend(
         directory,
         model_id(config.model),

@@ -19,11 +19,10 @@ from typing import Any
 from pagekv.kernels.nvrtc import IN_SITE_PACKAGES
 from pagekv.kernels.params import Struct
 from pagekv.kernels.sources import translation_unit
-from pagekv.kernels.variants import KERNELS, Variant
+from pagekv.kernels.variants import KERNELS, MIN_COMPUTE_CAPABILITY, Variant
 
 STATIC_SHARED_LIMIT = 48 << 10
 """Dynamic shared memory beyond this has to be asked for, kernel by kernel."""
-MIN_COMPUTE_CAPABILITY = 80
 
 Say = Callable[[str], None]
 

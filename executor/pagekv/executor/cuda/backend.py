@@ -11,7 +11,6 @@ import transformers
 from pagekv.common.errors import OutOfMemory
 from pagekv.common.logs import Log
 from pagekv.executor.backend import BlockCopies, Description, Launch, Sampled, Scheduled, SequenceState
-from pagekv.executor.cpu.machine import available_bytes
 from pagekv.executor.cuda.device import Device
 from pagekv.executor.cuda.kernel_attention import kv_geometry, serving_variant
 from pagekv.executor.cuda.pools import KvPools
@@ -19,6 +18,7 @@ from pagekv.executor.cuda.profile import StepProfile, profile_step
 from pagekv.executor.cuda.runner import StepRunner
 from pagekv.executor.fingerprint import model_fingerprint
 from pagekv.executor.layout import LAYOUT
+from pagekv.executor.machine import available_bytes
 from pagekv.executor.model.loading import load_model, stored_dtype
 
 log = Log(__name__)
