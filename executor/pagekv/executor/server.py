@@ -40,7 +40,7 @@ CUDA_MEMORY_SHARE = 0.9
 
 def load_backend(config: ExecutorConfig) -> Backend:
     """Loads what --backend and --model name; minutes for a large model. Backends are imported here, so that the oracle
-    starts without torch. Raises ModelNotFound, ImportError, OSError or ValueError.
+    starts without torch. Raises ModelNotFound, ImportError, OSError, ValueError or MemoryError.
     """
     if config.backend == "oracle":
         return _load_oracle(config)
@@ -204,7 +204,7 @@ async def serve(config: ExecutorConfig) -> int:
         log.error("cannot start: --model leads nowhere", reason=error)
     except ImportError as error:
         log.error("cannot start: a package is missing; pip install 'pagekv[executor]'", reason=error)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, MemoryError) as error:
         log.error("cannot start", reason=error)
     return 1
 

@@ -170,7 +170,10 @@ class CudaDevice:
         try:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
         except RuntimeError as error:
-            raise MemoryError(f"pinned host memory {shape} of {dtype}: {error}") from error
+            raise MemoryError(
+                f"host memory {shape} of {dtype} cannot be page-locked: {error}; free memory of the host, or raise the "
+                "memory limit of the container"
+            ) from error
 
     @property
     def streams(self) -> Streams:

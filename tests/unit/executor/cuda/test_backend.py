@@ -205,6 +205,42 @@ def test_steps_of_an_epoch_launched_ahead(llama: Path) -> None:
         assert [output] == expected
 
 
+def test_what_the_host_cannot_lock_is_offered_no_more(llama: Path) -> None:
+    """Told with what to do; a manager that takes what it is offered comes by, in the end without a host pool."""
+
+    class Locked(HostDevice):
+        def pin(self, tensor: torch.Tensor) -> None:
+            raise MemoryError(f"{tensor.nbytes} bytes of host memory cannot be page-locked: CUDA error 2")
+
+    backend = host_backend(llama, Locked(), kv_memory=2**18)
+    offers = []
+    while blocks := (offer := backend.describe(4, 12)).host_kv_bytes // offer.bytes_per_block:
+        offers.append(blocks)
+        with pytest.raises(MemoryError, match=rf"^{blocks} host blocks: .* give the manager a smaller --num-host-bl"):
+            backend.allocate(4, 8, blocks)
+        with pytest.raises(RuntimeError, match="no pools"):
+            backend.launch([])
+    assert offers == [32, 16, 8, 4, 2, 1]
+    backend.allocate(4, 8, 0)
+
+
+def test_weights_that_do_not_fit_are_refused_before_and_while_they_are_read(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = r"of the GPU's memory 0\.00 GiB are free .*: use .*a smaller"
+    with monkeypatch.context() as patch:
+        patch.setattr("pagekv.executor.cuda.backend.load_model", None)
+        with pytest.raises(ValueError, match=words):
+            host_backend(llama, HostDevice(memory=2**10))
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    monkeypatch.setattr("pagekv.executor.cuda.backend.load_model", full)
+    with pytest.raises(ValueError, match=r"loading ran out of GPU memory, of the GPU's .* \(CUDA out of memory"):
+        host_backend(llama)
+
+
 class _CountingDevice(HostDevice):
     """Notes which host memory is pinned, and how often any was."""
 
