@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from pagekv.common.errors import OutOfMemory
 from pagekv.executor.backend import BlockCopies, CopyKind, Sampling, Scheduled, SequenceState
 from pagekv.executor.config import parse_config
 from pagekv.executor.cuda.backend import CudaBackend
+from pagekv.executor.cuda.kernel_attention import KernelAttention
 from pagekv.executor.epoch import Epoch
 from pagekv.executor.layout import LAYOUT
 from pagekv.executor.server import load_backend
@@ -284,6 +286,27 @@ def test_a_failed_allocation_leaves_nothing_pinned(
         backend.launch([])
     backend.allocate(4, 8, 2)
     assert (device.num_pins, device.held) == (2, [backend.cache.host.data_ptr()])
+
+
+def test_rows_that_fill_a_graph_up_attend_to_nothing(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three sequences in a graph of four rows, replayed: nothing that follows attention sees memory nobody wrote."""
+    backend, seen = host_backend(llama, max_sequences=4, dtype="float32"), list[torch.Tensor]()
+    attend = KernelAttention.attend
+
+    def watch(self: KernelAttention, layer: int, query: torch.Tensor, *rest: Any) -> torch.Tensor:
+        out = attend(self, layer, query, *rest)
+        if query.shape[1] == 4:
+            seen.append(out)
+        return out
+
+    unwritten = SimpleNamespace(empty=lambda shape, **options: torch.full(shape, torch.nan, **options))
+    monkeypatch.setattr("pagekv.executor.cuda.kernel_attention.torch", unwritten)
+    monkeypatch.setattr(KernelAttention, "attend", watch)
+    driver = Driver(backend, 16)
+    driver.generate([driver.sequence(prompt) for prompt in prompts_of([3, 4, 250])], 4)
+    assert backend.runner.graphs.num_replayed > 0
+    assert len(seen) >= 6
+    assert all(bool(out[:3].any()) and not out[3].any() for out in seen)
 
 
 def test_graphs_leave_their_logits_in_one_buffer(llama: Path) -> None:
