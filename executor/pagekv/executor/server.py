@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import logging
+import math
 import os
 import sys
 import time
@@ -18,6 +19,7 @@ from pagekv.common.server import GrpcServer, run_async, spare_the_collector, sto
 from pagekv.executor.backend import Backend
 from pagekv.executor.compute_thread import ComputeThread
 from pagekv.executor.config import ExecutorConfig, parse_config
+from pagekv.executor.fresh_process import faults_before, start_anew
 from pagekv.executor.machine import available_bytes
 from pagekv.executor.service import SERVICE_NAME, ExecutorService
 from pagekv.executor.session import Session
@@ -147,10 +149,28 @@ class Executor:
         self._session = Session(self._compute)
         self._grpc = GrpcServer(config.listen, [SERVICE_NAME], config.reflection, MAX_STEP_BYTES)
         ExecutorService(self._session).add_to(self._grpc.server)
+        # perf_counter when serving began.
+        self._serving_since = math.inf
+
+    @property
+    def address(self) -> str:
+        """Where it listens, or shall: with the port it has instead of 0."""
+        listen = self._config.listen
+        return f"{listen.rpartition(':')[0]}:{self._grpc.port}" if listen.endswith(":0") else listen
+
+    @property
+    def lost_reason(self) -> str:
+        """Why its device is lost to this process; empty while it is not."""
+        return self._session.lost_reason
+
+    @property
+    def served_s(self) -> float:
+        """Seconds since it began to serve."""
+        return max(0.0, time.perf_counter() - self._serving_since)
 
     async def run(self, stop: asyncio.Event) -> int:
-        """Serves until `stop` is set; returns the exit status. Raises what `load_backend` does, and OSError when it
-        cannot listen.
+        """Serves until `stop` is set or the device is lost; returns the exit status. Raises what `load_backend` does,
+        and OSError when it cannot listen.
         """
         config = self._config
         port = await self._grpc.start()
@@ -164,7 +184,10 @@ class Executor:
             spare_the_collector()
             self._session.serve(loading.result(), model_id(config.model))
             await self._grpc.set_serving(True)
-            await stopped
+            self._serving_since = time.perf_counter()
+            lost = asyncio.create_task(self._session.lost.wait(), name="device lost")
+            await asyncio.wait([stopped, lost], return_when=asyncio.FIRST_COMPLETED)
+            lost.cancel()
         return await self._shut_down(idle=loading.done())
 
     async def _load(self) -> Backend:
@@ -188,7 +211,7 @@ class Executor:
         await self._grpc.stop(LAST_WORDS_S)
         self._compute.stop()
         log.info("stopped")
-        if not idle:
+        if not idle and not self.lost_reason:
             # The thread may be deep in native code, which an orderly interpreter exit would wait for or crash in.
             logging.shutdown()
             os._exit(0)
@@ -196,17 +219,37 @@ class Executor:
 
 
 async def serve(config: ExecutorConfig) -> int:
-    """Runs an executor until SIGTERM or SIGINT; returns the exit status."""
+    """Runs an executor until SIGTERM or SIGINT; returns the exit status. When the device is lost another process takes
+    this one's place, which tries again whatever goes wrong: it comes after one that could serve.
+    """
     stop = stop_event()
+    executor = Executor(config)
     try:
-        return await Executor(config).run(stop)
-    except ModelNotFound as error:
+        status = await executor.run(stop)
+        if not executor.lost_reason or stop.is_set():
+            return status
+        reason = executor.lost_reason
+    except Exception as error:
+        known = _say_why(error)
+        if not faults_before():
+            if not known:
+                raise
+            return 1
+        reason = f"it could not start: {error}"
+    return await start_anew(stop, executor.address, reason, executor.served_s)
+
+
+def _say_why(error: Exception) -> bool:
+    """One line of the log for what keeps an executor from starting. False for what nobody expected: no line."""
+    if isinstance(error, ModelNotFound):
         log.error("cannot start: --model leads nowhere", reason=error)
-    except ImportError as error:
+    elif isinstance(error, ImportError):
         log.error("cannot start: a package is missing; pip install 'pagekv[executor]'", reason=error)
-    except (OSError, ValueError, MemoryError) as error:
+    elif isinstance(error, (OSError, ValueError, MemoryError)):
         log.error("cannot start", reason=error)
-    return 1
+    else:
+        return False
+    return True
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -219,6 +219,20 @@ class CudaBackend:
         """As `Backend.forget`."""
         self.runner.forget(states)
 
+    def is_lost(self, error: Exception) -> bool:
+        """As `Backend.is_lost`. The device is asked instead of the error's words: what kills a context (an illegal or
+        misaligned address, a failed launch, an assertion on the device, ...) makes every later call fail, and nothing
+        else does, memory that is short included.
+        """
+        if isinstance(error, ArithmeticError):
+            # The host's finding. Asking while another thread records a graph would spoil that.
+            return False
+        try:
+            self._device.synchronize()
+        except RuntimeError:
+            return True
+        return False
+
 
 def _load(model_path: Path, dtype: torch.dtype, device: Device) -> LoadedModel:
     """As `load_model`. Raises ValueError also where the weights do not fit into what is left of the GPU's memory, as

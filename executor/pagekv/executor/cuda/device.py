@@ -77,7 +77,9 @@ class Device(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Waits for everything enqueued."""
+        """Waits for everything enqueued. Raises RuntimeError when something of it failed, and each time from then on:
+        the device is lost to this process.
+        """
         ...
 
     def available_bytes(self) -> int:

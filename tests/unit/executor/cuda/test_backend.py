@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -241,6 +242,26 @@ def test_weights_that_do_not_fit_are_refused_before_and_while_they_are_read(
     monkeypatch.setattr("pagekv.executor.cuda.backend.load_model", full)
     with pytest.raises(ValueError, match=r"loading ran out of GPU memory, of the GPU's .* \(CUDA out of memory"):
         host_backend(llama)
+
+
+@dataclass
+class _MortalDevice(HostDevice):
+    dead: bool = False
+
+    def synchronize(self) -> None:
+        if self.dead:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+
+def test_the_device_is_asked_whether_it_is_lost(llama: Path) -> None:
+    device = _MortalDevice()
+    backend = host_backend(llama, device)
+    errors = (RuntimeError("CUDA error"), torch.OutOfMemoryError("CUDA out of memory"), MemoryError("host"))
+    assert not any(backend.is_lost(error) for error in errors)
+    device.dead = True
+    assert all(backend.is_lost(error) for error in errors)
+    # Tokens that are not numbers are no fault of the device, and it is not asked.
+    assert not backend.is_lost(ArithmeticError("the logits are not numbers"))
 
 
 class _CountingDevice(HostDevice):
