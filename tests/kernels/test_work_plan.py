@@ -20,6 +20,7 @@ from pagekv.kernels.work_plan import (
     decode_tile,
     decode_work,
     most_partials,
+    num_decode_items,
 )
 
 SIZES = [Variant("bfloat16", "bfloat16", size) for size in HEAD_SIZES] + [
@@ -46,6 +47,7 @@ def plan(lengths: list[int], window: int = 0) -> DecodeWork:
 )
 def test_every_visible_key_is_in_exactly_one_item(lengths: list[int], window: int) -> None:
     work = plan(lengths, window)
+    assert num_decode_items(np.array(lengths, np.int32), window) == len(work.items)
     partials: list[int] = []
     seen: dict[int, list[int]] = {row: [] for row in range(len(lengths))}
     for row, sequence, split, merge in work.items.tolist():

@@ -178,6 +178,12 @@ class Backend(Protocol):
         """These sequences have left and are never scheduled again."""
         ...
 
+    def is_lost(self, error: Exception) -> bool:
+        """Whether this error, which a method or `Launch.collect` raised, left the device dead to this process, so that
+        every later call would fail. Called on the thread that the error was raised on.
+        """
+        ...
+
 
 class SynchronousBackend:
     """What a backend needs besides, whose `execute` returns what a step sampled."""
@@ -192,3 +198,7 @@ class SynchronousBackend:
 
     def forget(self, states: list[SequenceState]) -> None:
         """As `Backend.forget`: nothing is kept of a sequence."""
+
+    def is_lost(self, error: Exception) -> bool:
+        """As `Backend.is_lost`: what computes with this process's memory lives as long as the process."""
+        return False

@@ -208,6 +208,10 @@ class OracleBackend:
         for state in states:
             self._rows.forget(state)
 
+    def is_lost(self, error: Exception) -> bool:
+        """As `Backend.is_lost`: there is no device."""
+        return False
+
     def _write(self, rows: Numbers, starts: Numbers, ends: Numbers) -> None:
         of_rows, positions, _ = spread(rows, starts, ends)
         slots = self._rows.slots(of_rows, positions)

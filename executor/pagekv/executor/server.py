@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import logging
+import math
 import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pagekv.common.logs import Log, setup_logs
 from pagekv.common.models import ModelNotFound, resolve_model
@@ -17,8 +19,13 @@ from pagekv.common.server import GrpcServer, run_async, spare_the_collector, sto
 from pagekv.executor.backend import Backend
 from pagekv.executor.compute_thread import ComputeThread
 from pagekv.executor.config import ExecutorConfig, parse_config
+from pagekv.executor.fresh_process import faults_before, start_anew
+from pagekv.executor.machine import available_bytes
 from pagekv.executor.service import SERVICE_NAME, ExecutorService
 from pagekv.executor.session import Session
+
+if TYPE_CHECKING:
+    from pagekv.executor.cuda.driver import Gpu
 
 log = Log(__name__)
 
@@ -35,30 +42,17 @@ CUDA_MEMORY_SHARE = 0.9
 
 def load_backend(config: ExecutorConfig) -> Backend:
     """Loads what --backend and --model name; minutes for a large model. Backends are imported here, so that the oracle
-    starts without torch. Raises ModelNotFound, ImportError, OSError or ValueError.
+    starts without torch. Raises ModelNotFound, ImportError, OSError, ValueError or MemoryError.
     """
-    directory = resolve_model(config.model) if config.model else None
     if config.backend == "oracle":
-        from pagekv.executor.oracle import DEFAULT_KV_BYTES, OracleBackend
-        from pagekv.executor.oracle_model import read_oracle_model
-
-        model = read_oracle_model(
-            directory,
-            model_id(config.model),
-            vocab_size=config.vocab_size,
-            max_model_len=config.max_model_len,
-            eos_token_ids=config.eos_token_ids,
-        )
-        return OracleBackend(
-            model,
-            kv_bytes=config.kv_memory or DEFAULT_KV_BYTES,
-            max_sequences=config.max_sequences,
-            step_time_s=config.step_time_ms / 1e3,
-            token_time_s=config.token_time_us / 1e6,
-        )
-    assert directory is not None
-    if config.backend == "cuda" or (config.backend == "auto" and _has_gpu()):
-        return _load_cuda(config, directory)
+        return _load_oracle(config)
+    # Before the model, which may have to be fetched, and before torch, whose import alone takes seconds.
+    gpu = _usable_gpu(config) if config.backend == "cuda" else None
+    directory = resolve_model(config.model)
+    if gpu is None and config.backend == "auto" and _torch_has_gpu():
+        gpu = _usable_gpu(config)
+    if gpu is not None:
+        return _load_cuda(config, directory, gpu)
     if config.kv_dtype != "auto":
         raise ValueError(f"--kv-dtype {config.kv_dtype} needs --backend cuda")
     from pagekv.executor.cpu import CpuBackend
@@ -74,7 +68,27 @@ def load_backend(config: ExecutorConfig) -> Backend:
     )
 
 
-def _has_gpu() -> bool:
+def _load_oracle(config: ExecutorConfig) -> Backend:
+    from pagekv.executor.oracle import DEFAULT_KV_BYTES, OracleBackend
+    from pagekv.executor.oracle_model import read_oracle_model
+
+    model = read_oracle_model(
+        resolve_model(config.model) if config.model else None,
+        model_id(config.model),
+        vocab_size=config.vocab_size,
+        max_model_len=config.max_model_len,
+        eos_token_ids=config.eos_token_ids,
+    )
+    return OracleBackend(
+        model,
+        kv_bytes=config.kv_memory or DEFAULT_KV_BYTES,
+        max_sequences=config.max_sequences,
+        step_time_s=config.step_time_ms / 1e3,
+        token_time_s=config.token_time_us / 1e6,
+    )
+
+
+def _torch_has_gpu() -> bool:
     # Without CuPy the answer is known, and torch need not be asked.
     if importlib.util.find_spec("cupy") is None:
         return False
@@ -83,15 +97,30 @@ def _has_gpu() -> bool:
     return cuda_is_usable()
 
 
-def _load_cuda(config: ExecutorConfig, directory: Path) -> Backend:
+def _usable_gpu(config: ExecutorConfig) -> Gpu:
+    from pagekv.executor.cuda.driver import UnusableGpu, find_gpu
+    from pagekv.executor.cuda.preflight import check_machine, installed_builds
+
+    try:
+        gpu = find_gpu()
+        check_machine(gpu, installed_builds(), available_bytes())
+    except UnusableGpu as error:
+        raise ValueError(f"--backend {config.backend}: {error}") from error
+    return gpu
+
+
+def _load_cuda(config: ExecutorConfig, directory: Path, gpu: Gpu) -> Backend:
+    from pagekv.executor.cuda.preflight import check_model
+
+    check_model(directory, config.dtype, config.kv_dtype, gpu)
     from pagekv.executor.cuda.backend import CudaBackend
     from pagekv.executor.cuda.device import CudaDevice
-    from pagekv.kernels.loader import GpuUnavailable
 
     try:
         device = CudaDevice()
-    except GpuUnavailable as error:
-        raise ValueError(f"--backend cuda: {error}") from error
+    except RuntimeError as error:
+        # Whatever torch or CuPy cannot do is an error of theirs, and they call it that.
+        raise ValueError(f"--backend {config.backend}: the GPU cannot be used: {error}") from error
     return CudaBackend(
         directory,
         model_id(config.model),
@@ -120,10 +149,28 @@ class Executor:
         self._session = Session(self._compute)
         self._grpc = GrpcServer(config.listen, [SERVICE_NAME], config.reflection, MAX_STEP_BYTES)
         ExecutorService(self._session).add_to(self._grpc.server)
+        # perf_counter when serving began.
+        self._serving_since = math.inf
+
+    @property
+    def address(self) -> str:
+        """Where it listens, or shall: with the port it has instead of 0."""
+        listen = self._config.listen
+        return f"{listen.rpartition(':')[0]}:{self._grpc.port}" if listen.endswith(":0") else listen
+
+    @property
+    def lost_reason(self) -> str:
+        """Why its device is lost to this process; empty while it is not."""
+        return self._session.lost_reason
+
+    @property
+    def served_s(self) -> float:
+        """Seconds since it began to serve."""
+        return max(0.0, time.perf_counter() - self._serving_since)
 
     async def run(self, stop: asyncio.Event) -> int:
-        """Serves until `stop` is set; returns the exit status. Raises what `load_backend` does, and OSError when it
-        cannot listen.
+        """Serves until `stop` is set or the device is lost; returns the exit status. Raises what `load_backend` does,
+        and OSError when it cannot listen.
         """
         config = self._config
         port = await self._grpc.start()
@@ -137,7 +184,10 @@ class Executor:
             spare_the_collector()
             self._session.serve(loading.result(), model_id(config.model))
             await self._grpc.set_serving(True)
-            await stopped
+            self._serving_since = time.perf_counter()
+            lost = asyncio.create_task(self._session.lost.wait(), name="device lost")
+            await asyncio.wait([stopped, lost], return_when=asyncio.FIRST_COMPLETED)
+            lost.cancel()
         return await self._shut_down(idle=loading.done())
 
     async def _load(self) -> Backend:
@@ -161,7 +211,7 @@ class Executor:
         await self._grpc.stop(LAST_WORDS_S)
         self._compute.stop()
         log.info("stopped")
-        if not idle:
+        if not idle and not self.lost_reason:
             # The thread may be deep in native code, which an orderly interpreter exit would wait for or crash in.
             logging.shutdown()
             os._exit(0)
@@ -169,17 +219,37 @@ class Executor:
 
 
 async def serve(config: ExecutorConfig) -> int:
-    """Runs an executor until SIGTERM or SIGINT; returns the exit status."""
+    """Runs an executor until SIGTERM or SIGINT; returns the exit status. When the device is lost another process takes
+    this one's place, which tries again whatever goes wrong: it comes after one that could serve.
+    """
     stop = stop_event()
+    executor = Executor(config)
     try:
-        return await Executor(config).run(stop)
-    except ModelNotFound as error:
+        status = await executor.run(stop)
+        if not executor.lost_reason or stop.is_set():
+            return status
+        reason = executor.lost_reason
+    except Exception as error:
+        known = _say_why(error)
+        if not faults_before():
+            if not known:
+                raise
+            return 1
+        reason = f"it could not start: {error}"
+    return await start_anew(stop, executor.address, reason, executor.served_s)
+
+
+def _say_why(error: Exception) -> bool:
+    """One line of the log for what keeps an executor from starting. False for what nobody expected: no line."""
+    if isinstance(error, ModelNotFound):
         log.error("cannot start: --model leads nowhere", reason=error)
-    except ImportError as error:
+    elif isinstance(error, ImportError):
         log.error("cannot start: a package is missing; pip install 'pagekv[executor]'", reason=error)
-    except (OSError, ValueError) as error:
+    elif isinstance(error, (OSError, ValueError, MemoryError)):
         log.error("cannot start", reason=error)
-    return 1
+    else:
+        return False
+    return True
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -58,6 +58,8 @@ class ExecutorService(pb_grpc.ExecutorServiceServicer):
             async for report in stream.reports():
                 yield wire.step_result(report)
         except StepFailed as error:
+            # Before the call is over, which the reader would take for an error.
+            reader.cancel()
             await context.abort(grpc.StatusCode.INTERNAL, str(error)[:1024])
         finally:
             reader.cancel()

@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from pagekv.common.errors import (
     FailedPrecondition,
@@ -31,11 +33,14 @@ from pagekv.executor.step_check import MAX_STEP_TOKENS, EpochLimits
 
 log = Log(__name__)
 
+T = TypeVar("T")
+
 MAX_BLOCK_SIZE = 256
 MAX_BLOCKS = 2**31 - 1
 MAX_MANAGER_ID = 128
 # For an Attach that no Describe came before.
 DEFAULT_TOKEN_BUDGET = 2048
+LOST = "the executor's device failed: it starts anew"
 
 
 class StepFailed(Exception):
@@ -75,6 +80,9 @@ class Session:
         # Streams that have not ended.
         self._streams: set[RunStream] = set()
         self._attaching = asyncio.Lock()
+        # Set when the device is lost to this process, and why: nothing is answered any more.
+        self.lost = asyncio.Event()
+        self.lost_reason = ""
 
     def serve(self, backend: Backend, model_id: str = "") -> None:
         """The backend is loaded: from now on calls are answered. `model_id` is the name under which managers find the
@@ -88,7 +96,7 @@ class Session:
         backend = self._serving()
         _check_block_size(block_size)
         _check_range("token_budget", token_budget, 1, MAX_STEP_TOKENS)
-        description = await self._compute.call(lambda: backend.describe(block_size, token_budget))
+        description = await self._ask(backend, lambda: backend.describe(block_size, token_budget))
         if self._model_id:
             description = replace(description, model_id=self._model_id)
         self._descriptions[block_size] = description
@@ -130,8 +138,8 @@ class Session:
     async def _allocate(self, backend: Backend, order: AttachOrder) -> None:
         """Runs after the step under way, if any: the compute thread takes one job at a time."""
         try:
-            await self._compute.call(
-                lambda: backend.allocate(order.block_size, order.num_device_blocks, order.num_host_blocks)
+            await self._ask(
+                backend, lambda: backend.allocate(order.block_size, order.num_device_blocks, order.num_host_blocks)
             )
         except MemoryError as error:
             raise OutOfMemory(
@@ -257,6 +265,7 @@ class Session:
         if epoch.failed:
             return
         outcome: StepReport | Exception
+        lost = False
         try:
             if isinstance(launched, Exception):
                 raise launched
@@ -265,11 +274,40 @@ class Session:
             log.warning("refused a step", epoch=epoch.epoch, step=step.step, reason=error)
             outcome = error
         except Exception as error:
-            log.exception("a step failed", epoch=epoch.epoch, step=step.step)
             outcome = StepFailed(f"step {step.step}: {type(error).__name__}: {error}")
+            lost = epoch.backend.is_lost(error)
+            if not lost:
+                log.exception("a step failed", epoch=epoch.epoch, step=step.step)
         if isinstance(outcome, Exception):
             epoch.over = epoch.failed = True
         self._report(stream, outcome)
+        if lost:
+            self._lose(outcome)
+
+    async def _ask(self, backend: Backend, function: Callable[[], T]) -> T:
+        """What a method of the backend returns or raises, called on the compute thread after the steps before."""
+
+        def ask() -> T:
+            try:
+                return function()
+            except Exception as error:
+                if backend.is_lost(error):
+                    self._lose(error)
+                    raise Unavailable(LOST) from error
+                raise
+
+        return await self._compute.call(ask)
+
+    def _lose(self, error: object) -> None:
+        """On either thread: the device is lost, which is told after everything reported before."""
+
+        def lose() -> None:
+            if not self.lost.is_set():
+                self.lost_reason = f"the device failed and is lost to this process: {str(error).partition(chr(10))[0]}"
+                self.lost.set()
+
+        with suppress(RuntimeError):  # the loop is closed: the process is exiting
+            self._loop.call_soon_threadsafe(lose)
 
     def _report(self, stream: RunStream, outcome: StepReport | Exception | None) -> None:
         """On either thread: hands an outcome to the event loop."""
@@ -302,6 +340,8 @@ class Session:
             raise Unavailable("the executor is shutting down")
         if self._backend is None:
             raise Unavailable("the executor is still loading its model")
+        if self.lost.is_set():
+            raise Unavailable(LOST)
         return self._backend
 
 

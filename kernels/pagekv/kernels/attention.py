@@ -21,11 +21,10 @@ from pagekv.kernels import geometry
 from pagekv.kernels.launcher import Launcher
 from pagekv.kernels.params import BLOCK_COPY, CACHE_WRITE, DECODE, MERGE, PREFILL, fill
 from pagekv.kernels.step_plan import StepPlan
-from pagekv.kernels.variants import BLOCK_SIZES, UnsupportedVariant, Variant
+from pagekv.kernels.variants import BLOCK_SIZES, UnsupportedVariant, Variant, check_heads
 from pagekv.kernels.work_plan import MOST_FUSED_PARTIALS
 
 LAYOUT_AXES = ("num_blocks", "num_layers", "2", "block_size", "num_kv_heads", "head_size")
-MAX_GROUP_SIZE = 64
 MAX_POOL_ROWS = 2**32
 """The decode kernel numbers them with 32 bits; with 256 bytes a row that is a terabyte."""
 
@@ -97,14 +96,7 @@ class PagedAttention:
             raise UnsupportedVariant(
                 f"pool: at most {MAX_POOL_ROWS} rows (a token's keys or values of a layer), got {rows}"
             )
-        if num_heads < 1 or num_heads % self.num_kv_heads:
-            raise UnsupportedVariant(
-                f"num_heads: must be a multiple of the {self.num_kv_heads} KV heads of the pool, got {num_heads}"
-            )
-        if num_heads // self.num_kv_heads > MAX_GROUP_SIZE:
-            raise UnsupportedVariant(
-                f"num_heads: at most {MAX_GROUP_SIZE} query heads a KV head, got {num_heads // self.num_kv_heads}"
-            )
+        check_heads(num_heads, self.num_kv_heads)
         if scale is not None and not (math.isfinite(scale) and scale > 0):
             # Prefill finds the largest logit by the largest dot product.
             raise ValueError(f"scale: must be finite and more than 0, got {scale}")

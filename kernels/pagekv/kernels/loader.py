@@ -20,13 +20,12 @@ from pagekv.kernels.machine_code import MachineCode
 from pagekv.kernels.nvrtc import Nvrtc, NvrtcMissing
 from pagekv.kernels.params import Struct
 from pagekv.kernels.sources import translation_unit
-from pagekv.kernels.variants import KERNELS, Variant
+from pagekv.kernels.variants import KERNELS, MIN_COMPUTE_CAPABILITY, Variant
 
 STATIC_SHARED_LIMIT = 48 << 10
 """Dynamic shared memory beyond this has to be asked for, kernel by kernel."""
 ALL_SHARED = 100
 """Share of a multiprocessor's memory for L1 and shared memory, in percent, that is to be shared memory."""
-MIN_COMPUTE_CAPABILITY = 80
 
 Say = Callable[[str], None]
 

@@ -5,8 +5,9 @@
     buffer[: host.words.size].copy_(pinned)        # the step's only upload; the caller owns both buffers
     plan = host.bind(buffer.data_ptr(), scratch.data_ptr())
 
-Every section of the upload starts at a multiple of 16 bytes. With `capacity`, sections have a fixed size and place and
-are padded with work that does nothing, so that a captured CUDA graph may read them again and again.
+Every section of the upload starts at a multiple of 16 bytes. With `capacity`, sections have a fixed size and place, so
+that a captured CUDA graph may read them again and again. They are padded with work that does nothing, and rows beyond
+the step's with decodes that see no keys, whose result is zeros: what follows computes on no memory that nobody wrote.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class Capacity:
-    """Fixed sizes of a captured graph's sections: every step that replays it must fit."""
+    """Fixed sizes of a captured graph's sections: every step that replays it must fit, with a decode item for each row
+    that it does not have, and a sequence more than its own where there is such a row.
+    """
 
     sequences: int
     rows: int
@@ -167,10 +170,12 @@ def plan_step(
         slots[~np.repeat(batch.writes, counts)] = PADDING
     decodes = np.asarray(batch.decodes, bool)
     decode_sequences = np.flatnonzero(decodes).astype(np.int32)
+    # The first sequence beyond the step's has no keys.
+    padding = np.arange(len(slots), max(capacity.rows if capacity else 0, len(slots)), dtype=np.int32)
     work = decode_work(
-        rows=query_start[decode_sequences],
-        sequences=decode_sequences,
-        context_lens=context_lens[decode_sequences],
+        rows=np.concatenate([query_start[decode_sequences], padding]),
+        sequences=np.concatenate([decode_sequences, np.full_like(padding, len(context_lens))]),
+        context_lens=np.concatenate([context_lens[decode_sequences], np.zeros_like(padding)]),
         window=window,
     )
     group_size = num_heads // num_kv_heads
@@ -200,6 +205,8 @@ def plan_step(
     if capacity:
         shapes["arrivals"] = (capacity.merge_items, arrivals_of_merge(num_heads, num_kv_heads))
     words, offsets = pack(arrays, shapes)
+    if capacity and len(padding) and capacity.sequences == len(context_lens):
+        raise ValueError(f"sequences: {len(padding)} padded rows need one more than the {capacity.sequences} there are")
     return HostPlan(
         words,
         offsets,

@@ -206,14 +206,15 @@ class CudaStreams:
 def pin(tensor: torch.Tensor) -> None:
     """Page-locks a CPU tensor where it is, so that it can be copied while the host goes on; until `unpin`.
 
-    For pools of gigabytes: torch's own pinned memory takes the next power of two of what is asked. Raises MemoryError.
+    For pools of gigabytes (`host_memory`): torch's own pinned memory takes the next power of two of what is asked.
+    Raises MemoryError.
     """
     import torch
 
     runtime: Any = torch.cuda.cudart()
     error = runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
     if int(error):
-        raise MemoryError(f"pinned host memory: cannot lock {tensor.nbytes} bytes: CUDA error {int(error)}")
+        raise MemoryError(f"{tensor.nbytes} bytes of host memory cannot be page-locked: CUDA error {int(error)}")
 
 
 def unpin(tensor: torch.Tensor) -> None:

@@ -12,6 +12,8 @@ from types import MappingProxyType
 
 HEAD_SIZES = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+MAX_GROUP_SIZE = 64
+MIN_COMPUTE_CAPABILITY = 80
 
 # Name -> code of PAGEKV_DTYPE and PAGEKV_KV_DTYPE (types.cuh).
 DTYPE_CODES: Mapping[str, int] = MappingProxyType({"float32": 0, "float16": 1, "bfloat16": 2, "float8_e4m3fn": 3})
@@ -74,6 +76,16 @@ class Variant:
     def __str__(self) -> str:
         kv_dtype = "" if self.kv_dtype == self.dtype else f"/{self.kv_dtype}"
         return f"{self.dtype}{kv_dtype} d{self.head_size}{' features' if self.features else ''}"
+
+
+def check_heads(num_heads: int, num_kv_heads: int) -> None:
+    """Raises UnsupportedVariant for so many query heads over so many KV heads where no kernel serves them."""
+    if num_heads < 1 or num_heads % num_kv_heads:
+        raise UnsupportedVariant(f"num_heads: must be a multiple of the {num_kv_heads} KV heads, got {num_heads}")
+    if num_heads // num_kv_heads > MAX_GROUP_SIZE:
+        raise UnsupportedVariant(
+            f"num_heads: at most {MAX_GROUP_SIZE} query heads a KV head, got {num_heads // num_kv_heads}"
+        )
 
 
 def all_variants() -> list[Variant]:

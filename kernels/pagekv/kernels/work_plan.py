@@ -94,9 +94,8 @@ def decode_work(*, rows: Ints, sequences: Ints, context_lens: Ints, window: int 
     `window`: splits wholly before it are left out; 0: none. A row without keys still has an item, which writes zeros.
     """
     lens = np.asarray(context_lens, np.int32)
-    oldest = np.maximum(lens - window, 0) if window else np.zeros_like(lens)
-    first, end = oldest // SPLIT_TOKENS, lens // SPLIT_TOKENS
-    splits = np.maximum(-(-lens // SPLIT_TOKENS) - first, 1)
+    oldest, first, splits = _splits(lens, window)
+    end = lens // SPLIT_TOKENS
     merged = splits > 1
     partials = splits * merged
     merge = np.where(merged, np.cumsum(merged) - 1, -1)
@@ -115,6 +114,18 @@ def decode_work(*, rows: Ints, sequences: Ints, context_lens: Ints, window: int 
     order = np.argsort(-keys, kind="stable")
     short = _columns(rows[owner], sequences[owner], split, merge[owner])[order]
     return DecodeWork(np.concatenate([whole, short]), merges, int(partials.sum()), int(partials.max(initial=0)))
+
+
+def num_decode_items(context_lens: Ints, window: int = 0) -> int:
+    """Items that `decode_work` makes of rows with so many keys, without making them."""
+    return int(_splits(np.asarray(context_lens, np.int32), window)[2].sum())
+
+
+def _splits(lens: Ints, window: int) -> tuple[Ints, Ints, Ints]:
+    """By row: its oldest visible key, its first split, and the number of its splits."""
+    oldest = np.maximum(lens - window, 0) if window else np.zeros_like(lens)
+    first = oldest // SPLIT_TOKENS
+    return oldest, first, np.maximum(-(-lens // SPLIT_TOKENS) - first, 1)
 
 
 def _columns(*columns: Ints) -> Ints:

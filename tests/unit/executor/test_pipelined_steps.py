@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 from executor_steps import new_sequence
 
-from pagekv.common.errors import InvalidRequest
+from pagekv.common.errors import InvalidRequest, Unavailable
 from pagekv.executor.backend import UNKNOWN_TOKEN, Launch, Sampled, Scheduled, SequenceState
 from pagekv.executor.compute_thread import ComputeThread
 from pagekv.executor.layout import LAYOUT
@@ -35,6 +35,9 @@ class Waiting:
         self.backend.journal.append(f"collect {self.number}")
         if self.number == self.backend.fails_at:
             raise ArithmeticError("not a number")
+        if self.number == self.backend.dies_at:
+            self.backend.dead = True
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nand much advice")
         return {seq_id: Sampled(100 + self.number) for seq_id in self.seq_ids}
 
 
@@ -48,10 +51,17 @@ class LateBackend(OracleBackend):
         self.journal: list[str] = []
         self.last_tokens: list[int] = []
         self.fails_at = 0
+        self.dead = False
+        self.dies_at = 0
         self.left: list[int] = []
 
     def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None:
         self.journal.append("allocate")
+        if self.dead:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def is_lost(self, error: Exception) -> bool:
+        return self.dead
 
     def launch(self, scheduled: list[Scheduled]) -> Launch:
         number = len(self.last_tokens) + 1
@@ -161,6 +171,56 @@ def test_no_step_behind_one_that_failed_is_reported() -> None:
             await it.report()
         await it.session.shut_down()
         assert it.backend.journal == ["launch 1", "launch 2", "collect 1"]
+
+    pipelined(test)
+
+
+def test_a_lost_device_is_told_after_the_step_and_nothing_is_answered_any_more() -> None:
+    async def test(it: Pipelined) -> None:
+        it.backend.dies_at = 2
+        await it.enter()
+        await it.submit(Step(it.epoch, 2))
+        await it.submit(Step(it.epoch, 3))
+        await it.launched(3)
+        for gate in it.backend.gates:
+            gate.set()
+        assert (await it.report()).sampled == {5: Sampled(101)}
+        with pytest.raises(StepFailed, match="step 2: RuntimeError: CUDA error: an illegal memory access"):
+            await it.report()
+        await it.session.lost.wait()
+        reason = it.session.lost_reason
+        assert reason.endswith("step 2: RuntimeError: CUDA error: an illegal memory access was encountered")
+        for call in (it.session.describe(16, 64), it.session.attach(AttachOrder("m", 16, 8, 0, LAYOUT, True))):
+            with pytest.raises(Unavailable, match="the executor's device failed: it starts anew"):
+                await call
+        await it.session.shut_down()
+
+    pipelined(test)
+
+
+def test_a_device_that_is_found_lost_while_attaching() -> None:
+    """What failed after the last step of an epoch shows when the next one begins."""
+
+    async def test(it: Pipelined) -> None:
+        it.backend.dead = True
+        with pytest.raises(Unavailable, match="it starts anew"):
+            await it.session.attach(AttachOrder("m", 16, 8, 0, LAYOUT, True))
+        await it.session.lost.wait()
+        assert "illegal memory access" in it.session.lost_reason
+
+    pipelined(test)
+
+
+def test_a_failed_step_alone_loses_no_device() -> None:
+    async def test(it: Pipelined) -> None:
+        it.backend.fails_at = 1
+        await it.enter()
+        for gate in it.backend.gates:
+            gate.set()
+        with pytest.raises(StepFailed):
+            await it.report()
+        await it.session.attach(AttachOrder("m", 16, 8, 0, LAYOUT, True))
+        assert not it.session.lost.is_set()
 
     pipelined(test)
 

@@ -12,11 +12,11 @@ from pagekv.common.logs import Log
 from pagekv.executor.backend import BlockCopies, Description, Sampled, Scheduled, SynchronousBackend
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.linear import pack_linears
-from pagekv.executor.cpu.machine import available_bytes, keep_freed_memory, usable_cores
 from pagekv.executor.cpu.profile import StepProfile, SwapProfile, profile_step, profile_swap
 from pagekv.executor.cpu.runner import run_step
 from pagekv.executor.fingerprint import model_fingerprint
 from pagekv.executor.layout import LAYOUT
+from pagekv.executor.machine import available_bytes, keep_freed_memory, usable_cores
 from pagekv.executor.model.loading import load_model
 
 log = Log(__name__)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from pagekv.executor.backend import BlockCopies, CopyKind, Sampling, Scheduled, SequenceState
 from pagekv.executor.cpu.kv_cache import KvCache
-from pagekv.executor.cpu.machine import kib_field
 from pagekv.executor.cpu.runner import run_step
+from pagekv.executor.machine import kib_field
 from pagekv.executor.model.geometry import Geometry
 from pagekv.executor.model.loading import LoadedModel
 

@@ -11,15 +11,17 @@ import transformers
 from pagekv.common.errors import OutOfMemory
 from pagekv.common.logs import Log
 from pagekv.executor.backend import BlockCopies, Description, Launch, Sampled, Scheduled, SequenceState
-from pagekv.executor.cpu.machine import available_bytes
 from pagekv.executor.cuda.device import Device
 from pagekv.executor.cuda.kernel_attention import kv_geometry, serving_variant
-from pagekv.executor.cuda.pools import KvPools
+from pagekv.executor.cuda.pools import HostMemoryError, KvPools
+from pagekv.executor.cuda.preflight import check_room, gib
 from pagekv.executor.cuda.profile import StepProfile, profile_step
 from pagekv.executor.cuda.runner import StepRunner
 from pagekv.executor.fingerprint import model_fingerprint
 from pagekv.executor.layout import LAYOUT
-from pagekv.executor.model.loading import load_model, stored_dtype
+from pagekv.executor.machine import available_bytes
+from pagekv.executor.model.files import read_model_files
+from pagekv.executor.model.loading import LoadedModel, load_model, stored_dtype
 
 log = Log(__name__)
 
@@ -63,7 +65,7 @@ class CudaBackend:
         self._model_id = model_id
         self._fingerprint = model_fingerprint(model_path)
         weights = DTYPES[dtype] if dtype != "auto" else _auto_dtype(model_path)
-        self._loaded = load_model(model_path, weights, device.torch_device)
+        self._loaded = _load(model_path, weights, device)
         kept = weights if kv_dtype == "auto" else torch.float8_e4m3fn
         device.prepare(serving_variant(model_path, self._loaded, kept, device.launcher))
         self._geometry = kv_geometry(self._loaded, kept)
@@ -75,7 +77,7 @@ class CudaBackend:
         self._runner: StepRunner | None = None
         # Before any pool: what pools may come out of, however often they are replaced.
         self._available = device.available_bytes()
-        self._host_available = available_bytes()
+        self._host_bytes = int(HOST_SHARE * available_bytes())
         self._profiles: dict[tuple[int, int], StepProfile] = {}
         self._bandwidth = device.bandwidth()
 
@@ -109,7 +111,7 @@ class CudaBackend:
                 "transformers": transformers.__version__,
                 **self._device.versions,
             },
-            host_kv_bytes=min(device_bytes, int(HOST_SHARE * self._host_available)),
+            host_kv_bytes=min(device_bytes, self._host_bytes),
             device_to_host_bytes_per_s=to_host,
             host_to_device_bytes_per_s=to_device,
             prefill_tokens_per_s=profile.prefill_tokens_per_s,
@@ -153,14 +155,10 @@ class CudaBackend:
         available = self._device.available_bytes()
         if size * num_device_blocks > available:
             raise MemoryError(
-                f"{num_device_blocks} device blocks need {size * num_device_blocks} bytes; {available} are available"
+                f"{num_device_blocks} device blocks need {size * num_device_blocks} bytes; {available} are available: "
+                "give the manager a smaller --num-device-blocks"
             )
-        available = available_bytes()
-        if size * num_host_blocks > available:
-            raise MemoryError(
-                f"{num_host_blocks} host blocks need {size * num_host_blocks} bytes; {available} are available"
-            )
-        pools = KvPools(self._geometry, block_size, num_device_blocks, num_host_blocks, self._device)
+        pools = self._allocate_pools(block_size, num_device_blocks, num_host_blocks)
         try:
             self._runner = StepRunner(self._loaded, pools, self._device, self._max_sequences, self._graphs)
         except BaseException as error:
@@ -170,6 +168,24 @@ class CudaBackend:
                 raise MemoryError(f"what steps need beside {num_device_blocks} device blocks: {error}") from error
             raise
         self._pools = pools
+
+    def _allocate_pools(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> KvPools:
+        """What the host cannot hold is offered no more, so that a manager that takes what it is offered comes by with
+        less, and one that was told how much says which flag is too large.
+        """
+        size = self._geometry.bytes_per_block(block_size) * num_host_blocks
+        try:
+            available = available_bytes()
+            if size > available:
+                raise HostMemoryError(
+                    f"{num_host_blocks} host blocks need {size} bytes; {available} are available: give the manager a "
+                    "smaller --num-host-blocks, or the executor more memory"
+                )
+            return KvPools(self._geometry, block_size, num_device_blocks, num_host_blocks, self._device)
+        except HostMemoryError:
+            self._host_bytes = min(self._host_bytes, size // 2)
+            log.warning("no memory for the host pool: offering less", needed=size, offering=self._host_bytes)
+            raise
 
     @property
     def cache(self) -> KvPools:
@@ -202,6 +218,36 @@ class CudaBackend:
     def forget(self, states: list[SequenceState]) -> None:
         """As `Backend.forget`."""
         self.runner.forget(states)
+
+    def is_lost(self, error: Exception) -> bool:
+        """As `Backend.is_lost`. The device is asked instead of the error's words: what kills a context (an illegal or
+        misaligned address, a failed launch, an assertion on the device, ...) makes every later call fail, and nothing
+        else does, memory that is short included.
+        """
+        if isinstance(error, ArithmeticError):
+            # The host's finding. Asking while another thread records a graph would spoil that.
+            return False
+        try:
+            self._device.synchronize()
+        except RuntimeError:
+            return True
+        return False
+
+
+def _load(model_path: Path, dtype: torch.dtype, device: Device) -> LoadedModel:
+    """As `load_model`. Raises ValueError also where the weights do not fit into what is left of the GPU's memory, as
+    far as possible before they are read.
+    """
+    room = device.available_bytes()
+    there_is = f"of the GPU's memory {gib(room)} are free (nvidia-smi lists what holds the rest)"
+    check_room(model_path, read_model_files(model_path), str(dtype).removeprefix("torch."), room, there_is)
+    try:
+        return load_model(model_path, dtype, device.torch_device)
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"{model_path}: loading ran out of GPU memory, {there_is}: use a smaller element type (--dtype), a smaller "
+            f"model, or a GPU with more memory ({error})"
+        ) from error
 
 
 def _auto_dtype(model_path: Path) -> torch.dtype:

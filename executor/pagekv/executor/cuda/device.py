@@ -77,7 +77,9 @@ class Device(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Waits for everything enqueued."""
+        """Waits for everything enqueued. Raises RuntimeError when something of it failed, and each time from then on:
+        the device is lost to this process.
+        """
         ...
 
     def available_bytes(self) -> int:
@@ -170,7 +172,10 @@ class CudaDevice:
         try:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
         except RuntimeError as error:
-            raise MemoryError(f"pinned host memory {shape} of {dtype}: {error}") from error
+            raise MemoryError(
+                f"host memory {shape} of {dtype} cannot be page-locked: {error}; free memory of the host, or raise the "
+                "memory limit of the container"
+            ) from error
 
     @property
     def streams(self) -> Streams:

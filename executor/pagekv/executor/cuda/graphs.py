@@ -44,7 +44,9 @@ class GraphKey:
 
 
 def graph_key(num_sequences: int, table_width: int, num_items: int) -> GraphKey | None:
-    """The smallest key that a batch of decodes fits; None when it is too large for a graph."""
+    """The smallest key that a batch of decodes fits, `num_items` being those of its own rows; None when it is too large
+    for a graph.
+    """
     if not 0 < num_sequences <= MAX_GRAPH_BATCH:
         return None
     # 1, 2, 4, 8, 16, 32, then multiples of 32: padding computes rows for nobody.
@@ -53,7 +55,9 @@ def graph_key(num_sequences: int, table_width: int, num_items: int) -> GraphKey 
     width = 16
     while width < table_width:
         width *= 4
-    items = batch if num_items == num_sequences else max(2 * batch, _power(num_items))
+    # Rows that fill the batch up have an item each, which writes zeros.
+    padded = num_items + batch - num_sequences
+    items = batch if num_items == num_sequences else max(2 * batch, _power(padded))
     return GraphKey(batch, width, items)
 
 

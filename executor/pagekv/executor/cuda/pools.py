@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy.typing as npt
 import torch
 
@@ -9,7 +11,12 @@ from pagekv.executor.backend import BlockCopies, CopyKind
 from pagekv.executor.cuda.device import Device
 from pagekv.executor.model.geometry import Geometry
 from pagekv.kernels.attention import PagedAttention
+from pagekv.kernels.host_memory import host_memory
 from pagekv.kernels.swap import BlockSwapper
+
+
+class HostMemoryError(MemoryError):
+    """The host pool cannot be had; the device's could."""
 
 
 class KvPools:
@@ -21,19 +28,33 @@ class KvPools:
     def __init__(
         self, geometry: Geometry, block_size: int, num_device_blocks: int, num_host_blocks: int, device: Device
     ) -> None:
-        """Raises MemoryError when the pools cannot be had."""
+        """Raises MemoryError, or HostMemoryError, when the pools cannot be had."""
         self.block_size = block_size
         shape = (geometry.num_layers, 2, block_size, geometry.num_kv_heads, geometry.head_size)
         self._device = device
         try:
             self.device = torch.empty((num_device_blocks, *shape), dtype=geometry.dtype, device=device.torch_device)
-            self.host = torch.empty((num_host_blocks, *shape), dtype=geometry.dtype)
         except RuntimeError as error:
-            raise MemoryError(f"{num_device_blocks} device and {num_host_blocks} host blocks: {error}") from error
-        self._swapper = BlockSwapper(device.streams, self.device, self.host)
-        # Last: whatever fails before leaves nothing pinned.
-        if num_host_blocks:
-            device.pin(self.host)
+            raise MemoryError(
+                f"{num_device_blocks} device blocks: {error}; give the manager a smaller --num-device-blocks"
+            ) from error
+        try:
+            self.host = self._host_pool((num_host_blocks, *shape), geometry.dtype)
+            self._swapper = BlockSwapper(device.streams, self.device, self.host)
+            # Last: whatever fails before leaves nothing pinned.
+            if num_host_blocks:
+                device.pin(self.host)
+        except MemoryError as error:
+            raise HostMemoryError(
+                f"{num_host_blocks} host blocks: {error}; give the manager a smaller --num-host-blocks, or the "
+                "executor more memory"
+            ) from error
+
+    @staticmethod
+    def _host_pool(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if not shape[0]:
+            return torch.empty(shape, dtype=dtype)
+        return torch.from_numpy(host_memory(math.prod(shape) * dtype.itemsize)).view(dtype).view(shape)
 
     def close(self) -> None:
         """Gives the pinned memory back; nothing may be under way."""

@@ -22,7 +22,7 @@ from pagekv.executor.cuda.step_inputs import StepInputs, build_inputs
 from pagekv.executor.model.interface import forward
 from pagekv.executor.model.loading import LoadedModel
 from pagekv.kernels.step_plan import HostPlan, Ints, plan_step
-from pagekv.kernels.work_plan import decode_work
+from pagekv.kernels.work_plan import num_decode_items
 
 # int32 words of the buffer that inputs are uploaded to, at first; it grows, and graphs are then recorded anew.
 UPLOAD_WORDS = 2**20
@@ -88,10 +88,8 @@ class StepRunner:
         if not self.graphs.enabled or not inputs.decodes_only:
             return None
         batch = inputs.batch
-        every = np.arange(len(batch.context_lens), dtype=np.int32)
-        window = self.attention.plan_window
-        work = decode_work(rows=every, sequences=every, context_lens=batch.context_lens, window=window)
-        return graph_key(len(every), batch.block_tables.shape[1], len(work.items))
+        items = num_decode_items(batch.context_lens, self.attention.plan_window)
+        return graph_key(len(batch.context_lens), batch.block_tables.shape[1], items)
 
     def _plan(self, inputs: StepInputs, sampling: SamplingInputs, key: GraphKey | None) -> HostPlan:
         """The upload. What a graph reads comes first, with a size that follows from the key."""

@@ -170,10 +170,10 @@ def replay_checks(machine: Machine, setup: Setup, replays: int = REPLAYS) -> Ite
     """A recorded step gives the same bits every time: counters of merges come back to zero, nothing races."""
     scene = Scene(machine, setup)
     attend, out = scene.decode_step(range(len(setup.lengths)))
-    replay = machine.recorded(attend)
     attend()
     machine.synchronize()
     first, different = out.clone(), 0.0
+    replay = machine.recorded(attend)
     for _ in range(replays):
         out.fill_(torch.nan)
         machine.synchronize()

@@ -169,6 +169,8 @@ class CudaMachine:
         """As `Machine.recorded`."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
+            run()  # compiles and loads, which a recording must not meet
+            self._stream.synchronize()
             replay = self._graph(lambda _: run(), 1)
 
         def play() -> None:

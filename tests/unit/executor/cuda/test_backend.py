@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from pagekv.common.errors import OutOfMemory
 from pagekv.executor.backend import BlockCopies, CopyKind, Sampling, Scheduled, SequenceState
 from pagekv.executor.config import parse_config
 from pagekv.executor.cuda.backend import CudaBackend
+from pagekv.executor.cuda.kernel_attention import KernelAttention
 from pagekv.executor.epoch import Epoch
 from pagekv.executor.layout import LAYOUT
 from pagekv.executor.server import load_backend
@@ -105,7 +108,7 @@ def test_element_types_without_a_kernel_are_refused(llama: Path, options: dict[s
 def test_a_machine_without_a_gpu_says_so() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    with pytest.raises(ValueError, match=r"--backend cuda: torch .* finds no GPU"):
+    with pytest.raises(ValueError, match=r"--backend cuda: there is no NVIDIA driver|--backend cuda: .* no GPU"):
         load_backend(parse_config(["--backend", "cuda"], env={}))
     with pytest.raises(ValueError, match="--kv-dtype fp8 needs --backend cuda"):
         load_backend(parse_config(["--kv-dtype", "fp8"], env={}))
@@ -205,6 +208,62 @@ def test_steps_of_an_epoch_launched_ahead(llama: Path) -> None:
         assert [output] == expected
 
 
+def test_what_the_host_cannot_lock_is_offered_no_more(llama: Path) -> None:
+    """Told with what to do; a manager that takes what it is offered comes by, in the end without a host pool."""
+
+    class Locked(HostDevice):
+        def pin(self, tensor: torch.Tensor) -> None:
+            raise MemoryError(f"{tensor.nbytes} bytes of host memory cannot be page-locked: CUDA error 2")
+
+    backend = host_backend(llama, Locked(), kv_memory=2**18)
+    offers = []
+    while blocks := (offer := backend.describe(4, 12)).host_kv_bytes // offer.bytes_per_block:
+        offers.append(blocks)
+        with pytest.raises(MemoryError, match=rf"^{blocks} host blocks: .* give the manager a smaller --num-host-bl"):
+            backend.allocate(4, 8, blocks)
+        with pytest.raises(RuntimeError, match="no pools"):
+            backend.launch([])
+    assert offers == [32, 16, 8, 4, 2, 1]
+    backend.allocate(4, 8, 0)
+
+
+def test_weights_that_do_not_fit_are_refused_before_and_while_they_are_read(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = r"of the GPU's memory 0\.00 GiB are free .*: use .*a smaller"
+    with monkeypatch.context() as patch:
+        patch.setattr("pagekv.executor.cuda.backend.load_model", None)
+        with pytest.raises(ValueError, match=words):
+            host_backend(llama, HostDevice(memory=2**10))
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    monkeypatch.setattr("pagekv.executor.cuda.backend.load_model", full)
+    with pytest.raises(ValueError, match=r"loading ran out of GPU memory, of the GPU's .* \(CUDA out of memory"):
+        host_backend(llama)
+
+
+@dataclass
+class _MortalDevice(HostDevice):
+    dead: bool = False
+
+    def synchronize(self) -> None:
+        if self.dead:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+
+def test_the_device_is_asked_whether_it_is_lost(llama: Path) -> None:
+    device = _MortalDevice()
+    backend = host_backend(llama, device)
+    errors = (RuntimeError("CUDA error"), torch.OutOfMemoryError("CUDA out of memory"), MemoryError("host"))
+    assert not any(backend.is_lost(error) for error in errors)
+    device.dead = True
+    assert all(backend.is_lost(error) for error in errors)
+    # Tokens that are not numbers are no fault of the device, and it is not asked.
+    assert not backend.is_lost(ArithmeticError("the logits are not numbers"))
+
+
 class _CountingDevice(HostDevice):
     """Notes which host memory is pinned, and how often any was."""
 
@@ -248,6 +307,27 @@ def test_a_failed_allocation_leaves_nothing_pinned(
         backend.launch([])
     backend.allocate(4, 8, 2)
     assert (device.num_pins, device.held) == (2, [backend.cache.host.data_ptr()])
+
+
+def test_rows_that_fill_a_graph_up_attend_to_nothing(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three sequences in a graph of four rows, replayed: nothing that follows attention sees memory nobody wrote."""
+    backend, seen = host_backend(llama, max_sequences=4, dtype="float32"), list[torch.Tensor]()
+    attend = KernelAttention.attend
+
+    def watch(self: KernelAttention, layer: int, query: torch.Tensor, *rest: Any) -> torch.Tensor:
+        out = attend(self, layer, query, *rest)
+        if query.shape[1] == 4:
+            seen.append(out)
+        return out
+
+    unwritten = SimpleNamespace(empty=lambda shape, **options: torch.full(shape, torch.nan, **options))
+    monkeypatch.setattr("pagekv.executor.cuda.kernel_attention.torch", unwritten)
+    monkeypatch.setattr(KernelAttention, "attend", watch)
+    driver = Driver(backend, 16)
+    driver.generate([driver.sequence(prompt) for prompt in prompts_of([3, 4, 250])], 4)
+    assert backend.runner.graphs.num_replayed > 0
+    assert len(seen) >= 6
+    assert all(bool(out[:3].any()) and not out[3].any() for out in seen)
 
 
 def test_graphs_leave_their_logits_in_one_buffer(llama: Path) -> None:

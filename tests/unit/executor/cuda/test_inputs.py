@@ -5,14 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pagekv.executor.backend import UNKNOWN_TOKEN, Sampling, Scheduled, SequenceState
-from pagekv.executor.cuda.graphs import GraphCache, GraphKey, graph_key, largest_batch
+from pagekv.executor.cuda.graphs import MAX_GRAPH_BATCH, GraphCache, GraphKey, graph_key, largest_batch
 from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.executor.cuda.sequences import NO_BLOCK, LiveSequences
 from pagekv.executor.cuda.step_inputs import build_inputs
-from pagekv.kernels.step_plan import StepBatch
-from pagekv.kernels.work_plan import decode_work
+from pagekv.kernels.step_plan import StepBatch, plan_step
+from pagekv.kernels.variants import Variant
+from pagekv.kernels.work_plan import num_decode_items
 
 
 def live(max_sequences: int = 4) -> LiveSequences:
@@ -78,20 +81,44 @@ def test_a_token_that_nobody_knows_is_refused(start: int, count: int) -> None:
         build_inputs([Scheduled(state, start, count)], live(), 4)
 
 
-@pytest.mark.parametrize("lengths", [[1], [5, 600, 3], [4096] * 33, [1] * 512, [70_000, 2]])
-def test_a_batch_fits_its_graph(lengths: list[int]) -> None:
-    count, block_size = len(lengths), 16
-    every = np.arange(count, dtype=np.int32)
-    work = decode_work(rows=every, sequences=every, context_lens=np.array(lengths, np.int32))
+@settings(max_examples=300)
+@given(data=st.data(), count=st.integers(1, MAX_GRAPH_BATCH), window=st.sampled_from([0, 1, 300, 5000]))
+def test_every_batch_fits_its_graph(data: st.DataObject, count: int, window: int) -> None:
+    """Any number of sequences with any contexts, all of one length or each its own, with the rows that fill it up."""
+    lengths = data.draw(
+        st.one_of(
+            st.integers(1, 20_000).map(lambda length: [length] * count),
+            st.lists(st.sampled_from([1, 255, 256, 257, 512, 4096, 70_000]), min_size=count, max_size=count),
+        )
+    )
+    block_size, context_lens = 256, np.array(lengths, np.int32)
     width = -(-max(lengths) // block_size)
-    key = graph_key(count, width, len(work.items))
+    items = num_decode_items(context_lens, window)
+    key = graph_key(count, width, items)
     assert key is not None
     capacity = key.capacity()
     assert count <= capacity.sequences <= max(2 * count, 32 * -(-count // 32))
-    assert width <= capacity.table_width
-    assert len(work.items) <= capacity.decode_items
-    assert len(work.merges) <= capacity.merge_items
-    assert work.num_partials <= capacity.partials
+    # Raises where anything does not fit.
+    host = plan_step(
+        StepBatch(
+            np.arange(count + 1, dtype=np.int32),
+            context_lens,
+            np.zeros((count, width), np.int32),
+            np.ones(count, np.bool_),
+        ),
+        num_blocks=1,
+        block_size=block_size,
+        num_heads=8,
+        num_kv_heads=2,
+        variant=Variant("bfloat16", "bfloat16", 64),
+        window=window,
+        capacity=capacity,
+    )
+    first = host.offsets["decode_items"]
+    found = host.words[first : first + 4 * capacity.decode_items].reshape(-1, 4)
+    # Every row of the graph is computed, and none twice unless it has several splits.
+    assert set(found[found[:, 0] >= 0, 0].tolist()) == set(range(key.batch))
+    assert int((found[:, 0] >= 0).sum()) == items + key.batch - count
 
 
 def test_batches_beyond_the_largest_graph_have_none() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pagekv.executor.cpu.machine import available_bytes, usable_cores
+from pagekv.executor.machine import available_bytes, usable_cores
 
 MIB = 2**20
 

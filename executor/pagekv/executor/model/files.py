@@ -1,0 +1,145 @@
+"""What a model directory says before torch is there to load it: the shape of its heads, the size of its weights.
+
+Read from config.json and the headers of the safetensors files, in milliseconds. What is not certain from them is None.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pagekv.executor.fingerprint import MAX_HEADER_BYTES
+
+# Model types whose heads are hidden_size / num_attention_heads elements where config.json has no head_dim. Others have
+# a size of their own then.
+HEADS_SHARE_HIDDEN_SIZE = frozenset(
+    (
+        "gpt2",
+        "gpt_neox",
+        "llama",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "opt",
+        "phi",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+        "starcoder2",
+    )
+)
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """The language model in a directory."""
+
+    model_type: str
+    dtype: str | None
+    """Element type of the weights, such as bfloat16."""
+    num_heads: int | None
+    num_kv_heads: int | None
+    head_size: int | None
+    num_weights: int | None
+    """Elements that are certain to be loaded."""
+
+
+def read_model_files(directory: Path) -> StoredModel:
+    """What the files say. Nothing is raised: whatever is wrong with them, the code that loads them says it."""
+    config = _read_json(directory / "config.json")
+    nested = config.get("text_config")
+    text: Mapping[str, Any] = nested if isinstance(nested, dict) else config
+    heads = _count(text, "num_attention_heads", "n_head")
+    dtype = text.get("dtype") or text.get("torch_dtype")
+    return StoredModel(
+        model_type=str(text.get("model_type") or config.get("model_type") or "unknown"),
+        dtype=dtype if isinstance(dtype, str) else None,
+        num_heads=heads,
+        num_kv_heads=_count(text, "num_key_value_heads"),
+        head_size=_head_size(text, heads),
+        num_weights=_num_weights(directory, config, text),
+    )
+
+
+def _head_size(text: Mapping[str, Any], heads: int | None) -> int | None:
+    if "kv_lora_rank" in text or "per_layer_config" in text:
+        return None
+    size, hidden = _count(text, "head_dim"), _count(text, "hidden_size", "n_embd")
+    if size is None and text.get("head_dim") is None and text.get("model_type") in HEADS_SHARE_HIDDEN_SIZE:
+        return hidden // heads if hidden and heads else None
+    return size
+
+
+def _num_weights(directory: Path, config: Mapping[str, Any], text: Mapping[str, Any]) -> int | None:
+    """Elements of the language model, without those that loading may leave out. None: no such files, or quantised."""
+    if config.get("quantization_config") is not None:
+        return None
+    layers, counted = _count(text, "num_hidden_layers", "n_layer"), 0
+    for path in _weight_files(directory):
+        for name, tensor in _header(path).items():
+            # What sees or hears is not loaded with the language model; a tied output layer is the embedding again.
+            if text is not config and "language_model" not in name:
+                continue
+            if "lm_head" in name and text.get("tie_word_embeddings", config.get("tie_word_embeddings")) is not False:
+                continue
+            # Layers beyond the model's own predict further tokens.
+            layer = re.search(r"\blayers\.(\d+)\.", name)
+            if layer and layers is not None and int(layer[1]) >= layers:
+                continue
+            if isinstance(tensor, dict) and tensor.get("dtype") in FLOATS:
+                counted += _size(tensor.get("shape"))
+    return counted or None
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """As transformers chooses them: a directory may hold the same weights twice."""
+    if (directory / WEIGHTS).is_file():
+        return [directory / WEIGHTS]
+    parts = _read_json(directory / INDEX).get("weight_map")
+    return [directory / name for name in sorted(set(map(str, parts.values())))] if isinstance(parts, dict) else []
+
+
+def _size(shape: object) -> int:
+    return math.prod(shape) if isinstance(shape, list) and all(isinstance(side, int) for side in shape) else 0
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """Name of a tensor -> its dtype and shape; nothing where the file cannot be read."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            return _object(file.read(length)) if length <= MAX_HEADER_BYTES else {}
+    except OSError:
+        return {}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return _object(path.read_bytes())
+    except OSError:
+        return {}
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _count(config: Mapping[str, Any], *names: str) -> int | None:
+    """The first of these fields that is a whole number above 0."""
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None

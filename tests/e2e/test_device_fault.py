@@ -1,0 +1,114 @@
+"""A kernel fault in service (DESIGN 7): the executor comes back as a fresh process at the same address; the manager
+stays, and no stream loses or repeats a token."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from calls import Caller, Result, request_for
+from stack import ROOT, Process, environment, running_manager
+
+pytestmark = pytest.mark.e2e
+
+# A step that the emulation can profile.
+SMALL = ["--max-batch-tokens", "64"]
+
+
+@contextmanager
+def faulty_executor(directory: Path, backend: str, steps: str, args: Sequence[str] = ()) -> Iterator[Process]:
+    """`tests/faulty_executor.py` on a port that it chooses."""
+    env = environment()
+    folders = [env["PYTHONPATH"], *(str(ROOT / name) for name in ("tests", "tests/kernels"))]
+    env |= {"PYTHONPATH": os.pathsep.join(folders), "FAULTY_BACKEND": backend, "FAULTY_STEPS": steps}
+    process = Process("pagekv.executor.server", [], directory)
+    port_file = directory / "port"
+    command = [sys.executable, str(ROOT / "tests" / "faulty_executor.py"), "--listen", "127.0.0.1:0", *args]
+    with process.log.open("ab") as log:
+        process.popen = subprocess.Popen(
+            [*command, "--port-file", str(port_file)], env=env, stdout=log, stderr=log, cwd=directory
+        )
+    try:
+        deadline = time.monotonic() + 60
+        while not port_file.exists():
+            assert process.popen.poll() is None, process.tail()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.port = int(port_file.read_text())
+        yield process
+    finally:
+        process.kill()
+
+
+def run(target: str, num_requests: int, new: int) -> tuple[list[Result], int]:
+    """Streams at once, greedy and sampled; and how often the manager lost its executor."""
+    requests = [
+        request_for([index + 1, 5, 7], max_tokens=new, ignore_eos=True, temperature=index % 2, seed=index)
+        for index in range(num_requests)
+    ]
+
+    async def all_of_them() -> tuple[list[Result], int]:
+        async with Caller(target) as caller:
+            results = await asyncio.gather(*(caller.generate(request) for request in requests))
+            return results, (await caller.idle_stats()).executor_restarts_total
+
+    return asyncio.run(all_of_them())
+
+
+def undisturbed(directory: Path, backend: str, args: Sequence[str], num_requests: int, new: int) -> list[Result]:
+    """What the same requests bring without a fault."""
+    directory.mkdir()
+    with faulty_executor(directory, backend, "-1", args) as executor, running_manager(executor, SMALL) as stack:
+        results, restarts = run(stack.target, num_requests, new)
+        assert restarts == 0
+        return results
+
+
+def test_streams_go_on_through_faults_and_a_start_that_fails(tmp_path: Path) -> None:
+    """Two faults in the middle of eight streams, with a process between them that cannot load: the second, which pauses
+    before the third.
+    """
+    slow = ["--step-time-ms", "5"]
+    wanted = undisturbed(tmp_path / "sound", "oracle", slow, 8, 100)
+    with faulty_executor(tmp_path, "oracle", "30,0,40", slow) as executor, running_manager(executor, SMALL) as stack:
+        assert executor.popen is not None
+        pid, port, manager_pid = executor.pid, executor.port, stack.manager.pid
+        results, restarts = run(stack.target, 8, 100)
+        assert [result.tokens for result in results] == [result.tokens for result in wanted]
+        assert all(len(result.tokens) == 100 for result in results)
+        # The same processes, by their ids, and the same address; it serves again.
+        assert executor.popen.poll() is None
+        assert (executor.pid, stack.manager.pid) == (pid, manager_pid)
+        assert int((tmp_path / "port").read_text()) == port
+        assert restarts >= 2
+        log = executor.log.read_text()
+        assert log.count("starting anew in a fresh process") == 3
+        assert log.count("step 30: RuntimeError: CUDA error: an illegal memory access was encountered") == 1
+        assert "it could not start: CUDA error: CUDA-capable device(s) is/are busy" in log
+        assert "faults_in_a_row=2 pause_s=1.0" in log
+        assert "Traceback" not in log
+        assert run(stack.target, 1, 20)[0][0].tokens == wanted[0].tokens[:20]
+        assert executor.stop() == 0
+
+
+def test_a_fault_in_the_middle_of_the_cuda_backend(tmp_path: Path) -> None:
+    """The emulated one: the fault shows when a step is waited for, while the next one is on its way, and the backend
+    finds out that its device is lost by asking it.
+    """
+    wanted = undisturbed(tmp_path / "sound", "emulated", [], 4, 8)
+    with faulty_executor(tmp_path, "emulated", "5") as executor, running_manager(executor, SMALL) as stack:
+        results, restarts = run(stack.target, 4, 8)
+        assert [result.tokens for result in results] == [result.tokens for result in wanted]
+        assert restarts >= 1
+        log = executor.log.read_text()
+        assert log.count("starting anew in a fresh process") == 1
+        assert re.search(r"is lost to this process: step \d: RuntimeError: CUDA error: an illegal memory access", log)
+        assert "Traceback" not in log

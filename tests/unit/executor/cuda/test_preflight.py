@@ -1,0 +1,369 @@
+"""What a start of the cuda backend refuses before torch is imported: with the word of a driver that the test plays."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cuda_host import save_small_model
+from safetensors.torch import save_file
+from stack import environment
+from transformers import CONFIG_MAPPING
+
+from pagekv.executor.config import parse_config
+from pagekv.executor.cuda import driver, preflight
+from pagekv.executor.cuda.driver import Gpu, UnusableGpu, find_gpu
+from pagekv.executor.cuda.preflight import Builds, check_machine, check_model, installed_builds
+from pagekv.executor.model.files import HEADS_SHARE_HIDDEN_SIZE, read_model_files
+from pagekv.executor.server import load_backend
+
+GIB = 2**30
+H200 = Gpu("NVIDIA H200", 90, 140 * GIB, (13, 0))
+BUILDS = Builds(torch_cuda=13, cupy=True, cupy_cuda=(13,))
+
+
+@dataclass
+class FakeDriver:
+    """libcuda as far as it is asked; `fails`: function -> the code it returns."""
+
+    count: int = 1
+    name: bytes = b"NVIDIA H200"
+    capability: tuple[int, int] = (9, 0)
+    memory: int = 140 * GIB
+    version: int = 13000
+    fails: tuple[str, int] = ("", 0)
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def call(*args: Any) -> int:
+            if name == self.fails[0]:
+                return self.fails[1]
+            return int(getattr(self, f"_{name}")(*args) or 0)
+
+        return call
+
+    def _cuInit(self, flags: int) -> None:
+        assert flags == 0
+
+    def _cuDeviceGetCount(self, found: Any) -> None:
+        found._obj.value = self.count
+
+    def _cuDeviceGet(self, found: Any, ordinal: int) -> None:
+        assert ordinal == 0
+        found._obj.value = 5
+
+    def _cuDeviceGetName(self, buffer: Any, size: int, device: int) -> None:
+        assert device == 5
+        assert len(self.name) < size
+        buffer.value = self.name
+
+    def _cuDeviceTotalMem_v2(self, found: Any, device: int) -> None:
+        found._obj.value = self.memory
+
+    def _cuDeviceGetAttribute(self, found: Any, attribute: int, device: int) -> None:
+        found._obj.value = self.capability[{75: 0, 76: 1}[attribute]]
+
+    def _cuDriverGetVersion(self, found: Any) -> None:
+        found._obj.value = self.version
+
+    def _cuGetErrorName(self, code: int, found: Any) -> None:
+        found._obj.value = {100: b"CUDA_ERROR_NO_DEVICE", 803: b"CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"}[code]
+
+
+def one_line(error: BaseException) -> str:
+    text = str(error)
+    assert "\n" not in text
+    return text
+
+
+def refused(gpu: Gpu = H200, builds: Builds = BUILDS, host_bytes: int = 64 * GIB) -> str:
+    with pytest.raises(UnusableGpu) as caught:
+        check_machine(gpu, builds, host_bytes)
+    return one_line(caught.value)
+
+
+# --- the driver
+
+
+def test_the_driver_is_asked_for_everything() -> None:
+    asked: list[str] = []
+
+    def load(name: str) -> FakeDriver:
+        asked.append(name)
+        return FakeDriver(capability=(8, 6), version=12080, memory=24 * GIB)
+
+    assert find_gpu(load) == Gpu("NVIDIA H200", 86, 24 * GIB, (12, 8))
+    assert asked == ["libcuda.so.1"]
+
+
+def test_a_machine_without_a_driver() -> None:
+    def load(_: str) -> Any:
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    with pytest.raises(UnusableGpu) as caught:
+        find_gpu(load)
+    words = one_line(caught.value)
+    assert "there is no NVIDIA driver (libcuda.so.1: cannot open" in words
+    assert "compute capability 8.0 or newer" in words
+    assert "install the driver" in words
+
+
+@pytest.mark.parametrize("fake", [FakeDriver(count=0), FakeDriver(fails=("cuInit", 100))])
+def test_a_driver_without_a_gpu(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(UnusableGpu, match=r"^the NVIDIA driver shows no GPU; a GPU of .* are needed: see what nvidia"):
+        find_gpu(lambda _: fake)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    with pytest.raises(UnusableGpu, match=r"shows no GPU \(CUDA_VISIBLE_DEVICES is '7'\)"):
+        find_gpu(lambda _: fake)
+
+
+@pytest.mark.parametrize("function", ["cuInit", "cuDeviceGetCount", "cuDeviceTotalMem_v2", "cuDriverGetVersion"])
+def test_a_driver_that_does_not_work(function: str) -> None:
+    with pytest.raises(UnusableGpu) as caught:
+        find_gpu(lambda _: FakeDriver(fails=(function, 803)))
+    assert f"{function} says CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803)" in one_line(caught.value)
+    assert "see whether nvidia-smi works" in str(caught.value)
+
+
+# --- the machine
+
+
+def test_a_machine_that_can_serve_is_let_through() -> None:
+    check_machine(H200, BUILDS, 64 * GIB)
+    # Newer minor versions of CUDA run on an older driver of the same major version; a newer driver serves older ones.
+    check_machine(replace(H200, cuda=(12, 0)), Builds(12, True, (12,)), 64 * GIB)
+    check_machine(H200, Builds(12, True, (12,)), 64 * GIB)
+    # What cannot be told is left to torch and CuPy, such as two wheels of CuPy, of which CuPy warns.
+    check_machine(replace(H200, cuda=(12, 9)), Builds(None, True, ()), 64 * GIB)
+    check_machine(replace(H200, cuda=(12, 9)), Builds(12, True, (12, 13)), 64 * GIB)
+    check_machine(replace(H200, cuda=(14, 1)), BUILDS, 64 * GIB)
+
+
+def test_a_gpu_that_is_too_old() -> None:
+    words = refused(replace(H200, name="Tesla T4", capability=75))
+    assert "Tesla T4, has compute capability 7.5; a GPU of compute capability 8.0 or newer" in words
+    assert "CUDA_VISIBLE_DEVICES" in words
+
+
+def test_a_driver_that_is_too_old() -> None:
+    assert "serves CUDA 11.4 at most; 12.0 is the oldest" in refused(replace(H200, cuda=(11, 4)))
+    old = replace(H200, cuda=(12, 8))
+    words = refused(old, replace(BUILDS, torch_cuda=12))
+    assert "the driver of the GPU serves CUDA 12.8 at most and CuPy (cupy-cuda13x) needs 13.0 or newer" in words
+    assert "update the driver, or pip uninstall cupy-cuda13x and pip install 'pagekv[cuda12]'" in words
+    words = refused(old)
+    assert "serves CUDA 12.8 at most and torch is built for CUDA 13: update the driver, or pip install torch" in words
+    assert "whl/cu126" in words
+
+
+def test_packages_that_are_missing() -> None:
+    words = refused(builds=replace(BUILDS, cupy=False, cupy_cuda=()))
+    assert "CuPy is not installed; it compiles and starts the kernels: pip install 'pagekv[cuda13]'" in words
+    assert "pagekv[cuda12]" in refused(replace(H200, cuda=(12, 2)), Builds(12, False, ()))
+    words = refused(builds=replace(BUILDS, torch_cuda=0))
+    assert "torch is built without CUDA; a build for CUDA 13 or older is needed: pip install torch" in words
+
+
+def test_a_host_without_memory() -> None:
+    words = refused(host_bytes=100 << 20)
+    assert "100 MiB of host memory are available; 512 MiB are the least" in words
+    assert "raise the memory limit" in words
+
+
+def test_builds_are_read_without_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def install(package: str, files: dict[str, str]) -> None:
+        for name, text in files.items():
+            path = tmp_path / package / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert installed_builds() == Builds(None, False, ())
+    broken = "raise AssertionError('imported')\n"
+    install("torch", {"__init__.py": broken, "version.py": "cuda: Optional[str] = '12.8'\n"})
+    install("cupy", {"__init__.py": broken})
+    install("cupy_cuda12x-14.2.0.dist-info", {"METADATA": "Metadata-Version: 2.1\nName: cupy-cuda12x\nVersion: 14.2\n"})
+    assert installed_builds() == Builds(12, True, (12,))
+    install("torch", {"version.py": "cuda = '13.0'\n"})
+    assert installed_builds().torch_cuda == 13
+    install("torch", {"version.py": "__version__ = '2.13+cpu'\ncuda: Optional[str] = None\nhip = '6'\n"})
+    assert installed_builds().torch_cuda == 0
+    install("torch", {"version.py": "from elsewhere import cuda\n"})
+    assert installed_builds().torch_cuda is None
+
+
+# --- the model
+
+
+def write(directory: Path, **config: Any) -> Path:
+    (directory / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": "bfloat16", **config}))
+    return directory
+
+
+def refused_model(directory: Path, dtype: str = "auto", kv_dtype: str = "auto", memory: int = GIB) -> str:
+    with pytest.raises(ValueError, match=str(directory)) as caught:
+        check_model(directory, dtype, kv_dtype, replace(H200, memory_bytes=memory))
+    return one_line(caught.value)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"head_dim": 72},
+        {"hidden_size": 48, "num_attention_heads": 4},
+        {"model_type": "gpt2", "n_embd": 48, "n_head": 4},
+        {"model_type": "gemma3", "text_config": {"head_dim": 100}},
+    ],
+)
+def test_a_head_size_without_a_kernel(tmp_path: Path, config: dict[str, Any]) -> None:
+    words = refused_model(write(tmp_path, **config))
+    assert "head_size: must be one of 64, 80, 96, 128, 256, got" in words
+    assert "use another model, or --backend cpu" in words
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"head_dim": 128, "hidden_size": 48, "num_attention_heads": 4},
+        {"hidden_size": 4096, "num_attention_heads": 32},
+        # Types whose heads have a size of their own, and nothing that says it.
+        {"model_type": "qwen3", "hidden_size": 48, "num_attention_heads": 4},
+        {"model_type": "gemma3", "text_config": {"hidden_size": 48, "num_attention_heads": 4}},
+        {"model_type": "deepseek_v3", "kv_lora_rank": 512, "head_dim": 48},
+        {"head_dim": "large"},
+        {},
+    ],
+)
+def test_head_sizes_that_are_served_or_not_known(tmp_path: Path, config: dict[str, Any]) -> None:
+    check_model(write(tmp_path, **config), "auto", "auto", H200)
+
+
+@pytest.mark.parametrize("name", sorted(HEADS_SHARE_HIDDEN_SIZE))
+def test_types_whose_heads_share_the_hidden_size(name: str) -> None:
+    config = CONFIG_MAPPING[name]()
+    assert getattr(config, "head_dim", None) in (None, config.hidden_size // config.num_attention_heads)
+
+
+def test_more_query_heads_than_a_kernel_takes(tmp_path: Path) -> None:
+    config = {"head_dim": 64, "num_attention_heads": 128, "num_key_value_heads": 1}
+    assert "at most 64 query heads a KV head, got 128" in refused_model(write(tmp_path, **config))
+    check_model(write(tmp_path, **{**config, "num_attention_heads": 64}), "auto", "auto", H200)
+
+
+def test_element_types_without_a_kernel(tmp_path: Path) -> None:
+    write(tmp_path, head_dim=64, dtype="float32")
+    assert "dtype: must be one of float32, float16, bfloat16, got 'float64'" in refused_model(tmp_path, "float64")
+    words = refused_model(tmp_path, kv_dtype="fp8")
+    assert "--dtype auto, --kv-dtype fp8" in words
+    assert "kv_dtype: must be one of float32 with dtype float32" in words
+    check_model(tmp_path, "bfloat16", "fp8", H200)
+    # As the backend: what is stored in a type that no kernel has is served in bfloat16.
+    check_model(write(tmp_path, head_dim=64, dtype="float64"), "auto", "fp8", H200)
+
+
+def test_a_model_that_is_too_large(tmp_path: Path) -> None:
+    model = save_small_model("llama", tmp_path)
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    assert read_model_files(tmp_path).num_weights == elements
+    check_model(tmp_path, "float32", "auto", replace(H200, memory_bytes=4 * elements))
+    words = refused_model(tmp_path, "float32", memory=4 * elements - 1)
+    assert "its weights take 0.00 GiB in float32, NVIDIA H200 has 0.00 GiB of memory: use --dtype bfloat16, a" in words
+    assert "--dtype" not in refused_model(tmp_path, "bfloat16", memory=2 * elements - 1)
+
+
+def test_weights_that_loading_leaves_out_do_not_count(tmp_path: Path) -> None:
+    """Of several files the index names those that are loaded; what is tied, sees or comes after the last layer is
+    not."""
+    ten = torch.zeros(2, 5)
+    one = {"model.language_model.layers.0.w": ten, "model.language_model.layers.1.w": ten.clone()}
+    two = {"vision_tower.layers.0.w": ten, "lm_head.weight": ten.clone(), "model.language_model.norm": ten.half()}
+    save_file(one, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({**two, "model.language_model.ids": ten.long()}, tmp_path / "model-00002-of-00002.safetensors")
+    save_file(one, tmp_path / "consolidated.safetensors")
+    names = {**dict.fromkeys(one, 1), **dict.fromkeys(two, 2)}
+    index = {name: f"model-{number:05}-of-00002.safetensors" for name, number in names.items()}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    write(tmp_path, text_config={"num_hidden_layers": 1})
+    assert read_model_files(tmp_path).num_weights == 20
+    write(tmp_path, num_hidden_layers=2, tie_word_embeddings=False)
+    assert read_model_files(tmp_path).num_weights == 50
+    write(tmp_path, quantization_config={"bits": 4})
+    assert read_model_files(tmp_path).num_weights is None
+
+
+@pytest.mark.parametrize("text", [b"", b"[1]", b"\xff\xfe", b'{"text_config": 3, "head_dim": -1, "n_head": true}'])
+def test_files_that_cannot_be_read_are_left_to_loading(tmp_path: Path, text: bytes) -> None:
+    for name in ("config.json", "model.safetensors.index.json"):
+        (tmp_path / name).write_bytes(text)
+    check_model(tmp_path, "auto", "auto", H200)
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 8 + text)
+    assert read_model_files(tmp_path).num_weights is None
+
+
+# --- the process
+
+
+def test_the_checks_run_in_order_and_before_the_model_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def config(*argv: str) -> Any:
+        return parse_config(["--backend", "cuda", *argv], env={})
+
+    monkeypatch.setattr(ctypes, "CDLL", None)  # nobody asks the driver of this machine
+    monkeypatch.setattr(driver, "find_gpu", lambda: replace(H200, capability=61))
+    with pytest.raises(ValueError, match=r"--backend cuda: the GPU, NVIDIA H200, has compute capability 6.1"):
+        load_backend(config("--model", "/nowhere"))
+    monkeypatch.setattr(driver, "find_gpu", lambda: replace(H200, memory_bytes=2**20))
+    monkeypatch.setattr(preflight, "installed_builds", lambda: BUILDS)
+    with pytest.raises(ValueError, match=r"demo_model: its weights take 0\.\d\d GiB in float32, NVIDIA H200 has"):
+        load_backend(config("--dtype", "float32"))
+
+
+@pytest.mark.e2e
+def test_a_refused_start_is_one_line_and_takes_less_than_two_seconds(tmp_path: Path) -> None:
+    """Of processor time, with a margin: wall time says more about the other tests that run. Alone it is little more,
+    since nothing is waited for, which the second bound shows.
+    """
+    # Where there is a GPU, what no GPU does.
+    args = ["--backend", "cuda", "--listen", "127.0.0.1:0", "--dtype", "float64"]
+    command, log = [sys.executable, "-m", "pagekv.executor.server", *args], tmp_path / "log"
+    begin = time.perf_counter()
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, env=environment(), stderr=file)
+        _, status, used = os.wait4(process.pid, 0)
+    wall, cpu = time.perf_counter() - begin, used.ru_utime + used.ru_stime
+    errors = [line for line in log.read_text().splitlines() if " info " not in line]
+    print(f"refused after {wall:.2f} s, {cpu:.2f} s of them computing: {errors}")
+    assert os.waitstatus_to_exitcode(status) == 1
+    assert len(errors) == 1
+    assert "cannot start reason=" in errors[0]
+    assert "--backend cpu" in errors[0]
+    assert cpu < 1.5
+    assert wall < 15
+
+
+@pytest.mark.e2e
+def test_torch_is_not_imported_by_the_checks(tmp_path: Path) -> None:
+    write(tmp_path, head_dim=64)
+    code = (
+        "import sys; from pathlib import Path; from pagekv.executor import server\n"
+        "from pagekv.executor.cuda.driver import Gpu; from pagekv.executor.cuda import preflight as p\n"
+        "gpu = Gpu('H', 90, 2**37, (13, 0)); builds = p.installed_builds()\n"
+        "p.check_machine(gpu, p.Builds(13, True, (13,)), 2**33)\n"
+        f"p.check_model(Path({str(tmp_path)!r}), 'auto', 'auto', gpu)\n"
+        "print(sorted({'torch', 'transformers', 'cupy', 'safetensors', 'numpy'} & sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.strip() == "[]", done.stderr
