@@ -31,7 +31,8 @@ class Sizes:
     batches: tuple[int, ...] = (1, 32, 256)
     chunk: int = 256
     """Prompt tokens beside the decodes of a mixed step."""
-    mixed_steps: int = 64
+    mixed_steps: int = 28
+    """So few that the prompt stays within Llama 3's context of 8,192."""
 
     @property
     def blocks_each(self) -> int:

@@ -44,10 +44,21 @@ NO_KERNELS = (
 """Steps whose own process starts none of our kernels in a rehearsal, so that no fault of the device meets them."""
 
 # Stand-ins of the tools, which run what they are given.
-SANITIZER = '#!/bin/sh\nwhile [ "$1" != "{python}" ]; do shift; done\n"$@" || exit 86\n'
+SANITIZER = """#!/bin/sh
+while [ "$1" != "{python}" ]; do
+  if [ "$1" = --log-file ]; then log=$2; fi
+  shift
+done
+"$@" || exit 86
+echo '========= ERROR SUMMARY: 0 errors' > "$log"
+"""
 NCU = """#!/bin/sh
-while [ "$1" != "{python}" ]; do shift; done
+while [ "$1" != "{python}" ]; do
+  if [ "$1" = --log-file ]; then exec 3> "$2"; fi
+  shift
+done
 "$@" || exit 1
+exec >&3
 echo '==PROF== Disconnected'
 echo '"ID","Kernel Name","gpu__time_duration.sum","launch__registers_per_thread"'
 echo '"","","us","register/thread"'

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from gpu_first.step import REHEARSAL
 
@@ -58,19 +59,19 @@ def gpu_line() -> str | None:
     return lines[0].strip() if done.returncode == 0 and lines else None
 
 
-def sanitized(tool: str, command: Sequence[str]) -> list[str]:
-    """The command under a tool of compute-sanitizer."""
+def sanitized(tool: str, log: Path, command: Sequence[str]) -> list[str]:
+    """The command under a tool of compute-sanitizer, which writes what it finds to `log`."""
     options = ["--error-exitcode", str(FOUND_SOMETHING), "--report-api-errors", "no", "--print-limit", "20"]
     # Our kernels alone: watching torch's takes many times as long, and says nothing of ours.
-    options += ["--kernel-name", "kernel_substring=pagekv", "--target-processes", "all"]
+    options += ["--kernel-name", "kernel_substring=pagekv", "--target-processes", "all", "--log-file", str(log)]
     return ["compute-sanitizer", "--tool", tool, *options, *command]
 
 
-def profiled(command: Sequence[str]) -> list[str]:
-    """The command under ncu, which writes a table with a row a launch to standard output."""
+def profiled(log: Path, command: Sequence[str]) -> list[str]:
+    """The command under ncu, which writes a table with a row a launch to `log`."""
     sections = [part for section in NCU_SECTIONS for part in ("--section", section)]
     options = ["--clock-control", "none", "--profile-from-start", "off", "--target-processes", "all"]
-    return ["ncu", *options, *sections, "--page", "raw", "--csv", *command]
+    return ["ncu", *options, *sections, "--page", "raw", "--csv", "--log-file", str(log), *command]
 
 
 def launches_of(output: str) -> list[dict[str, str]]:
