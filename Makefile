@@ -81,12 +81,12 @@ ROOT := $(CURDIR)
 GPU_PATH := $(ROOT)/proto:$(ROOT)/kvmanager:$(ROOT)/executor:$(ROOT)/kernels:$(ROOT)/client:$(ROOT)/tests:$(ROOT)/tests/kernels:$(ROOT)/tests/bench
 
 .PHONY: gpu-wheels
-gpu-wheels: ## collect the folder of wheels that gpu-first needs on a GPU machine without network
+gpu-wheels: ## collect in build/gpu-wheels what a GPU machine without network lacks (64 MiB at most)
 	@scripts/gpu_wheels.sh
 
 .PHONY: gpu-first
-gpu-first: ## the first half hour on a GPU: PART=1 correctness, 2 kernels, 3 end to end, nine minutes each; goes on where it was cut off
-	@site=$$(scripts/gpu_site.sh); PYTHONPATH="$(GPU_PATH)$${site:+:$$site}" $${PYTHON:-python3} -m gpu_first $(PART) $(ARGS)
+gpu-first: ## the first half hour on a GPU, in three parts of nine minutes (PART=1, 2 or 3); goes on where it was cut off
+	@PYTHONPATH="$(GPU_PATH)$${PYTHONPATH:+:$$PYTHONPATH}" $${PYTHON:-python3} -m gpu_first $(PART) $(ARGS)
 
 .PHONY: gpu-rehearsal
 gpu-rehearsal: $(DEV_STAMP) ## all of gpu-first without a GPU, over emulated kernels, with each of its steps made to fail once
@@ -155,10 +155,6 @@ bench-manager: $(DEV_STAMP) ## measure scheduler, prefix cache and pool beside t
 .PHONY: bench-split
 bench-split: $(DEV_STAMP) ## measure how long the executor waits for steps, and what a step's messages take (ARGS=--quick)
 	@$(BIN)/python tests/bench/bench_split.py $(ARGS)
-
-.PHONY: gpu-wheels
-gpu-wheels: ## collect in build/gpu-wheels what a GPU machine without network lacks (64 MiB at most)
-	@scripts/gpu_wheels.sh
 
 # --- housekeeping
 

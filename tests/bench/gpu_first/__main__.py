@@ -12,6 +12,7 @@ import argparse
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from pathlib import Path
 from gpu_first import page
 from gpu_first.parts import PART_SECONDS, PARTS, STEPS
 from gpu_first.runner import ROOT, Run
+from gpu_first.step import REHEARSAL
 from gpu_first.tools import gpu_line
 
 FOLDER = ROOT / "build" / "gpu-first"
@@ -35,7 +37,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, help="copy page, JSON and records here too (default: $OUT, if set)")
     made.add_argument("--seconds", type=float, default=PART_SECONDS, help="of a part [%(default).0f]")
     made.add_argument("--step-seconds", type=float, help="of each step, instead of its own limit")
-    made.add_argument("--only", nargs="+", choices=[step.name for step in STEPS], default=(), help="only these steps")
+    made.add_argument("--only", nargs="+", choices=[step.name for step in STEPS], default=(), metavar="STEP",
+                      help="only these steps")  # fmt: skip
     made.add_argument("--fresh", action="store_true", help="forget what passed before")
     return made
 
@@ -44,11 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     gpu = gpu_line()
     if gpu is None:
-        say = (
-            "error: nvidia-smi shows no GPU, and this needs one of compute capability 8.0 or later; without one, run: "
-        )
-        print(say + "make gpu-rehearsal", file=sys.stderr)
+        print(NO_GPU, file=sys.stderr)
         return 2
+    if not os.environ.get(REHEARSAL):
+        add_wheels()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that steps under way are ended too
     out = args.out or (Path(os.environ["OUT"]) if os.environ.get("OUT") else None)
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -66,6 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if out is not None:
             copy_results(args.folder, out)
     return 0 if passed else 1
+
+
+def add_wheels() -> None:
+    """Lets steps find what scripts/gpu_wheels.sh collected, behind what the caller has on its path."""
+    script, environment = ROOT / "scripts" / "gpu_site.sh", {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run([str(script)], env=environment, stdout=subprocess.PIPE, text=True)
+    paths = [os.environ.get("PYTHONPATH", ""), done.stdout.strip()]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
 
 def copy_results(folder: Path, out: Path) -> None:
