@@ -247,6 +247,14 @@ def test_a_peer_that_fails_is_named_and_costs_nothing_else() -> None:
     assert speed.against("sdpa", 1.0, fail) == {"against_sdpa": None, "sdpa_failed": "no kernel"}
 
 
+def test_a_fault_of_the_device_is_no_failure_of_a_peer() -> None:
+    def fault() -> float:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        speed.against("sdpa", 1.0, fault)
+
+
 def test_stages_share_less_than_all_the_time() -> None:
     shares = [stages.CORRECTNESS, stages.DECODE, stages.PREFILL, stages.MEMORY, stages.SWAP, stages.PEERS]
     assert shares == sorted(shares)

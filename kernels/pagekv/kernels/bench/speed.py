@@ -187,8 +187,12 @@ def sdpa_timing(
 
 
 def against(peer: str, ours: float, measure: Callable[[], float]) -> Row:
-    """How many times as fast as a peer; a peer that fails is named with its reason and costs nothing else."""
+    """How many times as fast as a peer; a peer that fails is named with its reason and costs nothing else. Raises
+    RuntimeError for a fault of the device, which is lost to the process.
+    """
     try:
         return {f"against_{peer}": measure() / ours}
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+        if "CUDA error" in str(error):
+            raise
         return {f"against_{peer}": None, f"{peer}_failed": (str(error) or type(error).__name__).splitlines()[0][:200]}
