@@ -27,6 +27,7 @@ from pagekv.kernels.bench.workload import (
     MHA,
     MIB,
     MQA,
+    BlockCopyCase,
     DecodeCase,
     Heads,
     PrefillCase,
@@ -138,13 +139,13 @@ def test_a_timed_batch_computes_attention(machine: HostMachine, arena: Arena) ->
         assert (batch.out[sequence].float() - expected).abs().max() < 0.05
 
 
-def test_memory_and_swap_stages(machine: HostMachine, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_and_swap_stages(machine: HostMachine, arena: Arena) -> None:
     bench = bench_on(machine, arena)
     bench.report.copy_gb_per_s = 1.0
-    monkeypatch.setattr(speed, "block_copy_row", lambda *args: {"case": "copy"})
-    bench.memory([WriteCase(SMALL, 3)])
+    bench.memory([WriteCase(SMALL, 3)], [BlockCopyCase(SMALL, 2), BlockCopyCase(SMALL, 3)])
     bench.swap([SwapCase(1, 2, True), SwapCase(1, 2, False)])
     assert [len(bench.report.sections[name]) for name in ("memory", "swap")] == [3, 2]
+    assert bench.report.sections["memory"][1]["case"] == "copy of 2 blocks of 0.25 MiB"
     assert bench.report.notes == []
 
 
@@ -161,7 +162,7 @@ def test_swapped_blocks_arrive(machine: HostMachine, arena: Arena) -> None:
 
 
 def test_block_copy_row(machine: HostMachine, arena: Arena) -> None:
-    row = speed.block_copy_row(machine, arena, Heads("", 1, 1), 2, bandwidth=1.0)
+    row = speed.block_copy_row(machine, arena, BlockCopyCase(Heads("", 1, 1), 2), bandwidth=1.0)
     assert row["gb_per_s"] == pytest.approx(2 * 2 * 32 * 2 * 16 * 128 * 2 / 1e6)
 
 
@@ -209,6 +210,7 @@ def test_a_stage_stops_when_its_time_is_up_and_names_what_is_left(machine: HostM
     rows = bench.report.sections["decode"]
     assert 0 < len(rows) < 8
     assert "no time was left" in bench.report.notes[0]
+    assert bench.report.late
     assert f"1 x {23}" in bench.report.notes[0]
 
 
@@ -372,7 +374,7 @@ def test_the_floors_are_those_promised() -> None:
         (DecodeCase(GQA4, 64, 1024), "decode small"),
         (DecodeCase(MQA, 64, 16384), "decode mqa"),
         (DecodeCase(MQA, 64, 1024), None),  # 8 us of memory beside 4 of fixed costs
-        (DecodeCase(GQA8, 8, 256), None),
+        (DecodeCase(GQA4, 1, 65536), None),  # one sequence waits for latencies, however long it is
         (DecodeCase(GQA4, 64, 4096, ragged=True), None),
     ],
 )
@@ -410,13 +412,14 @@ def test_without_a_gpu_it_says_so_in_one_sentence_and_fails(capsys: pytest.Captu
     assert bench_main.main([]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("error: the bench needs a GPU, torch and CuPy, and cannot run here: torch ")
+    assert err.startswith("error: the bench needs a GPU, torch and CuPy, and no NVIDIA driver is here")
     assert err.count("\n") == 1
 
 
 def test_without_torch_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(bench_main, "driver_is_there", lambda: True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert bench_main.main([]) == 2
     assert "torch is not installed: pip install 'pagekv[executor,cuda12]'" in capsys.readouterr().err
@@ -425,6 +428,7 @@ def test_without_torch_it_says_what_to_install(
 def test_nothing_is_timed_where_a_kernel_is_wrong(machine: HostMachine, monkeypatch: pytest.MonkeyPatch) -> None:
     from pagekv.kernels.bench import machine as machine_module
 
+    monkeypatch.setattr(bench_main, "driver_is_there", lambda: True)
     monkeypatch.setattr(machine_module, "CudaMachine", lambda say: machine)
     monkeypatch.setattr(Bench, "correctness", lambda self, wanted: False)
     monkeypatch.setattr(Bench, "bandwidth", lambda self: pytest.fail("timed"))

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpu_first import page
 from gpu_first.parts import PART_SECONDS, PARTS, STEPS
 from gpu_first.runner import ROOT, Run
 from gpu_first.step import REHEARSAL
 from gpu_first.tools import gpu_line
+from pagekv.executor.cuda.driver import UnusableGpu, find_gpu
+from pagekv.executor.cuda.preflight import check_machine, installed_builds
+from pagekv.executor.machine import available_bytes
 
 FOLDER = ROOT / "build" / "gpu-first"
 NO_GPU = (
@@ -50,6 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(NO_GPU, file=sys.stderr)
         return 2
     if not os.environ.get(REHEARSAL):
+        try:
+            check_machine(find_gpu(), installed_builds(), available_bytes())
+        except UnusableGpu as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
         add_wheels()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that steps under way are ended too
     out = args.out or (Path(os.environ["OUT"]) if os.environ.get("OUT") else None)
@@ -57,16 +63,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     passed = True
     try:
         for part in [args.part] if args.part else list(PARTS):
-            run = Run(part, args.folder, gpu, args.seconds, step_seconds=args.step_seconds, only=tuple(args.only))
+            run = Run(
+                part, args.folder, gpu, args.seconds, step_seconds=args.step_seconds, only=tuple(args.only), copies=out
+            )
             if args.fresh:
                 run.records.path.unlink(missing_ok=True)
             passed &= run.all()
     except KeyboardInterrupt:
         print("stopped: the same command goes on from here", file=sys.stderr)
         return 130
-    finally:
-        if out is not None:
-            copy_results(args.folder, out)
     return 0 if passed else 1
 
 
@@ -76,14 +81,6 @@ def add_wheels() -> None:
     done = subprocess.run([str(script)], env=environment, stdout=subprocess.PIPE, text=True)
     paths = [os.environ.get("PYTHONPATH", ""), done.stdout.strip()]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-
-
-def copy_results(folder: Path, out: Path) -> None:
-    """Page, JSON, records and logs, as one folder of few files."""
-    out.mkdir(parents=True, exist_ok=True)
-    for name in (page.PAGE, page.JSON, *(f"part{part}.{kind}" for part in PARTS for kind in ("jsonl", "log"))):
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, out / name)
 
 
 if __name__ == "__main__":

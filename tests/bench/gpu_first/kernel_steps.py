@@ -7,7 +7,7 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 
 from gpu_first import tools
 from gpu_first.records import Records, of_step
-from gpu_first.step import Absent, Context
+from gpu_first.step import Absent, Context, OutOfTime
 from pagekv.kernels.bench import flashinfer_peer, speed
 from pagekv.kernels.bench.correctness import (
     BF16,
@@ -30,12 +30,13 @@ from pagekv.kernels.bench.correctness import (
 )
 from pagekv.kernels.bench.machine import Arena, Clock, CudaMachine
 from pagekv.kernels.bench.report import Report
-from pagekv.kernels.bench.scene import Setup
+from pagekv.kernels.bench.scene import Scene, Setup
 from pagekv.kernels.bench.stages import Bench
 from pagekv.kernels.bench.workload import (
     GQA4,
     MIB,
     MQA,
+    BlockCopyCase,
     DecodeCase,
     Heads,
     PrefillCase,
@@ -64,19 +65,21 @@ def machine_of(context: Context) -> CudaMachine:
     return CudaMachine(context.say)
 
 
-def bench_of(context: Context) -> Bench:
-    """A bench that tells the step's records."""
+def bench_of(context: Context, size: int | None = None) -> Bench:
+    """A bench that tells the step's records. `size`: of its memory, default as much as there is."""
     machine = machine_of(context)
-    size = 4 * MIB if context.small else machine.memory()
+    size = 4 * MIB if context.small else size or machine.memory()
     return Bench(
         machine, Arena(machine, size), Clock(context.seconds), Report({}), context.say, context.log, one_stage=True
     )
 
 
 def ended(bench: Bench, context: Context) -> None:
-    """Notes what the bench left out."""
+    """Notes what the bench left out. Raises OutOfTime where time ran out."""
     for note in bench.report.notes:
         context.log.note(note)
+    if bench.report.late:
+        raise OutOfTime(bench.report.notes[-1])
 
 
 def tell(context: Context, found: Iterable[Check]) -> None:
@@ -108,7 +111,7 @@ def step_machine(context: Context) -> None:
     started = time.perf_counter()
     machine.launcher.prepare(SMALL_VARIANT if context.small else BF16)
     log.fact("prepare_kernels_s", time.perf_counter() - started)
-    for tool in ("nvcc", "ncu", "compute-sanitizer", "ninja"):
+    for tool in ("nvcc", "g++", "ncu", "compute-sanitizer", "ninja"):
         log.fact(f"{tool}_is_there", shutil.which(tool) is not None)
 
 
@@ -129,11 +132,9 @@ def step_smallest(context: Context) -> None:
 
 def step_correctness(context: Context) -> None:
     """Every setup, one after the other."""
-    bench = bench_of(context)
+    bench = bench_of(context, 64 * MIB)
     bench.correctness([SMALL_SETUP, Setup(SMALL_VARIANT, (3, 20), block_size=1)] if context.small else setups())
     ended(bench, context)
-    for note in bench.report.notes:
-        context.log.check(note, False)  # what is timed later has to be right
 
 
 def step_replays(context: Context) -> None:
@@ -161,9 +162,27 @@ def step_sanitized(context: Context) -> None:
     tell(context, checks(machine, Setup(variant, (1, 17) if context.small else SANITIZED_LENGTHS)))
 
 
+def step_planted(context: Context) -> None:
+    """A copy from a block that is far beyond the pool, which memcheck has to notice: else its silence says nothing."""
+    machine = machine_of(context)
+    scene = Scene(machine, Setup(SMALL_VARIANT if context.small else BF16, (17,)))
+    scene.attention.copy_blocks(torch.tensor([[1 << 28, 0]], dtype=torch.int32, device=machine.device))
+    machine.synchronize()
+
+
+def _planted(context: Context) -> None:
+    inner = tools.step_command("planted", "--records", str(context.folder / "planted.jsonl"))
+    command = tools.sanitized("memcheck", context.folder / "planted.log", [*inner, "--folder", str(context.folder)])
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    noticed = done.returncode == tools.FOUND_SOMETHING
+    context.log.check("memcheck notices a planted fault", noticed, exit=done.returncode)
+
+
 def _sanitize(context: Context, tool: str) -> None:
     if shutil.which("compute-sanitizer") is None:
         raise Absent("compute-sanitizer is not on PATH: it comes with the CUDA toolkit")
+    if tool == "memcheck":
+        _planted(context)
     records, log = context.folder / f"{tool}.jsonl", context.folder / f"{tool}.log"
     for file in (records, log):
         file.unlink(missing_ok=True)
@@ -240,7 +259,7 @@ def step_memory(context: Context) -> None:
     bench = bench_of(context)
     bench.report.copy_gb_per_s = speed.copy_bandwidth(bench.machine, bench.arena)
     if context.small:
-        bench.memory([WriteCase(TINY, 3)], ())
+        bench.memory([WriteCase(TINY, 3)], [BlockCopyCase(TINY, 2)])
     else:
         bench.memory(list(write_cases()))
     ended(bench, context)
@@ -256,7 +275,7 @@ def step_swap_speed(context: Context) -> None:
 # --- FlashInfer
 
 
-def _flashinfer(context: Context, cases: Iterator[Any]) -> None:
+def _flashinfer(context: Context, section: str, cases: Iterable[Any]) -> None:
     if find_spec("flashinfer") is None:
         raise Absent("FlashInfer is not installed: scripts/gpu_wheels.sh collects flashinfer-python 0.6.6")
     module = flashinfer_peer.load()
@@ -264,30 +283,35 @@ def _flashinfer(context: Context, cases: Iterator[Any]) -> None:
     machine = machine_of(context)
     arena = Arena(machine, 4 * MIB if context.small else machine.memory())
     workspace = torch.zeros((1 if context.small else 256) * MIB, dtype=torch.uint8, device=machine.device)
+    failed = []
     for case in cases:
-        if case.pool_bytes > arena.size or not context.log.begins("flashinfer", case.name):
+        if case.pool_bytes > arena.size or not context.log.begins(section, case.name):
             continue
         try:
             seconds = flashinfer_peer.seconds(machine, arena, module, workspace, case)
         except (RuntimeError, ValueError, TypeError) as error:
             if "CUDA error" in str(error):
                 raise  # the device is gone for this process
-            context.log.note(f"FlashInfer, {case.name}: {(str(error) or repr(error)).splitlines()[0][:200]}")
+            failed.append(f"{case.name}: {(str(error) or repr(error)).splitlines()[0][:200]}")
+            context.say(failed[-1])
+            if "build" in str(error).lower():
+                break  # it would fail again, after as long, for every other case
             continue
-        context.log.found("flashinfer", {"case": case.name, "seconds": seconds})
+        context.log.found(section, {"case": case.name, "seconds": seconds})
         context.say(f"FlashInfer, {case.name}: {seconds * 1e6:.1f} us")
+    context.log.check("FlashInfer measured every case", not failed, failed=failed)
 
 
 def step_flashinfer_decode(context: Context) -> None:
     """The cases of the floors, those of tensor cores first: one compilation serves them all."""
     cases = [case for case in decode_cases() if decode_floor(case)]
     cases.sort(key=lambda case: case.heads.num_heads == case.heads.num_kv_heads)
-    _flashinfer(context, iter([DecodeCase(TINY, 1, 40)] if context.small else cases))
+    _flashinfer(context, "flashinfer decode", [DecodeCase(TINY, 1, 40)] if context.small else cases)
 
 
 def step_flashinfer_prefill(context: Context) -> None:
     """Prefill by its FlashAttention-2 kernels."""
-    _flashinfer(context, iter([PrefillCase(TINY, 1, 24)]) if context.small else prefill_cases())
+    _flashinfer(context, "flashinfer prefill", [PrefillCase(TINY, 1, 24, 16)] if context.small else prefill_cases())
 
 
 # --- ncu
@@ -345,6 +369,11 @@ def step_profile_kernels(context: Context) -> None:
     try:
         launches = tools.launches_of(text)
     except ValueError as error:
+        if "ERR_NVGPUCTRPERM" in str(error):
+            raise Absent(
+                "the driver keeps its counters from ncu: run as root with CAP_SYS_ADMIN, or load the driver with "
+                "NVreg_RestrictProfilingToAdminUsers=0"
+            ) from error
         raise RuntimeError(f"ncu exited with {done.returncode}: {error}") from error
     for name, launch in zip(names, launches, strict=False):
         shown = {heading: launch.get(metric) for heading, metric in tools.NCU_METRICS}

@@ -19,6 +19,7 @@ from pagekv.kernels.bench.workload import decode_cases, prefill_cases
 PAGE, JSON = "gpu-first.md", "gpu-first.json"
 
 REHEARSED = "**A rehearsal without a GPU: emulated kernels, tiny sizes. No figure here means anything.**"
+UNCHECKED = "**Part 1 has not passed: figures below are of kernels that were not found right.**"
 
 Cell = Callable[[Record], str]
 
@@ -52,7 +53,7 @@ def as_json(records: dict[int, list[Record]]) -> dict[str, Any]:
                 "facts": {fact["name"]: fact["value"] for fact in of_step(own, step.name, "fact")},
                 "rows": [_plain(row) for row in latest(of_step(own, step.name, "row"))],
                 "checks": [_plain(check) for check in of_step(own, step.name, "check")],
-                "notes": sorted({note["text"] for note in of_step(own, step.name, "note")}),
+                "notes": notes_of(own, step.name),
             }
         found[f"part {part}, {PARTS[part]}"] = {"about": own[0].get("about"), "steps": steps}
     return found
@@ -75,12 +76,15 @@ def as_page(records: dict[int, list[Record]]) -> str:
         rows.setdefault(row["section"], []).append(dict(row))
     facts = {record["name"]: record["value"] for record in everything if record["kind"] == "fact"}
     join(rows)
-    about: Record = next((own[0].get("about", {}) for own in records.values() if own), {})
+    abouts = {part: own[0].get("about", {}) for part, own in records.items() if own}
+    about: Record = next(iter(abouts.values()), {})
+    measured = ", ".join(f"part {part}: code {each.get('code', '')}" for part, each in abouts.items())
     parts = [
         "# The first half hour on a GPU",
-        f"{about.get('gpu', 'no GPU')}; code {about.get('code', '')}; written {datetime.date.today().isoformat()} by "
+        f"{about.get('gpu', 'no GPU')}; {measured}; written {datetime.date.today().isoformat()} by "
         "`make gpu-first`. Predictions are those of a review before anything had run "
         "(`tests/bench/gpu_first/predictions.py`). Figures are medians; least and most are of the repeats of one run.",
+        "" if _passed(records.get(1, [])) else UNCHECKED,
         REHEARSED if about.get("gpu") == EMULATED else "",
         versions_of(facts),
         "## Steps\n\n" + steps_table(records),
@@ -91,6 +95,11 @@ def as_page(records: dict[int, list[Record]]) -> str:
         "## Not measured\n\n" + notes_text(records),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _passed(own: list[Record]) -> bool:
+    """Whether every step of part 1 has."""
+    return all(status_of(own, step.name) == PASSED for step in STEPS if step.part == 1)
 
 
 def versions_of(facts: Record) -> str:
@@ -212,12 +221,14 @@ def tables(rows: dict[str, list[Record]], facts: Record) -> list[tuple[str, str]
 
 def join(rows: dict[str, list[Record]]) -> None:
     """Adds to rows what other rows say of them: FlashInfer's figure, and what the split costs."""
-    peer = {row["case"]: row["seconds"] for row in rows.get("flashinfer", [])}
-    named: list[Any] = [*(case for case in decode_cases() if case.plain), *prefill_cases()]
-    cases = {case.name: case for case in named}
-    for row in [*rows.get("decode", []), *rows.get("prefill", [])]:
-        if row["case"] in peer:
-            join_flashinfer(cases.get(row["case"]), row, peer[row["case"]])
+    named: dict[str, list[Any]] = {"decode": [case for case in decode_cases() if case.plain], "prefill": []}
+    named["prefill"] += prefill_cases()
+    for section, cases in named.items():
+        peer = {row["case"]: row["seconds"] for row in rows.get(f"flashinfer {section}", [])}
+        known = {case.name: case for case in cases}
+        for row in rows.get(section, []):
+            if row["case"] in peer:
+                join_flashinfer(known.get(row["case"]), row, peer[row["case"]])
     alone = {row["case"]: row["step_ms"] for row in rows.get("with graphs", [])}
     for row in rows.get("both processes", []):
         if row["case"] in alone:
@@ -231,17 +242,23 @@ def floors_text(rows: dict[str, list[Record]]) -> str:
 
 
 def notes_text(records: dict[int, list[Record]]) -> str:
-    """Steps that did not pass, and what steps left out."""
+    """Steps that did not pass, and what steps left out since they were last begun anew."""
     lines = []
     for step in STEPS:
         own = records.get(step.part, [])
         status = status_of(own, step.name)
         if status != PASSED:
             lines.append(f"- {step.name}: {status or 'not begun'}")
-        lines += [
-            f"- {step.name}: {text}" for text in sorted({note["text"] for note in of_step(own, step.name, "note")})
-        ]
+        lines += [f"- {step.name}: {text}" for text in notes_of(own, step.name)]
     return "\n".join(lines) or "Nothing was left out."
+
+
+def notes_of(own: list[Record], step: str) -> list[str]:
+    """What a step's last run noted, each text once."""
+    mine = [record for record in own if record["step"] == step]
+    starts = [at for at, record in enumerate(mine) if record["kind"] == "attempt" and not record["number"]]
+    run = mine[starts[-1] :] if starts else mine
+    return list(dict.fromkeys(record["text"] for record in run if record["kind"] == "note"))
 
 
 def _of(key: str, layout: str) -> Cell:

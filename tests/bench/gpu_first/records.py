@@ -14,6 +14,7 @@ A part's file has a first line that says what was measured (`about`), then lines
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ class Records:
         if records and records[0].get("kind") == "about" and records[0]["about"] == about:
             return True
         if self.path.is_file():
-            self.path.replace(self.path.with_suffix(".old.jsonl"))
+            self.path.replace(self.path.with_suffix(f".{int(time.time())}.old"))
         self.add("", "about", about=about)
         return False
 
@@ -110,9 +111,7 @@ class StepLog:
         for check in checks:
             self.check(**check)
         ok = all(check["passed"] for check in checks)
-        named = {**row, "case": row.pop("asked", row["case"])}
-        named.pop("asked", None)
-        self._records.add(self.step, "row", section=section, ok=ok, **named)
+        self._records.add(self.step, "row", section=section, ok=ok, **row)
 
     def check(self, name: str, passed: bool, **values: Any) -> None:
         """What was checked, and whether it held."""

@@ -9,39 +9,55 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO
 
 from gpu_first import page, tools
 from gpu_first.parts import PART_SECONDS, PARTS, Step, steps_of
 from gpu_first.records import ABSENT, FAILED, LATE, PASSED, Records, of_step, status_of
-from gpu_first.step import MISSING, OK, WRONG
+from gpu_first.step import MISSING, OK, TOO_LATE, WRONG
 
 ROOT = Path(__file__).resolve().parents[3]
 ATTEMPTS = 3
 """At a step that crashes: each goes on behind the case in which the one before died."""
+SECONDS_TO_END = 5.0
+"""For a process that was killed."""
 LEAST_SECONDS = 15.0
 """Nothing is begun with less time than this."""
 # What figures depend on: the code that is measured. The benches themselves may be mended without measuring anew.
 MEASURED = ("kernels/pagekv/kernels", "executor/pagekv/executor")
+THROUGH_BOTH = ("kvmanager/pagekv/kvmanager", "proto/pagekv")
+"""Measured too by the part that runs both processes."""
 NOT_MEASURED = ("bench", "compile_gate")
 
-STATUSES = {OK: PASSED, WRONG: FAILED, MISSING: ABSENT}
+STATUSES = {OK: PASSED, WRONG: FAILED, MISSING: ABSENT, TOO_LATE: LATE}
+PACKAGES = ("torch", "transformers", "cupy-cuda12x", "cupy-cuda13x", "grpcio", "numpy")
 
 
-def code_digest(root: Path = ROOT) -> str:
-    """Names the code that is measured."""
+def code_digest(part: int, root: Path = ROOT) -> str:
+    """Names the code that a part measures."""
     digest = hashlib.sha256()
-    for folder in MEASURED:
+    for folder in MEASURED + (THROUGH_BOTH if part == 3 else ()):
         for path in sorted((root / folder).rglob("*")):
             inside = path.relative_to(root / folder).parts
             if path.suffix in (".py", ".cu", ".cuh") and not set(inside) & set(NOT_MEASURED):
                 digest.update("/".join(inside).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def versions() -> dict[str, str]:
+    """Of what the code runs on."""
+    found = {}
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 @dataclass
@@ -55,6 +71,8 @@ class Run:
     seconds: float = PART_SECONDS
     out: IO[str] = field(default_factory=lambda: sys.stdout)
     now: Callable[[], float] = time.monotonic
+    copies: Path | None = None
+    """Where results are copied after every step."""
     step_seconds: float | None = None
     """Of every step, instead of what the table says: for rehearsals, where kernels are emulated."""
     only: tuple[str, ...] = ()
@@ -75,7 +93,7 @@ class Run:
 
     def all(self) -> bool:
         """Runs what has not passed yet. True when every step has."""
-        about = {"part": self.part, "gpu": self.gpu, "code": code_digest()}
+        about = {"part": self.part, "gpu": self.gpu, "code": code_digest(self.part), "versions": versions()}
         if self.records.start(about):
             self.say(f"going on with {self.records.path}")
         self.say(f"part {self.part}, {PARTS[self.part]}: {self.gpu}, at most {self.seconds:.0f} s")
@@ -86,8 +104,8 @@ class Run:
                 self.say(f"-- {step.name}: passed before")
                 continue
             self._step(step)
-            self.write_page()
-        self.write_page()
+            self.write_results()
+        self.write_results()
         passed = self._verdict()
         if passed:
             self._give_back()
@@ -101,83 +119,115 @@ class Run:
 
     def _verdict(self) -> bool:
         records = self.records.read()
-        failed = []
-        for step in steps_of(self.part):
-            status = status_of(records, step.name)
-            if status != PASSED and not (status == ABSENT and step.optional):
-                failed.append(f"{step.name}: {status or 'not begun'}")
+        ends = {step: status_of(records, step.name) or "not begun" for step in steps_of(self.part)}
+        failed, missing = (
+            [f"{step.name}: {end}" for step, end in ends.items() if end != PASSED and step.optional is optional]
+            for optional in (False, True)
+        )
         self.say("")
         self.say(f"part {self.part}: {'every check passed' if not failed else '; '.join(failed)}")
+        if missing:
+            self.say(f"peers and profilers without figures: {'; '.join(missing)}")
         self.say(f"records: {self.records.path}; page: {self.folder / page.PAGE}")
         return not failed
 
-    def write_page(self) -> None:
-        """The page and the JSON of all parts; what goes wrong with them costs no measurement."""
+    def write_results(self) -> None:
+        """The page and the JSON of all parts, and copies; what goes wrong with them costs no measurement."""
         try:
             page.write(self.folder)
+            if self.copies is not None:
+                copy_results(self.folder, self.copies)
         except Exception as error:
             self.say(f"the page could not be written: {type(error).__name__}: {error}")
 
     def _step(self, step: Step) -> None:
         started = self.now()
         status, reason = LATE, "no time was left to begin it"
+        # A step that was too slow for its time once gets twice as much.
+        ends = of_step(self.records.read(), step.name, "end")
+        seconds = step.seconds * 2 ** sum(end["status"] == LATE and end["seconds"] > 1 for end in ends)
         for number in range(ATTEMPTS):
-            limit = min((self.step_seconds or step.seconds) - (self.now() - started), self.left)
+            limit = min((self.step_seconds or seconds) - (self.now() - started), self.left)
             if limit < LEAST_SECONDS:
                 break
             before = len(of_step(self.records.read(), step.name, "begin"))
             self.records.add(step.name, "attempt", number=number)
             self.say(f"-- {step.name}: {step.about} (at most {limit:.0f} s)")
             status, reason = self._attempt(step, limit)
-            crashed_in_a_case = len(of_step(self.records.read(), step.name, "begin")) > before
-            if status != FAILED or not reason.startswith("crashed") or not crashed_in_a_case:
+            if not reason.startswith("crashed"):
                 break
-        seconds = round(self.now() - started, 1)
-        self.records.add(step.name, "end", status=status, reason=reason, seconds=seconds)
-        self.say(f"-- {step.name}: {status} in {seconds:.0f} s{f': {reason}' if reason else ''}")
+            self.records.add(step.name, "note", text=f"attempt {number + 1} {reason}")
+            if len(of_step(self.records.read(), step.name, "begin")) == before:
+                break  # it died in no case, so the next attempt would die there too
+        took = round(self.now() - started, 1)
+        self.records.add(step.name, "end", status=status, reason=reason, seconds=took)
+        self.say(f"-- {step.name}: {status} in {took:.0f} s{f': {reason}' if reason else ''}")
 
     def _attempt(self, step: Step, limit: float) -> tuple[str, str]:
         """Status and reason of one process."""
-        command = tools.step_command(
-            step.name, "--records", str(self.records.path), "--folder", str(self.folder), "--seconds", str(limit)
+        arguments = {"--records": self.records.path, "--folder": self.folder, "--deadline": time.time() + limit}
+        command = tools.step_command(step.name, *(str(word) for pair in arguments.items() for word in pair))
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
-        with (self.folder / f"part{self.part}.log").open("a", encoding="utf-8") as log:
-            process = subprocess.Popen(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            )
-            late = threading.Event()
-
-            def stop() -> None:
-                late.set()
-                end(process)
-
-            killer = threading.Timer(limit, stop)
-            killer.start()
-            last = ""
-            try:
-                for line in process.stdout or ():
-                    log.write(line)
-                    self.say("   " + line.rstrip())
-                    last = line.strip() or last
-                process.wait()
-            finally:
-                killer.cancel()
-                end(process)
-                process.wait()
-        if late.is_set():
+        last = [""]
+        reader = threading.Thread(target=self._hand_on, args=(process, last), daemon=True)
+        reader.start()
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
             return LATE, f"stopped after {limit:.0f} s"
-        if process.returncode in STATUSES and not (process.returncode == WRONG and not last.startswith("failed")):
-            return STATUSES[process.returncode], last if process.returncode != OK else ""
-        return FAILED, f"crashed with {process.returncode}: {last[:300]}"
+        finally:
+            end(process)
+            reader.join(SECONDS_TO_END)  # whatever escaped may hold the other end of the pipe
+        said = process.returncode == OK or last[0].startswith(("failed", "absent", "out of time"))
+        if process.returncode in STATUSES and said:
+            return STATUSES[process.returncode], last[0] if process.returncode != OK else ""
+        return FAILED, f"crashed with {process.returncode}: {last[0][:300]}"
+
+    def _hand_on(self, process: subprocess.Popen[str], last: list[str]) -> None:
+        """Shows and keeps what a step says, line by line; leaves its last line in `last`."""
+        with (self.folder / f"part{self.part}.log").open("a", encoding="utf-8") as log:
+            for line in process.stdout or ():
+                log.write(line)
+                log.flush()
+                self.say("   " + line.rstrip())
+                last[0] = line.strip() or last[0]
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """Ends the process and all that it started, which share its session."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+    """Ends the process and all of its session, compilers and servers that it started among them."""
+    for pid in {process.pid, *session_of(process.pid)}:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(SECONDS_TO_END)  # one that is stuck in the driver ends when that lets it go
+
+
+def session_of(session: int) -> list[int]:
+    """Processes of a session, whatever groups they made."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            # pid (command) state parent group session ...; a command may hold anything.
+            if int(stat.read_text().rpartition(")")[2].split()[3]) == session:
+                found.append(int(stat.parent.name))
+    return found
+
+
+def copy_results(folder: Path, copies: Path) -> None:
+    """Page, JSON and records, and everything else that was written but the models in one archive: few files."""
+    copies.mkdir(parents=True, exist_ok=True)
+    raw = [path for kind in ("*.log", "*.csv", "*.jsonl") for path in sorted(folder.glob(kind))]
+    with tarfile.open(copies / "raw.tar.gz", "w:gz") as archive:
+        for path in raw:
+            archive.add(path, path.name)
+    for name in (page.PAGE, page.JSON, *(f"part{part}.jsonl" for part in PARTS)):
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, copies / name)

@@ -1,6 +1,7 @@
 """One step, in a process of its own: `python -m gpu_first.step NAME --records FILE --folder DIR`.
 
-Exit status: 0 every check passed; 1 a check failed; 3 what the step needs is absent; anything else: it crashed.
+Exit status: 0 every check passed; 1 a check failed; 3 what the step needs is absent; 4 time ran out; anything else: it
+crashed.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from pathlib import Path
 from gpu_first.parts import SERVING
 from gpu_first.records import Records, StepLog
 
-OK, WRONG, MISSING = 0, 1, 3
+OK, WRONG, MISSING, TOO_LATE = 0, 1, 3, 4
 REHEARSAL = "GPU_FIRST_REHEARSAL"
 """Environment: set where the emulation and a stub of the device stand in for a GPU."""
 FAIL = "GPU_FIRST_FAIL"
 """Environment, in a rehearsal: how steps are to fail, as `step=fault` of FAULTS, joined by commas."""
 FAULTS = ("import", "exit", "hang", "fault")
 LAUNCHES_BEFORE_A_FAULT = 1
+
+
+class OutOfTime(Exception):
+    """Something was not reached; the message says what."""
 
 
 class Absent(Exception):
@@ -40,8 +45,13 @@ class Context:
     """For what steps of a part hand to each other, and for large files."""
     small: bool
     """Sizes of a rehearsal."""
-    seconds: float
-    """That the step may take."""
+    deadline: float
+    """Seconds since the epoch, at which the step is ended."""
+
+    @property
+    def seconds(self) -> float:
+        """That are left."""
+        return max(1.0, self.deadline - time.time())
 
     def say(self, line: str) -> None:
         """A line for whoever watches."""
@@ -85,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("name")
     parser.add_argument("--records", type=Path, required=True)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--deadline", type=float, default=time.time() + 600.0)
     args = parser.parse_args(argv)
     log = StepLog(Records(args.records), args.name)
     small = bool(os.environ.get(REHEARSAL))
@@ -94,18 +104,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         after_the_first(log, lambda: time.sleep(3600))
     if fail == "exit":
         after_the_first(log, lambda: os._exit(139))
-    context = Context(log, args.folder, small, args.seconds)
+    context = Context(log, args.folder, small, args.deadline)
     try:
         with rehearsed(fail) if small else contextlib.nullcontext():
             function_of(args.name)(context)
     except Absent as error:
         print(f"absent: {error}", flush=True)
         return MISSING
-    for section, case in log.crashed:
-        log.note(f"{section} {case}: an earlier attempt died in it; left out")
-    if log.failed:
-        print(f"failed: {'; '.join(log.failed)}", flush=True)
-    return WRONG if log.failed or log.crashed else OK
+    except OutOfTime as error:
+        print(f"out of time: {error}", flush=True)
+        return TOO_LATE
+    wrong = [*log.failed, *(f"died in {section} {case}" for section, case in log.crashed)]
+    for name in wrong:
+        log.note(f"failed: {name}")
+    if wrong:
+        print(f"failed: {'; '.join(wrong)}", flush=True)
+    return WRONG if wrong else OK
 
 
 if __name__ == "__main__":

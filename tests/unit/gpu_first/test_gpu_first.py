@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from gpu_first import page, tools
 from gpu_first.parts import PART_SECONDS, PARTS, STEPS, steps_of
 from gpu_first.records import ABSENT, FAILED, LATE, PASSED, Records, StepLog, of_step, status_of
 from gpu_first.rehearsal import NCU, Stage, failing, faults_of, without_tools
-from gpu_first.runner import Run, code_digest
+from gpu_first.runner import Run, code_digest, versions
 from gpu_first.step import FAULTS
+
+from pagekv.kernels.bench.workload import decode_cases, prefill_cases
 
 # --- records
 
@@ -40,7 +43,7 @@ def test_a_file_about_something_else_is_begun_anew_and_kept(records: Records) ->
     assert records.start({"gpu": "one"}) is True
     assert records.start({"gpu": "two"}) is False
     assert [record["about"] for record in records.read()] == [{"gpu": "two"}]
-    assert records.path.with_suffix(".old.jsonl").is_file()
+    assert len(list(records.path.parent.glob("part1.*.old"))) == 1
 
 
 def test_an_attempt_goes_on_behind_the_case_that_the_one_before_died_in(records: Records) -> None:
@@ -130,7 +133,7 @@ def test_changed_code_is_measured_anew(tmp_path: Path, monkeypatch: pytest.Monke
     from gpu_first import runner
 
     run_with(tmp_path, monkeypatch, "log.check('x', True)")
-    monkeypatch.setattr(runner, "code_digest", lambda: "another")
+    monkeypatch.setattr(runner, "code_digest", lambda part: "another")
     passed, run, _ = run_with(tmp_path, monkeypatch, "sys.exit(1)")
     assert not passed
     assert of_step(run.records.read(), "smallest", "check") == []
@@ -140,11 +143,11 @@ def test_the_digest_is_of_the_code_that_is_measured(tmp_path: Path) -> None:
     for name in ("kernels/pagekv/kernels/bench/a.py", "kernels/pagekv/kernels/b.py", "executor/pagekv/executor/c.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("1")
-    before = code_digest(tmp_path)
+    before = code_digest(1, tmp_path)
     (tmp_path / "kernels/pagekv/kernels/bench/a.py").write_text("2")
-    assert code_digest(tmp_path) == before
+    assert code_digest(1, tmp_path) == before
     (tmp_path / "kernels/pagekv/kernels/b.py").write_text("2")
-    assert code_digest(tmp_path) != before
+    assert code_digest(1, tmp_path) != before
 
 
 DIES_IN_B = """
@@ -168,7 +171,9 @@ def test_a_crash_costs_the_case_it_is_in(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_step_that_hangs_is_ended_and_keeps_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    body = "log.fact('x', 1)\n__import__('subprocess').Popen(['sleep', '600'])\ntime.sleep(600)"
+    # With a child in a group of its own, which holds the other end of the pipe.
+    child = "__import__('subprocess').Popen(['sleep', '617'], process_group=0)"
+    body = f"log.fact('x', 1)\n{child}\ntime.sleep(600)"
     from gpu_first import runner
 
     monkeypatch.setattr(runner, "LEAST_SECONDS", 1.0)
@@ -177,6 +182,14 @@ def test_a_step_that_hangs_is_ended_and_keeps_what_it_found(tmp_path: Path, monk
     assert status_of(run.records.read(), "smallest") == LATE
     assert len(of_step(run.records.read(), "smallest", "fact")) == 1
     assert "stopped after 4 s" in said
+    assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if _read(path) == b"sleep\x00617\x00"]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
 def test_nothing_is_begun_when_the_parts_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,6 +204,7 @@ def test_nothing_is_begun_when_the_parts_time_is_up(tmp_path: Path, monkeypatch:
     [
         ("print('failed: x'); sys.exit(1)", FAILED, "failed: x"),
         ("print('absent: ncu'); sys.exit(3)", ABSENT, "absent: ncu"),
+        ("print('out of time: decode x'); sys.exit(4)", LATE, "out of time: decode x"),
         ("import no_such_module", FAILED, "No module named 'no_such_module'"),
     ],
 )
@@ -223,7 +237,7 @@ def test_predictions_and_figures_stand_side_by_side(tmp_path: Path) -> None:
     log = StepLog(found, "decode_floors")
     row = {"microseconds": 71.0, "share_of_copy": 0.871, "counts_for": {"decode small": 0.871}}
     log.found("decode", {"case": "GQA 4, 64 x 1k", **row})
-    StepLog(found, "flashinfer_decode").found("flashinfer", {"case": "GQA 4, 64 x 1k", "seconds": 70e-6})
+    StepLog(found, "flashinfer_decode").found("flashinfer decode", {"case": "GQA 4, 64 x 1k", "seconds": 70e-6})
     log.check("wrong", False, error=2.0)
     log.note("GQA 4, 256 x 64k: more than the 72 GiB of memory")
     found.add("decode_floors", "end", status=FAILED, reason="failed: wrong", seconds=3.0)
@@ -231,7 +245,7 @@ def test_predictions_and_figures_stand_side_by_side(tmp_path: Path) -> None:
     text = (tmp_path / page.PAGE).read_text()
     assert "| GQA 4, 64 x 1k | 83% to 90% | 87.1% | 71.0 | 0.99 |" in text
     assert "- **decode_floors: wrong**: error 2.0" in text
-    assert "floor reached: decode of 256 MiB to 1 GiB" in text
+    assert "floor reached: decode of 64 and more, 256 MiB to 1 GiB" in text
     assert "floor reached: decode of 256 MiB and more, against FlashInfer: worst 0.986" in text
     assert "- decode_floors: GQA 4, 256 x 64k: more than the 72 GiB of memory" in text
     assert "- machine: not begun" in text
@@ -242,6 +256,38 @@ def test_predictions_and_figures_stand_side_by_side(tmp_path: Path) -> None:
 
 def _of(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key != "counts_for"}
+
+
+def test_cases_of_one_name_in_two_sections_are_told_apart() -> None:
+    rows: dict[str, list[Any]] = {
+        "decode": [{"case": case.name, "microseconds": 100.0, "section": "decode"} for case in decode_cases()],
+        "prefill": [{"case": case.name, "milliseconds": 10.0, "section": "prefill"} for case in prefill_cases()],
+    }
+    names = {row["case"] for row in rows["decode"]} & {row["case"] for row in rows["prefill"]}
+    assert "MHA, 1 x 16k" in names
+    rows["flashinfer decode"] = [{"case": row["case"], "seconds": 100e-6} for row in rows["decode"]]
+    rows["flashinfer prefill"] = [{"case": row["case"], "seconds": 20e-3} for row in rows["prefill"]]
+    page.join(rows)
+    assert {round(row["against_flashinfer"], 9) for row in rows["decode"]} == {1}
+    assert {round(row["against_flashinfer"], 9) for row in rows["prefill"]} == {2}
+    assert all("counts_for" in row for row in rows["decode"] if row["case"] == "MHA, 64 x 1k")
+
+
+def test_what_killed_an_attempt_is_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = DIES_IN_B.replace('__import__("os")._exit(139)', 'sys.exit("CUDA error: misaligned address")')
+    run_with(tmp_path, monkeypatch, body)
+    assert "attempt 1 crashed with 1: CUDA error: misaligned address" in (tmp_path / page.PAGE).read_text()
+    run_with(tmp_path, monkeypatch, DIES_IN_B.replace('"b":', '"never":'))
+    assert "misaligned" not in (tmp_path / page.PAGE).read_text()
+
+
+def test_a_step_that_was_too_slow_gets_twice_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    about = {"part": 1, "gpu": "test GPU", "code": code_digest(1), "versions": versions()}
+    records = Records(tmp_path / "part1.jsonl")
+    records.start(about)
+    records.add("smallest", "end", status=LATE, reason="stopped after 60 s", seconds=60.0)
+    _, _, said = run_with(tmp_path, monkeypatch, "log.check('x', True)")
+    assert "(at most 120 s)" in said
 
 
 # --- tools
@@ -269,11 +315,12 @@ def test_without_a_gpu_one_line_says_so(
     assert "make gpu-rehearsal" in err
 
 
-def test_results_are_copied_where_the_environment_says(tmp_path: Path) -> None:
-    (tmp_path / "part1.jsonl").write_text("{}\n")
-    (tmp_path / page.PAGE).write_text("page")
-    command.copy_results(tmp_path, tmp_path / "out")
-    assert sorted(os.listdir(tmp_path / "out")) == [page.PAGE, "part1.jsonl"]
+def test_results_are_copied_after_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ncu.csv").write_text("raw")
+    run_with(tmp_path, monkeypatch, "log.check('x', True)", copies=tmp_path / "out")
+    assert sorted(os.listdir(tmp_path / "out")) == [page.JSON, page.PAGE, "part1.jsonl", "raw.tar.gz"]
+    with tarfile.open(tmp_path / "out" / "raw.tar.gz") as archive:
+        assert set(archive.getnames()) == {"ncu.csv", "part1.jsonl", "part1.log"}
 
 
 # --- the rehearsal, in small: real steps over the emulated kernels

@@ -10,6 +10,7 @@ Exit status: 0 measured; 1 a kernel computes something wrong; 2 nothing to measu
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.util
 import platform
 import sys
@@ -41,12 +42,24 @@ def variant(text: str) -> Variant:
     return named[text]
 
 
+def driver_is_there() -> bool:
+    """Whether the driver's library can be loaded."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
 def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    if not driver_is_there():  # at once: torch takes seconds to say so
+        say("error: the bench needs a GPU, torch and CuPy, and no NVIDIA driver is here (no libcuda.so.1)")
+        return 2
     if importlib.util.find_spec("torch") is None:
         say(f"error: the bench needs a GPU, torch and CuPy, and torch is not installed: {NEEDS}")
         return 2

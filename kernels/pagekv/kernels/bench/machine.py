@@ -214,12 +214,13 @@ class Gauge:
             handle = nvml.nvmlDeviceGetHandleByIndex(0)
         except Exception:
             return cls(lambda: (None, None))
-        return cls(
-            lambda: (
-                float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
-                nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
-            )
-        )
+
+        def read() -> tuple[float, float]:
+            # Of this moment: the plain figure is an average over the last second, longer than a measurement takes.
+            power = nvml.nvmlDeviceGetFieldValues(handle, [nvml.NVML_FI_DEV_POWER_INSTANT])[0].value.uiVal
+            return float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)), power / 1000
+
+        return cls(read)
 
     def __call__(self) -> tuple[float | None, float | None]:
         """(MHz of the multiprocessors, watts) now."""

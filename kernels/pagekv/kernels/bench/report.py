@@ -69,6 +69,8 @@ class Report:
     sections: dict[str, list[Row]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     """What was not measured, and why."""
+    late: bool = False
+    """Whether time ran out before everything was measured."""
     seconds: float = 0.0
 
     def has(self, section: str, case: str) -> bool:

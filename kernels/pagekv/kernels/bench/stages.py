@@ -13,11 +13,12 @@ from pagekv.kernels.bench.machine import Arena, Clock, Machine
 from pagekv.kernels.bench.report import Report, join_flashinfer
 from pagekv.kernels.bench.scene import Setup
 from pagekv.kernels.bench.workload import (
-    GQA4,
+    BlockCopyCase,
     DecodeCase,
     PrefillCase,
     SwapCase,
     WriteCase,
+    block_copy_cases,
     counts_for_paging,
     decode_cases,
     decode_floor,
@@ -29,8 +30,6 @@ from pagekv.kernels.loader import Say
 
 # Share of the time by whose end each stage stops. What a stage leaves is the next one's.
 CORRECTNESS, DECODE, PREFILL, MEMORY, SWAP, PEERS = 0.35, 0.60, 0.70, 0.74, 0.80, 0.98
-# Blocks of one launch of the block copy.
-BLOCK_COPIES = (16, 128)
 
 
 class Watcher(Protocol):
@@ -83,6 +82,7 @@ class Bench:
                     self.tell(check)
                 self.watcher.found("correctness", {"case": str(setup), "checks": [check.row() for check in found]})
         if unchecked:
+            self.report.late = True
             self.report.notes.append(f"correctness of {'; '.join(unchecked)}: no time was left")
         return passed
 
@@ -116,8 +116,7 @@ class Bench:
 
         self._section("prefill", PREFILL, prefill_cases() if cases is None else cases, row)
 
-    def memory(self, writes: Iterable[WriteCase] | None = None, copies: Iterable[int] = BLOCK_COPIES) -> None:
-        """`copies`: blocks of each copy."""
+    def memory(self, writes: Iterable[WriteCase] | None = None, copies: Iterable[BlockCopyCase] | None = None) -> None:
         bandwidth = self.report.copy_gb_per_s
         self._section(
             "memory",
@@ -128,8 +127,8 @@ class Bench:
         self._section(
             "memory",
             MEMORY,
-            copies,
-            lambda blocks: speed.block_copy_row(self.machine, self.arena, GQA4, blocks, bandwidth),
+            block_copy_cases() if copies is None else copies,
+            lambda case: speed.block_copy_row(self.machine, self.arena, case, bandwidth),
         )
 
     def swap(self, cases: Iterable[SwapCase] | None = None) -> None:
@@ -190,16 +189,17 @@ class Bench:
         rows = self.report.sections.setdefault(name, [])
         large, late = [], []
         for case in cases:
-            label = getattr(case, "name", str(case))
+            label = case.name
             if getattr(case, "pool_bytes", 0) > self.arena.size:
                 large.append(label)
             elif not in_time():
                 late.append(label)
             elif self.watcher.begins(name, label):
                 rows.append(measure(case))
-                self.watcher.found(name, rows[-1] | {"asked": label})
+                self.watcher.found(name, rows[-1])
         if large:
             self.report.notes.append(f"{name} {'; '.join(large)}: more than the {self.arena.size >> 30} GiB of memory")
         if late:
+            self.report.late = True
             self.report.notes.append(f"{name} {'; '.join(late)}: no time was left")
         self.say(f"{name}: {len(rows)} cases, {self.clock.spent:.0f} s so far")
