@@ -3,12 +3,13 @@
 Three parts of at most nine minutes each: 1 correctness, 2 kernels, 3 end to end; without a number all three. Steps that
 passed before, on this GPU and with this code, are not done again. Records, logs, page and JSON are in build/gpu-first.
 
-Exit status: 0 every check of the part passed; 1 one did not, or was not reached; 2 nothing to run on.
+Exit status: 0 every check of the part passed; 1 one did not, or was not reached; 2 nothing to run on or to write to.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import signal
 import subprocess
@@ -19,16 +20,13 @@ from pathlib import Path
 from gpu_first.parts import PART_SECONDS, PARTS, STEPS
 from gpu_first.runner import ROOT, Run
 from gpu_first.step import REHEARSAL
-from gpu_first.tools import gpu_line
+from gpu_first.tools import NoGpu, gpu_line
 from pagekv.executor.cuda.driver import UnusableGpu, find_gpu
 from pagekv.executor.cuda.preflight import check_machine, installed_builds
 from pagekv.executor.machine import available_bytes
 
 FOLDER = ROOT / "build" / "gpu-first"
-NO_GPU = (
-    "error: nvidia-smi shows no GPU, and this needs one of compute capability 8.0 or later; what can be tried without "
-    "one is tried by: make gpu-rehearsal"
-)
+NEEDED = "a GPU of compute capability 8.0 or later is needed; what can be tried without one: make gpu-rehearsal"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,33 +44,51 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    gpu = gpu_line()
-    if gpu is None:
-        print(NO_GPU, file=sys.stderr)
-        return 2
+    try:
+        gpu = gpu_line()
+    except NoGpu as error:
+        return refuse(f"{error}; {NEEDED}")
     if not os.environ.get(REHEARSAL):
         try:
             check_machine(find_gpu(), installed_builds(), available_bytes())
         except UnusableGpu as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
+            return refuse(str(error))
         add_wheels()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that steps under way are ended too
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(143))  # so that steps under way are ended too
     out = args.out or (Path(os.environ["OUT"]) if os.environ.get("OUT") else None)
-    args.folder.mkdir(parents=True, exist_ok=True)
-    passed = True
     try:
-        for part in [args.part] if args.part else list(PARTS):
-            run = Run(
-                part, args.folder, gpu, args.seconds, step_seconds=args.step_seconds, only=tuple(args.only), copies=out
-            )
-            if args.fresh:
-                run.records.path.unlink(missing_ok=True)
-            passed &= run.all()
+        args.folder.mkdir(parents=True, exist_ok=True)
+        with (args.folder / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return refuse(f"another run is under way in {args.folder}")
+            passed = run_parts(args, gpu, out)
+    except OSError as error:
+        return refuse(f"{error}: make room, or choose another --folder; the same command goes on from here")
     except KeyboardInterrupt:
         print("stopped: the same command goes on from here", file=sys.stderr)
         return 130
     return 0 if passed else 1
+
+
+def run_parts(args: argparse.Namespace, gpu: str, out: Path | None) -> bool:
+    """Whether every part that is asked for passed. Raises OSError where nothing can be written."""
+    passed = True
+    for part in [args.part] if args.part else list(PARTS):
+        only = tuple(args.only)
+        run = Run(part, args.folder, gpu, args.seconds, step_seconds=args.step_seconds, only=only, copies=out)
+        if args.fresh:
+            run.records.path.unlink(missing_ok=True)
+        passed &= run.all()
+    return passed
+
+
+def refuse(why: str) -> int:
+    """One line, and the exit status."""
+    print(f"error: {why}", file=sys.stderr)
+    return 2
 
 
 def add_wheels() -> None:

@@ -117,18 +117,36 @@ def allocate(backend: CudaBackend, sizes: Sizes) -> None:
     backend.allocate(sizes.block_size, max(sizes.batches) * sizes.blocks_each + beside, 0)
 
 
-def step_seconds(run: Callable[[int, int], float], sizes: Sizes) -> float:
-    """Median over rounds of the seconds that one more step takes. `run(new, seed)` gives the seconds of a whole run."""
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, over several rounds."""
+
+    seconds: float
+    """The median."""
+    least: float
+    most: float
+
+    def columns(self, batch: int) -> dict[str, float]:
+        """What a row says of it. Raises ValueError where it is no time: two runs differed by less than their noise."""
+        if self.seconds <= 0:
+            raise ValueError(f"{self.seconds * 1e3:.2f} ms a step: two runs differ by less than their noise")
+        milliseconds = {"step_ms": self.seconds, "step_ms_least": self.least, "step_ms_most": self.most}
+        times = {name: value * 1e3 for name, value in milliseconds.items()}
+        return {"batch": batch, **times, "tok_per_s": batch / self.seconds}
+
+
+def step_seconds(run: Callable[[int, int], float], sizes: Sizes) -> StepTime:
+    """What one more step takes. `run(new, seed)` gives the seconds of a whole run."""
     run(sizes.short, 0)
     found = []
     for seed in range(1, sizes.rounds + 1):
         short, long = run(sizes.short, 2 * seed), run(sizes.long, 2 * seed + 1)
         found.append((long - short) / (sizes.long - sizes.short))
-    return statistics.median(found)
+    return StepTime(statistics.median(found), min(found), max(found))
 
 
-def decode_seconds(backend: CudaBackend, batch: int, vocab_size: int, sizes: Sizes, sampling: Sampling) -> float:
-    """Seconds of a step of `batch` decodes, with nothing else in it."""
+def decode_seconds(backend: CudaBackend, batch: int, vocab_size: int, sizes: Sizes, sampling: Sampling) -> StepTime:
+    """What a step of `batch` decodes takes, with nothing else in it."""
 
     def run(new: int, seed: int) -> float:
         prompts = prompts_for(batch, sizes.prompt_tokens, vocab_size, seed)

@@ -11,7 +11,7 @@ from typing import Any
 from gpu_first import predictions
 from gpu_first.parts import PARTS, STEPS
 from gpu_first.predictions import shown
-from gpu_first.records import PASSED, Record, Records, of_step, status_of
+from gpu_first.records import PASSED, Record, Records, last_run, of_step, status_of
 from gpu_first.tools import EMULATED
 from pagekv.kernels.bench.report import Report, floor_line, join_flashinfer
 from pagekv.kernels.bench.workload import decode_cases, prefill_cases
@@ -19,6 +19,7 @@ from pagekv.kernels.bench.workload import decode_cases, prefill_cases
 PAGE, JSON = "gpu-first.md", "gpu-first.json"
 
 REHEARSED = "**A rehearsal without a GPU: emulated kernels, tiny sizes. No figure here means anything.**"
+MIXED = "**The parts are of different GPUs or different code.**"
 UNCHECKED = "**Part 1 has not passed: figures below are of kernels that were not found right.**"
 
 Cell = Callable[[Record], str]
@@ -32,7 +33,7 @@ def write(folder: Path) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    partial = path.with_suffix(".partial")
+    partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 
@@ -74,21 +75,24 @@ def as_page(records: dict[int, list[Record]]) -> str:
     rows: dict[str, list[Record]] = {}
     for row in latest([record for record in everything if record["kind"] == "row"]):
         rows.setdefault(row["section"], []).append(dict(row))
-    facts = {record["name"]: record["value"] for record in everything if record["kind"] == "fact"}
+    # Part 1 last: the card's figures and versions are those it found.
+    facts = {r["name"]: r["value"] for own in reversed(records.values()) for r in own if r["kind"] == "fact"}
     join(rows)
     abouts = {part: own[0].get("about", {}) for part, own in records.items() if own}
     about: Record = next(iter(abouts.values()), {})
-    measured = ", ".join(f"part {part}: code {each.get('code', '')}" for part, each in abouts.items())
+    mixed = len({(each.get("gpu"), each.get("code")) for each in abouts.values()}) > 1
     parts = [
         "# The first half hour on a GPU",
-        f"{about.get('gpu', 'no GPU')}; {measured}; written {datetime.date.today().isoformat()} by "
-        "`make gpu-first`. Predictions are those of a review before anything had run "
-        "(`tests/bench/gpu_first/predictions.py`). Figures are medians; least and most are of the repeats of one run.",
+        f"Written {datetime.date.today().isoformat()} by `make gpu-first`. Predictions are those of a review before "
+        "anything had run (`tests/bench/gpu_first/predictions.py`). Figures are medians; least and most are of the "
+        "repeats of one run.",
+        "\n".join(verdict_of(part, own, abouts.get(part, {})) for part, own in records.items()),
+        MIXED if mixed else "",
         "" if _passed(records.get(1, [])) else UNCHECKED,
         REHEARSED if about.get("gpu") == EMULATED else "",
         versions_of(facts),
         "## Steps\n\n" + steps_table(records),
-        "## Checks\n\n" + checks_text(everything),
+        "## Checks\n\n" + checks_text(records),
         "## The card\n\n" + card_table(facts),
         *[f"## {title}\n\n{table}" for title, table in tables(rows, facts)],
         "## Floors\n\n" + floors_text(rows),
@@ -100,6 +104,19 @@ def as_page(records: dict[int, list[Record]]) -> str:
 def _passed(own: list[Record]) -> bool:
     """Whether every step of part 1 has."""
     return all(status_of(own, step.name) == PASSED for step in STEPS if step.part == 1)
+
+
+def verdict_of(part: int, own: list[Record], about: Record) -> str:
+    """One line on a part: how far it is, and what it is about."""
+    if not own:
+        return f"- Part {part}, {PARTS[part]}: not begun."
+    steps = [step for step in STEPS if step.part == part]
+    passed = sum(status_of(own, step.name) == PASSED for step in steps)
+    on = ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items())
+    return (
+        f"- Part {part}, {PARTS[part]}: {passed} of {len(steps)} steps passed. {about.get('gpu')}, "
+        f"code {about.get('code')}{', ' + on if on else ''}."
+    )
 
 
 def versions_of(facts: Record) -> str:
@@ -142,12 +159,20 @@ def steps_table(records: dict[int, list[Record]]) -> str:
     return markdown(["step", "part", "about", "ended", "s", "reason"], cells)
 
 
-def checks_text(everything: Sequence[Record]) -> str:
-    """How many passed, and each that did not."""
-    checks = {(r["step"], r["name"]): r for r in everything if r["kind"] == "check"}
-    failed = [f"- **{step}: {name}**: {_rest(check)}" for (step, name), check in checks.items() if not check["passed"]]
-    head = f"{len(checks) - len(failed)} of {len(checks)} passed."
-    return "\n".join([head, *failed])
+def checks_text(records: dict[int, list[Record]]) -> str:
+    """How many passed in each step's last run, each that did not, and each that did not before."""
+    passed, failed, before = 0, [], []
+    for step in STEPS:
+        own = records.get(step.part, [])
+        checks = {check["name"]: check for check in of_step(own, step.name, "check")}  # a row that holds is not rerun
+        passed += sum(check["passed"] for check in checks.values())
+        failed += [f"- **{step.name}: {c['name']}**: {_rest(c)}" for c in checks.values() if not c["passed"]]
+        before += [
+            f"- {step.name}: {check['name']} passed in the last run and **failed in an earlier one**: {_rest(check)}"
+            for check in of_step(own, step.name, "check")
+            if not check["passed"] and checks[check["name"]]["passed"]
+        ]
+    return "\n".join([f"{passed} passed, {len(failed)} failed.", *failed, *before])
 
 
 def _rest(check: Record) -> str:
@@ -200,7 +225,8 @@ def tables(rows: dict[str, list[Record]], facts: Record) -> list[tuple[str, str]
     for name in ("with graphs", "without graphs", "both processes", "transformers"):
         sections.append((name, f"Llama 3 8B's shape, {name}", [
             ("predicted ms", lambda row: shown(predictions.STEP_MS.get((row["section"], row["case"])), ".1f")),
-            ("ms a step", _of("step_ms", ".2f")), ("tok/s", _of("tok_per_s", ".0f")),
+            ("ms a step", _of("step_ms", ".2f")), ("least", _of("step_ms_least", ".2f")),
+            ("most", _of("step_ms_most", ".2f")), ("tok/s", _of("tok_per_s", ".0f")),
             ("graphs replayed", _of("graphs_replayed", "d")), ("split costs", _of("split_costs", ".1%"))]))  # fmt: skip
     sections.append(("arrivals", "Requests that arrive over time", [
         ("output tok/s", _of("output_tok_per_s", ".0f")), ("first token p50, ms", _of("ttft_p50_ms", ".0f")),
@@ -255,10 +281,7 @@ def notes_text(records: dict[int, list[Record]]) -> str:
 
 def notes_of(own: list[Record], step: str) -> list[str]:
     """What a step's last run noted, each text once."""
-    mine = [record for record in own if record["step"] == step]
-    starts = [at for at, record in enumerate(mine) if record["kind"] == "attempt" and not record["number"]]
-    run = mine[starts[-1] :] if starts else mine
-    return list(dict.fromkeys(record["text"] for record in run if record["kind"] == "note"))
+    return list(dict.fromkeys(record["text"] for record in last_run(own, step) if record["kind"] == "note"))
 
 
 def _of(key: str, layout: str) -> Cell:

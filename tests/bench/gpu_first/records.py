@@ -20,6 +20,17 @@ from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
+NEEDED: dict[str, tuple[str, ...]] = {
+    "about": ("about",),
+    "attempt": ("number",),
+    "begin": ("section", "case"),
+    "row": ("section", "case", "ok"),
+    "check": ("name", "passed"),
+    "fact": ("name", "value"),
+    "note": ("text",),
+    "end": ("status", "reason", "seconds"),
+}
+"""Keys of each kind of record."""
 PASSED, FAILED, LATE, ABSENT = "passed", "failed", "out of time", "absent"
 
 
@@ -33,7 +44,7 @@ class Records:
         """Every whole line; one that was cut off is left out."""
         if not self.path.is_file():
             return []
-        return list(_parsed(self.path.read_text(encoding="utf-8").splitlines()))
+        return list(_parsed(self.path.read_text(encoding="utf-8", errors="replace").splitlines()))
 
     def add(self, step: str, kind: str, **values: Any) -> None:
         """Writes one record. What is no JSON is written as text."""
@@ -62,13 +73,21 @@ def _parsed(lines: list[str]) -> Iterator[Record]:
             record = json.loads(line)
         except ValueError:
             continue
-        if isinstance(record, dict):
+        # What somebody else wrote, or a disk that was full, costs its own line.
+        if isinstance(record, dict) and {"step", "kind", *NEEDED.get(str(record.get("kind")), ("?",))} <= record.keys():
             yield record
 
 
 def of_step(records: list[Record], step: str, kind: str) -> list[Record]:
     """The records of one step and kind."""
     return [record for record in records if record["step"] == step and record["kind"] == kind]
+
+
+def last_run(records: list[Record], step: str) -> list[Record]:
+    """A step's records since it was last begun anew."""
+    own = [record for record in records if record["step"] == step]
+    starts = [at for at, record in enumerate(own) if record["kind"] == "attempt" and not record["number"]]
+    return own[starts[-1] :] if starts else own
 
 
 def status_of(records: list[Record], step: str) -> str | None:
@@ -86,10 +105,9 @@ class StepLog:
 
     def __init__(self, records: Records, step: str) -> None:
         self._records, self.step = records, step
-        own = [record for record in records.read() if record["step"] == step]
-        starts = [at for at, record in enumerate(own) if record["kind"] == "attempt" and not record["number"]]
-        run = own[starts[-1] :] if starts else own
-        rows = [r for r in own if r["kind"] == "row" and r["ok"]] + [r for r in run if r["kind"] == "row"]
+        everything = records.read()
+        run = last_run(everything, step)
+        rows = [r for r in of_step(everything, step, "row") if r["ok"]] + [r for r in run if r["kind"] == "row"]
         self._done = {(r["section"], r["case"]): r for r in rows}
         self._left_out = {(r["section"], r["case"]) for r in run if r["kind"] == "begin"}
         self.crashed = [case for case in self._left_out if case not in self._done]

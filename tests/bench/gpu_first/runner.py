@@ -12,7 +12,7 @@ import sys
 import tarfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,6 +26,8 @@ from gpu_first.step import MISSING, OK, TOO_LATE, WRONG
 ROOT = Path(__file__).resolve().parents[3]
 ATTEMPTS = 3
 """At a step that crashes: each goes on behind the case in which the one before died."""
+STEP_OF = "GPU_FIRST_STEP_OF"
+"""Environment of steps: the folder that they are of."""
 SECONDS_TO_END = 5.0
 """For a process that was killed."""
 LEAST_SECONDS = 15.0
@@ -40,10 +42,10 @@ STATUSES = {OK: PASSED, WRONG: FAILED, MISSING: ABSENT, TOO_LATE: LATE}
 PACKAGES = ("torch", "transformers", "cupy-cuda12x", "cupy-cuda13x", "grpcio", "numpy")
 
 
-def code_digest(part: int, root: Path = ROOT) -> str:
-    """Names the code that a part measures."""
+def code_digest(folders: Sequence[str] = MEASURED, root: Path = ROOT) -> str:
+    """Names the code in these folders."""
     digest = hashlib.sha256()
-    for folder in MEASURED + (THROUGH_BOTH if part == 3 else ()):
+    for folder in folders:
         for path in sorted((root / folder).rglob("*")):
             inside = path.relative_to(root / folder).parts
             if path.suffix in (".py", ".cu", ".cuh") and not set(inside) & set(NOT_MEASURED):
@@ -93,13 +95,14 @@ class Run:
 
     def all(self) -> bool:
         """Runs what has not passed yet. True when every step has."""
-        about = {"part": self.part, "gpu": self.gpu, "code": code_digest(self.part), "versions": versions()}
+        about = {"part": self.part, "gpu": self.gpu, "code": code_digest(), "versions": versions()}
+        if self.part == 3:
+            about["services"] = code_digest(THROUGH_BOTH)
+        end_all_of(self.folder)  # what a runner that was killed left behind
         if self.records.start(about):
             self.say(f"going on with {self.records.path}")
         self.say(f"part {self.part}, {PARTS[self.part]}: {self.gpu}, at most {self.seconds:.0f} s")
-        for step in steps_of(self.part):
-            if self.only and step.name not in self.only:
-                continue
+        for step in self._steps():
             if status_of(self.records.read(), step.name) == PASSED:
                 self.say(f"-- {step.name}: passed before")
                 continue
@@ -113,13 +116,20 @@ class Run:
 
     def _give_back(self) -> None:
         """Deletes the model that a part wrote, which nothing needs any more: 16 GB, maybe of memory."""
-        for fact in of_step(self.records.read(), "model", "fact"):
-            if fact["name"] == "model" and (Path(fact["value"]) / "whole").is_file():
-                shutil.rmtree(fact["value"], ignore_errors=True)
+        for model in self._models():
+            shutil.rmtree(model, ignore_errors=True)
+
+    def _models(self) -> list[Path]:
+        facts = of_step(self.records.read(), "model", "fact")
+        folders = {Path(fact["value"]) for fact in facts if fact["name"] == "model"}
+        return [folder for folder in folders if (folder / "whole").is_file()]
+
+    def _steps(self) -> list[Step]:
+        return [step for step in steps_of(self.part) if not self.only or step.name in self.only]
 
     def _verdict(self) -> bool:
         records = self.records.read()
-        ends = {step: status_of(records, step.name) or "not begun" for step in steps_of(self.part)}
+        ends = {step: status_of(records, step.name) or "not begun" for step in self._steps()}
         failed, missing = (
             [f"{step.name}: {end}" for step, end in ends.items() if end != PASSED and step.optional is optional]
             for optional in (False, True)
@@ -129,6 +139,8 @@ class Run:
         if missing:
             self.say(f"peers and profilers without figures: {'; '.join(missing)}")
         self.say(f"records: {self.records.path}; page: {self.folder / page.PAGE}")
+        for model in self._models() if failed else ():
+            self.say(f"kept for the next run of this part, delete it otherwise: {model}")
         return not failed
 
     def write_results(self) -> None:
@@ -174,7 +186,7 @@ class Run:
             text=True,
             errors="replace",
             start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", STEP_OF: str(self.folder)},
         )
         last = [""]
         reader = threading.Thread(target=self._hand_on, args=(process, last), daemon=True)
@@ -184,7 +196,9 @@ class Run:
         except subprocess.TimeoutExpired:
             return LATE, f"stopped after {limit:.0f} s"
         finally:
-            end(process)
+            end_all_of(self.folder)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(SECONDS_TO_END)  # one that is stuck in the driver ends when that lets it go
             reader.join(SECONDS_TO_END)  # whatever escaped may hold the other end of the pipe
         said = process.returncode == OK or last[0].startswith(("failed", "absent", "out of time"))
         if process.returncode in STATUSES and said:
@@ -193,32 +207,22 @@ class Run:
 
     def _hand_on(self, process: subprocess.Popen[str], last: list[str]) -> None:
         """Shows and keeps what a step says, line by line; leaves its last line in `last`."""
-        with (self.folder / f"part{self.part}.log").open("a", encoding="utf-8") as log:
-            for line in process.stdout or ():
+        for line in process.stdout or ():
+            self.say("   " + line.rstrip())
+            last[0] = line.strip() or last[0]
+            with contextlib.suppress(OSError), (self.folder / f"part{self.part}.log").open("a") as log:
                 log.write(line)
-                log.flush()
-                self.say("   " + line.rstrip())
-                last[0] = line.strip() or last[0]
 
 
-def end(process: subprocess.Popen[str]) -> None:
-    """Ends the process and all of its session, compilers and servers that it started among them."""
-    for pid in {process.pid, *session_of(process.pid)}:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(SECONDS_TO_END)  # one that is stuck in the driver ends when that lets it go
-
-
-def session_of(session: int) -> list[int]:
-    """Processes of a session, whatever groups they made."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            # pid (command) state parent group session ...; a command may hold anything.
-            if int(stat.read_text().rpartition(")")[2].split()[3]) == session:
-                found.append(int(stat.parent.name))
-    return found
+def end_all_of(folder: Path) -> None:
+    """Ends every process of a step of this folder, and all that it started, whatever sessions and groups they made:
+    compilers, servers, what a runner that was killed left behind. They are known by their environment.
+    """
+    mark = f"{STEP_OF}={folder}".encode()
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in environ.read_bytes().split(b"\0"):
+                os.kill(int(environ.parent.name), signal.SIGKILL)
 
 
 def copy_results(folder: Path, copies: Path) -> None:

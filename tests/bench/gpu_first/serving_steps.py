@@ -22,6 +22,7 @@ from gpu_first.in_process import (
     TOP_P,
     InProcess,
     Sizes,
+    StepTime,
     allocate,
     decode_seconds,
     mixed_seconds,
@@ -135,6 +136,19 @@ def model(context: Context) -> tuple[Path, int]:
     return directory, int(config.vocab_size)
 
 
+def found(context: Context, section: str, case: str, batch: int, took: StepTime, **more: int) -> None:
+    """Says and records what a step took; where that is no time at all, says so instead."""
+    try:
+        columns = took.columns(batch)
+    except ValueError as error:
+        context.log.note(f"{section}, {case}: {error}")
+        context.say(f"{section}, {case}: not measured: {error}")
+        return
+    context.log.found(section, {"case": case, **columns, **more})
+    rate = ", ".join([f"{columns['tok_per_s']:.0f} tok/s", *(f"{name} {value}" for name, value in more.items())])
+    context.say(f"{section}, {case}: {columns['step_ms']:.2f} ms a step, {rate}")
+
+
 def step_model(context: Context) -> None:
     """Writes it."""
     started = time.perf_counter()
@@ -159,15 +173,11 @@ def _in_process(context: Context, graphs: bool) -> None:
             if (kind == "top-p" and not graphs) or not log.begins(name, case):
                 continue
             before = counts.num_replayed
-            seconds = decode_seconds(backend, batch, vocab_size, sizes, sampling)
+            took = decode_seconds(backend, batch, vocab_size, sizes, sampling)
             replayed = counts.num_replayed - before
-            log.found(name, {"case": case, "batch": batch, "step_ms": seconds * 1e3, "tok_per_s": batch / seconds,
-                             "graphs_recorded": counts.num_captured, "graphs_replayed": replayed})  # fmt: skip
+            found(context, name, case, batch, took, graphs_recorded=counts.num_captured, graphs_replayed=replayed)
             if graphs:
                 log.check(f"{case}: its graphs were replayed", replayed > 0, error=replayed)
-            context.say(
-                f"{name}, {case}: {seconds * 1e3:.2f} ms a step, {batch / seconds:.0f} tok/s, {replayed} replays"
-            )
     for batch in sizes.batches[1:]:
         case = f"{batch} decodes beside a chunk of {sizes.chunk}"
         if log.begins(name, case):
@@ -267,10 +277,7 @@ def step_both_processes(context: Context) -> None:
 
         for batch in sizes.batches:
             if log.begins("both processes", case := f"batch {batch}, greedy"):
-                seconds = step_seconds(partial(run, batch), sizes)
-                log.found("both processes", {"case": case, "batch": batch, "step_ms": seconds * 1e3,
-                                             "tok_per_s": batch / seconds})  # fmt: skip
-                context.say(f"both processes, {case}: {seconds * 1e3:.2f} ms a step, {batch / seconds:.0f} tok/s")
+                found(context, "both processes", case, batch, step_seconds(partial(run, batch), sizes))
         for rate in (50.0,) if context.small else (4.0, 16.0):
             if log.begins("arrivals", case := f"{rate:g} requests a second"):
                 row = asyncio.run(_arrivals(target, rate, vocab_size, context.small))
@@ -316,14 +323,14 @@ def step_transformers(context: Context) -> None:
     log, sizes = context.log, replace(sizes_of(context), rounds=1)
     directory, vocab_size = model(context)
     dtype = torch.float32 if context.small else torch.bfloat16
-    found: Any = LlamaForCausalLM.from_pretrained(directory, dtype=dtype)
-    found = found.to("cpu" if context.small else "cuda").train(False)
+    peer: Any = LlamaForCausalLM.from_pretrained(directory, dtype=dtype)
+    peer = peer.to("cpu" if context.small else "cuda").train(False)
     batching = ContinuousBatchingConfig(max_batch_tokens=sizes.token_budget)
 
     def run(batch: int, new: int, seed: int) -> float:
         config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
         started = time.perf_counter()
-        outputs = found.generate_batch(
+        outputs = peer.generate_batch(
             prompts_for(batch, sizes.prompt_tokens, vocab_size, seed),
             generation_config=config,
             continuous_batching_config=batching,
@@ -336,7 +343,4 @@ def step_transformers(context: Context) -> None:
 
     for batch in reversed(sizes.batches):
         if log.begins("transformers", case := f"batch {batch}, greedy"):
-            seconds = step_seconds(partial(run, batch), sizes)
-            log.found("transformers", {"case": case, "batch": batch, "step_ms": seconds * 1e3,
-                                       "tok_per_s": batch / seconds})  # fmt: skip
-            context.say(f"transformers, {case}: {seconds * 1e3:.2f} ms a step, {batch / seconds:.0f} tok/s")
+            found(context, "transformers", case, batch, step_seconds(partial(run, batch), sizes))

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import importlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +28,7 @@ FAIL = "GPU_FIRST_FAIL"
 """Environment, in a rehearsal: how steps are to fail, as `step=fault` of FAULTS, joined by commas."""
 FAULTS = ("import", "exit", "hang", "fault")
 LAUNCHES_BEFORE_A_FAULT = 1
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 class OutOfTime(Exception):
@@ -90,7 +93,14 @@ def after_the_first(log: StepLog, action: Callable[[], None]) -> None:
         setattr(log, name, then)
 
 
+def die_with_the_runner() -> None:
+    """A step whose runner was killed without a word must not go on beside the next one's."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
+    die_with_the_runner()
     parser = argparse.ArgumentParser(prog="python -m gpu_first.step", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("name")
     parser.add_argument("--records", type=Path, required=True)

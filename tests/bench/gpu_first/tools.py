@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -44,19 +43,25 @@ NCU_METRICS = (
 )
 
 
-def gpu_line() -> str | None:
-    """Name, driver and memory of the first GPU, as nvidia-smi says; None where there is none."""
+class NoGpu(RuntimeError):
+    """There is no GPU; the message is what the driver's tool said."""
+
+
+def gpu_line() -> str:
+    """Name, driver and memory of the first GPU, as nvidia-smi says. Raises NoGpu."""
     if os.environ.get(REHEARSAL):
         return EMULATED
-    if shutil.which("nvidia-smi") is None:
-        return None
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    lines = done.stdout.strip().splitlines()
-    return lines[0].strip() if done.returncode == 0 and lines else None
+        done = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=10)
+    except FileNotFoundError:
+        raise NoGpu("there is no nvidia-smi") from None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoGpu(f"nvidia-smi does not work: {error}") from error
+    said = next(iter(done.stdout.strip().splitlines()), "nothing").strip()
+    if done.returncode or said == "nothing":
+        raise NoGpu(f"nvidia-smi says: {said}")
+    return said
 
 
 def sanitized(tool: str, log: Path, command: Sequence[str]) -> list[str]:

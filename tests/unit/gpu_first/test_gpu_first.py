@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from gpu_first import __main__ as command
 from gpu_first import page, tools
 from gpu_first.parts import PART_SECONDS, PARTS, STEPS, steps_of
 from gpu_first.records import ABSENT, FAILED, LATE, PASSED, Records, StepLog, of_step, status_of
-from gpu_first.rehearsal import NCU, Stage, failing, faults_of, without_tools
-from gpu_first.runner import Run, code_digest, versions
-from gpu_first.step import FAULTS
+from gpu_first.rehearsal import NCU, SOURCES, Stage, failing, faults_of, without_tools
+from gpu_first.runner import ROOT, STEP_OF, Run, code_digest, versions
+from gpu_first.step import FAIL, FAULTS, REHEARSAL
 
 from pagekv.kernels.bench.workload import decode_cases, prefill_cases
 
@@ -44,6 +45,14 @@ def test_a_file_about_something_else_is_begun_anew_and_kept(records: Records) ->
     assert records.start({"gpu": "two"}) is False
     assert [record["about"] for record in records.read()] == [{"gpu": "two"}]
     assert len(list(records.path.parent.glob("part1.*.old"))) == 1
+
+
+def test_lines_that_lack_what_they_need_cost_no_other(records: Records) -> None:
+    garbage = [b'{"a": 1}', b"\xff\xfe", b'{"step": "s", "kind": "end"}', b'{"step": "", "kind": "about"}', b"[1]"]
+    records.path.write_bytes(b"\n".join([*garbage, b'{"step": "s", "kind": []}', b""]))
+    records.add("s", "fact", name="x", value=1)
+    assert [record["name"] for record in records.read()] == ["x"]
+    assert records.start({"gpu": "one"}) is False
 
 
 def test_an_attempt_goes_on_behind_the_case_that_the_one_before_died_in(records: Records) -> None:
@@ -133,7 +142,7 @@ def test_changed_code_is_measured_anew(tmp_path: Path, monkeypatch: pytest.Monke
     from gpu_first import runner
 
     run_with(tmp_path, monkeypatch, "log.check('x', True)")
-    monkeypatch.setattr(runner, "code_digest", lambda part: "another")
+    monkeypatch.setattr(runner, "code_digest", lambda *folders: "another")
     passed, run, _ = run_with(tmp_path, monkeypatch, "sys.exit(1)")
     assert not passed
     assert of_step(run.records.read(), "smallest", "check") == []
@@ -143,11 +152,11 @@ def test_the_digest_is_of_the_code_that_is_measured(tmp_path: Path) -> None:
     for name in ("kernels/pagekv/kernels/bench/a.py", "kernels/pagekv/kernels/b.py", "executor/pagekv/executor/c.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("1")
-    before = code_digest(1, tmp_path)
+    before = code_digest(root=tmp_path)
     (tmp_path / "kernels/pagekv/kernels/bench/a.py").write_text("2")
-    assert code_digest(1, tmp_path) == before
+    assert code_digest(root=tmp_path) == before
     (tmp_path / "kernels/pagekv/kernels/b.py").write_text("2")
-    assert code_digest(1, tmp_path) != before
+    assert code_digest(root=tmp_path) != before
 
 
 DIES_IN_B = """
@@ -281,8 +290,25 @@ def test_what_killed_an_attempt_is_on_the_page(tmp_path: Path, monkeypatch: pyte
     assert "misaligned" not in (tmp_path / page.PAGE).read_text()
 
 
+def test_what_failed_once_and_passed_later_is_told(tmp_path: Path) -> None:
+    found = Records(tmp_path / "part1.jsonl")
+    found.start({"part": 1, "gpu": "test GPU", "code": "abc"})
+    for passed in (False, True):
+        found.add("replays", "attempt", number=0)
+        StepLog(found, "replays").check("200 replays", passed, error=float(not passed))
+        found.add("replays", "end", status=PASSED if passed else FAILED, reason="", seconds=1.0)
+    Records(tmp_path / "part2.jsonl").start({"part": 2, "gpu": "another GPU", "code": "abc"})
+    page.write(tmp_path)
+    text = (tmp_path / page.PAGE).read_text()
+    assert "1 passed, 0 failed." in text
+    assert "replays: 200 replays passed in the last run and **failed in an earlier one**: error 1.0" in text
+    assert page.MIXED in text
+    assert "- Part 1, correctness: 1 of 9 steps passed. test GPU, code abc." in text
+    assert "- Part 3, end to end: not begun." in text
+
+
 def test_a_step_that_was_too_slow_gets_twice_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    about = {"part": 1, "gpu": "test GPU", "code": code_digest(1), "versions": versions()}
+    about = {"part": 1, "gpu": "test GPU", "code": code_digest(), "versions": versions()}
     records = Records(tmp_path / "part1.jsonl")
     records.start(about)
     records.add("smallest", "end", status=LATE, reason="stopped after 60 s", seconds=60.0)
@@ -304,20 +330,73 @@ def test_ncus_table_is_read() -> None:
         tools.launches_of("==ERROR== ERR_NVGPUCTRPERM: no permission")
 
 
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (None, "there is no nvidia-smi"),
+        ("echo No devices were found; exit 6", "nvidia-smi says: No devices were found"),
+        ("exit 0", "nvidia-smi says: nothing"),
+        ("echo H200; exit 0", "there is no NVIDIA driver"),  # what it says is not taken on trust
+    ],
+)
 def test_without_a_gpu_one_line_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], script: str | None, said: str
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    if script is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
     assert command.main(["1", "--folder", str(tmp_path / "results")]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert "needs one of compute capability 8.0 or later" in err
-    assert "make gpu-rehearsal" in err
+    assert err.startswith(f"error: {said}")
+    assert "compute capability 8.0" in err
+
+
+def rehearse(*words: str, **environment: str) -> subprocess.Popen[str]:
+    paths = os.pathsep.join(str(ROOT / name) for name in SOURCES)
+    variables = {**os.environ, REHEARSAL: "1", "PYTHONPATH": paths, **environment}
+    return subprocess.Popen(
+        [sys.executable, "-m", "gpu_first", *words], env=variables, cwd=ROOT, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def test_nothing_runs_on_when_the_runner_is_killed_and_no_two_runs_share_a_folder(tmp_path: Path) -> None:
+    run = rehearse("1", "--only", "machine", "--folder", str(tmp_path), **{FAIL: "machine=hang"})
+    deadline = time.monotonic() + 90
+    while not (steps := _steps_of(tmp_path)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    other = rehearse("1", "--folder", str(tmp_path))
+    said, _ = other.communicate(timeout=90)
+    assert (other.returncode, said) == (2, f"error: another run is under way in {tmp_path}\n")
+    run.kill()
+    run.communicate(timeout=30)
+    while _steps_of(tmp_path):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert steps
+
+
+def _steps_of(folder: Path) -> list[Path]:
+    mark = f"{STEP_OF}={folder}".encode()
+    return [path for path in Path("/proc").glob("[0-9]*/environ") if mark in _read(path).split(b"\0")]
+
+
+def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    run = rehearse("1", "--only", "machine", "--folder", str(tmp_path / "file"))
+    said, _ = run.communicate(timeout=90)
+    assert run.returncode == 2
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    assert "choose another --folder" in said
 
 
 def test_results_are_copied_after_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ncu.csv").write_text("raw")
-    run_with(tmp_path, monkeypatch, "log.check('x', True)", copies=tmp_path / "out")
+    run_with(tmp_path, monkeypatch, "log.check('x', True); print('said')", copies=tmp_path / "out")
     assert sorted(os.listdir(tmp_path / "out")) == [page.JSON, page.PAGE, "part1.jsonl", "raw.tar.gz"]
     with tarfile.open(tmp_path / "out" / "raw.tar.gz") as archive:
         assert set(archive.getnames()) == {"ncu.csv", "part1.jsonl", "part1.log"}

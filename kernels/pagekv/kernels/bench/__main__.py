@@ -15,11 +15,11 @@ import importlib.util
 import platform
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from pagekv.kernels.variants import Variant, all_variants
 
 TOTAL_SECONDS = 460.0
+MOST_LENGTH = 65536
 NEEDS = "pip install 'pagekv[executor,cuda12]' (or cuda13, as the driver allows)"
 
 
@@ -29,8 +29,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="time to take (default: %(default).0f)")
     made.add_argument("--strict", action="store_true", help="exit with 3 where a floor was missed")
     made.add_argument("--correctness-only", action="store_true", help="check the kernels and stop")
-    made.add_argument("--variant", type=variant, metavar="TYPES", help="check only this one, such as 'bfloat16 d128'")
-    made.add_argument("--lengths", type=int, nargs="+", metavar="N", help="check only contexts of these lengths")
+    made.add_argument(
+        "--variant", type=variant, metavar="TYPES", help="only check, and only this: 'bfloat16 d128', say"
+    )
+    made.add_argument("--lengths", type=length, nargs="+", metavar="N", help="only check, and only contexts so long")
     return made
 
 
@@ -38,8 +40,17 @@ def variant(text: str) -> Variant:
     """A variant by its name. Raises ArgumentTypeError with all names."""
     named = {str(known): known for known in all_variants()}
     if text not in named:
-        raise argparse.ArgumentTypeError(f"must be one of: {'; '.join(named)}; got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be such as 'bfloat16 d128' or 'float16/float8_e4m3fn d64', got {text!r}"
+        )
     return named[text]
+
+
+def length(text: str) -> int:
+    """A context's length. Raises ArgumentTypeError."""
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_LENGTH:
+        raise argparse.ArgumentTypeError(f"must be from 1 to {MOST_LENGTH}, got {text!r}")
+    return int(text)
 
 
 def driver_is_there() -> bool:
@@ -76,6 +87,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GpuUnavailable as error:
         say(f"error: the bench needs a GPU, torch and CuPy, and cannot run here: {error}")
         return 2
+    try:
+        if args.json:
+            args.json.touch()  # before minutes of measuring
+    except OSError as error:
+        say(f"error: --json: {error}")
+        return 2
     report = Report({**machine.versions(), "python": platform.python_version()})
     bench = Bench(machine, Arena(machine, machine.memory()), clock, report, say)
     wanted = setups()
@@ -84,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not bench.correctness(wanted):
         say("error: a kernel computes something wrong on this GPU; nothing was timed")
         return 1
-    if not args.correctness_only:
+    if not (args.correctness_only or args.variant or args.lengths):
         for stage in (bench.bandwidth, bench.decode, bench.prefill, bench.memory, bench.swap, bench.flashinfer):
             stage()
     report.seconds = clock.spent

@@ -39,7 +39,12 @@ def test_it_generates_what_transformers_generates(tmp_path: Path) -> None:
 
 def test_a_step_is_what_a_longer_run_takes_more() -> None:
     # 5 s of start and prefill, 10 ms a step.
-    assert step_seconds(lambda new, seed: 5 + 0.01 * new, REHEARSED) == pytest.approx(0.01)
+    took = step_seconds(lambda new, seed: 5 + 0.01 * new, REHEARSED)
+    assert took.columns(3) == pytest.approx(
+        {"batch": 3, "step_ms": 10, "step_ms_least": 10, "step_ms_most": 10, "tok_per_s": 300}
+    )
+    with pytest.raises(ValueError, match="less than their noise"):
+        step_seconds(lambda new, seed: 5 - 0.01 * new, REHEARSED).columns(1)
 
 
 def test_decodes_and_steps_mixed_with_prompts_are_measured(tmp_path: Path) -> None:
