@@ -15,6 +15,7 @@ import importlib.util
 import platform
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from pagekv.kernels.variants import Variant, all_variants
 
