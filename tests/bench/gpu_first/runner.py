@@ -81,6 +81,7 @@ class Run:
     """Names of steps; empty: all."""
 
     def __post_init__(self) -> None:
+        self.folder = self.folder.resolve()
         self.records = Records(self.folder / f"part{self.part}.jsonl")
         self._started = self.now()
 

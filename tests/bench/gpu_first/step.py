@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpu_first.parts import SERVING
+from gpu_first.parts import SERVING, STEPS
 from gpu_first.records import Records, StepLog
 
 OK, WRONG, MISSING, TOO_LATE = 0, 1, 3, 4
@@ -94,19 +94,22 @@ def after_the_first(log: StepLog, action: Callable[[], None]) -> None:
 
 
 def die_with_the_runner() -> None:
-    """A step whose runner was killed without a word must not go on beside the next one's."""
+    """A step whose runner was killed without a word must not go on beside the next one's. Only for steps that a runner
+    starts: the system ties this to a thread of the parent, and a tool may start its program from one that ends.
+    """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    die_with_the_runner()
     parser = argparse.ArgumentParser(prog="python -m gpu_first.step", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("name")
     parser.add_argument("--records", type=Path, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--deadline", type=float, default=time.time() + 600.0)
     args = parser.parse_args(argv)
+    if any(step.name == args.name for step in STEPS):
+        die_with_the_runner()
     log = StepLog(Records(args.records), args.name)
     small = bool(os.environ.get(REHEARSAL))
     fail = dict(entry.split("=") for entry in os.environ.get(FAIL, "").split(",") if entry).get(args.name, "")
