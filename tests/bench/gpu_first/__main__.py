@@ -94,7 +94,7 @@ def refuse(why: str) -> int:
 def add_wheels() -> None:
     """Lets steps find what scripts/gpu_wheels.sh collected, behind what the caller has on its path."""
     script, environment = ROOT / "scripts" / "gpu_site.sh", {**os.environ, "PYTHON": sys.executable}
-    done = subprocess.run([str(script)], env=environment, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(["bash", str(script)], env=environment, stdout=subprocess.PIPE, text=True)
     paths = [os.environ.get("PYTHONPATH", ""), done.stdout.strip()]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
