@@ -270,7 +270,9 @@ def step_both_processes(context: Context) -> None:
             raise RuntimeError(f"a stream has other than {new} tokens: {[len(r.tokens) for r in results]}")
         return seconds
 
+    begun = time.perf_counter()
     with stack_of(context, directory, sizes) as target:
+        log.fact("both_processes_start_s", time.perf_counter() - begun)
 
         def run(batch: int, new: int, seed: int) -> float:
             return asyncio.run(generate(target, prompts_for(batch, sizes.prompt_tokens, vocab_size, 1000 + seed), new))
@@ -323,8 +325,10 @@ def step_transformers(context: Context) -> None:
     log, sizes = context.log, replace(sizes_of(context), rounds=1)
     directory, vocab_size = model(context)
     dtype = torch.float32 if context.small else torch.bfloat16
+    started = time.perf_counter()
     peer: Any = LlamaForCausalLM.from_pretrained(directory, dtype=dtype)
     peer = peer.to("cpu" if context.small else "cuda").train(False)
+    log.fact("transformers_load_s", time.perf_counter() - started)
     batching = ContinuousBatchingConfig(max_batch_tokens=sizes.token_budget)
 
     def run(batch: int, new: int, seed: int) -> float:
