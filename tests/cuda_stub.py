@@ -65,7 +65,7 @@ class Event:
 
 
 class Graph:
-    """What its block enqueued."""
+    """The work that its block enqueued."""
 
     def __init__(self) -> None:
         self.work: list[Callable[[], object]] = []

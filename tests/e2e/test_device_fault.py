@@ -64,7 +64,7 @@ def run(target: str, num_requests: int, new: int) -> tuple[list[Result], int]:
 
 
 def undisturbed(directory: Path, backend: str, args: Sequence[str], num_requests: int, new: int) -> list[Result]:
-    """What the same requests bring without a fault."""
+    """Tokens of the same requests without a fault."""
     directory.mkdir()
     with faulty_executor(directory, backend, "-1", args) as executor, running_manager(executor, SMALL) as stack:
         results, restarts = run(stack.target, num_requests, new)

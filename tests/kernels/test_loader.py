@@ -102,7 +102,7 @@ def merge_params(**values: int) -> Any:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
-    """What the compiler and CuPy were asked for, with a cache folder of the test's own."""
+    """The requests that compiler and CuPy got, with a cache folder of the test's own."""
     log: list[Any] = []
     monkeypatch.setattr(loader, "Nvrtc", lambda cuda: FakeNvrtc(log, cuda))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

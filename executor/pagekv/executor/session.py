@@ -285,7 +285,7 @@ class Session:
             self._lose(outcome)
 
     async def _ask(self, backend: Backend, function: Callable[[], T]) -> T:
-        """What a method of the backend returns or raises, called on the compute thread after the steps before."""
+        """The result or error of a method of the backend, called on the compute thread after the steps before."""
 
         def ask() -> T:
             try:

@@ -56,7 +56,7 @@ def import_cupy() -> ModuleType:
 
 
 def _driver_trouble(cupy: Any) -> str:
-    """What is wrong with the driver, as far as its version says; empty where that is fine."""
+    """A driver that is missing or too old, in words; empty where its version is fine."""
     driver, cuda = cupy.cuda.runtime.driverGetVersion(), _cuda_of(cupy)
     if driver == 0:
         return f"no NVIDIA driver is loaded, CuPy {cupy.__version__} needs one for CUDA {cuda}: install it"

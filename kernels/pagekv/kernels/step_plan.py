@@ -6,8 +6,9 @@
     plan = host.bind(buffer.data_ptr(), scratch.data_ptr())
 
 Every section of the upload starts at a multiple of 16 bytes. With `capacity`, sections have a fixed size and place, so
-that a captured CUDA graph may read them again and again. They are padded with work that does nothing, and rows beyond
-the step's with decodes that see no keys, whose result is zeros: what follows computes on no memory that nobody wrote.
+that a captured CUDA graph may read them again and again. Sections are padded with work that does nothing, and rows
+beyond the step's with decodes that see no keys, whose result is zeros: what follows computes on no memory that nobody
+wrote.
 """
 
 from __future__ import annotations

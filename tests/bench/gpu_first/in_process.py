@@ -127,7 +127,7 @@ class StepTime:
     most: float
 
     def columns(self, batch: int) -> dict[str, float]:
-        """What a row says of it. Raises ValueError where it is no time: two runs differed by less than their noise."""
+        """The time as columns of a row. Raises ValueError where two runs differed by less than their noise."""
         if self.seconds <= 0:
             raise ValueError(f"{self.seconds * 1e3:.2f} ms a step: two runs differ by less than their noise")
         milliseconds = {"step_ms": self.seconds, "step_ms_least": self.least, "step_ms_most": self.most}
@@ -136,7 +136,7 @@ class StepTime:
 
 
 def step_seconds(run: Callable[[int, int], float], sizes: Sizes) -> StepTime:
-    """What one more step takes. `run(new, seed)` gives the seconds of a whole run."""
+    """Time of one more step. `run(new, seed)` gives the seconds of a whole run."""
     run(sizes.short, 0)
     found = []
     for seed in range(1, sizes.rounds + 1):
@@ -146,7 +146,7 @@ def step_seconds(run: Callable[[int, int], float], sizes: Sizes) -> StepTime:
 
 
 def decode_seconds(backend: CudaBackend, batch: int, vocab_size: int, sizes: Sizes, sampling: Sampling) -> StepTime:
-    """What a step of `batch` decodes takes, with nothing else in it."""
+    """Time of a step of `batch` decodes, with nothing else in it."""
 
     def run(new: int, seed: int) -> float:
         prompts = prompts_for(batch, sizes.prompt_tokens, vocab_size, seed)

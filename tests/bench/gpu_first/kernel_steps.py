@@ -93,7 +93,7 @@ def tell(context: Context, found: Iterable[Check]) -> None:
 
 
 def step_machine(context: Context) -> None:
-    """What is there, and what it can do at most: every share on the page is of these figures."""
+    """Versions of everything, and the most that the card can do: every share on the page is of these figures."""
     log = context.log
     machine = machine_of(context)
     versions = {**machine.versions(), "python": platform.python_version(), "cores": str(os.cpu_count())}
@@ -155,7 +155,7 @@ def step_swap(context: Context) -> None:
 
 
 def step_sanitized(context: Context) -> None:
-    """What runs under compute-sanitizer: the smallest launches, and bf16 d128 at three lengths."""
+    """The launches that compute-sanitizer watches: the smallest ones, and bf16 d128 at three lengths."""
     machine = machine_of(context)
     variant = SMALL_VARIANT if context.small else BF16
     tell(context, smallest_checks(machine, variant))
@@ -234,7 +234,7 @@ def step_decode_floors(context: Context) -> None:
 
 
 def step_decode_layouts(context: Context) -> None:
-    """What real pools and loads add."""
+    """Decodes as real pools and loads have them."""
     cases = [case for case in decode_cases() if not case.plain]
     small = [DecodeCase(TINY, 2, 40, ragged=True), DecodeCase(TINY, 2, 40, pool_layers=4)]
     _decode(context, small if context.small else cases)
@@ -340,7 +340,7 @@ def ncu_targets(small: bool) -> list[tuple[str, Callable[[CudaMachine, Arena], C
 
 
 def step_profiled(context: Context) -> None:
-    """What runs under ncu: each launch once to warm up, once for the profiler."""
+    """The launches that ncu profiles: each once to warm up, once for the profiler."""
     machine = machine_of(context)
     arena = Arena(machine, 4 * MIB if context.small else 12 << 30)
     runtime: Any = torch.cuda.cudart()

@@ -181,7 +181,7 @@ def _rest(check: Record) -> str:
 
 
 def card_table(facts: Record) -> str:
-    """What everything else is a share of."""
+    """Ceilings that all other figures are shares of."""
     lines = [
         ("copy, GB/s, read and written", predictions.COPY_GB_PER_S, "copy_gb_per_s"),
         ("bf16 product of 8192, TFLOP/s", predictions.GEMM_TFLOP_PER_S, "gemm_tflop_per_s"),
@@ -280,7 +280,7 @@ def notes_text(records: dict[int, list[Record]]) -> str:
 
 
 def notes_of(own: list[Record], step: str) -> list[str]:
-    """What a step's last run noted, each text once."""
+    """Notes of a step's last run, each text once."""
     return list(dict.fromkeys(record["text"] for record in last_run(own, step) if record["kind"] == "note"))
 
 

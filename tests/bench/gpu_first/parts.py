@@ -11,7 +11,7 @@ PARTS = {1: "correctness", 2: "kernels", 3: "end to end"}
 
 @dataclass(frozen=True)
 class Step:
-    """One process. What it does is the function of its name in `kernel_steps` or `serving_steps`."""
+    """One process, which runs the function of its name in `kernel_steps` or `serving_steps`."""
 
     name: str
     part: int
@@ -24,7 +24,7 @@ class Step:
     """A peer or a profiler: the part may pass whatever becomes of it."""
 
 
-# What matters most comes first in each part, since time may run out.
+# The steps that matter most come first in each part, since time may run out.
 STEPS = (
     Step("machine", 1, 90, "versions, copy bandwidth, matrix products, how long kernels compile"),
     Step("smallest", 1, 60, "the smallest launch of each kernel, waited for one by one"),

@@ -1,4 +1,4 @@
-"""What a review of 2026-11 predicted for one H200, before anything had run: (lowest, highest) of each figure.
+"""Predictions of a review of 2026-11 for one H200, before anything had run: (lowest, highest) of each figure.
 
 From instruction counts, register and shared-memory budgets, and latencies of other kernels; none of it was measured.
 """

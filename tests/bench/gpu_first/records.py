@@ -1,4 +1,4 @@
-"""What a part found, a line of JSON each, written as it is found: a step that dies keeps what it measured.
+"""Records of a part's findings, a line of JSON each, written as it is found: a step that dies keeps what it measured.
 
 A part's file has a first line that says what was measured (`about`), then lines of steps:
 
@@ -47,7 +47,7 @@ class Records:
         return list(_parsed(self.path.read_text(encoding="utf-8", errors="replace").splitlines()))
 
     def add(self, step: str, kind: str, **values: Any) -> None:
-        """Writes one record. What is no JSON is written as text."""
+        """Writes one record. Values that JSON lacks are written as text."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         line = json.dumps({"step": step, "kind": kind, **values}, default=str)
         whole = not self.path.is_file() or self.path.read_bytes()[-1:] in (b"", b"\n")
@@ -73,7 +73,7 @@ def _parsed(lines: list[str]) -> Iterator[Record]:
             record = json.loads(line)
         except ValueError:
             continue
-        # What somebody else wrote, or a disk that was full, costs its own line.
+        # A line that somebody else wrote, or that a full disk cut off, costs itself alone.
         if isinstance(record, dict) and {"step", "kind", *NEEDED.get(str(record.get("kind")), ("?",))} <= record.keys():
             yield record
 
@@ -132,7 +132,7 @@ class StepLog:
         self._records.add(self.step, "row", section=section, ok=ok, **row)
 
     def check(self, name: str, passed: bool, **values: Any) -> None:
-        """What was checked, and whether it held."""
+        """Records a check and whether it held."""
         if not passed:
             self.failed.append(name)
         self._records.add(self.step, "check", name=name, passed=passed, **values)
@@ -142,5 +142,5 @@ class StepLog:
         self._records.add(self.step, "fact", name=name, value=value)
 
     def note(self, text: str) -> None:
-        """What was not measured, and why."""
+        """Records something that was not measured, and why."""
         self._records.add(self.step, "note", text=text)

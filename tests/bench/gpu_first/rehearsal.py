@@ -121,7 +121,7 @@ class Stage:
 
 
 def wrong(outcome: Outcome, wanted: dict[str, tuple[str, ...]], status: int) -> list[str]:
-    """What is not as it should be; `wanted`: step -> how it may have ended."""
+    """Differences from what should be; `wanted`: step -> how it may have ended."""
     found = [] if outcome.status == status else [f"exit status {outcome.status}, wanted {status}"]
     for name, allowed in wanted.items():
         have = status_of(outcome.records, name)
@@ -140,7 +140,7 @@ def faults_of(part: int) -> dict[str, str]:
     faults = {}
     for number, step in enumerate(steps_of(part)):
         how = FAULTS[number % len(FAULTS)]
-        # What runs under a tool has its figures in another process.
+        # A step under a tool has its figures in another process.
         faults[step.name] = "import" if step.tool else "exit" if how == "fault" and step.name in NO_KERNELS else how
     return faults
 

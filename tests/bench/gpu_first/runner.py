@@ -32,7 +32,7 @@ SECONDS_TO_END = 5.0
 """For a process that was killed."""
 LEAST_SECONDS = 15.0
 """Nothing is begun with less time than this."""
-# What figures depend on: the code that is measured. The benches themselves may be mended without measuring anew.
+# The code that is measured, on which figures depend. The benches themselves may be mended without measuring anew.
 MEASURED = ("kernels/pagekv/kernels", "executor/pagekv/executor")
 THROUGH_BOTH = ("kvmanager/pagekv/kvmanager", "proto/pagekv")
 """Measured too by the part that runs both processes."""
@@ -217,7 +217,7 @@ class Run:
 
 def end_all_of(folder: Path) -> None:
     """Ends every process of a step of this folder, and all that it started, whatever sessions and groups they made:
-    compilers, servers, what a runner that was killed left behind. They are known by their environment.
+    compilers, servers, what a runner that was killed left behind. Such processes are known by their environment.
     """
     mark = f"{STEP_OF}={folder}".encode()
     for environ in Path("/proc").glob("[0-9]*/environ"):

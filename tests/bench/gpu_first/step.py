@@ -36,12 +36,12 @@ class OutOfTime(Exception):
 
 
 class Absent(Exception):
-    """What the step needs is not there; the message says what, and what to do."""
+    """A tool or package that the step needs is absent; the message names it and says what to do."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a step is given."""
+    """The surroundings of a step: its records, its folder, its time."""
 
     log: StepLog
     folder: Path
@@ -62,7 +62,7 @@ class Context:
 
 
 def function_of(name: str) -> Callable[[Context], None]:
-    """What a step does."""
+    """The function that is a step's work."""
     module = "serving_steps" if name in SERVING else "kernel_steps"
     function: Callable[[Context], None] = getattr(importlib.import_module(f"gpu_first.{module}"), f"step_{name}")
     return function

@@ -26,7 +26,7 @@ NCU_SECTIONS = (
     "MemoryWorkloadAnalysis",
     "MemoryWorkloadAnalysis_Tables",
 )
-# What the page shows of what ncu says: (heading, metric).
+# The part of ncu's table that the page shows: (heading, metric).
 NCU_METRICS = (
     ("us", "gpu__time_duration.sum"),
     ("DRAM %", "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed"),

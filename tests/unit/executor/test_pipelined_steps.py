@@ -199,7 +199,7 @@ def test_a_lost_device_is_told_after_the_step_and_nothing_is_answered_any_more()
 
 
 def test_a_device_that_is_found_lost_while_attaching() -> None:
-    """What failed after the last step of an epoch shows when the next one begins."""
+    """A failure after the last step of an epoch shows when the next one begins."""
 
     async def test(it: Pipelined) -> None:
         it.backend.dead = True

@@ -170,7 +170,7 @@ class CudaBackend:
         self._pools = pools
 
     def _allocate_pools(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> KvPools:
-        """What the host cannot hold is offered no more, so that a manager that takes what it is offered comes by with
+        """Memory that the host cannot give is offered no more: a manager that takes what it is offered comes by with
         less, and one that was told how much says which flag is too large.
         """
         size = self._geometry.bytes_per_block(block_size) * num_host_blocks

@@ -1,4 +1,4 @@
-"""What the NVIDIA driver says of the GPU, asked by ctypes in milliseconds: without torch, CuPy or NumPy."""
+"""The NVIDIA driver's word on the GPU, asked by ctypes in milliseconds: without torch, CuPy or NumPy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Whether the cuda backend can start at all, found out in milliseconds: before torch is imported, which takes seconds,
 and before weights are read, which takes minutes.
 
-Only what certainly cannot work is refused. What cannot be told from here is left to the code that loads, which refuses
+Only what certainly cannot work is refused. Doubtful cases are left to the code that loads, which refuses
 the same things where it meets them.
 """
 
@@ -27,7 +27,7 @@ from pagekv.kernels.variants import (
 
 # The wheels of CuPy that `pagekv[cuda12]` and `pagekv[cuda13]` install, by the major version of CUDA they are for.
 CUPY_WHEELS = {12: "cupy-cuda12x", 13: "cupy-cuda13x"}
-# What torch, CUDA's context and the first page-locked buffers take of the host's memory at the very least.
+# Host memory that torch, CUDA's context and the first page-locked buffers take at the very least.
 MIN_HOST_BYTES = 512 * 2**20
 FP8 = "float8_e4m3fn"
 # As the backend does where config.json names none that kernels serve; no smaller one there could be either.
@@ -36,7 +36,7 @@ AUTO_DTYPE = "bfloat16"
 
 @dataclass(frozen=True)
 class Builds:
-    """What the installed packages are built for."""
+    """CUDA versions that the installed packages are built for."""
 
     torch_cuda: int | None
     """Major version of CUDA; 0: built without it; None: torch does not say, or is not there."""
@@ -116,7 +116,7 @@ def check_model(directory: Path, dtype: str, kv_dtype: str, gpu: Gpu) -> None:
     stored = read_model_files(directory)
     served = _served_dtype(stored, dtype)
     try:
-        # What is not known is not judged: any head size that there is does here.
+        # An unknown head size is not judged: any that there is does here.
         Variant(served, FP8 if kv_dtype == "fp8" else served, HEAD_SIZES[0])
     except UnsupportedVariant as error:
         raise ValueError(

@@ -1,6 +1,7 @@
-"""What a model directory says before torch is there to load it: the shape of its heads, the size of its weights.
+"""A model directory read before torch is there to load it: the shape of its heads, the size of its weights.
 
-Read from config.json and the headers of the safetensors files, in milliseconds. What is not certain from them is None.
+Read from config.json and the headers of the safetensors files, in milliseconds. Fields that they leave open
+are None.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class StoredModel:
 
 
 def read_model_files(directory: Path) -> StoredModel:
-    """What the files say. Nothing is raised: whatever is wrong with them, the code that loads them says it."""
+    """The model as its files describe it. Raises nothing: the code that loads them says what is wrong."""
     config = _read_json(directory / "config.json")
     nested = config.get("text_config")
     text: Mapping[str, Any] = nested if isinstance(nested, dict) else config
@@ -85,7 +86,7 @@ def _num_weights(directory: Path, config: Mapping[str, Any], text: Mapping[str, 
     layers, counted = _count(text, "num_hidden_layers", "n_layer"), 0
     for path in _weight_files(directory):
         for name, tensor in _header(path).items():
-            # What sees or hears is not loaded with the language model; a tied output layer is the embedding again.
+            # Towers that see or hear are not loaded with the language model; a tied output is the embedding again.
             if text is not config and "language_model" not in name:
                 continue
             if "lm_head" in name and text.get("tie_word_embeddings", config.get("tie_word_embeddings")) is not False:

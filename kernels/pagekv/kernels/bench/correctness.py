@@ -69,7 +69,7 @@ BF16 = Variant("bfloat16", "bfloat16", 128)
 
 
 def setups() -> list[Setup]:
-    """What is timed later, first: bf16 of head size 128 in every group and block size. Then every variant."""
+    """Setups, those timed later first: bf16 of head size 128 in every group and block size. Then every variant."""
     groups = ((4, 4), (16, 2), (32, 1), (64, 1))
     return [
         Setup(BF16, LENGTHS),

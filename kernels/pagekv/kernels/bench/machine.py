@@ -22,12 +22,12 @@ MOST_MEMORY = 72 * GIB
 COLD_BYTES = 1 * GIB
 """Memory that rounds of a measurement walk over before they come back: many times the largest L2 cache."""
 TARGET_BYTES = 4 * GIB
-"""What the rounds of one graph read at least: about a millisecond, beside which its start is nothing."""
+"""Least bytes that the rounds of one graph read: about a millisecond, beside which its start is nothing."""
 MOST_ROUNDS = 256
 TARGET_SECONDS = 0.06
 MOST_REPEATS = 20
 HEAD_START_CYCLES = 1_000_000
-"""What the device sleeps before the clock starts, about 0.5 ms: long enough for the host to have handed over the graph,
+"""Sleep of the device before the clock starts, about 0.5 ms: long enough for the host to have handed over the graph,
 so that its launch is not measured."""
 
 
@@ -44,7 +44,7 @@ class Timing:
     watts: float | None = None
 
     def columns(self, unit: str = "microseconds", scale: float = 1e6) -> dict[str, Any]:
-        """What a row of the report says of it."""
+        """The timing as columns of a row of the report."""
         return {
             unit: self.seconds * scale,
             f"{unit}_least": self.least * scale,
@@ -69,7 +69,7 @@ class Machine(Protocol):
         ...
 
     def timed(self, run: Callable[[int], object], rounds: int = 1, *, capture: bool = True) -> Timing:
-        """What one `run(i)`, i in [0, rounds), takes among repeats of all of them."""
+        """Time of one `run(i)`, i in [0, rounds), among repeats of all of them."""
         ...
 
     def recorded(self, run: Callable[[], object]) -> Callable[[], object]:

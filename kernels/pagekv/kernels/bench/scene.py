@@ -22,7 +22,7 @@ SUBNORMAL = 2.0**-8
 
 @dataclass(frozen=True)
 class Setup:
-    """What a scene is made of."""
+    """Parameters of a scene."""
 
     variant: Variant
     lengths: tuple[int, ...]
@@ -172,7 +172,7 @@ class Scene:
         return out
 
     def decode_step(self, sequences: Sequence[int]) -> tuple[Callable[[], None], torch.Tensor]:
-        """What enqueues the attention of each sequence's last token, and where it leaves the result: [n, H, D]."""
+        """A function that enqueues the attention of each sequence's last token, and its output: [n, H, D]."""
         last = np.cumsum(self.lengths)[list(sequences)] - 1
         query = self.query[torch.from_numpy(last).to(self.machine.device)]
         counts = np.ones(len(sequences), np.int32)

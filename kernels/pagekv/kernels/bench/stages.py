@@ -40,7 +40,7 @@ class Watcher(Protocol):
         ...
 
     def found(self, section: str, row: dict[str, Any]) -> None:
-        """What a case gave."""
+        """Takes the row of a case that was measured."""
         ...
 
 

@@ -7,8 +7,8 @@ Fails, naming the kernel, variant, architecture and CUDA version, where one
 - takes more registers than its budget in `budgets.json` (`--update` records what is found now);
 - could not be started: more shared memory or registers than the architecture gives a thread block.
 
-Every variant is judged on every architecture with the NVRTC of CUDA 12 and of CUDA 13. What `budgets.json` records for
-just the present text, options and compiler is taken from there, but each variant is compiled for one architecture with
+Every variant is judged on every architecture with the NVRTC of CUDA 12 and of CUDA 13. Records in `budgets.json` of
+just the present text, options and compiler are taken from there, but each variant is compiled for one architecture with
 one compiler to prove the record; all else is compiled. `--all` compiles everything.
 """
 

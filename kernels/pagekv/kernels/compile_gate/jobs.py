@@ -1,4 +1,4 @@
-"""What the gate compiles: every kernel variant for every architecture, with every compiler that users have."""
+"""The gate's compilations: every kernel variant for every architecture, with every compiler that users have."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Job:
     variant: Variant
     arch: int
     cuda: int
-    """Whose NVRTC compiles: one of COMPILERS."""
+    """Version of the NVRTC that compiles: one of COMPILERS."""
 
     @property
     def label(self) -> str:

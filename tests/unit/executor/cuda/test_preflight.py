@@ -1,4 +1,4 @@
-"""What a start of the cuda backend refuses before torch is imported: with the word of a driver that the test plays."""
+"""Refusals of the cuda backend's start before torch is imported: with the word of a driver that the test plays."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_machine_that_can_serve_is_let_through() -> None:
     # Newer minor versions of CUDA run on an older driver of the same major version; a newer driver serves older ones.
     check_machine(replace(H200, cuda=(12, 0)), Builds(12, True, (12,)), 64 * GIB)
     check_machine(H200, Builds(12, True, (12,)), 64 * GIB)
-    # What cannot be told is left to torch and CuPy, such as two wheels of CuPy, of which CuPy warns.
+    # Doubtful cases are left to torch and CuPy, such as two wheels of CuPy, of which CuPy warns.
     check_machine(replace(H200, cuda=(12, 9)), Builds(None, True, ()), 64 * GIB)
     check_machine(replace(H200, cuda=(12, 9)), Builds(12, True, (12, 13)), 64 * GIB)
     check_machine(replace(H200, cuda=(14, 1)), BUILDS, 64 * GIB)
