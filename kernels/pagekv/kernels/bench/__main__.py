@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def variant(text: str) -> Variant:
-    """A variant by its name. Raises ArgumentTypeError with all names."""
+    """A variant by its name. Raises ArgumentTypeError."""
     named = {str(known): known for known in all_variants()}
     if text not in named:
         raise argparse.ArgumentTypeError(

@@ -73,10 +73,6 @@ class Report:
     """Whether time ran out before everything was measured."""
     seconds: float = 0.0
 
-    def has(self, section: str, case: str) -> bool:
-        """Whether a case has its row."""
-        return any(row["case"] == case for row in self.sections.get(section, []))
-
     def floors(self) -> list[Row]:
         """Each floor with the worst figure that counts for it; `reached` is None where nothing was measured."""
         worst: dict[str, tuple[float, str]] = {}
