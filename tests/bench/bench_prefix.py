@@ -143,8 +143,14 @@ def by_batch(rounds: int) -> list[Row]:
             speed = median([r.output_tokens_per_s for r in reports])
             gap = median([r.inter_token_s.p50 * 1e3 for r in reports if r.inter_token_s])
             times = speed / rows[0]["output tok/s"] if rows else 1.0
-            rows.append({"at once": at_once, "output tok/s": round(speed, 1), "times one": f"{times:.1f}",
-                         "inter-token, ms": round(gap, 1)})  # fmt: skip
+            rows.append(
+                {
+                    "at once": at_once,
+                    "output tok/s": round(speed, 1),
+                    "times one": f"{times:.1f}",
+                    "inter-token, ms": round(gap, 1),
+                }
+            )
     return rows
 
 

@@ -121,8 +121,11 @@ def measure(model: LlamaForCausalLM, stack: Stack, workload: str, args: argparse
         if number:
             ours.append(tokens / seconds)
             padded.append(tokens / peer_seconds)
-        print(f"  {workload} {number}/{args.rounds}: ours {tokens / seconds:.0f} tok/s, "
-              f"padded generate {tokens / peer_seconds:.0f} tok/s, equal outputs {equal}", file=sys.stderr)  # fmt: skip
+        print(
+            f"  {workload} {number}/{args.rounds}: ours {tokens / seconds:.0f} tok/s, "
+            f"padded generate {tokens / peer_seconds:.0f} tok/s, equal outputs {equal}",
+            file=sys.stderr,
+        )
     for _ in range(args.batching_rounds):
         batched.append(tokens / continuous_batching(model, prompts, new))
         print(f"  {workload}: continuous batching {batched[-1]:.0f} tok/s", file=sys.stderr)
@@ -155,8 +158,11 @@ def main() -> int:
     transformers_logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as directory:
         model = make_model(Path(directory))
-        print(f"model: {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, "
-              f"torch with {torch.get_num_threads()} threads", file=sys.stderr)  # fmt: skip
+        print(
+            f"model: {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, "
+            f"torch with {torch.get_num_threads()} threads",
+            file=sys.stderr,
+        )
         with running_stack(["--model", directory], ["--tokenizer", ""]) as stack:
             names = ("mixed", "shared") if args.workload == "both" else (args.workload,)
             rows = [measure(model, stack, name, args) for name in names]

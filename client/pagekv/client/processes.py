@@ -167,16 +167,20 @@ class Stack:
         listen, config = "--listen", self._config
         for number, target in enumerate(self.executor_targets):
             self._spawn(
-                self._name("executor", number), target, [*config.executor_command, listen, target],
-                config.executor_args, ready=partial(_serves, target),
-            )  # fmt: skip
+                self._name("executor", number),
+                target,
+                [*config.executor_command, listen, target],
+                config.executor_args,
+                ready=partial(_serves, target),
+            )
         for number, target in enumerate(self.targets):
             self._spawn(
-                self._name("manager", number), target,
+                self._name("manager", number),
+                target,
                 [*config.manager_command, listen, target, "--executor", self.executor_targets[number]],
                 [*self._page_args(number), *config.manager_args, *self._event_args(number)],
                 ready=partial(_serves, target),
-            )  # fmt: skip
+            )
 
     def _page_args(self, number: int) -> list[str]:
         return ["--http-listen", self.page_targets[number]] if self.page_targets else []
@@ -223,8 +227,10 @@ class Stack:
                 waited = time.monotonic() - begun
                 self.check()
                 if waited > timeout_s:
-                    raise StackError(f"the {child.name} was not ready within {timeout_s:g} s; its last lines:"
-                                     + "".join(f"\n  {line}" for line in child.lines))  # fmt: skip
+                    raise StackError(
+                        f"the {child.name} was not ready within {timeout_s:g} s; its last lines:"
+                        + "".join(f"\n  {line}" for line in child.lines)
+                    )
                 if on_wait is not None:
                     on_wait(child.name, waited)
                 if stop is not None and stop.wait(_POLL_S):

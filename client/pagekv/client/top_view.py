@@ -150,7 +150,7 @@ class Frame:
             (f"  {stats.running_sequences} sequences run, {stats.waiting_sequences} wait; "
              f"{stats.requests_total} requests so far, {stats.preemptions_total} preemptions", "dim"),
             no_wrap=True, overflow="ellipsis",
-        )  # fmt: skip
+        )  # fmt: skip  # several entries a line: one each would fill a screen
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=False)
         table.add_column("id", no_wrap=True, overflow="ellipsis", max_width=32)
         table.add_column("state")
@@ -168,7 +168,7 @@ def _row(request: RequestInfo) -> list[str]:
     return [
         request.request_id, request.state, str(request.prompt_tokens), str(request.cached_tokens),
         str(request.generated_tokens), str(request.num_blocks), str(request.preemptions or ""),
-    ]  # fmt: skip
+    ]  # fmt: skip  # several entries a line: one each would fill a screen
 
 
 def _percent(value: float | None) -> str:

@@ -36,8 +36,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, help="copy page, JSON and records here too (default: $OUT, if set)")
     made.add_argument("--seconds", type=float, default=PART_SECONDS, help="of a part [%(default).0f]")
     made.add_argument("--step-seconds", type=float, help="of each step, instead of its own limit")
-    made.add_argument("--only", nargs="+", choices=[step.name for step in STEPS], default=(), metavar="STEP",
-                      help="only these steps")  # fmt: skip
+    made.add_argument(
+        "--only", nargs="+", choices=[step.name for step in STEPS], default=(), metavar="STEP", help="only these steps"
+    )
     made.add_argument("--fresh", action="store_true", help="forget what passed before")
     return made
 

@@ -197,10 +197,10 @@ def card_table(facts: Record) -> str:
 def tables(rows: dict[str, list[Record]], facts: Record) -> list[tuple[str, str]]:
     """(title, table) of every section that has rows."""
     timing = [("us", _of("microseconds", ".1f")), ("least", _of("microseconds_least", ".1f")),
-              ("most", _of("microseconds_most", ".1f"))]  # fmt: skip
+              ("most", _of("microseconds_most", ".1f"))]  # fmt: skip  # laid out as a table
     state = [("MHz", _of("sm_mhz", ".0f")), ("W", _of("watts", ".0f"))]
     peers = [("vs FlashInfer", _of("against_flashinfer", ".2f")), ("vs flash", _of("against_flash", ".2f")),
-             ("vs cuDNN", _of("against_cudnn", ".2f"))]  # fmt: skip
+             ("vs cuDNN", _of("against_cudnn", ".2f"))]  # fmt: skip  # laid out as a table
     predicted_share = ("predicted", lambda row: shown(predictions.DECODE_SHARE.get(row["case"]), ".0%"))
     sections: list[tuple[str, str, list[tuple[str, Cell]]]] = [
         ("decode", "Decode, share of copy bandwidth", [
@@ -221,17 +221,18 @@ def tables(rows: dict[str, list[Record]], facts: Record) -> list[tuple[str, str]
             ("both GB/s", _of("both_gb_per_s", ".1f"))]),
         ("kernels of a step", "Kernels of a decode step, eager", [
             ("us a step", _of("microseconds", ".1f")), ("launches a step", _of("launches", ".1f"))]),
-    ]  # fmt: skip
+    ]  # fmt: skip  # laid out as a table
     for name in ("with graphs", "without graphs", "both processes", "transformers"):
         sections.append((name, f"Llama 3 8B's shape, {name}", [
             ("predicted ms", lambda row: shown(predictions.STEP_MS.get((row["section"], row["case"])), ".1f")),
             ("ms a step", _of("step_ms", ".2f")), ("least", _of("step_ms_least", ".2f")),
             ("most", _of("step_ms_most", ".2f")), ("tok/s", _of("tok_per_s", ".0f")),
-            ("graphs replayed", _of("graphs_replayed", "d")), ("split costs", _of("split_costs", ".1%"))]))  # fmt: skip
+            ("graphs replayed", _of("graphs_replayed", "d")), ("split costs", _of("split_costs", ".1%")),
+        ]))  # fmt: skip  # laid out as a table
     sections.append(("arrivals", "Requests that arrive over time", [
         ("output tok/s", _of("output_tok_per_s", ".0f")), ("first token p50, ms", _of("ttft_p50_ms", ".0f")),
         ("p99", _of("ttft_p99_ms", ".0f")), ("between tokens p50, ms", _of("inter_token_p50_ms", ".1f")),
-        ("p99 ", _of("inter_token_p99_ms", ".1f"))]))  # fmt: skip
+        ("p99 ", _of("inter_token_p99_ms", ".1f"))]))  # fmt: skip  # laid out as a table
     made = []
     for section, title, columns in sections:
         if section in rows:

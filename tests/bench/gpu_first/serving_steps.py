@@ -182,8 +182,10 @@ def _in_process(context: Context, graphs: bool) -> None:
         case = f"{batch} decodes beside a chunk of {sizes.chunk}"
         if log.begins(name, case):
             seconds = mixed_seconds(backend, batch, vocab_size, sizes)
-            log.found(name, {"case": case, "batch": batch, "step_ms": seconds * 1e3,
-                             "tok_per_s": (batch + sizes.chunk) / seconds})  # fmt: skip
+            log.found(
+                name,
+                {"case": case, "batch": batch, "step_ms": seconds * 1e3, "tok_per_s": (batch + sizes.chunk) / seconds},
+            )
             context.say(f"{name}, {case}: {seconds * 1e3:.2f} ms a step")
 
 

@@ -156,11 +156,18 @@ def test_stats_for_people_and_scripts(server: ScriptedServer, target: str, capsy
     server.expect("GetStats", STATS)
     assert main(["stats"]) == 0
     out = capsys.readouterr().out
-    for words in ("100 of 16 tokens", "25 (25.0%), slots filled 90.0%\n", "75, of these 20 still cached",
-                  "50.0% of tokens, 40.0% of blocks", "8 by 2 pins", "45, watched by 1",
-                  "20 blocks, 22 held by preempted sequences, 21 cached, 27 evicted",
-                  "5 never seen, 4 evicted, 3 cleared, 2 diverged, 1 partial tail",
-                  "200, 100 of them cached", "attached, busy 75.0%"):  # fmt: skip
+    for words in (
+        "100 of 16 tokens",
+        "25 (25.0%), slots filled 90.0%\n",
+        "75, of these 20 still cached",
+        "50.0% of tokens, 40.0% of blocks",
+        "8 by 2 pins",
+        "45, watched by 1",
+        "20 blocks, 22 held by preempted sequences, 21 cached, 27 evicted",
+        "5 never seen, 4 evicted, 3 cleared, 2 diverged, 1 partial tail",
+        "200, 100 of them cached",
+        "attached, busy 75.0%",
+    ):
         assert words in out
     server.expect("GetStats", STATS)
     assert main(["stats", "--json"]) == 0
@@ -226,7 +233,7 @@ SMALL = [
     ("abort r", "Abort", pb.AbortResponse(aborted=["r"]), "aborted: r\n"),
     ("tokenize hi", "Tokenize", pb.TokenizeResponse(token_ids=[4, 5]), "4,5\n"),
     ("detokenize 4,5", "Detokenize", pb.DetokenizeResponse(text="hi"), "hi\n"),
-]  # fmt: skip
+]  # fmt: skip  # laid out as a table
 
 
 @pytest.mark.parametrize(("command", "method", "reply", "shown"), SMALL)
@@ -289,9 +296,12 @@ def test_bench_reports_what_it_measured(
                 server.expect("Generate", Fails(LOST), check=check)
             else:
                 server.expect(
-                    "Generate", chunk(1, prompt=10, cached=8), chunk(2, done=1), complete(1, 2, prompt=10, cached=8),
+                    "Generate",
+                    chunk(1, prompt=10, cached=8),
+                    chunk(2, done=1),
+                    complete(1, 2, prompt=10, cached=8),
                     check=check,
-                )  # fmt: skip
+                )
 
     expect_run()
     assert main([*command.split(), "--json"]) == 1
@@ -366,4 +376,4 @@ def test_tables_and_times() -> None:
     assert table(rows, width=10) == table(rows)
     assert [milliseconds(s) for s in (None, 0.0001234, 0.00123, 0.123, 12.3)] == [
         "-", "0.12 ms", "1.2 ms", "123 ms", "12300 ms",
-    ]  # fmt: skip
+    ]  # fmt: skip  # several entries a line: one each would fill a screen

@@ -196,6 +196,6 @@ def test_a_file_that_is_no_config(tmp_path: Path, text: str, message: str, capsy
     ("num_bytes", "text"),
     [(1023, "1023 B"), (40960, "40 KiB"), (1536, "1.5 KiB"), (2**20, "1.00 MiB"), (5 * 2**28, "1.25 GiB"),
      (2**41, "2.00 TiB"), (2**52, "4,096.00 TiB")],
-)  # fmt: skip
+)  # fmt: skip  # several entries a line: one each would fill a screen
 def test_sizes(num_bytes: int, text: str) -> None:
     assert size_text(num_bytes) == text

@@ -98,7 +98,7 @@ def test_watch_prints_a_line_for_each_event(
         ("", [f"2 {TABLE}", "removed  host    bb", "cleared", "stored   device  cc after aa"]),
         ("--tokens", ["stored   device  aa after : 5 17", f"2 {TABLE}", "stored   device  bb after aa: 5 17",
                       "removed  host    bb", "cleared", "stored   device  cc after aa: 5 17"]),
-    ):  # fmt: skip
+    ):  # fmt: skip  # laid out as a table
         server.expect("WatchEvents", *BATCHES)
         assert main(["watch", *options.split()]) == 0
         assert capsys.readouterr().out.splitlines() == lines

@@ -31,7 +31,7 @@ STATS = cache_pb.GetStatsResponse(
     utilization=0.9, running_sequences=2, waiting_sequences=1, prompt_tokens_total=1000, cached_tokens_total=500,
     prefix_hit_rate=0.5, generated_tokens_total=300, steps_total=50, executor_busy_us_total=500_000,
     executor_attached=True, num_host_blocks=20, host_cached_blocks=5, host_held_blocks=2, pinned_blocks=3,
-)  # fmt: skip
+)  # fmt: skip  # several entries a line: one each would fill a screen
 INFO = pb.GetModelInfoResponse(model_id="demo", backend="oracle", block_size=16)
 LISTED = cache_pb.ListRequestsResponse(
     requests=[
@@ -40,7 +40,7 @@ LISTED = cache_pb.ListRequestsResponse(
         for number in range(3)
     ],
     total=3,
-)  # fmt: skip
+)  # fmt: skip  # several entries a line: one each would fill a screen
 
 
 def look(at: float, **changes: float) -> Look:

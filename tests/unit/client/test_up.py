@@ -88,8 +88,10 @@ def test_it_is_said_where_each_manager_publishes(server: ScriptedServer, capsys:
     assert len(set(ports)) == 4
     assert free not in ports
     found = json.loads(announced(stack, server, capsys, "--json"))["kv_events"]
-    assert found == [{"endpoint": ports[0], "replay_endpoint": ports[1]},
-                     {"endpoint": ports[2], "replay_endpoint": ports[3]}]  # fmt: skip
+    assert found == [
+        {"endpoint": ports[0], "replay_endpoint": ports[1]},
+        {"endpoint": ports[2], "replay_endpoint": ports[3]},
+    ]
     lines = announced(stack, server, capsys).splitlines()
     assert f"  KV events at {ports[2]}, again at {ports[3]}" in lines
 

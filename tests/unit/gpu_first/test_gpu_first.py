@@ -357,9 +357,13 @@ def rehearse(*words: str, **environment: str) -> subprocess.Popen[str]:
     paths = os.pathsep.join(str(ROOT / name) for name in SOURCES)
     variables = {**os.environ, REHEARSAL: "1", "PYTHONPATH": paths, **environment}
     return subprocess.Popen(
-        [sys.executable, "-m", "gpu_first", *words], env=variables, cwd=ROOT, text=True, stdout=subprocess.PIPE,
+        [sys.executable, "-m", "gpu_first", *words],
+        env=variables,
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    )
 
 
 def test_nothing_runs_on_when_the_runner_is_killed_and_no_two_runs_share_a_folder(tmp_path: Path) -> None:

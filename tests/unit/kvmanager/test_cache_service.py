@@ -69,7 +69,7 @@ def test_live_requests_up_to_a_limit() -> None:
         assert answer.requests[0] == pb.RequestInfo(
             request_id="a", state="running", priority=-1, num_sequences=1, prompt_tokens=9, cached_tokens=4,
             computed_tokens=8, generated_tokens=2, max_total_tokens=20, num_blocks=3, preemptions=1,
-        )  # fmt: skip
+        )  # fmt: skip  # several entries a line: one each would fill a screen
         with pytest.raises(grpc.aio.AioRpcError, match="limit: must be from 0 to 10000"):
             await stub.ListRequests(pb.ListRequestsRequest(limit=10_001))
 

@@ -54,7 +54,7 @@ def test_a_batch_is_packed_as_vllm_packs_it() -> None:
     assert batch.events == [
         BlockStored(hashes, None, [1, 2, 3, 4, 5, 6, 7, 2**32 - 1], 4, None, "GPU", None, [None, None], 0,
                     "full_attention"),
-    ]  # fmt: skip
+    ]  # fmt: skip  # laid out as a table
     assert all(0 <= number < 2**64 for number in hashes)
 
 
@@ -90,7 +90,7 @@ def test_events_of_single_blocks_are_like_all_others() -> None:
         BlockStored([short_hash(name)], short_hash(known[0]), token_ids, 4, None, "GPU", None, [None], 0,
                     "full_attention")
         for name in names
-    ]  # fmt: skip
+    ]  # fmt: skip  # laid out as a table
 
 
 def test_removals_come_first_and_name_the_medium() -> None:
@@ -130,7 +130,7 @@ def test_large_changes_come_in_batches_of_bounded_size() -> None:
         sum(len(event.token_ids) for event in decoded([events]) if isinstance(event, BlockStored)) for events in batches
     ] == [
         MAX_BATCH_TOKENS, MAX_BATCH_TOKENS, 8,
-    ]  # fmt: skip
+    ]  # fmt: skip  # laid out as a table
     replica = EventReplica()
     for events in batches:
         replica.apply(decode(pack(0.0, events)))

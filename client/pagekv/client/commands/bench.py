@@ -159,7 +159,7 @@ def report_text(workload: Workload, info: ModelInfo, report: Report, terminal: T
         ("objectives", ", ".join(f"{report.diagnoses.get(d.value, 0)} {d.value}" for d in Diagnosis)),
         ("requests", f"{report.completed} in {report.seconds:.2f} s, {report.output_tokens} tokens generated"),
         ("errors", errors),
-    ]  # fmt: skip
+    ]  # fmt: skip  # laid out as a table
     head = [("workload", workload.shape()), ("stack", describe(info))]
     return "\n\n".join((table(head), table(latencies, ("", "p50", "p90", "p99", "mean", "max")), table(rates)))
 

@@ -83,17 +83,21 @@ def _show(client: PageKVClient, args: argparse.Namespace, terminal: Terminal, re
         terminal.print(f"The same prompt of {cold.prompt_tokens} tokens twice, greedy:")
         for name, completion, ttft in (("first", cold, cold_ttft), ("second", warm, warm_ttft)):
             cached, computed = completion.cached_tokens, completion.prompt_tokens - completion.cached_tokens
-            terminal.print(f"  {name:6} time: {cached:3} tokens from the prefix cache, {computed:3} computed, "
-                           f"first token after {milliseconds(ttft)}")  # fmt: skip
+            terminal.print(
+                f"  {name:6} time: {cached:3} tokens from the prefix cache, {computed:3} computed, "
+                f"first token after {milliseconds(ttft)}"
+            )
         terminal.print(f"  the texts are {'equal' if cold.text == warm.text else 'DIFFERENT'}")
     stats = client.stats()
     generated = all(any(c.isalpha() for c in completion.text) for completion in completions)
     hit = warm.cached_tokens >= info.block_size and cold.token_ids == warm.token_ids
     if talk:
         terminal.print()
-        terminal.print(f"{stats.generated_tokens_total} tokens generated in {stats.steps_total} steps; "
-                       f"{stats.active_blocks} of {stats.num_blocks} blocks in use, "
-                       f"{stats.cached_free_blocks} free ones hold cached prefixes.")  # fmt: skip
+        terminal.print(
+            f"{stats.generated_tokens_total} tokens generated in {stats.steps_total} steps; "
+            f"{stats.active_blocks} of {stats.num_blocks} blocks in use, "
+            f"{stats.cached_free_blocks} free ones hold cached prefixes."
+        )
         terminal.print("Next: pagekv up, and in a second terminal pagekv chat, pagekv stats --watch, pagekv bench.")
     else:
         terminal.json(

@@ -30,8 +30,9 @@ STATS_EXAMPLES = """\
 
 def add(commands: Subparsers) -> None:
     """Adds the subcommands."""
-    parser = add_command(commands, "stats", "show the KV pool, the prefix cache and the load", stats,
-                         examples=STATS_EXAMPLES)  # fmt: skip
+    parser = add_command(
+        commands, "stats", "show the KV pool, the prefix cache and the load", stats, examples=STATS_EXAMPLES
+    )
     add_target(parser)
     parser.add_argument(
         "--watch", nargs="?", const=1.0, type=number(0.1, 3600), metavar="S", help="again every S seconds [1]"
@@ -40,13 +41,19 @@ def add(commands: Subparsers) -> None:
     add_target(parser)
     parser = add_command(commands, "model", "show the model served and its limits", model)
     add_target(parser)
-    parser = add_command(commands, "lookup", "say how much of a prompt is cached now", lookup,
-                         examples='  pagekv lookup "In the beginning God created the heaven"\n')  # fmt: skip
+    parser = add_command(
+        commands,
+        "lookup",
+        "say how much of a prompt is cached now",
+        lookup,
+        examples='  pagekv lookup "In the beginning God created the heaven"\n',
+    )
     add_prompt(parser)
     add_target(parser)
     parser.add_argument("--namespace", default="", metavar="NAME", help="look in this namespace")
-    parser = add_command(commands, "blocks", "list blocks of the pool", blocks,
-                         examples="  pagekv blocks --state cached --limit 20\n")  # fmt: skip
+    parser = add_command(
+        commands, "blocks", "list blocks of the pool", blocks, examples="  pagekv blocks --state cached --limit 20\n"
+    )
     add_target(parser)
     parser.add_argument("--state", choices=get_args(BlockState), help="only blocks in this state")
     parser.add_argument("--start", type=integer(0, 2**32 - 1), default=0, metavar="ID", help="first block id [0]")
@@ -129,7 +136,7 @@ def stats_text(now: Stats, terminal: Terminal, generated_per_s: float | None = N
             ("executor", ("attached" if now.executor_attached else "NOT ATTACHED")
                          + f", busy {busy / max(busy + idle, 1):.1%}, {now.executor_restarts_total} restarts"),
         ],
-    }  # fmt: skip
+    }  # fmt: skip  # laid out as a table
     parts = [f"{terminal.bold(name)}\n{table(rows, indent='  ')}" for name, rows in groups.items()]
     return "\n".join(parts)
 
@@ -175,8 +182,10 @@ def lookup(args: argparse.Namespace, terminal: Terminal) -> int:
         return 0
     cached = found.device_tokens + found.host_tokens
     share = cached / max(found.prompt_tokens, 1)
-    terminal.print(f"{cached} of {found.prompt_tokens} tokens cached ({share:.0%}): "
-                   f"{found.device_tokens} on the device, {found.host_tokens} on the host")  # fmt: skip
+    terminal.print(
+        f"{cached} of {found.prompt_tokens} tokens cached ({share:.0%}): "
+        f"{found.device_tokens} on the device, {found.host_tokens} on the host"
+    )
     if found.partial_tokens:
         terminal.print(f"{found.partial_tokens} more begin a cached block, which a copy of it would serve")
     if found.block_ids:
@@ -191,8 +200,10 @@ def blocks(args: argparse.Namespace, terminal: Terminal) -> int:
     if args.json:
         terminal.json(found)
         return 0
-    rows = [(b.block_id, b.state, b.ref_count, b.pins, b.block_hash[:16] or "-", b.parent_hash[:16] or "-")
-            for b in found.blocks]  # fmt: skip
+    rows = [
+        (b.block_id, b.state, b.ref_count, b.pins, b.block_hash[:16] or "-", b.parent_hash[:16] or "-")
+        for b in found.blocks
+    ]
     terminal.print(table(rows, ("block", "state", "refs", "pins", "hash", "parent")) if rows else "no such blocks")
     if found.next_start is not None:
         terminal.note(f"more with --start {found.next_start}")
@@ -207,8 +218,10 @@ def block_table(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.json({"sequences": [{name: getattr(s, name) for name in s.__slots__} for s in sequences]})
         return 0
     for s in sequences:
-        terminal.print(f"sequence {s.index}: {s.state}, {s.num_tokens} tokens, {s.computed_tokens} computed; "
-                       f"blocks {' '.join(map(str, s.block_ids)) or '-'}")  # fmt: skip
+        terminal.print(
+            f"sequence {s.index}: {s.state}, {s.num_tokens} tokens, {s.computed_tokens} computed; "
+            f"blocks {' '.join(map(str, s.block_ids)) or '-'}"
+        )
     return 0
 
 

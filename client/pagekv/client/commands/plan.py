@@ -267,7 +267,7 @@ def _model_text(geometry: KvGeometry, shard: Shard, block_size: int, tp: int) ->
         ("model", f"{_count(geometry.layers, 'layer')}, {heads} of {geometry.head_size}, {geometry.dtype}, "
                   f"context {geometry.context}"),
         ("a token", size_text(token)),
-    ]  # fmt: skip
+    ]  # fmt: skip  # laid out as a table
     if tp > 1:
         rows += [
             ("ranks", f"{tp}, {_count(shard.kv_heads, 'KV head')} on each ({shard.sharding})"),
@@ -308,7 +308,7 @@ def _memory_text(
         ("blocks", f"{fits.num_blocks:,}, {fits.tokens:,} tokens"),
         ("requests", f"{fits.full_context_requests:,} of {geometry.context} tokens, "
                      f"each {size_text(fits.request_bytes)} with {fits.overhead:.1%} overhead"),
-    ]  # fmt: skip
+    ]  # fmt: skip  # laid out as a table
     if weights is not None:
         rows.append(("together", f"{size_text(-(-weights // tp) + fits.memory)}, and activations and workspace on top"))
     return table(rows, indent="  ")
@@ -343,7 +343,7 @@ def _saving_text(saving: PrefixSaving, block_size: int) -> str:
              f"{_count(saving.full_blocks, 'full block')} for all, but the prefix ends "
              f"{_count(saving.tail_tokens, 'token')} into the next: each request writes that block itself"),
             ("aligned", f"a prefix of {aligned} tokens would save {saving.saved_if_tail_were_shared:.1%}"),
-        ]  # fmt: skip
+        ]  # fmt: skip  # laid out as a table
     return table(rows, indent="  ")
 
 

@@ -47,11 +47,21 @@ WATCH_EXAMPLES = """\
 
 def add(commands: Subparsers) -> None:
     """Adds the subcommands."""
-    parser = add_command(commands, "explain", "say block by block why a prompt hits the cache or misses", explain,
-                         examples='  pagekv explain "In the beginning God created the heaven"\n')  # fmt: skip
+    parser = add_command(
+        commands,
+        "explain",
+        "say block by block why a prompt hits the cache or misses",
+        explain,
+        examples='  pagekv explain "In the beginning God created the heaven"\n',
+    )
     _add_identified_prompt(parser)
-    parser = add_command(commands, "pin", "keep what is cached of a prompt from eviction", pin,
-                         examples='  pagekv pin "You are a helpful assistant." --lease 3600\n')  # fmt: skip
+    parser = add_command(
+        commands,
+        "pin",
+        "keep what is cached of a prompt from eviction",
+        pin,
+        examples='  pagekv pin "You are a helpful assistant." --lease 3600\n',
+    )
     _add_identified_prompt(parser)
     parser.add_argument(
         "--lease", type=integer(1, 86_400), default=600, metavar="S", help="for so many seconds, up to a day [600]"
@@ -59,8 +69,9 @@ def add(commands: Subparsers) -> None:
     parser = add_command(commands, "unpin", "end a pin before its lease is over", unpin)
     parser.add_argument("pin_id", metavar="PIN_ID")
     add_target(parser)
-    parser = add_command(commands, "watch", "show what enters and leaves the prefix tables, until Ctrl-C", watch,
-                         examples=WATCH_EXAMPLES)  # fmt: skip
+    parser = add_command(
+        commands, "watch", "show what enters and leaves the prefix tables, until Ctrl-C", watch, examples=WATCH_EXAMPLES
+    )
     add_target(parser)
     parser.add_argument("--tokens", action="store_true", help="with the token ids of each block")
     parser.add_argument(

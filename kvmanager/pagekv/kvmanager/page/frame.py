@@ -18,7 +18,7 @@ _TOTALS = (
     "generated_tokens_total", "evicted_blocks_total", "preemptions_total", "steps_total", "requests_total",
     "published_blocks", "active_blocks", "utilization", "pins", "executor_attached", "executor_restarts_total",
     "hash_alarms_total", "swapped_out_blocks_total", "swapped_in_blocks_total",
-)  # fmt: skip
+)  # fmt: skip  # several entries a line: one each would fill a screen
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def snapshot(frame: Frame, model: ModelInfo, boot: str) -> dict[str, Any]:
         "host_counts": counts(frame.host, HOST_STATES),
         "requests": frame.requests,
         "totals": frame.totals,
-    }  # fmt: skip
+    }  # fmt: skip  # laid out as a table
 
 
 def delta(old: Frame, new: Frame) -> dict[str, Any]:
