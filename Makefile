@@ -68,7 +68,7 @@ kernels: $(DEV_STAMP) ## compile every CUDA kernel for every architecture and ru
 	@$(BIN)/python -m pytest -n auto tests/kernels $(ARGS)
 
 .PHONY: kernels-all
-kernels-all: $(DEV_STAMP) ## compile all kernels whatever is on record (a quarter of an hour of one core)
+kernels-all: $(DEV_STAMP) ## compile all kernels whatever is on record (an estimated quarter of an hour of one core)
 	@$(BIN)/python -m pagekv.kernels.compile_gate --all --no-cache
 
 .PHONY: kernels-update
