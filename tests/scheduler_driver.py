@@ -7,12 +7,12 @@ from typing import Any
 
 from fake_executor import FakeExecutor
 
-from pagekv.kvmanager.block_hash import root_digest
-from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.block_hash import root_digest
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.delivery import deliver
-from pagekv.kvmanager.eviction import LruOrder, SegmentedLruOrder
-from pagekv.kvmanager.host_pool import HostPool
-from pagekv.kvmanager.pins import Pins
+from pagekv.kvmanager.kvcache.eviction_policy import LruOrder, SegmentedLruOrder
+from pagekv.kvmanager.kvcache.host_pool import HostPool
+from pagekv.kvmanager.kvcache.pins import Pins
 from pagekv.kvmanager.request import CacheIdentity, FinishReason, GenerateCommand, RequestStream, SamplingParams
 from pagekv.kvmanager.running import SchedulerLimits
 from pagekv.kvmanager.scheduler import Scheduler

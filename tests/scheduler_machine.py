@@ -19,7 +19,7 @@ from wire_driver import WireDriver
 
 from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.beam_search import BeamSearch
-from pagekv.kvmanager.block_hash import chain_digests, token_bytes
+from pagekv.kvmanager.kvcache.block_hash import chain_digests, token_bytes
 from pagekv.kvmanager.capacity import blocks_needed, total_tokens
 from pagekv.kvmanager.request import CacheIdentity, GenerateCommand, MediaSpan
 from pagekv.kvmanager.sequence import LiveRequest, SequenceState

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from pagekv.kvmanager.block_pool import BlockPool
-from pagekv.kvmanager.host_pool import HostPool
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.table_diff import Stored, Tier
 from pagekv.kvmanager.table_watch import TableWatch
 

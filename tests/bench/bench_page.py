@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from browser import Browser
 from page_screenshots import loaded_page
 
-from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.page.states import change, device_bytes
 
 FRAMES = 300

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from pagekv.kvmanager.block_hash import chain_digests, root_digest
-from pagekv.kvmanager.block_pool import BlockPool
-from pagekv.kvmanager.eviction import make_order
-from pagekv.kvmanager.host_pool import HostPool
+from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.eviction_policy import make_order
+from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.request import GenerateCommand, RequestStream, SamplingParams
 from pagekv.kvmanager.running import SchedulerLimits
 from pagekv.kvmanager.scheduler import Scheduler

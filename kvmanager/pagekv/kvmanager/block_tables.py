@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pagekv.kvmanager.block_hash import TOKEN_BYTES, chain_digests, sha256
-from pagekv.kvmanager.block_pool import BlockPool
-from pagekv.kvmanager.continuations import FIRST
+from pagekv.kvmanager.kvcache.block_hash import TOKEN_BYTES, chain_digests, sha256
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.prefix_trie import FIRST
 from pagekv.kvmanager.errors import InvariantError
-from pagekv.kvmanager.host_pool import HostPool
-from pagekv.kvmanager.prefix_table import Blocks, Chunks
+from pagekv.kvmanager.kvcache.host_pool import HostPool
+from pagekv.kvmanager.kvcache.prefix_table import Blocks, Chunks
 from pagekv.kvmanager.sequence import Sequence
 from pagekv.kvmanager.step_plan import Move, MoveKind
 from pagekv.kvmanager.swap_policy import SwapPolicy

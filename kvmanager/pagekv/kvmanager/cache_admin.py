@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from pagekv.common.errors import LimitExceeded
-from pagekv.kvmanager.block_hash import chain_digests, root_digest, token_bytes
-from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest, token_bytes
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.capacity import blocks_needed, total_tokens
 from pagekv.kvmanager.engine import CacheReset, PinResult, PrefixExplanation, PrefixMatch
 from pagekv.kvmanager.explain import explain_prefix
-from pagekv.kvmanager.host_pool import NO_BLOCK, HostPool
+from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
 from pagekv.kvmanager.known_adapters import KnownAdapters
-from pagekv.kvmanager.pins import Holder, Pins
+from pagekv.kvmanager.kvcache.pins import Holder, Pins
 from pagekv.kvmanager.prompt_counters import PromptCounters
 from pagekv.kvmanager.request import CacheIdentity, GenerateCommand
 from pagekv.kvmanager.scheduler import Scheduler

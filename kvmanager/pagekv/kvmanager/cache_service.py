@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotFound
 from pagekv.kvmanager.engine import BlockExplanation, BlockView, Engine
-from pagekv.kvmanager.pins import MAX_LEASE_S, MIN_LEASE_S
+from pagekv.kvmanager.kvcache.pins import MAX_LEASE_S, MIN_LEASE_S
 from pagekv.kvmanager.prompt_input import PromptReader
 from pagekv.kvmanager.request import CacheIdentity
 from pagekv.kvmanager.serving_state import ServingState

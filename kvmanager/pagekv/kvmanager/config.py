@@ -9,7 +9,7 @@ from pagekv.common.flags import FlagParser, address, integer, number, power_of_t
 from pagekv.common.logs import LOG_FORMATS, LOG_LEVELS
 from pagekv.kvmanager import observe_config
 from pagekv.kvmanager.engine_config import EngineConfig
-from pagekv.kvmanager.eviction import DEFAULT_POLICY, DEFAULT_PROTECTED_SHARE, POLICIES
+from pagekv.kvmanager.kvcache.eviction_policy import DEFAULT_POLICY, DEFAULT_PROTECTED_SHARE, POLICIES
 from pagekv.kvmanager.observe_config import ObserveConfig
 from pagekv.kvmanager.running import SchedulerLimits
 from pagekv.kvmanager.swap_policy import MODES, SwapPolicy

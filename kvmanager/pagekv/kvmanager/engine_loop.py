@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 
 from pagekv.common.errors import AlreadyExists, InvalidRequest, Overloaded, Unavailable
 from pagekv.common.logs import Log
-from pagekv.kvmanager.block_hash import root_digest
-from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.block_hash import root_digest
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.cache_admin import CacheAdmin
 from pagekv.kvmanager.capacity import blocks_needed, check_fits, fits, total_tokens
 from pagekv.kvmanager.delivery import deliver, deliver_abort, unfinished_outputs
@@ -26,10 +26,10 @@ from pagekv.kvmanager.engine import ModelInfo
 from pagekv.kvmanager.engine_config import EngineConfig
 from pagekv.kvmanager.engine_queries import RETRY_DELAY_S, EngineQueries
 from pagekv.kvmanager.errors import InvariantError
-from pagekv.kvmanager.eviction import make_order
+from pagekv.kvmanager.kvcache.eviction_policy import make_order
 from pagekv.kvmanager.executor_client import AttachRefused, ExecutorLink, ExecutorLost
 from pagekv.kvmanager.failed_steps import FailedSteps, Fault
-from pagekv.kvmanager.host_pool import HostPool
+from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.introspection import EngineTotals
 from pagekv.kvmanager.live_requests import LiveRequests
 from pagekv.kvmanager.observer import Observer, Observers, RequestEnd

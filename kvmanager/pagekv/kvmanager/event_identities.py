@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from pagekv.kvmanager.block_hash import MediaKeys, media_keys
+from pagekv.kvmanager.kvcache.block_hash import MediaKeys, media_keys
 from pagekv.kvmanager.request import CacheIdentity
 from pagekv.kvmanager.table_diff import Key, Tier
 

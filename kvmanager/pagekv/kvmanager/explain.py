@@ -11,8 +11,8 @@ from functools import partial
 
 import numpy as np
 
-from pagekv.kvmanager.block_hash import chain_digests, token_bytes
-from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.block_hash import chain_digests, token_bytes
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.engine import BlockExplanation, BlockOutcome, PrefixExplanation
 from pagekv.kvmanager.request import MediaSpan
 from pagekv.kvmanager.table_log import TableLog

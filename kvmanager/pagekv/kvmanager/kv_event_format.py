@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import msgpack
 import numpy as np
 
-from pagekv.kvmanager.block_hash import TOKEN_BYTES, short_hashes
+from pagekv.kvmanager.kvcache.block_hash import TOKEN_BYTES, short_hashes
 from pagekv.kvmanager.event_identities import PLAIN, BlockIdentity, EventIdentities
 from pagekv.kvmanager.table_diff import Diff, Stored, Tier, join
 

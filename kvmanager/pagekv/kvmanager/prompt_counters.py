@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagekv.kvmanager.block_hash import block_digest, media_keys
-from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.block_hash import block_digest, media_keys
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.sequence import Sequence
 from pagekv.kvmanager.table_log import TableLog
 

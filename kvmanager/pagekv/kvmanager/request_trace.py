@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from pagekv.kvmanager.block_hash import TOKEN_BYTES, block_digest, chain_digests, media_keys, root_digest, token_bytes
+from pagekv.kvmanager.kvcache.block_hash import TOKEN_BYTES, block_digest, chain_digests, media_keys, root_digest, token_bytes
 from pagekv.kvmanager.engine import ModelInfo
 from pagekv.kvmanager.observer import Observer, RequestEnd
 from pagekv.kvmanager.recording_file import RecordingFile

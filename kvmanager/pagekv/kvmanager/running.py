@@ -12,10 +12,10 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.block_tables import BlockTables
 from pagekv.kvmanager.followers import Followers
-from pagekv.kvmanager.host_pool import HostPool
+from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.sequence import HOLDING, NO_HANDLE, LiveRequest, Sequence, SequenceState
 from pagekv.kvmanager.sequence_rows import SequenceRows
 from pagekv.kvmanager.step_plan import NewSequence, StepPlan

@@ -22,11 +22,11 @@ import numpy as np
 
 from pagekv.kvmanager.admission import Admission
 from pagekv.kvmanager.beam_groups import begin_search, give_blocks, take_candidates
-from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.endings import find_endings
 from pagekv.kvmanager.errors import InvariantError
-from pagekv.kvmanager.host_pool import HostPool
-from pagekv.kvmanager.prefix_table import Blocks
+from pagekv.kvmanager.kvcache.host_pool import HostPool
+from pagekv.kvmanager.kvcache.prefix_table import Blocks
 from pagekv.kvmanager.running import Running, SchedulerCounters, SchedulerLimits, key
 from pagekv.kvmanager.sequence import HOLDING, NO_HANDLE, LiveRequest, Sequence, SequenceState
 from pagekv.kvmanager.sequence_rows import Rows, span

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagekv.kvmanager.beam_search import BeamSearch
-from pagekv.kvmanager.host_pool import NO_BLOCK, HostPool
+from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
 from pagekv.kvmanager.request import GenerateCommand, RequestStream
 
 NO_HANDLE = -1

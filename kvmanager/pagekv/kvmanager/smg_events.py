@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from smg_grpc_proto.generated import common_pb2 as common
 
-from pagekv.kvmanager.block_hash import short_hashes
+from pagekv.kvmanager.kvcache.block_hash import short_hashes
 from pagekv.kvmanager.table_diff import Diff, Removed, Stored, Tier, join
 
 # Blocks in one message; one is some 30 bytes and 4 for each of its tokens.

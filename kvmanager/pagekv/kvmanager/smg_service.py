@@ -23,7 +23,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
 
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotImplementedYet, Unavailable
-from pagekv.kvmanager.block_hash import root_digest
+from pagekv.kvmanager.kvcache.block_hash import root_digest
 from pagekv.kvmanager.engine import Engine, ModelInfo
 from pagekv.kvmanager.generation import Generation
 from pagekv.kvmanager.serving_state import Served, ServingState

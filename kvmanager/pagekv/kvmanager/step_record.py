@@ -26,11 +26,11 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from pagekv.kvmanager.block_hash import token_bytes
-from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.block_hash import token_bytes
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.errors import InvariantError
-from pagekv.kvmanager.host_pool import HostPool
-from pagekv.kvmanager.prefix_table import Blocks
+from pagekv.kvmanager.kvcache.host_pool import HostPool
+from pagekv.kvmanager.kvcache.prefix_table import Blocks
 from pagekv.kvmanager.recording_file import RecordingFile
 from pagekv.kvmanager.running import SchedulerLimits
 from pagekv.kvmanager.scheduler import Scheduler

@@ -18,9 +18,9 @@ from itertools import repeat
 
 import numpy as np
 
-from pagekv.kvmanager.block_pool import BlockPool
-from pagekv.kvmanager.host_pool import NO_BLOCK, HostPool
-from pagekv.kvmanager.prefix_table import Blocks, Chunks
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
+from pagekv.kvmanager.kvcache.prefix_table import Blocks, Chunks
 from pagekv.kvmanager.sequence import Sequence, Swapped
 from pagekv.kvmanager.step_plan import Move, MoveKind
 

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagekv.common.errors import LimitExceeded
-from pagekv.kvmanager.host_pool import HostPool
-from pagekv.kvmanager.prefix_table import Chunks, PrefixTable
+from pagekv.kvmanager.kvcache.host_pool import HostPool
+from pagekv.kvmanager.kvcache.prefix_table import Chunks, PrefixTable
 from pagekv.kvmanager.removal_history import Removal, RemovalHistory
 from pagekv.kvmanager.table_diff import Diff, Removed, Stored, Tier
 from pagekv.kvmanager.table_snapshot import take_snapshot

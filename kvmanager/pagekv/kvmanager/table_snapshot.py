@@ -6,8 +6,8 @@ from itertools import chain
 
 import numpy as np
 
-from pagekv.kvmanager.host_pool import HostPool
-from pagekv.kvmanager.prefix_table import PrefixTable, TableColumns
+from pagekv.kvmanager.kvcache.host_pool import HostPool
+from pagekv.kvmanager.kvcache.prefix_table import PrefixTable, TableColumns
 from pagekv.kvmanager.table_diff import Stored, Tier
 from pagekv.kvmanager.table_watch import Snapshot
 

@@ -4,7 +4,7 @@ import hmac
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagekv.kvmanager.block_hash import (
+from pagekv.kvmanager.kvcache.block_hash import (
     block_digest,
     chain_digests,
     media_keys,

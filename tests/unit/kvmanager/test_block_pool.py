@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pagekv.kvmanager.block_hash import chain_digests, root_digest, token_bytes
-from pagekv.kvmanager.block_pool import BlockPool
-from pagekv.kvmanager.continuations import FIRST
+from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest, token_bytes
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.prefix_trie import FIRST
 from pagekv.kvmanager.errors import InvariantError
 
 ROOT = root_digest("model", "", "")

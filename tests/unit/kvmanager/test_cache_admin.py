@@ -13,12 +13,12 @@ from scheduler_driver import VOCAB, Driver, finished, output
 from table_reader import Reader, table_of
 
 from pagekv.common.errors import LimitExceeded
-from pagekv.kvmanager.block_hash import chain_digests, root_digest, token_bytes
-from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest, token_bytes
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.cache_admin import CacheAdmin
 from pagekv.kvmanager.capacity import blocks_needed
 from pagekv.kvmanager.engine import BlockOutcome
-from pagekv.kvmanager.host_pool import HostPool
+from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.request import CacheIdentity, GenerateCommand
 from pagekv.kvmanager.scheduler import Scheduler
 

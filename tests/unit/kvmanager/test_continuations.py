@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from numpy.typing import NDArray
 
-from pagekv.kvmanager import continuations
-from pagekv.kvmanager.continuations import FIRST, Continuations
+from pagekv.kvmanager.kvcache import prefix_trie as continuations
+from pagekv.kvmanager.kvcache.prefix_trie import FIRST, Continuations
 from pagekv.kvmanager.errors import InvariantError
 
 ROOTS = [b"one root", b"another"]

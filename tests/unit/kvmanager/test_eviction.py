@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scheduler_driver import Driver
 
-from pagekv.kvmanager.block_hash import chain_digests, root_digest
-from pagekv.kvmanager.block_pool import BlockPool
-from pagekv.kvmanager.eviction import POLICIES, SegmentedLruOrder, make_order
+from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.eviction_policy import POLICIES, SegmentedLruOrder, make_order
 
 ROOT = root_digest("model", "", "")
 SIZE = 4

@@ -6,7 +6,7 @@ import pytest
 from fake_executor import expected_output
 from scheduler_driver import VOCAB, Driver, finished, output
 
-from pagekv.kvmanager.block_hash import chain_digests, root_digest, token_bytes
+from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.sequence import LiveRequest
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cached_prefixes import ROOT, Clock, cache, evict_all, hold, root_of
 
-from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.engine import BlockExplanation, BlockOutcome, PrefixExplanation
 from pagekv.kvmanager.explain import explain_prefix
 from pagekv.kvmanager.request import MediaSpan

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pagekv.kvmanager.errors import InvariantError
-from pagekv.kvmanager.host_pool import NO_BLOCK, HostPool
+from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
 
 # A digest, by a number, and one of the contents that have it: more than one collide. None: no key.
 Content = tuple[int, int] | None

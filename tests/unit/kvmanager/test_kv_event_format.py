@@ -11,12 +11,12 @@ from kv_event_reader import AllBlocksCleared, BlockRemoved, BlockStored, EventRe
 from scheduler_driver import Driver
 from table_reader import Table, host_table_of, table_of
 
-from pagekv.kvmanager.block_hash import chain_digests, root_digest, short_hash, token_bytes
-from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest, short_hash, token_bytes
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.event_identities import EventIdentities
-from pagekv.kvmanager.host_pool import HostPool
+from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kv_event_format import MAX_BATCH_TOKENS, Events, KvEventFormat, pack
-from pagekv.kvmanager.pins import Pins
+from pagekv.kvmanager.kvcache.pins import Pins
 from pagekv.kvmanager.request import CacheIdentity, MediaSpan
 from pagekv.kvmanager.table_diff import Diff, Removed, Stored, Tier
 from pagekv.kvmanager.table_log import TableLog

@@ -8,9 +8,9 @@ import pytest
 from cached_prefixes import Clock, cache, evict_all
 
 from pagekv.common.errors import LimitExceeded
-from pagekv.kvmanager import pins as pins_module
-from pagekv.kvmanager.block_pool import BlockPool
-from pagekv.kvmanager.pins import Pins
+from pagekv.kvmanager.kvcache import pins as pins_module
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.pins import Pins
 
 SIZE = 4
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagekv.kvmanager.block_hash import root_digest
-from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.block_hash import root_digest
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.replay.cache_mode import replay_cache
 from pagekv.kvmanager.replay.cost import StepCost
 from pagekv.kvmanager.replay.options import ReplayOptions

@@ -7,7 +7,8 @@ import pytest
 from fake_executor import expected_output
 from scheduler_driver import VOCAB, Driver, copies, output
 
-from pagekv.kvmanager import block_hash, block_tables
+from pagekv.kvmanager import block_tables
+from pagekv.kvmanager.kvcache import block_hash
 from pagekv.kvmanager.request import CacheIdentity
 
 

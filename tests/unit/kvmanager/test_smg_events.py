@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 from smg_grpc_proto.generated import common_pb2 as common
 
-from pagekv.kvmanager.block_hash import block_digest, root_digest, short_hash, token_bytes
+from pagekv.kvmanager.kvcache.block_hash import block_digest, root_digest, short_hash, token_bytes
 from pagekv.kvmanager.smg_events import MAX_BLOCKS, MAX_VOCABULARY, KvEvents
 from pagekv.kvmanager.table_diff import Diff, Removed, Stored, Tier, join
 

@@ -23,7 +23,7 @@ from scheduler_machine import SchedulerMachine
 
 from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.errors import InvariantError
-from pagekv.kvmanager.pins import Pins
+from pagekv.kvmanager.kvcache.pins import Pins
 from pagekv.kvmanager.recording_file import RecordingFile
 from pagekv.kvmanager.replay.cli import main as replay
 from pagekv.kvmanager.replay.steps import StepsError, StepsReport, replay_steps

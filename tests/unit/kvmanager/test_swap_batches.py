@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from scheduler_driver import Driver
 
-from pagekv.kvmanager.block_hash import chain_digests, root_digest, token_bytes
-from pagekv.kvmanager.block_pool import BlockPool
-from pagekv.kvmanager.host_pool import NO_BLOCK, HostPool
-from pagekv.kvmanager.prefix_table import Blocks, Chunks
+from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest, token_bytes
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
+from pagekv.kvmanager.kvcache.prefix_table import Blocks, Chunks
 from pagekv.kvmanager.request import CacheIdentity, GenerateCommand, RequestStream, SamplingParams
 from pagekv.kvmanager.sequence import Sequence, Swapped, live_request
 from pagekv.kvmanager.step_plan import Move, MoveKind

@@ -9,7 +9,7 @@ import pytest
 from fake_executor import expected_output
 from scheduler_driver import Driver, finished, moves, output
 
-from pagekv.kvmanager.host_pool import NO_BLOCK
+from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK
 from pagekv.kvmanager.request import CacheIdentity
 from pagekv.kvmanager.sequence import LiveRequest, SequenceState
 from pagekv.kvmanager.step_plan import MoveKind

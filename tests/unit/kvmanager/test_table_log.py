@@ -12,10 +12,10 @@ from scheduler_driver import Driver
 from table_reader import Reader, host_table_of, table_of
 
 from pagekv.common.errors import FellBehind, LimitExceeded, Unavailable
-from pagekv.kvmanager.block_hash import chain_digests, token_bytes
-from pagekv.kvmanager.block_pool import BlockPool
-from pagekv.kvmanager.host_pool import HostPool
-from pagekv.kvmanager.pins import Pins
+from pagekv.kvmanager.kvcache.block_hash import chain_digests, token_bytes
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.host_pool import HostPool
+from pagekv.kvmanager.kvcache.pins import Pins
 from pagekv.kvmanager.request import MediaSpan
 from pagekv.kvmanager.table_log import MAX_WATCHES, RemovedAgo, TableLog
 

@@ -19,9 +19,9 @@ import base64
 import numpy as np
 from numpy.typing import NDArray
 
-from pagekv.kvmanager.block_pool import BlockPool
-from pagekv.kvmanager.host_pool import HostPool
-from pagekv.kvmanager.prefix_table import Blocks
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.host_pool import HostPool
+from pagekv.kvmanager.kvcache.prefix_table import Blocks
 
 Bytes = NDArray[np.uint8]
 

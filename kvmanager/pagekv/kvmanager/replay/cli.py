@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pagekv.common.flags import FlagParser, integer, number, power_of_two
-from pagekv.kvmanager.eviction import DEFAULT_POLICY, DEFAULT_PROTECTED_SHARE
+from pagekv.kvmanager.kvcache.eviction_policy import DEFAULT_POLICY, DEFAULT_PROTECTED_SHARE
 from pagekv.kvmanager.replay.cache_mode import replay_cache
 from pagekv.kvmanager.replay.cost import StepCost
 from pagekv.kvmanager.replay.options import MODES, POLICIES, ReplayOptions

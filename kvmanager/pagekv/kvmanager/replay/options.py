@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagekv.kvmanager.eviction import DEFAULT_POLICY, EvictionOrder, make_order
-from pagekv.kvmanager.eviction import POLICIES as EVICTION_POLICIES
+from pagekv.kvmanager.kvcache.eviction_policy import DEFAULT_POLICY, EvictionOrder, make_order
+from pagekv.kvmanager.kvcache.eviction_policy import POLICIES as EVICTION_POLICIES
 from pagekv.kvmanager.replay.cost import StepCost
 from pagekv.kvmanager.running import SchedulerLimits
 

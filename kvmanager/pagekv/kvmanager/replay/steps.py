@@ -16,10 +16,10 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.errors import InvariantError
-from pagekv.kvmanager.eviction import make_order
-from pagekv.kvmanager.host_pool import HostPool
+from pagekv.kvmanager.kvcache.eviction_policy import make_order
+from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.request import (
     CacheIdentity,
     GenerateCommand,

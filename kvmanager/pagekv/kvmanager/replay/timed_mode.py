@@ -11,8 +11,8 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from pagekv.kvmanager.block_hash import root_digest
-from pagekv.kvmanager.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.block_hash import root_digest
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.replay.options import ReplayOptions
 from pagekv.kvmanager.replay.prompt import distinct_prefixes, prompt_ids

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pagekv.kvmanager.free_queue import FreeQueue
+from pagekv.kvmanager.kvcache.free_queue import FreeQueue
 
 Blocks = NDArray[np.int32]
 

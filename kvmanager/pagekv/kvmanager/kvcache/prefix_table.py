@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pagekv.kvmanager.continuations import FIRST, Continuations
+from pagekv.kvmanager.kvcache.prefix_trie import FIRST, Continuations
 from pagekv.kvmanager.errors import InvariantError
 
 Blocks = NDArray[np.int32]

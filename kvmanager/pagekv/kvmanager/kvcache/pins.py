@@ -12,8 +12,8 @@ from typing import Protocol
 import numpy as np
 
 from pagekv.common.errors import LimitExceeded
-from pagekv.kvmanager.block_pool import BlockPool
-from pagekv.kvmanager.prefix_table import Blocks
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.prefix_table import Blocks
 
 MAX_PINS = 4096
 MIN_LEASE_S, MAX_LEASE_S = 1, 86_400
