@@ -19,8 +19,8 @@ from pagekv.kvmanager.engine import (
     Stats,
 )
 from pagekv.kvmanager.request import CacheIdentity, FinishReason, GenerateCommand, RequestStream, SequenceDelta
-from pagekv.kvmanager.table_diff import Stored
-from pagekv.kvmanager.table_watch import TableWatch
+from pagekv.kvmanager.kvcache.events.batch import Stored
+from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 
 MODEL = ModelInfo(
     model_id="small",

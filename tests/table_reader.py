@@ -6,8 +6,8 @@ import numpy as np
 
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
-from pagekv.kvmanager.table_diff import Stored, Tier
-from pagekv.kvmanager.table_watch import TableWatch
+from pagekv.kvmanager.kvcache.events.batch import Stored, Tier
+from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 
 # Digest to parent digest and token ids.
 Table = dict[bytes, tuple[bytes, list[int]]]

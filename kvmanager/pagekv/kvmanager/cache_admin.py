@@ -25,8 +25,8 @@ from pagekv.kvmanager.prompt_counters import PromptCounters
 from pagekv.kvmanager.request import CacheIdentity, GenerateCommand
 from pagekv.kvmanager.scheduler import Scheduler
 from pagekv.kvmanager.sequence import Sequence as LiveSequence
-from pagekv.kvmanager.table_log import TableLog
-from pagekv.kvmanager.table_watch import TableWatch
+from pagekv.kvmanager.kvcache.events.log import TableLog
+from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 
 
 class CacheAdmin:

@@ -13,7 +13,7 @@ from pagekv.kvmanager.kvcache.pins import MAX_LEASE_S, MIN_LEASE_S
 from pagekv.kvmanager.prompt_input import PromptReader
 from pagekv.kvmanager.request import CacheIdentity
 from pagekv.kvmanager.serving_state import ServingState
-from pagekv.kvmanager.table_diff import Diff, Removed, Stored, Tier
+from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
 from pagekv.kvmanager.validation import check_media, check_request_id, read_cache_controls
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import cache_service_pb2_grpc as pb_grpc

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Protocol
 
 from pagekv.kvmanager.request import CacheIdentity, GenerateCommand, RequestStream
-from pagekv.kvmanager.table_watch import TableWatch
+from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from pagekv.kvmanager.introspection import EngineTotals, block_views, collect_st
 from pagekv.kvmanager.live_requests import LiveRequests
 from pagekv.kvmanager.request import CacheIdentity
 from pagekv.kvmanager.scheduler import Scheduler
-from pagekv.kvmanager.table_watch import TableWatch
+from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 
 RETRY_DELAY_S = 1.0
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pagekv.kvmanager.kvcache.block_hash import MediaKeys, media_keys
 from pagekv.kvmanager.request import CacheIdentity
-from pagekv.kvmanager.table_diff import Key, Tier
+from pagekv.kvmanager.kvcache.events.batch import Key, Tier
 
 # Chain roots, and blocks with media, that are remembered: some megabytes.
 MAX_ROOTS = 65_536

@@ -15,7 +15,7 @@ from pagekv.kvmanager.kvcache.block_hash import chain_digests, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.engine import BlockExplanation, BlockOutcome, PrefixExplanation
 from pagekv.kvmanager.request import MediaSpan
-from pagekv.kvmanager.table_log import TableLog
+from pagekv.kvmanager.kvcache.events.log import TableLog
 
 
 def explain_prefix(

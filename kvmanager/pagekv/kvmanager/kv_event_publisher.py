@@ -31,7 +31,7 @@ from pagekv.kvmanager.kv_event_format import Events, KvEventFormat, pack
 from pagekv.kvmanager.observer import Observer
 from pagekv.kvmanager.sequence import LiveRequest
 from pagekv.kvmanager.step_plan import StepPlan
-from pagekv.kvmanager.table_watch import TableWatch
+from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 
 log = Log(__name__)
 

@@ -9,7 +9,7 @@ import numpy as np
 from pagekv.kvmanager.kvcache.block_hash import block_digest, media_keys
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.sequence import Sequence
-from pagekv.kvmanager.table_log import TableLog
+from pagekv.kvmanager.kvcache.events.log import TableLog
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from smg_grpc_proto.generated import common_pb2 as common
 
 from pagekv.kvmanager.kvcache.block_hash import short_hashes
-from pagekv.kvmanager.table_diff import Diff, Removed, Stored, Tier, join
+from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier, join
 
 # Blocks in one message; one is some 30 bytes and 4 for each of its tokens.
 MAX_BLOCKS = 1024

@@ -13,7 +13,7 @@ from pagekv.kvmanager import engine_loop
 from pagekv.kvmanager.engine import BlockOutcome, CacheReset
 from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.request import CacheIdentity, GenerateCommand
-from pagekv.kvmanager.table_watch import TableWatch
+from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 
 ANY = CacheIdentity()
 EIGHT = [*range(8)]

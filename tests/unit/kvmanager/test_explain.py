@@ -8,7 +8,7 @@ from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.engine import BlockExplanation, BlockOutcome, PrefixExplanation
 from pagekv.kvmanager.explain import explain_prefix
 from pagekv.kvmanager.request import MediaSpan
-from pagekv.kvmanager.table_log import TableLog
+from pagekv.kvmanager.kvcache.events.log import TableLog
 
 HIT, NEVER, TAIL = BlockOutcome.HIT, BlockOutcome.NEVER_SEEN, BlockOutcome.PARTIAL_TAIL
 

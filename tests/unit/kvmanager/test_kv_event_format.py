@@ -18,8 +18,8 @@ from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kv_event_format import MAX_BATCH_TOKENS, Events, KvEventFormat, pack
 from pagekv.kvmanager.kvcache.pins import Pins
 from pagekv.kvmanager.request import CacheIdentity, MediaSpan
-from pagekv.kvmanager.table_diff import Diff, Removed, Stored, Tier
-from pagekv.kvmanager.table_log import TableLog
+from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
+from pagekv.kvmanager.kvcache.events.log import TableLog
 
 ROOT = root_digest("model", "", "")
 SIZE = 4

@@ -10,7 +10,7 @@ from smg_grpc_proto.generated import common_pb2 as common
 
 from pagekv.kvmanager.kvcache.block_hash import block_digest, root_digest, short_hash, token_bytes
 from pagekv.kvmanager.smg_events import MAX_BLOCKS, MAX_VOCABULARY, KvEvents
-from pagekv.kvmanager.table_diff import Diff, Removed, Stored, Tier, join
+from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier, join
 
 BLOCK = 4
 ROOT = root_digest("f00d", "", "")

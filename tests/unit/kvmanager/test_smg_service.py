@@ -26,7 +26,7 @@ from pagekv.kvmanager.kvcache.block_hash import block_digest, root_digest, token
 from pagekv.kvmanager.request import FinishReason, SequenceDelta, TokenLogprobs
 from pagekv.kvmanager.serving_state import ServingState
 from pagekv.kvmanager.smg_service import SERVICE_NAME, VllmEngine
-from pagekv.kvmanager.table_diff import Stored, Tier
+from pagekv.kvmanager.kvcache.events.batch import Stored, Tier
 from pagekv.kvmanager.tokenizer import Tokenizer
 
 

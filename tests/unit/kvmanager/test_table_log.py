@@ -17,7 +17,7 @@ from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.pins import Pins
 from pagekv.kvmanager.request import MediaSpan
-from pagekv.kvmanager.table_log import MAX_WATCHES, RemovedAgo, TableLog
+from pagekv.kvmanager.kvcache.events.log import MAX_WATCHES, RemovedAgo, TableLog
 
 SIZE = 4
 

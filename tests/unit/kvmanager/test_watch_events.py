@@ -12,8 +12,8 @@ from cache_harness import run
 from fake_engine import FakeEngine
 
 from pagekv.common.errors import LimitExceeded, Unavailable
-from pagekv.kvmanager.table_diff import Diff, Removed, Stored, Tier
-from pagekv.kvmanager.table_watch import TableWatch
+from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
+from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import cache_service_pb2_grpc as pb_grpc
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.prefix_table import PrefixTable, TableColumns
-from pagekv.kvmanager.table_diff import Stored, Tier
-from pagekv.kvmanager.table_watch import Snapshot
+from pagekv.kvmanager.kvcache.events.batch import Stored, Tier
+from pagekv.kvmanager.kvcache.events.subscription import Snapshot
 
 
 def take_snapshot(table: PrefixTable, host: HostPool | None = None) -> Snapshot:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 
 from pagekv.common.errors import FellBehind
-from pagekv.kvmanager.table_diff import Diff, Stored
+from pagekv.kvmanager.kvcache.events.batch import Diff, Stored
 
 # Changes that a reader may leave unread, those that come to nothing among them: some tens of megabytes.
 MAX_UNREAD = 131_072

@@ -1,0 +1,1 @@
+"""Changes of the prefix tables, for watchers: a batch per step boundary, a log, subscriptions."""
