@@ -17,7 +17,7 @@ from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.executor_client import Description, ExecutorLost
 from pagekv.kvmanager.failed_steps import Fault
 from pagekv.kvmanager.observer import Observer
-from pagekv.kvmanager.request import FinishReason, GenerateCommand, RequestStream, SamplingParams
+from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, RequestStream, SamplingParams
 from pagekv.kvmanager.running import SchedulerLimits
 from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
 

@@ -18,7 +18,7 @@ from pagekv.kvmanager.engine import (
     SequenceView,
     Stats,
 )
-from pagekv.kvmanager.request import CacheIdentity, FinishReason, GenerateCommand, RequestStream, SequenceDelta
+from pagekv.kvmanager.request.command import CacheIdentity, FinishReason, GenerateCommand, RequestStream, SequenceDelta
 from pagekv.kvmanager.kvcache.events.batch import Stored
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 

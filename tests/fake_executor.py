@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from pagekv.kvmanager.beam_search import BeamSearch
-from pagekv.kvmanager.request import CacheIdentity, TokenLogprobs
+from pagekv.kvmanager.request.command import CacheIdentity, TokenLogprobs
 from pagekv.kvmanager.step_plan import Move, MoveKind, StepOutcome, StepPlan
 
 

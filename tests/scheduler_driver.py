@@ -13,7 +13,7 @@ from pagekv.kvmanager.delivery import deliver
 from pagekv.kvmanager.kvcache.eviction_policy import LruOrder, SegmentedLruOrder
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.pins import Pins
-from pagekv.kvmanager.request import CacheIdentity, FinishReason, GenerateCommand, RequestStream, SamplingParams
+from pagekv.kvmanager.request.command import CacheIdentity, FinishReason, GenerateCommand, RequestStream, SamplingParams
 from pagekv.kvmanager.running import SchedulerLimits
 from pagekv.kvmanager.scheduler import Scheduler
 from pagekv.kvmanager.sequence import LiveRequest, SequenceState, live_request

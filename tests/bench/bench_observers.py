@@ -40,7 +40,7 @@ from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.executor_client import Description
 from pagekv.kvmanager.metrics import EngineCollector
 from pagekv.kvmanager.observer import Observer, RequestEnd
-from pagekv.kvmanager.request import GenerateCommand, SamplingParams
+from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request_metrics import RequestMetrics
 from pagekv.kvmanager.running import SchedulerLimits
 from pagekv.kvmanager.sequence import LiveRequest

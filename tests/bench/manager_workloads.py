@@ -20,7 +20,7 @@ from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.eviction_policy import make_order
 from pagekv.kvmanager.kvcache.host_pool import HostPool
-from pagekv.kvmanager.request import GenerateCommand, RequestStream, SamplingParams
+from pagekv.kvmanager.request.command import GenerateCommand, RequestStream, SamplingParams
 from pagekv.kvmanager.running import SchedulerLimits
 from pagekv.kvmanager.scheduler import Scheduler
 from pagekv.kvmanager.sequence import LiveRequest, live_request

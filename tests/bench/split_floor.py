@@ -12,7 +12,7 @@ import grpc
 from stream_load import GENERATE
 
 from pagekv.common.server import SERVER_OPTIONS, run_async
-from pagekv.kvmanager.fanout import Fanout
+from pagekv.kvmanager.request.wakeups import Fanout
 
 # As large as a token's message.
 MESSAGE = bytes(55)

@@ -15,7 +15,7 @@ from calls import Caller, Result, request_for
 from stack import ORACLE, Stack, running_stack
 from wire_driver import expected_output, expected_results
 
-from pagekv.kvmanager.request import GenerateCommand, SamplingParams
+from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2

@@ -16,7 +16,7 @@ from stack import running_executor
 from pagekv.executor.oracle import expected_tokens
 from pagekv.kvmanager.engine_config import EngineConfig
 from pagekv.kvmanager.engine_loop import EngineLoop
-from pagekv.kvmanager.request import CacheIdentity, FinishReason, GenerateCommand, SamplingParams
+from pagekv.kvmanager.request.command import CacheIdentity, FinishReason, GenerateCommand, SamplingParams
 from pagekv.kvmanager.running import SchedulerLimits
 
 pytestmark = pytest.mark.e2e

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
-from pagekv.kvmanager.request import FinishReason
+from pagekv.kvmanager.request.command import FinishReason
 
 # (token id, natural-log probability) pairs, best first.
 Candidates: TypeAlias = Sequence[tuple[int, float]]

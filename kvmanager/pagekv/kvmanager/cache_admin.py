@@ -22,7 +22,7 @@ from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
 from pagekv.kvmanager.known_adapters import KnownAdapters
 from pagekv.kvmanager.kvcache.pins import Holder, Pins
 from pagekv.kvmanager.prompt_counters import PromptCounters
-from pagekv.kvmanager.request import CacheIdentity, GenerateCommand
+from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand
 from pagekv.kvmanager.scheduler import Scheduler
 from pagekv.kvmanager.sequence import Sequence as LiveSequence
 from pagekv.kvmanager.kvcache.events.log import TableLog

@@ -11,7 +11,7 @@ from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotFound
 from pagekv.kvmanager.engine import BlockExplanation, BlockView, Engine
 from pagekv.kvmanager.kvcache.pins import MAX_LEASE_S, MIN_LEASE_S
 from pagekv.kvmanager.prompt_input import PromptReader
-from pagekv.kvmanager.request import CacheIdentity
+from pagekv.kvmanager.request.command import CacheIdentity
 from pagekv.kvmanager.serving_state import ServingState
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
 from pagekv.kvmanager.validation import check_media, check_request_id, read_cache_controls

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pagekv.common.errors import InvalidRequest, Unavailable
 from pagekv.kvmanager.engine import ModelInfo
-from pagekv.kvmanager.request import GenerateCommand
+from pagekv.kvmanager.request.command import GenerateCommand
 
 
 def blocks_needed(num_tokens: int, block_size: int, beam_width: int = 0) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagekv.kvmanager.request import FinishReason, SequenceDelta
+from pagekv.kvmanager.request.command import FinishReason, SequenceDelta
 from pagekv.kvmanager.sequence import LiveRequest, Sequence, SequenceState
 from pagekv.kvmanager.step_plan import Committed, StepOutcome
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pagekv.kvmanager.request import FinishReason
+from pagekv.kvmanager.request.command import FinishReason
 from pagekv.kvmanager.sequence_rows import Rows, SequenceRows, span
 from pagekv.kvmanager.step_plan import Ending
 

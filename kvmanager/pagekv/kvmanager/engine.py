@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from pagekv.kvmanager.request import CacheIdentity, GenerateCommand, RequestStream
+from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand, RequestStream
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 
 

@@ -34,7 +34,7 @@ from pagekv.kvmanager.introspection import EngineTotals
 from pagekv.kvmanager.live_requests import LiveRequests
 from pagekv.kvmanager.observer import Observer, Observers, RequestEnd
 from pagekv.kvmanager.reconnect import Reconnect
-from pagekv.kvmanager.request import GenerateCommand, RequestStream
+from pagekv.kvmanager.request.command import GenerateCommand, RequestStream
 from pagekv.kvmanager.scheduler import Scheduler
 from pagekv.kvmanager.sequence import LiveRequest
 from pagekv.kvmanager.steps_in_flight import StepsInFlight

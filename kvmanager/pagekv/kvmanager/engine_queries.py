@@ -21,7 +21,7 @@ from pagekv.kvmanager.engine_config import EngineConfig
 from pagekv.kvmanager.engine_view import EngineView
 from pagekv.kvmanager.introspection import EngineTotals, block_views, collect_stats, request_views, sequence_views
 from pagekv.kvmanager.live_requests import LiveRequests
-from pagekv.kvmanager.request import CacheIdentity
+from pagekv.kvmanager.request.command import CacheIdentity
 from pagekv.kvmanager.scheduler import Scheduler
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 

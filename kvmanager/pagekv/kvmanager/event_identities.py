@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from pagekv.kvmanager.kvcache.block_hash import MediaKeys, media_keys
-from pagekv.kvmanager.request import CacheIdentity
+from pagekv.kvmanager.request.command import CacheIdentity
 from pagekv.kvmanager.kvcache.events.batch import Key, Tier
 
 # Chain roots, and blocks with media, that are remembered: some megabytes.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 
 from pagekv.kvmanager.engine import Engine
-from pagekv.kvmanager.request import (
+from pagekv.kvmanager.request.command import (
     FinishReason,
     GenerateCommand,
     KeptLogprobs,

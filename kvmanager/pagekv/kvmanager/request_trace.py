@@ -23,7 +23,7 @@ from pagekv.kvmanager.kvcache.block_hash import TOKEN_BYTES, block_digest, chain
 from pagekv.kvmanager.engine import ModelInfo
 from pagekv.kvmanager.observer import Observer, RequestEnd
 from pagekv.kvmanager.recording_file import RecordingFile
-from pagekv.kvmanager.request import GenerateCommand
+from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.sequence import LiveRequest
 
 # Requests that have ended and wait for an earlier one, so that lines come in order of arrival. With more the earlier

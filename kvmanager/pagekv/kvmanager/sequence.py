@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pagekv.kvmanager.beam_search import BeamSearch
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
-from pagekv.kvmanager.request import GenerateCommand, RequestStream
+from pagekv.kvmanager.request.command import GenerateCommand, RequestStream
 
 NO_HANDLE = -1
 # A position behind every other.

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from pagekv.kvmanager.detokenizer import Detokenizer
-from pagekv.kvmanager.request import FinishReason, GenerateCommand, SequenceDelta, TokenLogprobs
+from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, SequenceDelta, TokenLogprobs
 from pagekv.kvmanager.stop_strings import StopMatcher, StopStrings
 from pagekv.kvmanager.tokenizer import Tokenizer
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pagekv.kvmanager.request import FinishReason, TokenLogprobs
+from pagekv.kvmanager.request.command import FinishReason, TokenLogprobs
 from pagekv.kvmanager.sequence import LiveRequest, Sequence
 
 _NOBODY = np.empty(0, np.intp)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pagekv.kvmanager.request import GenerateCommand
+from pagekv.kvmanager.request.command import GenerateCommand
 
 
 def with_caller(command: GenerateCommand, context: Any) -> GenerateCommand:

@@ -13,7 +13,7 @@ from pagekv.kvmanager.beam_search import MAX_CANDIDATES
 from pagekv.kvmanager.capacity import check_output_fits, check_prompt_fits, longest_sequence
 from pagekv.kvmanager.engine import ModelInfo
 from pagekv.kvmanager.prompt_input import PromptReader, check_token_ids
-from pagekv.kvmanager.request import CacheIdentity, GenerateCommand, MediaSpan, SamplingParams
+from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand, MediaSpan, SamplingParams
 from pagekv.kvmanager.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

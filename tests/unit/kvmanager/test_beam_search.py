@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pagekv.kvmanager.beam_search import BeamSearch, Candidates, Continuation, Hypothesis
-from pagekv.kvmanager.request import FinishReason
+from pagekv.kvmanager.request.command import FinishReason
 
 VOCAB = 48
 WIDTHS = [2, 3, 4, 5, 8]

@@ -13,7 +13,7 @@ from pagekv.kvmanager.kvcache.block_hash import (
     short_hashes,
     token_bytes,
 )
-from pagekv.kvmanager.request import MediaSpan
+from pagekv.kvmanager.request.command import MediaSpan
 
 
 def test_known_answers() -> None:

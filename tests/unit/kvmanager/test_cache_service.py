@@ -11,7 +11,7 @@ from cache_harness import TOKENIZER, run
 from fake_engine import FakeEngine
 
 from pagekv.common.errors import LimitExceeded
-from pagekv.kvmanager.request import CacheIdentity, GenerateCommand, MediaSpan, SamplingParams
+from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand, MediaSpan, SamplingParams
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import cache_service_pb2_grpc as pb_grpc
 from pagekv.v1 import types_pb2

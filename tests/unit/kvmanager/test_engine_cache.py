@@ -12,7 +12,7 @@ from pagekv.common.errors import LimitExceeded, Unavailable
 from pagekv.kvmanager import engine_loop
 from pagekv.kvmanager.engine import BlockOutcome, CacheReset
 from pagekv.kvmanager.engine_loop import EngineLoop
-from pagekv.kvmanager.request import CacheIdentity, GenerateCommand
+from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 
 ANY = CacheIdentity()

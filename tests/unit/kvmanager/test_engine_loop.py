@@ -18,7 +18,7 @@ from pagekv.kvmanager.engine import CacheReset
 from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.executor_client import AttachRefused, ExecutorLink, ExecutorLost
 from pagekv.kvmanager.observer import Observer, RequestEnd
-from pagekv.kvmanager.request import CacheIdentity, FinishReason, GenerateCommand, SamplingParams
+from pagekv.kvmanager.request.command import CacheIdentity, FinishReason, GenerateCommand, SamplingParams
 from pagekv.kvmanager.sequence import LiveRequest
 from pagekv.kvmanager.step_plan import StepOutcome
 from pagekv.kvmanager.swap_policy import SwapPolicy

@@ -7,7 +7,7 @@ from cached_prefixes import ROOT, Clock, cache, evict_all, hold, root_of
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.engine import BlockExplanation, BlockOutcome, PrefixExplanation
 from pagekv.kvmanager.explain import explain_prefix
-from pagekv.kvmanager.request import MediaSpan
+from pagekv.kvmanager.request.command import MediaSpan
 from pagekv.kvmanager.kvcache.events.log import TableLog
 
 HIT, NEVER, TAIL = BlockOutcome.HIT, BlockOutcome.NEVER_SEEN, BlockOutcome.PARTIAL_TAIL

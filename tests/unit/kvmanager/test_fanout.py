@@ -9,8 +9,8 @@ import engine_harness
 import pytest
 
 from pagekv.kvmanager.engine_loop import EngineLoop
-from pagekv.kvmanager.fanout import MADE_AT_ONCE, READERS_AT_ONCE, Fanout
-from pagekv.kvmanager.request import FinishReason, RequestStream, SequenceDelta
+from pagekv.kvmanager.request.wakeups import MADE_AT_ONCE, READERS_AT_ONCE, Fanout
+from pagekv.kvmanager.request.command import FinishReason, RequestStream, SequenceDelta
 
 
 def run(body: Coroutine[object, object, None]) -> None:

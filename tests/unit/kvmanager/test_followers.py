@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagekv.kvmanager.followers import Followers
-from pagekv.kvmanager.request import GenerateCommand, RequestStream, SamplingParams
+from pagekv.kvmanager.request.command import GenerateCommand, RequestStream, SamplingParams
 from pagekv.kvmanager.sequence import Sequence, live_request
 
 

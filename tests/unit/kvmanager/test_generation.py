@@ -9,7 +9,7 @@ import grpc
 import pytest
 from inference_harness import ABORT, LENGTH, STOP, TOKENIZER, Harness, bytes_of, request, run, tokens_of
 
-from pagekv.kvmanager.request import FinishReason, SequenceDelta, TokenLogprobs
+from pagekv.kvmanager.request.command import FinishReason, SequenceDelta, TokenLogprobs
 from pagekv.v1 import inference_service_pb2 as pb
 
 

@@ -9,7 +9,7 @@ from fake_executor import expected_output
 from scheduler_driver import VOCAB, Driver, finished, moves, output, results
 
 from pagekv.kvmanager.admission import PATIENCE_STEPS
-from pagekv.kvmanager.request import CacheIdentity
+from pagekv.kvmanager.request.command import CacheIdentity
 from pagekv.kvmanager.sequence import HOLDING, LiveRequest, SequenceState
 from pagekv.kvmanager.step_plan import MoveKind
 

@@ -11,7 +11,7 @@ from google.rpc import error_details_pb2
 from inference_harness import Harness, detail, refusal, request, run, tokens_of
 
 from pagekv.common.errors import InvalidRequest, Overloaded, Unavailable
-from pagekv.kvmanager.request import FinishReason
+from pagekv.kvmanager.request.command import FinishReason
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
 

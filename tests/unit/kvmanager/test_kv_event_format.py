@@ -17,7 +17,7 @@ from pagekv.kvmanager.event_identities import EventIdentities
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kv_event_format import MAX_BATCH_TOKENS, Events, KvEventFormat, pack
 from pagekv.kvmanager.kvcache.pins import Pins
-from pagekv.kvmanager.request import CacheIdentity, MediaSpan
+from pagekv.kvmanager.request.command import CacheIdentity, MediaSpan
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
 from pagekv.kvmanager.kvcache.events.log import TableLog
 

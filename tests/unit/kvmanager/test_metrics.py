@@ -24,7 +24,7 @@ import pagekv.kvmanager
 from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.http_server import HttpServer
 from pagekv.kvmanager.metrics import EngineCollector, metrics_routes
-from pagekv.kvmanager.request import GenerateCommand, SamplingParams
+from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request_metrics import RequestMetrics
 from pagekv.kvmanager.running import SchedulerLimits
 from pagekv.kvmanager.swap_policy import SwapPolicy

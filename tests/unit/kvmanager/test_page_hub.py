@@ -20,7 +20,7 @@ from pagekv.kvmanager.page import hub as hub_module
 from pagekv.kvmanager.page.frame import request_rows
 from pagekv.kvmanager.page.hub import MAX_VIEWERS, PageHub, Viewer
 from pagekv.kvmanager.page.states import device_bytes, host_bytes
-from pagekv.kvmanager.request import CacheIdentity
+from pagekv.kvmanager.request.command import CacheIdentity
 from pagekv.kvmanager.running import SchedulerLimits
 from pagekv.kvmanager.swap_policy import SwapPolicy
 

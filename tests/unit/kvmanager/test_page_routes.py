@@ -20,7 +20,7 @@ from pagekv.kvmanager.http_server import MAX_BODY_BYTES, HttpServer
 from pagekv.kvmanager.page import routes
 from pagekv.kvmanager.page.hub import MAX_VIEWERS, PageHub
 from pagekv.kvmanager.page.routes import Page
-from pagekv.kvmanager.request import CacheIdentity
+from pagekv.kvmanager.request.command import CacheIdentity
 from pagekv.kvmanager.server import Manager
 from pagekv.kvmanager.serving_state import ServingState
 

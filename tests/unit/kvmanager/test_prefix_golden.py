@@ -11,7 +11,7 @@ from scheduler_driver import VOCAB, Driver, finished, output
 
 from pagekv.kvmanager import block_tables
 from pagekv.kvmanager.kvcache import block_hash
-from pagekv.kvmanager.request import CacheIdentity, MediaSpan
+from pagekv.kvmanager.request.command import CacheIdentity, MediaSpan
 from pagekv.kvmanager.sequence import LiveRequest
 
 

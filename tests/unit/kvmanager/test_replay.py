@@ -23,7 +23,7 @@ from pagekv.kvmanager.replay.report import Row, Timing
 from pagekv.kvmanager.replay.simulated_executor import BegunStep, SimulatedExecutor
 from pagekv.kvmanager.replay.timed_mode import replay_timed
 from pagekv.kvmanager.replay.trace import TraceRecord, read_trace
-from pagekv.kvmanager.request import GenerateCommand, RequestStream, SamplingParams
+from pagekv.kvmanager.request.command import GenerateCommand, RequestStream, SamplingParams
 from pagekv.kvmanager.running import SchedulerLimits
 from pagekv.kvmanager.scheduler import Scheduler
 from pagekv.kvmanager.sequence import LiveRequest, live_request

@@ -13,7 +13,7 @@ from engine_harness import Bench, command, read
 
 from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.observer import RequestEnd
-from pagekv.kvmanager.request import GenerateCommand, SamplingParams
+from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request_spans import MAX_SPANS, RequestSpans, Span, TracedRequest, wall_ns
 from pagekv.kvmanager.running import SchedulerLimits
 from pagekv.kvmanager.swap_policy import SwapPolicy

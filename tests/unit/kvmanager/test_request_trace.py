@@ -18,7 +18,7 @@ from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.recording_file import RecordingFile
 from pagekv.kvmanager.replay.cli import main as replay
 from pagekv.kvmanager.replay.trace import read_trace
-from pagekv.kvmanager.request import CacheIdentity, GenerateCommand, MediaSpan, SamplingParams
+from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand, MediaSpan, SamplingParams
 from pagekv.kvmanager.request_trace import RequestTrace, hash_ids
 
 EIGHT = [*range(8)]

@@ -1,7 +1,7 @@
 from fake_executor import expected_output
 from scheduler_driver import VOCAB, Driver, finished, output, streamed
 
-from pagekv.kvmanager.request import FinishReason
+from pagekv.kvmanager.request.command import FinishReason
 from pagekv.kvmanager.sequence import SequenceState
 
 

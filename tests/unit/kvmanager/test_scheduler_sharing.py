@@ -9,7 +9,7 @@ from scheduler_driver import VOCAB, Driver, copies, output
 
 from pagekv.kvmanager import block_tables
 from pagekv.kvmanager.kvcache import block_hash
-from pagekv.kvmanager.request import CacheIdentity
+from pagekv.kvmanager.request.command import CacheIdentity
 
 
 def expect(prompt: list[int], max_tokens: int) -> list[int]:

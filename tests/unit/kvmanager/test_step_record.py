@@ -27,7 +27,7 @@ from pagekv.kvmanager.kvcache.pins import Pins
 from pagekv.kvmanager.recording_file import RecordingFile
 from pagekv.kvmanager.replay.cli import main as replay
 from pagekv.kvmanager.replay.steps import StepsError, StepsReport, replay_steps
-from pagekv.kvmanager.request import CacheIdentity, GenerateCommand, SamplingParams
+from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand, SamplingParams
 from pagekv.kvmanager.running import SchedulerLimits
 from pagekv.kvmanager.step_record import COLUMNS, RecordedScheduler, StepRecorder
 from pagekv.kvmanager.swap_policy import SwapPolicy

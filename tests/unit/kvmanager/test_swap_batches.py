@@ -17,7 +17,7 @@ from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest, toke
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
 from pagekv.kvmanager.kvcache.prefix_table import Blocks, Chunks
-from pagekv.kvmanager.request import CacheIdentity, GenerateCommand, RequestStream, SamplingParams
+from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand, RequestStream, SamplingParams
 from pagekv.kvmanager.sequence import Sequence, Swapped, live_request
 from pagekv.kvmanager.step_plan import Move, MoveKind
 from pagekv.kvmanager.swapping import SwapCounters, Swapper

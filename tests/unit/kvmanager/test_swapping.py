@@ -10,7 +10,7 @@ from fake_executor import expected_output
 from scheduler_driver import Driver, finished, moves, output
 
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK
-from pagekv.kvmanager.request import CacheIdentity
+from pagekv.kvmanager.request.command import CacheIdentity
 from pagekv.kvmanager.sequence import LiveRequest, SequenceState
 from pagekv.kvmanager.step_plan import MoveKind
 from pagekv.kvmanager.swap_policy import SwapPolicy

@@ -16,7 +16,7 @@ from pagekv.kvmanager.kvcache.block_hash import chain_digests, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.pins import Pins
-from pagekv.kvmanager.request import MediaSpan
+from pagekv.kvmanager.request.command import MediaSpan
 from pagekv.kvmanager.kvcache.events.log import MAX_WATCHES, RemovedAgo, TableLog
 
 SIZE = 4

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from pagekv.kvmanager.histogram import Histogram
-from pagekv.kvmanager.request import GenerateCommand, RequestStream, SamplingParams
+from pagekv.kvmanager.request.command import GenerateCommand, RequestStream, SamplingParams
 from pagekv.kvmanager.sequence import NO_HANDLE, LiveRequest, Sequence, live_request
 from pagekv.kvmanager.step_plan import NewSequence
 from pagekv.kvmanager.token_gaps import TokenGaps

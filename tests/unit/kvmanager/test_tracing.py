@@ -16,7 +16,7 @@ from otlp_collector import collector
 
 from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.failed_steps import Fault
-from pagekv.kvmanager.request import GenerateCommand, SamplingParams
+from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request_spans import RequestSpans
 from pagekv.kvmanager.tracing import Tracing, otlp_processor
 

@@ -17,7 +17,7 @@ from generate_requests import (
     sampled,
 )
 
-from pagekv.kvmanager.request import CacheIdentity, GenerateCommand, MediaSpan, SamplingParams
+from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand, MediaSpan, SamplingParams
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
 

@@ -19,7 +19,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from pagekv.kvmanager.request import MediaSpan
+from pagekv.kvmanager.request.command import MediaSpan
 
 DIGEST_BYTES = 32
 TOKEN_BYTES = 4

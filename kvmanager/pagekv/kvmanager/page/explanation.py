@@ -7,7 +7,7 @@ from typing import Any
 from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.engine import BlockExplanation, Engine
 from pagekv.kvmanager.prompt_input import PromptReader, check_token_ids
-from pagekv.kvmanager.request import CacheIdentity
+from pagekv.kvmanager.request.command import CacheIdentity
 from pagekv.kvmanager.serving_state import Served
 from pagekv.kvmanager.tokenizer import Tokenizer
 from pagekv.kvmanager.validation import MAX_NAME_BYTES

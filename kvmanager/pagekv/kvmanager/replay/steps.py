@@ -20,7 +20,7 @@ from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.eviction_policy import make_order
 from pagekv.kvmanager.kvcache.host_pool import HostPool
-from pagekv.kvmanager.request import (
+from pagekv.kvmanager.request.command import (
     CacheIdentity,
     GenerateCommand,
     MediaSpan,

@@ -19,7 +19,7 @@ from pagekv.kvmanager.replay.prompt import distinct_prefixes, prompt_ids
 from pagekv.kvmanager.replay.report import Row, Spread, Timing
 from pagekv.kvmanager.replay.simulated_executor import BegunStep, SimulatedExecutor
 from pagekv.kvmanager.replay.trace import TraceRecord
-from pagekv.kvmanager.request import GenerateCommand, RequestStream, SamplingParams
+from pagekv.kvmanager.request.command import GenerateCommand, RequestStream, SamplingParams
 from pagekv.kvmanager.scheduler import Scheduler
 from pagekv.kvmanager.sequence import LiveRequest, live_request
 

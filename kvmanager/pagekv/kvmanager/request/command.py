@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeVar, overload
 
-from pagekv.kvmanager.fanout import Fanout
+from pagekv.kvmanager.request.wakeups import Fanout
 
 T = TypeVar("T")
 

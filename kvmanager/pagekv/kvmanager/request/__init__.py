@@ -1,0 +1,1 @@
+"""One Generate call as the engine sees it: the validated command, the stream of its results."""
