@@ -18,8 +18,8 @@ from pagekv.kvmanager.executor_client import Description, ExecutorLost
 from pagekv.kvmanager.failed_steps import Fault
 from pagekv.kvmanager.observer import Observer
 from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, RequestStream, SamplingParams
-from pagekv.kvmanager.running import SchedulerLimits
-from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
+from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.step_plan import StepOutcome, StepPlan
 
 VOCAB = 50
 DESCRIPTION = Description(

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pagekv.kvmanager.beam_search import BeamSearch
+from pagekv.kvmanager.scheduling.beam_search import BeamSearch
 from pagekv.kvmanager.request.command import CacheIdentity, TokenLogprobs
-from pagekv.kvmanager.step_plan import Move, MoveKind, StepOutcome, StepPlan
+from pagekv.kvmanager.scheduling.step_plan import Move, MoveKind, StepOutcome, StepPlan
 
 
 def next_token(prefix: tuple[int, ...], vocab: int) -> int:

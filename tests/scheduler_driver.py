@@ -14,11 +14,11 @@ from pagekv.kvmanager.kvcache.eviction_policy import LruOrder, SegmentedLruOrder
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.pins import Pins
 from pagekv.kvmanager.request.command import CacheIdentity, FinishReason, GenerateCommand, RequestStream, SamplingParams
-from pagekv.kvmanager.running import SchedulerLimits
-from pagekv.kvmanager.scheduler import Scheduler
-from pagekv.kvmanager.sequence import LiveRequest, SequenceState, live_request
-from pagekv.kvmanager.step_plan import MoveKind, StepPlan
-from pagekv.kvmanager.swap_policy import SwapPolicy
+from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.scheduler import Scheduler
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, SequenceState, live_request
+from pagekv.kvmanager.scheduling.step_plan import MoveKind, StepPlan
+from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
 
 VOCAB = 97
 

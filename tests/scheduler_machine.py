@@ -18,11 +18,11 @@ from scheduler_driver import Driver, finished, output, results
 from wire_driver import WireDriver
 
 from pagekv.common.errors import LimitExceeded
-from pagekv.kvmanager.beam_search import BeamSearch
+from pagekv.kvmanager.scheduling.beam_search import BeamSearch
 from pagekv.kvmanager.kvcache.block_hash import chain_digests, token_bytes
 from pagekv.kvmanager.capacity import blocks_needed, total_tokens
 from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand, MediaSpan
-from pagekv.kvmanager.sequence import LiveRequest, SequenceState
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, SequenceState
 
 # Two media that differ where they look alike to the tokens, and one in the middle of a prompt.
 MEDIA = [(), (), (MediaSpan(0, 3, "aa"),), (MediaSpan(0, 3, "bb"),), (MediaSpan(5, 2, "cc"),)]

@@ -42,9 +42,9 @@ from pagekv.kvmanager.metrics import EngineCollector
 from pagekv.kvmanager.observer import Observer, RequestEnd
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request_metrics import RequestMetrics
-from pagekv.kvmanager.running import SchedulerLimits
-from pagekv.kvmanager.sequence import LiveRequest
-from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
+from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.sequence import LiveRequest
+from pagekv.kvmanager.scheduling.step_plan import StepOutcome, StepPlan
 
 RUNNING = 256
 BLOCK_SIZE = 16

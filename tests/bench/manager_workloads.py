@@ -21,11 +21,11 @@ from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.eviction_policy import make_order
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.request.command import GenerateCommand, RequestStream, SamplingParams
-from pagekv.kvmanager.running import SchedulerLimits
-from pagekv.kvmanager.scheduler import Scheduler
-from pagekv.kvmanager.sequence import LiveRequest, live_request
-from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
-from pagekv.kvmanager.swap_policy import SwapPolicy
+from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.scheduler import Scheduler
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, live_request
+from pagekv.kvmanager.scheduling.step_plan import StepOutcome, StepPlan
+from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
 from pagekv.kvmanager.wire import step_request
 
 BLOCK_SIZE = 16

@@ -17,7 +17,7 @@ from pagekv.executor.oracle import expected_tokens
 from pagekv.kvmanager.engine_config import EngineConfig
 from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.request.command import CacheIdentity, FinishReason, GenerateCommand, SamplingParams
-from pagekv.kvmanager.running import SchedulerLimits
+from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
 
 pytestmark = pytest.mark.e2e
 

@@ -13,7 +13,7 @@ from cpu_driver import Driver, prompts_of, save_model
 
 from pagekv.executor.backend import BlockCopies, CopyKind, Sampling, Scheduled, SequenceState
 from pagekv.executor.cpu import CpuBackend
-from pagekv.kvmanager.beam_search import BeamSearch, Candidates
+from pagekv.kvmanager.scheduling.beam_search import BeamSearch, Candidates
 
 WIDTH, RESULTS, NEW = 5, 3, 12
 

@@ -20,7 +20,7 @@ from wire_driver import WireDriver, WireExecutor
 
 from pagekv.executor.backend import BlockCopies, CopyKind
 from pagekv.executor.cpu import CpuBackend
-from pagekv.kvmanager.sequence import LiveRequest
+from pagekv.kvmanager.scheduling.sequence import LiveRequest
 
 
 class SummingBackend(CpuBackend):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from radix_tree import RadixTree
 from scheduler_driver import Driver, output
 
-from pagekv.kvmanager.sequence import Sequence
+from pagekv.kvmanager.scheduling.sequence import Sequence
 
 # Two tokens only, so prefixes collide all the time.
 VOCAB = 2

@@ -23,8 +23,8 @@ from pagekv.kvmanager.known_adapters import KnownAdapters
 from pagekv.kvmanager.kvcache.pins import Holder, Pins
 from pagekv.kvmanager.prompt_counters import PromptCounters
 from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand
-from pagekv.kvmanager.scheduler import Scheduler
-from pagekv.kvmanager.sequence import Sequence as LiveSequence
+from pagekv.kvmanager.scheduling.scheduler import Scheduler
+from pagekv.kvmanager.scheduling.sequence import Sequence as LiveSequence
 from pagekv.kvmanager.kvcache.events.log import TableLog
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 

@@ -11,8 +11,8 @@ from pagekv.kvmanager import observe_config
 from pagekv.kvmanager.engine_config import EngineConfig
 from pagekv.kvmanager.kvcache.eviction_policy import DEFAULT_POLICY, DEFAULT_PROTECTED_SHARE, POLICIES
 from pagekv.kvmanager.observe_config import ObserveConfig
-from pagekv.kvmanager.running import SchedulerLimits
-from pagekv.kvmanager.swap_policy import MODES, SwapPolicy
+from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.swap_policy import MODES, SwapPolicy
 
 # --tokenizer: as the executor's model has it, or none at all.
 FROM_EXECUTOR, NO_TOKENIZER = "auto", "none"

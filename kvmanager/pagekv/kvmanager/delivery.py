@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pagekv.kvmanager.request.command import FinishReason, SequenceDelta
-from pagekv.kvmanager.sequence import LiveRequest, Sequence, SequenceState
-from pagekv.kvmanager.step_plan import Committed, StepOutcome
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, Sequence, SequenceState
+from pagekv.kvmanager.scheduling.step_plan import Committed, StepOutcome
 
 
 def deliver(committed: Committed, outcome: StepOutcome) -> list[Sequence]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pagekv.kvmanager.engine import ModelInfo
 from pagekv.kvmanager.engine_config import EngineConfig
 from pagekv.kvmanager.executor_client import AttachRefused, Description
-from pagekv.kvmanager.running import SchedulerLimits
+from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
 
 
 def plan_deployment(description: Description, config: EngineConfig) -> ModelInfo:

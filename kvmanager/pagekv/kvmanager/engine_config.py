@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagekv.kvmanager.running import SchedulerLimits
+from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
 
 
 @dataclass(frozen=True, slots=True)

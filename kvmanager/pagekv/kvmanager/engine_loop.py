@@ -35,8 +35,8 @@ from pagekv.kvmanager.live_requests import LiveRequests
 from pagekv.kvmanager.observer import Observer, Observers, RequestEnd
 from pagekv.kvmanager.reconnect import Reconnect
 from pagekv.kvmanager.request.command import GenerateCommand, RequestStream
-from pagekv.kvmanager.scheduler import Scheduler
-from pagekv.kvmanager.sequence import LiveRequest
+from pagekv.kvmanager.scheduling.scheduler import Scheduler
+from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.steps_in_flight import StepsInFlight
 
 log = Log(__name__)

@@ -22,7 +22,7 @@ from pagekv.kvmanager.engine_view import EngineView
 from pagekv.kvmanager.introspection import EngineTotals, block_views, collect_stats, request_views, sequence_views
 from pagekv.kvmanager.live_requests import LiveRequests
 from pagekv.kvmanager.request.command import CacheIdentity
-from pagekv.kvmanager.scheduler import Scheduler
+from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 
 RETRY_DELAY_S = 1.0

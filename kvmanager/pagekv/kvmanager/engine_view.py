@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pagekv.kvmanager.cache_admin import CacheAdmin
 from pagekv.kvmanager.live_requests import LiveRequests
-from pagekv.kvmanager.scheduler import Scheduler
+from pagekv.kvmanager.scheduling.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from enum import Enum
 
 from pagekv.common.errors import ComputationFailed
-from pagekv.kvmanager.sequence import LiveRequest, Sequence
-from pagekv.kvmanager.step_plan import StepPlan
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, Sequence
+from pagekv.kvmanager.scheduling.step_plan import StepPlan
 
 
 class Fault(Enum):

@@ -9,9 +9,9 @@ import numpy as np
 
 from pagekv.kvmanager.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine import BlockView, RequestView, SequenceView, Stats
-from pagekv.kvmanager.scheduler import Scheduler
-from pagekv.kvmanager.sequence import LiveRequest, SequenceState
-from pagekv.kvmanager.step_plan import StepOutcome
+from pagekv.kvmanager.scheduling.scheduler import Scheduler
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, SequenceState
+from pagekv.kvmanager.scheduling.step_plan import StepOutcome
 
 
 @dataclass(slots=True)

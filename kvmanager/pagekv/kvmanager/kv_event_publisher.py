@@ -29,8 +29,8 @@ from pagekv.kvmanager.engine import ModelInfo
 from pagekv.kvmanager.event_identities import EventIdentities
 from pagekv.kvmanager.kv_event_format import Events, KvEventFormat, pack
 from pagekv.kvmanager.observer import Observer
-from pagekv.kvmanager.sequence import LiveRequest
-from pagekv.kvmanager.step_plan import StepPlan
+from pagekv.kvmanager.scheduling.sequence import LiveRequest
+from pagekv.kvmanager.scheduling.step_plan import StepPlan
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 
 log = Log(__name__)

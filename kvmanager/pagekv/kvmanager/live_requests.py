@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from pagekv.kvmanager.request.wakeups import Fanout
 from pagekv.kvmanager.request.command import GenerateCommand, RequestStream
-from pagekv.kvmanager.sequence import LiveRequest, Sequence, SequenceState, live_request
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, Sequence, SequenceState, live_request
 
 
 class LiveRequests:

@@ -11,8 +11,8 @@ from enum import Enum
 
 from pagekv.common.logs import Log
 from pagekv.kvmanager.engine import ModelInfo
-from pagekv.kvmanager.sequence import LiveRequest
-from pagekv.kvmanager.step_plan import Committed, StepOutcome, StepPlan
+from pagekv.kvmanager.scheduling.sequence import LiveRequest
+from pagekv.kvmanager.scheduling.step_plan import Committed, StepOutcome, StepPlan
 
 log = Log(__name__)
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from pagekv.kvmanager.histogram import Histogram
 from pagekv.kvmanager.observer import Observer, RequestEnd
-from pagekv.kvmanager.sequence import LiveRequest
-from pagekv.kvmanager.step_plan import Committed, StepOutcome, StepPlan
+from pagekv.kvmanager.scheduling.sequence import LiveRequest
+from pagekv.kvmanager.scheduling.step_plan import Committed, StepOutcome, StepPlan
 from pagekv.kvmanager.token_gaps import TokenGaps
 
 # vLLM's bounds, with finer ones below for small models and fast requests. Seconds.

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from pagekv.kvmanager.engine import ModelInfo
 from pagekv.kvmanager.observer import Observer, RequestEnd
-from pagekv.kvmanager.sequence import LiveRequest, Sequence
-from pagekv.kvmanager.step_plan import Committed, NewSequence, StepOutcome, StepPlan
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, Sequence
+from pagekv.kvmanager.scheduling.step_plan import Committed, NewSequence, StepOutcome, StepPlan
 
 # Of one request; more are counted and dropped.
 MAX_SPANS = 256

@@ -24,7 +24,7 @@ from pagekv.kvmanager.engine import ModelInfo
 from pagekv.kvmanager.observer import Observer, RequestEnd
 from pagekv.kvmanager.recording_file import RecordingFile
 from pagekv.kvmanager.request.command import GenerateCommand
-from pagekv.kvmanager.sequence import LiveRequest
+from pagekv.kvmanager.scheduling.sequence import LiveRequest
 
 # Requests that have ended and wait for an earlier one, so that lines come in order of arrival. With more the earlier
 # one comes later.

@@ -32,10 +32,10 @@ from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.prefix_table import Blocks
 from pagekv.kvmanager.recording_file import RecordingFile
-from pagekv.kvmanager.running import SchedulerLimits
-from pagekv.kvmanager.scheduler import Scheduler
-from pagekv.kvmanager.sequence import LiveRequest, Sequence
-from pagekv.kvmanager.step_plan import Committed, MoveKind, StepOutcome, StepPlan
+from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.scheduler import Scheduler
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, Sequence
+from pagekv.kvmanager.scheduling.step_plan import Committed, MoveKind, StepOutcome, StepPlan
 
 FORMAT, VERSION = "pagekv steps", 1
 # Of SamplingParams, what the scheduler looks at.

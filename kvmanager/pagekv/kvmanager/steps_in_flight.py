@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from pagekv.kvmanager.errors import InvariantError
-from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
+from pagekv.kvmanager.scheduling.step_plan import StepOutcome, StepPlan
 
 
 class StepsInFlight:

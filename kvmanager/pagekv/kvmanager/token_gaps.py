@@ -14,8 +14,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from pagekv.kvmanager.histogram import Histogram
-from pagekv.kvmanager.sequence import LiveRequest, Sequence
-from pagekv.kvmanager.step_plan import NewSequence
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, Sequence
+from pagekv.kvmanager.scheduling.step_plan import NewSequence
 
 _NONE = np.empty(0, np.int64)
 

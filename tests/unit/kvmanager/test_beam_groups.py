@@ -5,8 +5,8 @@ from fake_executor import expected_beams
 from scheduler_driver import VOCAB, Driver, copies, finished, results
 from wire_driver import WireDriver, expected_results
 
-from pagekv.kvmanager.beam_search import BeamSearch
-from pagekv.kvmanager.sequence import LiveRequest, SequenceState
+from pagekv.kvmanager.scheduling.beam_search import BeamSearch
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, SequenceState
 
 
 def expect(prompt: list[int], width: int, n: int, max_tokens: int, ends: tuple[int, ...] = ()) -> list[list[int]]:

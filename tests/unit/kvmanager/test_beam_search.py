@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pagekv.kvmanager.beam_search import BeamSearch, Candidates, Continuation, Hypothesis
+from pagekv.kvmanager.scheduling.beam_search import BeamSearch, Candidates, Continuation, Hypothesis
 from pagekv.kvmanager.request.command import FinishReason
 
 VOCAB = 48

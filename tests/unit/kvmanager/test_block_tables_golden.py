@@ -11,7 +11,7 @@ from fake_executor import expected_output
 from scheduler_driver import VOCAB, Driver, finished, output
 
 from pagekv.kvmanager.introspection import utilization
-from pagekv.kvmanager.sequence import LiveRequest, SequenceState
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, SequenceState
 
 
 def table(request: LiveRequest, index: int = 0) -> list[int]:

@@ -20,7 +20,7 @@ from pagekv.kvmanager.capacity import blocks_needed
 from pagekv.kvmanager.engine import BlockOutcome
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand
-from pagekv.kvmanager.scheduler import Scheduler
+from pagekv.kvmanager.scheduling.scheduler import Scheduler
 
 BLOCKS, SIZE = 16, 4
 ANY = CacheIdentity()

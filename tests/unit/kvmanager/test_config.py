@@ -8,8 +8,8 @@ from pagekv.kvmanager.config import ManagerConfig, parse_config
 from pagekv.kvmanager.engine_config import EngineConfig
 from pagekv.kvmanager.observe_config import ObserveConfig
 from pagekv.kvmanager.outlet_config import OutletConfig
-from pagekv.kvmanager.running import SchedulerLimits
-from pagekv.kvmanager.swap_policy import SwapPolicy
+from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
 
 DEFAULTS = ManagerConfig(
     listen="127.0.0.1:50051",

@@ -7,7 +7,7 @@ from fake_executor import expected_output
 from scheduler_driver import VOCAB, Driver, finished, output
 
 from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest, token_bytes
-from pagekv.kvmanager.sequence import LiveRequest
+from pagekv.kvmanager.scheduling.sequence import LiveRequest
 
 
 def serve(driver: Driver, prompt: list[int], max_tokens: int = 1) -> LiveRequest:

@@ -17,7 +17,7 @@ from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.executor_client import ExecutorLink, ExecutorLost
 from pagekv.kvmanager.failed_steps import Fault
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
-from pagekv.kvmanager.running import SchedulerLimits
+from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
 from pagekv.v1 import executor_service_pb2 as pb
 from pagekv.v1 import executor_service_pb2_grpc as pb_grpc
 

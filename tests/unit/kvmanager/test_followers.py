@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pagekv.kvmanager.followers import Followers
+from pagekv.kvmanager.scheduling.shared_prefill import Followers
 from pagekv.kvmanager.request.command import GenerateCommand, RequestStream, SamplingParams
-from pagekv.kvmanager.sequence import Sequence, live_request
+from pagekv.kvmanager.scheduling.sequence import Sequence, live_request
 
 
 def sequences(*computed: int) -> list[Sequence]:

@@ -8,10 +8,10 @@ import pytest
 from fake_executor import expected_output
 from scheduler_driver import VOCAB, Driver, finished, moves, output, results
 
-from pagekv.kvmanager.admission import PATIENCE_STEPS
+from pagekv.kvmanager.scheduling.admission import PATIENCE_STEPS
 from pagekv.kvmanager.request.command import CacheIdentity
-from pagekv.kvmanager.sequence import HOLDING, LiveRequest, SequenceState
-from pagekv.kvmanager.step_plan import MoveKind
+from pagekv.kvmanager.scheduling.sequence import HOLDING, LiveRequest, SequenceState
+from pagekv.kvmanager.scheduling.step_plan import MoveKind
 
 OUT, IN = MoveKind.SWAP_OUT, MoveKind.SWAP_IN
 WAITING, RUNNING = SequenceState.WAITING, SequenceState.RUNNING

@@ -26,8 +26,8 @@ from pagekv.kvmanager.http_server import HttpServer
 from pagekv.kvmanager.metrics import EngineCollector, metrics_routes
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request_metrics import RequestMetrics
-from pagekv.kvmanager.running import SchedulerLimits
-from pagekv.kvmanager.swap_policy import SwapPolicy
+from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
 
 VLLM = {"model_name": "fake", "engine": "0"}
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]

@@ -21,8 +21,8 @@ from pagekv.kvmanager.page.frame import request_rows
 from pagekv.kvmanager.page.hub import MAX_VIEWERS, PageHub, Viewer
 from pagekv.kvmanager.page.states import device_bytes, host_bytes
 from pagekv.kvmanager.request.command import CacheIdentity
-from pagekv.kvmanager.running import SchedulerLimits
-from pagekv.kvmanager.swap_policy import SwapPolicy
+from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
 
 
 class Look:

@@ -9,10 +9,10 @@ import pytest
 from fake_executor import expected_output
 from scheduler_driver import VOCAB, Driver, finished, output
 
-from pagekv.kvmanager import block_tables
+from pagekv.kvmanager.scheduling import block_tables
 from pagekv.kvmanager.kvcache import block_hash
 from pagekv.kvmanager.request.command import CacheIdentity, MediaSpan
-from pagekv.kvmanager.sequence import LiveRequest
+from pagekv.kvmanager.scheduling.sequence import LiveRequest
 
 
 def serve(driver: Driver, prompt: list[int], max_tokens: int = 1, identity: CacheIdentity | None = None) -> int:

@@ -24,10 +24,10 @@ from pagekv.kvmanager.replay.simulated_executor import BegunStep, SimulatedExecu
 from pagekv.kvmanager.replay.timed_mode import replay_timed
 from pagekv.kvmanager.replay.trace import TraceRecord, read_trace
 from pagekv.kvmanager.request.command import GenerateCommand, RequestStream, SamplingParams
-from pagekv.kvmanager.running import SchedulerLimits
-from pagekv.kvmanager.scheduler import Scheduler
-from pagekv.kvmanager.sequence import LiveRequest, live_request
-from pagekv.kvmanager.step_plan import NewSequence, StepPlan
+from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.scheduler import Scheduler
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, live_request
+from pagekv.kvmanager.scheduling.step_plan import NewSequence, StepPlan
 
 SAMPLE = read_trace(Path(__file__).resolve().parents[2] / "data" / "traces" / "mooncake_sample.jsonl")
 OPTIONS = ReplayOptions(

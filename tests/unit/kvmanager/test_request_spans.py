@@ -15,8 +15,8 @@ from pagekv.kvmanager.engine_loop import EngineLoop
 from pagekv.kvmanager.observer import RequestEnd
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request_spans import MAX_SPANS, RequestSpans, Span, TracedRequest, wall_ns
-from pagekv.kvmanager.running import SchedulerLimits
-from pagekv.kvmanager.swap_policy import SwapPolicy
+from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
 
 PROMPT = list(range(1, 31))
 LIMITS = SchedulerLimits(max_batch_tokens=12, max_running=32, watermark=0.0, prefix_cache=True)

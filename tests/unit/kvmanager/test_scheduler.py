@@ -2,7 +2,7 @@ from fake_executor import expected_output
 from scheduler_driver import VOCAB, Driver, finished, output, streamed
 
 from pagekv.kvmanager.request.command import FinishReason
-from pagekv.kvmanager.sequence import SequenceState
+from pagekv.kvmanager.scheduling.sequence import SequenceState
 
 
 def expect(prompt: list[int], max_tokens: int, ends: tuple[int, ...] = ()) -> list[int]:

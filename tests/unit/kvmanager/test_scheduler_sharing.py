@@ -7,7 +7,7 @@ import pytest
 from fake_executor import expected_output
 from scheduler_driver import VOCAB, Driver, copies, output
 
-from pagekv.kvmanager import block_tables
+from pagekv.kvmanager.scheduling import block_tables
 from pagekv.kvmanager.kvcache import block_hash
 from pagekv.kvmanager.request.command import CacheIdentity
 

@@ -7,7 +7,7 @@ from fake_executor import expected_output
 from scheduler_driver import VOCAB, Driver, copies, finished, results
 from wire_driver import WireDriver, expected_results
 
-from pagekv.kvmanager.sequence import LiveRequest
+from pagekv.kvmanager.scheduling.sequence import LiveRequest
 
 
 def peak_blocks(driver: Driver) -> int:

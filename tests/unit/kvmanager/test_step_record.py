@@ -28,9 +28,9 @@ from pagekv.kvmanager.recording_file import RecordingFile
 from pagekv.kvmanager.replay.cli import main as replay
 from pagekv.kvmanager.replay.steps import StepsError, StepsReport, replay_steps
 from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand, SamplingParams
-from pagekv.kvmanager.running import SchedulerLimits
+from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
 from pagekv.kvmanager.step_record import COLUMNS, RecordedScheduler, StepRecorder
-from pagekv.kvmanager.swap_policy import SwapPolicy
+from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
 
 EIGHT = [*range(8)]
 

@@ -18,9 +18,9 @@ from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
 from pagekv.kvmanager.kvcache.prefix_table import Blocks, Chunks
 from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand, RequestStream, SamplingParams
-from pagekv.kvmanager.sequence import Sequence, Swapped, live_request
-from pagekv.kvmanager.step_plan import Move, MoveKind
-from pagekv.kvmanager.swapping import SwapCounters, Swapper
+from pagekv.kvmanager.scheduling.sequence import Sequence, Swapped, live_request
+from pagekv.kvmanager.scheduling.step_plan import Move, MoveKind
+from pagekv.kvmanager.scheduling.swapping import SwapCounters, Swapper
 
 ROOT = root_digest("model", "", "")
 
@@ -200,7 +200,7 @@ def history(rng: random.Random) -> None:
 
 
 def test_batches_are_the_same_as_one_block_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagekv.kvmanager.block_tables.Swapper", CheckedSwapper)
+    monkeypatch.setattr("pagekv.kvmanager.scheduling.block_tables.Swapper", CheckedSwapper)
     monkeypatch.setattr(CheckedSwapper, "checks", Counter())
     for seed in range(40):
         history(random.Random(seed))

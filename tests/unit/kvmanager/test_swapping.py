@@ -11,9 +11,9 @@ from scheduler_driver import Driver, finished, moves, output
 
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK
 from pagekv.kvmanager.request.command import CacheIdentity
-from pagekv.kvmanager.sequence import LiveRequest, SequenceState
-from pagekv.kvmanager.step_plan import MoveKind
-from pagekv.kvmanager.swap_policy import SwapPolicy
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, SequenceState
+from pagekv.kvmanager.scheduling.step_plan import MoveKind
+from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
 
 OUT, IN = MoveKind.SWAP_OUT, MoveKind.SWAP_IN
 

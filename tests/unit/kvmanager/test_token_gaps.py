@@ -8,8 +8,8 @@ import pytest
 
 from pagekv.kvmanager.histogram import Histogram
 from pagekv.kvmanager.request.command import GenerateCommand, RequestStream, SamplingParams
-from pagekv.kvmanager.sequence import NO_HANDLE, LiveRequest, Sequence, live_request
-from pagekv.kvmanager.step_plan import NewSequence
+from pagekv.kvmanager.scheduling.sequence import NO_HANDLE, LiveRequest, Sequence, live_request
+from pagekv.kvmanager.scheduling.step_plan import NewSequence
 from pagekv.kvmanager.token_gaps import TokenGaps
 
 BOUNDS = [0.5, 1.5, 2.5, 5, 10, 20, 50]

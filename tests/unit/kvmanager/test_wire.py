@@ -4,8 +4,8 @@ from array import array
 
 from pagekv.kvmanager.kvcache.block_hash import root_digest
 from pagekv.kvmanager.request.command import GenerateCommand, RequestStream, SamplingParams, TokenLogprobs
-from pagekv.kvmanager.sequence import LiveRequest, Sequence
-from pagekv.kvmanager.step_plan import Move, MoveKind, NewSequence, StepPlan
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, Sequence
+from pagekv.kvmanager.scheduling.step_plan import Move, MoveKind, NewSequence, StepPlan
 from pagekv.kvmanager.wire import step_outcome, step_request
 from pagekv.v1 import executor_service_pb2 as pb
 

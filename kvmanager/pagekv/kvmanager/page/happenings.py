@@ -9,8 +9,8 @@ from typing import Any
 
 from pagekv.kvmanager.engine import ModelInfo
 from pagekv.kvmanager.observer import Observer, RequestEnd
-from pagekv.kvmanager.sequence import LiveRequest
-from pagekv.kvmanager.step_plan import StepPlan
+from pagekv.kvmanager.scheduling.sequence import LiveRequest
+from pagekv.kvmanager.scheduling.step_plan import StepPlan
 
 # What a new viewer is told of.
 KEPT = 60

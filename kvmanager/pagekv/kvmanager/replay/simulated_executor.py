@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pagekv.kvmanager.replay.cost import StepCost
 from pagekv.kvmanager.replay.prompt import output_tokens
-from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
+from pagekv.kvmanager.scheduling.step_plan import StepOutcome, StepPlan
 
 
 @dataclass(slots=True)

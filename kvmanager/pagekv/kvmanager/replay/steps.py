@@ -28,12 +28,12 @@ from pagekv.kvmanager.request.command import (
     SamplingParams,
     TokenLogprobs,
 )
-from pagekv.kvmanager.running import SchedulerLimits
-from pagekv.kvmanager.scheduler import Scheduler
-from pagekv.kvmanager.sequence import LiveRequest, SequenceState, live_request
-from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
+from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.scheduler import Scheduler
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, SequenceState, live_request
+from pagekv.kvmanager.scheduling.step_plan import StepOutcome, StepPlan
 from pagekv.kvmanager.step_record import COLUMNS, FORMAT, SAMPLING, VERSION, numbers, plan_columns
-from pagekv.kvmanager.swap_policy import SwapPolicy
+from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
 
 # A record has one prompt or one step; a larger one is no record.
 _MAX_RECORD_BYTES = 2**30

@@ -20,8 +20,8 @@ from pagekv.kvmanager.replay.report import Row, Spread, Timing
 from pagekv.kvmanager.replay.simulated_executor import BegunStep, SimulatedExecutor
 from pagekv.kvmanager.replay.trace import TraceRecord
 from pagekv.kvmanager.request.command import GenerateCommand, RequestStream, SamplingParams
-from pagekv.kvmanager.scheduler import Scheduler
-from pagekv.kvmanager.sequence import LiveRequest, live_request
+from pagekv.kvmanager.scheduling.scheduler import Scheduler
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, live_request
 
 
 def enough_blocks(records: Sequence[TraceRecord], options: ReplayOptions) -> int:

@@ -15,10 +15,10 @@ from itertools import takewhile
 
 import numpy as np
 
-from pagekv.kvmanager.block_tables import Arrival
-from pagekv.kvmanager.running import Running, key
-from pagekv.kvmanager.sequence import HOLDING, NO_HANDLE, LiveRequest, Sequence, SequenceState
-from pagekv.kvmanager.step_plan import StepPlan
+from pagekv.kvmanager.scheduling.block_tables import Arrival
+from pagekv.kvmanager.scheduling.running_queue import Running, key
+from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_HANDLE, LiveRequest, Sequence, SequenceState
+from pagekv.kvmanager.scheduling.step_plan import StepPlan
 
 # Steps after which a head of the queue that did not fit looks for newly cached blocks, even if none became free.
 RETRY_STEPS = 16

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagekv.kvmanager.errors import InvariantError
-from pagekv.kvmanager.sequence import NO_HANDLE, Sequence
+from pagekv.kvmanager.scheduling.sequence import NO_HANDLE, Sequence
 
 Rows = NDArray[np.intp]
 _T = TypeVar("_T", bound=np.generic)

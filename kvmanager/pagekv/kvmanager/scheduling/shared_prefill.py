@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pagekv.kvmanager.sequence import Sequence
+from pagekv.kvmanager.scheduling.sequence import Sequence
 
 
 class _Lead(NamedTuple):

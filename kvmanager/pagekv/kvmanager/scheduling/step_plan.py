@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagekv.kvmanager.request.command import FinishReason, TokenLogprobs
-from pagekv.kvmanager.sequence import LiveRequest, Sequence
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, Sequence
 
 _NOBODY = np.empty(0, np.intp)
 

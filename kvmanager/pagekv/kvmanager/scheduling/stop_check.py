@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagekv.kvmanager.request.command import FinishReason
-from pagekv.kvmanager.sequence_rows import Rows, SequenceRows, span
-from pagekv.kvmanager.step_plan import Ending
+from pagekv.kvmanager.scheduling.decode_batch import Rows, SequenceRows, span
+from pagekv.kvmanager.scheduling.step_plan import Ending
 
 
 def find_endings(

@@ -12,10 +12,10 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable
 
-from pagekv.kvmanager.beam_search import BeamSearch, Continuation
-from pagekv.kvmanager.running import Running, key
-from pagekv.kvmanager.sequence import LiveRequest, Sequence, SequenceState
-from pagekv.kvmanager.step_plan import StepOutcome, StepPlan
+from pagekv.kvmanager.scheduling.beam_search import BeamSearch, Continuation
+from pagekv.kvmanager.scheduling.running_queue import Running, key
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, Sequence, SequenceState
+from pagekv.kvmanager.scheduling.step_plan import StepOutcome, StepPlan
 
 
 def begin_search(request: LiveRequest, eos_token_ids: Iterable[int]) -> None:

@@ -21,8 +21,8 @@ import numpy as np
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
 from pagekv.kvmanager.kvcache.prefix_table import Blocks, Chunks
-from pagekv.kvmanager.sequence import Sequence, Swapped
-from pagekv.kvmanager.step_plan import Move, MoveKind
+from pagekv.kvmanager.scheduling.sequence import Sequence, Swapped
+from pagekv.kvmanager.scheduling.step_plan import Move, MoveKind
 
 _NO_BLOCKS = np.empty(0, np.int32)
 

@@ -9,7 +9,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from pagekv.kvmanager.beam_search import BeamSearch
+from pagekv.kvmanager.scheduling.beam_search import BeamSearch
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
 from pagekv.kvmanager.request.command import GenerateCommand, RequestStream
 

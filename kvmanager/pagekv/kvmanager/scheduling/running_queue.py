@@ -13,15 +13,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
-from pagekv.kvmanager.block_tables import BlockTables
-from pagekv.kvmanager.followers import Followers
+from pagekv.kvmanager.scheduling.block_tables import BlockTables
+from pagekv.kvmanager.scheduling.shared_prefill import Followers
 from pagekv.kvmanager.kvcache.host_pool import HostPool
-from pagekv.kvmanager.sequence import HOLDING, NO_HANDLE, LiveRequest, Sequence, SequenceState
-from pagekv.kvmanager.sequence_rows import SequenceRows
-from pagekv.kvmanager.step_plan import NewSequence, StepPlan
-from pagekv.kvmanager.swap_policy import SwapPolicy
-from pagekv.kvmanager.swapping import SwapCounters
-from pagekv.kvmanager.waiting_queue import WaitingQueue
+from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_HANDLE, LiveRequest, Sequence, SequenceState
+from pagekv.kvmanager.scheduling.decode_batch import SequenceRows
+from pagekv.kvmanager.scheduling.step_plan import NewSequence, StepPlan
+from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
+from pagekv.kvmanager.scheduling.swapping import SwapCounters
+from pagekv.kvmanager.scheduling.waiting_queue import WaitingQueue
 
 
 @dataclass(frozen=True, slots=True)

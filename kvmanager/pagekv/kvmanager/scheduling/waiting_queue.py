@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from pagekv.kvmanager.sequence import Sequence, SequenceState
+from pagekv.kvmanager.scheduling.sequence import Sequence, SequenceState
 
 # Entries of sequences that no longer wait which are never worth clearing.
 DEAD_ENTRIES = 64
