@@ -9,9 +9,9 @@ from typing import Any
 import small_tokenizers
 from fake_engine import MODEL
 
-from pagekv.kvmanager.chat_template import ChatTemplate
+from pagekv.kvmanager.text.chat_template import ChatTemplate
 from pagekv.kvmanager.request.command import GenerateCommand
-from pagekv.kvmanager.tokenizer import Tokenizer
+from pagekv.kvmanager.text.tokenizer import Tokenizer
 from pagekv.kvmanager.validation import read_generate
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2

@@ -17,7 +17,7 @@ from pagekv.kvmanager.request.command import (
 )
 from pagekv.kvmanager.sequence_output import OutputDelta, SequenceOutput
 from pagekv.kvmanager.serving_state import Served
-from pagekv.kvmanager.stop_strings import StopStrings
+from pagekv.kvmanager.text.stop_strings import StopStrings
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
 

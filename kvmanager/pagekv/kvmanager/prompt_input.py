@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 from pagekv.common.errors import InvalidRequest
-from pagekv.kvmanager.chat_template import ChatTemplateError
-from pagekv.kvmanager.tokenizer import Tokenizer, TooManyTokens
+from pagekv.kvmanager.text.chat_template import ChatTemplateError
+from pagekv.kvmanager.text.tokenizer import Tokenizer, TooManyTokens
 
 if TYPE_CHECKING:
     from pagekv.v1 import cache_service_pb2, inference_service_pb2, types_pb2

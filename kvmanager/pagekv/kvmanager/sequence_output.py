@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from pagekv.kvmanager.detokenizer import Detokenizer
+from pagekv.kvmanager.text.detokenizer import Detokenizer
 from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, SequenceDelta, TokenLogprobs
-from pagekv.kvmanager.stop_strings import StopMatcher, StopStrings
-from pagekv.kvmanager.tokenizer import Tokenizer
+from pagekv.kvmanager.text.stop_strings import StopMatcher, StopStrings
+from pagekv.kvmanager.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)

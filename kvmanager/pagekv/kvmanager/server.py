@@ -21,7 +21,7 @@ from pagekv.kvmanager.outlets import Outlets
 from pagekv.kvmanager.request_metrics import RequestMetrics
 from pagekv.kvmanager.request_spans import RequestSpans
 from pagekv.kvmanager.serving_state import ServingState
-from pagekv.kvmanager.tokenizer import Tokenizer, TokenizerError
+from pagekv.kvmanager.text.tokenizer import Tokenizer, TokenizerError
 from pagekv.v1 import cache_service_pb2, cache_service_pb2_grpc, inference_service_pb2, inference_service_pb2_grpc
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pagekv.common.errors import Unavailable
 from pagekv.kvmanager.engine import Engine, ModelInfo
-from pagekv.kvmanager.tokenizer import Tokenizer
+from pagekv.kvmanager.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

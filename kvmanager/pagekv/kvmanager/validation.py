@@ -14,7 +14,7 @@ from pagekv.kvmanager.capacity import check_output_fits, check_prompt_fits, long
 from pagekv.kvmanager.engine import ModelInfo
 from pagekv.kvmanager.prompt_input import PromptReader, check_token_ids
 from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand, MediaSpan, SamplingParams
-from pagekv.kvmanager.tokenizer import Tokenizer
+from pagekv.kvmanager.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from pagekv.v1 import inference_service_pb2, types_pb2

@@ -10,8 +10,8 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagekv.kvmanager.detokenizer import Detokenizer
-from pagekv.kvmanager.tokenizer import Tokenizer
+from pagekv.kvmanager.text.detokenizer import Detokenizer
+from pagekv.kvmanager.text.tokenizer import Tokenizer
 
 BYTE_LEVEL = Tokenizer(small_tokenizers.byte_level())
 SENTENCEPIECE = Tokenizer(small_tokenizers.sentencepiece())

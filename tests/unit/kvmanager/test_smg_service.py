@@ -27,7 +27,7 @@ from pagekv.kvmanager.request.command import FinishReason, SequenceDelta, TokenL
 from pagekv.kvmanager.serving_state import ServingState
 from pagekv.kvmanager.smg_service import SERVICE_NAME, VllmEngine
 from pagekv.kvmanager.kvcache.events.batch import Stored, Tier
-from pagekv.kvmanager.tokenizer import Tokenizer
+from pagekv.kvmanager.text.tokenizer import Tokenizer
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pagekv.kvmanager.stop_strings import StopMatcher, StopStrings
+from pagekv.kvmanager.text.stop_strings import StopMatcher, StopStrings
 
 # Two letters, so that stop strings overlap each other and themselves all the time.
 WORDS = st.text(alphabet="ab", min_size=1, max_size=5)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import small_tokenizers
 
-from pagekv.kvmanager.chat_template import ChatTemplate, ChatTemplateError
-from pagekv.kvmanager.tokenizer import Tokenizer, TokenizerError, TooManyTokens
+from pagekv.kvmanager.text.chat_template import ChatTemplate, ChatTemplateError
+from pagekv.kvmanager.text.tokenizer import Tokenizer, TokenizerError, TooManyTokens
 
 HELLO = [{"role": "user", "content": "  Hello <b> "}]
 
@@ -156,7 +156,7 @@ def test_the_demo_model_has_a_template() -> None:
 
 
 def test_the_manager_imports_no_torch() -> None:
-    code = "import sys, pagekv.kvmanager.tokenizer; print({'torch', 'transformers'} & set(sys.modules))"
+    code = "import sys, pagekv.kvmanager.text.tokenizer; print({'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": ":".join(sys.path)}
     )

@@ -7,7 +7,7 @@ from typing import Any
 from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.engine import SequenceView
 from pagekv.kvmanager.engine_view import EngineView
-from pagekv.kvmanager.tokenizer import Tokenizer
+from pagekv.kvmanager.text.tokenizer import Tokenizer
 
 # Blocks of a chain, and requests that hold a block, that are named.
 MAX_CHAIN = 256

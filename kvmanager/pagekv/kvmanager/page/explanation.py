@@ -9,7 +9,7 @@ from pagekv.kvmanager.engine import BlockExplanation, Engine
 from pagekv.kvmanager.prompt_input import PromptReader, check_token_ids
 from pagekv.kvmanager.request.command import CacheIdentity
 from pagekv.kvmanager.serving_state import Served
-from pagekv.kvmanager.tokenizer import Tokenizer
+from pagekv.kvmanager.text.tokenizer import Tokenizer
 from pagekv.kvmanager.validation import MAX_NAME_BYTES
 
 # Blocks that are explained; the page says how many more there are.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from pagekv.kvmanager.tokenizer import Tokenizer
+from pagekv.kvmanager.text.tokenizer import Tokenizer
 
 
 class Detokenizer:

@@ -9,7 +9,7 @@ from typing import Any
 
 import tokenizers
 
-from pagekv.kvmanager.chat_template import ChatTemplate, ChatTemplateError
+from pagekv.kvmanager.text.chat_template import ChatTemplate, ChatTemplateError
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
