@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 from fake_executor import FakeExecutor, expected_output
 
-from pagekv.kvmanager import engine_loop
-from pagekv.kvmanager.engine import ModelInfo
-from pagekv.kvmanager.engine_config import EngineConfig
-from pagekv.kvmanager.engine_loop import EngineLoop
-from pagekv.kvmanager.executor_client import Description, ExecutorLost
-from pagekv.kvmanager.failed_steps import Fault
-from pagekv.kvmanager.observer import Observer
+from pagekv.kvmanager.engine.interface import loop as engine_loop
+from pagekv.kvmanager.engine.interface import ModelInfo
+from pagekv.kvmanager.engine.config import EngineConfig
+from pagekv.kvmanager.engine.loop import EngineLoop
+from pagekv.kvmanager.engine.executor_client import Description, ExecutorLost
+from pagekv.kvmanager.engine.recovery import Fault
+from pagekv.kvmanager.engine.observer import Observer
 from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, RequestStream, SamplingParams
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
 from pagekv.kvmanager.scheduling.step_plan import StepOutcome, StepPlan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from pagekv.common.errors import AlreadyExists
-from pagekv.kvmanager.engine import (
+from pagekv.kvmanager.engine.interface import (
     BlockExplanation,
     BlockOutcome,
     BlockView,

@@ -9,7 +9,7 @@ from fake_executor import FakeExecutor
 
 from pagekv.kvmanager.kvcache.block_hash import root_digest
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
-from pagekv.kvmanager.delivery import deliver
+from pagekv.kvmanager.engine.outputs import deliver
 from pagekv.kvmanager.kvcache.eviction_policy import LruOrder, SegmentedLruOrder
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.pins import Pins

@@ -17,11 +17,11 @@ from pagekv.executor.epoch import Epoch
 from pagekv.executor.oracle import OracleBackend, OracleModel
 from pagekv.executor.oracle_truth import FIRST, choose_token, expected_tokens, extend_chain, likeliest
 from pagekv.executor.step_check import EpochLimits
-from pagekv.kvmanager import wire
+from pagekv.kvmanager.engine.interface import executor_wire as wire
 from pagekv.kvmanager.scheduling.beam_search import BeamSearch
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.scheduling.step_plan import StepOutcome, StepPlan
-from pagekv.kvmanager.steps_in_flight import StepsInFlight
+from pagekv.kvmanager.engine.steps_in_flight import StepsInFlight
 from pagekv.v1 import executor_service_pb2 as pb
 
 EPOCH = 9

@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from pagekv.common.server import GrpcServer
-from pagekv.kvmanager.engine_loop import EngineLoop
+from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.outlet_config import OutletConfig
 from pagekv.kvmanager.outlets import Outlets
 from pagekv.kvmanager.page.hub import PageHub

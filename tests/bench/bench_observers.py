@@ -34,12 +34,12 @@ from manager_workloads import outcome
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, generate_latest
 
-from pagekv.kvmanager import engine_loop
-from pagekv.kvmanager.engine_config import EngineConfig
-from pagekv.kvmanager.engine_loop import EngineLoop
-from pagekv.kvmanager.executor_client import Description
+from pagekv.kvmanager.engine.interface import loop as engine_loop
+from pagekv.kvmanager.engine.config import EngineConfig
+from pagekv.kvmanager.engine.loop import EngineLoop
+from pagekv.kvmanager.engine.executor_client import Description
 from pagekv.kvmanager.metrics import EngineCollector
-from pagekv.kvmanager.observer import Observer, RequestEnd
+from pagekv.kvmanager.engine.observer import Observer, RequestEnd
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request_metrics import RequestMetrics
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits

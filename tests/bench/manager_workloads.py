@@ -26,7 +26,7 @@ from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, live_request
 from pagekv.kvmanager.scheduling.step_plan import StepOutcome, StepPlan
 from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
-from pagekv.kvmanager.wire import step_request
+from pagekv.kvmanager.engine.executor_wire import step_request
 
 BLOCK_SIZE = 16
 ROOT = root_digest("bench", "", "")

@@ -14,8 +14,8 @@ import pytest
 from stack import running_executor
 
 from pagekv.executor.oracle import expected_tokens
-from pagekv.kvmanager.engine_config import EngineConfig
-from pagekv.kvmanager.engine_loop import EngineLoop
+from pagekv.kvmanager.engine.config import EngineConfig
+from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.request.command import CacheIdentity, FinishReason, GenerateCommand, SamplingParams
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
 

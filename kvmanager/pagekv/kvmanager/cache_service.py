@@ -8,7 +8,7 @@ from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any
 
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotFound
-from pagekv.kvmanager.engine import BlockExplanation, BlockView, Engine
+from pagekv.kvmanager.engine.interface import BlockExplanation, BlockView, Engine
 from pagekv.kvmanager.kvcache.pins import MAX_LEASE_S, MIN_LEASE_S
 from pagekv.kvmanager.prompt_input import PromptReader
 from pagekv.kvmanager.request.command import CacheIdentity

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 
-from pagekv.kvmanager.engine import Engine
+from pagekv.kvmanager.engine.interface import Engine
 from pagekv.kvmanager.request.command import (
     FinishReason,
     GenerateCommand,

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from pagekv.common.errors import InvalidRequest
-from pagekv.kvmanager.engine import Engine
+from pagekv.kvmanager.engine.interface import Engine
 from pagekv.kvmanager.generation import Generation
 from pagekv.kvmanager.prompt_input import PromptReader, check_token_ids
 from pagekv.kvmanager.serving_state import ServingState

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagekv.common.logs import Log
-from pagekv.kvmanager.engine_config import EngineConfig
-from pagekv.kvmanager.engine_loop import EngineLoop
+from pagekv.kvmanager.engine.config import EngineConfig
+from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.outlet_config import OutletConfig
 from pagekv.kvmanager.recording_file import RecordingFile
 from pagekv.kvmanager.request_trace import RequestTrace

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pagekv.kvmanager.histogram import Histogram
-from pagekv.kvmanager.observer import Observer, RequestEnd
+from pagekv.kvmanager.engine.observer import Observer, RequestEnd
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import Committed, StepOutcome, StepPlan
 from pagekv.kvmanager.token_gaps import TokenGaps

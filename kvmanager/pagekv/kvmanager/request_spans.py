@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pagekv.kvmanager.engine import ModelInfo
-from pagekv.kvmanager.observer import Observer, RequestEnd
+from pagekv.kvmanager.engine.interface import ModelInfo
+from pagekv.kvmanager.engine.observer import Observer, RequestEnd
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, Sequence
 from pagekv.kvmanager.scheduling.step_plan import Committed, NewSequence, StepOutcome, StepPlan
 

@@ -13,9 +13,9 @@ from pagekv.common.models import ModelNotFound, resolve_model
 from pagekv.common.server import GrpcServer, run_async, spare_the_collector, stop_event, write_port_file
 from pagekv.kvmanager.cache_service import CacheService
 from pagekv.kvmanager.config import FROM_EXECUTOR, NO_TOKENIZER, ManagerConfig, parse_config
-from pagekv.kvmanager.engine import ModelInfo
-from pagekv.kvmanager.engine_loop import EngineLoop
-from pagekv.kvmanager.executor_client import AttachRefused
+from pagekv.kvmanager.engine.interface import ModelInfo
+from pagekv.kvmanager.engine.loop import EngineLoop
+from pagekv.kvmanager.engine.executor_client import AttachRefused
 from pagekv.kvmanager.inference_service import InferenceService
 from pagekv.kvmanager.outlets import Outlets
 from pagekv.kvmanager.request_metrics import RequestMetrics

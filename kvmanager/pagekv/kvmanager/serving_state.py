@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagekv.common.errors import Unavailable
-from pagekv.kvmanager.engine import Engine, ModelInfo
+from pagekv.kvmanager.engine.interface import Engine, ModelInfo
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 
 

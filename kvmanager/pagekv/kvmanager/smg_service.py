@@ -24,7 +24,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
 
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotImplementedYet, Unavailable
 from pagekv.kvmanager.kvcache.block_hash import root_digest
-from pagekv.kvmanager.engine import Engine, ModelInfo
+from pagekv.kvmanager.engine.interface import Engine, ModelInfo
 from pagekv.kvmanager.generation import Generation
 from pagekv.kvmanager.serving_state import Served, ServingState
 from pagekv.kvmanager.smg_events import MAX_BLOCKS, MAX_VOCABULARY, KvEvents

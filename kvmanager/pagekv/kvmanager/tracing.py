@@ -20,7 +20,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from pagekv.kvmanager.observer import RequestEnd
+from pagekv.kvmanager.engine.observer import RequestEnd
 from pagekv.kvmanager.request_spans import TracedRequest
 
 _ROOT = "generate"

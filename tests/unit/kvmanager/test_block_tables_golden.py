@@ -10,7 +10,7 @@ import pytest
 from fake_executor import expected_output
 from scheduler_driver import VOCAB, Driver, finished, output
 
-from pagekv.kvmanager.introspection import utilization
+from pagekv.kvmanager.engine.snapshots import utilization
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SequenceState
 
 

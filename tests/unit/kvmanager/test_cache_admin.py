@@ -15,9 +15,9 @@ from table_reader import Reader, table_of
 from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
-from pagekv.kvmanager.cache_admin import CacheAdmin
-from pagekv.kvmanager.capacity import blocks_needed
-from pagekv.kvmanager.engine import BlockOutcome
+from pagekv.kvmanager.engine.cache_admin import CacheAdmin
+from pagekv.kvmanager.engine.capacity import blocks_needed
+from pagekv.kvmanager.engine.interface import BlockOutcome
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand
 from pagekv.kvmanager.scheduling.scheduler import Scheduler

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pagekv.kvmanager.config import ManagerConfig, parse_config
-from pagekv.kvmanager.engine_config import EngineConfig
+from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.observe_config import ObserveConfig
 from pagekv.kvmanager.outlet_config import OutletConfig
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits

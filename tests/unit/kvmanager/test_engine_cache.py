@@ -9,9 +9,9 @@ import pytest
 from engine_harness import Bench, Link, command, config, expect, read, run, until
 
 from pagekv.common.errors import LimitExceeded, Unavailable
-from pagekv.kvmanager import engine_loop
-from pagekv.kvmanager.engine import BlockOutcome, CacheReset
-from pagekv.kvmanager.engine_loop import EngineLoop
+from pagekv.kvmanager.engine.interface import loop as engine_loop
+from pagekv.kvmanager.engine.interface import BlockOutcome, CacheReset
+from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 

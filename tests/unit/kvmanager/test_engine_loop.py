@@ -11,13 +11,13 @@ import pytest
 from engine_harness import DESCRIPTION, VOCAB, Bench, Link, command, config, expect, read, run, until
 
 from pagekv.common.errors import AlreadyExists, InvalidRequest, Overloaded, Unavailable
-from pagekv.kvmanager import engine_loop
-from pagekv.kvmanager.capacity import longest_sequence
-from pagekv.kvmanager.deployment import plan_deployment
-from pagekv.kvmanager.engine import CacheReset
-from pagekv.kvmanager.engine_loop import EngineLoop
-from pagekv.kvmanager.executor_client import AttachRefused, ExecutorLink, ExecutorLost
-from pagekv.kvmanager.observer import Observer, RequestEnd
+from pagekv.kvmanager.engine.interface import loop as engine_loop
+from pagekv.kvmanager.engine.capacity import longest_sequence
+from pagekv.kvmanager.engine.sizing import plan_deployment
+from pagekv.kvmanager.engine.interface import CacheReset
+from pagekv.kvmanager.engine.loop import EngineLoop
+from pagekv.kvmanager.engine.executor_client import AttachRefused, ExecutorLink, ExecutorLost
+from pagekv.kvmanager.engine.observer import Observer, RequestEnd
 from pagekv.kvmanager.request.command import CacheIdentity, FinishReason, GenerateCommand, SamplingParams
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import StepOutcome

@@ -5,8 +5,8 @@ from __future__ import annotations
 from cached_prefixes import ROOT, Clock, cache, evict_all, hold, root_of
 
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
-from pagekv.kvmanager.engine import BlockExplanation, BlockOutcome, PrefixExplanation
-from pagekv.kvmanager.explain import explain_prefix
+from pagekv.kvmanager.engine.interface import BlockExplanation, BlockOutcome, PrefixExplanation
+from pagekv.kvmanager.engine.explain import explain_prefix
 from pagekv.kvmanager.request.command import MediaSpan
 from pagekv.kvmanager.kvcache.events.log import TableLog
 

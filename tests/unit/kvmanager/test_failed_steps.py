@@ -13,9 +13,9 @@ from fake_engine import MODEL
 
 from pagekv.common.errors import ComputationFailed, InvalidRequest, PageKVError, StaleEpoch, Unavailable
 from pagekv.common.statuses import abort_with
-from pagekv.kvmanager.engine_loop import EngineLoop
-from pagekv.kvmanager.executor_client import ExecutorLink, ExecutorLost
-from pagekv.kvmanager.failed_steps import Fault
+from pagekv.kvmanager.engine.loop import EngineLoop
+from pagekv.kvmanager.engine.executor_client import ExecutorLink, ExecutorLost
+from pagekv.kvmanager.engine.recovery import Fault
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
 from pagekv.v1 import executor_service_pb2 as pb
@@ -79,7 +79,7 @@ def test_an_executor_that_is_gone_is_hardly_the_steps_fault(
     monkeypatch: pytest.MonkeyPatch, fault: Fault, epochs: int | None
 ) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
-        monkeypatch.setattr("pagekv.kvmanager.reconnect.RECONNECT_LAST_S", 0.01)
+        monkeypatch.setattr("pagekv.kvmanager.engine.reconnect.RECONNECT_LAST_S", 0.01)
         bench.poison = {tuple(POISON): fault}
         bad = engine.submit(command("bad", POISON))
         if epochs is None:

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 import engine_harness
 import pytest
 
-from pagekv.kvmanager.engine_loop import EngineLoop
+from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.request.wakeups import MADE_AT_ONCE, READERS_AT_ONCE, Fanout
 from pagekv.kvmanager.request.command import FinishReason, RequestStream, SequenceDelta
 

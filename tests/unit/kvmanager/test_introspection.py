@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scheduler_driver import Driver
 
-from pagekv.kvmanager.cache_admin import CacheAdmin
-from pagekv.kvmanager.engine import Stats
-from pagekv.kvmanager.introspection import EngineTotals, block_views, collect_stats
+from pagekv.kvmanager.engine.cache_admin import CacheAdmin
+from pagekv.kvmanager.engine.interface import Stats
+from pagekv.kvmanager.engine.snapshots import EngineTotals, block_views, collect_stats
 
 
 def stats(driver: Driver) -> Stats:

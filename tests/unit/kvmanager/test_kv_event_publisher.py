@@ -19,7 +19,7 @@ from radixview.tree import CacheTree
 
 from pagekv.kvmanager import kv_event_publisher
 from pagekv.kvmanager.kvcache.block_hash import short_hash
-from pagekv.kvmanager.engine_loop import EngineLoop
+from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.kv_event_format import Events
 from pagekv.kvmanager.kv_event_publisher import KvEventPublisher, KvEventSettings
 

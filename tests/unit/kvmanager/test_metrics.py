@@ -21,7 +21,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 import pagekv.kvmanager
-from pagekv.kvmanager.engine_loop import EngineLoop
+from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.http_server import HttpServer
 from pagekv.kvmanager.metrics import EngineCollector, metrics_routes
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams

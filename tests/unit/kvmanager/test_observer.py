@@ -10,8 +10,8 @@ import pytest
 from engine_harness import Bench, command, expect, read, run
 
 from pagekv.common.errors import Overloaded
-from pagekv.kvmanager.engine_loop import EngineLoop
-from pagekv.kvmanager.observer import Observer, Observers
+from pagekv.kvmanager.engine.loop import EngineLoop
+from pagekv.kvmanager.engine.observer import Observer, Observers
 
 CALLS = [name for name in vars(Observer) if not name.startswith("_")]
 

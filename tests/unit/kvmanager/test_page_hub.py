@@ -14,7 +14,7 @@ from engine_harness import Bench, command, expect, read, until
 from page_reader import PageReader
 
 from pagekv.common.errors import LimitExceeded, Overloaded
-from pagekv.kvmanager.engine_loop import EngineLoop
+from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.page import frame
 from pagekv.kvmanager.page import hub as hub_module
 from pagekv.kvmanager.page.frame import request_rows

@@ -15,7 +15,7 @@ from engine_harness import Bench, command, read, until
 from page_reader import PageReader
 
 from pagekv.kvmanager.config import parse_config
-from pagekv.kvmanager.engine_loop import EngineLoop
+from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.http_server import MAX_BODY_BYTES, HttpServer
 from pagekv.kvmanager.page import routes
 from pagekv.kvmanager.page.hub import MAX_VIEWERS, PageHub

@@ -11,8 +11,8 @@ import engine_harness as harness
 import pytest
 from engine_harness import Bench, command, read
 
-from pagekv.kvmanager.engine_loop import EngineLoop
-from pagekv.kvmanager.observer import RequestEnd
+from pagekv.kvmanager.engine.loop import EngineLoop
+from pagekv.kvmanager.engine.observer import RequestEnd
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request_spans import MAX_SPANS, RequestSpans, Span, TracedRequest, wall_ns
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits

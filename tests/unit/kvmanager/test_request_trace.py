@@ -14,7 +14,7 @@ from engine_harness import Bench, command, read, run, until
 
 from pagekv.kvmanager import request_trace
 from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest, token_bytes
-from pagekv.kvmanager.engine_loop import EngineLoop
+from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.recording_file import RecordingFile
 from pagekv.kvmanager.replay.cli import main as replay
 from pagekv.kvmanager.replay.trace import read_trace

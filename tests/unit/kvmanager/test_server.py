@@ -20,8 +20,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagekv.kvmanager import server
 from pagekv.kvmanager.config import ManagerConfig, parse_config
-from pagekv.kvmanager.engine import ModelInfo
-from pagekv.kvmanager.engine_loop import EngineLoop
+from pagekv.kvmanager.engine.interface import ModelInfo
+from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import inference_service_pb2_grpc as pb_grpc
 

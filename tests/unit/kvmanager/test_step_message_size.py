@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from split_messages import decode_plans, measure
 
-from pagekv.kvmanager.wire import step_request
+from pagekv.kvmanager.engine.executor_wire import step_request
 
 RUNNING = 256
 BOUND_BYTES = 2048

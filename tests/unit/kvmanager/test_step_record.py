@@ -21,7 +21,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from scheduler_driver import Driver
 from scheduler_machine import SchedulerMachine
 
-from pagekv.kvmanager.engine_loop import EngineLoop
+from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.pins import Pins
 from pagekv.kvmanager.recording_file import RecordingFile

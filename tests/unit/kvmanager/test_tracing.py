@@ -14,8 +14,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 from otlp_collector import collector
 
-from pagekv.kvmanager.engine_loop import EngineLoop
-from pagekv.kvmanager.failed_steps import Fault
+from pagekv.kvmanager.engine.loop import EngineLoop
+from pagekv.kvmanager.engine.recovery import Fault
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request_spans import RequestSpans
 from pagekv.kvmanager.tracing import Tracing, otlp_processor

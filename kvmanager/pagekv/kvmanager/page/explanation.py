@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pagekv.common.errors import InvalidRequest
-from pagekv.kvmanager.engine import BlockExplanation, Engine
+from pagekv.kvmanager.engine.interface import BlockExplanation, Engine
 from pagekv.kvmanager.prompt_input import PromptReader, check_token_ids
 from pagekv.kvmanager.request.command import CacheIdentity
 from pagekv.kvmanager.serving_state import Served

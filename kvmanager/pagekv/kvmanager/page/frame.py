@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pagekv.kvmanager.engine import Engine, ModelInfo, Stats
+from pagekv.kvmanager.engine.interface import Engine, ModelInfo, Stats
 from pagekv.kvmanager.page.states import HOST_STATES, STATES, Bytes, change, counts, whole
 
 # Requests that are listed.

@@ -19,8 +19,8 @@ import numpy as np
 
 from pagekv.common.errors import Overloaded
 from pagekv.common.logs import Log
-from pagekv.kvmanager.engine import Engine
-from pagekv.kvmanager.engine_view import EngineView
+from pagekv.kvmanager.engine.interface import Engine
+from pagekv.kvmanager.engine.view import EngineView
 from pagekv.kvmanager.page import frame as frames
 from pagekv.kvmanager.page.frame import Frame
 from pagekv.kvmanager.page.happenings import Happenings

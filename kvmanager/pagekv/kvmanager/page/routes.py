@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from pagekv.common.errors import InvalidRequest, NotFound, Overloaded, PageKVError, Unavailable
-from pagekv.kvmanager.engine_view import EngineView
+from pagekv.kvmanager.engine.view import EngineView
 from pagekv.kvmanager.http_server import HEADERS
 from pagekv.kvmanager.page.blocks import block_detail, host_block_detail, request_detail
 from pagekv.kvmanager.page.explanation import explain

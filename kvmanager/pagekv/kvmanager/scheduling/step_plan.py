@@ -1,4 +1,4 @@
-"""What one step does and what came of it, without protobuf. `pagekv.kvmanager.wire` turns these into messages."""
+"""What one step does and what came of it, without protobuf. `pagekv.kvmanager.engine.executor_wire` turns these into messages."""
 
 from __future__ import annotations
 

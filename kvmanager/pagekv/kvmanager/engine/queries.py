@@ -6,8 +6,8 @@ Every call takes effect, or is a snapshot, between two awaits of the engine loop
 from __future__ import annotations
 
 from pagekv.common.errors import Unavailable
-from pagekv.kvmanager.cache_admin import CacheAdmin
-from pagekv.kvmanager.engine import (
+from pagekv.kvmanager.engine.cache_admin import CacheAdmin
+from pagekv.kvmanager.engine.interface import (
     BlockView,
     CacheReset,
     PinResult,
@@ -17,10 +17,10 @@ from pagekv.kvmanager.engine import (
     SequenceView,
     Stats,
 )
-from pagekv.kvmanager.engine_config import EngineConfig
-from pagekv.kvmanager.engine_view import EngineView
-from pagekv.kvmanager.introspection import EngineTotals, block_views, collect_stats, request_views, sequence_views
-from pagekv.kvmanager.live_requests import LiveRequests
+from pagekv.kvmanager.engine.config import EngineConfig
+from pagekv.kvmanager.engine.view import EngineView
+from pagekv.kvmanager.engine.snapshots import EngineTotals, block_views, collect_stats, request_views, sequence_views
+from pagekv.kvmanager.engine.live_requests import LiveRequests
 from pagekv.kvmanager.request.command import CacheIdentity
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch

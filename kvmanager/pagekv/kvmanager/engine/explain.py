@@ -13,7 +13,7 @@ import numpy as np
 
 from pagekv.kvmanager.kvcache.block_hash import chain_digests, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
-from pagekv.kvmanager.engine import BlockExplanation, BlockOutcome, PrefixExplanation
+from pagekv.kvmanager.engine.interface import BlockExplanation, BlockOutcome, PrefixExplanation
 from pagekv.kvmanager.request.command import MediaSpan
 from pagekv.kvmanager.kvcache.events.log import TableLog
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from enum import Enum
 
 from pagekv.common.logs import Log
-from pagekv.kvmanager.engine import ModelInfo
+from pagekv.kvmanager.engine.interface import ModelInfo
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import Committed, StepOutcome, StepPlan
 

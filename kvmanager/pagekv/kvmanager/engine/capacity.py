@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagekv.common.errors import InvalidRequest, Unavailable
-from pagekv.kvmanager.engine import ModelInfo
+from pagekv.kvmanager.engine.interface import ModelInfo
 from pagekv.kvmanager.request.command import GenerateCommand
 
 

@@ -1,4 +1,4 @@
-"""The face of the engine loop that services see. `pagekv.kvmanager.engine_loop.EngineLoop` implements it."""
+"""The face of the engine loop that services see. `pagekv.kvmanager.engine.loop.EngineLoop` implements it."""
 
 from __future__ import annotations
 

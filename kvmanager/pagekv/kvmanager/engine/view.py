@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagekv.kvmanager.cache_admin import CacheAdmin
-from pagekv.kvmanager.live_requests import LiveRequests
+from pagekv.kvmanager.engine.cache_admin import CacheAdmin
+from pagekv.kvmanager.engine.live_requests import LiveRequests
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 
 
