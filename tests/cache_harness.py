@@ -11,8 +11,8 @@ import small_tokenizers
 from fake_engine import MODEL, FakeEngine
 
 from pagekv.common.server import GrpcServer
-from pagekv.kvmanager.cache_service import CacheService
-from pagekv.kvmanager.serving_state import ServingState
+from pagekv.kvmanager.api.cache_service import CacheService
+from pagekv.kvmanager.api.served_model import ServingState
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 from pagekv.v1 import cache_service_pb2_grpc as pb_grpc
 

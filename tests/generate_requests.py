@@ -12,7 +12,7 @@ from fake_engine import MODEL
 from pagekv.kvmanager.text.chat_template import ChatTemplate
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.text.tokenizer import Tokenizer
-from pagekv.kvmanager.validation import read_generate
+from pagekv.kvmanager.api.validation import read_generate
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
 

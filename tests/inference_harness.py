@@ -17,8 +17,8 @@ from google.rpc import status_pb2
 from pagekv.common.server import GrpcServer
 from pagekv.common.statuses import STATUS_DETAILS_KEY
 from pagekv.kvmanager.text.chat_template import ChatTemplate
-from pagekv.kvmanager.inference_service import InferenceService
-from pagekv.kvmanager.serving_state import ServingState
+from pagekv.kvmanager.api.inference_service import InferenceService
+from pagekv.kvmanager.api.served_model import ServingState
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import inference_service_pb2_grpc as pb_grpc

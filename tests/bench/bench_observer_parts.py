@@ -17,7 +17,7 @@ from pagekv.kvmanager.outlets import Outlets
 from pagekv.kvmanager.page.hub import PageHub
 from pagekv.kvmanager.request_metrics import RequestMetrics
 from pagekv.kvmanager.request_spans import RequestSpans
-from pagekv.kvmanager.serving_state import ServingState
+from pagekv.kvmanager.api.served_model import ServingState
 from pagekv.kvmanager.smg_service import SERVICE_NAME, VllmEngine
 from pagekv.kvmanager.tracing import Tracing, otlp_processor
 

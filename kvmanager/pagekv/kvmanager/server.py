@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 from pagekv.common.logs import Log, setup_logs
 from pagekv.common.models import ModelNotFound, resolve_model
 from pagekv.common.server import GrpcServer, run_async, spare_the_collector, stop_event, write_port_file
-from pagekv.kvmanager.cache_service import CacheService
+from pagekv.kvmanager.api.cache_service import CacheService
 from pagekv.kvmanager.config import FROM_EXECUTOR, NO_TOKENIZER, ManagerConfig, parse_config
 from pagekv.kvmanager.engine.interface import ModelInfo
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.executor_client import AttachRefused
-from pagekv.kvmanager.inference_service import InferenceService
+from pagekv.kvmanager.api.inference_service import InferenceService
 from pagekv.kvmanager.outlets import Outlets
 from pagekv.kvmanager.request_metrics import RequestMetrics
 from pagekv.kvmanager.request_spans import RequestSpans
-from pagekv.kvmanager.serving_state import ServingState
+from pagekv.kvmanager.api.served_model import ServingState
 from pagekv.kvmanager.text.tokenizer import Tokenizer, TokenizerError
 from pagekv.v1 import cache_service_pb2, cache_service_pb2_grpc, inference_service_pb2, inference_service_pb2_grpc
 

@@ -25,12 +25,12 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotImplementedYet, Unavailable
 from pagekv.kvmanager.kvcache.block_hash import root_digest
 from pagekv.kvmanager.engine.interface import Engine, ModelInfo
-from pagekv.kvmanager.generation import Generation
-from pagekv.kvmanager.serving_state import Served, ServingState
+from pagekv.kvmanager.api.generate_call import Generation
+from pagekv.kvmanager.api.served_model import Served, ServingState
 from pagekv.kvmanager.smg_events import MAX_BLOCKS, MAX_VOCABULARY, KvEvents
 from pagekv.kvmanager.smg_generate import read_request, write_response
-from pagekv.kvmanager.trace_context import with_caller
-from pagekv.kvmanager.validation import read_abort_ids, read_generate
+from pagekv.kvmanager.api.trace_context import with_caller
+from pagekv.kvmanager.api.validation import read_abort_ids, read_generate
 
 SERVICE_NAME: str = vllm.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 # Bytes of a tokenizer's archive in one message.

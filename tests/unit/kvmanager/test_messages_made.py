@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from fake_engine import MODEL, FakeEngine
 
-from pagekv.kvmanager.generation import SMALL_TOKENS, Generation
+from pagekv.kvmanager.api.generate_call import SMALL_TOKENS, Generation
 from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, SamplingParams, SequenceDelta, TokenLogprobs
-from pagekv.kvmanager.serving_state import Served
+from pagekv.kvmanager.api.served_model import Served
 from pagekv.v1 import inference_service_pb2 as pb
 
 

@@ -22,7 +22,7 @@ from pagekv.kvmanager.page.hub import MAX_VIEWERS, PageHub
 from pagekv.kvmanager.page.routes import Page
 from pagekv.kvmanager.request.command import CacheIdentity
 from pagekv.kvmanager.server import Manager
-from pagekv.kvmanager.serving_state import ServingState
+from pagekv.kvmanager.api.served_model import ServingState
 
 PROMPT = list(range(20))
 

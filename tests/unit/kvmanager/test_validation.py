@@ -25,7 +25,7 @@ from generate_requests import (
 )
 
 from pagekv.common.errors import InvalidRequest
-from pagekv.kvmanager.validation import read_generate
+from pagekv.kvmanager.api.validation import read_generate
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
 

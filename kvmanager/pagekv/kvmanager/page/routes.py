@@ -18,8 +18,8 @@ from pagekv.kvmanager.page.blocks import block_detail, host_block_detail, reques
 from pagekv.kvmanager.page.explanation import explain
 from pagekv.kvmanager.page.frame import request_rows
 from pagekv.kvmanager.page.hub import PageEngine, PageHub, Viewer
-from pagekv.kvmanager.serving_state import ServingState
-from pagekv.kvmanager.validation import check_request_id
+from pagekv.kvmanager.api.served_model import ServingState
+from pagekv.kvmanager.api.validation import check_request_id
 
 # Seconds that one message may take to be read before its reader counts as gone.
 WRITE_TIMEOUT_S = 30.0

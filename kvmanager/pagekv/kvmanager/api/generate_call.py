@@ -15,8 +15,8 @@ from pagekv.kvmanager.request.command import (
     SequenceDelta,
     TokenLogprobs,
 )
-from pagekv.kvmanager.sequence_output import OutputDelta, SequenceOutput
-from pagekv.kvmanager.serving_state import Served
+from pagekv.kvmanager.api.output_processor import OutputDelta, SequenceOutput
+from pagekv.kvmanager.api.served_model import Served
 from pagekv.kvmanager.text.stop_strings import StopStrings
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotFound
 from pagekv.kvmanager.engine.interface import BlockExplanation, BlockView, Engine
 from pagekv.kvmanager.kvcache.pins import MAX_LEASE_S, MIN_LEASE_S
-from pagekv.kvmanager.prompt_input import PromptReader
+from pagekv.kvmanager.api.prompt_reader import PromptReader
 from pagekv.kvmanager.request.command import CacheIdentity
-from pagekv.kvmanager.serving_state import ServingState
+from pagekv.kvmanager.api.served_model import ServingState
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
-from pagekv.kvmanager.validation import check_media, check_request_id, read_cache_controls
+from pagekv.kvmanager.api.validation import check_media, check_request_id, read_cache_controls
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import cache_service_pb2_grpc as pb_grpc
 
 if TYPE_CHECKING:
-    from pagekv.kvmanager.prompt_input import PromptRequest
+    from pagekv.kvmanager.api.prompt_reader import PromptRequest
 
 DEFAULT_BLOCKS = 100
 DEFAULT_REQUESTS = 100

@@ -7,11 +7,11 @@ from typing import Any
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.engine.interface import Engine
-from pagekv.kvmanager.generation import Generation
-from pagekv.kvmanager.prompt_input import PromptReader, check_token_ids
-from pagekv.kvmanager.serving_state import ServingState
-from pagekv.kvmanager.trace_context import with_caller
-from pagekv.kvmanager.validation import read_abort_ids, read_generate
+from pagekv.kvmanager.api.generate_call import Generation
+from pagekv.kvmanager.api.prompt_reader import PromptReader, check_token_ids
+from pagekv.kvmanager.api.served_model import ServingState
+from pagekv.kvmanager.api.trace_context import with_caller
+from pagekv.kvmanager.api.validation import read_abort_ids, read_generate
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import inference_service_pb2_grpc as pb_grpc
 

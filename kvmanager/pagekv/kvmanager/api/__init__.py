@@ -1,0 +1,1 @@
+"""The two gRPC services that clients call."""
