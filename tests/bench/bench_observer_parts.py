@@ -18,7 +18,7 @@ from pagekv.kvmanager.page.hub import PageHub
 from pagekv.kvmanager.request_metrics import RequestMetrics
 from pagekv.kvmanager.request_spans import RequestSpans
 from pagekv.kvmanager.api.served_model import ServingState
-from pagekv.kvmanager.smg_service import SERVICE_NAME, VllmEngine
+from pagekv.kvmanager.gateway.service import SERVICE_NAME, VllmEngine
 from pagekv.kvmanager.tracing import Tracing, otlp_processor
 
 # Is given an engine before that is attached; adds its observers and starts what it needs.

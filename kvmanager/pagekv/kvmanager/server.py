@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from pagekv.kvmanager.http_server import HttpServer
-    from pagekv.kvmanager.smg_service import VllmEngine
+    from pagekv.kvmanager.gateway.service import VllmEngine
     from pagekv.kvmanager.tracing import Tracing
 
 log = Log(__name__)
@@ -76,7 +76,7 @@ class Manager:
     def _gateway_service(self, services: list[str]) -> VllmEngine:
         """The service for a gateway, its name added to `services`. Raises ExtraMissing without its stubs."""
         try:
-            from pagekv.kvmanager.smg_service import SERVICE_NAME, VllmEngine
+            from pagekv.kvmanager.gateway.service import SERVICE_NAME, VllmEngine
         except ImportError as error:
             raise ExtraMissing(f"--gateway-api needs {error.name}: pip install 'pagekv[gateway]'") from error
         services.append(SERVICE_NAME)

@@ -9,7 +9,7 @@ import pytest
 from smg_grpc_proto.generated import common_pb2 as common
 
 from pagekv.kvmanager.kvcache.block_hash import block_digest, root_digest, short_hash, token_bytes
-from pagekv.kvmanager.smg_events import MAX_BLOCKS, MAX_VOCABULARY, KvEvents
+from pagekv.kvmanager.gateway.kv_events import MAX_BLOCKS, MAX_VOCABULARY, KvEvents
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier, join
 
 BLOCK = 4

@@ -25,7 +25,7 @@ from pagekv.common.server import GrpcServer
 from pagekv.kvmanager.kvcache.block_hash import block_digest, root_digest, token_bytes
 from pagekv.kvmanager.request.command import FinishReason, SequenceDelta, TokenLogprobs
 from pagekv.kvmanager.api.served_model import ServingState
-from pagekv.kvmanager.smg_service import SERVICE_NAME, VllmEngine
+from pagekv.kvmanager.gateway.service import SERVICE_NAME, VllmEngine
 from pagekv.kvmanager.kvcache.events.batch import Stored, Tier
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 

@@ -27,8 +27,8 @@ from pagekv.kvmanager.kvcache.block_hash import root_digest
 from pagekv.kvmanager.engine.interface import Engine, ModelInfo
 from pagekv.kvmanager.api.generate_call import Generation
 from pagekv.kvmanager.api.served_model import Served, ServingState
-from pagekv.kvmanager.smg_events import MAX_BLOCKS, MAX_VOCABULARY, KvEvents
-from pagekv.kvmanager.smg_generate import read_request, write_response
+from pagekv.kvmanager.gateway.kv_events import MAX_BLOCKS, MAX_VOCABULARY, KvEvents
+from pagekv.kvmanager.gateway.generate import read_request, write_response
 from pagekv.kvmanager.api.trace_context import with_caller
 from pagekv.kvmanager.api.validation import read_abort_ids, read_generate
 
