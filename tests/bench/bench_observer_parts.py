@@ -15,7 +15,7 @@ from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.outlet_config import OutletConfig
 from pagekv.kvmanager.outlets import Outlets
 from pagekv.kvmanager.page.hub import PageHub
-from pagekv.kvmanager.request_metrics import RequestMetrics
+from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 from pagekv.kvmanager.request_spans import RequestSpans
 from pagekv.kvmanager.api.served_model import ServingState
 from pagekv.kvmanager.gateway.service import SERVICE_NAME, VllmEngine

@@ -18,7 +18,7 @@ from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.executor_client import AttachRefused
 from pagekv.kvmanager.api.inference_service import InferenceService
 from pagekv.kvmanager.outlets import Outlets
-from pagekv.kvmanager.request_metrics import RequestMetrics
+from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 from pagekv.kvmanager.request_spans import RequestSpans
 from pagekv.kvmanager.api.served_model import ServingState
 from pagekv.kvmanager.text.tokenizer import Tokenizer, TokenizerError
@@ -182,7 +182,7 @@ class Manager:
             return 0
         try:
             from pagekv.kvmanager.http_server import HttpServer
-            from pagekv.kvmanager.metrics import EngineCollector, metrics_routes
+            from pagekv.kvmanager.observe.metrics.prometheus import EngineCollector, metrics_routes
         except ImportError as error:
             raise ExtraMissing(f"--http-listen needs {error.name}: pip install 'pagekv[observe]'") from error
         requests = RequestMetrics()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pagekv.kvmanager.histogram import Histogram
+from pagekv.kvmanager.observe.metrics.histogram import Histogram
 
 
 def test_a_value_counts_up_to_and_with_its_bound() -> None:

@@ -23,9 +23,9 @@ from prometheus_client.parser import text_string_to_metric_families
 import pagekv.kvmanager
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.http_server import HttpServer
-from pagekv.kvmanager.metrics import EngineCollector, metrics_routes
+from pagekv.kvmanager.observe.metrics.prometheus import EngineCollector, metrics_routes
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
-from pagekv.kvmanager.request_metrics import RequestMetrics
+from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
 from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
 

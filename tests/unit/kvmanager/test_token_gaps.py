@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from pagekv.kvmanager.histogram import Histogram
+from pagekv.kvmanager.observe.metrics.histogram import Histogram
 from pagekv.kvmanager.request.command import GenerateCommand, RequestStream, SamplingParams
 from pagekv.kvmanager.scheduling.sequence import NO_HANDLE, LiveRequest, Sequence, live_request
 from pagekv.kvmanager.scheduling.step_plan import NewSequence
-from pagekv.kvmanager.token_gaps import TokenGaps
+from pagekv.kvmanager.observe.metrics.inter_token_latency import TokenGaps
 
 BOUNDS = [0.5, 1.5, 2.5, 5, 10, 20, 50]
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from pagekv.kvmanager.histogram import Histogram
+from pagekv.kvmanager.observe.metrics.histogram import Histogram
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, Sequence
 from pagekv.kvmanager.scheduling.step_plan import NewSequence
 

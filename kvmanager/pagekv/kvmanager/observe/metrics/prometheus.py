@@ -17,8 +17,8 @@ from prometheus_client.registry import Collector
 
 from pagekv.common.errors import Unavailable
 from pagekv.kvmanager.engine.interface import Engine, ModelInfo, Stats
-from pagekv.kvmanager.histogram import Histogram
-from pagekv.kvmanager.request_metrics import RequestMetrics
+from pagekv.kvmanager.observe.metrics.histogram import Histogram
+from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 
 Values = Mapping[tuple[str, ...], float]
 _TIER, _DEVICE, _HOST = ("tier",), ("device",), ("host",)
