@@ -16,10 +16,10 @@ from pagekv.kvmanager.outlet_config import OutletConfig
 from pagekv.kvmanager.outlets import Outlets
 from pagekv.kvmanager.page.hub import PageHub
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
-from pagekv.kvmanager.request_spans import RequestSpans
+from pagekv.kvmanager.observe.tracing.spans import RequestSpans
 from pagekv.kvmanager.api.served_model import ServingState
 from pagekv.kvmanager.gateway.service import SERVICE_NAME, VllmEngine
-from pagekv.kvmanager.tracing import Tracing, otlp_processor
+from pagekv.kvmanager.observe.tracing.otlp import Tracing, otlp_processor
 
 # Is given an engine before that is attached; adds its observers and starts what it needs.
 Part = Callable[[EngineLoop], AbstractAsyncContextManager[None]]

@@ -19,7 +19,7 @@ from pagekv.kvmanager.engine.executor_client import AttachRefused
 from pagekv.kvmanager.api.inference_service import InferenceService
 from pagekv.kvmanager.outlets import Outlets
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
-from pagekv.kvmanager.request_spans import RequestSpans
+from pagekv.kvmanager.observe.tracing.spans import RequestSpans
 from pagekv.kvmanager.api.served_model import ServingState
 from pagekv.kvmanager.text.tokenizer import Tokenizer, TokenizerError
 from pagekv.v1 import cache_service_pb2, cache_service_pb2_grpc, inference_service_pb2, inference_service_pb2_grpc
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from pagekv.kvmanager.http_server import HttpServer
     from pagekv.kvmanager.gateway.service import VllmEngine
-    from pagekv.kvmanager.tracing import Tracing
+    from pagekv.kvmanager.observe.tracing.otlp import Tracing
 
 log = Log(__name__)
 
@@ -157,7 +157,7 @@ class Manager:
         if not self._config.observe.otlp_endpoint:
             return
         try:
-            from pagekv.kvmanager.tracing import Tracing, otlp_processor
+            from pagekv.kvmanager.observe.tracing.otlp import Tracing, otlp_processor
         except ImportError as error:
             raise ExtraMissing(f"--otlp-endpoint needs {error.name}: pip install 'pagekv[observe]'") from error
         self._tracing = Tracing(otlp_processor(self._config.observe.otlp_endpoint))

@@ -14,7 +14,7 @@ from engine_harness import Bench, command, read
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import RequestEnd
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
-from pagekv.kvmanager.request_spans import MAX_SPANS, RequestSpans, Span, TracedRequest, wall_ns
+from pagekv.kvmanager.observe.tracing.spans import MAX_SPANS, RequestSpans, Span, TracedRequest, wall_ns
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
 from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
 

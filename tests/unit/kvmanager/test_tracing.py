@@ -17,8 +17,8 @@ from otlp_collector import collector
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.recovery import Fault
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
-from pagekv.kvmanager.request_spans import RequestSpans
-from pagekv.kvmanager.tracing import Tracing, otlp_processor
+from pagekv.kvmanager.observe.tracing.spans import RequestSpans
+from pagekv.kvmanager.observe.tracing.otlp import Tracing, otlp_processor
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -121,7 +121,7 @@ def test_a_collector_that_is_not_there_holds_nothing_up(monkeypatch: pytest.Monk
     """Serving goes on, and the end waits for a bounded time."""
     with collector() as gone:
         url = gone.url
-    monkeypatch.setattr("pagekv.kvmanager.tracing.FLUSH_S", 0.1)
+    monkeypatch.setattr("pagekv.kvmanager.observe.tracing.otlp.FLUSH_S", 0.1)
     tracing = Tracing(otlp_processor(f"{url}/v1/traces"))
 
     async def body(engine: EngineLoop, bench: Bench) -> None:

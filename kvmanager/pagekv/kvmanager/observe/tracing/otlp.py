@@ -21,7 +21,7 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from pagekv.kvmanager.engine.observer import RequestEnd
-from pagekv.kvmanager.request_spans import TracedRequest
+from pagekv.kvmanager.observe.tracing.spans import TracedRequest
 
 _ROOT = "generate"
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
