@@ -19,7 +19,7 @@ from pagekv.kvmanager.request_trace import RequestTrace
 from pagekv.kvmanager.step_record import RecordedScheduler, StepRecorder
 
 if TYPE_CHECKING:
-    from pagekv.kvmanager.kv_event_publisher import KvEventPublisher
+    from pagekv.kvmanager.observe.kv_events.publisher import KvEventPublisher
 
 log = Log(__name__)
 
@@ -45,7 +45,7 @@ class Outlets:
         self._start_recording(engine)
 
     def _start_publishing(self, engine: EngineLoop) -> None:
-        from pagekv.kvmanager.kv_event_publisher import KvEventPublisher, KvEventSettings
+        from pagekv.kvmanager.observe.kv_events.publisher import KvEventPublisher, KvEventSettings
 
         config = self._config
         self._publisher = KvEventPublisher(

@@ -13,9 +13,9 @@ from table_reader import Table, host_table_of, table_of
 
 from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest, short_hash, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
-from pagekv.kvmanager.event_identities import EventIdentities
+from pagekv.kvmanager.observe.kv_events.extra_keys import EventIdentities
 from pagekv.kvmanager.kvcache.host_pool import HostPool
-from pagekv.kvmanager.kv_event_format import MAX_BATCH_TOKENS, Events, KvEventFormat, pack
+from pagekv.kvmanager.observe.kv_events.vllm_format import MAX_BATCH_TOKENS, Events, KvEventFormat, pack
 from pagekv.kvmanager.kvcache.pins import Pins
 from pagekv.kvmanager.request.command import CacheIdentity, MediaSpan
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier

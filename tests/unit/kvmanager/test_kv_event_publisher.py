@@ -17,11 +17,11 @@ from radixview.discover import PublisherSet, RankPublisher
 from radixview.subscribe import listen
 from radixview.tree import CacheTree
 
-from pagekv.kvmanager import kv_event_publisher
+from pagekv.kvmanager.observe.kv_events import publisher as kv_event_publisher
 from pagekv.kvmanager.kvcache.block_hash import short_hash
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.kv_event_format import Events
-from pagekv.kvmanager.kv_event_publisher import KvEventPublisher, KvEventSettings
+from pagekv.kvmanager.observe.kv_events.vllm_format import Events
+from pagekv.kvmanager.observe.kv_events.publisher import KvEventPublisher, KvEventSettings
 
 Body = Callable[[EngineLoop, Bench, KvEventPublisher], Awaitable[None]]
 EIGHT = [*range(8)]

@@ -26,8 +26,8 @@ import zmq.asyncio
 from pagekv.common.errors import FellBehind, LimitExceeded, Unavailable
 from pagekv.common.logs import Log
 from pagekv.kvmanager.engine.interface import ModelInfo
-from pagekv.kvmanager.event_identities import EventIdentities
-from pagekv.kvmanager.kv_event_format import Events, KvEventFormat, pack
+from pagekv.kvmanager.observe.kv_events.extra_keys import EventIdentities
+from pagekv.kvmanager.observe.kv_events.vllm_format import Events, KvEventFormat, pack
 from pagekv.kvmanager.engine.observer import Observer
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import StepPlan

@@ -22,7 +22,7 @@ import msgpack
 import numpy as np
 
 from pagekv.kvmanager.kvcache.block_hash import TOKEN_BYTES, short_hashes
-from pagekv.kvmanager.event_identities import PLAIN, BlockIdentity, EventIdentities
+from pagekv.kvmanager.observe.kv_events.extra_keys import PLAIN, BlockIdentity, EventIdentities
 from pagekv.kvmanager.kvcache.events.batch import Diff, Stored, Tier, join
 
 # Tokens in one batch, so that none takes the event loop for long or grows beyond some hundreds of kilobytes.

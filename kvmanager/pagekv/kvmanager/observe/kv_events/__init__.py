@@ -1,0 +1,1 @@
+"""Prefix table changes over ZeroMQ, in vLLM's format."""
