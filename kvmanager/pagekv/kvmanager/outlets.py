@@ -14,9 +14,9 @@ from pagekv.common.logs import Log
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.outlet_config import OutletConfig
-from pagekv.kvmanager.recording_file import RecordingFile
-from pagekv.kvmanager.request_trace import RequestTrace
-from pagekv.kvmanager.step_record import RecordedScheduler, StepRecorder
+from pagekv.kvmanager.observe.recording.file import RecordingFile
+from pagekv.kvmanager.observe.recording.workload_recorder import RequestTrace
+from pagekv.kvmanager.observe.recording.step_recorder import RecordedScheduler, StepRecorder
 
 if TYPE_CHECKING:
     from pagekv.kvmanager.observe.kv_events.publisher import KvEventPublisher

@@ -20,7 +20,7 @@ from pagekv.client.gateway import GatewayConfig
 from pagekv.client.processes import Child, Stack, StackConfig, StackError
 from pagekv.client.terminal import Terminal
 from pagekv.common.logs import _Formatter
-from pagekv.kvmanager.recording_file import RecordingFile
+from pagekv.kvmanager.observe.recording.file import RecordingFile
 
 FAKE = Path(__file__).with_name("fake_process.py")
 

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pagekv.kvmanager import recording_file
-from pagekv.kvmanager.recording_file import RecordingFile
+from pagekv.kvmanager.observe.recording import file as recording_file
+from pagekv.kvmanager.observe.recording.file import RecordingFile
 
 
 def errors(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -13,11 +13,11 @@ from stack import environment
 
 from pagekv.client.cli import main as pagekv
 from pagekv.client.commands import replay as command
-from pagekv.kvmanager.recording_file import RecordingFile
+from pagekv.kvmanager.observe.recording.file import RecordingFile
 from pagekv.kvmanager.replay.cli import main
 from pagekv.kvmanager.replay.progress import Progress
 from pagekv.kvmanager.replay.report import duration
-from pagekv.kvmanager.step_record import StepRecorder
+from pagekv.kvmanager.observe.recording.step_recorder import StepRecorder
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "traces"
 MOONCAKE, AZURE = str(DATA / "mooncake_sample.jsonl"), str(DATA / "azure_sample.csv")

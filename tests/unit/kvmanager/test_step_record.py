@@ -24,12 +24,12 @@ from scheduler_machine import SchedulerMachine
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.pins import Pins
-from pagekv.kvmanager.recording_file import RecordingFile
+from pagekv.kvmanager.observe.recording.file import RecordingFile
 from pagekv.kvmanager.replay.cli import main as replay
 from pagekv.kvmanager.replay.steps import StepsError, StepsReport, replay_steps
 from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand, SamplingParams
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
-from pagekv.kvmanager.step_record import COLUMNS, RecordedScheduler, StepRecorder
+from pagekv.kvmanager.observe.recording.step_recorder import COLUMNS, RecordedScheduler, StepRecorder
 from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
 
 EIGHT = [*range(8)]

@@ -32,7 +32,7 @@ from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SequenceState, live_request
 from pagekv.kvmanager.scheduling.step_plan import StepOutcome, StepPlan
-from pagekv.kvmanager.step_record import COLUMNS, FORMAT, SAMPLING, VERSION, numbers, plan_columns
+from pagekv.kvmanager.observe.recording.step_recorder import COLUMNS, FORMAT, SAMPLING, VERSION, numbers, plan_columns
 from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
 
 # A record has one prompt or one step; a larger one is no record.

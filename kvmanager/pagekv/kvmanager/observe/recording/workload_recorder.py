@@ -22,7 +22,7 @@ from functools import partial
 from pagekv.kvmanager.kvcache.block_hash import TOKEN_BYTES, block_digest, chain_digests, media_keys, root_digest, token_bytes
 from pagekv.kvmanager.engine.interface import ModelInfo
 from pagekv.kvmanager.engine.observer import Observer, RequestEnd
-from pagekv.kvmanager.recording_file import RecordingFile
+from pagekv.kvmanager.observe.recording.file import RecordingFile
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 
