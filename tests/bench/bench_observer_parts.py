@@ -12,8 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from pagekv.common.server import GrpcServer
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.outlet_config import OutletConfig
-from pagekv.kvmanager.outlets import Outlets
+from pagekv.kvmanager.observe.outlet_config import OutletConfig
+from pagekv.kvmanager.observe.exporters import Outlets
 from pagekv.kvmanager.page.hub import PageHub
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 from pagekv.kvmanager.observe.tracing.spans import RequestSpans

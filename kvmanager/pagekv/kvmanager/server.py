@@ -17,7 +17,7 @@ from pagekv.kvmanager.engine.interface import ModelInfo
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.executor_client import AttachRefused
 from pagekv.kvmanager.api.inference_service import InferenceService
-from pagekv.kvmanager.outlets import Outlets
+from pagekv.kvmanager.observe.exporters import Outlets
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 from pagekv.kvmanager.observe.tracing.spans import RequestSpans
 from pagekv.kvmanager.api.served_model import ServingState
@@ -27,7 +27,7 @@ from pagekv.v1 import cache_service_pb2, cache_service_pb2_grpc, inference_servi
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from pagekv.kvmanager.http_server import HttpServer
+    from pagekv.kvmanager.observe.http_server import HttpServer
     from pagekv.kvmanager.gateway.service import VllmEngine
     from pagekv.kvmanager.observe.tracing.otlp import Tracing
 
@@ -181,7 +181,7 @@ class Manager:
         if not observe.http_listen:
             return 0
         try:
-            from pagekv.kvmanager.http_server import HttpServer
+            from pagekv.kvmanager.observe.http_server import HttpServer
             from pagekv.kvmanager.observe.metrics.prometheus import EngineCollector, metrics_routes
         except ImportError as error:
             raise ExtraMissing(f"--http-listen needs {error.name}: pip install 'pagekv[observe]'") from error

@@ -16,7 +16,7 @@ from pagekv.client.gateway import GatewayConfig
 from pagekv.client.kv_events import DEFAULT_ENDPOINT, KvEventEndpoints, endpoints_of_pairs
 from pagekv.client.processes import Stack, StackConfig, StackError
 from pagekv.client.terminal import Terminal
-from pagekv.kvmanager.outlet_config import OutletConfig
+from pagekv.kvmanager.observe.outlet_config import OutletConfig
 from pagekv.v1 import inference_service_pb2 as pb
 
 

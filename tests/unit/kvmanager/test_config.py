@@ -6,8 +6,8 @@ import pytest
 
 from pagekv.kvmanager.config import ManagerConfig, parse_config
 from pagekv.kvmanager.engine.config import EngineConfig
-from pagekv.kvmanager.observe_config import ObserveConfig
-from pagekv.kvmanager.outlet_config import OutletConfig
+from pagekv.kvmanager.observe.flags import ObserveConfig
+from pagekv.kvmanager.observe.outlet_config import OutletConfig
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
 from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
 

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from pagekv.kvmanager.http_server import HEADERS, MAX_BODY_BYTES, HttpServer, is_loopback, may_name
+from pagekv.kvmanager.observe.http_server import HEADERS, MAX_BODY_BYTES, HttpServer, is_loopback, may_name
 
 
 async def hello(request: web.Request) -> web.Response:

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import pagekv.kvmanager
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.http_server import HttpServer
+from pagekv.kvmanager.observe.http_server import HttpServer
 from pagekv.kvmanager.observe.metrics.prometheus import EngineCollector, metrics_routes
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics

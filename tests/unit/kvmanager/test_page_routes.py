@@ -16,7 +16,7 @@ from page_reader import PageReader
 
 from pagekv.kvmanager.config import parse_config
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.http_server import MAX_BODY_BYTES, HttpServer
+from pagekv.kvmanager.observe.http_server import MAX_BODY_BYTES, HttpServer
 from pagekv.kvmanager.page import routes
 from pagekv.kvmanager.page.hub import MAX_VIEWERS, PageHub
 from pagekv.kvmanager.page.routes import Page

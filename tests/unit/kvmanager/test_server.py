@@ -259,7 +259,7 @@ def test_a_start_without_an_extra_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What a missing package ends, after the port for clients was opened, has no other trace either."""
-    monkeypatch.setitem(sys.modules, "pagekv.kvmanager.http_server", None)
+    monkeypatch.setitem(sys.modules, "pagekv.kvmanager.observe.http_server", None)
     record, port_file = str(tmp_path / "trace"), str(tmp_path / "port")
     flags = ["--listen", "127.0.0.1:0", "--executor", NOWHERE, "--record", record, "--port-file", port_file]
     status, words = main([*flags, "--http-listen", "127.0.0.1:0"], caplog)

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from pagekv.common.errors import InvalidRequest, NotFound, Overloaded, PageKVError, Unavailable
 from pagekv.kvmanager.engine.view import EngineView
-from pagekv.kvmanager.http_server import HEADERS
+from pagekv.kvmanager.observe.http_server import HEADERS
 from pagekv.kvmanager.page.blocks import block_detail, host_block_detail, request_detail
 from pagekv.kvmanager.page.explanation import explain
 from pagekv.kvmanager.page.frame import request_rows

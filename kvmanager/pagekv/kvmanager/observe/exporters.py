@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from pagekv.common.logs import Log
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.outlet_config import OutletConfig
+from pagekv.kvmanager.observe.outlet_config import OutletConfig
 from pagekv.kvmanager.observe.recording.file import RecordingFile
 from pagekv.kvmanager.observe.recording.workload_recorder import RequestTrace
 from pagekv.kvmanager.observe.recording.step_recorder import RecordedScheduler, StepRecorder

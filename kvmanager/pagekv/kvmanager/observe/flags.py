@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit, urlunsplit
 
 from pagekv.common.flags import FlagParser, tcp_address
-from pagekv.kvmanager import outlet_config
-from pagekv.kvmanager.outlet_config import OutletConfig
+from pagekv.kvmanager.observe import outlet_config
+from pagekv.kvmanager.observe.outlet_config import OutletConfig
 
 # A host name without a port.
 _NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
