@@ -24,7 +24,7 @@ from browser import Browser
 from page_screenshots import loaded_page
 
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
-from pagekv.kvmanager.page.states import change, device_bytes
+from pagekv.kvmanager.page.block_states import change, device_bytes
 
 FRAMES = 300
 # A screen of 60 Hz, and as much as clocks differ.

@@ -12,8 +12,8 @@ from page_reader import apply_change
 from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
-from pagekv.kvmanager.page import states
-from pagekv.kvmanager.page.states import STATES, change, counts, device_bytes, host_bytes, whole
+from pagekv.kvmanager.page import block_states as states
+from pagekv.kvmanager.page.block_states import STATES, change, counts, device_bytes, host_bytes, whole
 from pagekv.kvmanager.kvcache.pins import Pins
 
 arrays = st.lists(st.integers(0, 255), max_size=60)

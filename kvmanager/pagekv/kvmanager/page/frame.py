@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pagekv.kvmanager.engine.interface import Engine, ModelInfo, Stats
-from pagekv.kvmanager.page.states import HOST_STATES, STATES, Bytes, change, counts, whole
+from pagekv.kvmanager.page.block_states import HOST_STATES, STATES, Bytes, change, counts, whole
 
 # Requests that are listed.
 MAX_REQUESTS = 200

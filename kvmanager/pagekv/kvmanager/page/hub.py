@@ -23,10 +23,10 @@ from pagekv.kvmanager.engine.interface import Engine
 from pagekv.kvmanager.engine.view import EngineView
 from pagekv.kvmanager.page import frame as frames
 from pagekv.kvmanager.page.frame import Frame
-from pagekv.kvmanager.page.happenings import Happenings
+from pagekv.kvmanager.page.event_feed import Happenings
 from pagekv.kvmanager.page.rates import Rates
-from pagekv.kvmanager.page.states import device_bytes, host_bytes
-from pagekv.kvmanager.page.table_changes import TableChanges
+from pagekv.kvmanager.page.block_states import device_bytes, host_bytes
+from pagekv.kvmanager.page.cache_changes import TableChanges
 
 log = Log(__name__)
 

@@ -14,8 +14,8 @@ from aiohttp import web
 from pagekv.common.errors import InvalidRequest, NotFound, Overloaded, PageKVError, Unavailable
 from pagekv.kvmanager.engine.view import EngineView
 from pagekv.kvmanager.observe.http_server import HEADERS
-from pagekv.kvmanager.page.blocks import block_detail, host_block_detail, request_detail
-from pagekv.kvmanager.page.explanation import explain
+from pagekv.kvmanager.page.inspector import block_detail, host_block_detail, request_detail
+from pagekv.kvmanager.page.explain import explain
 from pagekv.kvmanager.page.frame import request_rows
 from pagekv.kvmanager.page.hub import PageEngine, PageHub, Viewer
 from pagekv.kvmanager.api.served_model import ServingState
