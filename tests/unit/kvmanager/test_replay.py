@@ -16,9 +16,9 @@ import pytest
 from pagekv.kvmanager.kvcache.block_hash import root_digest
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.replay.cache_mode import replay_cache
-from pagekv.kvmanager.replay.cost import StepCost
+from pagekv.kvmanager.replay.cost_model import StepCost
 from pagekv.kvmanager.replay.options import ReplayOptions
-from pagekv.kvmanager.replay.prompt import prompt_ids
+from pagekv.kvmanager.replay.synthetic_prompt import prompt_ids
 from pagekv.kvmanager.replay.report import Row, Timing
 from pagekv.kvmanager.replay.simulated_executor import BegunStep, SimulatedExecutor
 from pagekv.kvmanager.replay.timed_mode import replay_timed

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagekv.kvmanager.replay.prompt import distinct_prefixes, output_tokens, prompt_bytes, prompt_ids
+from pagekv.kvmanager.replay.synthetic_prompt import distinct_prefixes, output_tokens, prompt_bytes, prompt_ids
 from pagekv.kvmanager.replay.trace import TraceError, TraceRecord, read_trace
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "traces"

@@ -26,7 +26,7 @@ from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.pins import Pins
 from pagekv.kvmanager.observe.recording.file import RecordingFile
 from pagekv.kvmanager.replay.cli import main as replay
-from pagekv.kvmanager.replay.steps import StepsError, StepsReport, replay_steps
+from pagekv.kvmanager.replay.step_replay import StepsError, StepsReport, replay_steps
 from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand, SamplingParams
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
 from pagekv.kvmanager.observe.recording.step_recorder import COLUMNS, RecordedScheduler, StepRecorder

@@ -13,12 +13,12 @@ from pathlib import Path
 from pagekv.common.flags import FlagParser, integer, number, power_of_two
 from pagekv.kvmanager.kvcache.eviction_policy import DEFAULT_POLICY, DEFAULT_PROTECTED_SHARE
 from pagekv.kvmanager.replay.cache_mode import replay_cache
-from pagekv.kvmanager.replay.cost import StepCost
+from pagekv.kvmanager.replay.cost_model import StepCost
 from pagekv.kvmanager.replay.options import MODES, POLICIES, ReplayOptions
 from pagekv.kvmanager.replay.plot import svg
 from pagekv.kvmanager.replay.progress import Progress
 from pagekv.kvmanager.replay.report import as_json, as_table
-from pagekv.kvmanager.replay.steps import StepsError, is_recording_of_steps, replay_steps
+from pagekv.kvmanager.replay.step_replay import StepsError, is_recording_of_steps, replay_steps
 from pagekv.kvmanager.replay.timed_mode import replay_timed
 from pagekv.kvmanager.replay.trace import (
     DEFAULT_TOKENS_PER_ID,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pagekv.kvmanager.kvcache.eviction_policy import DEFAULT_POLICY, EvictionOrder, make_order
 from pagekv.kvmanager.kvcache.eviction_policy import POLICIES as EVICTION_POLICIES
-from pagekv.kvmanager.replay.cost import StepCost
+from pagekv.kvmanager.replay.cost_model import StepCost
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
 
 # How to treat prefixes: an eviction policy of the pool, or `none`, which switches the prefix cache off.

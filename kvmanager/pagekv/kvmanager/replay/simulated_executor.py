@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pagekv.kvmanager.replay.cost import StepCost
-from pagekv.kvmanager.replay.prompt import output_tokens
+from pagekv.kvmanager.replay.cost_model import StepCost
+from pagekv.kvmanager.replay.synthetic_prompt import output_tokens
 from pagekv.kvmanager.scheduling.step_plan import StepOutcome, StepPlan
 
 

@@ -15,7 +15,7 @@ from pagekv.kvmanager.kvcache.block_hash import root_digest
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.replay.options import ReplayOptions
-from pagekv.kvmanager.replay.prompt import distinct_prefixes, prompt_ids
+from pagekv.kvmanager.replay.synthetic_prompt import distinct_prefixes, prompt_ids
 from pagekv.kvmanager.replay.report import Row, Spread, Timing
 from pagekv.kvmanager.replay.simulated_executor import BegunStep, SimulatedExecutor
 from pagekv.kvmanager.replay.trace import TraceRecord
