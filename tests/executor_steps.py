@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from pagekv.executor.backend import CopyKind
-from pagekv.executor.epoch import Epoch
+from pagekv.executor.session.epoch import Epoch
 from pagekv.executor.oracle import OracleBackend, OracleModel
-from pagekv.executor.step import MemoryOp, NewSequence, Step, StepReport, StepSampling
-from pagekv.executor.step_check import EpochLimits
+from pagekv.executor.session.step import MemoryOp, NewSequence, Step, StepReport, StepSampling
+from pagekv.executor.session.step_check import EpochLimits
 
 EPOCH = 77
 VOCAB = 512

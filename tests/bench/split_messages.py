@@ -13,7 +13,7 @@ import manager_workloads as work
 
 from pagekv.executor import wire as executor_wire
 from pagekv.executor.backend import Sampled
-from pagekv.executor.step import StepReport
+from pagekv.executor.session.step import StepReport
 from pagekv.kvmanager.scheduling.step_plan import StepPlan
 from pagekv.kvmanager.engine.executor_wire import step_outcome, step_request
 from pagekv.v1 import executor_service_pb2 as pb

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagekv.executor.backend import CopyKind, Description, Sampled
-from pagekv.executor.step import MemoryOp, NewSequence, Step, StepReport, StepSampling
+from pagekv.executor.session.step import MemoryOp, NewSequence, Step, StepReport, StepSampling
 from pagekv.v1 import executor_service_pb2 as pb
 
 _KINDS: dict[int, CopyKind] = {

@@ -24,7 +24,7 @@ from pagekv.executor.oracle_truth import (
     mix,
     mix_all,
 )
-from pagekv.executor.step import StepSampling
+from pagekv.executor.session.step import StepSampling
 
 PROMPT = list(range(100, 110))
 

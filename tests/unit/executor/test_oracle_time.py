@@ -10,7 +10,7 @@ from executor_steps import VOCAB, World, new_sequence
 
 from pagekv.executor.oracle import OracleBackend, OracleModel, SlotError
 from pagekv.executor.oracle_truth import expected_tokens
-from pagekv.executor.step import StepSampling
+from pagekv.executor.session.step import StepSampling
 
 PROMPT = list(range(100, 110))
 

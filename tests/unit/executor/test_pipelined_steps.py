@@ -13,12 +13,12 @@ from executor_steps import new_sequence
 
 from pagekv.common.errors import InvalidRequest, Unavailable
 from pagekv.executor.backend import UNKNOWN_TOKEN, Launch, Sampled, Scheduled, SequenceState
-from pagekv.executor.compute_thread import ComputeThread
+from pagekv.executor.session.worker_thread import ComputeThread
 from pagekv.executor.layout import LAYOUT
 from pagekv.executor.oracle import OracleBackend, OracleModel
-from pagekv.executor.run_stream import RunStream
-from pagekv.executor.session import AttachOrder, Session, StepFailed
-from pagekv.executor.step import Step, StepReport
+from pagekv.executor.session.step_stream import RunStream
+from pagekv.executor.session.session import AttachOrder, Session, StepFailed
+from pagekv.executor.session.step import Step, StepReport
 
 
 @dataclass

@@ -16,12 +16,12 @@ from google.rpc import error_details_pb2, status_pb2
 from pagekv.common.server import GrpcServer
 from pagekv.common.statuses import STATUS_DETAILS_KEY
 from pagekv.executor.backend import Sampled, Scheduled
-from pagekv.executor.compute_thread import ComputeThread
+from pagekv.executor.session.worker_thread import ComputeThread
 from pagekv.executor.layout import LAYOUT
 from pagekv.executor.oracle import OracleBackend, OracleModel, expected_tokens
-from pagekv.executor.run_stream import MAX_IN_FLIGHT
+from pagekv.executor.session.step_stream import MAX_IN_FLIGHT
 from pagekv.executor.service import SERVICE_NAME, ExecutorService
-from pagekv.executor.session import Session
+from pagekv.executor.session.session import Session
 from pagekv.v1 import executor_service_pb2 as pb
 from pagekv.v1 import executor_service_pb2_grpc as pb_grpc
 

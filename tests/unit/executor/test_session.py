@@ -10,12 +10,12 @@ import pytest
 
 from pagekv.common.errors import FailedPrecondition, StaleEpoch
 from pagekv.executor.backend import Sampled, Scheduled
-from pagekv.executor.compute_thread import ComputeThread
+from pagekv.executor.session.worker_thread import ComputeThread
 from pagekv.executor.layout import LAYOUT
 from pagekv.executor.oracle import OracleBackend, OracleModel
-from pagekv.executor.run_stream import RunStream
-from pagekv.executor.session import AttachOrder, Session
-from pagekv.executor.step import NewSequence, Step, StepSampling
+from pagekv.executor.session.step_stream import RunStream
+from pagekv.executor.session.session import AttachOrder, Session
+from pagekv.executor.session.step import NewSequence, Step, StepSampling
 
 
 class Journal(OracleBackend):

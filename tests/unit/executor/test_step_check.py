@@ -12,7 +12,7 @@ from executor_steps import EPOCH, VOCAB, World, memory_op, new_sequence
 
 from pagekv.common.errors import InvalidRequest, StaleEpoch
 from pagekv.executor.backend import CopyKind
-from pagekv.executor.step import StepSampling
+from pagekv.executor.session.step import StepSampling
 
 
 @pytest.fixture
@@ -306,7 +306,7 @@ def test_a_step_of_nothing_is_a_step() -> None:
 
 @pytest.mark.parametrize("live", [256, 1024])
 def test_checking_a_steady_decode_is_fast(live: int) -> None:
-    from pagekv.executor.step_check import check_step
+    from pagekv.executor.session.step_check import check_step
 
     world = World(block_size=16, num_device_blocks=live, max_model_len=4096, max_sequences=live)
     world.run(new_seqs=[new_sequence(i, [1], [i]) for i in range(live)])

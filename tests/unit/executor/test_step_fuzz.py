@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError, Message
 from pagekv.common.errors import InvalidRequest, StaleEpoch
 from pagekv.executor import wire
 from pagekv.executor.oracle import SlotError
-from pagekv.executor.step import Step, StepReport
+from pagekv.executor.session.step import Step, StepReport
 from pagekv.v1 import executor_service_pb2 as pb
 
 NUM_STEPS = int(os.environ.get("PAGEKV_TEST_FUZZ_STEPS", "4000"))

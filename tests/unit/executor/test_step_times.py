@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 from executor_steps import World, new_sequence
 
-from pagekv.executor import epoch as epoch_module
+from pagekv.executor.session.session import epoch as epoch_module
 from pagekv.executor.backend import Finished, Launch, Scheduled
 from pagekv.executor.oracle import OracleBackend, OracleModel
-from pagekv.executor.step import Step
+from pagekv.executor.session.step import Step
 
 STEP_US = 5000
 

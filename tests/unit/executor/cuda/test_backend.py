@@ -19,11 +19,11 @@ from pagekv.executor.backend import BlockCopies, CopyKind, Sampling, Scheduled, 
 from pagekv.executor.config import parse_config
 from pagekv.executor.cuda.backend import CudaBackend
 from pagekv.executor.cuda.kernel_attention import KernelAttention
-from pagekv.executor.epoch import Epoch
+from pagekv.executor.session.epoch import Epoch
 from pagekv.executor.layout import LAYOUT
 from pagekv.executor.server import load_backend
-from pagekv.executor.step import Step, StepSampling
-from pagekv.executor.step_check import EpochLimits
+from pagekv.executor.session.step import Step, StepSampling
+from pagekv.executor.session.step_check import EpochLimits
 from pagekv.kernels.variants import UnsupportedVariant
 
 

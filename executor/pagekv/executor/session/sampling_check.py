@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.executor.backend import Sampling
-from pagekv.executor.step import StepSampling
+from pagekv.executor.session.step import StepSampling
 
 MAX_LOGPROBS = 128
 MAX_BIASES = 1024

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from pagekv.executor.epoch import Epoch
-from pagekv.executor.step import StepReport
+from pagekv.executor.session.epoch import Epoch
+from pagekv.executor.session.step import StepReport
 
 # Steps taken in and not yet reported. Beyond it the stream is not read, so the manager's writes wait.
 MAX_IN_FLIGHT = 8

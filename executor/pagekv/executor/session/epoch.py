@@ -19,8 +19,8 @@ from pagekv.executor.backend import (
     Scheduled,
     SequenceState,
 )
-from pagekv.executor.step import Step, StepReport
-from pagekv.executor.step_check import CheckedStep, EpochLimits, check_step
+from pagekv.executor.session.step import Step, StepReport
+from pagekv.executor.session.step_check import CheckedStep, EpochLimits, check_step
 
 
 @dataclass(slots=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from pagekv.common.errors import InvalidRequest, StaleEpoch
 from pagekv.executor.backend import BlockCopies, CopyKind, Scheduled, SequenceState
-from pagekv.executor.sampling_check import check_sampling
-from pagekv.executor.step import MemoryOp, NewSequence, Step
+from pagekv.executor.session.sampling_check import check_sampling
+from pagekv.executor.session.step import MemoryOp, NewSequence, Step
 
 # Tokens one step may compute at most, whatever was profiled.
 MAX_STEP_TOKENS = 65536
