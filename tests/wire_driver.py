@@ -11,7 +11,7 @@ from typing import Any
 
 from scheduler_driver import Driver
 
-from pagekv.executor import wire as executor_wire
+from pagekv.executor.rpc import wire as executor_wire
 from pagekv.executor.backend import Backend, SequenceState
 from pagekv.executor.session.epoch import Epoch
 from pagekv.executor.oracle import OracleBackend, OracleModel

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import manager_workloads as work
 
-from pagekv.executor import wire as executor_wire
+from pagekv.executor.rpc import wire as executor_wire
 from pagekv.executor.backend import Sampled
 from pagekv.executor.session.step import StepReport
 from pagekv.kvmanager.scheduling.step_plan import StepPlan

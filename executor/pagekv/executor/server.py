@@ -21,7 +21,7 @@ from pagekv.executor.session.worker_thread import ComputeThread
 from pagekv.executor.config import ExecutorConfig, parse_config
 from pagekv.executor.fresh_process import faults_before, start_anew
 from pagekv.executor.machine import available_bytes
-from pagekv.executor.service import SERVICE_NAME, ExecutorService
+from pagekv.executor.rpc.service import SERVICE_NAME, ExecutorService
 from pagekv.executor.session.session import Session
 
 if TYPE_CHECKING:

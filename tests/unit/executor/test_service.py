@@ -20,7 +20,7 @@ from pagekv.executor.session.worker_thread import ComputeThread
 from pagekv.executor.layout import LAYOUT
 from pagekv.executor.oracle import OracleBackend, OracleModel, expected_tokens
 from pagekv.executor.session.step_stream import MAX_IN_FLIGHT
-from pagekv.executor.service import SERVICE_NAME, ExecutorService
+from pagekv.executor.rpc.service import SERVICE_NAME, ExecutorService
 from pagekv.executor.session.session import Session
 from pagekv.v1 import executor_service_pb2 as pb
 from pagekv.v1 import executor_service_pb2_grpc as pb_grpc

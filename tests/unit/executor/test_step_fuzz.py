@@ -15,7 +15,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from pagekv.common.errors import InvalidRequest, StaleEpoch
-from pagekv.executor import wire
+from pagekv.executor.rpc import wire
 from pagekv.executor.oracle import SlotError
 from pagekv.executor.session.step import Step, StepReport
 from pagekv.v1 import executor_service_pb2 as pb

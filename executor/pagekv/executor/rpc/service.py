@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 
 from pagekv.common.errors import InvalidRequest, PageKVError
 from pagekv.common.logs import Log
-from pagekv.executor import wire
+from pagekv.executor.rpc import wire
 from pagekv.executor.session.step_stream import RunStream
 from pagekv.executor.session.session import AttachOrder, Session, StepFailed
 from pagekv.v1 import executor_service_pb2 as pb
