@@ -20,7 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from pagekv.executor.backend import BlockCopies, CopyKind, Sampled, Sampling, Scheduled, SequenceState
+from pagekv.executor.backend.interface import BlockCopies, CopyKind, Sampled, Sampling, Scheduled, SequenceState
 
 VOCAB = 256
 # Wide weights: flat logits would make near ties, and the same token over and over.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagekv.executor.backend import CopyKind
+from pagekv.executor.backend.interface import CopyKind
 from pagekv.executor.session.epoch import Epoch
 from pagekv.executor.oracle import OracleBackend, OracleModel
 from pagekv.executor.session.step import MemoryOp, NewSequence, Step, StepReport, StepSampling

@@ -10,7 +10,7 @@ import os
 import sys
 
 from pagekv.executor import server
-from pagekv.executor.backend import Backend, Launch, Scheduled
+from pagekv.executor.backend.interface import Backend, Launch, Scheduled
 from pagekv.executor.config import ExecutorConfig
 from pagekv.executor.fresh_process import faults_before
 from pagekv.executor.oracle import OracleBackend, OracleModel

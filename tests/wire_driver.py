@@ -12,7 +12,7 @@ from typing import Any
 from scheduler_driver import Driver
 
 from pagekv.executor.rpc import wire as executor_wire
-from pagekv.executor.backend import Backend, SequenceState
+from pagekv.executor.backend.interface import Backend, SequenceState
 from pagekv.executor.session.epoch import Epoch
 from pagekv.executor.oracle import OracleBackend, OracleModel
 from pagekv.executor.oracle_truth import FIRST, choose_token, expected_tokens, extend_chain, likeliest

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 from compare_with_transformers import agreement, make_model, mixed_prompts, padded_generate, shared_prompts
 
-from pagekv.executor.backend import Sampling, Scheduled, SequenceState
+from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
 from pagekv.executor.cpu import CpuBackend
 
 BLOCK_SIZE = 16

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pagekv.client.terminal import table
 from pagekv.common.models import resolve_model
-from pagekv.executor.backend import BlockCopies, CopyKind, Description, Sampling, Scheduled, SequenceState
+from pagekv.executor.backend.interface import BlockCopies, CopyKind, Description, Sampling, Scheduled, SequenceState
 from pagekv.executor.cpu import CpuBackend
 from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
 

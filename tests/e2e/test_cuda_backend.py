@@ -21,7 +21,7 @@ from stack import CPU, Process, running_manager, running_stack
 
 from pagekv.common.models import resolve_model
 from pagekv.executor import server
-from pagekv.executor.backend import Backend
+from pagekv.executor.backend.interface import Backend
 from pagekv.executor.config import ExecutorConfig, parse_config
 from pagekv.v1 import cache_service_pb2 as cache_pb
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cpu_driver import Driver, prompts_of, save_model
 
-from pagekv.executor.backend import BlockCopies, CopyKind, Sampling, Scheduled, SequenceState
+from pagekv.executor.backend.interface import BlockCopies, CopyKind, Sampling, Scheduled, SequenceState
 from pagekv.executor.cpu import CpuBackend
 from pagekv.kvmanager.scheduling.beam_search import BeamSearch, Candidates
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from cpu_driver import MODELS, Driver, prompts_of, reference, save_model
 
-from pagekv.executor.backend import BlockCopies, CopyKind
+from pagekv.executor.backend.interface import BlockCopies, CopyKind
 from pagekv.executor.cpu import CpuBackend
 from pagekv.executor.cpu import plan as plan_module
 

@@ -18,7 +18,7 @@ from cpu_driver import VOCAB, prompts_of, save_model
 from scheduler_driver import output, results
 from wire_driver import WireDriver, WireExecutor
 
-from pagekv.executor.backend import BlockCopies, CopyKind
+from pagekv.executor.backend.interface import BlockCopies, CopyKind
 from pagekv.executor.cpu import CpuBackend
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pagekv.executor.backend import (
+from pagekv.executor.backend.interface import (
     BlockCopies,
     CopyKind,
     Description,
@@ -29,7 +29,7 @@ from pagekv.executor.backend import (
     Scheduled,
     SequenceState,
 )
-from pagekv.executor.layout import LAYOUT
+from pagekv.executor.backend.layout import LAYOUT
 from pagekv.executor.oracle_rows import Numbers, OracleRows, spread
 from pagekv.executor.oracle_truth import Words, choose_token, choose_tokens, expected_tokens, likeliest
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pagekv.executor.fingerprint import model_fingerprint
+from pagekv.executor.backend.fingerprint import model_fingerprint
 from pagekv.executor.oracle import OracleModel
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length")

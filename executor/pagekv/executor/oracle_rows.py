@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pagekv.executor.backend import UNKNOWN_TOKEN, SequenceState
+from pagekv.executor.backend.interface import UNKNOWN_TOKEN, SequenceState
 from pagekv.executor.oracle_truth import FIRST, extend_chain, extend_chains, mix
 
 Numbers = npt.NDArray[np.int64]

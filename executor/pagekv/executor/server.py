@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from pagekv.common.logs import Log, setup_logs
 from pagekv.common.models import ModelNotFound, resolve_model
 from pagekv.common.server import GrpcServer, run_async, spare_the_collector, stop_event, write_port_file
-from pagekv.executor.backend import Backend
+from pagekv.executor.backend.interface import Backend
 from pagekv.executor.session.worker_thread import ComputeThread
 from pagekv.executor.config import ExecutorConfig, parse_config
 from pagekv.executor.fresh_process import faults_before, start_anew

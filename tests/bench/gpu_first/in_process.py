@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from pagekv.executor.backend import UNKNOWN_TOKEN, Launch, Sampling, Scheduled, SequenceState
+from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Launch, Sampling, Scheduled, SequenceState
 from pagekv.executor.cuda.backend import CudaBackend
 
 DEPTH = 2

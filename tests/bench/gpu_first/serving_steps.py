@@ -31,7 +31,7 @@ from gpu_first.in_process import (
 )
 from gpu_first.llama import llama_3_8b, two_layers, write_model
 from gpu_first.step import Context
-from pagekv.executor.backend import Sampling
+from pagekv.executor.backend.interface import Sampling
 from pagekv.executor.cuda.backend import CudaBackend
 
 MODEL_BYTES = 20 * 2**30

@@ -8,7 +8,7 @@ from pathlib import Path
 import cuda_stub
 
 from pagekv.executor import server
-from pagekv.executor.backend import Backend
+from pagekv.executor.backend.interface import Backend
 from pagekv.executor.config import ExecutorConfig
 from pagekv.executor.cuda.backend import CudaBackend
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pagekv.common.models import ModelNotFound, resolve_model
-from pagekv.executor.fingerprint import model_fingerprint
+from pagekv.executor.backend.fingerprint import model_fingerprint
 from pagekv.executor.oracle_model import read_oracle_model
 
 

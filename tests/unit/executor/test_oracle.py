@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from executor_steps import VOCAB, World, memory_op, new_sequence
 
-from pagekv.executor.backend import CopyKind, SequenceState
+from pagekv.executor.backend.interface import CopyKind, SequenceState
 from pagekv.executor.oracle import OracleBackend, OracleModel, SlotError
 from pagekv.executor.oracle_truth import (
     EOS_ONE_IN,

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pagekv.executor.backend import BlockCopies, CopyKind, Sampling, Scheduled, SequenceState
+from pagekv.executor.backend.interface import BlockCopies, CopyKind, Sampling, Scheduled, SequenceState
 from pagekv.executor.oracle import OracleBackend, OracleModel, SlotError
 from pagekv.executor.oracle_truth import FIRST, extend_chain
 

@@ -12,9 +12,9 @@ import pytest
 from executor_steps import new_sequence
 
 from pagekv.common.errors import InvalidRequest, Unavailable
-from pagekv.executor.backend import UNKNOWN_TOKEN, Launch, Sampled, Scheduled, SequenceState
+from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Launch, Sampled, Scheduled, SequenceState
 from pagekv.executor.session.worker_thread import ComputeThread
-from pagekv.executor.layout import LAYOUT
+from pagekv.executor.backend.layout import LAYOUT
 from pagekv.executor.oracle import OracleBackend, OracleModel
 from pagekv.executor.session.step_stream import RunStream
 from pagekv.executor.session.session import AttachOrder, Session, StepFailed

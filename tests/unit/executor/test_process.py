@@ -16,7 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from stack import Process, environment
 
-from pagekv.executor.layout import LAYOUT
+from pagekv.executor.backend.layout import LAYOUT
 from pagekv.v1 import executor_service_pb2 as pb
 from pagekv.v1 import executor_service_pb2_grpc as pb_grpc
 

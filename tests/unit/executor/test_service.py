@@ -15,9 +15,9 @@ from google.rpc import error_details_pb2, status_pb2
 
 from pagekv.common.server import GrpcServer
 from pagekv.common.statuses import STATUS_DETAILS_KEY
-from pagekv.executor.backend import Sampled, Scheduled
+from pagekv.executor.backend.interface import Sampled, Scheduled
 from pagekv.executor.session.worker_thread import ComputeThread
-from pagekv.executor.layout import LAYOUT
+from pagekv.executor.backend.layout import LAYOUT
 from pagekv.executor.oracle import OracleBackend, OracleModel, expected_tokens
 from pagekv.executor.session.step_stream import MAX_IN_FLIGHT
 from pagekv.executor.rpc.service import SERVICE_NAME, ExecutorService

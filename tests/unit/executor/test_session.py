@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from pagekv.common.errors import FailedPrecondition, StaleEpoch
-from pagekv.executor.backend import Sampled, Scheduled
+from pagekv.executor.backend.interface import Sampled, Scheduled
 from pagekv.executor.session.worker_thread import ComputeThread
-from pagekv.executor.layout import LAYOUT
+from pagekv.executor.backend.layout import LAYOUT
 from pagekv.executor.oracle import OracleBackend, OracleModel
 from pagekv.executor.session.step_stream import RunStream
 from pagekv.executor.session.session import AttachOrder, Session

@@ -11,7 +11,7 @@ import pytest
 from executor_steps import EPOCH, VOCAB, World, memory_op, new_sequence
 
 from pagekv.common.errors import InvalidRequest, StaleEpoch
-from pagekv.executor.backend import CopyKind
+from pagekv.executor.backend.interface import CopyKind
 from pagekv.executor.session.step import StepSampling
 
 

@@ -8,7 +8,7 @@ import pytest
 from executor_steps import World, new_sequence
 
 from pagekv.executor.session.session import epoch as epoch_module
-from pagekv.executor.backend import Finished, Launch, Scheduled
+from pagekv.executor.backend.interface import Finished, Launch, Scheduled
 from pagekv.executor.oracle import OracleBackend, OracleModel
 from pagekv.executor.session.step import Step
 

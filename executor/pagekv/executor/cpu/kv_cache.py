@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pagekv.executor.backend import BlockCopies, CopyKind
+from pagekv.executor.backend.interface import BlockCopies, CopyKind
 from pagekv.executor.model.geometry import Geometry
 
 

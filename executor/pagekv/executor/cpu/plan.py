@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from pagekv.executor.backend import Scheduled
+from pagekv.executor.backend.interface import Scheduled
 from pagekv.executor.cpu.shared_runs import SharedRun, shared_runs
 
 # Reading this many bytes of keys and values costs as much as one more gather and kernel call.

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagekv.executor.backend import BlockCopies, CopyKind, Sampling, Scheduled, SequenceState
+from pagekv.executor.backend.interface import BlockCopies, CopyKind, Sampling, Scheduled, SequenceState
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.runner import run_step
 from pagekv.executor.machine import kib_field

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from pagekv.executor.backend import Sampled, Scheduled
+from pagekv.executor.backend.interface import Sampled, Scheduled
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.plan import StepPlan
 from pagekv.executor.cpu.sampler import sample

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagekv.executor.backend import Sampled, Sampling, SequenceState
+from pagekv.executor.backend.interface import Sampled, Sampling, SequenceState
 
 Float64s = npt.NDArray[np.float64]
 

@@ -7,7 +7,7 @@ import math
 import numpy.typing as npt
 import torch
 
-from pagekv.executor.backend import BlockCopies, CopyKind
+from pagekv.executor.backend.interface import BlockCopies, CopyKind
 from pagekv.executor.cuda.device import Device
 from pagekv.executor.model.geometry import Geometry
 from pagekv.kernels.attention import PagedAttention

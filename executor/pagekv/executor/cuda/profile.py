@@ -6,7 +6,7 @@ import math
 import time
 from dataclasses import dataclass
 
-from pagekv.executor.backend import Sampling, Scheduled, SequenceState
+from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
 from pagekv.executor.cuda.device import Device
 from pagekv.executor.cuda.pools import KvPools
 from pagekv.executor.cuda.runner import StepRunner, graph_logits_shape

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pagekv.executor.backend import BlockCopies, Sampled, Scheduled, SequenceState
+from pagekv.executor.backend.interface import BlockCopies, Sampled, Scheduled, SequenceState
 from pagekv.executor.cuda.device import Device, Mark
 from pagekv.executor.cuda.graphs import GraphCache, GraphKey, graph_key, largest_batch
 from pagekv.executor.cuda.kernel_attention import KernelAttention, make_attention

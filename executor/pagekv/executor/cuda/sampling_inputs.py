@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagekv.executor.backend import UNKNOWN_TOKEN, Sampling, SequenceState
+from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Sampling, SequenceState
 from pagekv.executor.cpu.sampler import uniform
 from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.executor.cuda.sampler import NUM_NUMBERS, RowChunk

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pagekv.executor.backend import SequenceState
+from pagekv.executor.backend.interface import SequenceState
 from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.kernels.step_plan import Ints
 

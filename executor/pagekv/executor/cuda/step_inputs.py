@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagekv.executor.backend import UNKNOWN_TOKEN, Scheduled
+from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Scheduled
 from pagekv.executor.cuda.sequences import LiveSequence, LiveSequences
 from pagekv.kernels.step_plan import Ints, StepBatch
 

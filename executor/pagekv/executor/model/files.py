@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pagekv.executor.fingerprint import MAX_HEADER_BYTES
+from pagekv.executor.backend.fingerprint import MAX_HEADER_BYTES
 
 # Model types whose heads are hidden_size / num_attention_heads elements where config.json has no head_dim. Others have
 # a size of their own then.

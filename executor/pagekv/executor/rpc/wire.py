@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagekv.executor.backend import CopyKind, Description, Sampled
+from pagekv.executor.backend.interface import CopyKind, Description, Sampled
 from pagekv.executor.session.step import MemoryOp, NewSequence, Step, StepReport, StepSampling
 from pagekv.v1 import executor_service_pb2 as pb
 

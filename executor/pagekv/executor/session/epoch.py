@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from pagekv.executor.backend import (
+from pagekv.executor.backend.interface import (
     UNKNOWN_TOKEN,
     Backend,
     BlockCopies,

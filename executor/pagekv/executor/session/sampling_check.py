@@ -4,7 +4,7 @@ which beam search needs more, that of executor_service.proto."""
 from __future__ import annotations
 
 from pagekv.common.errors import InvalidRequest
-from pagekv.executor.backend import Sampling
+from pagekv.executor.backend.interface import Sampling
 from pagekv.executor.session.step import StepSampling
 
 MAX_LOGPROBS = 128

@@ -24,7 +24,7 @@ from pagekv.common.errors import (
     Unavailable,
 )
 from pagekv.common.logs import Log
-from pagekv.executor.backend import Backend, Description
+from pagekv.executor.backend.interface import Backend, Description
 from pagekv.executor.session.worker_thread import ComputeThread
 from pagekv.executor.session.epoch import Epoch, LaunchedStep
 from pagekv.executor.session.step_stream import RunStream

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pagekv.executor.backend import CopyKind, Sampled
+from pagekv.executor.backend.interface import CopyKind, Sampled
 
 
 @dataclass(frozen=True, slots=True)

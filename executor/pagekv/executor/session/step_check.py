@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pagekv.common.errors import InvalidRequest, StaleEpoch
-from pagekv.executor.backend import BlockCopies, CopyKind, Scheduled, SequenceState
+from pagekv.executor.backend.interface import BlockCopies, CopyKind, Scheduled, SequenceState
 from pagekv.executor.session.sampling_check import check_sampling
 from pagekv.executor.session.step import MemoryOp, NewSequence, Step
 

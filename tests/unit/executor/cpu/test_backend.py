@@ -12,9 +12,9 @@ from cpu_driver import MODELS, VOCAB, Driver, prompts_of, save_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig, MambaConfig, MptConfig
 
-from pagekv.executor.backend import Sampling
+from pagekv.executor.backend.interface import Sampling
 from pagekv.executor.cpu import CpuBackend
-from pagekv.executor.layout import LAYOUT
+from pagekv.executor.backend.layout import LAYOUT
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagekv.executor.backend import BlockCopies, CopyKind
+from pagekv.executor.backend.interface import BlockCopies, CopyKind
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.model.geometry import Geometry
 

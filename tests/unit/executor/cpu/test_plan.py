@@ -7,7 +7,7 @@ import random
 
 import torch
 
-from pagekv.executor.backend import Sampling, Scheduled, SequenceState
+from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
 from pagekv.executor.cpu import plan as plan_module
 from pagekv.executor.cpu.plan import Chunk, DecodeGroup, StepPlan, WindowedChunk
 

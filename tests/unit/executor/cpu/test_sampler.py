@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagekv.executor.backend import Sampling, SequenceState
+from pagekv.executor.backend.interface import Sampling, SequenceState
 from pagekv.executor.cpu.sampler import draw, filtered_weights, sample, uniform
 
 VOCAB = 12

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagekv.executor.backend import UNKNOWN_TOKEN, Sampling, Scheduled, SequenceState
+from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Sampling, Scheduled, SequenceState
 from pagekv.executor.cuda.graphs import MAX_GRAPH_BATCH, GraphCache, GraphKey, graph_key, largest_batch
 from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.executor.cuda.sequences import NO_BLOCK, LiveSequences

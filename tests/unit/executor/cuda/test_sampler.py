@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagekv.executor.backend import UNKNOWN_TOKEN, Sampled, Sampling, SequenceState
+from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Sampled, Sampling, SequenceState
 from pagekv.executor.cpu import sampler as cpu_sampler
 from pagekv.executor.cuda import sampling_inputs
 from pagekv.executor.cuda.penalties import PenaltyTable
