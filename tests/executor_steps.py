@@ -6,7 +6,7 @@ from typing import Any
 
 from pagekv.executor.backend.interface import CopyKind
 from pagekv.executor.session.epoch import Epoch
-from pagekv.executor.oracle import OracleBackend, OracleModel
+from pagekv.executor.oracle.backend import OracleBackend, OracleModel
 from pagekv.executor.session.step import MemoryOp, NewSequence, Step, StepReport, StepSampling
 from pagekv.executor.session.step_check import EpochLimits
 

@@ -13,7 +13,7 @@ from pagekv.executor import server
 from pagekv.executor.backend.interface import Backend, Launch, Scheduled
 from pagekv.executor.config import ExecutorConfig
 from pagekv.executor.fresh_process import faults_before
-from pagekv.executor.oracle import OracleBackend, OracleModel
+from pagekv.executor.oracle.backend import OracleBackend, OracleModel
 
 WORDS = "CUDA error: an illegal memory access was encountered\nCompile with `TORCH_USE_CUDA_DSA`"
 

@@ -14,8 +14,8 @@ from scheduler_driver import Driver
 from pagekv.executor.rpc import wire as executor_wire
 from pagekv.executor.backend.interface import Backend, SequenceState
 from pagekv.executor.session.epoch import Epoch
-from pagekv.executor.oracle import OracleBackend, OracleModel
-from pagekv.executor.oracle_truth import FIRST, choose_token, expected_tokens, extend_chain, likeliest
+from pagekv.executor.oracle.backend import OracleBackend, OracleModel
+from pagekv.executor.oracle.reference import FIRST, choose_token, expected_tokens, extend_chain, likeliest
 from pagekv.executor.session.step_check import EpochLimits
 from pagekv.kvmanager.engine.interface import executor_wire as wire
 from pagekv.kvmanager.scheduling.beam_search import BeamSearch

@@ -10,7 +10,7 @@ import pytest
 from calls import Caller, Result, request_for
 from stack import CPU, ORACLE, Process, Stack, running_executor, running_manager, running_stack
 
-from pagekv.executor.oracle import expected_tokens
+from pagekv.executor.oracle.backend import expected_tokens
 from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2

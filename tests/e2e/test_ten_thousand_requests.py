@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 from stack import running_executor
 
-from pagekv.executor.oracle import expected_tokens
+from pagekv.executor.oracle.backend import expected_tokens
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.request.command import CacheIdentity, FinishReason, GenerateCommand, SamplingParams

@@ -69,8 +69,8 @@ def load_backend(config: ExecutorConfig) -> Backend:
 
 
 def _load_oracle(config: ExecutorConfig) -> Backend:
-    from pagekv.executor.oracle import DEFAULT_KV_BYTES, OracleBackend
-    from pagekv.executor.oracle_model import read_oracle_model
+    from pagekv.executor.oracle.backend import DEFAULT_KV_BYTES, OracleBackend
+    from pagekv.executor.oracle.model import read_oracle_model
 
     model = read_oracle_model(
         resolve_model(config.model) if config.model else None,

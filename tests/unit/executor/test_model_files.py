@@ -10,7 +10,7 @@ import pytest
 
 from pagekv.common.models import ModelNotFound, resolve_model
 from pagekv.executor.backend.fingerprint import model_fingerprint
-from pagekv.executor.oracle_model import read_oracle_model
+from pagekv.executor.oracle.model import read_oracle_model
 
 
 def write_model(directory: Path, weights: bytes = bytes(100_000), **config: object) -> Path:

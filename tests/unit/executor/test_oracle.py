@@ -9,8 +9,8 @@ import pytest
 from executor_steps import VOCAB, World, memory_op, new_sequence
 
 from pagekv.executor.backend.interface import CopyKind, SequenceState
-from pagekv.executor.oracle import OracleBackend, OracleModel, SlotError
-from pagekv.executor.oracle_truth import (
+from pagekv.executor.oracle.backend import OracleBackend, OracleModel, SlotError
+from pagekv.executor.oracle.reference import (
     EOS_ONE_IN,
     FACTOR,
     FIRST,

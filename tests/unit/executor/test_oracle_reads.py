@@ -7,8 +7,8 @@ import random
 import pytest
 
 from pagekv.executor.backend.interface import BlockCopies, CopyKind, Sampling, Scheduled, SequenceState
-from pagekv.executor.oracle import OracleBackend, OracleModel, SlotError
-from pagekv.executor.oracle_truth import FIRST, extend_chain
+from pagekv.executor.oracle.backend import OracleBackend, OracleModel, SlotError
+from pagekv.executor.oracle.reference import FIRST, extend_chain
 
 NUM_BLOCKS = 12
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from executor_steps import VOCAB, World, new_sequence
 
-from pagekv.executor.oracle import OracleBackend, OracleModel, SlotError
-from pagekv.executor.oracle_truth import expected_tokens
+from pagekv.executor.oracle.backend import OracleBackend, OracleModel, SlotError
+from pagekv.executor.oracle.reference import expected_tokens
 from pagekv.executor.session.step import StepSampling
 
 PROMPT = list(range(100, 110))

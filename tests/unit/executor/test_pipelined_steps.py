@@ -15,7 +15,7 @@ from pagekv.common.errors import InvalidRequest, Unavailable
 from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Launch, Sampled, Scheduled, SequenceState
 from pagekv.executor.session.worker_thread import ComputeThread
 from pagekv.executor.backend.layout import LAYOUT
-from pagekv.executor.oracle import OracleBackend, OracleModel
+from pagekv.executor.oracle.backend import OracleBackend, OracleModel
 from pagekv.executor.session.step_stream import RunStream
 from pagekv.executor.session.session import AttachOrder, Session, StepFailed
 from pagekv.executor.session.step import Step, StepReport

@@ -18,7 +18,7 @@ from pagekv.common.statuses import STATUS_DETAILS_KEY
 from pagekv.executor.backend.interface import Sampled, Scheduled
 from pagekv.executor.session.worker_thread import ComputeThread
 from pagekv.executor.backend.layout import LAYOUT
-from pagekv.executor.oracle import OracleBackend, OracleModel, expected_tokens
+from pagekv.executor.oracle.backend import OracleBackend, OracleModel, expected_tokens
 from pagekv.executor.session.step_stream import MAX_IN_FLIGHT
 from pagekv.executor.rpc.service import SERVICE_NAME, ExecutorService
 from pagekv.executor.session.session import Session

@@ -12,7 +12,7 @@ from pagekv.common.errors import FailedPrecondition, StaleEpoch
 from pagekv.executor.backend.interface import Sampled, Scheduled
 from pagekv.executor.session.worker_thread import ComputeThread
 from pagekv.executor.backend.layout import LAYOUT
-from pagekv.executor.oracle import OracleBackend, OracleModel
+from pagekv.executor.oracle.backend import OracleBackend, OracleModel
 from pagekv.executor.session.step_stream import RunStream
 from pagekv.executor.session.session import AttachOrder, Session
 from pagekv.executor.session.step import NewSequence, Step, StepSampling

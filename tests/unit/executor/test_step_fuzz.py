@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError, Message
 
 from pagekv.common.errors import InvalidRequest, StaleEpoch
 from pagekv.executor.rpc import wire
-from pagekv.executor.oracle import SlotError
+from pagekv.executor.oracle.backend import SlotError
 from pagekv.executor.session.step import Step, StepReport
 from pagekv.v1 import executor_service_pb2 as pb
 

@@ -9,7 +9,7 @@ from executor_steps import World, new_sequence
 
 from pagekv.executor.session.session import epoch as epoch_module
 from pagekv.executor.backend.interface import Finished, Launch, Scheduled
-from pagekv.executor.oracle import OracleBackend, OracleModel
+from pagekv.executor.oracle.backend import OracleBackend, OracleModel
 from pagekv.executor.session.step import Step
 
 STEP_US = 5000

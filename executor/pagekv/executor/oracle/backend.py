@@ -30,8 +30,8 @@ from pagekv.executor.backend.interface import (
     SequenceState,
 )
 from pagekv.executor.backend.layout import LAYOUT
-from pagekv.executor.oracle_rows import Numbers, OracleRows, spread
-from pagekv.executor.oracle_truth import Words, choose_token, choose_tokens, expected_tokens, likeliest
+from pagekv.executor.oracle.expected_slots import Numbers, OracleRows, spread
+from pagekv.executor.oracle.reference import Words, choose_token, choose_tokens, expected_tokens, likeliest
 
 __all__ = ["DEFAULT_KV_BYTES", "OracleBackend", "OracleModel", "SlotError", "expected_tokens"]
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagekv.executor.backend.interface import UNKNOWN_TOKEN, SequenceState
-from pagekv.executor.oracle_truth import FIRST, extend_chain, extend_chains, mix
+from pagekv.executor.oracle.reference import FIRST, extend_chain, extend_chains, mix
 
 Numbers = npt.NDArray[np.int64]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pagekv.executor.backend.fingerprint import model_fingerprint
-from pagekv.executor.oracle import OracleModel
+from pagekv.executor.oracle.backend import OracleModel
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length")
 
