@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from pagekv.executor.model.interface import Scores
+from pagekv.executor.model.attention_interface import Scores
 
 # Query rows at a time where scores are held in full: bounds them to this many times the context, per head.
 SCORE_ROWS = 256

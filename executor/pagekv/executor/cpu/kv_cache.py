@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pagekv.executor.backend.interface import BlockCopies, CopyKind
-from pagekv.executor.model.geometry import Geometry
+from pagekv.executor.model.kv_geometry import Geometry
 
 
 class KvCache:

@@ -11,7 +11,7 @@ from pagekv.executor.backend.interface import BlockCopies, CopyKind, Sampling, S
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.runner import run_step
 from pagekv.executor.machine import kib_field
-from pagekv.executor.model.geometry import Geometry
+from pagekv.executor.model.kv_geometry import Geometry
 from pagekv.executor.model.loading import LoadedModel
 
 # What one round of `profile_swap` copies each way, and how many rounds count.

@@ -10,7 +10,7 @@ from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.plan import StepPlan
 from pagekv.executor.cpu.sampler import sample
 from pagekv.executor.cpu.step_attention import PagedStepAttention
-from pagekv.executor.model.interface import forward
+from pagekv.executor.model.attention_interface import forward
 
 
 @torch.inference_mode()

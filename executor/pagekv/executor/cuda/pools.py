@@ -9,7 +9,7 @@ import torch
 
 from pagekv.executor.backend.interface import BlockCopies, CopyKind
 from pagekv.executor.cuda.device import Device
-from pagekv.executor.model.geometry import Geometry
+from pagekv.executor.model.kv_geometry import Geometry
 from pagekv.kernels.attention import PagedAttention
 from pagekv.kernels.host_memory import host_memory
 from pagekv.kernels.swap import BlockSwapper

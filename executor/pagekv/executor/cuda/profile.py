@@ -10,7 +10,7 @@ from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
 from pagekv.executor.cuda.device import Device
 from pagekv.executor.cuda.pools import KvPools
 from pagekv.executor.cuda.runner import StepRunner, graph_logits_shape
-from pagekv.executor.model.geometry import Geometry
+from pagekv.executor.model.kv_geometry import Geometry
 from pagekv.executor.model.loading import LoadedModel
 
 # Sampling that takes all the memory sampling can take.

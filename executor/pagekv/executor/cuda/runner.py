@@ -19,7 +19,7 @@ from pagekv.executor.cuda.sampler import Chosen, sample
 from pagekv.executor.cuda.sampling_inputs import SamplingInputs
 from pagekv.executor.cuda.sequences import NO_BLOCK, LiveSequences
 from pagekv.executor.cuda.step_inputs import StepInputs, build_inputs
-from pagekv.executor.model.interface import forward
+from pagekv.executor.model.attention_interface import forward
 from pagekv.executor.model.loading import LoadedModel
 from pagekv.kernels.step_plan import HostPlan, Ints, plan_step
 from pagekv.kernels.work_plan import num_decode_items

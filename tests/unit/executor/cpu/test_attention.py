@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pagekv.executor.cpu.attention import attend, merge
-from pagekv.executor.model.interface import Scores, UnsupportedAttention, paged_attention
+from pagekv.executor.model.attention_interface import Scores, UnsupportedAttention, paged_attention
 
 
 def plain(
