@@ -11,7 +11,7 @@ from cpu_driver import MODELS, Driver, prompts_of, reference, save_model
 
 from pagekv.executor.backend.interface import BlockCopies, CopyKind
 from pagekv.executor.cpu import CpuBackend
-from pagekv.executor.cpu import plan as plan_module
+from pagekv.executor.cpu import attention_plan as plan_module
 
 # Longer than the window of the windowed models, several blocks, none a multiple of a block.
 LENGTHS = [1, 2, 23, 37, 5, 64, 41]

@@ -17,7 +17,7 @@ from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.executor.cuda.pools import KvPools
 from pagekv.executor.cuda.sampler import Chosen, sample
 from pagekv.executor.cuda.sampling_inputs import SamplingInputs
-from pagekv.executor.cuda.sequences import NO_BLOCK, LiveSequences
+from pagekv.executor.cuda.device_sequences import NO_BLOCK, LiveSequences
 from pagekv.executor.cuda.step_inputs import StepInputs, build_inputs
 from pagekv.executor.model.attention_interface import forward
 from pagekv.executor.model.loading import LoadedModel

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Scheduled
-from pagekv.executor.cuda.sequences import LiveSequence, LiveSequences
+from pagekv.executor.cuda.device_sequences import LiveSequence, LiveSequences
 from pagekv.kernels.step_plan import Ints, StepBatch
 
 

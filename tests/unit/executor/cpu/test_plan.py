@@ -8,8 +8,8 @@ import random
 import torch
 
 from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
-from pagekv.executor.cpu import plan as plan_module
-from pagekv.executor.cpu.plan import Chunk, DecodeGroup, StepPlan, WindowedChunk
+from pagekv.executor.cpu import attention_plan as plan_module
+from pagekv.executor.cpu.attention_plan import Chunk, DecodeGroup, StepPlan, WindowedChunk
 
 BLOCK_SIZE = 4
 NULL = 10**6

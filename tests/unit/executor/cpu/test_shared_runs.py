@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagekv.executor.cpu.shared_runs import SharedRun, shared_runs
+from pagekv.executor.cpu.shared_prefixes import SharedRun, shared_runs
 
 # Two blocks to choose from at each depth: prefixes collide all the time, and a table is a path in a tree.
 tables = st.lists(st.lists(st.integers(0, 1), max_size=6), max_size=8).map(

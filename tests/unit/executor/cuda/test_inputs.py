@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Sampling, Scheduled, SequenceState
 from pagekv.executor.cuda.graphs import MAX_GRAPH_BATCH, GraphCache, GraphKey, graph_key, largest_batch
 from pagekv.executor.cuda.penalties import PenaltyTable
-from pagekv.executor.cuda.sequences import NO_BLOCK, LiveSequences
+from pagekv.executor.cuda.device_sequences import NO_BLOCK, LiveSequences
 from pagekv.executor.cuda.step_inputs import build_inputs
 from pagekv.kernels.step_plan import StepBatch, plan_step
 from pagekv.kernels.variants import Variant

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from pagekv.executor.backend.interface import Scheduled
-from pagekv.executor.cpu.shared_runs import SharedRun, shared_runs
+from pagekv.executor.cpu.shared_prefixes import SharedRun, shared_runs
 
 # Reading this many bytes of keys and values costs as much as one more gather and kernel call.
 CALL_BYTES = 2**20
