@@ -24,7 +24,7 @@ from stack import ORACLE, running_stack
 from stream_load import Order
 from streams import streaming
 
-from pagekv.client.terminal import table
+from pagekv.client.cli.terminal import table
 
 STREAMS = 64
 

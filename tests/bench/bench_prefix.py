@@ -24,7 +24,7 @@ from stack import running_stack
 
 from pagekv.client import AsyncPageKVClient
 from pagekv.client.bench import Report, Workload, make_jobs, run_jobs
-from pagekv.client.terminal import table
+from pagekv.client.cli.terminal import table
 
 EXECUTOR = ("--model", "demo", "--dtype", "float32", "--threads", "1", "--kv-memory", "512MiB")
 PROMPT = 512

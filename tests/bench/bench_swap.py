@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pagekv.client.terminal import table
+from pagekv.client.cli.terminal import table
 from pagekv.common.models import resolve_model
 from pagekv.executor.backend.interface import BlockCopies, CopyKind, Description, Sampling, Scheduled, SequenceState
 from pagekv.executor.cpu import CpuBackend

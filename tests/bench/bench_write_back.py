@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from stack import running_stack
 
 from pagekv.client import PageKVClient
-from pagekv.client.terminal import table
+from pagekv.client.cli.terminal import table
 from pagekv.client.types import Stats
 
 EXECUTOR = ("--model", "demo", "--dtype", "float32", "--threads", "1", "--kv-memory", "256MiB")

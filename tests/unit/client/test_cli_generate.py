@@ -9,7 +9,7 @@ import sys
 import pytest
 from scripted_server import Fails, ScriptedServer, chunk, complete
 
-from pagekv.client.cli import main
+from pagekv.client.cli.main import main
 from pagekv.common import errors
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2

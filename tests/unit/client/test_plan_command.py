@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pagekv.client.cli import main
-from pagekv.client.commands.plan import size_text, weight_bytes
+from pagekv.client.cli.main import main
+from pagekv.client.cli.commands.plan import size_text, weight_bytes
 from pagekv.client.errors import InvalidRequest
 from pagekv.client.geometry import GivenGeometry, KvGeometry, geometry_from_config
 

@@ -13,7 +13,7 @@ import pytest
 from scripted_server import Hangs, ScriptedServer
 from stack import environment
 
-from pagekv.client.cli import main
+from pagekv.client.cli.main import main
 from pagekv.v1 import cache_service_pb2 as cache_pb
 
 
@@ -127,7 +127,7 @@ def test_watch_json_ends_after_as_many_batches_as_asked_for(
 
 def test_ctrl_c_ends_a_watch_without_a_word(target: str, server: ScriptedServer) -> None:
     server.expect("WatchEvents", BATCHES[1], Hangs())
-    command = [sys.executable, "-m", "pagekv.client.cli", "watch", "--target", target]
+    command = [sys.executable, "-m", "pagekv.client.cli.main", "watch", "--target", target]
     with subprocess.Popen(
         command,
         env=environment(),

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from pagekv.client.cli import main, make_parser
-from pagekv.client.commands import up
+from pagekv.client.cli.main import main, make_parser
+from pagekv.client.cli.main.commands import up
 from pagekv.client.gateway import GatewayConfig
 from pagekv.client.processes import Child, Stack, StackConfig, StackError
-from pagekv.client.terminal import Terminal
+from pagekv.client.cli.terminal import Terminal
 from pagekv.common.logs import _Formatter
 from pagekv.kvmanager.observe.recording.file import RecordingFile
 

@@ -18,9 +18,9 @@ from scripted_server import Fails, ScriptedServer
 from stack import environment
 
 from pagekv.client import FailedPrecondition, PageKVClient
-from pagekv.client.cli import main
-from pagekv.client.commands import top
-from pagekv.client.top_view import Frame, Look, Rates, spark
+from pagekv.client.cli.main import main
+from pagekv.client.cli.main.commands import top
+from pagekv.client.cli.top_view import Frame, Look, Rates, spark
 from pagekv.client.types import ModelInfo, RequestInfo, RequestList, Stats
 from pagekv.client.wire import flat
 from pagekv.v1 import cache_service_pb2 as cache_pb
@@ -155,7 +155,7 @@ def test_however_it_ends_the_terminal_is_as_it_was(server: ScriptedServer, way_o
     try:
         before = termios.tcgetattr(screen)
         env = environment() | {"TERM": "xterm-256color"}
-        command = [sys.executable, "-m", "pagekv.client.cli", "top", "--every", "60", "--target", server.target]
+        command = [sys.executable, "-m", "pagekv.client.cli.main", "top", "--every", "60", "--target", server.target]
         stdin = subprocess.DEVNULL if way_out == "no stdin" else screen
         with subprocess.Popen(command, stdin=stdin, stdout=screen, stderr=screen, env=env) as popen:
             shown = b""

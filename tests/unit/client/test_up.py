@@ -10,12 +10,12 @@ import pytest
 from scripted_server import ScriptedServer
 from small_tokenizers import byte_level, sentencepiece
 
-from pagekv.client.cli import main, make_parser
-from pagekv.client.commands import up
+from pagekv.client.cli.main import main, make_parser
+from pagekv.client.cli.main.commands import up
 from pagekv.client.gateway import GatewayConfig
 from pagekv.client.kv_events import DEFAULT_ENDPOINT, KvEventEndpoints, endpoints_of_pairs
 from pagekv.client.processes import Stack, StackConfig, StackError
-from pagekv.client.terminal import Terminal
+from pagekv.client.cli.terminal import Terminal
 from pagekv.kvmanager.observe.outlet_config import OutletConfig
 from pagekv.v1 import inference_service_pb2 as pb
 

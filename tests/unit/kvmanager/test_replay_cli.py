@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import pytest
 from stack import environment
 
-from pagekv.client.cli import main as pagekv
-from pagekv.client.commands import replay as command
+from pagekv.client.cli.main import main as pagekv
+from pagekv.client.cli.main.commands import replay as command
 from pagekv.kvmanager.observe.recording.file import RecordingFile
 from pagekv.kvmanager.replay.cli import main
 from pagekv.kvmanager.replay.progress import Progress

@@ -6,10 +6,10 @@ import argparse
 import sys
 
 from pagekv.client.client import PageKVClient
-from pagekv.client.commands.parser import Subparsers, UsageError, add_command, add_target, connect
-from pagekv.client.commands.sampling import Stopwatch, add_sampling, options_of, summary
+from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_target, connect
+from pagekv.client.cli.sampling_flags import Stopwatch, add_sampling, options_of, summary
 from pagekv.client.errors import InvalidRequest
-from pagekv.client.terminal import Terminal
+from pagekv.client.cli.terminal import Terminal
 from pagekv.client.types import ChatMessage, GenerateOptions
 
 EXAMPLES = """\

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
-from pagekv.client.commands.parser import Subparsers, add_command
+from pagekv.client.cli.parser import Subparsers, add_command
 from pagekv.client.errors import PageKVError
-from pagekv.client.terminal import Terminal
+from pagekv.client.cli.terminal import Terminal
 
 COMMAND = (sys.executable, "-m", "pagekv.kvmanager.replay")
 # What the replay imports beyond the light client.

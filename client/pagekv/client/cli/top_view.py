@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from pagekv.client.terminal import milliseconds
+from pagekv.client.cli.terminal import milliseconds
 from pagekv.client.types import ModelInfo, RequestInfo, RequestList, Stats
 
 # Values that a spark line shows.

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from itertools import groupby
 
 from pagekv.client.client import PageKVClient
-from pagekv.client.commands.parser import (
+from pagekv.client.cli.parser import (
     CommandParser,
     Subparsers,
     add_command,
@@ -18,7 +18,7 @@ from pagekv.client.commands.parser import (
     connect,
     read_prompt,
 )
-from pagekv.client.terminal import Terminal, table
+from pagekv.client.cli.terminal import Terminal, table
 from pagekv.client.types import (
     BlockExplanation,
     BlockRemoved,

@@ -7,12 +7,12 @@ import signal
 import time
 
 from pagekv.client.client import PageKVClient
-from pagekv.client.commands.generate import stream_text
-from pagekv.client.commands.parser import Subparsers, add_command
-from pagekv.client.commands.sampling import Stopwatch
-from pagekv.client.commands.up import add_stack_flags, describe, stack_config, wait_ready
+from pagekv.client.cli.commands.generate import stream_text
+from pagekv.client.cli.parser import Subparsers, add_command
+from pagekv.client.cli.sampling_flags import Stopwatch
+from pagekv.client.cli.commands.up import add_stack_flags, describe, stack_config, wait_ready
 from pagekv.client.processes import Stack
-from pagekv.client.terminal import Terminal, milliseconds
+from pagekv.client.cli.terminal import Terminal, milliseconds
 from pagekv.client.types import Completion, GenerateOptions
 
 EXAMPLES = """\

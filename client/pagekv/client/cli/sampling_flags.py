@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import time
 
-from pagekv.client.commands.parser import CommandParser
-from pagekv.client.terminal import milliseconds
+from pagekv.client.cli.parser import CommandParser
+from pagekv.client.cli.terminal import milliseconds
 from pagekv.client.types import CacheControls, Chunk, Completion, GenerateOptions
 
 # Flag, type, help. What is not given is not sent; bounds are the server's to check, which names the field.

@@ -9,16 +9,16 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from pagekv.client.client import PageKVClient
-from pagekv.client.commands.parser import Subparsers, UsageError, add_command, add_target, connect
+from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_target, connect
 from pagekv.client.errors import PageKVError
-from pagekv.client.terminal import Terminal
+from pagekv.client.cli.terminal import Terminal
 from pagekv.client.types import ModelInfo
 from pagekv.common.flags import number
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from pagekv.client.top_view import Frame
+    from pagekv.client.cli.top_view import Frame
 
 # Requests that are asked for: more than fit on most screens.
 REQUESTS = 200
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 def _watch(watcher: _Watcher, console: Console, every_s: float) -> None:
     from rich.live import Live
 
-    from pagekv.client.keys import Keys
+    from pagekv.client.cli.keypress import Keys
 
     for signum in (signal.SIGTERM, signal.SIGHUP):
         # As Ctrl-C: an exception, on whose way the screen and the keyboard are given back.
@@ -87,7 +87,7 @@ class _Watcher:
     """Asks, and remembers what the rates need."""
 
     def __init__(self, client: PageKVClient, target: str) -> None:
-        from pagekv.client.top_view import Look, Rates
+        from pagekv.client.cli.top_view import Look, Rates
 
         self._client, self._target = client, target
         self._rates = Rates()
@@ -98,7 +98,7 @@ class _Watcher:
 
     def frame(self, *, fail: bool = False) -> Frame:
         """How things are. A manager that does not answer is said to be so, or raised with `fail`."""
-        from pagekv.client.top_view import Frame, Look
+        from pagekv.client.cli.top_view import Frame, Look
 
         problem = ""
         try:

@@ -6,7 +6,7 @@ import argparse
 import time
 from typing import get_args
 
-from pagekv.client.commands.parser import (
+from pagekv.client.cli.parser import (
     Subparsers,
     add_command,
     add_prompt,
@@ -15,7 +15,7 @@ from pagekv.client.commands.parser import (
     read_prompt,
     token_ids,
 )
-from pagekv.client.terminal import Terminal, table
+from pagekv.client.cli.terminal import Terminal, table
 from pagekv.client.types import BlockState, CacheControls, Stats
 from pagekv.common.flags import integer, number
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from pagekv.client.commands.parser import CommandParser, Subparsers, UsageError, add_command
+from pagekv.client.cli.parser import CommandParser, Subparsers, UsageError, add_command
 from pagekv.client.errors import InvalidRequest
 from pagekv.client.geometry import (
     DEFAULT_CONTEXT,
@@ -38,7 +38,7 @@ from pagekv.client.plan import (
     shard_kv_heads,
     waste,
 )
-from pagekv.client.terminal import Terminal, table
+from pagekv.client.cli.terminal import Terminal, table
 from pagekv.common.flags import integer, number, power_of_two, size_in_bytes
 from pagekv.common.models import ModelNotFound, resolve_model
 

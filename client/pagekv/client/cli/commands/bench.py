@@ -12,10 +12,10 @@ from pathlib import Path
 
 from pagekv.client.aio import AsyncPageKVClient
 from pagekv.client.bench import Report, Spread, Workload, make_jobs, run_jobs
-from pagekv.client.commands.parser import Subparsers, UsageError, add_command, add_target
-from pagekv.client.commands.up import describe
+from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_target
+from pagekv.client.cli.commands.up import describe
 from pagekv.client.objectives import Diagnosis, Objectives
-from pagekv.client.terminal import Terminal, milliseconds, table
+from pagekv.client.cli.terminal import Terminal, milliseconds, table
 from pagekv.client.types import ModelInfo
 from pagekv.common.flags import integer, number
 
