@@ -12,8 +12,8 @@ from typing import Any
 
 import openai
 
-from pagekv.client.gateway import POLICIES, GatewayConfig
-from pagekv.client.processes import Stack, StackConfig
+from pagekv.client.launcher.gateway import POLICIES, GatewayConfig
+from pagekv.client.launcher.stack import Stack, StackConfig
 
 MODEL = "demo"
 # About one token each in the demo model's vocabulary.

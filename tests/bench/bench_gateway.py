@@ -21,7 +21,7 @@ from gateway_stack import run_load, running_gateway, shared_prefix_prompts
 from stack import ORACLE
 
 from pagekv.client import PageKVClient
-from pagekv.client.gateway import POLICIES
+from pagekv.client.launcher.gateway import POLICIES
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ from gateway_stack import MODEL, client_of, running_gateway
 from stack import CPU, ORACLE
 
 from pagekv.client import PageKVClient
-from pagekv.client.processes import Stack
+from pagekv.client.launcher.stack import Stack
 
 pytestmark = pytest.mark.e2e
 PROMPT = "In the beginning God created the heaven and the earth, and the earth was without form, and void; and"

@@ -13,7 +13,7 @@ from gateway_stack import shared_prefix_prompts as prompts_of
 from stack import ORACLE
 
 from pagekv.client import PageKVClient
-from pagekv.client.processes import Stack
+from pagekv.client.launcher.stack import Stack
 
 pytestmark = pytest.mark.e2e
 EXECUTOR = [*ORACLE, "--kv-memory", "64MiB"]

@@ -16,8 +16,8 @@ import pytest
 
 from pagekv.client.cli.main import main, make_parser
 from pagekv.client.cli.main.commands import up
-from pagekv.client.gateway import GatewayConfig
-from pagekv.client.processes import Child, Stack, StackConfig, StackError
+from pagekv.client.launcher.gateway import GatewayConfig
+from pagekv.client.launcher.stack import Child, Stack, StackConfig, StackError
 from pagekv.client.cli.terminal import Terminal
 from pagekv.common.logs import _Formatter
 from pagekv.kvmanager.observe.recording.file import RecordingFile
@@ -218,7 +218,7 @@ def test_of_several_pairs_one_may_die(journal: Path) -> None:
 
 
 def test_a_gateway_that_is_not_installed_is_a_clear_error(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagekv.client.processes.is_installed", lambda: False)
+    monkeypatch.setattr("pagekv.client.launcher.stack.is_installed", lambda: False)
     with pytest.raises(StackError, match=r"pip install 'pagekv\[gateway\]'"):
         Stack(config(journal, gateway=GatewayConfig(port=0)))
 
@@ -226,8 +226,8 @@ def test_a_gateway_that_is_not_installed_is_a_clear_error(journal: Path, monkeyp
 def test_the_gateway_is_started_once_the_managers_serve_and_killed_if_it_lingers(
     journal: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagekv.client.processes.serves", lambda target, managers: managers == 2)
-    monkeypatch.setattr("pagekv.client.processes.has_tokenizer", lambda manager: True)
+    monkeypatch.setattr("pagekv.client.launcher.stack.serves", lambda target, managers: managers == 2)
+    monkeypatch.setattr("pagekv.client.launcher.stack.has_tokenizer", lambda manager: True)
     script = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(sys.argv[1:], flush=True)"
     gateway = GatewayConfig(
         port=0, policy="round_robin", args=["--extra"], command=[sys.executable, "-c", f"{script}; time.sleep(60)"]
@@ -302,7 +302,7 @@ def test_up_serves_no_page_where_the_manager_has_its_own_address_or_cannot(
 
 
 def test_of_a_gateways_usage_only_what_is_wrong_is_told(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagekv.client.processes.has_tokenizer", lambda manager: True)
+    monkeypatch.setattr("pagekv.client.launcher.stack.has_tokenizer", lambda manager: True)
     with Stack(config(journal, gateway=GatewayConfig(port=0, args=["--nonsense"]))) as stack:
         stack.start()
         with pytest.raises(StackError) as caught:

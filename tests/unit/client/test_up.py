@@ -12,9 +12,9 @@ from small_tokenizers import byte_level, sentencepiece
 
 from pagekv.client.cli.main import main, make_parser
 from pagekv.client.cli.main.commands import up
-from pagekv.client.gateway import GatewayConfig
-from pagekv.client.kv_events import DEFAULT_ENDPOINT, KvEventEndpoints, endpoints_of_pairs
-from pagekv.client.processes import Stack, StackConfig, StackError
+from pagekv.client.launcher.gateway import GatewayConfig
+from pagekv.client.launcher.kv_events import DEFAULT_ENDPOINT, KvEventEndpoints, endpoints_of_pairs
+from pagekv.client.launcher.stack import Stack, StackConfig, StackError
 from pagekv.client.cli.terminal import Terminal
 from pagekv.kvmanager.observe.outlet_config import OutletConfig
 from pagekv.v1 import inference_service_pb2 as pb

@@ -22,7 +22,7 @@ from pagekv.client.cli.main.commands import top
 from pagekv.client.cli.main.commands import up
 from pagekv.client.cli.parser import CommandParser, UsageError
 from pagekv.client.errors import PageKVError
-from pagekv.client.processes import StackError
+from pagekv.client.launcher.stack import StackError
 from pagekv.client.cli.terminal import Terminal
 
 EXAMPLES = """\

@@ -20,8 +20,8 @@ from typing import Self
 
 import grpc
 
-from pagekv.client.gateway import COMMAND, GatewayConfig, gateway_args, has_tokenizer, is_installed, serves
-from pagekv.client.kv_events import PUBLISH_FLAG, REPLAY_FLAG, KvEventEndpoints, endpoints_of_pairs, tcp_port
+from pagekv.client.launcher.gateway import COMMAND, GatewayConfig, gateway_args, has_tokenizer, is_installed, serves
+from pagekv.client.launcher.kv_events import PUBLISH_FLAG, REPLAY_FLAG, KvEventEndpoints, endpoints_of_pairs, tcp_port
 from pagekv.common.probe import check
 
 EXECUTOR_COMMAND = (sys.executable, "-m", "pagekv.executor.server")

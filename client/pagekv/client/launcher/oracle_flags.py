@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pagekv.client.handed_on import flag_value
+from pagekv.client.launcher.child_flags import flag_value
 from pagekv.common.models import DEMO, ModelNotFound, resolve_model
 
 # Of --tokenizer: as the executor's model has it, or none.

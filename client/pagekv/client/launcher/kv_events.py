@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pagekv.client.handed_on import flag_value, switch_is_on
+from pagekv.client.launcher.child_flags import flag_value, switch_is_on
 
 PUBLISH_FLAG, REPLAY_FLAG = "kv-events-endpoint", "kv-events-replay-endpoint"
 # As the manager has it.

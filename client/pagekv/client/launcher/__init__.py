@@ -1,0 +1,1 @@
+"""Local processes of pagekv up and pagekv demo: started, watched, stopped."""
