@@ -294,7 +294,7 @@ def step_both_processes(context: Context) -> None:
 async def _arrivals(target: str, rate: float, vocab_size: int, small: bool) -> dict[str, Any]:
     """Requests that arrive at random, so that most steps have prompts beside decodes."""
     from pagekv.client.aio import AsyncPageKVClient
-    from pagekv.client.bench import Workload, make_jobs, run_jobs
+    from pagekv.client.planning.load_test import Workload, make_jobs, run_jobs
 
     prompt, output = ((4, 6), (2, 3)) if small else ((256, 1024), (64, 192))
     workload = Workload(

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from pagekv.client.bench import Outcome, Spread, Workload, make_jobs, summarise
+from pagekv.client.planning.load_test import Outcome, Spread, Workload, make_jobs, summarise
 
 
 def workload(**changes: object) -> Workload:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pagekv.client.bench import Outcome, summarise
-from pagekv.client.objectives import Diagnosis, Objectives
+from pagekv.client.planning.load_test import Outcome, summarise
+from pagekv.client.planning.slo import Diagnosis, Objectives
 
 
 @pytest.mark.parametrize(

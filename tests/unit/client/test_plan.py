@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagekv.client.geometry import DTYPE_BYTES, KvGeometry
-from pagekv.client.plan import (
+from pagekv.client.planning.kv_geometry import DTYPE_BYTES, KvGeometry
+from pagekv.client.planning.kv_budget import (
     blocks_for,
     bytes_per_block,
     bytes_per_token,

@@ -11,7 +11,7 @@ import pytest
 from pagekv.client.cli.main import main
 from pagekv.client.cli.commands.plan import size_text, weight_bytes
 from pagekv.client.errors import InvalidRequest
-from pagekv.client.geometry import GivenGeometry, KvGeometry, geometry_from_config
+from pagekv.client.planning.kv_geometry import GivenGeometry, KvGeometry, geometry_from_config
 
 LLAMA = {
     "num_hidden_layers": 32,

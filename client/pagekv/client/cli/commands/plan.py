@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pagekv.client.cli.parser import CommandParser, Subparsers, UsageError, add_command
 from pagekv.client.errors import InvalidRequest
-from pagekv.client.geometry import (
+from pagekv.client.planning.kv_geometry import (
     DEFAULT_CONTEXT,
     DEFAULT_DTYPE,
     MAX_HEAD_SIZE,
@@ -23,7 +23,7 @@ from pagekv.client.geometry import (
     geometry_from_config,
     geometry_from_numbers,
 )
-from pagekv.client.plan import (
+from pagekv.client.planning.kv_budget import (
     Capacity,
     Footprint,
     PrefixSaving,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from pagekv.client.geometry import DTYPE_BYTES, KvGeometry
+from pagekv.client.planning.kv_geometry import DTYPE_BYTES, KvGeometry
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from pagekv.client.aio import AsyncPageKVClient
 from pagekv.client.errors import PageKVError
-from pagekv.client.objectives import DEFAULT_OBJECTIVES, Objectives
+from pagekv.client.planning.slo import DEFAULT_OBJECTIVES, Objectives
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Arithmetic of deployments: KV memory, load tests, service objectives."""
