@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pagekv.client import wire
 from pagekv.client.channel import DEFAULT_RESUME_TIMEOUT_S, DEFAULT_TARGET, DEFAULT_TIMEOUT_S, channel_options
 from pagekv.client.errors import NotFound, from_rpc_error
-from pagekv.client.generation import Generation
+from pagekv.client.resumable_generation import Generation
 from pagekv.client.types import (
     BlockList,
     BlockState,

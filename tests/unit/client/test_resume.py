@@ -21,7 +21,7 @@ from pagekv.client import (
     Unreachable,
 )
 from pagekv.client.errors import Overloaded
-from pagekv.client.generation import Generation
+from pagekv.client.resumable_generation import Generation
 from pagekv.client.types import GenerateOptions, PositionLogprobs, TokenLogprob
 from pagekv.common import errors
 from pagekv.v1 import inference_service_pb2 as pb
