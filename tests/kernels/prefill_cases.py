@@ -12,7 +12,7 @@ import twin
 from decode_cases import TOLERANCE, Cache, Features, Sequences, random_sequences, slopes, store
 from host_build import HostLauncher, address, aligned_empty
 
-from pagekv.kernels import geometry
+from pagekv.kernels import launch_config as geometry
 from pagekv.kernels.params import PREFILL, fill
 from pagekv.kernels.prefill_plan import prefill_items, prefill_tile
 from pagekv.kernels.variants import Variant

@@ -8,7 +8,7 @@ import pytest
 import torch
 from bench_machine import FakeStreams, HostMachine
 
-from pagekv.kernels import geometry
+from pagekv.kernels import launch_config as geometry
 from pagekv.kernels.bench import correctness
 from pagekv.kernels.bench.correctness import (
     Check,
@@ -22,7 +22,7 @@ from pagekv.kernels.bench.correctness import (
 )
 from pagekv.kernels.bench.scene import Scene, Setup
 from pagekv.kernels.variants import DTYPE_PAIRS, HEAD_SIZES, Variant
-from pagekv.kernels.work_plan import MAX_BLOCKS, MOST_FUSED_PARTIALS, SPLIT_TOKENS, most_partials
+from pagekv.kernels.decode_plan import MAX_BLOCKS, MOST_FUSED_PARTIALS, SPLIT_TOKENS, most_partials
 
 HALF = Variant("float16", "float16", 64)
 

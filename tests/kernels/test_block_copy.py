@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted_faults import Fault, assert_noticed, visible
 
-from pagekv.kernels import geometry
+from pagekv.kernels import launch_config as geometry
 from pagekv.kernels.params import BLOCK_COPY, fill
 from pagekv.kernels.variants import Variant
 

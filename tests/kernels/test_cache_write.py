@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted_faults import Fault, assert_noticed, visible
 
-from pagekv.kernels import geometry
+from pagekv.kernels import launch_config as geometry
 from pagekv.kernels.params import CACHE_WRITE, fill
 from pagekv.kernels.variants import DTYPE_PAIRS, HEAD_SIZES, Variant
 

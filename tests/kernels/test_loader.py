@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagekv.kernels import loader, nvrtc
-from pagekv.kernels.loader import CupyLauncher, GpuUnavailable, import_cupy
+from pagekv.kernels import nvrtc
+from pagekv.kernels import cupy_launcher as loader
+from pagekv.kernels.cupy_launcher import CupyLauncher, GpuUnavailable, import_cupy
 from pagekv.kernels.nvrtc import Compiled
 from pagekv.kernels.params import BLOCK_COPY, MERGE, fill
 from pagekv.kernels.sources import translation_unit

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prefill_cases import check, mixed_batch
 
-from pagekv.kernels import geometry
+from pagekv.kernels import launch_config as geometry
 from pagekv.kernels.prefill_plan import Ints, PrefillTile, prefill_items, prefill_tile
 from pagekv.kernels.variants import Variant, all_variants
 

@@ -13,7 +13,7 @@ from host_build import HostLauncher
 
 from pagekv.kernels.attention import PagedAttention, Rope, dtype_name
 from pagekv.kernels.bench.scene import Scene, Setup
-from pagekv.kernels.step_plan import ALIGN, SECTIONS, Capacity, HostPlan, StepBatch, plan_step
+from pagekv.kernels.attention_plan import ALIGN, SECTIONS, Capacity, HostPlan, StepBatch, plan_step
 from pagekv.kernels.variants import UnsupportedVariant, Variant
 
 VARIANT = Variant("float16", "float16", 64)

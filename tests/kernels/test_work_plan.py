@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pagekv.kernels.sources import translation_unit
 from pagekv.kernels.variants import HEAD_SIZES, Variant, all_variants
-from pagekv.kernels.work_plan import (
+from pagekv.kernels.decode_plan import (
     MIN_ROWS,
     SPLIT_TOKENS,
     DecodeWork,

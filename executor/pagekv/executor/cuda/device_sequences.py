@@ -8,7 +8,7 @@ import numpy as np
 
 from pagekv.executor.backend.interface import SequenceState
 from pagekv.executor.cuda.penalties import PenaltyTable
-from pagekv.kernels.step_plan import Ints
+from pagekv.kernels.attention_plan import Ints
 
 # What is in a table where the sequence has no block: refused by the kernels' plan, should a step reach it.
 NO_BLOCK = -1

@@ -14,7 +14,7 @@ import torch
 
 from pagekv.common.logs import Log
 from pagekv.executor.cuda.device import Device
-from pagekv.kernels.step_plan import Capacity
+from pagekv.kernels.attention_plan import Capacity
 
 log = Log(__name__)
 

@@ -11,7 +11,7 @@ from pagekv.executor.model.attention_interface import Scores
 from pagekv.executor.model.loading import LoadedModel
 from pagekv.kernels.attention import PagedAttention
 from pagekv.kernels.launcher import Launcher
-from pagekv.kernels.step_plan import StepPlan
+from pagekv.kernels.attention_plan import StepPlan
 from pagekv.kernels.variants import UnsupportedVariant, Variant
 
 

@@ -21,8 +21,8 @@ from pagekv.executor.cuda.device_sequences import NO_BLOCK, LiveSequences
 from pagekv.executor.cuda.step_inputs import StepInputs, build_inputs
 from pagekv.executor.model.attention_interface import forward
 from pagekv.executor.model.loading import LoadedModel
-from pagekv.kernels.step_plan import HostPlan, Ints, plan_step
-from pagekv.kernels.work_plan import num_decode_items
+from pagekv.kernels.attention_plan import HostPlan, Ints, plan_step
+from pagekv.kernels.decode_plan import num_decode_items
 
 # int32 words of the buffer that inputs are uploaded to, at first; it grows, and graphs are then recorded anew.
 UPLOAD_WORDS = 2**20

@@ -9,7 +9,7 @@ import numpy as np
 
 from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Scheduled
 from pagekv.executor.cuda.device_sequences import LiveSequence, LiveSequences
-from pagekv.kernels.step_plan import Ints, StepBatch
+from pagekv.kernels.attention_plan import Ints, StepBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from pagekv.kernels.bench.report import Report
     from pagekv.kernels.bench.scene import Setup
     from pagekv.kernels.bench.stages import Bench
-    from pagekv.kernels.loader import GpuUnavailable
+    from pagekv.kernels.cupy_launcher import GpuUnavailable
 
     clock = Clock(args.seconds)
     try:

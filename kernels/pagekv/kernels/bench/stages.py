@@ -26,7 +26,7 @@ from pagekv.kernels.bench.workload import (
     swap_cases,
     write_cases,
 )
-from pagekv.kernels.loader import Say
+from pagekv.kernels.cupy_launcher import Say
 
 # Share of the time by whose end each stage stops. What a stage leaves is the next one's.
 CORRECTNESS, DECODE, PREFILL, MEMORY, SWAP, PEERS = 0.35, 0.60, 0.70, 0.74, 0.80, 0.98

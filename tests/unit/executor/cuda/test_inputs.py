@@ -13,9 +13,9 @@ from pagekv.executor.cuda.graphs import MAX_GRAPH_BATCH, GraphCache, GraphKey, g
 from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.executor.cuda.device_sequences import NO_BLOCK, LiveSequences
 from pagekv.executor.cuda.step_inputs import build_inputs
-from pagekv.kernels.step_plan import StepBatch, plan_step
+from pagekv.kernels.attention_plan import StepBatch, plan_step
 from pagekv.kernels.variants import Variant
-from pagekv.kernels.work_plan import num_decode_items
+from pagekv.kernels.decode_plan import num_decode_items
 
 
 def live(max_sequences: int = 4) -> LiveSequences:

@@ -19,7 +19,7 @@ from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.executor.cuda.sampler import sample
 from pagekv.executor.cuda.sampling_inputs import SamplingInputs
 from pagekv.executor.cuda.device_sequences import LiveSequences
-from pagekv.kernels.step_plan import pack
+from pagekv.kernels.attention_plan import pack
 
 VOCAB = 40
 
