@@ -49,10 +49,10 @@ test: $(DEV_STAMP) ## run all tests (ARGS="-k name" is handed to pytest)
 .PHONY: test-nightly
 test-nightly: $(DEV_STAMP) ## what is too long for every run: tests with random histories, ten thousand each, and 200,000 random steps (about half an hour)
 	@$(BIN)/python -m pytest -m nightly
-	@PAGEKV_TEST_FUZZ_STEPS=200000 $(BIN)/python -m pytest --timeout 3600 tests/unit/executor/test_step_fuzz.py
+	@PAGEKV_TEST_FUZZ_STEPS=200000 $(BIN)/python -m pytest --timeout 3600 tests/unit/executor/session/test_step_check_fuzz.py
 	@PAGEKV_TEST_SILENCE_S=60 $(BIN)/python -m pytest tests/e2e/test_overload.py
 	@PAGEKV_TEST_EVERYTHING_ON=1 $(BIN)/python -m pytest tests/e2e
-	@PAGEKV_TEST_EXAMPLES=10000 $(BIN)/python -m pytest --timeout 3600 tests/model tests/unit/kvmanager/test_continuations.py $(ARGS)
+	@PAGEKV_TEST_EXAMPLES=10000 $(BIN)/python -m pytest --timeout 3600 tests/model tests/unit/kvmanager/kvcache/test_prefix_trie.py $(ARGS)
 
 .PHONY: test-everything-on
 test-everything-on: $(DEV_STAMP) ## the end-to-end tests with everything that watches, publishes and records switched on

@@ -25,7 +25,7 @@ pinned() { sed -n "s/^$1==//p" "$root/constraints.txt"; }
 # package | version | what for
 wheels="\
 grpcio|$(pinned grpcio)|stubs of the three below refuse an older one
-grpcio-health-checking|$(pinned grpcio-health-checking)|both processes; tests/stack.py waits for it
+grpcio-health-checking|$(pinned grpcio-health-checking)|both processes; tests/support/clients/stack.py waits for it
 grpcio-reflection|$(pinned grpcio-reflection)|both processes list their services
 grpcio-status|$(pinned grpcio-status)|a dependency of the light client
 protobuf|$(pinned protobuf)|stubs of health and reflection need 7.35.1

@@ -19,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import grpc
 import uvloop
-from calls import Caller, request_for
-from stack import ORACLE, running_stack
 from stream_load import Order
 from streams import streaming
+from support.clients.calls import Caller, request_for
+from support.clients.stack import ORACLE, running_stack
 
 from pagekv.client.cli.terminal import table
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from gateway_stack import run_load, running_gateway, shared_prefix_prompts
-from stack import ORACLE
+from support.clients.gateway_stack import run_load, running_gateway, shared_prefix_prompts
+from support.clients.stack import ORACLE
 
 from pagekv.client import PageKVClient
 from pagekv.client.launcher.gateway import POLICIES

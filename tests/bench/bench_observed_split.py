@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench_observer_parts import GATEWAY, GATEWAY_METHOD, SUBSCRIBER, collector
 from bench_split import BARS_AT, Row, row, stack
-from everything_on import flags
-from stack import Stack
 from stream_load import Order
 from streams import speaking
+from support.clients.everything_on import flags
+from support.clients.stack import Stack
 
 SECONDS = 2.0
 DEPTH = 2

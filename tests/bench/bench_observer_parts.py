@@ -11,15 +11,15 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from pagekv.common.server import GrpcServer
-from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.observe.outlet_config import OutletConfig
-from pagekv.kvmanager.observe.exporters import Outlets
-from pagekv.kvmanager.page.hub import PageHub
-from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
-from pagekv.kvmanager.observe.tracing.spans import RequestSpans
 from pagekv.kvmanager.api.served_model import ServingState
+from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.gateway.service import SERVICE_NAME, VllmEngine
+from pagekv.kvmanager.observe.exporters import Outlets
+from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
+from pagekv.kvmanager.observe.outlet_config import OutletConfig
 from pagekv.kvmanager.observe.tracing.otlp import Tracing, otlp_processor
+from pagekv.kvmanager.observe.tracing.spans import RequestSpans
+from pagekv.kvmanager.page.hub import PageHub
 
 # Is given an engine before that is attached; adds its observers and starts what it needs.
 Part = Callable[[EngineLoop], AbstractAsyncContextManager[None]]

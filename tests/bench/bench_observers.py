@@ -34,14 +34,14 @@ from manager_workloads import outcome
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, generate_latest
 
-from pagekv.kvmanager.engine.interface import loop as engine_loop
+from pagekv.kvmanager.engine import loop as engine_loop
 from pagekv.kvmanager.engine.config import EngineConfig
-from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.executor_client import Description
-from pagekv.kvmanager.observe.metrics.prometheus import EngineCollector
+from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import Observer, RequestEnd
-from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
+from pagekv.kvmanager.observe.metrics.prometheus import EngineCollector
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
+from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import StepOutcome, StepPlan

@@ -20,8 +20,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from browser import Browser
-from page_screenshots import loaded_page
+from support.browser.browser import Browser
+from support.browser.page_screenshots import loaded_page
 
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.page.block_states import change, device_bytes

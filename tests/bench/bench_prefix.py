@@ -20,11 +20,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from stack import running_stack
+from support.clients.stack import running_stack
 
 from pagekv.client import AsyncPageKVClient
-from pagekv.client.planning.load_test import Report, Workload, make_jobs, run_jobs
 from pagekv.client.cli.terminal import table
+from pagekv.client.planning.load_test import Report, Workload, make_jobs, run_jobs
 
 EXECUTOR = ("--model", "demo", "--dtype", "float32", "--threads", "1", "--kv-memory", "512MiB")
 PROMPT = 512

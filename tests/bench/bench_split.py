@@ -25,9 +25,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from split_messages import Message, measure
-from stack import Stack, running_stack
 from stream_load import Order, Report
 from streams import heard, speaking, streaming
+from support.clients.stack import Stack, running_stack
 
 from pagekv.client import PageKVClient
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from stack import running_stack
+from support.clients.stack import running_stack
 
 from pagekv.client import PageKVClient
 from pagekv.client.cli.terminal import table

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import uvloop
-from calls import Caller, request_for
-from stack import Stack, running_stack
+from support.clients.calls import Caller, request_for
+from support.clients.stack import Stack, running_stack
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pagekv.kvmanager.engine.executor_wire import step_request
 from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.eviction_policy import make_order
@@ -26,7 +27,6 @@ from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, live_request
 from pagekv.kvmanager.scheduling.step_plan import StepOutcome, StepPlan
 from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
-from pagekv.kvmanager.engine.executor_wire import step_request
 
 BLOCK_SIZE = 16
 ROOT = root_digest("bench", "", "")

@@ -11,11 +11,11 @@ from typing import TypeVar
 
 import manager_workloads as work
 
-from pagekv.executor.rpc import wire as executor_wire
 from pagekv.executor.backend.interface import Sampled
+from pagekv.executor.rpc import wire as executor_wire
 from pagekv.executor.session.step import StepReport
-from pagekv.kvmanager.scheduling.step_plan import StepPlan
 from pagekv.kvmanager.engine.executor_wire import step_outcome, step_request
+from pagekv.kvmanager.scheduling.step_plan import StepPlan
 from pagekv.v1 import executor_service_pb2 as pb
 
 Item = TypeVar("Item")

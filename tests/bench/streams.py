@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from stack import environment
 from stream_load import Order, Report
+from support.clients.stack import environment
 
 LOAD = Path(__file__).with_name("stream_load.py")
 # Before the window: prompts are computed, and every stream has had a message.

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from calls import Caller, request_for
 from chaos.clients import Clients
-from stack import Process, Stack
+from support.clients.calls import Caller, request_for
+from support.clients.stack import Process, Stack
 
 from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import executor_service_pb2 as executor_pb

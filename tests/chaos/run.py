@@ -13,11 +13,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from calls import Caller
 from chaos.clients import Clients, undisturbed
 from chaos.faults import FAULTS, Chaos
 from chaos.requests import difference, make_specs
-from stack import CPU, ORACLE, Stack, running_executor, running_manager
+from support.clients.calls import Caller
+from support.clients.stack import CPU, ORACLE, Stack, running_executor, running_manager
 
 # Words of a log that must not be in it: what both sides say when a promise of the other was broken.
 ALARMS = ("broken invariant", "a step failed", "refused a step", "unexpected error", "Traceback", "gave up")

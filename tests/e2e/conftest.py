@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from stack import CPU, ORACLE, Stack, running_stack
+from support.clients.stack import CPU, ORACLE, Stack, running_stack
 
 
 @pytest.fixture(scope="module")

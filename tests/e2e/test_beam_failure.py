@@ -11,9 +11,9 @@ from typing import Any
 
 import grpc
 import pytest
-from calls import Caller, Result, request_for
-from stack import ORACLE, Stack, running_stack
-from wire_driver import expected_output, expected_results
+from support.clients.calls import Caller, Result, request_for
+from support.clients.stack import ORACLE, Stack, running_stack
+from support.executor.wire_driver import expected_output, expected_results
 
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.v1 import cache_service_pb2 as cache_pb

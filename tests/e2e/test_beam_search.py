@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from calls import Caller
-from cpu_driver import prompts_of, reference, save_model
-from stack import Process, running_executor, running_manager
+from support.clients.calls import Caller
+from support.clients.stack import Process, running_executor, running_manager
+from support.executor.cpu_driver import prompts_of, reference, save_model
 
 from pagekv.client import AsyncPageKVClient, Completion, Stats
 

@@ -6,10 +6,10 @@ import asyncio
 import random
 from contextlib import suppress
 
-import everything_on
 import pytest
-from calls import Caller, request_for
-from stack import ORACLE, Stack, running_stack
+from support.clients import everything_on
+from support.clients.calls import Caller, request_for
+from support.clients.stack import ORACLE, Stack, running_stack
 
 from pagekv.client import AsyncPageKVClient, BlockStored, FailedPrecondition, LimitExceeded, TableReplica
 from pagekv.client.errors import PageKVError

@@ -9,7 +9,7 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from stack import ORACLE, Stack, running_stack
+from support.clients.stack import ORACLE, Stack, running_stack
 
 from pagekv.client import AsyncPageKVClient, AsyncStream, Completion, PageKVClient, Unreachable
 

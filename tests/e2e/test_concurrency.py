@@ -6,8 +6,8 @@ import asyncio
 import random
 
 import pytest
-from calls import Caller, request_for
-from stack import CPU, ORACLE, Stack, running_stack
+from support.clients.calls import Caller, request_for
+from support.clients.stack import CPU, ORACLE, Stack, running_stack
 
 from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from calls import Caller, Result, request_for
-from stack import CPU, ORACLE, Process, Stack, running_executor, running_manager, running_stack
+from support.clients.calls import Caller, Result, request_for
+from support.clients.stack import CPU, ORACLE, Process, Stack, running_executor, running_manager, running_stack
 
 from pagekv.executor.oracle.backend import expected_tokens
 from pagekv.v1 import cache_service_pb2 as cache_pb

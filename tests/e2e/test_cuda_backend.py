@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from calls import Caller, request_for
-from cuda_host import HostDevice, host_backend
-from stack import CPU, Process, running_manager, running_stack
+from support.clients.calls import Caller, request_for
+from support.clients.stack import CPU, Process, running_manager, running_stack
+from support.executor.cuda_host import HostDevice, host_backend
 
 from pagekv.common.models import resolve_model
 from pagekv.executor import server

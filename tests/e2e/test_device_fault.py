@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from calls import Caller, Result, request_for
-from stack import ROOT, Process, environment, running_manager
+from support.clients.calls import Caller, Result, request_for
+from support.clients.stack import ROOT, Process, environment, running_manager
 
 pytestmark = pytest.mark.e2e
 
@@ -25,13 +25,19 @@ SMALL = ["--max-batch-tokens", "64"]
 
 @contextmanager
 def faulty_executor(directory: Path, backend: str, steps: str, args: Sequence[str] = ()) -> Iterator[Process]:
-    """`tests/faulty_executor.py` on a port that it chooses."""
+    """`tests/support/executor/faulty_executor.py` on a port that it chooses."""
     env = environment()
     folders = [env["PYTHONPATH"], *(str(ROOT / name) for name in ("tests", "tests/kernels"))]
     env |= {"PYTHONPATH": os.pathsep.join(folders), "FAULTY_BACKEND": backend, "FAULTY_STEPS": steps}
     process = Process("pagekv.executor.server", [], directory)
     port_file = directory / "port"
-    command = [sys.executable, str(ROOT / "tests" / "faulty_executor.py"), "--listen", "127.0.0.1:0", *args]
+    command = [
+        sys.executable,
+        str(ROOT / "tests/support/executor/faulty_executor.py"),
+        "--listen",
+        "127.0.0.1:0",
+        *args,
+    ]
     with process.log.open("ab") as log:
         process.popen = subprocess.Popen(
             [*command, "--port-file", str(port_file)], env=env, stdout=log, stderr=log, cwd=directory

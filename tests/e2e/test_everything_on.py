@@ -17,14 +17,14 @@ import grpc
 import pytest
 import zmq
 import zmq.asyncio
-from calls import Caller, request_for
-from everything_on import flags, replays
-from kv_event_reader import EventReplica, replayed
-from otlp_collector import collector
-from page_reader import PageReader
 from prometheus_client.parser import text_string_to_metric_families
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
-from stack import ORACLE, running_stack
+from support.browser.page_reader import PageReader
+from support.clients.calls import Caller, request_for
+from support.clients.everything_on import flags, replays
+from support.clients.kv_event_reader import EventReplica, replayed
+from support.clients.otlp_collector import collector
+from support.clients.stack import ORACLE, running_stack
 
 from pagekv.kvmanager.replay.cli import main as replay
 from pagekv.kvmanager.replay.trace import read_trace

@@ -8,9 +8,9 @@ import time
 
 import grpc
 import pytest
-from calls import Caller, Result, request_for
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from stack import ORACLE, Process, Stack, running_executor, running_stack
+from support.clients.calls import Caller, Result, request_for
+from support.clients.stack import ORACLE, Process, Stack, running_executor, running_stack
 
 pytestmark = pytest.mark.e2e
 

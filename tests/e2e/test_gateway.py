@@ -9,8 +9,8 @@ from typing import Any
 
 import openai
 import pytest
-from gateway_stack import MODEL, client_of, running_gateway
-from stack import CPU, ORACLE
+from support.clients.gateway_stack import MODEL, client_of, running_gateway
+from support.clients.stack import CPU, ORACLE
 
 from pagekv.client import PageKVClient
 from pagekv.client.launcher.stack import Stack

@@ -18,10 +18,10 @@ from typing import TypeVar, cast
 
 import grpc
 import pytest
-from calls import request_for
-from otlp_collector import collector
 from prometheus_client.parser import text_string_to_metric_families
-from stack import ORACLE, ROOT, running_stack
+from support.clients.calls import request_for
+from support.clients.otlp_collector import collector
+from support.clients.stack import ORACLE, ROOT, running_stack
 
 from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import cache_service_pb2_grpc as cache_grpc

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import zmq
 import zmq.asyncio
-from calls import Caller, request_for
-from kv_event_reader import replayed
-from stack import ORACLE, Stack, environment, running_stack
+from support.clients.calls import Caller, request_for
+from support.clients.kv_event_reader import replayed
+from support.clients.stack import ORACLE, Stack, environment, running_stack
 
 from pagekv.client import AsyncPageKVClient
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import grpc
 import pytest
-from calls import Caller, request_for
-from stack import ORACLE, Stack, running_stack
+from support.clients.calls import Caller, request_for
+from support.clients.stack import ORACLE, Stack, running_stack
 
 from pagekv.v1 import inference_service_pb2 as pb
 
@@ -131,7 +131,7 @@ def test_readers_that_stop_reading_hold_nobody_up_and_lose_nothing() -> None:
 
 def test_silent_readers_take_no_more_memory_than_their_tokens_and_log_probabilities_may() -> None:
     """16 calls of 1,900 tokens with 20 log-probabilities each, unread until all have ended. What one position takes
-    while it is kept is in `tests/unit/kvmanager/test_kept_logprobs.py`.
+    while it is kept is in `tests/unit/kvmanager/request/test_logprobs.py`.
     """
     calls, length, logprobs = 16, 1900, 20
 

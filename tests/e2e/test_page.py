@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from browser import Browser, need_chromium, running_browser
-from stack import ORACLE, Stack, running_stack
+from support.browser.browser import Browser, need_chromium, running_browser
+from support.clients.stack import ORACLE, Stack, running_stack
 
 from pagekv.client import PageKVClient
 

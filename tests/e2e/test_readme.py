@@ -11,8 +11,8 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from gateway_stack import running_gateway
-from stack import CPU, ROOT, Stack, environment
+from support.clients.gateway_stack import running_gateway
+from support.clients.stack import CPU, ROOT, Stack, environment
 
 pytestmark = pytest.mark.e2e
 

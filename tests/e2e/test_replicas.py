@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from gateway_stack import MODEL, LoadResult, client_of, indexed_blocks, run_load, running_gateway, words
-from gateway_stack import shared_prefix_prompts as prompts_of
-from stack import ORACLE
+from support.clients.gateway_stack import MODEL, LoadResult, client_of, indexed_blocks, run_load, running_gateway, words
+from support.clients.gateway_stack import shared_prefix_prompts as prompts_of
+from support.clients.stack import ORACLE
 
 from pagekv.client import PageKVClient
 from pagekv.client.launcher.stack import Stack

@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass
 
 import pytest
-from stack import running_executor
+from support.clients.stack import running_executor
 
 from pagekv.executor.oracle.backend import expected_tokens
 from pagekv.kvmanager.engine.config import EngineConfig

@@ -10,9 +10,9 @@ from typing import Any
 
 import grpc
 import pytest
-from calls import Caller, request_for
 from google.rpc import error_details_pb2, status_pb2
-from stack import ORACLE, Process, Stack, running_executor, running_manager, running_stack
+from support.clients.calls import Caller, request_for
+from support.clients.stack import ORACLE, Process, Stack, running_executor, running_manager, running_stack
 
 from pagekv.common.statuses import STATUS_DETAILS_KEY
 

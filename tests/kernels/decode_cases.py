@@ -11,9 +11,9 @@ import twin
 from host_build import SANITIZE, HostLauncher, address, aligned_empty
 
 from pagekv.kernels import launch_config as geometry
+from pagekv.kernels.decode_plan import arrivals_of_merge, decode_work
 from pagekv.kernels.params import DECODE, MERGE, fill
 from pagekv.kernels.variants import Variant
-from pagekv.kernels.decode_plan import arrivals_of_merge, decode_work
 
 Array = npt.NDArray[Any]
 

@@ -21,8 +21,8 @@ from pagekv.kernels.bench.correctness import (
     variants_to_check,
 )
 from pagekv.kernels.bench.scene import Scene, Setup
-from pagekv.kernels.variants import DTYPE_PAIRS, HEAD_SIZES, Variant
 from pagekv.kernels.decode_plan import MAX_BLOCKS, MOST_FUSED_PARTIALS, SPLIT_TOKENS, most_partials
+from pagekv.kernels.variants import DTYPE_PAIRS, HEAD_SIZES, Variant
 
 HALF = Variant("float16", "float16", 64)
 

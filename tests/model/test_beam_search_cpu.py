@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_driver import Driver, prompts_of, save_model
+from support.executor.cpu_driver import Driver, prompts_of, save_model
 
 from pagekv.executor.backend.interface import BlockCopies, CopyKind, Sampling, Scheduled, SequenceState
 from pagekv.executor.cpu import CpuBackend

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cpu_driver import MODELS, Driver, prompts_of, reference, save_model
+from support.executor.cpu_driver import MODELS, Driver, prompts_of, reference, save_model
 
 from pagekv.executor.backend.interface import BlockCopies, CopyKind
 from pagekv.executor.cpu import CpuBackend

@@ -13,10 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_driver import Driver, prompts_of, reference
-from cuda_host import HostDevice, NeverWaits, host_backend, save_small_model
+from support.executor.cpu_driver import Driver, prompts_of, reference
+from support.executor.cuda_host import HostDevice, NeverWaits, host_backend, save_small_model
 
-from pagekv.executor.backend.interface import UNKNOWN_TOKEN, BlockCopies, CopyKind, Launch, Sampling, Scheduled, SequenceState
+from pagekv.executor.backend.interface import (
+    UNKNOWN_TOKEN,
+    BlockCopies,
+    CopyKind,
+    Launch,
+    Sampling,
+    Scheduled,
+    SequenceState,
+)
 from pagekv.executor.cpu import CpuBackend
 from pagekv.executor.cuda.backend import CudaBackend
 

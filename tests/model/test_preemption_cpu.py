@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cpu_driver import VOCAB, prompts_of, save_model
-from scheduler_driver import output, results
-from wire_driver import WireDriver, WireExecutor
+from support.engine.scheduler_driver import output, results
+from support.executor.cpu_driver import VOCAB, prompts_of, save_model
+from support.executor.wire_driver import WireDriver, WireExecutor
 
 from pagekv.executor.backend.interface import BlockCopies, CopyKind
 from pagekv.executor.cpu import CpuBackend

@@ -6,11 +6,11 @@ import os
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from fake_executor import expected_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from radix_tree import RadixTree
-from scheduler_driver import Driver, output
+from support.engine.fake_executor import expected_output
+from support.engine.radix_tree import RadixTree
+from support.engine.scheduler_driver import Driver, output
 
 from pagekv.kvmanager.scheduling.sequence import Sequence
 

@@ -17,12 +17,12 @@ from pagekv.common.logs import Log, setup_logs
 from pagekv.common.models import ModelNotFound, resolve_model
 from pagekv.common.server import GrpcServer, run_async, spare_the_collector, stop_event, write_port_file
 from pagekv.executor.backend.interface import Backend
-from pagekv.executor.session.worker_thread import ComputeThread
 from pagekv.executor.config import ExecutorConfig, parse_config
 from pagekv.executor.fresh_process import faults_before, start_anew
 from pagekv.executor.machine import available_bytes
 from pagekv.executor.rpc.service import SERVICE_NAME, ExecutorService
 from pagekv.executor.session.session import Session
+from pagekv.executor.session.worker_thread import ComputeThread
 
 if TYPE_CHECKING:
     from pagekv.executor.cuda.driver import Gpu

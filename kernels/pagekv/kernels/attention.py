@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pagekv.kernels import launch_config as geometry
+from pagekv.kernels.attention_plan import StepPlan
+from pagekv.kernels.decode_plan import MOST_FUSED_PARTIALS
 from pagekv.kernels.launcher import Launcher
 from pagekv.kernels.params import BLOCK_COPY, CACHE_WRITE, DECODE, MERGE, PREFILL, fill
-from pagekv.kernels.attention_plan import StepPlan
 from pagekv.kernels.variants import BLOCK_SIZES, UnsupportedVariant, Variant, check_heads
-from pagekv.kernels.decode_plan import MOST_FUSED_PARTIALS
 
 LAYOUT_AXES = ("num_blocks", "num_layers", "2", "block_size", "num_kv_heads", "head_size")
 MAX_POOL_ROWS = 2**32

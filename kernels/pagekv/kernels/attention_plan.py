@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from pagekv.kernels.decode_plan import arrivals_of_merge, decode_work, most_partials
 from pagekv.kernels.prefill_plan import prefill_items, prefill_tile
 from pagekv.kernels.variants import Variant
-from pagekv.kernels.decode_plan import arrivals_of_merge, decode_work, most_partials
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 

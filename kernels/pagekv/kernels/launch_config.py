@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pagekv.kernels.decode_plan import MAX_BLOCKS, decode_tile
 from pagekv.kernels.prefill_plan import THREADS, prefill_tile
 from pagekv.kernels.variants import Variant
-from pagekv.kernels.decode_plan import MAX_BLOCKS, decode_tile
 
 
 @dataclass(frozen=True)

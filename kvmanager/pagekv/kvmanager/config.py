@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from pagekv.common.flags import FlagParser, address, integer, number, power_of_two
 from pagekv.common.logs import LOG_FORMATS, LOG_LEVELS
-from pagekv.kvmanager.observe import flags as observe_config
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.kvcache.eviction_policy import DEFAULT_POLICY, DEFAULT_PROTECTED_SHARE, POLICIES
+from pagekv.kvmanager.observe import flags as observe_config
 from pagekv.kvmanager.observe.flags import ObserveConfig
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
 from pagekv.kvmanager.scheduling.swap_policy import MODES, SwapPolicy

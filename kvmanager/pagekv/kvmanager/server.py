@@ -12,23 +12,23 @@ from pagekv.common.logs import Log, setup_logs
 from pagekv.common.models import ModelNotFound, resolve_model
 from pagekv.common.server import GrpcServer, run_async, spare_the_collector, stop_event, write_port_file
 from pagekv.kvmanager.api.cache_service import CacheService
+from pagekv.kvmanager.api.inference_service import InferenceService
+from pagekv.kvmanager.api.served_model import ServingState
 from pagekv.kvmanager.config import FROM_EXECUTOR, NO_TOKENIZER, ManagerConfig, parse_config
+from pagekv.kvmanager.engine.executor_client import AttachRefused
 from pagekv.kvmanager.engine.interface import ModelInfo
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.engine.executor_client import AttachRefused
-from pagekv.kvmanager.api.inference_service import InferenceService
 from pagekv.kvmanager.observe.exporters import Outlets
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 from pagekv.kvmanager.observe.tracing.spans import RequestSpans
-from pagekv.kvmanager.api.served_model import ServingState
 from pagekv.kvmanager.text.tokenizer import Tokenizer, TokenizerError
 from pagekv.v1 import cache_service_pb2, cache_service_pb2_grpc, inference_service_pb2, inference_service_pb2_grpc
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from pagekv.kvmanager.observe.http_server import HttpServer
     from pagekv.kvmanager.gateway.service import VllmEngine
+    from pagekv.kvmanager.observe.http_server import HttpServer
     from pagekv.kvmanager.observe.tracing.otlp import Tracing
 
 log = Log(__name__)

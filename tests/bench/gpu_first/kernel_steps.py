@@ -59,7 +59,7 @@ GEMM = 8192
 def machine_of(context: Context) -> CudaMachine:
     """The GPU; in a rehearsal its stub."""
     if context.small:
-        import cuda_stub
+        from support.executor import cuda_stub
 
         return cuda_stub.machine(context.say)
     return CudaMachine(context.say)

@@ -49,7 +49,7 @@ def sizes_of(context: Context) -> Sizes:
 def backend_of(context: Context, directory: Path, **options: Any) -> CudaBackend:
     """A backend over a model on the GPU, or on its stub."""
     if context.small:
-        import cuda_stub
+        from support.executor import cuda_stub
 
         return CudaBackend(
             directory, "bench", cuda_stub.device(), **{"dtype": "float32", "kv_memory": 2**26, **options}
@@ -240,7 +240,7 @@ def step_profile_step(context: Context) -> None:
 @contextmanager
 def stack_of(context: Context, directory: Path, sizes: Sizes) -> Iterator[str]:
     """Manager and executor over the model; the manager's address."""
-    import stack
+    from support.clients import stack
 
     stack.START_TIMEOUT_S = 0.6 * context.seconds  # 16 GB of weights and a first compilation; time to say why not
     module = "gpu_first.stub_executor" if context.small else "pagekv.executor.server"
@@ -259,7 +259,7 @@ def stack_of(context: Context, directory: Path, sizes: Sizes) -> Iterator[str]:
 
 def step_both_processes(context: Context) -> None:
     """Steps of decodes through both processes, and requests that arrive over time."""
-    from calls import Caller, request_for
+    from support.clients.calls import Caller, request_for
 
     log, sizes = context.log, sizes_of(context)
     directory, vocab_size = model(context)

@@ -73,7 +73,7 @@ def rehearsed(fail: str) -> Iterator[None]:
     """A rehearsal's device, which fails as asked."""
     if fail == "import":
         raise ImportError("No module named 'rehearsed' (a rehearsed failure)")
-    import cuda_stub
+    from support.executor import cuda_stub
 
     if fail == "fault":
         cuda_stub.StubLauncher.launches_left = LAUNCHES_BEFORE_A_FAULT

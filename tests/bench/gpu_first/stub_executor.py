@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import cuda_stub
+from support.executor import cuda_stub
 
 from pagekv.executor import server
 from pagekv.executor.backend.interface import Backend

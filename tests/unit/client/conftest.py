@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from scripted_server import ScriptedServer
+from support.clients.scripted_server import ScriptedServer
 
 from pagekv.client import AsyncPageKVClient, AsyncStream, PageKVClient
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import grpc
 import pytest
-from scripted_server import LOST, Fails, Hangs, ScriptedServer, chunk, complete, free_port
+from support.clients.scripted_server import LOST, Fails, Hangs, ScriptedServer, chunk, complete, free_port
 
 from pagekv.client import (
     AlreadyExists,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from scripted_server import LOST, Fails, Hangs, ScriptedServer
+from support.clients.scripted_server import LOST, Fails, Hangs, ScriptedServer
 
 from pagekv.client import BlockStored, ConnectionLost, FellBehind, PageKVClient, ServerError, TableReplica, wire
 from pagekv.common import errors

@@ -15,8 +15,8 @@ from typing import cast
 
 import grpc
 import pytest
-import small_tokenizers
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.engine import small_tokenizers
 
 from pagekv.kvmanager import server
 from pagekv.kvmanager.config import ManagerConfig, parse_config

@@ -10,20 +10,11 @@ from collections.abc import Sequence
 # exception too. It reads this once, while it is imported. The processes that `up` starts have it as well.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
-from pagekv.client.cli.main.commands import bench
-from pagekv.client.cli.main.commands import chat
-from pagekv.client.cli.main.commands import demo
-from pagekv.client.cli.main.commands import generate
-from pagekv.client.cli.main.commands import inspect
-from pagekv.client.cli.main.commands import plan
-from pagekv.client.cli.main.commands import prefix
-from pagekv.client.cli.main.commands import replay
-from pagekv.client.cli.main.commands import top
-from pagekv.client.cli.main.commands import up
+from pagekv.client.cli.commands import bench, chat, demo, generate, inspect, plan, prefix, replay, top, up
 from pagekv.client.cli.parser import CommandParser, UsageError
+from pagekv.client.cli.terminal import Terminal
 from pagekv.client.errors import PageKVError
 from pagekv.client.launcher.stack import StackError
-from pagekv.client.cli.terminal import Terminal
 
 EXAMPLES = """\
   pagekv demo                              see it work: starts everything, generates, stops

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from pagekv.client.channel import DEFAULT_TARGET, DEFAULT_TIMEOUT_S
-from pagekv.client.client import PageKVClient
 from pagekv.client.cli.terminal import Terminal
+from pagekv.client.client import PageKVClient
 from pagekv.common.flags import FlagParser, address, number
 
 Run: TypeAlias = Callable[[argparse.Namespace, Terminal], int]

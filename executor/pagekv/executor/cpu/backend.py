@@ -9,13 +9,13 @@ import torch
 import transformers
 
 from pagekv.common.logs import Log
+from pagekv.executor.backend.fingerprint import model_fingerprint
 from pagekv.executor.backend.interface import BlockCopies, Description, Sampled, Scheduled, SynchronousBackend
+from pagekv.executor.backend.layout import LAYOUT
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.linear import pack_linears
 from pagekv.executor.cpu.profile import StepProfile, SwapProfile, profile_step, profile_swap
 from pagekv.executor.cpu.runner import run_step
-from pagekv.executor.backend.fingerprint import model_fingerprint
-from pagekv.executor.backend.layout import LAYOUT
 from pagekv.executor.machine import available_bytes, keep_freed_memory, usable_cores
 from pagekv.executor.model.loading import load_model
 

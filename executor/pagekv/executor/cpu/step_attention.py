@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from pagekv.executor.cpu.attention import attend, merge
-from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.attention_plan import Chunk, Context, DecodeGroup, StepPlan, WindowedChunk
+from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.model.attention_interface import Scores
 
 # Output [rows, num_heads, head_size] and log-sum-exp of scores [rows, num_heads].

@@ -10,15 +10,15 @@ import transformers
 
 from pagekv.common.errors import OutOfMemory
 from pagekv.common.logs import Log
+from pagekv.executor.backend.fingerprint import model_fingerprint
 from pagekv.executor.backend.interface import BlockCopies, Description, Launch, Sampled, Scheduled, SequenceState
+from pagekv.executor.backend.layout import LAYOUT
 from pagekv.executor.cuda.device import Device
 from pagekv.executor.cuda.kernel_attention import kv_geometry, serving_variant
 from pagekv.executor.cuda.pools import HostMemoryError, KvPools
 from pagekv.executor.cuda.preflight import check_room, gib
 from pagekv.executor.cuda.profile import StepProfile, profile_step
 from pagekv.executor.cuda.runner import StepRunner
-from pagekv.executor.backend.fingerprint import model_fingerprint
-from pagekv.executor.backend.layout import LAYOUT
 from pagekv.executor.machine import available_bytes
 from pagekv.executor.model.files import read_model_files
 from pagekv.executor.model.loading import LoadedModel, load_model, stored_dtype

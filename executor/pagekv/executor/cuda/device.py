@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 
 from pagekv.common.logs import Log
-from pagekv.kernels.launcher import Launcher
 from pagekv.kernels.cupy_launcher import CupyLauncher, GpuUnavailable
+from pagekv.kernels.launcher import Launcher
 from pagekv.kernels.swap import CudaStreams, Streams, pin, unpin
 from pagekv.kernels.variants import Variant
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-from pagekv.executor.model.kv_geometry import Geometry
 from pagekv.executor.model.attention_interface import Scores
+from pagekv.executor.model.kv_geometry import Geometry
 from pagekv.executor.model.loading import LoadedModel
 from pagekv.kernels.attention import PagedAttention
-from pagekv.kernels.launcher import Launcher
 from pagekv.kernels.attention_plan import StepPlan
+from pagekv.kernels.launcher import Launcher
 from pagekv.kernels.variants import UnsupportedVariant, Variant
 
 

@@ -11,13 +11,13 @@ import torch
 
 from pagekv.executor.backend.interface import BlockCopies, Sampled, Scheduled, SequenceState
 from pagekv.executor.cuda.device import Device, Mark
+from pagekv.executor.cuda.device_sequences import NO_BLOCK, LiveSequences
 from pagekv.executor.cuda.graphs import GraphCache, GraphKey, graph_key, largest_batch
 from pagekv.executor.cuda.kernel_attention import KernelAttention, make_attention
 from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.executor.cuda.pools import KvPools
 from pagekv.executor.cuda.sampler import Chosen, sample
 from pagekv.executor.cuda.sampling_inputs import SamplingInputs
-from pagekv.executor.cuda.device_sequences import NO_BLOCK, LiveSequences
 from pagekv.executor.cuda.step_inputs import StepInputs, build_inputs
 from pagekv.executor.model.attention_interface import forward
 from pagekv.executor.model.loading import LoadedModel

@@ -12,9 +12,9 @@ import torch
 
 from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Sampling, SequenceState
 from pagekv.executor.cpu.sampler import uniform
+from pagekv.executor.cuda.device_sequences import LiveSequence
 from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.executor.cuda.sampler import NUM_NUMBERS, RowChunk
-from pagekv.executor.cuda.device_sequences import LiveSequence
 from pagekv.kernels.attention_plan import Ints
 
 # Elements of logits at a time that are worked on in float64, at 8 bytes and with some ten tensors of this size.

@@ -12,8 +12,8 @@ from google.protobuf.message import DecodeError
 from pagekv.common.errors import InvalidRequest, PageKVError
 from pagekv.common.logs import Log
 from pagekv.executor.rpc import wire
-from pagekv.executor.session.step_stream import RunStream
 from pagekv.executor.session.session import AttachOrder, Session, StepFailed
+from pagekv.executor.session.step_stream import RunStream
 from pagekv.v1 import executor_service_pb2 as pb
 from pagekv.v1 import executor_service_pb2_grpc as pb_grpc
 

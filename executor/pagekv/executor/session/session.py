@@ -25,11 +25,11 @@ from pagekv.common.errors import (
 )
 from pagekv.common.logs import Log
 from pagekv.executor.backend.interface import Backend, Description
-from pagekv.executor.session.worker_thread import ComputeThread
 from pagekv.executor.session.epoch import Epoch, LaunchedStep
-from pagekv.executor.session.step_stream import RunStream
 from pagekv.executor.session.step import Step, StepReport
 from pagekv.executor.session.step_check import MAX_STEP_TOKENS, EpochLimits
+from pagekv.executor.session.step_stream import RunStream
+from pagekv.executor.session.worker_thread import ComputeThread
 
 log = Log(__name__)
 

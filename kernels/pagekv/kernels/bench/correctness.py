@@ -14,9 +14,9 @@ import torch
 
 from pagekv.kernels.bench.machine import Machine
 from pagekv.kernels.bench.scene import Scene, Setup
+from pagekv.kernels.decode_plan import MAX_BLOCKS
 from pagekv.kernels.swap import BlockSwapper
 from pagekv.kernels.variants import HEAD_SIZES, Variant
-from pagekv.kernels.decode_plan import MAX_BLOCKS
 
 ALLOWED = {"float32": 5e-5, "float16": 4e-3, "bfloat16": 3e-2}
 """Largest error of a weighted mean of values of size about 1: rounding of weights and of the result."""

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 
 from pagekv.kernels.bench.workload import GIB, MIB
-from pagekv.kernels.launcher import Launcher
 from pagekv.kernels.cupy_launcher import CupyLauncher, GpuUnavailable, Say
+from pagekv.kernels.launcher import Launcher
 from pagekv.kernels.sources import translation_unit
 from pagekv.kernels.swap import CudaStreams, Streams
 

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from pagekv.kernels.attention import PagedAttention, Rope
+from pagekv.kernels.attention_plan import StepBatch, StepPlan, plan_step
 from pagekv.kernels.bench.machine import COLD_BYTES, TARGET_BYTES, Arena, Machine
 from pagekv.kernels.bench.workload import BLOCK_SIZE, HEAD_SIZE, MIN_LAYERS, Heads
 from pagekv.kernels.launcher import Launcher
-from pagekv.kernels.attention_plan import StepBatch, StepPlan, plan_step
 from pagekv.kernels.variants import Variant
 
 VARIANT = Variant("bfloat16", "bfloat16", HEAD_SIZE)

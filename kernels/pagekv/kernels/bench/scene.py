@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from pagekv.kernels.attention import PagedAttention, Rope
-from pagekv.kernels.bench.machine import Machine
 from pagekv.kernels.attention_plan import StepBatch, StepPlan, plan_step
+from pagekv.kernels.bench.machine import Machine
 from pagekv.kernels.variants import Variant
 
 LAYER, NUM_LAYERS = 1, 2

@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 
+from pagekv.kvmanager.api.output_processor import OutputDelta, SequenceOutput
+from pagekv.kvmanager.api.served_model import Served
 from pagekv.kvmanager.engine.interface import Engine
 from pagekv.kvmanager.request.command import (
     FinishReason,
@@ -15,8 +17,6 @@ from pagekv.kvmanager.request.command import (
     SequenceDelta,
     TokenLogprobs,
 )
-from pagekv.kvmanager.api.output_processor import OutputDelta, SequenceOutput
-from pagekv.kvmanager.api.served_model import Served
 from pagekv.kvmanager.text.stop_strings import StopStrings
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2

@@ -6,12 +6,12 @@ import asyncio
 from typing import Any
 
 from pagekv.common.errors import InvalidRequest
-from pagekv.kvmanager.engine.interface import Engine
 from pagekv.kvmanager.api.generate_call import Generation
 from pagekv.kvmanager.api.prompt_reader import PromptReader, check_token_ids
 from pagekv.kvmanager.api.served_model import ServingState
 from pagekv.kvmanager.api.trace_context import with_caller
 from pagekv.kvmanager.api.validation import read_abort_ids, read_generate
+from pagekv.kvmanager.engine.interface import Engine
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import inference_service_pb2_grpc as pb_grpc
 

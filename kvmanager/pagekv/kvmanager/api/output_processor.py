@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from pagekv.kvmanager.text.detokenizer import Detokenizer
 from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, SequenceDelta, TokenLogprobs
+from pagekv.kvmanager.text.detokenizer import Detokenizer
 from pagekv.kvmanager.text.stop_strings import StopMatcher, StopStrings
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pagekv.common.errors import FailedPrecondition, InvalidRequest
-from pagekv.kvmanager.scheduling.beam_search import MAX_CANDIDATES
+from pagekv.kvmanager.api.prompt_reader import PromptReader, check_token_ids
 from pagekv.kvmanager.engine.capacity import check_output_fits, check_prompt_fits, longest_sequence
 from pagekv.kvmanager.engine.interface import ModelInfo
-from pagekv.kvmanager.api.prompt_reader import PromptReader, check_token_ids
 from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand, MediaSpan, SamplingParams
+from pagekv.kvmanager.scheduling.beam_search import MAX_CANDIDATES
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ import grpc
 
 from pagekv.common.server import MAX_RECEIVE_BYTES
 from pagekv.common.statuses import STATUS_DETAILS_KEY
+from pagekv.kvmanager.engine.executor_wire import step_outcome, step_request
 from pagekv.kvmanager.engine.interface import ModelInfo
 from pagekv.kvmanager.engine.recovery import Fault
 from pagekv.kvmanager.scheduling.step_plan import StepOutcome, StepPlan
-from pagekv.kvmanager.engine.executor_wire import step_outcome, step_request
 from pagekv.v1 import executor_service_pb2 as pb
 from pagekv.v1 import executor_service_pb2_grpc as pb_grpc
 

@@ -11,11 +11,11 @@ from functools import partial
 
 import numpy as np
 
+from pagekv.kvmanager.engine.interface import BlockExplanation, BlockOutcome, PrefixExplanation
 from pagekv.kvmanager.kvcache.block_hash import chain_digests, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
-from pagekv.kvmanager.engine.interface import BlockExplanation, BlockOutcome, PrefixExplanation
-from pagekv.kvmanager.request.command import MediaSpan
 from pagekv.kvmanager.kvcache.events.log import TableLog
+from pagekv.kvmanager.request.command import MediaSpan
 
 
 def explain_prefix(

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand, RequestStream
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
+from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand, RequestStream
 
 
 @dataclass(frozen=True, slots=True)

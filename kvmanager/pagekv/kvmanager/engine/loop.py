@@ -16,28 +16,28 @@ from collections.abc import Callable, Iterable
 
 from pagekv.common.errors import AlreadyExists, InvalidRequest, Overloaded, Unavailable
 from pagekv.common.logs import Log
-from pagekv.kvmanager.kvcache.block_hash import root_digest
-from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.capacity import blocks_needed, check_fits, fits, total_tokens
-from pagekv.kvmanager.engine.outputs import deliver, deliver_abort, unfinished_outputs
-from pagekv.kvmanager.engine.sizing import plan_deployment, plan_limits
-from pagekv.kvmanager.engine.interface import ModelInfo
 from pagekv.kvmanager.engine.config import EngineConfig
-from pagekv.kvmanager.engine.queries import RETRY_DELAY_S, EngineQueries
-from pagekv.kvmanager.errors import InvariantError
-from pagekv.kvmanager.kvcache.eviction_policy import make_order
 from pagekv.kvmanager.engine.executor_client import AttachRefused, ExecutorLink, ExecutorLost
-from pagekv.kvmanager.engine.recovery import FailedSteps, Fault
-from pagekv.kvmanager.kvcache.host_pool import HostPool
-from pagekv.kvmanager.engine.snapshots import EngineTotals
+from pagekv.kvmanager.engine.interface import ModelInfo
 from pagekv.kvmanager.engine.live_requests import LiveRequests
 from pagekv.kvmanager.engine.observer import Observer, Observers, RequestEnd
+from pagekv.kvmanager.engine.outputs import deliver, deliver_abort, unfinished_outputs
+from pagekv.kvmanager.engine.queries import RETRY_DELAY_S, EngineQueries
 from pagekv.kvmanager.engine.reconnect import Reconnect
+from pagekv.kvmanager.engine.recovery import FailedSteps, Fault
+from pagekv.kvmanager.engine.sizing import plan_deployment, plan_limits
+from pagekv.kvmanager.engine.snapshots import EngineTotals
+from pagekv.kvmanager.engine.steps_in_flight import StepsInFlight
+from pagekv.kvmanager.errors import InvariantError
+from pagekv.kvmanager.kvcache.block_hash import root_digest
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.eviction_policy import make_order
+from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.request.command import GenerateCommand, RequestStream
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
-from pagekv.kvmanager.engine.steps_in_flight import StepsInFlight
 
 log = Log(__name__)
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from pagekv.kvmanager.kvcache.block_hash import block_digest, media_keys
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
-from pagekv.kvmanager.scheduling.sequence import Sequence
 from pagekv.kvmanager.kvcache.events.log import TableLog
+from pagekv.kvmanager.scheduling.sequence import Sequence
 
 
 @dataclass(slots=True)

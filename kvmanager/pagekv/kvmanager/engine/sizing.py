@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pagekv.kvmanager.engine.interface import ModelInfo
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.executor_client import AttachRefused, Description
+from pagekv.kvmanager.engine.interface import ModelInfo
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
 
 

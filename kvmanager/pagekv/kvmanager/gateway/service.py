@@ -23,14 +23,14 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
 
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotImplementedYet, Unavailable
-from pagekv.kvmanager.kvcache.block_hash import root_digest
-from pagekv.kvmanager.engine.interface import Engine, ModelInfo
 from pagekv.kvmanager.api.generate_call import Generation
 from pagekv.kvmanager.api.served_model import Served, ServingState
-from pagekv.kvmanager.gateway.kv_events import MAX_BLOCKS, MAX_VOCABULARY, KvEvents
-from pagekv.kvmanager.gateway.generate import read_request, write_response
 from pagekv.kvmanager.api.trace_context import with_caller
 from pagekv.kvmanager.api.validation import read_abort_ids, read_generate
+from pagekv.kvmanager.engine.interface import Engine, ModelInfo
+from pagekv.kvmanager.gateway.generate import read_request, write_response
+from pagekv.kvmanager.gateway.kv_events import MAX_BLOCKS, MAX_VOCABULARY, KvEvents
+from pagekv.kvmanager.kvcache.block_hash import root_digest
 
 SERVICE_NAME: str = vllm.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 # Bytes of a tokenizer's archive in one message.

@@ -1,1 +1,1 @@
-"""KV memory as the manager keeps it: pools, prefix table, eviction, pins. The ground floor: knows blocks and token ids, no requests."""
+"""KV memory as the manager keeps it: pools, prefix table, eviction, pins; it knows block and token ids alone."""

@@ -19,10 +19,10 @@ from typing import Protocol
 
 import numpy as np
 
-from pagekv.kvmanager.kvcache.prefix_trie import FIRST
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.eviction_policy import EvictionOrder, LruOrder
 from pagekv.kvmanager.kvcache.prefix_table import Added, Blocks, Chunks, PrefixTable
+from pagekv.kvmanager.kvcache.prefix_trie import FIRST
 
 
 class TableLog(Protocol):

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pagekv.kvmanager.kvcache.prefix_trie import FIRST, Continuations
 from pagekv.kvmanager.errors import InvariantError
+from pagekv.kvmanager.kvcache.prefix_trie import FIRST, Continuations
 
 Blocks = NDArray[np.int32]
 # Token ids of consecutive blocks, [n, block_size].

@@ -15,8 +15,8 @@ from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.observe.outlet_config import OutletConfig
 from pagekv.kvmanager.observe.recording.file import RecordingFile
-from pagekv.kvmanager.observe.recording.workload_recorder import RequestTrace
 from pagekv.kvmanager.observe.recording.step_recorder import RecordedScheduler, StepRecorder
+from pagekv.kvmanager.observe.recording.workload_recorder import RequestTrace
 
 if TYPE_CHECKING:
     from pagekv.kvmanager.observe.kv_events.publisher import KvEventPublisher

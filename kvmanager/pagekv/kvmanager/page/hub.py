@@ -22,11 +22,11 @@ from pagekv.common.logs import Log
 from pagekv.kvmanager.engine.interface import Engine
 from pagekv.kvmanager.engine.view import EngineView
 from pagekv.kvmanager.page import frame as frames
-from pagekv.kvmanager.page.frame import Frame
-from pagekv.kvmanager.page.event_feed import Happenings
-from pagekv.kvmanager.page.rates import Rates
 from pagekv.kvmanager.page.block_states import device_bytes, host_bytes
 from pagekv.kvmanager.page.cache_changes import TableChanges
+from pagekv.kvmanager.page.event_feed import Happenings
+from pagekv.kvmanager.page.frame import Frame
+from pagekv.kvmanager.page.rates import Rates
 
 log = Log(__name__)
 

@@ -12,14 +12,14 @@ from typing import Any
 from aiohttp import web
 
 from pagekv.common.errors import InvalidRequest, NotFound, Overloaded, PageKVError, Unavailable
+from pagekv.kvmanager.api.served_model import ServingState
+from pagekv.kvmanager.api.validation import check_request_id
 from pagekv.kvmanager.engine.view import EngineView
 from pagekv.kvmanager.observe.http_server import HEADERS
-from pagekv.kvmanager.page.inspector import block_detail, host_block_detail, request_detail
 from pagekv.kvmanager.page.explain import explain
 from pagekv.kvmanager.page.frame import request_rows
 from pagekv.kvmanager.page.hub import PageEngine, PageHub, Viewer
-from pagekv.kvmanager.api.served_model import ServingState
-from pagekv.kvmanager.api.validation import check_request_id
+from pagekv.kvmanager.page.inspector import block_detail, host_block_detail, request_detail
 
 # Seconds that one message may take to be read before its reader counts as gone.
 WRITE_TIMEOUT_S = 30.0

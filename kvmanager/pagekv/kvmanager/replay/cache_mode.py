@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_hash import TOKEN_BYTES, chain_digests, root_digest
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
-from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.replay.options import NO_CACHE, ReplayOptions
-from pagekv.kvmanager.replay.synthetic_prompt import distinct_prefixes, prompt_bytes
 from pagekv.kvmanager.replay.report import Row
+from pagekv.kvmanager.replay.synthetic_prompt import distinct_prefixes, prompt_bytes
 from pagekv.kvmanager.replay.trace import TraceRecord
 
 

@@ -16,10 +16,11 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.errors import InvariantError
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.eviction_policy import make_order
 from pagekv.kvmanager.kvcache.host_pool import HostPool
+from pagekv.kvmanager.observe.recording.step_recorder import COLUMNS, FORMAT, SAMPLING, VERSION, numbers, plan_columns
 from pagekv.kvmanager.request.command import (
     CacheIdentity,
     GenerateCommand,
@@ -32,7 +33,6 @@ from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SequenceState, live_request
 from pagekv.kvmanager.scheduling.step_plan import StepOutcome, StepPlan
-from pagekv.kvmanager.observe.recording.step_recorder import COLUMNS, FORMAT, SAMPLING, VERSION, numbers, plan_columns
 from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
 
 # A record has one prompt or one step; a larger one is no record.

@@ -11,13 +11,13 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_hash import root_digest
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
-from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.replay.options import ReplayOptions
-from pagekv.kvmanager.replay.synthetic_prompt import distinct_prefixes, prompt_ids
 from pagekv.kvmanager.replay.report import Row, Spread, Timing
 from pagekv.kvmanager.replay.simulated_executor import BegunStep, SimulatedExecutor
+from pagekv.kvmanager.replay.synthetic_prompt import distinct_prefixes, prompt_ids
 from pagekv.kvmanager.replay.trace import TraceRecord
 from pagekv.kvmanager.request.command import GenerateCommand, RequestStream, SamplingParams
 from pagekv.kvmanager.scheduling.scheduler import Scheduler

@@ -1,1 +1,1 @@
-"""Every scheduling decision: admission, preemption, chunked prefill, swapping, beams. Turns requests into step plans."""
+"""Every scheduling decision: admission, preemption, chunked prefill, swapping, beams. Requests in, step plans out."""

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_hash import TOKEN_BYTES, chain_digests, sha256
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
-from pagekv.kvmanager.kvcache.prefix_trie import FIRST
-from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.prefix_table import Blocks, Chunks
+from pagekv.kvmanager.kvcache.prefix_trie import FIRST
 from pagekv.kvmanager.scheduling.sequence import Sequence
 from pagekv.kvmanager.scheduling.step_plan import Move, MoveKind
 from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy

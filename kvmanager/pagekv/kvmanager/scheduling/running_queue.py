@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
-from pagekv.kvmanager.scheduling.block_tables import BlockTables
-from pagekv.kvmanager.scheduling.shared_prefill import Followers
 from pagekv.kvmanager.kvcache.host_pool import HostPool
-from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_HANDLE, LiveRequest, Sequence, SequenceState
+from pagekv.kvmanager.scheduling.block_tables import BlockTables
 from pagekv.kvmanager.scheduling.decode_batch import SequenceRows
+from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_HANDLE, LiveRequest, Sequence, SequenceState
+from pagekv.kvmanager.scheduling.shared_prefill import Followers
 from pagekv.kvmanager.scheduling.step_plan import NewSequence, StepPlan
 from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
 from pagekv.kvmanager.scheduling.swapping import SwapCounters

@@ -20,17 +20,17 @@ from collections.abc import Sequence as List
 
 import numpy as np
 
-from pagekv.kvmanager.scheduling.admission import Admission
-from pagekv.kvmanager.scheduling.beam_scheduler import begin_search, give_blocks, take_candidates
-from pagekv.kvmanager.kvcache.block_pool import BlockPool
-from pagekv.kvmanager.scheduling.stop_check import find_endings
 from pagekv.kvmanager.errors import InvariantError
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.prefix_table import Blocks
+from pagekv.kvmanager.scheduling.admission import Admission
+from pagekv.kvmanager.scheduling.beam_scheduler import begin_search, give_blocks, take_candidates
+from pagekv.kvmanager.scheduling.decode_batch import Rows, span
 from pagekv.kvmanager.scheduling.running_queue import Running, SchedulerCounters, SchedulerLimits, key
 from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_HANDLE, LiveRequest, Sequence, SequenceState
-from pagekv.kvmanager.scheduling.decode_batch import Rows, span
 from pagekv.kvmanager.scheduling.step_plan import Committed, StepOutcome, StepPlan
+from pagekv.kvmanager.scheduling.stop_check import find_endings
 from pagekv.kvmanager.scheduling.waiting_queue import WaitingQueue
 
 

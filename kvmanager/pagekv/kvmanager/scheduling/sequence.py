@@ -9,9 +9,9 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from pagekv.kvmanager.scheduling.beam_search import BeamSearch
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
 from pagekv.kvmanager.request.command import GenerateCommand, RequestStream
+from pagekv.kvmanager.scheduling.beam_search import BeamSearch
 
 NO_HANDLE = -1
 # A position behind every other.

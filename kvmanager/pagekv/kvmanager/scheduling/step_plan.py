@@ -1,4 +1,4 @@
-"""What one step does and what came of it, without protobuf. `pagekv.kvmanager.engine.executor_wire` turns these into messages."""
+"""One step and its result, without protobuf; `engine.executor_wire` turns them into messages."""
 
 from __future__ import annotations
 

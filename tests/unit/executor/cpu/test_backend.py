@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_driver import MODELS, VOCAB, Driver, prompts_of, save_model
 from safetensors.torch import load_file, save_file
+from support.executor.cpu_driver import MODELS, VOCAB, Driver, prompts_of, save_model
 from transformers import AutoModelForCausalLM, GptOssConfig, MambaConfig, MptConfig
 
 from pagekv.executor.backend.interface import Sampling
-from pagekv.executor.cpu import CpuBackend
 from pagekv.executor.backend.layout import LAYOUT
+from pagekv.executor.cpu import CpuBackend
 
 
 @pytest.fixture(scope="module")

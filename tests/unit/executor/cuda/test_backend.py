@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_driver import Driver, prompts_of, save_model
-from cuda_host import HostDevice, host_backend, save_small_model
-from executor_steps import new_sequence
+from support.executor.cpu_driver import Driver, prompts_of, save_model
+from support.executor.cuda_host import HostDevice, host_backend, save_small_model
+from support.executor.executor_steps import new_sequence
 
 from pagekv.common.errors import OutOfMemory
 from pagekv.executor.backend.interface import BlockCopies, CopyKind, Sampling, Scheduled, SequenceState
+from pagekv.executor.backend.layout import LAYOUT
 from pagekv.executor.config import parse_config
 from pagekv.executor.cuda.backend import CudaBackend
 from pagekv.executor.cuda.kernel_attention import KernelAttention
-from pagekv.executor.session.epoch import Epoch
-from pagekv.executor.backend.layout import LAYOUT
 from pagekv.executor.server import load_backend
+from pagekv.executor.session.epoch import Epoch
 from pagekv.executor.session.step import Step, StepSampling
 from pagekv.executor.session.step_check import EpochLimits
 from pagekv.kernels.variants import UnsupportedVariant

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_host import save_small_model
 from safetensors.torch import save_file
-from stack import environment
+from support.clients.stack import environment
+from support.executor.cuda_host import save_small_model
 from transformers import CONFIG_MAPPING
 
 from pagekv.executor.config import parse_config

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Sampled, Sampling, SequenceState
 from pagekv.executor.cpu import sampler as cpu_sampler
 from pagekv.executor.cuda import sampling_inputs
+from pagekv.executor.cuda.device_sequences import LiveSequences
 from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.executor.cuda.sampler import sample
 from pagekv.executor.cuda.sampling_inputs import SamplingInputs
-from pagekv.executor.cuda.device_sequences import LiveSequences
 from pagekv.kernels.attention_plan import pack
 
 VOCAB = 40

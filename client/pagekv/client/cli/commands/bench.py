@@ -11,11 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pagekv.client.aio import AsyncPageKVClient
-from pagekv.client.planning.load_test import Report, Spread, Workload, make_jobs, run_jobs
-from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_target
 from pagekv.client.cli.commands.up import describe
-from pagekv.client.planning.slo import Diagnosis, Objectives
+from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_target
 from pagekv.client.cli.terminal import Terminal, milliseconds, table
+from pagekv.client.planning.load_test import Report, Spread, Workload, make_jobs, run_jobs
+from pagekv.client.planning.slo import Diagnosis, Objectives
 from pagekv.client.types import ModelInfo
 from pagekv.common.flags import integer, number
 

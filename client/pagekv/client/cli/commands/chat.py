@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-from pagekv.client.client import PageKVClient
 from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_target, connect
 from pagekv.client.cli.sampling_flags import Stopwatch, add_sampling, options_of, summary
-from pagekv.client.errors import InvalidRequest
 from pagekv.client.cli.terminal import Terminal
+from pagekv.client.client import PageKVClient
+from pagekv.client.errors import InvalidRequest
 from pagekv.client.types import ChatMessage, GenerateOptions
 
 EXAMPLES = """\

@@ -6,13 +6,13 @@ import argparse
 import signal
 import time
 
-from pagekv.client.client import PageKVClient
 from pagekv.client.cli.commands.generate import stream_text
+from pagekv.client.cli.commands.up import add_stack_flags, describe, stack_config, wait_ready
 from pagekv.client.cli.parser import Subparsers, add_command
 from pagekv.client.cli.sampling_flags import Stopwatch
-from pagekv.client.cli.commands.up import add_stack_flags, describe, stack_config, wait_ready
-from pagekv.client.launcher.stack import Stack
 from pagekv.client.cli.terminal import Terminal, milliseconds
+from pagekv.client.client import PageKVClient
+from pagekv.client.launcher.stack import Stack
 from pagekv.client.types import Completion, GenerateOptions
 
 EXAMPLES = """\

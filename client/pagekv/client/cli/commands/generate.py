@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
-from pagekv.client.client import PageKVClient
 from pagekv.client.cli.parser import Subparsers, add_command, add_prompt, add_target, connect, read_prompt
 from pagekv.client.cli.sampling_flags import Stopwatch, add_beams, add_sampling, options_of, summary
 from pagekv.client.cli.terminal import Terminal
+from pagekv.client.client import PageKVClient
 from pagekv.client.types import Completion, GenerateOptions
 
 EXAMPLES = """\

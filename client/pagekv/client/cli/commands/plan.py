@@ -9,20 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pagekv.client.cli.parser import CommandParser, Subparsers, UsageError, add_command
+from pagekv.client.cli.terminal import Terminal, table
 from pagekv.client.errors import InvalidRequest
-from pagekv.client.planning.kv_geometry import (
-    DEFAULT_CONTEXT,
-    DEFAULT_DTYPE,
-    MAX_HEAD_SIZE,
-    MAX_KV_HEADS,
-    MAX_LAYERS,
-    MAX_TOKENS,
-    GivenGeometry,
-    KvGeometry,
-    canonical_dtype,
-    geometry_from_config,
-    geometry_from_numbers,
-)
 from pagekv.client.planning.kv_budget import (
     Capacity,
     Footprint,
@@ -38,7 +26,19 @@ from pagekv.client.planning.kv_budget import (
     shard_kv_heads,
     waste,
 )
-from pagekv.client.cli.terminal import Terminal, table
+from pagekv.client.planning.kv_geometry import (
+    DEFAULT_CONTEXT,
+    DEFAULT_DTYPE,
+    MAX_HEAD_SIZE,
+    MAX_KV_HEADS,
+    MAX_LAYERS,
+    MAX_TOKENS,
+    GivenGeometry,
+    KvGeometry,
+    canonical_dtype,
+    geometry_from_config,
+    geometry_from_numbers,
+)
 from pagekv.common.flags import integer, number, power_of_two, size_in_bytes
 from pagekv.common.models import ModelNotFound, resolve_model
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import groupby
 
-from pagekv.client.client import PageKVClient
 from pagekv.client.cli.parser import (
     CommandParser,
     Subparsers,
@@ -19,6 +18,7 @@ from pagekv.client.cli.parser import (
     read_prompt,
 )
 from pagekv.client.cli.terminal import Terminal, table
+from pagekv.client.client import PageKVClient
 from pagekv.client.types import (
     BlockExplanation,
     BlockRemoved,

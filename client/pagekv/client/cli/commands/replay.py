@@ -9,8 +9,8 @@ import sys
 from importlib.util import find_spec
 
 from pagekv.client.cli.parser import Subparsers, add_command
-from pagekv.client.errors import PageKVError
 from pagekv.client.cli.terminal import Terminal
+from pagekv.client.errors import PageKVError
 
 COMMAND = (sys.executable, "-m", "pagekv.kvmanager.replay")
 # What the replay imports beyond the light client.

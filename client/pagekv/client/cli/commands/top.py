@@ -8,10 +8,10 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from pagekv.client.client import PageKVClient
 from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_target, connect
-from pagekv.client.errors import PageKVError
 from pagekv.client.cli.terminal import Terminal
+from pagekv.client.client import PageKVClient
+from pagekv.client.errors import PageKVError
 from pagekv.client.types import ModelInfo
 from pagekv.common.flags import number
 

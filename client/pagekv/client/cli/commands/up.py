@@ -12,13 +12,13 @@ from importlib.util import find_spec
 from types import FrameType
 
 from pagekv.client.channel import DEFAULT_TARGET
-from pagekv.client.client import PageKVClient
 from pagekv.client.cli.parser import CommandParser, Subparsers, UsageError, add_command
-from pagekv.client.launcher.gateway import DEFAULT_PORT, POLICIES, GatewayConfig
+from pagekv.client.cli.terminal import Terminal
+from pagekv.client.client import PageKVClient
 from pagekv.client.launcher.child_flags import flag_value
+from pagekv.client.launcher.gateway import DEFAULT_PORT, POLICIES, GatewayConfig
 from pagekv.client.launcher.oracle_flags import is_bare_oracle, tokenizer_name, vocabulary_args
 from pagekv.client.launcher.stack import Stack, StackConfig
-from pagekv.client.cli.terminal import Terminal
 from pagekv.client.types import ModelInfo
 from pagekv.common.flags import integer, number
 

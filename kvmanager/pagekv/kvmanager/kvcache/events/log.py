@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagekv.common.errors import LimitExceeded
-from pagekv.kvmanager.kvcache.host_pool import HostPool
-from pagekv.kvmanager.kvcache.prefix_table import Chunks, PrefixTable
-from pagekv.kvmanager.kvcache.events.removal_history import Removal, RemovalHistory
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
+from pagekv.kvmanager.kvcache.events.removal_history import Removal, RemovalHistory
 from pagekv.kvmanager.kvcache.events.snapshot import take_snapshot
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
+from pagekv.kvmanager.kvcache.host_pool import HostPool
+from pagekv.kvmanager.kvcache.prefix_table import Chunks, PrefixTable
 
 MAX_WATCHES = 16
 

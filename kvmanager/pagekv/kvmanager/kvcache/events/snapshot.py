@@ -6,10 +6,10 @@ from itertools import chain
 
 import numpy as np
 
-from pagekv.kvmanager.kvcache.host_pool import HostPool
-from pagekv.kvmanager.kvcache.prefix_table import PrefixTable, TableColumns
 from pagekv.kvmanager.kvcache.events.batch import Stored, Tier
 from pagekv.kvmanager.kvcache.events.subscription import Snapshot
+from pagekv.kvmanager.kvcache.host_pool import HostPool
+from pagekv.kvmanager.kvcache.prefix_table import PrefixTable, TableColumns
 
 
 def take_snapshot(table: PrefixTable, host: HostPool | None = None) -> Snapshot:

@@ -26,12 +26,12 @@ import zmq.asyncio
 from pagekv.common.errors import FellBehind, LimitExceeded, Unavailable
 from pagekv.common.logs import Log
 from pagekv.kvmanager.engine.interface import ModelInfo
+from pagekv.kvmanager.engine.observer import Observer
+from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 from pagekv.kvmanager.observe.kv_events.extra_keys import EventIdentities
 from pagekv.kvmanager.observe.kv_events.vllm_format import Events, KvEventFormat, pack
-from pagekv.kvmanager.engine.observer import Observer
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import StepPlan
-from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 
 log = Log(__name__)
 

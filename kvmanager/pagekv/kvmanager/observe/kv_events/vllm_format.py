@@ -22,8 +22,8 @@ import msgpack
 import numpy as np
 
 from pagekv.kvmanager.kvcache.block_hash import TOKEN_BYTES, short_hashes
-from pagekv.kvmanager.observe.kv_events.extra_keys import PLAIN, BlockIdentity, EventIdentities
 from pagekv.kvmanager.kvcache.events.batch import Diff, Stored, Tier, join
+from pagekv.kvmanager.observe.kv_events.extra_keys import PLAIN, BlockIdentity, EventIdentities
 
 # Tokens in one batch, so that none takes the event loop for long or grows beyond some hundreds of kilobytes.
 MAX_BATCH_TOKENS = 16_384

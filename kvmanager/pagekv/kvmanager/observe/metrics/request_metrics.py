@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pagekv.kvmanager.observe.metrics.histogram import Histogram
 from pagekv.kvmanager.engine.observer import Observer, RequestEnd
+from pagekv.kvmanager.observe.metrics.histogram import Histogram
+from pagekv.kvmanager.observe.metrics.inter_token_latency import TokenGaps
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import Committed, StepOutcome, StepPlan
-from pagekv.kvmanager.observe.metrics.inter_token_latency import TokenGaps
 
 # vLLM's bounds, with finer ones below for small models and fast requests. Seconds.
 LATENCY = (

@@ -26,9 +26,9 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_hash import token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
-from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.prefix_table import Blocks
 from pagekv.kvmanager.observe.recording.file import RecordingFile

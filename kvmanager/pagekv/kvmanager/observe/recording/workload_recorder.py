@@ -19,9 +19,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from pagekv.kvmanager.kvcache.block_hash import TOKEN_BYTES, block_digest, chain_digests, media_keys, root_digest, token_bytes
 from pagekv.kvmanager.engine.interface import ModelInfo
 from pagekv.kvmanager.engine.observer import Observer, RequestEnd
+from pagekv.kvmanager.kvcache.block_hash import (
+    TOKEN_BYTES,
+    block_digest,
+    chain_digests,
+    media_keys,
+    root_digest,
+    token_bytes,
+)
 from pagekv.kvmanager.observe.recording.file import RecordingFile
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.scheduling.sequence import LiveRequest

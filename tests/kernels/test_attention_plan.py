@@ -1,0 +1,287 @@
+"""A step's plan: what is refused before anything is launched, what is uploaded, and attention through the whole API."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from bench_machine import HostMachine
+from host_build import HostLauncher
+
+from pagekv.kernels.attention import PagedAttention, Rope, dtype_name
+from pagekv.kernels.attention_plan import ALIGN, SECTIONS, Capacity, HostPlan, StepBatch, plan_step
+from pagekv.kernels.bench.scene import Scene, Setup
+from pagekv.kernels.variants import UnsupportedVariant, Variant
+
+VARIANT = Variant("float16", "float16", 64)
+NUM_BLOCKS, BLOCK_SIZE = 8, 4
+# Two decodes, an idle sequence, and a chunk of three rows behind two cached tokens.
+BATCH = StepBatch(
+    query_start=np.array([0, 1, 2, 2, 5], np.int32),
+    context_lens=np.array([9, 1, 0, 5], np.int32),
+    block_tables=np.array([[7, 2, 5], [1, -1, 99], [-1, -1, -1], [0, 6, 88]], np.int32),
+    decodes=np.array([True, True, False, False]),
+)
+
+
+def plan(batch: StepBatch = BATCH, **changes: Any) -> HostPlan:
+    arguments = {
+        "num_blocks": NUM_BLOCKS,
+        "block_size": BLOCK_SIZE,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "variant": VARIANT,
+        **changes,
+    }
+    return plan_step(batch, **arguments)
+
+
+def section(host: HostPlan, name: str, *shape: int) -> list[Any]:
+    start = host.offsets[name]
+    found: list[Any] = host.words[start : start + int(np.prod(shape))].reshape(shape).tolist()
+    return found
+
+
+# --- refused on the host, by name
+
+
+def changed(**fields: Any) -> StepBatch:
+    return replace(BATCH, **{name: np.array(value) for name, value in fields.items()})
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (changed(query_start=[0, 1, 2, 5]), "query_start: must have 5 entries"),
+        (changed(query_start=[1, 2, 3, 3, 6]), "query_start: must start at 0, got 1"),
+        (changed(query_start=[0, 2, 1, 1, 4]), "query_start: falls at sequence 1"),
+        (changed(context_lens=[9, 1, 0, 2]), r"context_lens: is below the number of rows of sequence 3 \(2\)"),
+        (changed(context_lens=[13, 1, 0, 5]), r"context_lens: is above the 12 slots of the block table of sequence 0"),
+        (changed(block_tables=[[7, 2, 5]]), r"block_tables: must have 4 rows, got shape \(1, 3\)"),
+        (changed(decodes=[True, True, False, True]), "decodes: a decode has exactly one row, unlike sequence 3"),
+        (changed(decodes=[True]), "decodes: must have 4 entries"),
+    ],
+)
+def test_a_bad_batch_is_refused_by_name(batch: StepBatch, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(batch)
+
+
+@pytest.mark.parametrize("block", [-1, NUM_BLOCKS])
+def test_a_block_outside_of_the_pool_is_refused_where_it_is_used(block: int) -> None:
+    tables = BATCH.block_tables.copy()
+    tables[0, 2] = block
+    message = rf"block {block} of sequence 0 \(entry 2\) must be in \[0, {NUM_BLOCKS}\)"
+    with pytest.raises(ValueError, match=message):
+        plan(replace(BATCH, block_tables=tables))
+    # Two blocks hold 8 tokens: with those, the third entry is not looked at.
+    plan(replace(BATCH, block_tables=tables, context_lens=np.array([8, 1, 0, 5], np.int32)))
+
+
+def test_slots_that_do_not_fit_are_refused() -> None:
+    tables = np.full((4, 3), (1 << 31) // 256, np.int32)
+    with pytest.raises(ValueError, match="slots: 2147483650 does not fit 32 bits"):
+        plan(changed(block_tables=tables, context_lens=[1, 1, 0, 3]), num_blocks=1 << 24, block_size=256)
+
+
+# --- one upload
+
+
+def test_rows_know_their_positions_and_slots() -> None:
+    host = plan()
+    assert section(host, "positions", 5) == [8, 0, 2, 3, 4]
+    # Block 5 holds positions 8 to 11 of the first sequence; the chunk goes on in block 0 and ends in block 6.
+    assert section(host, "slots", 5) == [5 * 4, 1 * 4, 0 * 4 + 2, 0 * 4 + 3, 6 * 4]
+
+
+def test_rows_that_are_not_to_be_stored_have_no_slot() -> None:
+    host = plan(replace(BATCH, writes=np.array([True, False, True, False])))
+    assert section(host, "slots", 5) == [20, -1, -1, -1, -1]
+
+
+def test_every_section_starts_at_16_bytes_and_none_overlap() -> None:
+    host = plan(extra={"input_ids": np.arange(5), "last_rows": np.arange(4)})
+    starts = sorted(host.offsets.values())
+    assert set(host.offsets) == {*SECTIONS, "input_ids", "last_rows"}
+    assert all(start % ALIGN == 0 for start in starts)
+    assert section(host, "input_ids", 5) == [0, 1, 2, 3, 4]
+    bound = host.bind(4096, 16)
+    assert bound.extra == {name: 4096 + 4 * host.offsets[name] for name in ("input_ids", "last_rows")}
+    assert bound.slots == 4096 + 4 * host.offsets["slots"]
+
+
+def test_a_plan_is_bound_to_aligned_memory_only() -> None:
+    with pytest.raises(ValueError, match="address: must be a multiple of 16"):
+        plan().bind(4100, 0)
+
+
+def test_partial_results_need_scratch() -> None:
+    tables = np.arange(1024, dtype=np.int32)[None]
+    long = StepBatch(np.array([0, 1], np.int32), np.array([4096], np.int32), tables, np.array([True]))
+    host = plan(long, num_blocks=1024)
+    assert host.counts["num_partials"] > 1
+    with pytest.raises(ValueError, match="scratch: this step has partial results"):
+        host.bind(4096)
+
+
+# --- fixed places for a captured graph
+
+CAPACITY = Capacity(sequences=6, rows=8, table_width=5, decode_items=8, merge_items=2, prefill_items=3, partials=4)
+
+
+def test_sections_of_a_capacity_stay_where_they_are() -> None:
+    small = changed(query_start=[0, 1], context_lens=[1], block_tables=[[1]], decodes=[True])
+    one, other = plan(capacity=CAPACITY), plan(small, capacity=CAPACITY)
+    assert one.offsets == other.offsets
+    assert one.counts == other.counts
+    assert one.words.shape == other.words.shape
+
+
+def test_padding_does_nothing() -> None:
+    """But that rows beyond the step's, which belong to a sequence without keys, are decoded: to zeros."""
+    host = plan(capacity=CAPACITY)
+    assert section(host, "query_start", 7) == [0, 1, 2, 2, 5, 5, 5]
+    assert section(host, "context_lens", 6) == [9, 1, 0, 5, 0, 0]
+    assert section(host, "slots", 8)[5:] == [-1, -1, -1]
+    assert section(host, "decode_items", 8, 4)[2:5] == [[5, 4, 0, -1], [6, 4, 0, -1], [7, 4, 0, -1]]
+    assert {row[0] for row in section(host, "decode_items", 8, 4)[5:]} == {-1}
+    assert {row[0] for row in section(host, "merge_items", 2, 4)} == {-1}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("sequences", 3, r"query_start: \(5,\) does not fit the capacity of \(4,\)"),
+        ("rows", 4, r"slots: \(5,\) does not fit"),
+        ("table_width", 2, r"block_tables: \(4, 3\) does not fit"),
+        ("decode_items", 4, r"decode_items: \(5, 4\) does not fit the capacity of \(4, 4\)"),
+        ("sequences", 4, "sequences: 3 padded rows need one more than the 4 there are"),
+    ],
+)
+def test_a_step_beyond_the_capacity_is_refused(field: str, value: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(capacity=replace(CAPACITY, **{field: value}))
+
+
+# --- the pool, the rows, the variant
+
+
+@pytest.fixture(scope="module")
+def scene() -> Scene:
+    return Scene(HostMachine(), Setup(VARIANT, (3, 37)))
+
+
+def make(pool: torch.Tensor | None = None, **changes: Any) -> PagedAttention:
+    pool = torch.zeros(8, 2, 2, 4, 2, 64, dtype=torch.float16) if pool is None else pool
+    arguments: dict[str, Any] = {"num_heads": 4, **changes}
+    return PagedAttention(HostLauncher(), pool, arguments.pop("variant", VARIANT), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"num_heads": 3}, UnsupportedVariant, "num_heads: must be a multiple of the 2 KV heads"),
+        ({"num_heads": 256}, UnsupportedVariant, "num_heads: at most"),
+        ({"variant": Variant("float16", "float16", 128)}, ValueError, "pool: head size must be the variant's 128"),
+        ({"variant": Variant("bfloat16", "bfloat16", 64)}, ValueError, "pool: must be of the variant's bfloat16"),
+        ({"windows": [4, 4]}, UnsupportedVariant, "features: window, soft cap and ALiBi need a variant with features"),
+        ({"soft_cap": 1.0}, UnsupportedVariant, "features: "),
+        ({"soft_cap": -1.0}, ValueError, "soft_cap: must be finite and at least 0"),
+        ({"scale": 0.0}, ValueError, "scale: must be finite and more than 0"),
+        ({"scale": float("inf")}, ValueError, "scale: must be finite and more than 0"),
+        ({"k_scales": [1.0]}, ValueError, "k_scales: must have 2 entries, one a layer, got 1"),
+        ({"v_scales": [1.0, 0.0]}, ValueError, "v_scales: must be finite and positive"),
+    ],
+)
+def test_an_unsupported_model_is_refused_at_start_by_name(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make(**changes)
+
+
+def test_an_unsupported_block_size_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedVariant, match="block_size: must be a power of two from 1 to 256, got 3"):
+        make(torch.zeros(8, 2, 2, 3, 2, 64, dtype=torch.float16))
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        (torch.zeros(4, 4, 64, dtype=torch.float16), r"query: must be float16 \(5, 4, 64\), got float16 \(4, 4, 64\)"),
+        (torch.zeros(5, 4, 64), "got float32"),
+        (torch.zeros(5, 64, 4, dtype=torch.float16).transpose(1, 2), "query: heads must be side by side"),
+        (torch.zeros(5 * 260, dtype=torch.float16).view(5, 260)[:, 2:258].view(5, 4, 64), "query: heads must be"),
+    ],
+)
+def test_rows_that_the_kernels_cannot_read_are_refused(query: torch.Tensor, message: str) -> None:
+    bound = plan().bind(4096, 4096)
+    with pytest.raises(ValueError, match=message):
+        make().decode(0, query, query, bound)
+
+
+def test_a_layer_outside_of_the_pool_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"layer: must be in \[0, 2\), got 2"):
+        make().attend(2, torch.zeros(5, 4, 64), torch.zeros(5, 4, 64), plan().bind(4096, 4096))
+
+
+def test_rope_is_checked() -> None:
+    key = torch.zeros(5, 2, 64, dtype=torch.float16)
+    bound = plan().bind(4096, 4096)
+    with pytest.raises(ValueError, match=r"rope: must be float32 \[positions, even, at most 64\]"):
+        make().write(0, key, key, bound, rope=Rope(torch.zeros(9, 65)))
+    with pytest.raises(ValueError, match="query: is only rotated, which needs rope"):
+        make().write(0, key, key, bound, query=torch.zeros(5, 4, 64, dtype=torch.float16))
+
+
+def test_names_of_element_types() -> None:
+    assert dtype_name(torch.zeros(1, dtype=torch.float8_e4m3fn)) == "float8_e4m3fn"
+
+
+# --- through the whole API
+
+
+def test_a_mixed_step_is_its_parts(scene: Scene) -> None:
+    # One step with a decode of the first sequence and a chunk of the second equals both done apart.
+    counts, contexts = np.array([1, 5], np.int32), scene.lengths
+    host = plan_step(
+        StepBatch(np.array([0, 1, 6], np.int32), contexts, scene.tables, np.array([True, False])),
+        num_blocks=scene.num_blocks,
+        block_size=16,
+        num_heads=8,
+        num_kv_heads=2,
+        variant=VARIANT,
+    )
+    words = torch.from_numpy(host.words)
+    rows = np.concatenate([np.arange(end - n, end) for n, end in zip(counts, np.cumsum(contexts), strict=True)])
+    query = scene.query[rows].contiguous()
+    out = torch.full_like(query, torch.nan)
+    scene.attention.attend(1, query, out, host.bind(words.data_ptr()))
+    assert torch.equal(out[:1], scene.decode([0]))
+    assert torch.equal(out[1:], scene.prefill(1, 32, 37))
+
+
+def test_a_padded_plan_gives_the_same_bits(scene: Scene) -> None:
+    # What a captured graph replays.
+    capacity = Capacity(sequences=4, rows=4, table_width=5, decode_items=6, merge_items=2, partials=4)
+    host = plan_step(
+        StepBatch(np.arange(3, dtype=np.int32), scene.lengths, scene.tables, np.array([True, True])),
+        num_blocks=scene.num_blocks,
+        block_size=16,
+        num_heads=8,
+        num_kv_heads=2,
+        variant=VARIANT,
+        capacity=capacity,
+    )
+    words, scratch = torch.from_numpy(host.words), torch.empty(scene.attention.scratch_bytes(4), dtype=torch.uint8)
+    query = torch.zeros(4, 8, 64, dtype=torch.float16)
+    query[:2] = scene.query[[2, 39]]
+    out = torch.full_like(query, torch.nan)
+    for _ in range(2):  # a replay finds its counters as the first run did
+        scene.attention.attend(1, query, out, host.bind(words.data_ptr(), scratch.data_ptr()))
+        assert torch.equal(out[:2], scene.decode([0, 1]))
+        # Rows that fill a graph's batch up: what follows attention may mix them with the others.
+        assert not out[2:].any()

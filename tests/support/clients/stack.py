@@ -1,0 +1,179 @@
+"""Real processes for end-to-end tests: the same commands that `pagekv up` and compose run, on free ports."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.clients import everything_on
+
+ROOT = Path(__file__).resolve().parents[3]
+SOURCE_ROOTS = ("proto", "kvmanager", "executor", "kernels", "client")
+MANAGER = "pagekv.kvmanager.server"
+START_TIMEOUT_S = 120.0
+# The judging backend with the demo model's vocabulary and tokenizer: no torch, full speed.
+ORACLE = ("--backend", "oracle", "--model", "demo")
+# The demo model in float64, where near-ties all but never tip with the batch; one thread, because the test, the
+# manager and the client run on the same few cores, where compute threads that wait for each other take many times as
+# long.
+CPU = ("--model", "demo", "--dtype", "float64", "--threads", "1", "--kv-memory", "512MiB")
+
+
+def environment() -> dict[str, str]:
+    """The test process's environment with every source root importable, before what the caller has in PYTHONPATH
+    (scripts/gpu_site.sh), and no PAGEKV_* flag of the caller.
+    """
+    env = {key: value for key, value in os.environ.items() if not key.startswith("PAGEKV_")}
+    known = [env["PYTHONPATH"]] if env.get("PYTHONPATH") else []
+    env["PYTHONPATH"] = os.pathsep.join([*(str(ROOT / name) for name in SOURCE_ROOTS), *known])
+    return env
+
+
+@dataclass
+class Process:
+    """One server process; its log is a file so that a full pipe never stalls it."""
+
+    module: str
+    args: Sequence[str]
+    directory: Path
+    port: int = 0
+    popen: subprocess.Popen[bytes] | None = None
+    log: Path = field(init=False)
+    watching: tempfile.TemporaryDirectory[str] | None = None
+
+    def __post_init__(self) -> None:
+        self.log = self.directory / f"{self.module.rsplit('.', 2)[-2]}.log"
+
+    def start(self, listen_port: int = 0) -> None:
+        """Starts it and waits until it listens."""
+        port_file = self.directory / f"{self.module}.port"
+        port_file.unlink(missing_ok=True)
+        command = [sys.executable, "-m", self.module, "--listen", f"127.0.0.1:{listen_port}"]
+        command += ["--port-file", str(port_file), *self._watching(), *self.args]
+        with self.log.open("ab") as log:
+            self.popen = subprocess.Popen(command, env=environment(), stdout=log, stderr=log, cwd=self.directory)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not port_file.exists():
+            if self.popen.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"{self.module} did not start:\n{self.tail()}")
+            time.sleep(0.01)
+        self.port = int(port_file.read_text())
+
+    def _watching(self) -> list[str]:
+        """What is switched on of a manager before what a test asks for."""
+        if not everything_on.ASKED_FOR or self.module != MANAGER:
+            return []
+        if self.watching is not None:
+            self.watching.cleanup()
+        # Not below `directory`: paths of sockets have to be short.
+        self.watching = tempfile.TemporaryDirectory()
+        return everything_on.flags(Path(self.watching.name), everything_on.spans_url())
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self.popen is not None
+        return self.popen.pid
+
+    def kill(self) -> None:
+        """SIGKILL, and wait."""
+        assert self.popen is not None
+        self.popen.kill()
+        self.popen.wait()
+
+    def stop(self, timeout: float = 60.0) -> int:
+        """SIGTERM, and the exit status."""
+        assert self.popen is not None
+        self.popen.send_signal(signal.SIGTERM)
+        return self.popen.wait(timeout)
+
+    def tail(self, lines: int = 40) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:]) if self.log.is_file() else ""
+
+    def wait_serving(self) -> None:
+        """Waits until the health service says SERVING."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        with grpc.insecure_channel(self.target) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            while time.monotonic() < deadline:
+                assert self.popen is not None
+                if self.popen.poll() is not None:
+                    raise AssertionError(f"{self.module} ended with {self.popen.returncode}:\n{self.tail()}")
+                try:
+                    answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
+                except grpc.RpcError:
+                    answer = None
+                if answer is not None and answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+                time.sleep(0.02)
+        raise AssertionError(f"{self.module} is not serving after {START_TIMEOUT_S:g} s:\n{self.tail()}")
+
+
+@dataclass
+class Stack:
+    """An executor and a manager attached to it."""
+
+    executor: Process
+    manager: Process
+
+    @property
+    def target(self) -> str:
+        return self.manager.target
+
+
+@contextmanager
+def running_executor(args: Sequence[str] = (), directory: Path | None = None) -> Iterator[Process]:
+    """An executor process that serves."""
+    with tempfile.TemporaryDirectory() as temporary:
+        process = Process("pagekv.executor.server", args, directory or Path(temporary))
+        try:
+            process.start()
+            process.wait_serving()
+            yield process
+        finally:
+            _end(process)
+
+
+@contextmanager
+def running_stack(executor_args: Sequence[str] = (), manager_args: Sequence[str] = ()) -> Iterator[Stack]:
+    """Both processes, serving; killed at the end if they still run."""
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        running_executor(executor_args, Path(temporary)) as executor,
+        running_manager(executor, manager_args) as stack,
+    ):
+        yield stack
+
+
+@contextmanager
+def running_manager(executor: Process, args: Sequence[str] = ()) -> Iterator[Stack]:
+    """A manager that serves over an executor which no other drives; several may follow each other."""
+    manager = Process(MANAGER, ["--executor", executor.target, *args], executor.directory)
+    try:
+        manager.start()
+        manager.wait_serving()
+        yield Stack(executor, manager)
+    finally:
+        _end(manager)
+
+
+def _end(process: Process) -> None:
+    if process.popen is not None and process.popen.poll() is None:
+        process.popen.terminate()
+        try:
+            process.popen.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()

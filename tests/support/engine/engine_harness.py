@@ -1,0 +1,195 @@
+"""An engine loop over a link that the test scripts: a FakeExecutor that answers when and as the test wants it to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from support.engine.fake_executor import FakeExecutor, expected_output
+
+from pagekv.kvmanager.engine import loop as engine_loop
+from pagekv.kvmanager.engine.config import EngineConfig
+from pagekv.kvmanager.engine.executor_client import Description, ExecutorLost
+from pagekv.kvmanager.engine.interface import ModelInfo
+from pagekv.kvmanager.engine.loop import EngineLoop
+from pagekv.kvmanager.engine.observer import Observer
+from pagekv.kvmanager.engine.recovery import Fault
+from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, RequestStream, SamplingParams
+from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.step_plan import StepOutcome, StepPlan
+
+VOCAB = 50
+DESCRIPTION = Description(
+    model_id="",
+    model_fingerprint="f00d",
+    vocab_size=VOCAB,
+    max_model_len=200,
+    bytes_per_block=1,
+    device_kv_bytes=64,
+    layout="any",
+    backend="fake",
+    eos_token_ids=(),
+    max_sequences=8,
+)
+
+
+class Bench:
+    """What the links of one engine have in common; the test sets it up and looks at it."""
+
+    def __init__(self) -> None:
+        self.description = DESCRIPTION
+        # Seconds from sending a step to its outcome, one step after the other.
+        self.step_s = 0.0
+        # Changes an outcome on its way to the engine.
+        self.bend: Callable[[StepOutcome], StepOutcome] = lambda outcome: outcome
+        # Every step is refused.
+        self.broken = False
+        # A step with a sequence that begins like one of these ends the link, which says whose fault that was.
+        self.poison: dict[tuple[int, ...], Fault] = {}
+        self.attaches: list[float] = []
+        self.plans: list[StepPlan] = []
+        self.link: Link | None = None
+
+
+class Link:
+    """Stands in for ExecutorLink: a FakeExecutor that answers one step at a time."""
+
+    def __init__(self, bench: Bench, wake: Callable[[], None]) -> None:
+        self._bench, self._wake = bench, wake
+        self.epoch = 0
+        self._steps: deque[StepPlan] = deque()
+        self._outcomes: deque[StepOutcome] = deque()
+        self._error: ExecutorLost | None = None
+        self._executor = FakeExecutor(0, 1, VOCAB)
+        bench.link = self
+
+    async def describe(self, block_size: int, token_budget: int) -> Description:
+        return self._bench.description
+
+    async def attach(self, manager_id: str, model: ModelInfo, layout: str, take_over: bool) -> None:
+        self._bench.attaches.append(asyncio.get_running_loop().time())
+        self.epoch = len(self._bench.attaches)
+        self._executor = FakeExecutor(model.num_device_blocks, model.block_size, VOCAB, model.num_host_blocks)
+
+    async def send(self, plan: StepPlan, timeout_s: float) -> None:
+        self._bench.plans.append(plan)
+        self._steps.append(plan)
+        if len(self._steps) == 1:
+            self._begin()
+
+    def _begin(self) -> None:
+        asyncio.get_running_loop().call_later(self._bench.step_s, self._finish)
+
+    def _finish(self) -> None:
+        if self._error is None:
+            outcome = self._executor.run(self._steps[0])
+            if self._bench.broken:
+                self.lose("refused")
+                return
+            for prompt, fault in self._bench.poison.items():
+                if any(tuple(live.tokens[: len(prompt)]) == prompt for live in self._executor.live.values()):
+                    self.lose("failed", fault)
+                    return
+            if len(self._executor.live) > self._bench.description.max_sequences:
+                self.lose("more sequences than the executor holds")
+                return
+            self._steps.popleft()
+            self._outcomes.append(self._bench.bend(outcome))
+            if self._steps:
+                self._begin()
+            self._wake()
+
+    def lose(self, reason: str = "killed", fault: Fault = Fault.NONE) -> None:
+        self._error = ExecutorLost(reason, fault)
+        self._wake()
+
+    def take_outcome(self) -> StepOutcome | None:
+        if self._outcomes:
+            return self._outcomes.popleft()
+        if self._error is not None:
+            raise self._error
+        return None
+
+    async def close(self) -> None:
+        self._error = self._error or ExecutorLost("closed")
+
+
+def config(**changes: object) -> EngineConfig:
+    base = EngineConfig(
+        executor="nowhere",
+        block_size=4,
+        num_device_blocks=0,
+        num_host_blocks=0,
+        max_model_len=0,
+        max_queue=100,
+        max_unread=1000,
+        priority_aging=256,
+        pipeline_depth=2,
+        step_timeout_s=5,
+        step_attempts=3,
+        take_over=False,
+        eviction_policy="slru",
+        protected_share=0.2,
+        max_pinned_share=0.5,
+        limits=SchedulerLimits(max_batch_tokens=64, max_running=32, watermark=0.0, prefix_cache=True),
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]  # tests give what the fields are
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch,
+    body: Callable[[EngineLoop, Bench], Awaitable[None]],
+    observers: Sequence[Observer] = (),
+    **changes: object,
+) -> None:
+    """Runs an engine while `body` does; it must be consistent and idle at the end."""
+
+    async def main() -> None:
+        bench = Bench()
+        monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake: Link(bench, wake))
+        engine = EngineLoop(config(**changes), observers=observers)
+        task = asyncio.create_task(engine.run())
+        await engine.wait_ready()
+        test = asyncio.ensure_future(body(engine, bench))
+        await asyncio.wait([test, task], timeout=10, return_when=asyncio.FIRST_COMPLETED)
+        assert not task.done(), task.exception()
+        assert test.done(), "the test hangs"
+        await test
+        engine.check_integrity()
+        assert engine.stats().active_blocks == 0
+        await engine.stop(1)
+        await task
+
+    asyncio.run(main())
+
+
+def command(name: str, prompt: list[int], max_tokens: int = 6, n: int = 1) -> GenerateCommand:
+    return GenerateCommand(name, prompt, SamplingParams(max_tokens=max_tokens), n)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Returns when the condition holds; a test that waits for ever is ended by `run`."""
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never came true")
+
+
+async def read(stream: RequestStream) -> tuple[list[int], FinishReason | None]:
+    """Tokens and end of a request's first sequence."""
+    tokens: list[int] = []
+    finish = None
+    while deltas := await stream.take():
+        for delta in deltas:
+            if delta.index == 0:
+                tokens += delta.token_ids
+                finish = delta.finish
+    return tokens, finish
+
+
+def expect(prompt: list[int], max_tokens: int = 6) -> tuple[list[int], FinishReason]:
+    return expected_output(prompt, max_tokens, VOCAB), FinishReason.LENGTH

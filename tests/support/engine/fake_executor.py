@@ -1,0 +1,165 @@
+"""A model of the executor that takes step plans directly: a dictionary of slots, tokens that depend on what is read.
+
+It is small on purpose: tests of the scheduler judge every decision by whether the tokens it leads to are right. Each
+slot holds the whole prefix it was computed for, and its identity: a read through a wrong, stale or unwritten block
+shows at once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pagekv.kvmanager.request.command import CacheIdentity, TokenLogprobs
+from pagekv.kvmanager.scheduling.beam_search import BeamSearch
+from pagekv.kvmanager.scheduling.step_plan import Move, MoveKind, StepOutcome, StepPlan
+
+
+def next_token(prefix: tuple[int, ...], vocab: int) -> int:
+    """The token that follows a prefix: any fixed function that depends on all of it will do."""
+    value = 17
+    for token in prefix:
+        value = (value * 1_000_003 ^ token * 7_919 + 12_345) & 0xFFFF_FFFF
+    return (value >> 7) % vocab
+
+
+def likeliest(prefix: tuple[int, ...], vocab: int, count: int) -> list[tuple[int, float]]:
+    """The likeliest tokens after a prefix with their log-probabilities, best first."""
+    weights = [1 + next_token((*prefix, token), 1000) for token in range(vocab)]
+    total = sum(weights)
+    ranked = sorted(range(vocab), key=lambda token: (-weights[token], token))
+    return [(token, math.log(weights[token] / total)) for token in ranked[:count]]
+
+
+def expected_beams(prompt: list[int], search: BeamSearch, vocab: int) -> list[tuple[int, ...]]:
+    """What a beam search must return: the search itself, without blocks."""
+    while not search.done:
+        search.advance([likeliest((*prompt, *beam.token_ids), vocab, search.num_candidates) for beam in search.beams])
+    return [result.token_ids for result in search.results()]
+
+
+def expected_output(prompt: list[int], max_tokens: int, vocab: int, ends: tuple[int, ...] = ()) -> list[int]:
+    """What a sequence must produce whatever happens around it."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(next_token(tuple(tokens), vocab))
+        if tokens[-1] in ends:
+            break
+    return tokens[len(prompt) :]
+
+
+# Namespace, adapter, media and tokens.
+_Content = tuple[str, str, list[tuple[int, str]], list[int]]
+
+
+@dataclass
+class _Live:
+    tokens: list[int]
+    table: list[int]
+    computed: int
+    # Likeliest tokens to report.
+    num_candidates: int
+    identity: CacheIdentity
+
+    def content(self, end: int) -> _Content:
+        """What keys and values at position `end - 1` depend on."""
+        identity = self.identity
+        media = [(span.position, span.digest) for span in identity.media if span.position < end]
+        return identity.namespace, identity.adapter_id, media, self.tokens[:end]
+
+
+class FakeExecutor:
+    """Applies plans in order; raises AssertionError on any broken promise."""
+
+    def __init__(self, num_blocks: int, block_size: int, vocab: int, host_blocks: int = 0) -> None:
+        self.num_blocks, self.block_size, self.vocab = num_blocks, block_size, vocab
+        self.host_blocks = host_blocks
+        self.slots: dict[tuple[int, int], _Content] = {}
+        self.host_slots: dict[tuple[int, int], _Content] = {}
+        self.live: dict[int, _Live] = {}
+        self.steps = 0
+        self.computed_tokens = 0
+        self.largest_step = 0
+
+    def run(self, plan: StepPlan) -> StepOutcome:
+        for handle in plan.finished:
+            del self.live[handle]
+        for move in plan.moves:
+            self._copy(move)
+        for new in plan.new:
+            assert new.handle not in self.live
+            assert 0 <= new.computed_tokens < len(new.token_ids)
+            search = new.sequence.request.search
+            wanted = 0 if search is None else search.num_candidates
+            identity = new.sequence.request.command.identity
+            tokens, table = list(new.token_ids), list(new.block_ids)
+            self.live[new.handle] = _Live(tokens, table, new.computed_tokens, wanted, identity)
+        for handle, block in zip(plan.append_handles, plan.append_blocks, strict=True):
+            self.live[handle].table.append(block)
+        counts = dict(zip(plan.scheduled_handles, plan.scheduled_tokens, strict=True))
+        assert len(counts) == len(plan.scheduled_handles), "a sequence is scheduled twice"
+        shares = [(handle, seq, counts.get(handle, 1)) for handle, seq in self.live.items()]
+        self._write(shares)
+        prefixes = [(handle, self._read(seq, count)) for handle, seq, count in shares if self._samples(seq, count)]
+        sampled = [(handle, next_token(prefix, self.vocab)) for handle, prefix in prefixes]
+        logprobs = {
+            handle: TokenLogprobs(0, 0.0, tuple(likeliest(prefix, self.vocab, self.live[handle].num_candidates)))
+            for handle, prefix in prefixes
+            if self.live[handle].num_candidates
+        }
+        computed = sum(count for _, _, count in shares)
+        assert computed == plan.num_tokens
+        for handle, seq, count in shares:
+            seq.computed += count
+            assert seq.computed <= len(seq.tokens), f"sequence {handle} computes past its tokens"
+        for handle, token in sampled:
+            self.live[handle].tokens.append(token)
+        self.steps += 1
+        self.computed_tokens += computed
+        self.largest_step = max(self.largest_step, computed)
+        handles, tokens = [handle for handle, _ in sampled], [token for _, token in sampled]
+        return StepOutcome(self.steps, handles, tokens, logprobs, computed, 0, 0)
+
+    def _copy(self, move: Move) -> None:
+        """A whole block: slots that were never written arrive unwritten."""
+        source_pool, most_source = self.slots, self.num_blocks
+        target_pool, most_target = self.slots, self.num_blocks
+        if move.kind is MoveKind.SWAP_IN:
+            source_pool, most_source = self.host_slots, self.host_blocks
+        elif move.kind is MoveKind.SWAP_OUT:
+            target_pool, most_target = self.host_slots, self.host_blocks
+        assert 0 <= move.source < most_source
+        assert 0 <= move.destination < most_target
+        for offset in range(self.block_size):
+            content = source_pool.get((move.source, offset))
+            if content is None:
+                target_pool.pop((move.destination, offset), None)
+            else:
+                target_pool[move.destination, offset] = content
+
+    @staticmethod
+    def _samples(seq: _Live, count: int) -> bool:
+        return count > 0 and seq.computed + count == len(seq.tokens)
+
+    def _write(self, shares: list[tuple[int, _Live, int]]) -> None:
+        written: set[tuple[int, int]] = set()
+        for handle, seq, count in shares:
+            for position in range(seq.computed, seq.computed + count):
+                assert position // self.block_size < len(seq.table), f"sequence {handle} has no block for {position}"
+                block = seq.table[position // self.block_size]
+                assert 0 <= block < self.num_blocks
+                slot = (block, position % self.block_size)
+                assert slot not in written, f"slot {slot} is written twice in one step"
+                written.add(slot)
+                self.slots[slot] = seq.content(position + 1)
+
+    def _read(self, seq: _Live, count: int) -> tuple[int, ...]:
+        """What the model sees: the prefix, read slot by slot."""
+        end = seq.computed + count
+        for position in range(end):
+            slot, content = (
+                (seq.table[position // self.block_size], position % self.block_size),
+                seq.content(position + 1),
+            )
+            assert self.slots.get(slot) == content, f"slot {slot} does not hold position {position} of {content}"
+        return tuple(seq.tokens[:end])

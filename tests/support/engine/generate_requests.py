@@ -1,0 +1,63 @@
+"""Generate requests for tests of validation, short to write, and what reads them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+from support.engine import small_tokenizers
+from support.engine.fake_engine import MODEL
+
+from pagekv.kvmanager.api.validation import read_generate
+from pagekv.kvmanager.request.command import GenerateCommand
+from pagekv.kvmanager.text.chat_template import ChatTemplate
+from pagekv.kvmanager.text.tokenizer import Tokenizer
+from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.v1 import types_pb2
+
+TEMPLATE = ChatTemplate(
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'pirate' %}{{ raise_exception('no pirates') }}{% endif %}"
+    "<|user|>{{ m.content }}{% endfor %}",
+    {"bos_token": "<s>"},
+)
+TOKENIZER = Tokenizer(small_tokenizers.byte_level(), TEMPLATE)
+NO_TEMPLATE = Tokenizer(small_tokenizers.byte_level())
+IDS = types_pb2.TokenizedInput(input_ids=[5, 6, 7, 8])
+
+
+def read(
+    request: pb.GenerateRequest, tokenizer: Tokenizer | None = TOKENIZER, **model: Any
+) -> tuple[GenerateCommand, list[str]]:
+    """With a pool that holds the whole context unless told otherwise."""
+    return asyncio.run(read_generate(request, replace(MODEL, **{"num_device_blocks": 16, **model}), tokenizer))
+
+
+def sampled(**params: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(tokenized=IDS, sampling_params=types_pb2.SamplingParams(**params))
+
+
+def beams(width: int = 4, **params: Any) -> pb.GenerateRequest:
+    return sampled(beam_width=width, **params)
+
+
+def cached(**controls: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(tokenized=IDS, cache=types_pb2.CacheControls(**controls))
+
+
+def media(position: int, length: int, digest: str = "d") -> pb.GenerateRequest:
+    return cached(media_hashes=[types_pb2.MediaHash(position=position, length=length, hash=digest)])
+
+
+def chat(*messages: tuple[str, str]) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        chat=types_pb2.ChatInput(messages=[types_pb2.ChatMessage(role=r, content=c) for r, c in messages])
+    )
+
+
+def ids(*token_ids: int, **fields: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(tokenized=types_pb2.TokenizedInput(input_ids=token_ids), **fields)
+
+
+def resumed(tokens: int, **fields: Any) -> pb.GenerateRequest:
+    return ids(5, 6, 7, 8, resumed_tokens=tokens, **fields)

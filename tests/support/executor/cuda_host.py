@@ -1,0 +1,149 @@
+"""`CudaBackend` without a GPU: a device of CPU tensors whose kernels are the real sources, run by the emulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from host_build import HostLauncher
+from support.executor.cpu_driver import MODELS
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from pagekv.executor.cuda.backend import CudaBackend
+from pagekv.kernels.launcher import Launcher
+from pagekv.kernels.swap import Stream, Streams
+from pagekv.kernels.variants import Variant
+
+
+class NeverWaits(TorchDispatchMode):
+    """Refuses operators for which the host would wait for a GPU: those whose value or shape it has to know."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+
+    WAITING: tuple[str, ...] = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__.lstrip("_")
+        assert name not in [waiting.lstrip("_") for waiting in self.WAITING], f"{func} waits for the device"
+        if name in ("index", "index_put", "index_put_"):
+            masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+            assert not masks, f"{func} with a mask waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+class Recordable(NeverWaits):
+    """Refuses also what a recording cannot have: tensors made of the host's values."""
+
+    WAITING: tuple[str, ...] = (*NeverWaits.WAITING, "lift_fresh")
+
+
+class HostMark:
+    """Everything is done when it returns."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class HostStreams:
+    """Every copy is done when it returns."""
+
+    def mark(self, stream: Stream) -> None:
+        """Nothing to wait for."""
+
+    def wait(self, stream: Stream, event: None) -> None:
+        """Nothing to wait for."""
+
+    def done(self, event: None) -> bool:
+        return True
+
+    def copy(self, stream: Stream, destination: torch.Tensor, source: torch.Tensor) -> None:
+        destination.copy_(source)
+
+
+@dataclass
+class HostDevice:
+    """A `Device` without streams. Recording a graph notes the function, which must be `Recordable`; replaying runs it
+    with what it had bound when it was recorded. (Recording runs it too, as a GPU does not, which changes nothing: the
+    step that is recorded is the first to be replayed.)"""
+
+    launcher: Launcher = field(default_factory=HostLauncher)
+    versions: dict[str, str] = field(default_factory=lambda: {"gpu": "emulated"})
+    torch_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    streams: Streams = field(default_factory=HostStreams)
+    pinned_bytes: int = 0
+    refuses_capture: bool = False
+    memory: int = 2**28
+    prepared: Variant | None = None
+
+    def prepare(self, variant: Variant) -> None:
+        self.prepared = variant
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        self.pinned_bytes += tensor.nbytes
+
+    def unpin(self, tensor: torch.Tensor) -> None:
+        self.pinned_bytes -= tensor.nbytes
+
+    def mark(self) -> HostMark:
+        return HostMark()
+
+    def synchronize(self) -> None:
+        pass
+
+    def available_bytes(self) -> int:
+        return self.memory
+
+    def reset_peak(self) -> None:
+        pass
+
+    def peak_bytes(self) -> int:
+        return 2**20
+
+    def bandwidth(self) -> tuple[int, int]:
+        return 10**9, 2 * 10**9
+
+    def capture(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        if self.refuses_capture:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        with Recordable():
+            function()
+        return function
+
+
+def _small(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The same architecture with a head size that kernels serve, and two layers: emulation is slow."""
+    if config.model_type == "gpt2":
+        config.n_embd, config.n_head, config.n_layer = 128, 2, 2
+        return config
+    config.head_dim = 64
+    config.num_hidden_layers = 2
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:2]
+    return config
+
+
+def save_small_model(name: str, directory: Path, seed: int = 1, **fields: Any) -> Any:
+    """As `cpu_driver.save_model`, with heads of 64 elements; `fields` override the configuration."""
+    torch.manual_seed(seed)
+    config = _small(MODELS[name]())
+    for field_name, value in fields.items():
+        setattr(config, field_name, value)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # biases and norms start at one value, which would hide a mistake with them
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(directory)
+    return model
+
+
+def host_backend(directory: Path, device: HostDevice | None = None, **options: Any) -> CudaBackend:
+    """A backend over a saved model."""
+    return CudaBackend(directory, str(directory.name), device or HostDevice(), **options)

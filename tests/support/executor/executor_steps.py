@@ -1,0 +1,78 @@
+"""Steps and an epoch to run them in, for tests of the executor without gRPC."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagekv.executor.backend.interface import CopyKind
+from pagekv.executor.oracle.backend import OracleBackend, OracleModel
+from pagekv.executor.session.epoch import Epoch
+from pagekv.executor.session.step import MemoryOp, NewSequence, Step, StepReport, StepSampling
+from pagekv.executor.session.step_check import EpochLimits
+
+EPOCH = 77
+VOCAB = 512
+
+
+def new_sequence(seq_id: int, tokens: list[int], blocks: list[int], computed: int = 0, **fields: Any) -> NewSequence:
+    """A new sequence that is all prompt, greedy; `fields` of NewSequence override."""
+    values: dict[str, Any] = {
+        "seq_id": seq_id,
+        "token_ids": list(tokens),
+        "num_prompt_tokens": len(tokens),
+        "block_ids": list(blocks),
+        "computed_tokens": computed,
+        "sampling": StepSampling(),
+    }
+    return NewSequence(**{**values, **fields})
+
+
+def memory_op(kind: CopyKind | None, sources: list[int], destinations: list[int]) -> MemoryOp:
+    """A memory operation."""
+    return MemoryOp(kind, sources, destinations)
+
+
+class World:
+    """An epoch over an oracle with small pools."""
+
+    def __init__(
+        self,
+        *,
+        block_size: int = 4,
+        num_device_blocks: int = 32,
+        num_host_blocks: int = 8,
+        max_model_len: int = 64,
+        max_sequences: int = 16,
+    ) -> None:
+        self.backend = OracleBackend(
+            OracleModel(vocab_size=VOCAB, max_model_len=max_model_len), max_sequences=max_sequences
+        )
+        self.backend.allocate(block_size, num_device_blocks, num_host_blocks)
+        limits = EpochLimits(block_size, num_device_blocks, num_host_blocks, VOCAB, max_model_len, max_sequences)
+        self.epoch = Epoch(EPOCH, "test", limits, self.backend)
+
+    def step(self, **columns: Any) -> Step:
+        """The next step with these columns; `epoch` and `step` override."""
+        return Step(**{"epoch": EPOCH, "step": self.epoch.next_step, **columns})
+
+    def run(self, **columns: Any) -> StepReport:
+        """Runs the next step."""
+        return self.epoch.run(self.step(**columns))
+
+    def enter(self, seq_id: int, tokens: list[int], blocks: list[int], count: int | None = None) -> StepReport:
+        """Runs a step in which one sequence enters and computes `count` tokens (all of them by default), and nobody
+        else computes any."""
+        seqs = [seq_id, *self.epoch.live]
+        tokens_each = [len(tokens) if count is None else count, *(0 for _ in self.epoch.live)]
+        return self.run(
+            new_seqs=[new_sequence(seq_id, tokens, blocks)], scheduled_seqs=seqs, scheduled_tokens=tokens_each
+        )
+
+    def snapshot(self) -> tuple[object, ...]:
+        """Everything a refused step must leave alone."""
+        live = [
+            (s.seq_id, tuple(s.token_ids), s.num_prompt_tokens, tuple(s.block_table), s.computed_tokens, s.sampling)
+            for s in self.epoch.live.values()
+        ]
+        held = {seq_id: frozenset(blocks) for seq_id, blocks in self.epoch.held.items()}
+        return self.backend.checksum(), live, held, self.epoch.next_step

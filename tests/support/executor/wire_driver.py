@@ -1,0 +1,139 @@
+"""Drives a real Scheduler against the executor's own step check, epoch and oracle, through the messages of the wire.
+
+Nothing of gRPC but its bytes: a plan becomes a StepRequest when it is made, as the engine loop sends it, and what the
+executor reads of that is judged by `check_step` before it touches anything, and by the oracle at every slot it reads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from support.engine.scheduler_driver import Driver
+
+from pagekv.executor.backend.interface import Backend, SequenceState
+from pagekv.executor.oracle.backend import OracleBackend, OracleModel
+from pagekv.executor.oracle.reference import FIRST, choose_token, expected_tokens, extend_chain, likeliest
+from pagekv.executor.rpc import wire as executor_wire
+from pagekv.executor.session.epoch import Epoch
+from pagekv.executor.session.step_check import EpochLimits
+from pagekv.kvmanager.engine import executor_wire as wire
+from pagekv.kvmanager.engine.steps_in_flight import StepsInFlight
+from pagekv.kvmanager.request.command import GenerateCommand
+from pagekv.kvmanager.scheduling.beam_search import BeamSearch
+from pagekv.kvmanager.scheduling.step_plan import StepOutcome, StepPlan
+from pagekv.v1 import executor_service_pb2 as pb
+
+EPOCH = 9
+MAX_MODEL_LEN = 64
+
+
+class WireExecutor:
+    """An epoch over a backend, by default the oracle, that is handed messages as bytes. Raises what the executor
+    refuses a step with.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        vocab: int,
+        max_sequences: int,
+        eos: tuple[int, ...],
+        host_blocks: int,
+        backend: Backend | None = None,
+    ) -> None:
+        if backend is None:
+            backend = OracleBackend(OracleModel("", vocab, MAX_MODEL_LEN, eos), max_sequences=max_sequences)
+        backend.allocate(block_size, num_blocks, host_blocks)
+        limits = EpochLimits(block_size, num_blocks, host_blocks, vocab, MAX_MODEL_LEN, max_sequences)
+        self.epoch = Epoch(EPOCH, "test", limits, backend)
+        self._eos = eos
+        self._sent: deque[bytes] = deque()
+        self._in_flight = StepsInFlight()
+        self._steps = 0
+        self.largest_step = 0
+        self.num_copies = 0
+
+    @property
+    def live(self) -> dict[int, SequenceState]:
+        """Sequences the executor holds."""
+        return self.epoch.live
+
+    def send(self, plan: StepPlan) -> None:
+        """The plan as it stands now, as bytes on their way."""
+        self._steps += 1
+        self._in_flight.add(plan)
+        self._sent.append(wire.step_request(plan, EPOCH, self._steps, self._eos).SerializeToString())
+
+    def run(self, plan: StepPlan) -> StepOutcome:
+        """Runs the oldest step that was sent, which must be that of `plan`."""
+        step = executor_wire.step(pb.StepRequest.FromString(self._sent.popleft()))
+        self.num_copies += sum(len(op.sources) for op in step.memory_ops)
+        report = self.epoch.run(step)
+        self.largest_step = max(self.largest_step, report.computed_tokens)
+        result = executor_wire.step_result(report).SerializeToString()
+        outcome = wire.step_outcome(pb.StepResult.FromString(result))
+        assert self._in_flight.answered(outcome) is plan
+        self._in_flight.pop()
+        return outcome
+
+
+class WireDriver(Driver):
+    """A Driver whose executor is the real one, as far as it goes without a process and a model. It takes exactly as
+    many sequences as the scheduler may have running.
+    """
+
+    def _new_executor(self) -> Any:
+        most = self.scheduler.limits.max_running
+        return WireExecutor(self.pool.num_blocks, self.block_size, self.vocab, most, self.eos, self.host_blocks)
+
+    def _send(self, plan: StepPlan) -> None:
+        self.executor.send(plan)
+
+
+def expected_output(command: GenerateCommand, index: int, vocab: int, eos: tuple[int, ...]) -> list[int]:
+    """What a sequence must generate over the oracle, resumed tokens left out."""
+    sampling, resumed = command.sampling, command.resumed_tokens
+    return expected_tokens(
+        command.prompt_ids,
+        sampling.max_tokens - resumed,
+        vocab_size=vocab,
+        eos_token_ids=eos,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+        min_tokens=max(0, sampling.min_tokens - resumed),
+        temperature=sampling.temperature,
+        seed=sampling.seed,
+        sequence_index=index,
+    )
+
+
+def expected_results(command: GenerateCommand, vocab: int, eos: tuple[int, ...]) -> list[list[int]]:
+    """What a beam search must return over the oracle, best first: the search itself, without blocks."""
+    sampling = command.sampling
+    ends = sampling.end_ids(eos)
+    search = BeamSearch(
+        sampling.beam_width,
+        command.n,
+        sampling.length_penalty,
+        sampling.early_stopping,
+        sampling.max_tokens,
+        ends,
+        sampling.min_tokens,
+    )
+    while not search.done:
+        banned = sorted(ends) if search.num_tokens < sampling.min_tokens else []
+        prefixes = [[*command.prompt_ids, *beam.token_ids] for beam in search.beams]
+        search.advance([_candidates(prefix, banned, vocab, eos, search.num_candidates) for prefix in prefixes])
+    return [list(result.token_ids) for result in search.results()]
+
+
+def _candidates(
+    prefix: list[int], banned: list[int], vocab: int, eos: tuple[int, ...], count: int
+) -> list[tuple[int, float]]:
+    """The oracle's likeliest tokens after a prefix."""
+    digests, _ = extend_chain(FIRST, prefix)
+    read = sum(map(int, digests)) % 2**64
+    token, drawn = choose_token(read, len(prefix), vocab_size=vocab, eos_token_ids=eos, banned=banned)
+    return list(likeliest(token, drawn, vocab, count))

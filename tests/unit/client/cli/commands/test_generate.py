@@ -1,0 +1,164 @@
+"""`pagekv generate` and `pagekv chat`: what they print for people and for scripts."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import pytest
+from support.clients.scripted_server import Fails, ScriptedServer, chunk, complete
+
+from pagekv.client.cli.main import main
+from pagekv.common import errors
+from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.v1 import types_pb2
+
+
+def test_generate_streams_text_and_sums_up_on_standard_error(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check(request: pb.GenerateRequest) -> None:
+        sampling = request.sampling_params
+        assert request.text == "hello"
+        assert (sampling.max_tokens, sampling.seed, list(sampling.stop)) == (9, 3, ["a", "b"])
+        assert sampling.temperature == 0
+        assert sampling.HasField("temperature")
+        assert not sampling.HasField("top_p")
+        assert request.cache.namespace == "mine"
+
+    server.expect("Generate", chunk(4, cached=2), chunk(5, done=1, cached=2), complete(4, 5, cached=2), check=check)
+    command = "generate hello --max-tokens 9 --temperature 0 --seed 3 --stop a --stop b --namespace mine"
+    assert main(command.split()) == 0
+    out, err = capsys.readouterr()
+    assert out == "t4 t5 \n"
+    assert err.startswith("[3 prompt tokens (2 cached) · 2 generated · TTFT ")
+    assert err.endswith(" · length]\n")
+    assert "\x1b" not in out + err
+
+
+def test_generate_json(server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    server.expect("Generate", chunk(4), complete(4))
+    assert main(["generate", "--token-ids", "1,2 3", "--json"]) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert result["completions"][0]["token_ids"] == [4]
+    assert result["completions"][0]["finish_reason"] == "length"
+    assert result["ttft_s"] > 0
+    assert err == ""
+
+
+def test_generate_reads_standard_input(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from a file"))
+    seen: list[str] = []
+    server.expect("Generate", complete(4), check=lambda request: seen.append(request.text))
+    assert main(["generate", "-"]) == 0
+    assert seen == ["from a file"]
+
+
+def test_generate_several(server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    replies = [complete(5, index=1), complete(4, index=0)]
+    server.expect("Generate", *replies)
+    assert main(["generate", "x", "--n", "2"]) == 0
+    assert capsys.readouterr().out == "t4 \nt5 \n"
+    server.expect("Generate", *replies)
+    assert main(["generate", "x", "--n", "2", "--json"]) == 0
+    texts = [completion["text"] for completion in json.loads(capsys.readouterr().out)["completions"]]
+    assert texts == ["t4 ", "t5 "]
+
+
+def test_how_often_it_was_preempted_is_told(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.expect("Generate", chunk(4), complete(4, preemptions=2))
+    assert main(["generate", "x"]) == 0
+    assert capsys.readouterr().err.endswith(" · preempted 2 times · length]\n")
+    server.expect("Generate", complete(5, index=1, preemptions=3), complete(4, index=0))
+    assert main(["generate", "x", "--n", "2"]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "--- 0: 1 token · length",
+        "--- 1: 1 token · length · preempted 3 times",
+    ]
+
+
+def test_generate_with_beam_search(server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sent: list[pb.GenerateRequest] = []
+    best = complete(4, 5, reason=types_pb2.FINISH_REASON_STOP, stop_token_id=5, cumulative_logprob=-1.5)
+    server.expect("Generate", best, complete(6, index=1, cumulative_logprob=-2.25), check=sent.append)
+    assert main(["generate", "x", "--beam-width", "4", "-n", "2", "--length-penalty", "0.5", "--early-stopping"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "t4 t5 \nt6 \n"
+    assert err.splitlines() == [
+        "--- 0: 2 tokens · stop · log-probability -1.500, -0.750 a token",
+        "--- 1: 1 token · length · log-probability -2.250, -2.250 a token",
+    ]
+    sampling = sent[0].sampling_params
+    assert (sampling.beam_width, sampling.n, sampling.length_penalty, sampling.early_stopping) == (4, 2, 0.5, True)
+
+
+def test_generate_with_beam_search_prints_the_best_when_one_is_asked_for(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.expect("Generate", complete(4, cumulative_logprob=-1.5))
+    assert main(["generate", "x", "--beam-width", "4", "--json"]) == 0
+    (completion,) = json.loads(capsys.readouterr().out)["completions"]
+    assert (completion["token_ids"], completion["cumulative_logprob"]) == ([4], -1.5)
+
+
+def test_token_ids_are_shown_where_there_is_no_text(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.expect("Generate", chunk(4, 5, text=""), complete(4, 5, text=""))
+    assert main(["generate", "--token-ids", "1"]) == 0
+    assert capsys.readouterr().out == "4 5\n"
+
+
+def test_chat_keeps_the_history(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[list[tuple[str, str]]] = []
+
+    def check(request: pb.GenerateRequest) -> None:
+        sent.append([(message.role, message.content) for message in request.chat.messages])
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\n/reset\nthree\n/exit\nnever\n"))
+    server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="m", has_chat_template=True))
+    for token in (4, 5, 6):
+        server.expect("Generate", chunk(token, cached=token), complete(token, cached=token), check=check)
+    assert main(["chat", "--system", "be brief"]) == 0
+    system = ("system", "be brief")
+    assert sent == [
+        [system, ("user", "one")],
+        [system, ("user", "one"), ("assistant", "t4 "), ("user", "two")],
+        [system, ("user", "three")],
+    ]
+    out, err = capsys.readouterr()
+    assert out == "t4 \nt5 \nt6 \n"
+    assert "(5 cached)" in err
+
+
+def test_chat_json_and_a_failing_turn(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
+    server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="m", has_chat_template=True))
+    server.expect("Generate", chunk(4), complete(4))
+    server.expect("Generate", Fails(errors.InvalidRequest("chat", "too long")))
+    assert main(["chat", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["text"] == "t4 "
+    assert err == "pagekv: chat: too long\n"
+
+
+def test_chat_needs_a_template(server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="m"))
+    assert main(["chat"]) == 2
+    assert "m has no chat template" in capsys.readouterr().err
+
+
+def test_finish_reasons_are_shown(server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    server.expect("Generate", complete(4, reason=types_pb2.FINISH_REASON_ABORT))
+    assert main(["generate", "x"]) == 0
+    assert capsys.readouterr().err.endswith("abort]\n")

@@ -1,0 +1,201 @@
+"""`pagekv plan`: what it reads of a config.json, what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagekv.client.cli.commands.plan import size_text, weight_bytes
+from pagekv.client.cli.main import main
+from pagekv.client.errors import InvalidRequest
+from pagekv.client.planning.kv_geometry import GivenGeometry, KvGeometry, geometry_from_config
+
+LLAMA = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "torch_dtype": "bfloat16",
+    "max_position_embeddings": 131072,
+}
+NOTHING_GIVEN = GivenGeometry()
+
+
+def without(*names: str, **changes: Any) -> dict[str, Any]:
+    return {name: value for name, value in LLAMA.items() if name not in names} | changes
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (LLAMA, KvGeometry(32, 8, 128, "bfloat16", 131072)),
+        (without("torch_dtype", dtype="float32"), KvGeometry(32, 8, 128, "float32", 131072)),
+        (without("num_key_value_heads"), KvGeometry(32, 32, 128, "bfloat16", 131072)),
+        (without(num_key_value_heads=None), KvGeometry(32, 32, 128, "bfloat16", 131072)),
+        (without(head_dim=256), KvGeometry(32, 8, 256, "bfloat16", 131072)),
+        (without(head_dim=None), KvGeometry(32, 8, 128, "bfloat16", 131072)),
+        (
+            {"text_config": without("torch_dtype"), "hidden_size": 7, "dtype": "float16"},
+            KvGeometry(32, 8, 128, "float16", 131072),
+        ),
+        (
+            {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024, "dtype": "float32"},
+            KvGeometry(12, 12, 64, "float32", 1024),
+        ),
+    ],
+    ids=["llama", "dtype", "mha", "null heads", "head_dim", "null head_dim", "text_config", "gpt2"],
+)
+def test_the_geometry_of_a_config(config: dict[str, Any], expected: KvGeometry) -> None:
+    assert geometry_from_config(config, NOTHING_GIVEN) == (expected, [])
+
+
+def test_flags_win_over_the_config() -> None:
+    given = GivenGeometry(layers=2, kv_heads=3, head_size=4, dtype="int8", context=5)
+    assert geometry_from_config(LLAMA, given)[0] == geometry_from_config({}, given)[0] == KvGeometry(2, 3, 4, "int8", 5)
+
+
+def test_what_is_assumed_is_said() -> None:
+    geometry, notes = geometry_from_config(
+        without("torch_dtype", "max_position_embeddings", layer_types=["full_attention", "sliding_attention"]),
+        NOTHING_GIVEN,
+    )
+    assert (geometry.dtype, geometry.context) == ("float16", 8192)
+    assert [note.partition(":")[0] for note in notes] == [
+        "layers with a window are counted like the others",
+        "the config names no dtype",
+        "the config names no context",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "description"),
+    [
+        (without("num_hidden_layers"), "num_hidden_layers", "is missing in the config: give --layers"),
+        (without(num_hidden_layers=0), "num_hidden_layers", "must be a whole number from 1 to 10000, got 0"),
+        (without(num_hidden_layers=True), "num_hidden_layers", "got True"),
+        (without(num_key_value_heads=[8, 4]), "num_key_value_heads", r"got \[8, 4\]"),
+        (without("num_key_value_heads", multi_query=True), "num_key_value_heads", "give --kv-heads"),
+        (without(hidden_size=4097), "head_dim", "32 heads do not divide hidden size 4097"),
+        (without(torch_dtype="complex64"), "dtype", "must be one of float64, .*, got 'complex64'"),
+        (without(max_position_embeddings=-1), "max_position_embeddings", "got -1"),
+        (without(kv_lora_rank=512), "kv_lora_rank", "multi-head latent attention"),
+        (without(layer_types=["linear_attention"]), "layer_types", "give the number of attention layers with --layers"),
+    ],
+)
+def test_a_wrong_config_is_refused_by_field(config: dict[str, Any], field: str, description: str) -> None:
+    with pytest.raises(InvalidRequest, match=description) as caught:
+        geometry_from_config(config, NOTHING_GIVEN)
+    assert caught.value.field == field
+
+
+def test_weights_are_counted_from_the_index_or_the_files(tmp_path: Path) -> None:
+    """CHECKLIST C16."""
+    assert weight_bytes(tmp_path) is None
+    (tmp_path / "part-1.safetensors").write_bytes(bytes(30))
+    (tmp_path / "part-2.safetensors").write_bytes(bytes(12))
+    (tmp_path / "gone.safetensors").symlink_to(tmp_path / "nowhere")
+    assert weight_bytes(tmp_path) == 42
+    (tmp_path / "model.safetensors").write_bytes(bytes(40))
+    assert weight_bytes(tmp_path) == 40
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"metadata": {"total_size": 39.0}}')
+    assert weight_bytes(tmp_path) == 39
+    index.write_text('{"metadata": {"total_size": Infinity}}')
+    assert weight_bytes(tmp_path) == 40
+
+
+@pytest.mark.parametrize("kind", ["directory", "file"])
+def test_json_of_a_model(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """CHECKLIST C16: weights and KV cache are both there."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LLAMA))
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    model = tmp_path if kind == "directory" else config
+    assert main(["plan", str(model), "--json", "--memory", "8GiB", "--contexts", "4096", "--batches", "1,2"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["model"]["context"] == 131072
+    assert plan["bytes_per_token"] == 128 * 2**10
+    assert plan["weight_bytes"] == 1000
+    assert [(f["context"], f["batch"], f["bytes_per_rank"]) for f in plan["footprints"]] == [
+        (4096, 1, 2**29),
+        (4096, 2, 2**30),
+    ]
+    assert plan["capacity"]["num_blocks"] == 4096
+    assert plan["waste"] is plan["shared_prefix"] is None
+
+
+def test_the_published_example_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    """CHECKLIST C7, C12, F11 and M1, as a person sees them."""
+    command = "plan --layers 80 --kv-heads 8 --head-size 128 --tp 2 --memory 8GiB --lengths 600,1250,4000,128"
+    assert main([*command.split(), "--shared-prefix", "1000"]) == 0
+    out = capsys.readouterr().out
+    for line in (
+        "a token            320 KiB",
+        "ranks              2, 4 KV heads on each (sharded)",
+        "a block on a rank  2.50 MiB, 16 tokens",
+        "  requests  6 of 8192 tokens, each 1.30 GiB with 4.0% overhead",
+        "  reserved  10.00 GiB at 8192 tokens each, 81.8% unused",
+        "  live      1.82 GiB",
+        "    1250      79   1264      14                6942",
+    ):
+        assert line in out.splitlines()
+    assert "162 blocks, 97.4% saved" in out
+    assert "why not 99.0%" in out
+
+
+def test_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """CHECKLIST C16."""
+    assert main(["plan", "demo", "--dtype", "float32", "--memory", "1MiB"]) == 0
+    out = capsys.readouterr().out
+    assert "6 layers, 2 KV heads of 64, float32, context 2048" in out
+    assert "  weights   9.89 MiB as stored" in out
+    assert "  requests  0 of 2048 tokens" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "MODEL, or all of --layers, --kv-heads and --head-size, are required"),
+        ("--layers 3 --kv-heads 2", "MODEL, or all of"),
+        ("./nowhere", "'./nowhere' is neither a model directory"),
+        ("demo --layers 0", "--layers: must be a whole number from 1 to 10000, got '0'"),
+        ("demo --dtype complex64", "--dtype: must be one of float64"),
+        ("demo --memory lots", "--memory: must be a size"),
+        ("demo --block-size 17", "--block-size: must be a power of two"),
+        ("demo --contexts 5,", "--contexts: must be a whole number"),
+        ("demo --lengths 100,2049", "--lengths: 2049 tokens are more than the context of 2048"),
+        ("demo --shared-prefix 2049", "--shared-prefix: 2049 tokens are more than the context of 2048"),
+    ],
+)
+def test_wrong_usage(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status: Any = main(["plan", *arguments.split()])
+    except SystemExit as exit:
+        status = exit.code
+    assert status == 2
+    assert message in capsys.readouterr().err.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "is not JSON"), ("[1]", "must be a JSON object, got list"), ("\udcff", "is not JSON")]
+)
+def test_a_file_that_is_no_config(tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    assert main(["plan", str(path)]) == 2
+    assert capsys.readouterr().err.startswith(f"pagekv: {path}: {message}")
+    path.unlink()
+    assert main(["plan", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"pagekv: {path}: No such file or directory\n"
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(1023, "1023 B"), (40960, "40 KiB"), (1536, "1.5 KiB"), (2**20, "1.00 MiB"), (5 * 2**28, "1.25 GiB"),
+     (2**41, "2.00 TiB"), (2**52, "4,096.00 TiB")],
+)  # fmt: skip  # several entries a line: one each would fill a screen
+def test_sizes(num_bytes: int, text: str) -> None:
+    assert size_text(num_bytes) == text

@@ -1,0 +1,146 @@
+"""`pagekv explain`, `pin` and `watch`: what they print for people and for scripts."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from support.clients.scripted_server import Hangs, ScriptedServer
+from support.clients.stack import environment
+
+from pagekv.client.cli.main import main
+from pagekv.v1 import cache_service_pb2 as cache_pb
+
+
+def test_explain_tells_blocks_with_the_same_story_in_one_row(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hit, unreachable = cache_pb.BLOCK_OUTCOME_HIT, cache_pb.BLOCK_OUTCOME_UNREACHABLE
+
+    def block(number: int, outcome: Any, reason: str, **more: Any) -> cache_pb.BlockExplanation:
+        return cache_pb.BlockExplanation(start=4 * number, end=4 * number + 4, outcome=outcome, reason=reason, **more)
+
+    pages = [
+        [block(i, hit, f"cached in block {i + 7}", block_id=i + 7) for i in range(3)]
+        + [block(3, cache_pb.BLOCK_OUTCOME_EVICTED, "evicted 2 steps and 0.5 s ago")],
+        [block(i, unreachable, f"cached in block {9 - i}, but", block_id=9 - i) for i in (4, 5)]
+        + [cache_pb.BlockExplanation(start=24, end=25, outcome=cache_pb.BLOCK_OUTCOME_PARTIAL_TAIL, reason="1 of 4")],
+    ]
+
+    def expect() -> None:
+        def first(request: cache_pb.ExplainPrefixRequest) -> None:
+            assert (request.text, request.start) == ("hi", 0)
+            assert (request.cache.namespace, request.cache.adapter_id) == ("n", "a")
+
+        def second(request: cache_pb.ExplainPrefixRequest) -> None:
+            assert request.start == 4
+
+        counts = {"prompt_tokens": 25, "cached_tokens": 12}
+        reply = cache_pb.ExplainPrefixResponse(blocks=pages[0], next_start=4, **counts)
+        server.expect("ExplainPrefix", reply, check=first)
+        server.expect("ExplainPrefix", cache_pb.ExplainPrefixResponse(blocks=pages[1], **counts), check=second)
+
+    expect()
+    command = ["explain", "hi", "--namespace", "n", "--adapter", "a"]
+    assert main(command) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "12 of 25 tokens cached in full blocks (48%)",
+        "blocks  tokens  outcome       why",
+        "0-2     0-11    hit           cached in blocks 7 to 9",
+        "3       12-15   evicted       evicted 2 steps and 0.5 s ago",
+        "4-5     16-23   unreachable   cached in blocks 5 4, but a block before them is not",
+        "6       24-24   partial tail  1 of 4",
+    ]
+    expect()
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [b["outcome"] for b in found["blocks"]][2:4] == ["hit", "evicted"]
+    assert (len(found["blocks"]), found["next_start"]) == (7, None)
+
+
+def test_a_pin_of_nothing_is_exit_status_1(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.expect("PinPrefix", cache_pb.PinPrefixResponse())
+    assert main(["pin", "new"]) == 1
+    assert "no full block of this prompt is cached" in capsys.readouterr().out
+
+
+def _event(name: str, parent: str = "") -> cache_pb.CacheEvent:
+    stored = cache_pb.BlockStored(block_hash=name, parent_hash=parent, token_ids=[5, 17], tier=cache_pb.TIER_DEVICE)
+    return cache_pb.CacheEvent(stored=stored)
+
+
+TABLE = "blocks in the device's prefix table"
+BATCHES = [
+    cache_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[_event("aa")], more=True),
+    cache_pb.WatchEventsResponse(sequence=2, snapshot=True, events=[_event("bb", "aa")]),
+    cache_pb.WatchEventsResponse(
+        sequence=3,
+        events=[
+            cache_pb.CacheEvent(removed=cache_pb.BlockRemoved(block_hash="bb", tier=cache_pb.TIER_HOST)),
+            cache_pb.CacheEvent(cleared=cache_pb.AllBlocksCleared()),
+            _event("cc", "aa"),
+        ],
+    ),
+]
+
+
+def test_watch_prints_a_line_for_each_event(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options, lines in (
+        ("", [f"2 {TABLE}", "removed  host    bb", "cleared", "stored   device  cc after aa"]),
+        ("--tokens", ["stored   device  aa after : 5 17", f"2 {TABLE}", "stored   device  bb after aa: 5 17",
+                      "removed  host    bb", "cleared", "stored   device  cc after aa: 5 17"]),
+    ):  # fmt: skip  # laid out as a table
+        server.expect("WatchEvents", *BATCHES)
+        assert main(["watch", *options.split()]) == 0
+        assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_watch_counts_the_blocks_of_both_tiers(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = cache_pb.CacheEvent(stored=cache_pb.BlockStored(block_hash="aa", tier=cache_pb.TIER_HOST))
+    server.expect("WatchEvents", cache_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[_event("aa"), kept]))
+    assert main(["watch", "--limit", "1"]) == 0
+    assert capsys.readouterr().out == f"1 {TABLE}, 1 in that of the host pool\n"
+
+
+def test_watch_json_ends_after_as_many_batches_as_asked_for(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.expect("WatchEvents", *BATCHES, Hangs())
+    assert main(["watch", "--json", "--limit", "2"]) == 0
+    first, second, third = map(json.loads, capsys.readouterr().out.splitlines())
+    stored = {"event": "stored", "block_hash": "aa", "parent_hash": "", "token_ids": [5, 17], "tier": "device"}
+    assert first == {"sequence": 1, "snapshot": True, "more": True, "events": [stored]}
+    assert not second["more"]
+    assert [event["event"] for event in third["events"]] == ["removed", "cleared", "stored"]
+
+
+def test_ctrl_c_ends_a_watch_without_a_word(target: str, server: ScriptedServer) -> None:
+    server.expect("WatchEvents", BATCHES[1], Hangs())
+    command = [sys.executable, "-m", "pagekv.client.cli.main", "watch", "--target", target]
+    with subprocess.Popen(
+        command,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Where the tests themselves run in the background of a shell, SIGINT is ignored, and would be inherited so.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"1 {TABLE}\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    # gRPC's own threads may complain on their way out; what we print has no such mark before it.
+    ours = [line for line in err.splitlines() if not re.match(r"[EIW]\d{4} \d\d:\d\d", line)]
+    assert (process.returncode, out, ours) == (130, "", [])

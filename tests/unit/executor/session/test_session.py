@@ -1,0 +1,119 @@
+"""Epochs without gRPC: they rise whatever the clock does, and never two of them touch the pools."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from pagekv.common.errors import FailedPrecondition, StaleEpoch
+from pagekv.executor.backend.interface import Sampled, Scheduled
+from pagekv.executor.backend.layout import LAYOUT
+from pagekv.executor.oracle.backend import OracleBackend, OracleModel
+from pagekv.executor.session.session import AttachOrder, Session
+from pagekv.executor.session.step import NewSequence, Step, StepSampling
+from pagekv.executor.session.step_stream import RunStream
+from pagekv.executor.session.worker_thread import ComputeThread
+
+
+class Journal(OracleBackend):
+    """Notes who allocates (by the number of blocks) and whose sequences run (by their ids)."""
+
+    def __init__(self) -> None:
+        super().__init__(OracleModel())
+        self.entries: list[tuple[str, int]] = []
+
+    def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None:
+        self.entries.append(("allocate", num_device_blocks))
+        super().allocate(block_size, num_device_blocks, num_host_blocks)
+
+    def execute(self, scheduled: list[Scheduled]) -> dict[int, Sampled]:
+        self.entries.append(("step", scheduled[0].state.seq_id))
+        return super().execute(scheduled)
+
+
+def order(manager: int, take_over: bool = True) -> AttachOrder:
+    """Manager `manager` attaches with as many blocks."""
+    return AttachOrder(f"m{manager}", 16, manager, 0, LAYOUT, take_over)
+
+
+def in_session(test: Callable[[Session, Journal], Awaitable[None]], clock_ns: Callable[[], int] | None = None) -> None:
+    async def main() -> None:
+        compute = ComputeThread()
+        session = Session(compute) if clock_ns is None else Session(compute, clock_ns)
+        backend = Journal()
+        session.serve(backend)
+        async with asyncio.timeout(30):
+            await test(session, backend)
+        compute.stop()
+
+    asyncio.run(main())
+
+
+def test_epochs_rise_even_if_the_clock_goes_back() -> None:
+    times = iter([1000, 1000, 5, 2000])
+
+    async def test(session: Session, backend: Journal) -> None:
+        assert [await session.attach(order(1)) for _ in range(4)] == [1000, 1001, 1002, 2000]
+
+    in_session(test, lambda: next(times))
+
+
+def test_attaches_at_once_get_different_epochs_and_the_last_one_holds() -> None:
+    async def test(session: Session, backend: Journal) -> None:
+        epochs = await asyncio.gather(*(session.attach(order(manager)) for manager in range(1, 9)))
+        assert len(set(epochs)) == 8
+        stream = session.open_stream()
+        await session.submit(stream, Step(epochs[-1], 1))
+        with pytest.raises(FailedPrecondition, match="'m8'"):
+            await session.attach(order(3, take_over=False))
+        with pytest.raises(StaleEpoch):
+            await session.submit(session.open_stream(), Step(epochs[0], 1))
+        session.close_stream(stream)
+        await session.attach(order(3, take_over=False))
+
+    in_session(test)
+
+
+async def feed(session: Session, stream: RunStream, epoch: int, seq_id: int, rng: random.Random) -> None:
+    """Eight steps of one sequence, then the end of input."""
+    new = NewSequence(seq_id, [1], 1, [0], 0, StepSampling())
+    for step in range(1, 9):
+        await session.submit(stream, Step(epoch, step, new_seqs=[new] if step == 1 else []))
+        await asyncio.sleep(rng.choice([0, 0, 0.0005]))
+    session.finish_input(stream)
+
+
+def test_managers_that_take_over_from_each_other_never_share_the_pools() -> None:
+    rng = random.Random(5)
+    fenced = 0
+
+    async def drive(session: Session, manager: int) -> None:
+        nonlocal fenced
+        for _ in range(25):
+            epoch = await session.attach(order(manager))
+            stream = session.open_stream()
+            feeding = asyncio.create_task(feed(session, stream, epoch, manager, rng))
+            try:
+                steps = [report.step async for report in stream.reports()]
+                assert steps == list(range(1, 9))
+            except StaleEpoch:
+                fenced += 1
+            finally:
+                feeding.cancel()
+                await asyncio.wait([feeding])
+                session.close_stream(stream)
+
+    async def test(session: Session, backend: Journal) -> None:
+        await asyncio.gather(*(drive(session, manager) for manager in (1, 2, 3)))
+        owner = 0
+        for what, manager in backend.entries:
+            if what == "allocate":
+                owner = manager
+            assert manager == owner
+        assert fenced > 0
+        assert session.num_streams == 0
+
+    in_session(test)

@@ -1,0 +1,202 @@
+"""The real executor process with the oracle: it starts fast, without torch, and ends in order."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.clients.stack import Process, environment
+
+from pagekv.executor.backend.layout import LAYOUT
+from pagekv.v1 import executor_service_pb2 as pb
+from pagekv.v1 import executor_service_pb2_grpc as pb_grpc
+
+pytestmark = pytest.mark.e2e
+
+# Measured: 0.3 to 0.6 s. The bound allows for a machine that is busy with other things.
+START_BOUND_S = 15.0
+
+
+def execute(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def steps(epoch: int, count: int) -> Iterator[pb.StepRequest]:
+    """A sequence enters and decodes until `count` steps are sent."""
+    sampling = pb.StepSampling(top_p=1.0, repetition_penalty=1.0)
+    new = pb.NewSequence(seq_id=1, token_ids=[5], num_prompt_tokens=1, block_ids=range(20), sampling=sampling)
+    yield pb.StepRequest(epoch=epoch, step=1, new_seqs=[new])
+    for step in range(2, count + 1):
+        yield pb.StepRequest(epoch=epoch, step=step)
+
+
+def test_starts_fast_and_sigterm_finishes_the_step_and_exits_0(tmp_path: Path) -> None:
+    process = Process("pagekv.executor.server", ["--backend", "oracle", "--step-time-ms", "200"], tmp_path)
+    begin = time.perf_counter()
+    process.start()
+    try:
+        process.wait_serving()
+        seconds = time.perf_counter() - begin
+        print(f"the oracle serves after {seconds:.2f} s")
+        assert seconds < START_BOUND_S
+        with grpc.insecure_channel(process.target) as channel:
+            stub = pb_grpc.ExecutorServiceStub(channel)
+            request = pb.AttachRequest(manager_id="test", block_size=16, num_device_blocks=32, layout=LAYOUT)
+            epoch = stub.Attach(request).epoch
+            assert epoch > time.time_ns() - 10**12
+            call = stub.Run(steps(epoch, 8))
+            assert next(call).step == 1
+            stopped = threading.Thread(target=process.stop)
+            stopped.start()
+            seen: list[int] = []
+            with pytest.raises(grpc.RpcError) as caught:
+                seen.extend(result.step for result in call)
+            assert cast("grpc.Call", caught.value).code() is grpc.StatusCode.UNAVAILABLE
+            assert seen[0] == 2
+            assert seen[-1] < 8  # the step under way was reported, those behind it were not run
+            stopped.join(30)
+        assert process.popen is not None
+        assert process.popen.wait(30) == 0
+        assert "stopped" in process.tail(3)
+    finally:
+        if process.popen is not None and process.popen.poll() is None:
+            process.kill()
+
+
+def test_health_and_reflection_name_the_service(tmp_path: Path) -> None:
+    process = Process("pagekv.executor.server", ["--backend", "oracle", "--model", "demo"], tmp_path)
+    process.start()
+    try:
+        process.wait_serving()
+        with grpc.insecure_channel(process.target) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            for service in ("", "pagekv.v1.ExecutorService"):
+                answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            described = pb_grpc.ExecutorServiceStub(channel).Describe(pb.DescribeRequest(block_size=16, token_budget=1))
+            assert (described.model_id, described.backend) == ("demo", "oracle")
+        assert process.stop() == 0
+    finally:
+        if process.popen is not None and process.popen.poll() is None:
+            process.kill()
+
+
+def test_many_long_prompts_enter_in_one_step(tmp_path: Path) -> None:
+    """Their tokens are more than an ordinary message may hold."""
+    length, count, token = 100_000, 34, 2**30  # an id of five bytes on the wire
+    args = ["--backend", "oracle", "--max-model-len", str(length), "--vocab-size", str(2**31 - 1)]
+    process = Process("pagekv.executor.server", args, tmp_path)
+    process.start()
+    try:
+        process.wait_serving()
+        with grpc.insecure_channel(process.target, [("grpc.max_send_message_length", -1)]) as channel:
+            stub = pb_grpc.ExecutorServiceStub(channel)
+            request = pb.AttachRequest(manager_id="test", block_size=16, num_device_blocks=count, layout=LAYOUT)
+            sampling = pb.StepSampling(top_p=1.0, repetition_penalty=1.0)
+            new = pb.NewSequence(token_ids=[token] * length, num_prompt_tokens=1, sampling=sampling)
+            step = pb.StepRequest(epoch=stub.Attach(request).epoch, step=1)
+            for seq_id in range(count):
+                new.seq_id = seq_id
+                new.block_ids[:] = [seq_id]
+                step.new_seqs.append(new)
+            assert step.ByteSize() > 16 * 2**20
+            assert next(stub.Run(iter([step]))).computed_tokens == count
+        assert process.stop() == 0
+    finally:
+        if process.popen is not None and process.popen.poll() is None:
+            process.kill()
+
+
+def test_the_oracle_never_imports_torch() -> None:
+    code = (
+        "import sys; from pagekv.executor.config import parse_config; from pagekv.executor.server import load_backend\n"
+        "load_backend(parse_config(['--backend', 'oracle', '--model', 'demo'], env={}))\n"
+        "print(sorted({'torch', 'transformers', 'safetensors', 'huggingface_hub'} & sys.modules.keys()))"
+    )
+    done = execute(code)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--model", "/nowhere"], "--model leads nowhere"),
+        (["--vocab-size", "5", "--eos", "5"], "must be below the vocabulary size 5"),
+        (["--listen", "203.0.113.1:1"], "cannot listen on 203.0.113.1:1"),
+    ],
+)
+def test_a_start_that_cannot_succeed_says_why_in_one_line(argv: list[str], words: str) -> None:
+    listen = [] if "--listen" in argv else ["--listen", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "pagekv.executor.server", "--backend", "oracle", *listen, *argv]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_missing_package_is_named() -> None:
+    code = (
+        "import sys; sys.modules['pagekv.executor.cpu'] = None\n"
+        "from pagekv.executor.server import main; sys.exit(main(['--listen', '127.0.0.1:0']))"
+    )
+    done = execute(code)
+    assert done.returncode == 1
+    assert "pip install 'pagekv[executor]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_sigterm_while_loading_and_answers_until_loaded(tmp_path: Path) -> None:
+    port_file = tmp_path / "port"
+    code = (
+        "import sys, time; from pagekv.executor import server\n"
+        "server.load_backend = lambda config: time.sleep(60)\n"
+        f"sys.exit(server.main(['--backend', 'oracle', '--listen', '127.0.0.1:0', '--port-file', {str(port_file)!r}]))"
+    )
+    popen = subprocess.Popen([sys.executable, "-c", code], env=environment(), stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + START_BOUND_S
+        while not port_file.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        with grpc.insecure_channel(f"127.0.0.1:{port_file.read_text().strip()}") as channel:
+            health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+            assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+            with pytest.raises(grpc.RpcError, match="still loading its model"):
+                pb_grpc.ExecutorServiceStub(channel).Describe(pb.DescribeRequest(block_size=16, token_budget=1))
+        popen.send_signal(signal.SIGTERM)
+        _, log = popen.communicate(timeout=START_BOUND_S)
+        assert popen.returncode == 0, log
+        assert "loading the model" in log
+    finally:
+        popen.kill()
+        popen.wait()
+
+
+def test_a_step_beyond_the_grace_time_does_not_hold_the_exit(tmp_path: Path) -> None:
+    args = ["--backend", "oracle", "--step-time-ms", "60000", "--grace-s", "0.2"]
+    process = Process("pagekv.executor.server", args, tmp_path)
+    process.start()
+    try:
+        process.wait_serving()
+        with grpc.insecure_channel(process.target) as channel:
+            stub = pb_grpc.ExecutorServiceStub(channel)
+            request = pb.AttachRequest(manager_id="test", block_size=16, num_device_blocks=32, layout=LAYOUT)
+            call = stub.Run(steps(stub.Attach(request).epoch, 2))
+            time.sleep(0.2)
+            assert call.is_active()
+            assert process.stop(START_BOUND_S) == 0
+            assert "in the middle of work" in process.tail()
+    finally:
+        if process.popen is not None and process.popen.poll() is None:
+            process.kill()

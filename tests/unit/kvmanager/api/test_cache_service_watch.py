@@ -1,0 +1,190 @@
+"""WatchEvents over a real gRPC server: the snapshot in pieces, batches, slow readers, and how a watch ends."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable
+
+import grpc
+import pytest
+from support.engine.cache_harness import run
+from support.engine.fake_engine import FakeEngine
+
+from pagekv.common.errors import LimitExceeded, Unavailable
+from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
+from pagekv.kvmanager.kvcache.events.subscription import TableWatch
+from pagekv.v1 import cache_service_pb2 as pb
+from pagekv.v1 import cache_service_pb2_grpc as pb_grpc
+
+ROOT = b"\xff"
+
+
+def digest(number: int) -> bytes:
+    return number.to_bytes(4, "big")
+
+
+def tier(number: int) -> Tier:
+    """Even numbers are on the device, odd ones in the host pool."""
+    return Tier.HOST if number % 2 else Tier.DEVICE
+
+
+def block(number: int, where: Tier | None = None) -> Stored:
+    parent = digest(number - 1) if number else ROOT
+    return Stored(where or tier(number), [digest(number)], [parent], array("I", [number, number + 1]).tobytes())
+
+
+def diff(*changes: int, cleared: bool = False) -> Diff:
+    """Stores the numbers that are not negative and removes the others, ~n for n."""
+    made = Diff()
+    if cleared:
+        made.clear()
+    for number in changes:
+        if number >= 0:
+            made.store(block(number))
+        else:
+            made.remove(Removed(tier(~number), [digest(~number)]))
+    return made
+
+
+def shown(message: pb.WatchEventsResponse) -> list[str]:
+    """Events as "+n", "-n" and "clear"."""
+    names = []
+    for event in message.events:
+        if event.HasField("cleared"):
+            names.append("clear")
+        elif event.HasField("stored"):
+            names.append(f"+{int(event.stored.block_hash, 16)}")
+        else:
+            names.append(f"-{int(event.removed.block_hash, 16)}")
+    return names
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(5000):
+        if condition():
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError("it never came true")
+
+
+def watch_of(engine: FakeEngine) -> TableWatch:
+    assert engine.watch is not None
+    return engine.watch
+
+
+async def read(call: grpc.aio.UnaryStreamCall[pb.WatchEventsRequest, pb.WatchEventsResponse]) -> pb.WatchEventsResponse:
+    message = await call.read()
+    assert isinstance(message, pb.WatchEventsResponse), "the stream has ended"
+    return message
+
+
+@pytest.mark.parametrize(("size", "pieces"), [(0, [0]), (3, [3]), (1024, [1024, 0]), (2100, [1024, 1024, 52])])
+def test_the_snapshot_comes_in_pieces_that_fit_a_message(size: int, pieces: list[int]) -> None:
+    async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
+        engine.table = [block(number) for number in range(size)]
+        messages = [message async for message in stub.WatchEvents(pb.WatchEventsRequest(snapshot_only=True))]
+        assert [len(message.events) for message in messages] == pieces
+        assert [message.sequence for message in messages] == list(range(1, len(pieces) + 1))
+        assert [message.more for message in messages] == [True] * (len(pieces) - 1) + [False]
+        assert all(message.snapshot for message in messages)
+        assert [name for message in messages for name in shown(message)] == [f"+{number}" for number in range(size)]
+        await until(lambda: engine.ended_watches == [engine.watch])
+
+    run(body)
+
+
+def test_a_stored_block_tells_hash_parent_tokens_and_tier() -> None:
+    async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
+        engine.table = [block(7, Tier.DEVICE), block(7, Tier.HOST)]
+        for omit in (False, True):
+            request = pb.WatchEventsRequest(snapshot_only=True, omit_token_ids=omit)
+            (message,) = [message async for message in stub.WatchEvents(request)]
+            tokens = [] if omit else [7, 8]
+            assert [event.stored for event in message.events] == [
+                pb.BlockStored(block_hash="00000007", parent_hash="00000006", token_ids=tokens, tier=tier)
+                for tier in (pb.TIER_DEVICE, pb.TIER_HOST)
+            ]
+
+    run(body)
+
+
+def test_a_removed_block_tells_its_tier() -> None:
+    async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
+        call = stub.WatchEvents(pb.WatchEventsRequest())
+        await read(call)
+        watch_of(engine).push(diff(~4, ~5))
+        assert [event.removed for event in (await read(call)).events] == [
+            pb.BlockRemoved(block_hash="00000004", tier=pb.TIER_DEVICE),
+            pb.BlockRemoved(block_hash="00000005", tier=pb.TIER_HOST),
+        ]
+        call.cancel()
+
+    run(body)
+
+
+def test_batches_follow_the_snapshot_and_a_slow_reader_gets_them_as_one() -> None:
+    async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
+        engine.table = [block(0)]
+        call = stub.WatchEvents(pb.WatchEventsRequest())
+        assert shown(await read(call)) == ["+0"]
+        watch = watch_of(engine)
+        watch.push(diff(1, 2))
+        message = await read(call)
+        assert (message.sequence, message.snapshot, message.more, shown(message)) == (2, False, False, ["+1", "+2"])
+        # Nobody awaits in between, so the handler sees both at once: what 3 and 0 did cancels out or comes once.
+        watch.push(diff(3, ~0))
+        watch.push(diff(~3, ~1, 4))
+        assert shown(await read(call)) == ["-0", "-1", "+4"]
+        watch.push(diff(~4))
+        watch.push(diff(4, cleared=True))
+        assert shown(await read(call)) == ["clear", "+4"]
+        watch.push(diff(*range(10, 10 + 1500), cleared=True))
+        first, second = await read(call), await read(call)
+        assert (len(first.events), first.more, len(second.events), second.more) == (1024, True, 477, False)
+        assert shown(first)[0] == "clear"
+        assert second.sequence == 6
+        call.cancel()
+        await until(lambda: engine.ended_watches == [watch])
+
+    run(body)
+
+
+def test_a_reader_too_far_behind_is_told_to_start_again() -> None:
+    async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
+        call = stub.WatchEvents(pb.WatchEventsRequest())
+        await read(call)
+        watch_of(engine).push(diff(*range(5001)))
+        with pytest.raises(grpc.aio.AioRpcError, match="more than 5000 changes were not read in time") as caught:
+            await read(call)
+        assert caught.value.code() is grpc.StatusCode.ABORTED
+        assert engine.ended_watches == [engine.watch]
+
+    run(body)
+
+
+def test_a_watch_ends_with_what_ended_it() -> None:
+    async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
+        call = stub.WatchEvents(pb.WatchEventsRequest())
+        await read(call)
+        watch_of(engine).fail(Unavailable("the manager is shutting down"))
+        with pytest.raises(grpc.aio.AioRpcError, match="shutting down") as caught:
+            await read(call)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        engine.refusal = LimitExceeded("16 readers")
+        with pytest.raises(grpc.aio.AioRpcError, match="16 readers") as caught:
+            await read(stub.WatchEvents(pb.WatchEventsRequest()))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    run(body)
+
+
+def test_an_ended_watch_keeps_nothing() -> None:
+    """Pushes after the reader went, and a second close, do nothing."""
+    ended: list[TableWatch] = []
+    watch = TableWatch(iter([block(1)]), ended.append)
+    watch.push(diff(2))
+    watch.close()
+    watch.close()
+    assert ended == [watch]
+    assert watch.take_snapshot(9) == []

@@ -1,0 +1,337 @@
+"""Generate from end to end of the service: what the engine pushes, and what the client gets."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+from support.engine.inference_harness import ABORT, LENGTH, STOP, TOKENIZER, Harness, bytes_of, request, run, tokens_of
+
+from pagekv.kvmanager.request.command import FinishReason, SequenceDelta, TokenLogprobs
+from pagekv.v1 import inference_service_pb2 as pb
+
+
+def test_a_stream_of_chunks_and_its_end() -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request())
+        smile = bytes_of("😀")
+        first, second = tokens_of(" beginning ") + smile[:1], smile[1:]
+        h.engine.push("r", *first)
+        chunk = (await call.read()).chunk
+        assert (list(chunk.token_ids), chunk.text, chunk.index) == (first, " beginning ", 0)
+        assert (chunk.prompt_tokens, chunk.completion_tokens, chunk.cached_tokens) == (2, len(first), 4)
+        h.engine.push("r", *second)
+        chunk = (await call.read()).chunk
+        assert (list(chunk.token_ids), chunk.text) == (second, "😀")
+        assert chunk.completion_tokens == len(first) + 3
+        h.engine.push("r", 50, finish=FinishReason.LENGTH)
+        last = await call.read()
+        assert last.request_id == "r"
+        assert list(last.chunk.token_ids) == [50]
+        complete = (await call.read()).complete
+        assert complete.finish_reason == LENGTH
+        assert list(complete.output_ids) == [*first, *second, 50]
+        assert complete.text == " beginning 😀" + TOKENIZER.decode([50])
+        assert (complete.prompt_tokens, complete.completion_tokens) == (2, len(first) + 4)
+        assert (complete.cached_tokens, complete.preemptions) == (4, 2)
+        assert complete.WhichOneof("matched_stop") is None
+        assert await call.rest() == []
+        assert await call.code() is grpc.StatusCode.OK
+        assert h.engine.aborted == []
+        assert h.engine.commands[0].prompt_ids == tokens_of("In the")
+
+    run(body)
+
+
+def test_a_reader_that_leaves_late_does_not_end_a_request_of_the_same_id() -> None:
+    """The id is free once its request has ended, however much its reader has not taken yet."""
+
+    async def body(h: Harness) -> None:
+        late = await h.start(request())
+        first = h.engine.live.pop("r")
+        again = await h.start(request())
+        late.cancel()
+        await h.until(lambda: h.engine.left == [first])
+        h.engine.push("r", 50, finish=FinishReason.LENGTH)
+        assert list((await again.read()).chunk.token_ids) == [50]
+        assert h.engine.aborted == []
+
+    run(body)
+
+
+def test_a_stop_token_is_reported_and_has_no_text() -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request(params={"stop_token_ids": tokens_of("d")}))
+        h.engine.push("r", *tokens_of("a"), *tokens_of("d"), finish=FinishReason.STOP)
+        chunk = (await call.read()).chunk
+        assert (list(chunk.token_ids), chunk.text) == (tokens_of("a") + tokens_of("d"), "a")
+        complete = (await call.read()).complete
+        assert (complete.finish_reason, complete.stop_token_id, complete.text) == (STOP, tokens_of("d")[0], "a")
+        assert complete.WhichOneof("matched_stop") == "stop_token_id"
+
+    run(body)
+
+
+def test_a_stop_string_across_chunks_ends_the_sequence_and_trims_the_rest() -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request(params={"stop": ["\n#"], "logprobs": 0}))
+        for text in ["a\n", "#bc"]:
+            ids = [token for character in text for token in tokens_of(character)]
+            logprobs = [TokenLogprobs(token, -0.5) for token in ids]
+            h.engine.live["r"].push(SequenceDelta(0, ids, logprobs))
+            if text == "a\n":
+                chunk = (await call.read()).chunk
+                assert (len(chunk.token_ids), chunk.text) == (2, "a")
+        chunk = (await call.read()).chunk
+        assert (list(chunk.token_ids), chunk.text) == (tokens_of("#"), "")
+        assert len(chunk.logprobs) == 1
+        complete = (await call.read()).complete
+        assert (complete.finish_reason, complete.stop_string, complete.text) == (STOP, "\n#", "a")
+        assert list(complete.output_ids) == tokens_of("a") + tokens_of("\n") + tokens_of("#")
+        assert complete.completion_tokens == len(complete.logprobs) == 3
+        assert await call.rest() == []
+        assert h.engine.stopped == [("r", 0)]
+        assert h.engine.aborted == []
+
+    run(body)
+
+
+def test_a_stop_string_before_min_tokens_is_text() -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request(params={"stop": ["b"], "min_tokens": 3}))
+        h.engine.push("r", *(tokens_of("a") + tokens_of("b") + tokens_of("a") + tokens_of("b") + tokens_of("a")))
+        chunk = (await call.read()).chunk
+        assert (chunk.text, len(chunk.token_ids)) == ("aba", 4)
+        assert (await call.read()).complete.stop_string == "b"
+
+    run(body)
+
+
+def test_text_held_back_for_a_stop_string_comes_with_the_end() -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request(params={"stop": ["xyz"]}))
+        h.engine.push("r", *tokens_of("x"))
+        assert (await call.read()).chunk.text == ""
+        h.engine.push("r", *tokens_of("y"), finish=FinishReason.LENGTH)
+        assert (await call.read()).chunk.text == "xy"
+        assert (await call.read()).complete.text == "xy"
+
+    run(body)
+
+
+def test_a_slow_reader_gets_its_tokens_in_one_chunk() -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request())
+        for _ in range(20):
+            h.engine.push("r", 50)
+        h.engine.push("r", 51, finish=FinishReason.LENGTH)
+        chunks = await call.rest()
+        assert len(chunks) == 2
+        assert list(chunks[0].chunk.token_ids) == [50] * 20 + [51]
+
+    run(body)
+
+
+def test_n_sequences_are_independent_and_all_are_completed() -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request(params={"n": 3, "stop": ["c"]}))
+        for index, text in enumerate("abc"):
+            h.engine.push("r", *tokens_of(text), index=index)
+        messages = [await call.read() for _ in range(4)]
+        assert [(m.chunk.index, m.chunk.text) for m in messages[:3]] == [(0, "a"), (1, "b"), (2, "")]
+        assert (messages[3].complete.index, messages[3].complete.stop_string) == (2, "c")
+        h.engine.push("r", *tokens_of("late"), index=2)
+        h.engine.push("r", *tokens_of("a"), index=1, finish=FinishReason.STOP)
+        h.engine.push("r", *tokens_of("e"), index=0, finish=FinishReason.LENGTH)
+        rest = await call.rest()
+        assert sorted(m.complete.text for m in rest if m.WhichOneof("event") == "complete") == ["ae", "b"]
+        assert all(m.chunk.index != 2 for m in rest if m.WhichOneof("event") == "chunk")
+        assert h.engine.stopped == [("r", 2)]
+
+    run(body)
+
+
+def test_only_complete_sends_nothing_else() -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request(only_complete=True))
+        h.engine.push("r", *tokens_of("a"))
+        await asyncio.sleep(0.01)
+        h.engine.push("r", *tokens_of("b"), finish=FinishReason.LENGTH)
+        messages = await call.rest()
+        assert [m.WhichOneof("event") for m in messages] == ["complete"]
+        assert messages[0].complete.text == "ab"
+
+    run(body)
+
+
+def test_beam_search_sends_its_results_best_first_and_no_chunks() -> None:
+    """The engine pushes every result whole; a stop token is reported without text, as ever (CHECKLIST J2)."""
+
+    async def body(h: Harness) -> None:
+        params = {"n": 2, "beam_width": 3, "max_tokens": 4, "stop_token_ids": tokens_of("d")}
+        call = await h.start(request(params=params))
+        assert h.engine.commands[0].sampling.beam_width == 3
+        best, second = tokens_of("a") + tokens_of("d"), tokens_of("b") + tokens_of("c")
+        stream = h.engine.live["r"]
+        stream.push(SequenceDelta(0, best, finish=FinishReason.STOP, stop_token_id=best[-1], cumulative_logprob=-1.25))
+        stream.push(SequenceDelta(1, second, finish=FinishReason.LENGTH, cumulative_logprob=-2.5))
+        messages = await call.rest()
+        assert [m.WhichOneof("event") for m in messages] == ["complete", "complete"]
+        first, last = (m.complete for m in messages)
+        assert (first.index, list(first.output_ids), first.text, first.finish_reason) == (0, best, "a", STOP)
+        assert (first.cumulative_logprob, first.stop_token_id, first.completion_tokens) == (-1.25, best[-1], 2)
+        assert (last.index, list(last.output_ids), last.text, last.finish_reason) == (1, second, "bc", LENGTH)
+        assert last.cumulative_logprob == -2.5
+
+    run(body)
+
+
+def test_sampling_has_no_cumulative_logprob() -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request())
+        h.engine.push("r", 50, finish=FinishReason.LENGTH)
+        assert not (await call.rest())[-1].complete.HasField("cumulative_logprob")
+
+    run(body)
+
+
+def test_logprobs_arrive_with_their_tokens() -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request(params={"logprobs": 2}))
+        logprobs = [TokenLogprobs(50, -1.5, ((51, -0.25), (50, -1.5)))]
+        h.engine.live["r"].push(SequenceDelta(0, [50], logprobs, finish=FinishReason.LENGTH))
+        chunk = (await call.read()).chunk
+        assert (chunk.logprobs[0].chosen.token_id, chunk.logprobs[0].chosen.logprob) == (50, -1.5)
+        assert [(top.token_id, top.logprob) for top in chunk.logprobs[0].top] == [(51, -0.25), (50, -1.5)]
+        assert (await call.read()).complete.logprobs == chunk.logprobs
+
+    run(body)
+
+
+def test_resumed_text_goes_on_exactly_where_it_broke_off() -> None:
+    """The first stream had sent two of the four bytes of an emoji, and held back what may become a stop string."""
+    smile = bytes_of("😀")
+
+    async def body(h: Harness) -> None:
+        sent = tokens_of("a") + smile[:2]
+        ids = tokens_of("In the") + sent
+        call = await h.start(request(ids=ids, resumed_tokens=len(sent), params={"stop": ["😀x"]}))
+        assert h.engine.commands[0].resumed_tokens == 3
+        h.engine.push("r", *smile[2:])
+        chunk = (await call.read()).chunk
+        assert (chunk.text, chunk.completion_tokens, chunk.prompt_tokens) == ("", 5, 2)
+        h.engine.push("r", *tokens_of("y"), finish=FinishReason.LENGTH)
+        assert (await call.read()).chunk.text == "😀y"
+        complete = (await call.read()).complete
+        assert (complete.text, list(complete.output_ids)) == ("😀y", smile[2:] + tokens_of("y"))
+        assert complete.completion_tokens == 6
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("params", "output", "reason", "matched"),
+    [
+        ({"max_tokens": 2}, "ab", LENGTH, None),
+        ({"stop": ["b"]}, "ab", STOP, "stop_string"),
+        ({"stop_token_ids": tokens_of("b")}, "ab", STOP, "stop_token_id"),
+        ({}, "a</s>", STOP, "stop_token_id"),
+    ],
+)
+def test_a_resumed_output_that_was_whole_ends_at_once(
+    params: dict[str, Any], output: str, reason: int, matched: str | None
+) -> None:
+    async def body(h: Harness) -> None:
+        ids = tokens_of("In the") + [token for c in ("a", output[1:]) for token in tokens_of(c)]
+        messages = [m async for m in h.stub.Generate(request(ids=ids, resumed_tokens=2, params=params))]
+        assert [m.WhichOneof("event") for m in messages] == ["complete"]
+        complete = messages[0].complete
+        assert (complete.finish_reason, complete.WhichOneof("matched_stop")) == (reason, matched)
+        assert (complete.completion_tokens, list(complete.output_ids), complete.text) == (2, [], "")
+        assert h.engine.commands == []
+
+    run(body)
+
+
+@pytest.mark.parametrize("params", [{"ignore_eos": True}, {"min_tokens": 3}])
+def test_a_resumed_output_that_was_not_whole_goes_on(params: dict[str, Any]) -> None:
+    async def body(h: Harness) -> None:
+        ids = tokens_of("In the") + tokens_of("a</s>")
+        call = await h.start(request(ids=ids, resumed_tokens=2, params=params))
+        h.engine.push("r", 50, finish=FinishReason.LENGTH)
+        assert (await call.read()).chunk.completion_tokens == 3
+
+    run(body)
+
+
+@pytest.mark.parametrize("read_first", [True, False])
+def test_cancelling_aborts(read_first: bool) -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request())
+        if read_first:
+            h.engine.push("r", 50)
+            await call.read()
+        call.cancel()
+        await h.until(lambda: h.engine.aborted == ["r"])
+
+    run(body)
+
+
+def test_cancelling_while_the_server_is_writing_aborts() -> None:
+    """A reader that never reads fills the flow-control window, so the handler is stuck in a write."""
+
+    async def body(h: Harness) -> None:
+        call = await h.start(request())
+        stream = h.engine.live["r"]
+        for _ in range(400):  # gRPC itself takes a few megabytes
+            h.engine.push("r", *[399] * 50_000)
+            await asyncio.sleep(0.005)
+            if sum(len(delta.token_ids) for delta in stream._pending.values()) > 200_000:
+                break
+        else:
+            raise AssertionError("the server goes on taking tokens although nobody reads them")
+        call.cancel()
+        await h.until(lambda: h.engine.aborted == ["r"])
+
+    run(body, tokenizer=None)
+
+
+def test_a_deadline_aborts() -> None:
+    async def body(h: Harness) -> None:
+        call = h.stub.Generate(request(), timeout=0.2)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in call:
+                pass
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await h.until(lambda: h.engine.aborted == ["r"])
+
+    run(body)
+
+
+def test_the_end_of_a_call_never_aborts_its_successor() -> None:
+    async def body(h: Harness) -> None:
+        for _ in range(20):
+            call = await h.start(request())
+            h.engine.push("r", 50, finish=FinishReason.LENGTH)
+            assert len(await call.rest()) == 2
+            del h.engine.live["r"]
+        assert h.engine.aborted == []
+
+    run(body)
+
+
+def test_abort_ends_the_stream_with_what_there_was() -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request())
+        h.engine.push("r", *tokens_of("a"))
+        await call.read()
+        answer = await h.stub.Abort(pb.AbortRequest(request_ids=["r", "unknown", "r"]))
+        assert list(answer.aborted) == ["r"]
+        complete = (await call.read()).complete
+        assert (complete.finish_reason, complete.text) == (ABORT, "a")
+        assert await call.rest() == []
+        assert h.engine.aborted == ["r"]
+
+    run(body)

@@ -1,0 +1,189 @@
+"""InferenceService: refusals with their details, and the calls besides Generate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from support.engine.fake_engine import MODEL
+from support.engine.inference_harness import Harness, detail, refusal, request, run, tokens_of
+
+from pagekv.common.errors import InvalidRequest, Overloaded, Unavailable
+from pagekv.kvmanager.request.command import FinishReason
+from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.v1 import types_pb2
+
+
+def test_a_bad_field_is_named_in_the_details_and_the_server_goes_on() -> None:
+    async def body(h: Harness) -> None:
+        code, message, status = await refusal(h.stub.Generate(request(params={"n": 0})))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert message == "sampling_params.n: must be from 1 to 64, got 0"
+        violation = detail(status, error_details_pb2.BadRequest()).field_violations[0]
+        assert (violation.field, violation.description) == ("sampling_params.n", "must be from 1 to 64, got 0")
+        assert detail(status, error_details_pb2.ErrorInfo()).reason == "INVALID_FIELD"
+        assert h.engine.commands == []
+        await h.start(request())
+
+    run(body)
+
+
+def test_a_prompt_of_10_mb_is_refused_by_name() -> None:
+    async def body(h: Harness) -> None:
+        code, message, _ = await refusal(h.stub.Generate(pb.GenerateRequest(text="x" * 10_000_000)))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert message.startswith("text: must be at most 8388608 bytes")
+
+    run(body)
+
+
+def test_a_request_for_another_model_is_refused() -> None:
+    """What a client resumes with: the answer says once of which model it is, and no other may go on with it."""
+
+    async def body(h: Harness) -> None:
+        message = request()
+        message.model_fingerprint = MODEL.model_fingerprint
+        call = await h.start(message)
+        h.engine.push("r", 50)
+        assert (await call.read()).model_fingerprint == MODEL.model_fingerprint
+        h.engine.push("r", 51)
+        assert not (await call.read()).model_fingerprint
+        assert h.engine.commands[0].model_fingerprint == MODEL.model_fingerprint
+        message.model_fingerprint = "beef"
+        code, words, status = await refusal(h.stub.Generate(message))
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+        assert words == f"model_fingerprint: the model served is {MODEL.model_fingerprint}, not beef"
+        assert detail(status, error_details_pb2.ErrorInfo()).reason == "FAILED_PRECONDITION"
+        assert len(h.engine.commands) == 1
+
+    run(body)
+
+
+def test_a_taken_request_id() -> None:
+    async def body(h: Harness) -> None:
+        await h.start(request())
+        code, message, status = await refusal(h.stub.Generate(request()))
+        assert code is grpc.StatusCode.ALREADY_EXISTS
+        assert "request_id: 'r' is in use" in message
+        assert detail(status, error_details_pb2.BadRequest()).field_violations[0].field == "request_id"
+        # The refused call has no part in the running one.
+        assert h.engine.aborted == []
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "retry_ms"),
+    [
+        (Overloaded("the queue is full", 1.5), grpc.StatusCode.RESOURCE_EXHAUSTED, 1500),
+        (Unavailable("shutting down", 2), grpc.StatusCode.UNAVAILABLE, 2000),
+        (InvalidRequest("sampling_params.max_tokens", "too many"), grpc.StatusCode.INVALID_ARGUMENT, None),
+    ],
+)
+def test_what_the_engine_refuses(error: Exception, code: grpc.StatusCode, retry_ms: int | None) -> None:
+    async def body(h: Harness) -> None:
+        h.engine.refusal = error
+        got, _, status = await refusal(h.stub.Generate(request()))
+        assert got is code
+        if retry_ms is not None:
+            assert detail(status, error_details_pb2.RetryInfo()).retry_delay.ToMilliseconds() == retry_ms
+
+    run(body)
+
+
+def test_a_stream_that_the_engine_fails() -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request())
+        h.engine.push("r", 50)
+        h.engine.live["r"].fail(Unavailable("the executor restarted with another model"))
+        assert list((await call.read()).chunk.token_ids) == [50]
+        with pytest.raises(grpc.aio.AioRpcError, match="another model"):
+            await call.read()
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
+
+    run(body)
+
+
+def test_before_the_model_is_known_calls_are_unavailable() -> None:
+    async def body(h: Harness) -> None:
+        code, message, _ = await refusal(h.stub.Generate(request()))
+        assert (code, message) == (grpc.StatusCode.UNAVAILABLE, "the tokenizer is being loaded")
+        h.engine.model = None
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await h.stub.GetModelInfo(pb.GetModelInfoRequest())
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert caught.value.details() == "no executor is attached yet"
+
+    run(body, opened=False)
+
+
+def test_tokenize_and_detokenize() -> None:
+    async def body(h: Harness) -> None:
+        ids = list((await h.stub.Tokenize(pb.TokenizeRequest(text="the earth"))).token_ids)
+        assert ids == [0, *tokens_of("the earth")]
+        assert (await h.stub.Detokenize(pb.DetokenizeRequest(token_ids=ids))).text == "the earth"
+        assert (await h.stub.Detokenize(pb.DetokenizeRequest(token_ids=ids * 1000))).text == "the earth" * 1000
+        assert (await h.stub.Detokenize(pb.DetokenizeRequest())).text == ""
+        chat = types_pb2.ChatInput(messages=[types_pb2.ChatMessage(role="user", content="hi")])
+        assert list((await h.stub.Tokenize(pb.TokenizeRequest(chat=chat))).token_ids) == [2, *tokens_of("hi")]
+        long = (await h.stub.Tokenize(pb.TokenizeRequest(text="the earth " * 2000))).token_ids
+        assert len(long) > MODEL.max_model_len
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("method", "message", "field"),
+    [
+        ("Tokenize", pb.TokenizeRequest(), "input"),
+        ("Tokenize", pb.TokenizeRequest(text=""), "text"),
+        ("Detokenize", pb.DetokenizeRequest(token_ids=[0, 400]), "token_ids[1]"),
+        ("Detokenize", pb.DetokenizeRequest(token_ids=[0] * (2**20 + 1)), "token_ids"),
+        ("Abort", pb.AbortRequest(), "request_ids"),
+        ("Abort", pb.AbortRequest(request_ids=["ok", ""]), "request_ids[1]"),
+        ("Abort", pb.AbortRequest(request_ids=[f"{i}" for i in range(1025)]), "request_ids"),
+    ],
+)
+def test_bad_fields_of_the_other_calls(method: str, message: Any, field: str) -> None:
+    async def body(h: Harness) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await getattr(h.stub, method)(message)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (caught.value.details() or "").startswith(f"{field}: ")
+
+    run(body)
+
+
+def test_without_a_tokenizer_token_ids_still_work() -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request())
+        h.engine.push("r", 50, finish=FinishReason.STOP)
+        assert ((await call.read()).chunk.text, (await call.read()).complete.stop_token_id) == ("", 50)
+        for method, message in [("Tokenize", pb.TokenizeRequest(text="x")), ("Detokenize", pb.DetokenizeRequest())]:
+            with pytest.raises(grpc.aio.AioRpcError, match="no tokenizer"):
+                await getattr(h.stub, method)(message)
+        info = await h.stub.GetModelInfo(pb.GetModelInfoRequest())
+        assert not info.has_tokenizer
+        assert not info.has_chat_template
+
+    run(body, tokenizer=None)
+
+
+def test_model_info() -> None:
+    async def body(h: Harness) -> None:
+        assert await h.stub.GetModelInfo(pb.GetModelInfoRequest()) == pb.GetModelInfoResponse(
+            model_id="small",
+            model_fingerprint="f00d",
+            max_model_len=64,
+            vocab_size=400,
+            eos_token_ids=[1],
+            has_tokenizer=True,
+            has_chat_template=True,
+            block_size=4,
+            num_device_blocks=16,
+            backend="oracle",
+        )
+
+    run(body)

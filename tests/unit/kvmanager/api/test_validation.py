@@ -1,0 +1,268 @@
+"""Every field of GenerateRequest: what is refused and how."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.engine.fake_engine import MODEL
+from support.engine.generate_requests import (
+    IDS,
+    NO_TEMPLATE,
+    TOKENIZER,
+    beams,
+    cached,
+    chat,
+    ids,
+    media,
+    read,
+    resumed,
+    sampled,
+)
+
+from pagekv.common.errors import InvalidRequest
+from pagekv.kvmanager.api.validation import read_generate
+from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.v1 import types_pb2
+
+N2 = types_pb2.SamplingParams(n=2)
+P = "sampling_params."
+# Request, field path, words of the description: bounds and value.
+REFUSED: list[tuple[pb.GenerateRequest, str, str]] = [
+    (pb.GenerateRequest(tokenized=IDS, request_id="a b"), "request_id", "1 to 128 characters of .* got 'a b'"),
+    (pb.GenerateRequest(tokenized=IDS, request_id="ä"), "request_id", "got 'ä'"),
+    (pb.GenerateRequest(tokenized=IDS, request_id="a\n"), "request_id", "1 to 128"),
+    (pb.GenerateRequest(tokenized=IDS, request_id="a" * 129), "request_id", r"\(129 characters\)"),
+    (pb.GenerateRequest(), "input", "exactly one of text, tokenized and chat"),
+    (pb.GenerateRequest(text=""), "text", "empty"),
+    (pb.GenerateRequest(text="x" * (8 * 2**20 + 1)), "text", "at most 8388608 bytes .* has 8388609"),
+    (pb.GenerateRequest(text="é" * (4 * 2**20 + 1)), "text", "at most 8388608 bytes .* has 8388610"),
+    (pb.GenerateRequest(text="\x00" * 63), "text", r"has 64 tokens, must have from 1 to 63 \(the context has 64"),
+    (ids(), "tokenized.input_ids", "at least one"),
+    (ids(*[5] * 64), "tokenized.input_ids", r"has 64 tokens, must have from 1 to 63 \(the context has 64 tokens\)"),
+    (ids(5, 399, 400), "tokenized.input_ids[2]", "from 0 to 399 .* got 400"),
+    (ids(2**32 - 1), "tokenized.input_ids[0]", "got 4294967295"),
+    (chat(), "chat.messages", "from 1 to 4096 messages, has 0"),
+    (chat(*[("user", "")] * 4097), "chat.messages", "has 4097"),
+    (chat(("user", "x"), ("", "y")), "chat.messages[1].role", "empty"),
+    (chat(("user", "x" * 5 * 2**20), ("user", "x" * 5 * 2**20)), "chat.messages", "at most 8388608 bytes"),
+    (chat(("pirate", "x")), "chat.messages", "refuses it: no pirates"),
+    (chat(("user", "\x00" * 62)), "chat.messages", "has 64 tokens, must have from 1 to 63"),
+    (pb.GenerateRequest(tokenized=IDS, priority=101), "priority", "from -100 to 100, got 101"),
+    (pb.GenerateRequest(tokenized=IDS, priority=-101), "priority", "from -100 to 100, got -101"),
+    (sampled(temperature=-0.5), P + "temperature", "from 0 to 100, got -0.5"),
+    (sampled(temperature=100.5), P + "temperature", "from 0 to 100, got 100.5"),
+    (sampled(temperature=math.nan), P + "temperature", "from 0 to 100, got nan"),
+    (sampled(temperature=math.inf), P + "temperature", "from 0 to 100, got inf"),
+    (sampled(top_p=0.0), P + "top_p", "above 0 and up to 1, got 0.0"),
+    (sampled(top_p=1.5), P + "top_p", "above 0 and up to 1, got 1.5"),
+    (sampled(top_p=-math.inf), P + "top_p", "got -inf"),
+    (sampled(top_p=math.nan), P + "top_p", "got nan"),
+    (sampled(top_k=401), P + "top_k", "from 0 to 400, got 401"),
+    (sampled(min_p=-0.5), P + "min_p", "from 0 to 1, got -0.5"),
+    (sampled(min_p=1.5), P + "min_p", "from 0 to 1, got 1.5"),
+    (sampled(min_p=math.nan), P + "min_p", "got nan"),
+    (sampled(max_tokens=0), P + "max_tokens", r"from 1 to 60 \(the context has 64 tokens, the prompt takes 4\), got 0"),
+    (sampled(max_tokens=61), P + "max_tokens", "from 1 to 60 .* got 61"),
+    (sampled(max_tokens=2**32 - 1), P + "max_tokens", "got 4294967295"),
+    (sampled(min_tokens=17), P + "min_tokens", r"from 0 to max_tokens \(16\), got 17"),
+    (sampled(min_tokens=6, max_tokens=5), P + "min_tokens", r"from 0 to max_tokens \(5\), got 6"),
+    (sampled(n=0), P + "n", "from 1 to 64, got 0"),
+    (sampled(n=65), P + "n", "from 1 to 64, got 65"),
+    (sampled(stop=["x"] * 17), P + "stop", "at most 16 entries, has 17"),
+    (sampled(stop=["ok", ""]), P + "stop[1]", "from 1 to 256 characters, has 0"),
+    (sampled(stop=["x" * 257]), P + "stop[0]", "from 1 to 256 characters, has 257"),
+    (sampled(stop_token_ids=[1] * 65), P + "stop_token_ids", "at most 64 entries, has 65"),
+    (sampled(stop_token_ids=[399, 400]), P + "stop_token_ids[1]", "from 0 to 399 .* got 400"),
+    (sampled(repetition_penalty=0.0), P + "repetition_penalty", "above 0 and up to 10, got 0.0"),
+    (sampled(repetition_penalty=10.5), P + "repetition_penalty", "above 0 and up to 10, got 10.5"),
+    (sampled(repetition_penalty=math.nan), P + "repetition_penalty", "got nan"),
+    (sampled(presence_penalty=-2.5), P + "presence_penalty", "from -2 to 2, got -2.5"),
+    (sampled(presence_penalty=math.nan), P + "presence_penalty", "got nan"),
+    (sampled(frequency_penalty=2.5), P + "frequency_penalty", "from -2 to 2, got 2.5"),
+    (sampled(frequency_penalty=math.inf), P + "frequency_penalty", "got inf"),
+    (sampled(logprobs=21), P + "logprobs", "from 0 to 20, got 21"),
+    (sampled(logit_bias={400: 1.0}), P + "logit_bias", "from 0 to 399, got 400"),
+    (sampled(logit_bias={7: 100.5}), P + "logit_bias[7]", "from -100 to 100, got 100.5"),
+    (sampled(logit_bias={7: math.nan}), P + "logit_bias[7]", "got nan"),
+    (sampled(logit_bias=dict.fromkeys(range(1025), 1.0)), P + "logit_bias", "at most 1024 entries, has 1025"),
+    (beams(33), P + "beam_width", "from 0 to 32, got 33"),
+    (beams(17), P + "beam_width", "from 0 to 16 .*the pool 16 blocks.*, got 17"),
+    (beams(n=5), P + "n", r"from 1 to beam_width \(4\), got 5"),
+    (beams(length_penalty=10.5), P + "length_penalty", "from -10 to 10, got 10.5"),
+    (beams(length_penalty=math.nan), P + "length_penalty", "from -10 to 10, got nan"),
+    (sampled(length_penalty=2), P + "length_penalty", "must be absent without beam_width, got 2.0"),
+    (sampled(early_stopping=True), P + "early_stopping", "must be absent without beam_width, got True"),
+    (beams(temperature=0.5), P + "temperature", "must be 0 or absent with beam_width, got 0.5"),
+    (beams(top_p=0.5), P + "top_p", "must be 1 or absent with beam_width, got 0.5"),
+    (beams(top_k=5), P + "top_k", "must be 0 or absent with beam_width, got 5"),
+    (beams(min_p=0.5), P + "min_p", "must be 0 or absent with beam_width, got 0.5"),
+    (beams(repetition_penalty=1.5), P + "repetition_penalty", "must be 1 or absent with beam_width, got 1.5"),
+    (beams(presence_penalty=-1), P + "presence_penalty", "must be 0 or absent with beam_width, got -1.0"),
+    (beams(frequency_penalty=1), P + "frequency_penalty", "must be 0 or absent with beam_width, got 1.0"),
+    (beams(seed=0), P + "seed", "must be absent with beam_width"),
+    (beams(stop=["x"]), P + "stop", "must be absent with beam_width"),
+    (beams(logprobs=0), P + "logprobs", "must be absent with beam_width"),
+    (beams(logit_bias={1: 1.0}), P + "logit_bias", "must be absent with beam_width"),
+    (
+        resumed(1, sampling_params=types_pb2.SamplingParams(beam_width=2)),
+        "resumed_tokens",
+        "must be 0 with sampling_params.beam_width, got 1",
+    ),
+    (cached(namespace="é" * 129), "cache.namespace", "at most 256 bytes of UTF-8, has 258"),
+    (cached(adapter_id="a" * 257), "cache.adapter_id", "at most 256 bytes of UTF-8, has 257"),
+    (media(0, 1, ""), "cache.media_hashes[0].hash", "from 1 to 128 characters, has 0"),
+    (media(0, 1, "h" * 129), "cache.media_hashes[0].hash", "from 1 to 128 characters, has 129"),
+    (media(4, 1), "cache.media_hashes[0].position", "from 0 to 3, got 4"),
+    (media(1, 0), "cache.media_hashes[0].length", "from 1 to 3, got 0"),
+    (media(1, 4), "cache.media_hashes[0].length", "from 1 to 3, got 4"),
+    (cached(media_hashes=[types_pb2.MediaHash()] * 257), "cache.media_hashes", "at most 256 entries, has 257"),
+    (resumed(4), "resumed_tokens", r"below the number of input ids \(4\), got 4"),
+    (resumed(2**32 - 1), "resumed_tokens", "got 4294967295"),
+    (resumed(1, sampling_params=N2), "resumed_tokens", "must be 0 unless sampling_params.n is 1"),
+    (pb.GenerateRequest(text="x", resumed_tokens=1), "resumed_tokens", "must be 0 unless the input is tokenized"),
+    (resumed(3, sampling_params=types_pb2.SamplingParams(max_tokens=2)), "resumed_tokens", r"max_tokens \(2\), got 3"),
+    (
+        resumed(2, cache=types_pb2.CacheControls(media_hashes=[types_pb2.MediaHash(position=2, length=1, hash="h")])),
+        "cache.media_hashes[0].position",
+        "from 0 to 1, got 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("request_", "field", "words"), REFUSED, ids=[f"{i}-{field}" for i, (_, field, _) in enumerate(REFUSED)]
+)
+def test_refused(request_: pb.GenerateRequest, field: str, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        read(request_)
+    assert caught.value.field == field
+
+
+def test_every_field_of_the_contract_is_refused_somewhere() -> None:
+    """Booleans and the seed, where every value is valid, aside; and the fingerprint, which is no bad field but a
+    precondition.
+    """
+    free = {"seed", "ignore_eos", "no_read", "no_write", "only_complete", "model_fingerprint"}
+    paths = " ".join(field for _, field, _ in REFUSED).replace("[", ".").replace("]", "").replace(".", " ").split()
+    messages = (pb.GenerateRequest, types_pb2.SamplingParams, types_pb2.CacheControls, types_pb2.MediaHash)
+    names = {field.name for message in messages for field in message.DESCRIPTOR.fields}
+    assert names - free - {"sampling_params", "cache", "tokenized", "chat"} <= set(paths)
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (pb.GenerateRequest(text="x"), "text"),
+        (chat(("user", "x")), "chat"),
+        (sampled(stop=["x"]), "sampling_params.stop"),
+    ],
+)
+def test_without_a_tokenizer_only_token_ids_are_taken(request_: pb.GenerateRequest, field: str) -> None:
+    with pytest.raises(InvalidRequest, match="no tokenizer") as caught:
+        read(request_, None)
+    assert caught.value.field == field
+    assert read(ids(5, 6), None)[0].prompt_ids == [5, 6]
+
+
+def test_without_a_chat_template_chat_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="no chat template") as caught:
+        read(chat(("user", "x")), NO_TEMPLATE)
+    assert caught.value.field == "chat"
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_caught() -> None:
+    with pytest.raises(InvalidRequest, match="from 0 to 2 "):
+        asyncio.run(read_generate(pb.GenerateRequest(text="x"), replace(MODEL, vocab_size=3), TOKENIZER))
+
+
+@pytest.mark.parametrize(
+    ("request_", "model", "most"),
+    [
+        # 128 candidates of each beam are all there is: 64 stop tokens, one of them the model's own, and 33 more.
+        (beams(29, stop_token_ids=range(64)), {"eos_token_ids": tuple(range(63, 100))}, 28),
+        (beams(32, stop_token_ids=range(64)), {}, None),
+        # The vocabulary must have a token for every beam besides those that end.
+        (beams(10), {"vocab_size": 10}, 9),
+        (beams(10, ignore_eos=True), {"vocab_size": 10}, None),
+    ],
+)
+def test_the_beams_need_tokens_besides_those_that_end(
+    request_: pb.GenerateRequest, model: dict[str, Any], most: int | None
+) -> None:
+    model = {"num_device_blocks": 100, **model}
+    if most is None:
+        read(request_, **model)
+        return
+    with pytest.raises(InvalidRequest, match=f"from 0 to {most} .* tokens end a hypothesis") as caught:
+        read(request_, **model)
+    assert caught.value.field == "sampling_params.beam_width"
+
+
+LONG = types_pb2.SamplingParams(beam_width=4)
+
+
+@pytest.mark.parametrize(
+    ("request_", "field", "words"),
+    [
+        (ids(*[5] * 41), "tokenized.input_ids", "has 41 tokens, .* from 1 to 40: 41 tokens need 11 blocks, .* has 10"),
+        (pb.GenerateRequest(text="\x00" * 40), "text", "41 tokens need 11 blocks, the pool has 10"),
+        (chat(("user", "\x00" * 39)), "chat.messages", "41 tokens need 11 blocks, the pool has 10"),
+        (
+            ids(*[5] * 9, sampling_params=LONG),
+            "tokenized.input_ids",
+            "to 8: 9 tokens for 4 beams need 12 blocks",
+        ),
+        (sampled(max_tokens=38), P + "max_tokens", "from 1 to 37, got 38: 42 tokens need 11 blocks, the pool has 10"),
+        (beams(max_tokens=6), P + "max_tokens", "from 1 to 5, got 6: 10 tokens for 4 beams need 12 blocks, .* has 10"),
+    ],
+)
+def test_what_can_never_fit_is_refused_with_needed_and_available_blocks(
+    request_: pb.GenerateRequest, field: str, words: str
+) -> None:
+    """A context of 64 tokens and 10 blocks of 4: the last token sampled needs no slot."""
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        read(request_, num_device_blocks=10)
+    assert caught.value.field == field
+
+
+def test_long_texts_do_not_hold_up_the_event_loop() -> None:
+    """A prompt of 2 MB is refused for its length in tokens, and meanwhile other tasks run."""
+
+    async def main() -> tuple[int, float, float]:
+        worst, running, ticks = 0.0, True, 0
+
+        async def ticker() -> None:
+            nonlocal worst, ticks
+            while running:
+                before = time.perf_counter()
+                await asyncio.sleep(0.001)
+                worst, ticks = max(worst, time.perf_counter() - before), ticks + 1
+
+        task = asyncio.create_task(ticker())
+        await asyncio.sleep(0)
+        request = pb.GenerateRequest(text="the earth " * 200_000)
+        start = time.perf_counter()
+        with pytest.raises(InvalidRequest, match="must have from 1 to 63"):
+            await read_generate(request, MODEL, TOKENIZER)
+        elapsed = time.perf_counter() - start
+        running = False
+        await task
+        return ticks, worst, elapsed
+
+    ticks, worst, elapsed = asyncio.run(main())
+    assert ticks > 20
+    # Held up, it would be for all of the time that encoding takes.
+    assert worst < elapsed / 2
+
+
+def test_huge_lists_of_ids_are_refused_by_their_number_alone() -> None:
+    request = ids(*[2**32 - 1] * 2_000_000)
+    start = time.perf_counter()
+    with pytest.raises(InvalidRequest, match="has 2000000 tokens"):
+        read(request)
+    assert time.perf_counter() - start < 0.5

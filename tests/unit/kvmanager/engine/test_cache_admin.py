@@ -1,0 +1,181 @@
+"""Random load on scheduler, pins, resets and lost executors, watched: every reader holds the table at every border."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+from support.clients.table_reader import Reader, table_of
+from support.engine.cached_prefixes import Clock
+from support.engine.fake_executor import FakeExecutor, expected_output
+from support.engine.scheduler_driver import VOCAB, Driver, finished, output
+
+from pagekv.common.errors import LimitExceeded
+from pagekv.kvmanager.engine.cache_admin import CacheAdmin
+from pagekv.kvmanager.engine.capacity import blocks_needed
+from pagekv.kvmanager.engine.interface import BlockOutcome
+from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest, token_bytes
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.host_pool import HostPool
+from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand
+from pagekv.kvmanager.scheduling.scheduler import Scheduler
+
+BLOCKS, SIZE = 16, 4
+ANY = CacheIdentity()
+
+
+class WatchedDriver(Driver):
+    """A driver whose pools a CacheAdmin looks after, as the engine loop has it."""
+
+    def __init__(self, partial_hits: bool) -> None:
+        super().__init__(BLOCKS, SIZE, partial_hits=partial_hits)
+        self.clock = Clock()
+        self.admin = CacheAdmin(True, 0.5, lambda: None, self.clock)
+        self.pool = BlockPool(BLOCKS, SIZE, log=self.admin.log)
+        self.scheduler = Scheduler(self.pool, self.scheduler.limits, (), self.admin.count_admission)
+        self.admin.adopt(self.pool, self.scheduler.host, "model")
+
+    def lose_executor(self) -> None:
+        self.pool = BlockPool(BLOCKS, SIZE, log=self.admin.log)
+        self.scheduler.lose_executor(self.pool, self.scheduler.limits, ())
+        self.admin.adopt(self.pool, self.scheduler.host, "model")
+        self.in_flight.clear()
+        self.executor = FakeExecutor(BLOCKS, SIZE, VOCAB)
+
+    def check(self) -> None:
+        sequences = (s for request in self.requests for s in request.sequences)
+        self.scheduler.check_integrity(sequences, self.admin.pins.tables())
+
+    def live_commands(self) -> list[GenerateCommand]:
+        return [request.command for request in self.requests if not finished(request)]
+
+
+class History:
+    """One random history."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.driver = WatchedDriver(partial_hits=rng.random() < 0.5)
+        self.readers = [Reader(self.driver.admin.watch())]
+        # Read now and then only.
+        self.slow = Reader(self.driver.admin.watch())
+        self.pins: list[str] = []
+        self.steps = 0
+
+    def prompt(self) -> list[int]:
+        return [self.rng.randrange(2) for _ in range(self.rng.randrange(1, 24))]
+
+    def move(self) -> None:
+        rng, driver, admin = self.rng, self.driver, self.driver.admin
+        move = rng.random()
+        if move < 0.3:
+            self.submit(self.prompt(), rng.randrange(1, 12), rng.choice((1, 1, 1, 3)), rng.choice((0, 0, 0, 2)))
+        elif move < 0.6:
+            driver.plan()
+        elif move < 0.8:
+            driver.complete()
+        elif move < 0.88:
+            self.pin(self.prompt(), rng.randrange(1, 30))
+        elif move < 0.91 and self.pins:
+            admin.unpin(rng.choice(self.pins))
+        elif move < 0.94:
+            self.clock_goes_on(rng.randrange(10))
+        elif move < 0.96:
+            driver.abort(rng.choice(driver.requests)) if driver.requests else None
+        elif move < 0.98:
+            admin.reset(driver.scheduler, force=rng.random() < 0.7)
+        elif move < 0.99:
+            driver.lose_executor()
+        else:
+            self.readers.append(Reader(admin.watch()))
+
+    def submit(self, prompt: list[int], max_tokens: int, n: int, beam_width: int) -> None:
+        try:
+            self.driver.admin.check_room(blocks_needed(len(prompt) + max_tokens, SIZE, beam_width))
+        except LimitExceeded:
+            return
+        n = min(n, beam_width) if beam_width else n
+        self.driver.submit(prompt, max_tokens, n=n, beam_width=beam_width)
+
+    def pin(self, prompt: list[int], lease_s: int) -> None:
+        admin = self.driver.admin
+        try:
+            pin = admin.pin(prompt, ANY, lease_s, self.driver.live_commands())
+        except LimitExceeded:
+            return
+        if pin.pin_id:
+            self.pins.append(pin.pin_id)
+            cached = [block.outcome for block in admin.explain(prompt, ANY, 0, 99).blocks]
+            assert cached[: pin.pinned_tokens // SIZE] == [BlockOutcome.HIT] * (pin.pinned_tokens // SIZE)
+
+    def clock_goes_on(self, seconds: int) -> None:
+        self.driver.clock.now += seconds
+        self.driver.admin._expire()
+
+    def border(self) -> None:
+        """What is true after every step planned or committed, and whatever the services did in between."""
+        driver, admin = self.driver, self.driver.admin
+        self.steps += 1
+        admin.border(self.steps)
+        driver.check()
+        table = table_of(driver.pool)
+        for reader in self.readers:
+            reader.read()
+            assert reader.table == table
+        if self.rng.random() < 0.1:
+            self.slow.read()
+            assert self.slow.table == table
+        for blocks in admin.pins.tables():
+            assert all(driver.pool.table.digest(block) is not None for block in blocks)
+        assert admin.pins.num_blocks <= BLOCKS // 2
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_readers_hold_the_table_at_every_border_and_every_request_finishes(seed: int) -> None:
+    """CHECKLIST K7, F7: a consumer that replays the events has exactly the manager's table, whatever happens to it;
+    and pins, which last to the end here, never keep a live request from finishing.
+    """
+
+    async def main() -> None:
+        history = History(random.Random(seed))
+        driver = history.driver
+        for _ in range(250):
+            history.move()
+            history.border()
+        while driver.step():
+            history.border()
+        assert all(finished(request) for request in driver.requests)
+        sampled = [request for request in driver.requests if not request.command.sampling.beam_width]
+        ran_out = [request for request in sampled if len(output(request)) == request.command.sampling.max_tokens]
+        assert ran_out
+        for request in ran_out:
+            prompt = request.command.prompt_ids
+            assert output(request) == expected_output(prompt, request.command.sampling.max_tokens, VOCAB)
+        history.slow.read()
+        assert history.slow.table == table_of(driver.pool)
+        assert driver.admin.pins.end_all() >= 0
+        assert driver.pool.num_active == 0
+
+    asyncio.run(main())
+
+
+def test_a_lookup_goes_on_in_the_host_pool_where_the_device_ends() -> None:
+    """Tokens are told by tier; a gap ends both, and a block of another content is none."""
+    pool, host = BlockPool(4, 2), HostPool(4, 2)
+    admin = CacheAdmin(True, 0.5, lambda: None)
+    admin.adopt(pool, host, "model")
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    digests = chain_digests(root_digest("model", "", ""), token_bytes(tokens), 2)
+    rows = np.array(tokens[:8], np.uint32).reshape(-1, 2)
+    blocks = pool.allocate(1)
+    assert blocks is not None
+    pool.publish_chain(blocks, digests[:1], root_digest("model", "", ""), rows[:1], first=True, media=False)
+    host.keep([digests[1], digests[3]], rows[[1, 3]], [digests[0], digests[2]])
+    match = admin.lookup(tokens, CacheIdentity(), partial_hits=True)
+    assert (match.device_tokens, match.host_tokens, match.partial_tokens) == (2, 2, 0)
+    host.keep(digests[2:3], rows[2:3], digests[1:2])
+    assert admin.lookup(tokens, CacheIdentity(), partial_hits=True).host_tokens == 6
+    assert admin.lookup([*tokens[:4], 0, 0], CacheIdentity(), partial_hits=True).host_tokens == 2
+    assert admin.lookup(tokens, CacheIdentity(namespace="other"), partial_hits=True).host_tokens == 0

@@ -1,0 +1,131 @@
+"""Step plans and outcomes as messages, field by field."""
+
+from array import array
+
+from pagekv.kvmanager.engine.executor_wire import step_outcome, step_request
+from pagekv.kvmanager.kvcache.block_hash import root_digest
+from pagekv.kvmanager.request.command import GenerateCommand, RequestStream, SamplingParams, TokenLogprobs
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, Sequence
+from pagekv.kvmanager.scheduling.step_plan import Move, MoveKind, NewSequence, StepPlan
+from pagekv.v1 import executor_service_pb2 as pb
+
+
+def new_sequence(sampling: SamplingParams, index: int = 0) -> NewSequence:
+    command = GenerateCommand("r", [5, 6, 7], sampling, resumed_tokens=1)
+    request = LiveRequest(command, RequestStream("r", 1), 0, root_digest("model", "", ""))
+    tokens = array("I", [5, 6, 7])
+    sequence = Sequence(request, index, tokens, num_prompt=2, max_total=9, key=(0, 0, index))
+    return NewSequence(sequence, 41, tokens, array("i", [8, 9]), 2)
+
+
+def test_a_step_with_everything() -> None:
+    sampling = SamplingParams(
+        temperature=0.5,
+        top_p=0.25,
+        top_k=3,
+        min_p=0.125,
+        min_tokens=2,
+        seed=2**64 - 1,
+        stop_token_ids=(9, 4),
+        repetition_penalty=1.5,
+        presence_penalty=-1.0,
+        frequency_penalty=2.0,
+        logprobs=0,
+        logit_bias={3: -1.0},
+    )
+    # 8 is read before it is written, so its writing begins another operation.
+    moves = [Move(MoveKind.COPY, *pair) for pair in [(7, 12), (8, 13), (9, 8), (7, 14)]]
+    plan = StepPlan([1, 2], moves, [new_sequence(sampling, index=6)], [3, 3], [10, 11], [41, 5], [2, 0])
+    assert step_request(plan, 2**63, 7, (1, 4)) == pb.StepRequest(
+        epoch=2**63,
+        step=7,
+        memory_ops=[
+            pb.MemoryOp(kind=pb.MEMORY_OP_KIND_COPY, sources=[7, 8], destinations=[12, 13]),
+            pb.MemoryOp(kind=pb.MEMORY_OP_KIND_COPY, sources=[9, 7], destinations=[8, 14]),
+        ],
+        finished_seqs=[1, 2],
+        new_seqs=[
+            pb.NewSequence(
+                seq_id=41,
+                token_ids=[5, 6, 7],
+                num_prompt_tokens=2,
+                block_ids=[8, 9],
+                computed_tokens=2,
+                sampling=pb.StepSampling(
+                    temperature=0.5,
+                    top_p=0.25,
+                    top_k=3,
+                    min_p=0.125,
+                    repetition_penalty=1.5,
+                    presence_penalty=-1,
+                    frequency_penalty=2,
+                    seed=2**64 - 1,
+                    sequence_index=6,
+                    min_tokens=2,
+                    banned_until_min=[1, 4, 9],
+                    bias_token_ids=[3],
+                    biases=[-1],
+                    logprobs=0,
+                ),
+            )
+        ],
+        append_seqs=[3, 3],
+        append_blocks=[10, 11],
+        scheduled_seqs=[41, 5],
+        scheduled_tokens=[2, 0],
+    )
+
+
+def test_copies_of_one_operation_may_all_happen_at_once() -> None:
+    """One that depends on an earlier one begins the next operation: the executor refuses it otherwise."""
+
+    def operations(*copies: tuple[int, int]) -> list[list[tuple[int, int]]]:
+        message = step_request(StepPlan([1], [Move(MoveKind.COPY, *pair) for pair in copies]), 1, 1, ())
+        return [list(zip(op.sources, op.destinations, strict=True)) for op in message.memory_ops]
+
+    assert operations((1, 2), (3, 4), (1, 5)) == [[(1, 2), (3, 4), (1, 5)]]
+    assert operations((1, 2), (3, 1)) == [[(1, 2)], [(3, 1)]]
+    assert operations((1, 2), (2, 3)) == [[(1, 2)], [(2, 3)]]
+    assert operations((1, 2), (3, 2), (4, 5)) == [[(1, 2)], [(3, 2), (4, 5)]]
+    assert operations() == []
+
+
+def test_moves_between_the_pools_keep_their_order() -> None:
+    """Device and host ids mean different blocks, so only a block that is written twice begins another operation."""
+    out, back, copy = MoveKind.SWAP_OUT, MoveKind.SWAP_IN, MoveKind.COPY
+    moves = [Move(out, 1, 2), Move(out, 2, 1), Move(back, 3, 1), Move(back, 3, 2), Move(back, 4, 1), Move(copy, 1, 5)]
+    message = step_request(StepPlan([1], moves), 1, 1, ())
+    assert [(op.kind, list(op.sources), list(op.destinations)) for op in message.memory_ops] == [
+        (pb.MEMORY_OP_KIND_SWAP_OUT, [1, 2], [2, 1]),
+        (pb.MEMORY_OP_KIND_SWAP_IN, [3, 3], [1, 2]),
+        (pb.MEMORY_OP_KIND_SWAP_IN, [4], [1]),
+        (pb.MEMORY_OP_KIND_COPY, [1], [5]),
+    ]
+
+
+def test_ends_that_do_not_count_are_not_banned() -> None:
+    def banned(sampling: SamplingParams) -> list[int]:
+        message = step_request(StepPlan([], [], [new_sequence(sampling)]), 1, 1, (1, 4))
+        assert not message.new_seqs[0].sampling.HasField("logprobs")
+        return list(message.new_seqs[0].sampling.banned_until_min)
+
+    assert banned(SamplingParams(stop_token_ids=(9,))) == []
+    assert banned(SamplingParams(min_tokens=1, stop_token_ids=(9,), ignore_eos=True)) == [9]
+
+
+def test_an_outcome_with_log_probabilities() -> None:
+    outcome = step_outcome(
+        pb.StepResult(
+            epoch=1,
+            step=3,
+            sampled_seqs=[7, 8],
+            sampled_tokens=[70, 80],
+            logprobs=[pb.SampledLogprobs(seq_id=8, chosen=-0.5, top_token_ids=[81, 80], top_logprobs=[-0.25, -0.5])],
+            computed_tokens=5,
+            execute_us=6,
+            idle_us=7,
+        )
+    )
+    assert (outcome.step, outcome.sampled_handles, outcome.sampled_tokens) == (3, [7, 8], [70, 80])
+    assert outcome.logprobs == {8: TokenLogprobs(80, -0.5, ((81, -0.25), (80, -0.5)))}
+    assert (outcome.computed_tokens, outcome.execute_us, outcome.idle_us) == (5, 6, 7)

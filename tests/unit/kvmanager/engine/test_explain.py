@@ -1,0 +1,204 @@
+"""ExplainPrefix: what it says of a block that hits, and of each way to miss (CHECKLIST E6, K2)."""
+
+from __future__ import annotations
+
+from support.engine.cached_prefixes import ROOT, Clock, cache, evict_all, hold, root_of
+
+from pagekv.kvmanager.engine.explain import explain_prefix
+from pagekv.kvmanager.engine.interface import BlockExplanation, BlockOutcome, PrefixExplanation
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.events.log import TableLog
+from pagekv.kvmanager.request.command import MediaSpan
+
+HIT, NEVER, TAIL = BlockOutcome.HIT, BlockOutcome.NEVER_SEEN, BlockOutcome.PARTIAL_TAIL
+
+
+class Bench:
+    def __init__(self, num_blocks: int = 20, block_size: int = 4) -> None:
+        self.clock = Clock()
+        self.log = TableLog(self.clock)
+        self.pool = BlockPool(num_blocks, block_size, log=self.log)
+        self.log.follow(self.pool.table)
+
+    def explain(
+        self,
+        prompt: list[int],
+        root: bytes = ROOT,
+        media: tuple[MediaSpan, ...] = (),
+        others: tuple[str, ...] = (),
+        start: int = 0,
+        limit: int = 10_000,
+    ) -> PrefixExplanation:
+        other_roots = [(adapter, root_of(adapter_id=adapter)) for adapter in others]
+        return explain_prefix(self.pool, self.log, root, prompt, media, other_roots, start, limit)
+
+    def outcomes(self, prompt: list[int], **more: object) -> list[BlockOutcome]:
+        return [block.outcome for block in self.explain(prompt, **more).blocks]  # type: ignore[arg-type]  # by name
+
+
+def test_hits_then_a_partial_tail() -> None:
+    bench = Bench()
+    first, second = cache(bench.pool, [*range(8)])
+    found = bench.explain([*range(8), 99])
+    assert (found.cached_tokens, found.next_start) == (8, None)
+    one, two, tail = found.blocks
+    digest = bench.pool.table.digest(first)
+    assert one == BlockExplanation(0, 4, HIT, f"cached in block {first}", digest, first, 4)
+    assert (two.start, two.end, two.outcome, two.block_id) == (4, 8, HIT, second)
+    assert tail == BlockExplanation(8, 9, TAIL, "1 of 4 tokens: only full blocks are cached; 3 more would fill it")
+
+
+def test_looking_changes_nothing() -> None:
+    bench = Bench()
+    cache(bench.pool, [*range(8)])
+    before = list(bench.pool._free)
+    bench.explain([*range(8)])
+    assert list(bench.pool._free) == before
+    assert bench.pool.num_active == 0
+
+
+def test_a_whole_prompt_that_is_cached_still_computes_a_token() -> None:
+    """CHECKLIST F4."""
+    bench = Bench()
+    cache(bench.pool, [*range(8)])
+    assert bench.explain([*range(8)]).blocks[1].reason.endswith("; a request still computes its last token")
+
+
+def test_golden_alignment() -> None:
+    """CHECKLIST E6: of 4,097 tokens blocks 0 to 255 are cacheable; 4,090 would have to be padded to 4,096."""
+    bench = Bench(300, 16)
+    prompt = [*range(4097)]
+    cache(bench.pool, prompt)
+    found = bench.explain(prompt)
+    assert found.cached_tokens == 4096
+    assert [block.outcome for block in found.blocks] == [HIT] * 256 + [TAIL]
+    assert found.blocks[256].reason.startswith("1 of 16 tokens")
+    short = bench.explain(prompt[:4090])
+    assert (short.cached_tokens, len(short.blocks)) == (4080, 256)
+    assert "10 of 16 tokens: only full blocks are cached; 6 more would fill it" in short.blocks[255].reason
+
+
+def test_never_seen() -> None:
+    bench = Bench()
+    cache(bench.pool, [*range(8)])
+    assert [(b.outcome, b.reason) for b in bench.explain([50] * 8).blocks] == [
+        (NEVER, "never stored after this prefix"),
+        (NEVER, "never stored; it follows a block that misses"),
+    ]
+
+
+def test_evicted_says_when() -> None:
+    bench = Bench()
+    cache(bench.pool, [*range(4)])
+    bench.log.border(10)
+    evict_all(bench.pool)
+    bench.log.border(22)
+    bench.clock.now += 3.4
+    (block,) = bench.explain([*range(4)]).blocks
+    assert (block.outcome, block.reason) == (BlockOutcome.EVICTED, "evicted 12 steps and 3.4 s ago")
+    assert (block.steps_ago, block.seconds_ago) == (12, bench.clock.now - 100)
+
+
+def test_cleared_says_when() -> None:
+    bench = Bench()
+    cache(bench.pool, [*range(4)])
+    bench.pool.clear_prefix_table()
+    bench.log.border(3)
+    (block,) = bench.explain([*range(4)]).blocks
+    assert (block.outcome, block.reason) == (BlockOutcome.CLEARED, "the table was cleared 3 steps and 0.0 s ago")
+
+
+def test_a_block_behind_a_hole_is_unreachable() -> None:
+    """CHECKLIST F1: blocks behind the first miss are not used. Without media they would have left with the first."""
+    bench = Bench(6)
+    media = (MediaSpan(0, 1, "picture"),)
+    hold(bench.pool, [*range(8)], media=media)  # its second block is that of the other prefix, too
+    long = hold(bench.pool, [*range(8), *range(60, 64)], media=media)
+    # The first request ends, the longer one lets go of all but its last block.
+    bench.pool.free(long[:2])
+    bench.pool.free(long[:2])
+    evict_all(bench.pool)
+    blocks = bench.explain([*range(8), *range(60, 64)], media=media).blocks
+    assert [b.outcome for b in blocks] == [BlockOutcome.EVICTED] * 2 + [BlockOutcome.UNREACHABLE]
+    assert blocks[2].block_id == long[2]
+    assert blocks[2].reason == f"cached in block {long[2]}, but a block before it is not"
+
+
+def test_what_follows_an_evicted_block_leaves_with_it() -> None:
+    """CHECKLIST G4, Z16: a chain never has a hole, even where somebody still holds its end."""
+    bench = Bench(6)
+    hold(bench.pool, [*range(8)])
+    long = hold(bench.pool, [*range(8), *range(60, 64)])
+    bench.pool.free(long[:2])
+    bench.pool.free(long[:2])
+    evict_all(bench.pool)
+    assert [b.outcome for b in bench.explain([*range(8), *range(60, 64)]).blocks] == [BlockOutcome.EVICTED] * 3
+    assert bench.pool.num_published == 0
+    bench.pool.check_integrity([long[2:].tolist()])
+
+
+def test_diverged_says_where() -> None:
+    bench = Bench()
+    blocks = cache(bench.pool, [*range(8)])
+    found = bench.explain([0, 1, 2, 3, 4, 5, 99, 7, 8])
+    diverged = found.blocks[1]
+    assert (diverged.outcome, diverged.block_id, diverged.shared_tokens) == (BlockOutcome.DIVERGED, blocks[1], 2)
+    assert diverged.reason == (
+        f"block {blocks[1]} follows the same prefix and shares 2 of 4 tokens; they differ at position 6"
+    )
+    # From the very first block on, too.
+    assert bench.explain([0, 9, 9, 9]).blocks[0].shared_tokens == 1
+
+
+def test_a_tail_may_begin_like_a_cached_block() -> None:
+    bench = Bench()
+    blocks = cache(bench.pool, [*range(8)])
+    tail = bench.explain([0, 1, 2, 3, 4, 5, 99]).blocks[1]
+    assert (tail.outcome, tail.block_id, tail.shared_tokens) == (TAIL, blocks[1], 2)
+    assert tail.reason.endswith(f"; block {blocks[1]} begins with the first 2")
+
+
+def test_another_adapter_of_the_namespace_is_named() -> None:
+    bench = Bench()
+    cache(bench.pool, [*range(8)], root_of(adapter_id="a"))
+    blocks = bench.explain([*range(12)], others=("b", "a")).blocks
+    assert [b.outcome for b in blocks] == [BlockOutcome.OTHER_IDENTITY] * 2 + [NEVER]
+    assert blocks[0].reason == "cached for adapter 'a'"
+    cache(bench.pool, [7] * 4)
+    (block,) = bench.explain([7] * 4, root=root_of(adapter_id="b"), others=("",)).blocks
+    assert block.reason == "cached without an adapter"
+
+
+def test_another_namespace_is_never_told() -> None:
+    """What another namespace holds looks as if nobody had ever sent it, also when it was evicted there."""
+    bench = Bench()
+    cache(bench.pool, [*range(8)], root_of("theirs"))
+    new = bench.explain([50] * 8, root=root_of("mine"), others=("", "a"))
+    same = bench.explain([*range(8)], root=root_of("mine"), others=("", "a"))
+    told = [[(b.outcome, b.reason, b.block_id, b.shared_tokens) for b in found.blocks] for found in (new, same)]
+    assert told[0] == told[1]
+    evict_all(bench.pool)
+    assert bench.outcomes([*range(8)], root=root_of("mine"), others=("", "a")) == [NEVER, NEVER]
+
+
+def test_media_are_part_of_the_identity() -> None:
+    bench = Bench()
+    cat, dog = (MediaSpan(4, 2, "cat"),), (MediaSpan(4, 2, "dog"),)
+    cache(bench.pool, [*range(12)], media=cat)
+    assert bench.outcomes([*range(12)], media=cat) == [HIT] * 3
+    # The tokens alone would go on, but what they stand for differs: no divergence at some token, no other adapter.
+    assert bench.outcomes([*range(12)], media=dog) == [HIT, NEVER, NEVER]
+    cache(bench.pool, [*range(12)], root_of(adapter_id="a"))
+    assert bench.outcomes([*range(12)], media=dog, others=("a",)) == [HIT, NEVER, NEVER]
+
+
+def test_a_long_prompt_comes_in_pages() -> None:
+    bench = Bench()
+    cache(bench.pool, [*range(8)])
+    prompt = [*range(18)]
+    whole = bench.explain(prompt)
+    assert whole.next_start is None
+    pages = [bench.explain(prompt, start=start, limit=2) for start in (0, 2, 4)]
+    assert [page.next_start for page in pages] == [2, 4, None]
+    assert [block for page in pages for block in page.blocks] == whole.blocks
+    assert {page.cached_tokens for page in pages} == {8}

@@ -1,0 +1,84 @@
+"""What GetStats says of pool and scheduler at each moment of a history."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.engine.scheduler_driver import Driver
+
+from pagekv.kvmanager.engine.cache_admin import CacheAdmin
+from pagekv.kvmanager.engine.interface import Stats
+from pagekv.kvmanager.engine.snapshots import EngineTotals, block_views, collect_stats
+
+
+def stats(driver: Driver) -> Stats:
+    cache = CacheAdmin(True, 0.5, lambda: None)
+    cache.adopt(driver.pool, driver.scheduler.host, "model")
+    return collect_stats(driver.scheduler, EngineTotals(), cache, unread=0, attached=True)
+
+
+def test_gauges_follow_the_blocks() -> None:
+    """CHECKLIST D11, K4, K5, G8: usage counts held blocks, utilization their filled slots; what a request leaves behind
+    is free and cached.
+    """
+    driver = Driver(num_blocks=8, block_size=4, depth=1)
+    empty = stats(driver)
+    assert (empty.kv_usage, empty.utilization, empty.free_blocks, empty.cached_free_blocks) == (0.0, 1.0, 8, 0)
+    driver.submit([1, 2, 3, 4, 5, 6], max_tokens=2)
+    driver.submit([7] * 40, max_tokens=1)
+    driver.plan()
+    running = stats(driver)
+    assert (running.kv_usage, running.utilization) == (0.25, 0.75)
+    assert (running.active_blocks, running.free_blocks, running.published_blocks) == (2, 6, 1)
+    assert (running.running_sequences, running.waiting_sequences) == (1, 1)
+    driver.complete()
+    driver.abort(driver.requests[1])
+    driver.drain()
+    left = stats(driver)
+    assert (left.kv_usage, left.free_blocks, left.cached_free_blocks, left.published_blocks) == (0.0, 8, 1, 1)
+    assert (left.prompt_tokens_total, left.cached_tokens_total, left.generated_tokens_total) == (6, 0, 2)
+
+
+def test_usage_stays_between_0_and_1_and_hits_count_tokens_of_prompts() -> None:
+    """CHECKLIST D11, K1, I7: also where requests preempt each other."""
+    driver = Driver(num_blocks=6, block_size=2)
+    for number in range(12):
+        driver.submit([1, 2, 3, 4, number], max_tokens=4)
+    seen = []
+    while driver.step():
+        seen.append(stats(driver))
+        assert 0.0 <= seen[-1].kv_usage <= 1.0
+        assert 0.0 <= seen[-1].utilization <= 1.0
+        assert seen[-1].free_blocks + seen[-1].active_blocks == 6
+    assert max(moment.kv_usage for moment in seen) == 1.0
+    last = seen[-1]
+    assert last.preemptions_total > 0
+    assert last.prompt_tokens_total == 12 * 5
+    assert last.cached_tokens_total == sum(r.sequences[0].cached_tokens or 0 for r in driver.requests) > 0
+    assert last.prefix_hit_rate == pytest.approx(last.cached_tokens_total / 60)
+
+
+def test_blocks_are_listed_by_state_in_pages() -> None:
+    """CHECKLIST D12: each block is in one state, pages of a state name every block of it once, and the last says so."""
+    driver = Driver(num_blocks=12, block_size=2, depth=1)
+    driver.submit([1, 2, 3, 4, 5], max_tokens=1)
+    driver.drain()
+    cache = CacheAdmin(True, 1.0, lambda: None)
+    cache.adopt(driver.pool, driver.scheduler.host, "model")
+    cache.pins.pin(driver.pool.table.follow(driver.requests[0].root, np.array([[1, 2]], np.uint32)), 60, 0)
+    driver.submit([1, 2, 9], max_tokens=4)
+    driver.plan()
+    states = {}
+    for state in ("free", "cached", "active", "pinned", None):
+        found: list[int] = []
+        start: int | None = 0
+        while start is not None:
+            views, start = block_views(cache, start, 2, state)
+            assert 1 <= len(views) <= 2
+            found += [view.block_id for view in views]
+        states[state] = found
+        if state == "active":
+            driver.abort(driver.requests[1])
+    assert (states[None], states["active"], states["cached"], states["pinned"]) == (list(range(12)), [0, 3], [1], [0])
+    assert sorted(states["free"] + states["cached"] + states["active"]) == list(range(12))
+    assert block_views(cache, 0, 2, "active") == ([], None)

@@ -1,0 +1,389 @@
+"""vllm.grpc.engine.VllmEngine on a real socket, with the published stubs and an engine that does what the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import zipfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from smg_grpc_proto.generated import common_pb2 as common
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
+from support.engine.fake_engine import MODEL, FakeEngine
+from support.engine.inference_harness import TOKENIZER, refusal, tokens_of
+
+from pagekv.common.errors import Overloaded, Unavailable
+from pagekv.common.server import GrpcServer
+from pagekv.kvmanager.api.served_model import ServingState
+from pagekv.kvmanager.gateway.service import SERVICE_NAME, VllmEngine
+from pagekv.kvmanager.kvcache.block_hash import block_digest, root_digest, token_bytes
+from pagekv.kvmanager.kvcache.events.batch import Stored, Tier
+from pagekv.kvmanager.request.command import FinishReason, SequenceDelta, TokenLogprobs
+from pagekv.kvmanager.text.tokenizer import Tokenizer
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(5000):
+        if condition():
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError("it did not come to that")
+
+
+@dataclass
+class Harness:
+    engine: FakeEngine
+    stub: Any  # published without types
+    serving: list[bool] = field(default_factory=lambda: [True])
+
+    async def start(self, request: vllm.GenerateRequest) -> Any:
+        """A call whose request has reached the engine."""
+        call = self.stub.Generate(request)
+        await until(lambda: request.request_id in self.engine.live)
+        return call
+
+
+@asynccontextmanager
+async def running(tokenizer: Tokenizer | None = TOKENIZER) -> AsyncIterator[Harness]:
+    engine = FakeEngine()
+    state = ServingState(engine)
+    state.open(MODEL.model_fingerprint, tokenizer)
+    harness = Harness(engine, None)
+    server = GrpcServer("127.0.0.1:0", [SERVICE_NAME])
+    VllmEngine(engine, state, lambda: harness.serving[0]).add_to(server.server)
+    port = await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        harness.stub = vllm_grpc.VllmEngineStub(channel)
+        try:
+            yield harness
+        finally:
+            await server.stop(0)
+
+
+def run(body: Callable[[Harness], Awaitable[None]], **how: Any) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(30), running(**how) as harness:
+            await body(harness)
+
+    asyncio.run(main())
+
+
+def request(stream: bool = True, **params: Any) -> vllm.GenerateRequest:
+    prompt = vllm.TokenizedInput(input_ids=tokens_of("In the"), original_text="In the")
+    return vllm.GenerateRequest(
+        request_id="r", tokenized=prompt, sampling_params=vllm.SamplingParams(**params), stream=stream
+    )
+
+
+async def rest(call: Any) -> list[vllm.GenerateResponse]:
+    messages = []
+    while isinstance(message := await call.read(), vllm.GenerateResponse):
+        messages.append(message)
+    return messages
+
+
+# -- Generate
+
+
+def test_a_stream_is_deltas_with_the_count_of_each_and_a_complete_with_everything() -> None:
+    async def body(harness: Harness) -> None:
+        call = await harness.start(request(max_tokens=4))
+        harness.engine.push("r", 10, 11)
+        first = await call.read()
+        harness.engine.push("r", 12, finish=FinishReason.LENGTH)
+        second, complete = await rest(call)
+        assert (list(first.chunk.token_ids), first.chunk.completion_tokens) == ([10, 11], 2)
+        assert (list(second.chunk.token_ids), second.chunk.completion_tokens) == ([12], 1)
+        assert first.chunk.prompt_tokens == len(tokens_of("In the"))
+        assert first.chunk.cached_tokens == 4
+        assert (list(complete.complete.output_ids), complete.complete.completion_tokens) == ([10, 11, 12], 3)
+        assert complete.complete.finish_reason == "length"
+        assert complete.complete.WhichOneof("matched_stop") is None
+
+    run(body)
+
+
+def test_without_stream_there_is_one_message_for_each_sequence() -> None:
+    async def body(harness: Harness) -> None:
+        call = await harness.start(request(stream=False, n=2, max_tokens=4))
+        for index in (1, 0):
+            harness.engine.push("r", 10 + index, index=index, finish=FinishReason.LENGTH)
+        messages = await rest(call)
+        assert {m.complete.index: list(m.complete.output_ids) for m in messages} == {0: [10], 1: [11]}
+        assert len(messages) == 2
+
+    run(body)
+
+
+def test_zero_means_the_default_where_the_protocol_cannot_say_absent() -> None:
+    async def body(harness: Harness) -> None:
+        await harness.start(request())
+        command = harness.engine.commands[0]
+        assert (command.n, command.sampling.top_p, command.sampling.repetition_penalty) == (1, 1.0, 1.0)
+        assert (command.sampling.temperature, command.sampling.top_k) == (1.0, 0)
+        # vLLM's default is whatever room the prompt leaves: 41 = 10 blocks of 4, and the last token has no slot.
+        assert command.sampling.max_tokens == 41 - len(tokens_of("In the"))
+        assert command.sampling.logprobs is None
+
+    run(body)
+
+
+def test_parameters_arrive_as_they_were_given() -> None:
+    given: dict[str, Any] = {
+        "temperature": 0.0,
+        "top_p": 0.5,
+        "top_k": 3,
+        "min_p": 0.25,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "stop_token_ids": (7, 8),
+        "ignore_eos": True,
+        "logprobs": 2,
+        "logit_bias": {5: 1.5},
+    }
+
+    async def body(harness: Harness) -> None:
+        await harness.start(request(seed=-1, n=3, **given))
+        command = harness.engine.commands[0]
+        assert {name: getattr(command.sampling, name) for name in given} == given
+        assert (command.sampling.seed, command.n) == (2**64 - 1, 3)
+
+    run(body)
+
+
+def test_stop_strings_end_a_sequence_and_are_named() -> None:
+    async def body(harness: Harness) -> None:
+        tokens = tokens_of("one stop two")
+        call = await harness.start(request(stop=["stop"], max_tokens=30))
+        harness.engine.push("r", *tokens)
+        complete = (await rest(call))[-1].complete
+        assert (complete.finish_reason, complete.matched_stop_str) == ("stop", "stop")
+        assert list(complete.output_ids) == tokens[: len(complete.output_ids)]
+        assert harness.engine.stopped == [("r", 0)]
+
+    run(body)
+
+
+def test_a_stop_token_of_the_request_is_named_and_one_of_the_model_is_not() -> None:
+    async def body(harness: Harness) -> None:
+        for token, matched in ((7, "matched_token_id"), (1, None)):
+            call = await harness.start(request(stop_token_ids=[7], max_tokens=30))
+            harness.engine.push("r", 5, token, finish=FinishReason.STOP)
+            complete = (await rest(call))[-1].complete
+            del harness.engine.live["r"]
+            assert complete.finish_reason == "stop"
+            assert complete.WhichOneof("matched_stop") == matched
+
+    run(body)
+
+
+def test_logprobs_stand_beside_their_tokens() -> None:
+    async def body(harness: Harness) -> None:
+        call = await harness.start(request(stream=False, logprobs=2, max_tokens=1))
+        logprobs = [TokenLogprobs(10, -0.5, ((11, -0.25), (10, -0.5)))]
+        harness.engine.live["r"].push(SequenceDelta(0, [10], logprobs, finish=FinishReason.LENGTH))
+        written = (await rest(call))[0].complete.output_logprobs
+        assert (list(written.token_ids), list(written.token_logprobs)) == ([10], [-0.5])
+        assert list(written.top_logprobs[0].token_ids) == [11, 10]
+        assert list(written.top_logprobs[0].values) == [-0.25, -0.5]
+
+    run(body)
+
+
+def test_a_cancelled_call_and_an_abort_end_the_request() -> None:
+    async def body(harness: Harness) -> None:
+        call = await harness.start(request())
+        call.cancel()
+        await until(lambda: bool(harness.engine.left))
+        call = await harness.start(request())
+        await harness.stub.Abort(vllm.AbortRequest(request_ids=["r", "other"]))
+        assert (await rest(call))[-1].complete.finish_reason == "abort"
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        (request(top_p=2), "sampling_params.top_p"),
+        (request(max_tokens=100), "sampling_params.max_tokens"),
+        (request(logprobs=-1), "sampling_params.logprobs"),
+        (request(logprobs=21), "sampling_params.logprobs"),
+        (request(prompt_logprobs=1), "sampling_params.prompt_logprobs"),
+        (request(truncate_prompt_tokens=4), "sampling_params.truncate_prompt_tokens"),
+        (request(json_schema="{}"), "sampling_params.json_schema"),
+        (request(choice=vllm.ChoiceConstraint(choices=["a"])), "sampling_params.choice"),
+        (request(logit_bias={-1: 1.0}), "sampling_params.logit_bias"),
+        (vllm.GenerateRequest(request_id="r"), "input"),
+        (vllm.GenerateRequest(tokenized=vllm.TokenizedInput(input_ids=[2**31])), "tokenized.input_ids"),
+        (vllm.GenerateRequest(mm_inputs=vllm.MultimodalInputs()), "mm_inputs"),
+        (vllm.GenerateRequest(kv_transfer_params_json="{}"), "kv_transfer_params_json"),
+        (vllm.GenerateRequest(data_parallel_rank=1), "data_parallel_rank"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_done_is_refused_by_name(wrong: vllm.GenerateRequest, field: str) -> None:
+    async def body(harness: Harness) -> None:
+        code, message, _ = await refusal(harness.stub.Generate(wrong))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert message.startswith(field)
+        assert not harness.engine.commands
+
+    run(body)
+
+
+def test_errors_have_the_statuses_that_a_gateway_retries_by() -> None:
+    async def body(harness: Harness) -> None:
+        for error, expected in (
+            (Overloaded("full", 1.0), grpc.StatusCode.RESOURCE_EXHAUSTED),
+            (Unavailable("starting"), grpc.StatusCode.UNAVAILABLE),
+        ):
+            harness.engine.refusal = error
+            code, _, _ = await refusal(harness.stub.Generate(request()))
+            assert code is expected
+
+    run(body)
+
+
+# -- the rest
+
+
+def test_health_is_the_managers() -> None:
+    async def body(harness: Harness) -> None:
+        assert (await harness.stub.HealthCheck(vllm.HealthCheckRequest())).healthy
+        harness.serving[0] = False
+        answer = await harness.stub.HealthCheck(vllm.HealthCheckRequest())
+        assert not answer.healthy
+        assert "no executor" in answer.message
+
+    run(body)
+
+
+def test_model_server_and_load_are_told() -> None:
+    async def body(harness: Harness) -> None:
+        model = await harness.stub.GetModelInfo(vllm.GetModelInfoRequest())
+        assert (model.served_model_name, model.vocab_size, model.max_context_length) == ("small", 400, 64)
+        assert (model.is_generation, list(model.eos_token_ids)) == (True, [1])
+        assert (await harness.stub.GetServerInfo(vllm.GetServerInfoRequest())).block_size == 4
+        loads = await harness.stub.GetLoads(vllm.GetLoadsRequest())
+        stats, load = harness.engine.stats(), loads.loads[0]
+        assert loads.dp_rank_count == len(loads.loads) == 1
+        assert (load.num_running_reqs, load.num_waiting_reqs) == (stats.running_sequences, stats.waiting_sequences)
+        assert load.max_total_num_tokens == stats.num_blocks * stats.block_size
+        assert load.token_usage == stats.kv_usage
+
+    run(body)
+
+
+def test_a_model_directory_is_served_by_its_name() -> None:
+    async def body(harness: Harness) -> None:
+        for model_id, name in (("/models/Qwen3-0.6B", "Qwen3-0.6B"), ("org/name", "org/name"), ("", "pagekv")):
+            harness.engine.model = type(MODEL)(**{**_fields(MODEL), "model_id": model_id})
+            assert (await harness.stub.GetModelInfo(vllm.GetModelInfoRequest())).served_model_name == name
+
+    run(body)
+
+
+def _fields(model: Any) -> dict[str, Any]:
+    return {name: getattr(model, name) for name in model.__dataclass_fields__}
+
+
+def test_flush_cache_says_whether_it_could() -> None:
+    async def body(harness: Harness) -> None:
+        assert (await harness.stub.FlushCache(common.FlushCacheRequest())).success
+        harness.engine.held_blocks = True
+        assert not (await harness.stub.FlushCache(common.FlushCacheRequest())).success
+        waiting = asyncio.ensure_future(harness.stub.FlushCache(common.FlushCacheRequest(timeout_s=20)))
+        await asyncio.sleep(0.05)
+        harness.engine.held_blocks = False
+        assert (await waiting).success
+        with pytest.raises(grpc.aio.AioRpcError, match="timeout_s"):
+            await harness.stub.FlushCache(common.FlushCacheRequest(timeout_s=float("nan")))
+
+    run(body)
+
+
+def test_the_tokenizer_travels_as_an_archive(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(bytes(range(256)) * 1000)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_text("weights")
+    tokenizer = Tokenizer(TOKENIZER._backend, directory=tmp_path)
+
+    async def body(harness: Harness) -> None:
+        chunks = [chunk async for chunk in harness.stub.GetTokenizer(common.GetTokenizerRequest())]
+        archive = b"".join(chunk.data for chunk in chunks)
+        assert [bool(chunk.sha256) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+        assert chunks[-1].sha256 == hashlib.sha256(archive).hexdigest()
+        with zipfile.ZipFile(io.BytesIO(archive)) as files:
+            assert sorted(files.namelist()) == ["tokenizer.json", "tokenizer_config.json"]
+
+    run(body, tokenizer=tokenizer)
+
+
+def test_without_a_tokenizer_there_is_none_to_send() -> None:
+    async def body(harness: Harness) -> None:
+        code, _, _ = await refusal(harness.stub.GetTokenizer(common.GetTokenizerRequest()))
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+
+    run(body, tokenizer=None)
+
+
+def test_the_rest_is_unimplemented() -> None:
+    async def body(harness: Harness) -> None:
+        for call in (
+            harness.stub.Embed(vllm.EmbedRequest()),
+            harness.stub.StartProfile(common.StartProfileRequest()),
+            harness.stub.StopProfile(common.StopProfileRequest()),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+    run(body)
+
+
+def test_a_subscription_begins_with_the_table_wherever_it_wants_to_go_on() -> None:
+    root = root_digest(MODEL.model_fingerprint, "", "")
+    tokens = token_bytes([1, 2, 3, 4])
+    digest = block_digest(root, tokens)
+
+    async def body(harness: Harness) -> None:
+        harness.engine.table = [Stored(Tier.DEVICE, [digest], [root], tokens, first=True)]
+        call = harness.stub.SubscribeKvEvents(common.SubscribeKvEventsRequest(start_sequence_number=99))
+        begin, table = await call.read(), await call.read()
+        assert (begin.sequence_number, begin.snapshot.count) == (1, 1)
+        assert begin.events[0].HasField("cleared")
+        assert table.sequence_number == 2
+        assert list(table.events[0].stored.blocks[0].token_ids) == [1, 2, 3, 4]
+        call.cancel()
+        await until(lambda: bool(harness.engine.ended_watches))
+
+    run(body)
+
+
+def test_token_ids_that_have_no_room_in_an_event_are_not_told() -> None:
+    async def body(harness: Harness) -> None:
+        for vocab_size, told in ((2**28, True), (2**28 + 1, False)):
+            harness.engine.model = replace(MODEL, vocab_size=vocab_size)
+            call = harness.stub.SubscribeKvEvents(common.SubscribeKvEventsRequest())
+            if told:
+                assert (await call.read()).sequence_number == 1
+                call.cancel()
+            else:
+                code, message, _ = await refusal(call)
+                assert code is grpc.StatusCode.FAILED_PRECONDITION
+                assert f"{2**28} token ids" in message
+        await until(lambda: len(harness.engine.ended_watches) == 2)
+
+    run(body)

@@ -1,0 +1,302 @@
+"""What the log tells its watchers at step borders, and what it remembers of blocks that are gone (CHECKLIST K7, G7)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+from support.clients.table_reader import Reader, host_table_of, table_of
+from support.engine.cached_prefixes import ROOT, Clock, cache, evict_all, hold
+from support.engine.scheduler_driver import Driver
+
+from pagekv.common.errors import FellBehind, LimitExceeded, Unavailable
+from pagekv.kvmanager.kvcache.block_hash import chain_digests, token_bytes
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.events.log import MAX_WATCHES, RemovedAgo, TableLog
+from pagekv.kvmanager.kvcache.host_pool import HostPool
+from pagekv.kvmanager.kvcache.pins import Pins
+from pagekv.kvmanager.request.command import MediaSpan
+
+SIZE = 4
+
+
+def logged_pool(num_blocks: int = 10, clock: Clock | None = None) -> tuple[BlockPool, TableLog]:
+    log = TableLog(clock or Clock())
+    pool = BlockPool(num_blocks, SIZE, log=log)
+    log.follow(pool.table)
+    return pool, log
+
+
+def digests_of(prompt: list[int]) -> list[bytes]:
+    return chain_digests(ROOT, token_bytes(prompt), SIZE)
+
+
+def test_a_watch_begins_with_the_table_and_gets_one_batch_per_border_with_changes() -> None:
+    pool, log = logged_pool()
+    cache(pool, [*range(8)])
+    reader = Reader(log.watch())
+    assert reader.table == table_of(pool)
+    assert list(reader.table) == digests_of([*range(8)])
+    cache(pool, [*range(8), *range(50, 54)])
+    assert not reader.read()
+    log.border(1)
+    assert reader.read()
+    assert reader.table == table_of(pool)
+    log.border(2)
+    assert not reader.read()
+    pool.clear_prefix_table()
+    cache(pool, [9] * 4)
+    log.border(3)
+    assert reader.read()
+    assert reader.table == table_of(pool)
+    assert len(reader.table) == 1
+
+
+def test_the_snapshot_names_parents_before_children() -> None:
+    pool, log = logged_pool(40)
+    for prompt in ([*range(12)], [*range(8), 5, 5, 5, 5, 6], [7] * 20, [*range(4), *range(4)]):
+        cache(pool, prompt)
+    seen: set[bytes] = set()
+    for stored in log.watch().take_snapshot(99):
+        for digest, parent, _ in stored.each():
+            assert parent == ROOT or parent in seen
+            seen.add(digest)
+    assert len(seen) == pool.num_published == 10
+
+
+def test_blocks_that_tokens_alone_do_not_lead_to_are_told_apart() -> None:
+    """Those with media and what follows them, as they enter and in a snapshot."""
+    pool, log = logged_pool()
+    watch = log.watch()
+    cache(pool, [*range(16)], media=(MediaSpan(5, 2, "picture"),))
+    log.border(1)
+    for found in (watch.take_unread().stored, log.watch().take_snapshot(99)):
+        assert [stored.text for stored in found for _ in stored.digests] == [True, False, False, False]
+
+
+def test_what_comes_and_goes_between_two_borders_is_left_out() -> None:
+    pool, log = logged_pool(4)
+    cache(pool, [1] * 8)
+    watch = log.watch()
+    log.border(1)
+    # Evicts both blocks for two others, evicts these for the same two as at first.
+    for prompt in ([2] * 16, [3] * 16, [1] * 8):
+        cache(pool, prompt)
+    log.border(2)
+    diff = asyncio.run(watch.take())
+    changed = {digest for removed in diff.removed for digest in removed.digests}
+    changed |= {digest for stored in diff.stored for digest in stored.digests}
+    assert digests_of([1] * 8)[0] not in changed
+    assert digests_of([2] * 16)[0] not in changed
+    reader = Reader(log.watch())
+    assert reader.table == table_of(pool)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_readers_hold_exactly_the_table_at_every_border(seed: int) -> None:
+    """Random histories in a pool that is far too small; the slow reader looks now and then only."""
+    rng = random.Random(seed)
+    pool, log = logged_pool(12)
+    keen, slow = Reader(log.watch()), Reader(log.watch())
+    late: list[Reader] = []
+    for step in range(150):
+        for _ in range(rng.randrange(3)):
+            move = rng.random()
+            prompt = [rng.randrange(2) for _ in range(rng.randrange(20))]
+            if move < 0.85:
+                cache(pool, prompt)
+            elif move < 0.9:
+                pool.clear_prefix_table()
+            elif move < 0.95:
+                pool = BlockPool(12, SIZE, log=log)
+                log.follow(pool.table)
+            else:
+                held = hold(pool, prompt)
+                evict_all(pool)
+                pool.free(held)
+        log.border(step)
+        for reader in (keen, *late, *([slow] if rng.random() < 0.1 else [])):
+            reader.read()
+            assert reader.table == table_of(pool)
+        if rng.random() < 0.05:
+            late.append(Reader(log.watch()))
+        if late and rng.random() < 0.05:
+            late.pop().watch.close()
+    slow.read()
+    assert slow.table == table_of(pool)
+    assert log.num_watches == 2 + len(late)
+
+
+def keep(host: HostPool, prompt: list[int], index: int) -> None:
+    """What a swap or a write-back does: the prompt's block `index` goes into the host pool, unless it is there."""
+    digests = digests_of(prompt)
+    tokens = np.array([prompt[index * SIZE : (index + 1) * SIZE]], np.uint32)
+    blocks, _ = host.keep([digests[index]], tokens, [digests[index - 1] if index else ROOT])
+    host.release(blocks)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_readers_hold_exactly_both_tables_at_every_border(seed: int) -> None:
+    """CHECKLIST K7: as above, with a host pool, which also keeps blocks whose parents it has lost."""
+    rng = random.Random(seed)
+    log = TableLog(Clock())
+
+    def new_pools() -> tuple[BlockPool, HostPool]:
+        pool, host = BlockPool(12, SIZE, log=log), HostPool(6, SIZE, log)
+        log.follow(pool.table, host)
+        return pool, host
+
+    pool, host = new_pools()
+    readers = [Reader(log.watch())]
+    evictions = gaps = 0
+    for step in range(150):
+        for _ in range(rng.randrange(3)):
+            move, prompt = rng.random(), [rng.randrange(2) for _ in range(rng.randrange(4, 20))]
+            if move < 0.4:
+                cache(pool, prompt)
+            elif move < 0.9:
+                keep(host, prompt, rng.randrange(len(prompt) // SIZE))
+            elif move < 0.95:
+                host.clear()
+                pool.clear_prefix_table()
+            else:
+                evictions += host.evictions
+                pool, host = new_pools()
+        log.border(step)
+        kept = host_table_of(host)
+        gaps += any(parent != ROOT and parent not in kept for parent, _ in kept.values())
+        for reader in readers:
+            reader.read()
+            assert (reader.table, reader.host_table) == (table_of(pool), kept)
+        if rng.random() < 0.05:
+            readers.append(Reader(log.watch()))
+    assert evictions
+    assert gaps
+
+
+class WatchedDriver(Driver):
+    """The real scheduler, with a reader that is held against both tables after every step."""
+
+    def _new_pool(self, num_blocks: int) -> None:
+        if not hasattr(self, "log"):
+            self.log = TableLog(Clock())
+            self.reader = Reader(self.log.watch())
+        super()._new_pool(num_blocks)
+        self.pool = BlockPool(num_blocks, self.block_size, log=self.log)
+        self.pins = Pins(self.pool, max_share=1.0)
+        self.host = HostPool(self.host_blocks, self.block_size, self.log)
+        self.log.follow(self.pool.table, self.host)
+
+    def check(self) -> None:
+        super().check()
+        self.log.border(len(self.plans))
+        self.reader.read()
+        assert self.reader.table == table_of(self.pool)
+        assert self.reader.host_table == host_table_of(self.host)
+
+
+def test_a_reader_holds_both_tables_through_swaps_write_back_resets_and_lost_executors() -> None:
+    """CHECKLIST I5, K7: what the scheduler really does with two tiers that are too small."""
+    rng = random.Random(0)
+    driver = WatchedDriver(num_blocks=16, block_size=4, host_blocks=12, preemption="swap", write_back=True)
+    families = [[rng.randrange(90) for _ in range(16)] for _ in range(4)]
+    most_kept = 0
+    for round_number in range(60):
+        prompt = rng.choice(families)[: rng.randrange(4, 17)] + [rng.randrange(90) for _ in range(rng.randrange(1, 8))]
+        driver.submit(prompt, max_tokens=rng.randrange(1, 12), beam_width=rng.choice([0, 0, 2]))
+        for _ in range(rng.randrange(8)):
+            driver.step()
+            most_kept = max(most_kept, len(driver.reader.host_table))
+        if round_number % 20 == 9:
+            driver.scheduler.preempt_all()
+            driver.scheduler.clear_prefix_cache()
+            driver.check()
+        if round_number % 20 == 19:
+            driver.lose_executor()
+            driver.check()
+    driver.drain()
+    counters = driver.scheduler.counters
+    assert min(counters.swaps.swapped_out, counters.swaps.swapped_in, counters.swaps.written_back, most_kept) > 5
+
+
+def test_nothing_is_kept_for_nobody() -> None:
+    pool, log = logged_pool()
+    watch = log.watch()
+    cache(pool, [1] * 8)
+    assert log._pending.size == 2
+    watch.close()
+    assert (log._pending.size, log.num_watches) == (0, 0)
+    cache(pool, [2] * 8)
+    evict_all(pool)
+    keep(HostPool(1, SIZE, log), [2] * 8, 0)
+    assert log._pending.size == 0
+
+
+def test_watches_are_limited_and_end_together() -> None:
+    _, log = logged_pool()
+    watches = [log.watch() for _ in range(MAX_WATCHES)]
+    with pytest.raises(LimitExceeded, match="16 readers watch"):
+        log.watch()
+    watches[3].close()
+    log.watch()
+    log.end_watches(Unavailable("over"))
+    assert log.num_watches == 0
+    with pytest.raises(Unavailable, match="over"):
+        asyncio.run(watches[0].take())
+    with pytest.raises(Unavailable, match="over"):
+        watches[0].take_snapshot(1)
+
+
+def test_a_reader_that_falls_behind_is_dropped_and_the_others_go_on() -> None:
+    pool, log = logged_pool(100)
+    slow, keen = log.watch(), Reader(log.watch())
+    slow._max_unread = 5
+    cache(pool, [1] * 40)
+    log.border(1)
+    assert log.num_watches == 1
+    with pytest.raises(FellBehind, match="more than 5 changes"):
+        asyncio.run(slow.take())
+    keen.read()
+    assert keen.table == table_of(pool)
+
+
+def test_evictions_are_remembered_with_step_and_time() -> None:
+    """CHECKLIST G7: an eviction is an event that can be told afterwards."""
+    clock = Clock()
+    pool, log = logged_pool(clock=clock)
+    (digest,) = digests_of([1] * 4)
+    cache(pool, [1] * 4)
+    log.border(7)
+    assert log.removed_ago(digest) is None
+    evict_all(pool)
+    assert log.removed_ago(digest) == RemovedAgo(cleared=False, steps=0, seconds=0)
+    log.border(9)
+    clock.now += 2.5
+    assert log.removed_ago(digest) == RemovedAgo(cleared=False, steps=2, seconds=2.5)
+    cache(pool, [1] * 4)
+    pool.clear_prefix_table()
+    assert log.removed_ago(digest) == RemovedAgo(cleared=True, steps=0, seconds=0)
+
+
+def test_a_lost_executor_clears_the_table() -> None:
+    pool, log = logged_pool()
+    cache(pool, [1] * 4)
+    reader = Reader(log.watch())
+    pool = BlockPool(10, SIZE, log=log)
+    log.follow(pool.table)
+    (digest,) = digests_of([1] * 4)
+    assert log.removed_ago(digest) == RemovedAgo(cleared=True, steps=0, seconds=0)
+    log.border(1)
+    assert reader.read()
+    assert reader.table == {}
+
+
+def test_an_empty_table_that_is_cleared_is_still_a_change_of_a_watched_one() -> None:
+    pool, log = logged_pool()
+    watch = log.watch()
+    pool.clear_prefix_table()
+    log.border(1)
+    diff = asyncio.run(watch.take())
+    assert diff.cleared

@@ -1,0 +1,259 @@
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from pagekv.kvmanager.errors import InvariantError
+from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest, token_bytes
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.prefix_trie import FIRST
+
+ROOT = root_digest("model", "", "")
+
+
+def chunks(tokens: list[int], block_size: int) -> NDArray[np.uint32]:
+    full = len(tokens) // block_size * block_size
+    return np.array(tokens[:full], np.uint32).reshape(-1, block_size)
+
+
+def publish(pool: BlockPool, blocks: list[int], tokens: list[int]) -> list[bytes]:
+    """Publishes the full blocks of `tokens` in `blocks`; returns their digests."""
+    digests = chain_digests(ROOT, token_bytes(tokens), pool.block_size)
+    # Those that are in the table already would be offered again, which the scheduler never does.
+    begin = next((i for i in range(len(digests)) if pool.table.digest(blocks[i]) is None), len(digests))
+    if begin < len(digests):
+        parent = digests[begin - 1] if begin else ROOT
+        rows = chunks(tokens, pool.block_size)[begin:]
+        pool.publish_chain(
+            ids(blocks[begin : len(digests)]), digests[begin:], parent, rows, first=not begin, media=False
+        )
+    return digests
+
+
+def held(pool: BlockPool, count: int) -> list[int]:
+    blocks = pool.allocate(count)
+    assert blocks is not None
+    return list(map(int, blocks))
+
+
+def ids(blocks: list[int]) -> NDArray[np.int32]:
+    return np.array(blocks, np.int32)
+
+
+def match(pool: BlockPool, tokens: list[int]) -> list[int]:
+    """Both ways to find cached blocks, which must agree."""
+    digests = chain_digests(ROOT, token_bytes(tokens), pool.block_size)
+    rows = chunks(tokens, pool.block_size)
+    found = pool.match(digests, rows)
+    assert pool.table.follow(ROOT, rows) == found
+    return found
+
+
+def test_allocate_takes_all_or_nothing() -> None:
+    pool = BlockPool(4, 2)
+    assert pool.allocate(5) is None
+    assert pool.num_free == 4
+    assert held(pool, 3) == [0, 1, 2]
+    assert pool.num_active == 3
+    pool.check_integrity([[0, 1, 2]])
+
+
+def test_longest_hit_stops_at_the_first_miss() -> None:
+    pool = BlockPool(8, 2)
+    blocks = held(pool, 3)
+    publish(pool, blocks, [1, 2, 3, 4, 5, 6])
+    assert match(pool, [1, 2, 3, 4, 9, 9]) == blocks[:2]
+    assert match(pool, [9, 9, 3, 4, 5, 6]) == []
+    assert match(pool, [1, 2, 3]) == blocks[:1]
+
+
+def test_the_match_rounds_down_to_whole_blocks() -> None:
+    """CHECKLIST E7: seven common tokens at block size 4 hit four."""
+    pool = BlockPool(4, 4)
+    blocks = held(pool, 2)
+    publish(pool, blocks, [1, 2, 3, 4, 5, 6, 7, 8])
+    assert match(pool, [1, 2, 3, 4, 5, 6, 7, 0]) == blocks[:1]
+
+
+def test_evictable_is_not_evicted() -> None:
+    """CHECKLIST F6: a block nobody holds stays hittable until its memory is taken."""
+    pool = BlockPool(2, 2)
+    blocks = held(pool, 1)
+    publish(pool, blocks, [1, 2])
+    pool.free(ids(blocks))
+    assert (pool.num_free, pool.num_cached_free) == (2, 1)
+    assert match(pool, [1, 2]) == blocks
+    assert pool.evictions == 0
+    assert held(pool, 2) == [1, 0]
+    assert match(pool, [1, 2]) == []
+    assert pool.evictions == 1
+
+
+def test_deepest_block_of_a_chain_is_evicted_first() -> None:
+    """CHECKLIST G4, G5, Z16."""
+    pool = BlockPool(3, 1)
+    blocks = held(pool, 3)
+    publish(pool, blocks, [1, 2, 3])
+    pool.free(ids(blocks))
+    for left in ([0, 1], [0], []):
+        taken = held(pool, 1)
+        assert match(pool, [1, 2, 3]) == left
+        assert taken[0] not in left
+
+
+def test_least_recently_used_chain_goes_first_and_a_held_one_never() -> None:
+    """CHECKLIST G2, G3: freed in the order A, B, C with D held, A goes."""
+    pool = BlockPool(4, 1)
+    a, b, c, d = ([block] for block in held(pool, 4))
+    for token, blocks in enumerate((a, b, c, d)):
+        publish(pool, blocks, [token])
+    for blocks in (a, b, c):
+        pool.free(ids(blocks))
+    assert held(pool, 1) == a
+    assert held(pool, 2) == b + c
+    assert pool.allocate(1) is None
+    assert match(pool, [3]) == d
+
+
+def test_touch_saves_a_hit_from_eviction() -> None:
+    """CHECKLIST F2: touched before anything is allocated."""
+    pool = BlockPool(2, 1)
+    blocks = held(pool, 1)
+    publish(pool, blocks, [7])
+    pool.free(ids(blocks))
+    pool.touch(ids(blocks))
+    assert pool.num_cached_free == 0
+    assert pool.allocate(2) is None
+    assert pool.ref_count(blocks[0]) == 1
+
+
+def test_vllm_worked_example() -> None:
+    """CHECKLIST golden for F1 to F3: the free queue after two requests, then a third that shares twelve tokens."""
+    pool = BlockPool(10, 4)
+    shared = list(range(1, 13))
+    first = held(pool, 4)
+    publish(pool, first, [*shared, 13, 14, 15])
+    first += held(pool, 1)
+    publish(pool, first, [*shared, 13, 14, 15, 16])
+    second_tokens = [*shared[:8], 90, 91, 92, 93, 94, 95]
+    hits = match(pool, second_tokens)
+    assert hits == [0, 1]
+    pool.touch(ids(hits))
+    second = hits + held(pool, 2)
+    publish(pool, second, second_tokens)
+    assert second == [0, 1, 5, 6]
+    pool.free(ids(first))
+    pool.free(ids(second))
+    assert list(pool._free) == [7, 8, 9, 4, 3, 2, 6, 5, 1, 0]
+    hits = match(pool, [*shared, *range(200, 217)])
+    assert hits == [0, 1, 2]
+    pool.touch(ids(hits))
+    assert list(pool._free) == [7, 8, 9, 4, 3, 6, 5]
+    assert held(pool, 5) == [7, 8, 9, 4, 3]
+    assert pool.evictions == 1
+
+
+def test_duplicates_are_not_merged() -> None:
+    pool = BlockPool(2, 1)
+    first, second = ([block] for block in held(pool, 2))
+    publish(pool, first, [5])
+    publish(pool, second, [5])
+    assert match(pool, [5]) == first
+    assert pool.table.digest(second[0]) is None
+
+
+def test_hash_collision_is_a_miss_and_an_alarm() -> None:
+    """CHECKLIST E9: with a constant hash, token comparison is what keeps outputs right."""
+    pool = BlockPool(4, 2)
+    constant = b"\0" * 32
+    pool.publish_chain(ids(held(pool, 1)), [constant], ROOT, chunks([1, 2], 2), first=True, media=False)
+    assert pool.match([constant], chunks([1, 2], 2)) == [0]
+    assert pool.match([constant], chunks([3, 4], 2)) == []
+    assert pool.hash_alarms == 1
+
+
+def test_clear_forgets_and_keeps_what_is_held() -> None:
+    pool = BlockPool(3, 1)
+    blocks = held(pool, 2)
+    publish(pool, blocks, [1, 2])
+    pool.free(ids(blocks[1:]))
+    assert pool.clear_prefix_table() == 2
+    assert match(pool, [1, 2]) == []
+    assert pool.num_active == 1
+    pool.check_integrity([blocks[:1]])
+
+
+def test_a_block_tells_for_how_long_its_content_is_cached() -> None:
+    now = 100.0
+    pool = BlockPool(6, 2, clock=lambda: now)
+    first = held(pool, 2)
+    assert pool.table.age_s(first[0]) is None
+    publish(pool, first, [1, 2, 3, 4])
+    now = 103.0
+    publish(pool, [*first, *(rest := held(pool, 1))], [1, 2, 3, 4, 5, 6])
+    assert [pool.table.age_s(block) for block in [*first, *rest]] == [3.0, 3.0, 0.0]
+    # Another copy takes over the entry: its content is cached for as long as before.
+    pool.free(ids([*first, *rest]))
+    now = 110.0
+    copies = held(pool, 2)
+    publish(pool, copies, [1, 2, 3, 4])
+    assert [pool.table.age_s(block) for block in [*first, *copies]] == [None, None, 10.0, 10.0]
+    pool.clear_prefix_table()
+    assert pool.table.age_s(copies[0]) is None
+    publish(pool, copies, [1, 2, 3, 4])
+    assert pool.table.age_s(copies[0]) == 0.0
+
+
+def test_ages_are_kept_only_for_who_asks() -> None:
+    pool = BlockPool(4, 2)
+    blocks = held(pool, 1)
+    publish(pool, blocks, [1, 2])
+    assert pool.table.age_s(blocks[0]) is None
+    assert pool.table._entered_at.nbytes == 0
+
+
+def test_misuse_is_a_broken_invariant() -> None:
+    pool = BlockPool(2, 1)
+    with pytest.raises(InvariantError, match="nobody holds"):
+        pool.free(ids([0]))
+    with pytest.raises(InvariantError, match="nobody holds"):
+        pool.publish_chain(ids([0]), [b"x" * 32], ROOT, chunks([1], 1), first=True, media=False)
+    with pytest.raises(InvariantError, match="nobody holds"):
+        pool.publish_after([0], [b"x" * 32], [FIRST], [ROOT], chunks([1], 1))
+
+
+def test_blocks_after_others_enter_only_in_the_simple_case() -> None:
+    """What sequences that decode publish: each block after the sequence's own one, or else left out and unchanged."""
+    pool = BlockPool(8, 1)
+    blocks = held(pool, 8)
+    digests = publish(pool, blocks[:2], [1, 2])
+    news = [bytes([number]) * 32 for number in range(5)]
+    left_out = pool.publish_after(
+        blocks[2:7],
+        [news[0], digests[1], news[2], news[3], news[0]],
+        [blocks[1], blocks[0], FIRST, blocks[0], blocks[1]],
+        [digests[1], digests[0], ROOT, digests[1], digests[1]],
+        chunks([3, 2, 7, 3, 3], 1),
+    )
+    # There already; the parent digest is another block's; there since this call.
+    assert left_out == [1, 3, 4]
+    assert [pool.table.lookup(digest) for digest in news] == [blocks[2], None, blocks[4], None, None]
+    assert pool.table.follow(ROOT, chunks([1, 2, 3], 1)) == blocks[:3]
+    assert pool.table.follow(ROOT, chunks([7], 1)) == [blocks[4]]
+    assert pool.num_published == 4
+    pool.check_integrity([blocks])
+
+
+@pytest.mark.parametrize("damage", ["ref", "table", "gauge"])
+def test_check_integrity_sees_damage(damage: str) -> None:
+    pool = BlockPool(3, 1)
+    blocks = held(pool, 1)
+    publish(pool, blocks, [1])
+    pool.check_integrity([blocks])
+    if damage == "ref":
+        pool._ref_count[2] = 1
+    elif damage == "table":
+        pool.table._block_of[b"stray"] = 2
+    else:
+        pool._num_cached_free = 1
+    with pytest.raises(InvariantError):
+        pool.check_integrity([blocks])

@@ -1,0 +1,140 @@
+"""Pins: leases on cached prefixes (CHECKLIST F7, K5)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from support.engine.cached_prefixes import Clock, cache, evict_all
+
+from pagekv.common.errors import LimitExceeded
+from pagekv.kvmanager.kvcache import pins as pins_module
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.pins import Pins
+
+SIZE = 4
+
+
+def pool_and_pins(num_blocks: int = 20, share: float = 0.5) -> tuple[BlockPool, Pins, Clock]:
+    pool, clock = BlockPool(num_blocks, SIZE), Clock()
+    return pool, Pins(pool, share, clock), clock
+
+
+def test_a_pinned_prefix_survives_pressure_and_goes_when_its_pin_does() -> None:
+    pool, pins, _ = pool_and_pins()
+    pinned, other = cache(pool, [1] * 12), cache(pool, [2] * 12)
+    pin_id = pins.pin(pinned, 60, 0)
+    assert (len(pins), pins.num_blocks, pool.num_active, pool.num_cached_free) == (1, 3, 3, 3)
+    evict_all(pool)
+    assert [pool.table.digest(block) is not None for block in pinned + other] == [True] * 3 + [False] * 3
+    assert pins.unpin(pin_id) == 3
+    assert (len(pins), pins.num_blocks, pool.num_active, pool.num_cached_free) == (0, 0, 0, 3)
+    evict_all(pool)
+    assert pool.num_published == 0
+
+
+def test_unpinning_again_or_what_never_was_is_no_error() -> None:
+    pool, pins, _ = pool_and_pins()
+    pin_id = pins.pin(cache(pool, [1] * 4), 60, 0)
+    assert [pins.unpin(pin_id), pins.unpin(pin_id), pins.unpin("pin-0")] == [1, 0, 0]
+
+
+def test_pins_that_share_blocks_count_them_once() -> None:
+    pool, pins, _ = pool_and_pins()
+    long, short = cache(pool, [1] * 12), cache(pool, [1] * 8)
+    first, second = pins.pin(long, 60, 0), pins.pin(short, 60, 0)
+    assert pins.num_blocks == 3
+    assert pins.holders[long].tolist() == [2, 2, 1]
+    assert [pool.ref_count(block) for block in long] == [2, 2, 1]
+    pins.unpin(first)
+    assert pins.holders[long].tolist() == [1, 1, 0]
+    assert pins.num_blocks == 2
+    pins.unpin(second)
+    assert pins.num_blocks == 0
+
+
+def test_leases_end_in_their_order() -> None:
+    pool, pins, clock = pool_and_pins()
+    blocks = cache(pool, [1] * 4)
+    assert pins.next_expiry is None
+    for lease in (30, 10, 20):
+        pins.pin(blocks, lease, 0)
+    assert pins.next_expiry == 110
+    clock.now = 109.9
+    assert pins.expire() == 0
+    clock.now = 110
+    assert pins.expire() == 1
+    assert pins.next_expiry == 120
+    clock.now = 500
+    assert pins.expire() == 2
+    assert (pins.next_expiry, pool.num_active) == (None, 0)
+
+
+def test_pinned_blocks_are_limited_to_a_share_of_the_pool() -> None:
+    pool, pins, _ = pool_and_pins(share=0.25)
+    first, second = cache(pool, [1] * 12), cache(pool, [2] * 12)
+    pins.pin(first, 60, 0)
+    message = r"with this prefix 6 blocks would be pinned, at most 5 of 20 can be \(--max-pinned-share 0.25\)"
+    with pytest.raises(LimitExceeded, match=message):
+        pins.pin(second, 60, 0)
+    assert (len(pins), pins.num_blocks, pool.num_active) == (1, 3, 3)
+    pins.pin(second[:2], 60, 0)
+    # What is pinned already takes nothing more.
+    pins.pin(first, 60, 0)
+    assert pins.num_blocks == 5
+
+
+def test_a_live_request_keeps_the_blocks_that_it_may_still_need() -> None:
+    pool, pins, _ = pool_and_pins()
+    blocks = cache(pool, [1] * 20)
+    with pytest.raises(LimitExceeded, match="5 of 20 blocks would be pinned, and a live request may need 16"):
+        pins.pin(blocks, 60, largest_need=16)
+    assert pool.num_active == 0
+    pins.pin(blocks, 60, largest_need=15)
+
+
+def test_the_number_of_pins_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pins_module, "MAX_PINS", 3)
+    pool, pins, _ = pool_and_pins()
+    blocks = cache(pool, [1] * 4)
+    for _ in range(3):
+        pins.pin(blocks, 60, 0)
+    with pytest.raises(LimitExceeded, match="3 pins are held"):
+        pins.pin(blocks, 60, 0)
+
+
+def test_pinning_and_unpinning_for_ever_keeps_nothing() -> None:
+    pool, pins, _ = pool_and_pins()
+    blocks = cache(pool, [1] * 4)
+    for _ in range(1000):
+        pins.unpin(pins.pin(blocks, 86_400, 0))
+    assert len(pins._expiries) <= 64
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_pins_keep_every_count_right(seed: int) -> None:
+    rng = random.Random(seed)
+    pool, pins, clock = pool_and_pins(30)
+    held: list[str] = []
+    for _ in range(200):
+        move = rng.random()
+        if move < 0.5:
+            blocks = cache(pool, [rng.randrange(2) for _ in range(rng.randrange(4, 20))])
+            try:
+                held.append(pins.pin(blocks, rng.randrange(1, 50), rng.randrange(30)))
+            except LimitExceeded:
+                assert pins.num_blocks <= 15
+        elif move < 0.7 and held:
+            pins.unpin(rng.choice(held))
+        elif move < 0.95:
+            clock.now += rng.randrange(5)
+            pins.expire()
+        elif move < 0.98:
+            evict_all(pool)
+        else:
+            assert pins.end_all() >= 0
+            assert len(pins) == 0
+        pool.check_integrity(pins.tables())
+        assert pins.num_blocks == pool.num_active
+        assert pins.num_blocks == len({block for table in pins.tables() for block in table})
+    assert all(expiry > clock.now for expiry in [pins.next_expiry] if expiry is not None)

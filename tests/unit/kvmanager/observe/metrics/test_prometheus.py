@@ -1,0 +1,243 @@
+"""What Prometheus scrapes: the numbers of an engine that ran, and nothing that METRICS.md does not explain."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import aiohttp
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from support.engine import engine_harness as harness
+from support.engine.engine_harness import Bench, command, read
+
+import pagekv.kvmanager
+from pagekv.kvmanager.engine.loop import EngineLoop
+from pagekv.kvmanager.observe.http_server import HttpServer
+from pagekv.kvmanager.observe.metrics.prometheus import EngineCollector, metrics_routes
+from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
+from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
+from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
+
+VLLM = {"model_name": "fake", "engine": "0"}
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+LIMITS = SchedulerLimits(max_batch_tokens=64, max_running=32, watermark=0.0, prefix_cache=True)
+
+Value = Callable[..., float]
+
+
+def scrape(engine: EngineLoop, requests: RequestMetrics, *, prefix_cache: bool = True) -> Value:
+    """What one scrape says: value(name, label=...)."""
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(engine, requests, prefix_cache=prefix_cache))
+
+    def value(name: str, **labels: str) -> float:
+        found = registry.get_sample_value(name, (VLLM if name.startswith("vllm:") else {}) | labels)
+        assert found is not None, f"{name} {labels} is not there"
+        return found
+
+    return value
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch,
+    body: Callable[[EngineLoop, Bench, RequestMetrics], Awaitable[None]],
+    requests: RequestMetrics | None = None,
+    **changes: object,
+) -> None:
+    """The harness with the metrics' observer."""
+    observer = requests or RequestMetrics()
+    harness.run(monkeypatch, lambda engine, bench: body(engine, bench, observer), observers=[observer], **changes)
+
+
+@pytest.mark.skipif(
+    shutil.which("promtool") is None and "CI" not in os.environ, reason="Debian's package prometheus has promtool"
+)
+def test_promtool_minds_nothing_but_the_colons_of_vllms_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: EngineLoop, bench: Bench, requests: RequestMetrics) -> None:
+        await read(engine.submit(command("a", PROMPT)))
+        registry = CollectorRegistry()
+        registry.register(EngineCollector(engine, requests, prefix_cache=True))
+        text.append(generate_latest(registry).decode())
+
+    text: list[str] = []
+    run(monkeypatch, body)
+    done = subprocess.run(["promtool", "check", "metrics"], input=text[0], capture_output=True, text=True)
+    lines = (done.stdout + done.stderr).splitlines()
+    assert lines
+    assert [line for line in lines if not re.fullmatch(r"vllm:\S+ metric names should not contain ':'", line)] == []
+
+
+def test_tokens_hits_and_ends_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries and hits are tokens, as in vLLM; blocks have names of their own (K1), and misses their reasons (K2)."""
+
+    async def body(engine: EngineLoop, bench: Bench, requests: RequestMetrics) -> None:
+        for name in ("a", "b"):
+            await read(engine.submit(command(name, PROMPT)))
+        value = scrape(engine, requests)
+        assert value("vllm:prefix_cache_queries_total") == value("vllm:prompt_tokens_total") == 18
+        assert value("vllm:prefix_cache_hits_total") == 8
+        assert value("vllm:generation_tokens_total") == 12
+        assert value("vllm:request_success_total", finished_reason="length") == 2
+        assert value("vllm:num_requests_running") == value("vllm:kv_cache_usage_perc") == 0
+        assert value("pagekv_prompt_blocks_total") == 6
+        assert value("pagekv_prompt_blocks_cached_total") == 2 * 2 - 2
+        assert value("pagekv_prefix_misses_total", reason="never_seen") == 1
+        assert value("pagekv_prefix_misses_total", reason="partial_tail") == 1
+        assert value("pagekv_pool_blocks", tier="device") == 64
+        assert value("pagekv_free_blocks", tier="device") == 64
+        assert value("pagekv_cached_free_blocks", tier="device") == value("pagekv_cached_blocks", tier="device") == 3
+        assert value("pagekv_executor_attached") == 1
+        assert value("pagekv_step_seconds_count") == engine.stats().steps_total
+        assert value("pagekv_step_tokens_sum") == value("pagekv_computed_tokens_total") > 12
+        for histogram in ("e2e_request_latency", "request_queue_time", "request_prefill_time", "request_decode_time"):
+            assert value(f"vllm:{histogram}_seconds_count") == 2
+        assert value("vllm:request_prompt_tokens_sum") == 18
+        assert value("vllm:request_generation_tokens_sum") == 12
+        off = scrape(engine, requests, prefix_cache=False)
+        assert off("vllm:prefix_cache_queries_total") == off("vllm:prefix_cache_hits_total") == 0
+
+    run(monkeypatch, body)
+
+
+def test_latencies_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill and decode have histograms of their own (H7). The clock ticks whenever it is read."""
+    ticks = count()
+    requests = RequestMetrics(clock=lambda: float(next(ticks)))
+
+    async def body(engine: EngineLoop, bench: Bench, requests: RequestMetrics) -> None:
+        await read(engine.submit(command("a", PROMPT, max_tokens=4)))
+        value = scrape(engine, requests)
+        # Read when it is queued (0), planned (1), at four commits (2 to 5), and at the end (6).
+        assert value("vllm:request_queue_time_seconds_sum") == 1
+        assert value("vllm:time_to_first_token_seconds_sum") == 2
+        assert value("vllm:request_prefill_time_seconds_sum") == 1
+        assert value("vllm:inter_token_latency_seconds_count") == value("vllm:inter_token_latency_seconds_sum") == 3
+        assert value("vllm:request_decode_time_seconds_sum") == 4
+        assert value("vllm:e2e_request_latency_seconds_sum") == 6
+
+    run(monkeypatch, body, requests)
+
+
+def test_every_token_but_a_first_one_has_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with forks, preemptions and a lost executor."""
+
+    async def body(engine: EngineLoop, bench: Bench, requests: RequestMetrics) -> None:
+        bench.step_s = 0.001
+        streams = [engine.submit(command(f"r{i}", [i, *PROMPT], max_tokens=30, n=1 + i % 3)) for i in range(6)]
+        reading = asyncio.gather(*(read(stream) for stream in streams))
+        await harness.until(lambda: engine.stats().generated_tokens_total > 60)
+        assert bench.link is not None
+        bench.link.lose()
+        await reading
+        value = scrape(engine, requests)
+        sequences = sum(1 + i % 3 for i in range(6))
+        tokens = value("vllm:generation_tokens_total")
+        assert tokens == 30 * sequences
+        assert value("vllm:time_to_first_token_seconds_count") == sequences
+        assert value("vllm:inter_token_latency_seconds_count") == tokens - sequences
+        assert value("vllm:request_success_total", finished_reason="length") == sequences
+        assert value("pagekv_executor_restarts_total") == 1
+        assert value("vllm:num_preemptions_total") > 0
+
+    run(monkeypatch, body, num_device_blocks=40)
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_preemptions_by_mode_and_what_they_move(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    async def body(engine: EngineLoop, bench: Bench, requests: RequestMetrics) -> None:
+        bench.description = replace(harness.DESCRIPTION, bytes_per_block=3, device_kv_bytes=60, host_kv_bytes=300)
+        assert bench.link is not None
+        bench.link.lose()
+        await harness.until(lambda: len(bench.attaches) == 2)
+        await harness.until(lambda: engine.stats().executor_attached)
+        await asyncio.gather(*(read(engine.submit(command(f"r{i}", [i] * 9, max_tokens=30))) for i in range(4)))
+        value = scrape(engine, requests)
+        other = {"swap": "recompute", "recompute": "swap"}[mode]
+        assert value("pagekv_preemptions_total", mode=mode) > 0
+        assert value("pagekv_preemptions_total", mode=other) == 0
+        for direction in ("in", "out"):
+            blocks = value("pagekv_swapped_blocks_total", direction=direction)
+            assert (blocks > 0) == (mode == "swap")
+            assert value("pagekv_swapped_bytes_total", direction=direction) == 3 * blocks
+
+    run(monkeypatch, body, limits=replace(LIMITS, swap=SwapPolicy(mode)))
+
+
+def test_ends_by_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: EngineLoop, bench: Bench, requests: RequestMetrics) -> None:
+        aborted = engine.submit(command("aborted", PROMPT, max_tokens=100, n=2))
+        engine.abort("aborted")
+        await read(aborted)
+        stopped = engine.submit(command("stop string", PROMPT, max_tokens=100, n=2))
+        await stopped.take()
+        engine.stop_sequence(stopped, 0)
+        engine.stop_sequence(stopped, 1)
+        searching = SamplingParams(max_tokens=4, beam_width=3)
+        await read(engine.submit(GenerateCommand("beams", PROMPT, searching, 2)))
+        value = scrape(engine, requests)
+        ends = {r: value("vllm:request_success_total", finished_reason=r) for r in ("stop", "length", "abort", "error")}
+        assert ends == {"stop": 2, "length": 2, "abort": 2, "error": 0}
+        assert value("pagekv_requests_total") == 3
+        assert value("pagekv_requests_aborted_total") == 1
+
+    run(monkeypatch, body)
+
+
+def test_before_the_first_attachment_there_is_little_to_say() -> None:
+    async def body() -> list[Metric]:
+        return list(EngineCollector(EngineLoop(harness.config()), RequestMetrics(), prefix_cache=True).collect())
+
+    (metric,) = asyncio.run(body())
+    assert (metric.name, metric.samples[0].value) == ("pagekv_executor_attached", 0)
+
+
+def test_every_metric_is_explained_and_every_explained_one_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of METRICS.md and the registry name the same metrics, with the same labels and types."""
+    page = Path(pagekv.kvmanager.__file__).parents[2] / "METRICS.md"
+    rows = re.findall(r"^\| `([a-z:_0-9]+)(?:\{([a-z_, ]*)\})?` \| (\w+) \|", page.read_text(), re.MULTILINE)
+    explained = {name: (kind, set(filter(None, labels.split(", ")))) for name, labels, kind in rows}
+
+    async def body(engine: EngineLoop, bench: Bench, requests: RequestMetrics) -> None:
+        await read(engine.submit(command("a", PROMPT)))
+        served = {}
+        for family in EngineCollector(engine, requests, prefix_cache=True).collect():
+            labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            served[name] = (family.type, labels - set(VLLM) if name.startswith("vllm:") else labels)
+        assert served == explained
+
+    run(monkeypatch, body)
+
+
+@pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0"])
+def test_it_is_served_over_http(monkeypatch: pytest.MonkeyPatch, accept: str) -> None:
+    """With its names as they are, whatever the scraper prefers."""
+
+    async def body(engine: EngineLoop, bench: Bench, requests: RequestMetrics) -> None:
+        await read(engine.submit(command("a", PROMPT)))
+        collector = EngineCollector(engine, requests, prefix_cache=True)
+        server = HttpServer("127.0.0.1:0", metrics_routes(collector))
+        port = await server.start()
+        async with aiohttp.ClientSession() as session:
+            url = f"http://127.0.0.1:{port}/metrics"
+            async with session.get(url, headers={"Accept": accept}) as response:
+                assert response.status == 200
+                assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+                text = await response.text()
+        await server.stop()
+        assert 'vllm:prefix_cache_queries_total{engine="0",model_name="fake"} 9.0' in text
+        read_back = {family.name for family in text_string_to_metric_families(text)}
+        assert read_back == {family.name for family in collector.collect()}
+
+    run(monkeypatch, body)

@@ -1,0 +1,281 @@
+"""Who looks at the page gets what is, by a snapshot and differences; and nothing runs while nobody looks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+from support.browser.page_reader import PageReader
+from support.engine import engine_harness
+from support.engine.engine_harness import Bench, command, expect, read, until
+
+from pagekv.common.errors import LimitExceeded, Overloaded
+from pagekv.kvmanager.engine.loop import EngineLoop
+from pagekv.kvmanager.page import frame
+from pagekv.kvmanager.page import hub as hub_module
+from pagekv.kvmanager.page.block_states import device_bytes, host_bytes
+from pagekv.kvmanager.page.frame import request_rows
+from pagekv.kvmanager.page.hub import MAX_VIEWERS, PageHub, Viewer
+from pagekv.kvmanager.request.command import CacheIdentity
+from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
+
+
+class Look:
+    """A hub that looks when the test says so, at an engine that it observes."""
+
+    def __init__(self, engine: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(hub_module, "LOOK_S", 3600.0)
+        self.now = 0.0
+        self.engine = engine
+        self.hub = PageHub(engine, lambda: self.now)
+        engine.observers.add(self.hub.happenings)
+
+    def look(self, seconds: float = 1.0) -> None:
+        self.now += seconds
+        self.hub.look()
+
+    def read(self, viewer: Viewer, reader: PageReader) -> None:
+        """What a viewer is sent if it reads now."""
+        latest = self.hub.frame
+        if latest is not None and latest is not viewer._seen:
+            reader.take(json.loads(self.hub.message(viewer._seen, latest)))
+            viewer._seen = latest
+
+    def agrees(self, reader: PageReader) -> bool:
+        view = self.engine.view()
+        assert view is not None
+        pool, host = view.scheduler.pool, view.scheduler.host
+        return (
+            bytes(reader.device) == device_bytes(pool, view.cache.pins.holders).tobytes()
+            and bytes(reader.host) == host_bytes(host).tobytes()
+            and reader.requests == request_rows(self.engine)[0]
+        )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_snapshot_and_differences_are_what_the_pools_are(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        look = Look(engine, monkeypatch)
+        families = [[rng.randrange(50) for _ in range(40)] for _ in range(3)]
+        streams: list[asyncio.Task[object]] = []
+        viewers: list[tuple[Viewer, PageReader]] = []
+        for number in range(60):
+            action = rng.randrange(10)
+            prompt = [*rng.choice(families)[: rng.randrange(4, 40)], rng.randrange(50)]
+            if action < 5 and len(streams) < 40:
+                with suppress(LimitExceeded):
+                    stream = engine.submit(command(f"r{number}", prompt, rng.randrange(1, 40), n=rng.randrange(1, 3)))
+                    streams.append(asyncio.create_task(read(stream)))
+            elif action == 5:
+                engine.abort(f"r{rng.randrange(60)}")
+            elif action == 6:
+                with suppress(LimitExceeded):
+                    engine.pin_prefix(prompt[:8], CacheIdentity(), 60)
+            elif action == 7:
+                engine.reset_prefix_cache(rng.random() < 0.5)
+            elif action == 8 and number > 30 and bench.link is not None and len(bench.attaches) < 3:
+                bench.link.lose()
+            elif len(viewers) < 4:
+                viewers.append((look.hub.enter(), PageReader()))
+            for _ in range(rng.randrange(8)):
+                await asyncio.sleep(0)
+            look.look()
+            # Some read seldom.
+            for position, (viewer, reader) in enumerate(viewers):
+                if rng.randrange(position + 1) == 0:
+                    look.read(viewer, reader)
+                    assert look.agrees(reader)
+        await asyncio.gather(*streams)
+        engine.reset_prefix_cache(True)
+        look.look()
+        for viewer, reader in viewers:
+            look.read(viewer, reader)
+            assert look.agrees(reader)
+            assert [point["n"] for point in reader.points] == sorted({point["n"] for point in reader.points})
+            assert [event["n"] for event in reader.events] == sorted({event["n"] for event in reader.events})
+            look.hub.leave(viewer)
+
+    monkeypatch.setattr(engine_harness, "DESCRIPTION", replace(engine_harness.DESCRIPTION, host_kv_bytes=32))
+    limits = SchedulerLimits(64, 32, 0.0, prefix_cache=True, swap=SwapPolicy("swap"), write_back=True)
+    engine_harness.run(monkeypatch, body, num_device_blocks=40, num_host_blocks=32, limits=limits)
+
+
+def test_events_tell_of_requests_and_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        look = Look(engine, monkeypatch)
+        viewer, reader = look.hub.enter(), PageReader()
+        look.look()
+        prompt = list(range(20))
+        assert await read(engine.submit(command("one", prompt))) == expect(prompt)
+        await read(engine.submit(command("two", prompt)))
+        look.look()
+        engine.reset_prefix_cache(False)
+        look.look()
+        look.read(viewer, reader)
+        kinds = [event["kind"] for event in reader.events]
+        assert kinds == ["admitted", "finished", "admitted", "finished", "stored", "cleared"]
+        assert reader.events[0]["request"] == "one"
+        # All but the last token, of which the last block's by copying.
+        assert [event.get("computed") for event in reader.events if event["kind"] == "admitted"] == [0, 19]
+        assert reader.events[1]["tokens"] == 6
+        assert reader.events[4]["blocks"] == reader.events[5]["blocks"] == 6
+        assert reader.points[-2]["hit_rate"] == pytest.approx(19 / 40, abs=1e-4)
+        look.hub.leave(viewer)
+
+    engine_harness.run(monkeypatch, body, num_device_blocks=40)
+
+
+def test_another_manager_is_told_from_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both count epochs and events from 1."""
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        told = []
+        for hub in [PageHub(engine), PageHub(engine)]:
+            for _ in range(2):
+                viewer = hub.enter()
+                told.append(json.loads(await viewer.next()))
+                hub.leave(viewer)
+        assert {message["epoch"] for message in told} == {told[0]["epoch"]}
+        first, again, other, other_again = [message["boot"] for message in told]
+        assert first == again != other == other_again
+
+    engine_harness.run(monkeypatch, body, num_device_blocks=40)
+
+
+def test_points_tell_when_they_are_of_and_where_nobody_looked(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        look = Look(engine, monkeypatch)
+
+        def looked(times: int) -> list[tuple[float, bool]]:
+            """What somebody knows who comes, sees `times` looks a second apart, and goes."""
+            viewer, reader = look.hub.enter(), PageReader()
+            for _ in range(times):
+                look.look()
+                look.read(viewer, reader)
+            look.hub.leave(viewer)
+            return [(point["at"], point["apart"]) for point in reader.points]
+
+        assert looked(3) == [(1, True), (2, False), (3, False)]
+        look.now += 50
+        assert looked(2) == [(1, True), (2, False), (3, False), (54, True), (55, False)]
+        # Two minutes are kept, by time and not by number.
+        look.now += 67
+        assert looked(1) == [(3, False), (54, True), (55, False), (123, True)]
+        look.now += 1000
+        assert looked(1) == [(1124, True)]
+
+    engine_harness.run(monkeypatch, body, num_device_blocks=40)
+
+
+def test_a_page_keeps_its_charts_when_the_executor_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        look = Look(engine, monkeypatch)
+        viewer, reader = look.hub.enter(), PageReader()
+        for _ in range(3):
+            look.look()
+            look.read(viewer, reader)
+        assert bench.link is not None
+        bench.link.lose()
+        await until(lambda: len(bench.attaches) == 2)
+        await engine.wait_ready()
+        look.look()
+        look.read(viewer, reader)
+        assert reader.snapshots == 2
+        assert [point["at"] for point in reader.points] == [1, 2, 3, 4]
+        look.hub.leave(viewer)
+
+    engine_harness.run(monkeypatch, body, num_device_blocks=40)
+
+
+def test_nothing_runs_while_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        look = Look(engine, monkeypatch)
+        await read(engine.submit(command("unseen", [1, 2, 3])))
+        assert look.hub.happenings.total == 0
+        assert look.hub._task is None
+        viewer, other = look.hub.enter(), look.hub.enter()
+        task = look.hub._task
+        assert task is not None
+        look.hub.leave(viewer)
+        look.hub.leave(viewer)
+        assert look.hub._task is task
+        look.hub.leave(other)
+        assert look.hub._task is None
+        await until(task.cancelled)
+        assert look.hub.frame is None
+
+    engine_harness.run(monkeypatch, body, num_device_blocks=40)
+
+
+def test_too_many_viewers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        look = Look(engine, monkeypatch)
+        viewers = [look.hub.enter() for _ in range(MAX_VIEWERS)]
+        with pytest.raises(Overloaded, match="16 pages are open"):
+            look.hub.enter()
+        look.hub.leave(viewers.pop())
+        viewers.append(look.hub.enter())
+        for viewer in viewers:
+            look.hub.leave(viewer)
+
+    engine_harness.run(monkeypatch, body, num_device_blocks=40)
+
+
+def test_a_viewer_is_woken_by_what_is_new_and_left_alone_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        look = Look(engine, monkeypatch)
+        viewer = look.hub.enter()
+        assert json.loads(await viewer.next())["type"] == "snapshot"
+        waiting = asyncio.create_task(viewer.next())
+        # Too soon for another point of the charts, and nothing happened.
+        look.look(0.1)
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        engine.submit(command("news", [1, 2, 3]))
+        await until(lambda: engine.stats().steps_total > 0)
+        look.look(0.1)
+        assert json.loads(await waiting)["type"] == "delta"
+        look.hub.leave(viewer)
+        await until(lambda: engine.stats().running_sequences == 0)
+
+    engine_harness.run(monkeypatch, body, num_device_blocks=40)
+
+
+def test_more_requests_than_are_listed_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        monkeypatch.setattr(frame, "MAX_REQUESTS", 2)
+        look = Look(engine, monkeypatch)
+        viewer, reader = look.hub.enter(), PageReader()
+        streams = [engine.submit(command(f"r{number}", [1, 2, number])) for number in range(5)]
+        look.look()
+        look.read(viewer, reader)
+        assert (len(reader.requests), reader.totals["live_requests"]) == (2, 5)
+        for stream in streams:
+            await read(stream)
+        look.look()
+        look.read(viewer, reader)
+        assert (len(reader.requests), reader.totals["live_requests"]) == (0, 0)
+        look.hub.leave(viewer)
+
+    engine_harness.run(monkeypatch, body, num_device_blocks=40)
+
+
+def test_a_look_that_fails_costs_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        monkeypatch.setattr(hub_module, "LOOK_S", 0.001)
+        hub = PageHub(engine)
+        monkeypatch.setattr(frame, "request_rows", lambda engine: 1 / 0)
+        viewer = hub.enter()
+        await asyncio.sleep(0.01)
+        monkeypatch.undo()
+        assert json.loads(await viewer.next())["type"] == "snapshot"
+        hub.leave(viewer)
+
+    engine_harness.run(monkeypatch, body, num_device_blocks=40)

@@ -1,0 +1,319 @@
+"""The page's addresses: what each answers, and how each refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from support.browser.page_reader import PageReader
+from support.engine import engine_harness
+from support.engine.engine_harness import Bench, command, read, until
+
+from pagekv.kvmanager.api.served_model import ServingState
+from pagekv.kvmanager.config import parse_config
+from pagekv.kvmanager.engine.loop import EngineLoop
+from pagekv.kvmanager.observe.http_server import MAX_BODY_BYTES, HttpServer
+from pagekv.kvmanager.page import routes
+from pagekv.kvmanager.page.hub import MAX_VIEWERS, PageHub
+from pagekv.kvmanager.page.routes import Page
+from pagekv.kvmanager.request.command import CacheIdentity
+from pagekv.kvmanager.server import Manager
+
+PROMPT = list(range(20))
+
+
+class Site:
+    """The page of an engine, and somebody who asks for it."""
+
+    def __init__(self, engine: EngineLoop, url: str, session: aiohttp.ClientSession, hub: PageHub) -> None:
+        self.engine, self.url, self.session, self.hub = engine, url, session, hub
+
+    async def get(self, path: str) -> tuple[int, dict[str, Any]]:
+        async with self.session.get(self.url + path) as response:
+            return response.status, await response.json()
+
+    async def explain(self, body: object) -> tuple[int, dict[str, Any]]:
+        data = body if isinstance(body, bytes) else json.dumps(body)
+        async with self.session.post(self.url + "/api/explain", data=data) as response:
+            return response.status, await response.json()
+
+
+Body = Callable[[Site], Awaitable[None]]
+
+
+def served(monkeypatch: pytest.MonkeyPatch, body: Body, *, show_text: bool = False) -> None:
+    """Runs `body` against an engine of 40 blocks of 4 tokens that has computed PROMPT."""
+
+    async def run(engine: EngineLoop, bench: Bench) -> None:
+        state = ServingState(engine)
+        state.open("f00d", None)
+        hub = PageHub(engine)
+        server = HttpServer("127.0.0.1:0", Page(engine, state, hub, show_text=show_text).routes())
+        port = await server.start()
+        try:
+            await read(engine.submit(command("first", PROMPT)))
+            async with aiohttp.ClientSession() as session:
+                await body(Site(engine, f"http://127.0.0.1:{port}", session, hub))
+        finally:
+            await server.stop()
+
+    engine_harness.run(monkeypatch, run, num_device_blocks=40, block_ages=True)
+
+
+def test_the_page_and_all_it_loads_come_from_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(site: Site) -> None:
+        async with site.session.get(site.url + "/") as response:
+            page = await response.text()
+            assert response.content_type == "text/html"
+            assert response.headers["Content-Security-Policy"].startswith("default-src 'self'")
+        assert "http://" not in page
+        assert "https://" not in page
+        for path, kind in [("/page/main.js", "text/javascript"), ("/page/page.css", "text/css")]:
+            async with site.session.get(site.url + path) as response:
+                assert (response.status, response.content_type) == (200, kind)
+                known = {"If-None-Match": response.headers["ETag"]}
+            async with site.session.get(site.url + path, headers=known) as response:
+                assert response.status == 304
+        async with site.session.get(site.url + "/page/../hub.py") as response:
+            assert response.status == 404
+
+    served(monkeypatch, body)
+
+
+def test_the_stream_begins_with_a_snapshot_and_ends_with_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(site: Site) -> None:
+        reader = PageReader()
+        async with site.session.get(site.url + "/api/stream") as response:
+            assert response.content_type == "text/event-stream"
+            assert response.headers["Content-Security-Policy"].startswith("default-src 'self'")
+            while reader.messages < 2:
+                line = await response.content.readline()
+                if line.startswith(b"data: "):
+                    reader.take(json.loads(line[6:]))
+        assert (reader.snapshots, len(reader.device)) == (1, 40)
+        await until(lambda: site.hub._task is None)
+
+    served(monkeypatch, body)
+
+
+def test_one_page_too_many_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(site: Site) -> None:
+        viewers = [site.hub.enter() for _ in range(MAX_VIEWERS)]
+        status, answer = await site.get("/api/stream")
+        assert (status, answer["error"]) == (429, "16 pages are open, which is the most there can be")
+        for viewer in viewers:
+            site.hub.leave(viewer)
+
+    served(monkeypatch, body)
+
+
+def test_a_block_tells_its_hash_holders_and_chain_but_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(site: Site) -> None:
+        blocks, _ = site.engine.list_blocks(0, 40, "cached")
+        by_hash = {block.block_hash: block for block in blocks}
+        for block in blocks:
+            status, answer = await site.get(f"/api/block/{block.block_id}")
+            assert status == 200
+            assert (answer["block_hash"], answer["parent_hash"]) == (block.block_hash.hex(), block.parent_hash.hex())
+            assert answer["ref_count"] == 0
+            chain, parent = [], by_hash.get(block.parent_hash)
+            while parent is not None:
+                chain.append(parent.block_id)
+                parent = by_hash.get(parent.parent_hash)
+            assert (answer["chain"], answer["chain_complete"]) == (chain, True)
+            assert "token_ids" not in answer
+            assert "text" not in answer
+        status, answer = await site.get("/api/block/40")
+        assert (status, answer["field"]) == (400, "block_id")
+        assert answer["error"] == "block_id: must be from 0 to 39 (the pool), got 40"
+        assert (await site.get("/api/host-block/0"))[0] == 400
+
+    served(monkeypatch, body)
+
+
+def test_a_block_tells_for_how_long_it_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(site: Site) -> None:
+        (first,) = site.engine.lookup_prefix(PROMPT[:4], CacheIdentity()).block_ids
+        earlier = (await site.get(f"/api/block/{first}"))[1]["cached_s"]
+        await asyncio.sleep(0.05)
+        later = (await site.get(f"/api/block/{first}"))[1]["cached_s"]
+        assert 0 < earlier + 0.05 <= later < 10
+        ((free, *_), _) = site.engine.list_blocks(0, 40, "free")
+        assert (await site.get(f"/api/block/{free.block_id}"))[1]["cached_s"] is None
+
+    served(monkeypatch, body)
+
+
+def test_a_block_tells_its_tokens_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(site: Site) -> None:
+        (first,) = site.engine.lookup_prefix(PROMPT[:4], CacheIdentity()).block_ids
+        assert (await site.get(f"/api/block/{first}"))[1]["token_ids"] == PROMPT[:4]
+
+    served(monkeypatch, body, show_text=True)
+
+
+def test_a_live_request_tells_its_block_table_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(site: Site) -> None:
+        stream = site.engine.submit(command("live", PROMPT, 140))
+        await until(lambda: site.engine.stats().running_sequences == 1)
+        _, listed = await site.get("/api/requests")
+        assert listed["requests"]["live"]["prompt_tokens"] == len(PROMPT)
+        status, answer = await site.get("/api/request?id=live")
+        if status == 200:  # it runs on meanwhile
+            (sequence,) = answer["sequences"]
+            assert len(sequence["block_ids"]) == len(set(sequence["block_ids"])) >= 5
+        site.engine.leave(stream)
+        # A page asks again and again until its stream tells that the request has ended.
+        assert await site.get("/api/request?id=live") == (200, {"request_id": "live", "sequences": []})
+        assert (await site.get("/api/request?id=%20"))[0] == 400
+
+    served(monkeypatch, body)
+
+
+@pytest.mark.parametrize("name", [".", "..", "a:b"])
+def test_a_request_is_found_by_any_id_that_it_may_have(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(site: Site) -> None:
+        stream = site.engine.submit(command(name, PROMPT, 140))
+        status, answer = await site.get(f"/api/request?id={name}")
+        assert (status, answer["request_id"], len(answer["sequences"])) == (200, name, 1)
+        site.engine.leave(stream)
+
+    served(monkeypatch, body)
+
+
+def test_explaining_agrees_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(site: Site) -> None:
+        prompt = [*PROMPT[:10], 49, 48, 47]
+        status, answer = await site.explain({"token_ids": prompt})
+        assert status == 200
+        expected = site.engine.explain_prefix(prompt, CacheIdentity(), 0, 100)
+        assert (answer["prompt_tokens"], answer["cached_tokens"]) == (13, expected.cached_tokens)
+        assert answer["num_blocks"] == 4
+        assert [(block["outcome"], block["reason"], block["block_id"]) for block in answer["blocks"]] == [
+            (block.outcome.name.lower(), block.reason, block.block_id) for block in expected.blocks
+        ]
+        assert [block["outcome"] for block in answer["blocks"]] == ["hit", "hit", "diverged", "partial_tail"]
+        _, other = await site.explain({"token_ids": prompt, "namespace": "elsewhere"})
+        assert other["cached_tokens"] == 0
+
+    served(monkeypatch, body)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (b"{", "body: must be JSON"),
+        ([], "body: must be a JSON object with fields among adapter_id, namespace, text, token_ids"),
+        ({"tokens": [1]}, "body: must be a JSON object"),
+        ({}, "body: exactly one of text and token_ids"),
+        ({"text": "a", "token_ids": [1]}, "body: exactly one of text and token_ids"),
+        ({"text": 5}, "text: must be text"),
+        ({"text": "\ud800"}, "text: must be text"),
+        ({"token_ids": [1], "namespace": "\ud800"}, "namespace: must be text of at most 256 bytes"),
+        (b"[" * 100_000, "body: must be JSON"),
+        ({"text": "a"}, "text: this deployment has no tokenizer; give token ids"),
+        ({"token_ids": "1"}, "token_ids: must be a list of whole numbers"),
+        ({"token_ids": [True]}, "token_ids: must be a list of whole numbers"),
+        ({"token_ids": [-1]}, "token_ids: must be a list of whole numbers"),
+        ({"token_ids": []}, "token_ids: has 0 tokens, must have from 1 to 200"),
+        ({"token_ids": [1] * 201}, "token_ids: has 201 tokens, must have from 1 to 200"),
+        ({"token_ids": [1, 50]}, "token_ids[1]: must be from 0 to 49 (the vocabulary), got 50"),
+        ({"token_ids": [1], "namespace": 3}, "namespace: must be text of at most 256 bytes"),
+        ({"token_ids": [1], "adapter_id": "x" * 257}, "adapter_id: must be text of at most 256 bytes"),
+    ],
+)
+def test_what_cannot_be_explained_is_refused_by_name(
+    asked: object, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(site: Site) -> None:
+        status, answer = await site.explain(asked)
+        assert status == 400
+        assert words in answer["error"]
+
+    served(monkeypatch, body)
+
+
+def test_a_prompt_that_is_too_long_to_be_sent_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(site: Site) -> None:
+        status, answer = await site.explain({"text": "x" * MAX_BODY_BYTES})
+        assert status == 413
+        assert str(MAX_BODY_BYTES) in answer["error"]
+
+    served(monkeypatch, body)
+
+
+@pytest.mark.parametrize("charset", ["no-such", "utf-16", "base64"])
+def test_json_is_utf8_whatever_the_header_says(charset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(site: Site) -> None:
+        headers = {"Content-Type": f"application/json; charset={charset}"}
+        for data, status in [(b'{"token_ids": [1]}', 200), (b"{", 400), (b'{"text": "\xff"}', 400)]:
+            async with site.session.post(site.url + "/api/explain", data=data, headers=headers) as response:
+                assert response.status == status
+
+    served(monkeypatch, body)
+
+
+def test_nothing_of_the_page_is_loaded_from_elsewhere() -> None:
+    static = Path(__file__).resolve().parents[4] / "kvmanager/pagekv/kvmanager/page/static"
+    for file in static.iterdir():
+        text = file.read_text().replace("http://www.w3.org/2000/svg", "")
+        assert "//" not in "".join(line.split("// ")[0] for line in text.splitlines()), file.name
+
+
+def test_the_page_can_be_left_out() -> None:
+    async def body(*flags: str) -> int:
+        ports = ["--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0"]
+        manager = Manager(parse_config([*ports, *flags], {}), None)
+        return len(manager._page_routes())
+
+    assert asyncio.run(body("--no-page")) == 0
+    assert asyncio.run(body()) > 10
+
+
+def served_without_executor(body: Body) -> None:
+    async def run() -> None:
+        engine = EngineLoop(engine_harness.config())
+        state, hub = ServingState(engine), PageHub(engine)
+        server = HttpServer("127.0.0.1:0", Page(engine, state, hub, show_text=False).routes())
+        port = await server.start()
+        try:
+            async with aiohttp.ClientSession() as session:
+                await body(Site(engine, f"http://127.0.0.1:{port}", session, hub))
+        finally:
+            await server.stop()
+
+    asyncio.run(run())
+
+
+def test_no_executor_yet_is_no_failure() -> None:
+    async def body(site: Site) -> None:
+        for path in ("/api/block/0", "/api/requests"):
+            assert await site.get(path) == (503, {"error": "no executor is attached yet"})
+        assert (await site.explain({"token_ids": [1]}))[0] == 503
+        site.hub.look()
+        assert site.hub.frame is None
+
+    served_without_executor(body)
+
+
+def test_pages_that_were_closed_before_there_was_anything_to_see_take_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "KEEP_ALIVE_S", 0.02)
+
+    async def body(site: Site) -> None:
+        for _ in range(MAX_VIEWERS):
+            async with site.session.get(site.url + "/api/stream") as response:
+                assert response.status == 200
+                assert await response.content.readline() == b"retry: 1000\n"
+                response.close()
+        await until(lambda: site.hub._task is None)
+        async with site.session.get(site.url + "/api/stream") as response:
+            assert response.status == 200
+            # It is open, and stays so.
+            assert [await response.content.readline() for _ in range(4)] == [b"retry: 1000\n", b"\n", b":\n", b"\n"]
+
+    served_without_executor(body)

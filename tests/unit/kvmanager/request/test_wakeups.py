@@ -1,0 +1,225 @@
+"""Streams' readers are woken in order and a few at a time: the engine never waits for more than a few messages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+
+import pytest
+from support.engine import engine_harness
+
+from pagekv.kvmanager.engine.loop import EngineLoop
+from pagekv.kvmanager.request.command import FinishReason, RequestStream, SequenceDelta
+from pagekv.kvmanager.request.wakeups import MADE_AT_ONCE, READERS_AT_ONCE, Fanout
+
+
+def run(body: Coroutine[object, object, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(20):
+            await body
+
+    asyncio.run(bounded())
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+class Readers:
+    """Streams that share a fan-out, each with a task that takes all there is; `taken` is what they took, in order."""
+
+    def __init__(self, count: int) -> None:
+        fanout = Fanout()
+        self.streams = [RequestStream(f"r{number}", 1, fanout) for number in range(count)]
+        self.taken: list[tuple[int, list[int]]] = []
+        self.tasks = [asyncio.create_task(self._read(number)) for number in range(count)]
+
+    async def _read(self, number: int) -> None:
+        while deltas := await self.streams[number].take():
+            self.taken += [(number, delta.token_ids) for delta in deltas]
+
+    def push(self, token: int) -> None:
+        for stream in self.streams:
+            stream.push_token(0, token, 0, 0)
+
+    async def end(self) -> None:
+        for stream in self.streams:
+            stream.push(SequenceDelta(0, finish=FinishReason.ABORT))
+        await asyncio.gather(*self.tasks)
+
+
+def test_a_few_readers_at_a_time_in_the_order_of_their_news() -> None:
+    async def body() -> None:
+        readers = Readers(50)
+        await turns(2)
+        readers.push(7)
+        most = 0
+        while len(readers.taken) < 50:
+            before = len(readers.taken)
+            await turns(1)
+            most = max(most, len(readers.taken) - before)
+        assert readers.taken == [(number, [7]) for number in range(50)]
+        assert most == READERS_AT_ONCE
+        await readers.end()
+
+    run(body())
+
+
+def test_as_many_turns_go_by_as_readers_are_woken() -> None:
+    """gRPC takes one notice of a written message in a turn of the loop."""
+
+    async def body() -> None:
+        readers = Readers(64)
+        await turns(2)
+        readers.push(7)
+        passed = 0
+        while len(readers.taken) < 64:
+            await turns(1)
+            passed += 1
+        assert passed >= 64
+        await readers.end()
+
+    run(body())
+
+
+def test_tokens_that_come_while_a_reader_waits_for_its_turn_are_one_message() -> None:
+    async def body() -> None:
+        readers = Readers(20)
+        await turns(2)
+        for token in (1, 2, 3):
+            readers.push(token)
+        await turns(60)
+        assert readers.taken == [(number, [1, 2, 3]) for number in range(20)]
+        await readers.end()
+
+    run(body())
+
+
+def test_a_reader_that_is_never_idle_does_not_pass_those_that_wait() -> None:
+    """Having more to read when it comes back puts it at the end of the line."""
+
+    async def body() -> None:
+        readers = Readers(12)
+        await turns(2)
+        readers.push(1)
+        while not readers.taken:
+            await turns(1)
+        for _ in range(3):
+            readers.push(2)
+        while len(readers.taken) < 12 + READERS_AT_ONCE:
+            await turns(1)
+        assert [number for number, _ in readers.taken] == [*range(12), *range(READERS_AT_ONCE)]
+        await readers.end()
+
+    run(body())
+
+
+def test_a_reader_that_has_gone_takes_no_turn() -> None:
+    async def body() -> None:
+        readers = Readers(12)
+        await turns(2)
+        readers.push(1)
+        for task in readers.tasks[:8]:
+            task.cancel()
+        await turns(2 + READERS_AT_ONCE)
+        assert readers.taken == [(number, [1]) for number in range(8, 12)]
+        readers.tasks = readers.tasks[8:]
+        await readers.end()
+
+    run(body())
+
+
+def test_messages_are_made_in_a_row_and_written_a_few_at_a_time() -> None:
+    async def body() -> None:
+        fanout, events = Fanout(), []
+
+        async def read(number: int) -> None:
+            def make(deltas: list[SequenceDelta]) -> int:
+                events.append("make")
+                return deltas[0].token_ids[0] + number
+
+            assert await streams[number].read(make) == 100 + number
+            events.append("read")
+
+        streams = [RequestStream(f"r{number}", 1, fanout) for number in range(2 * MADE_AT_ONCE)]
+        tasks = [asyncio.create_task(read(number)) for number in range(len(streams))]
+        await turns(2)
+        for stream in streams:
+            stream.push_token(0, 100, 0, 0)
+        await asyncio.gather(*tasks)
+        assert events == (["make"] * MADE_AT_ONCE + ["read"] * MADE_AT_ONCE) * 2
+
+    run(body())
+
+
+@pytest.mark.parametrize("error", [ValueError("no message"), StopIteration("no message")])
+def test_a_message_that_cannot_be_made_fails_its_reader_alone(error: Exception) -> None:
+    async def body() -> None:
+        fanout = Fanout()
+        streams = [RequestStream(f"r{number}", 1, fanout) for number in range(3)]
+
+        def fails(deltas: list[SequenceDelta]) -> int:
+            raise error
+
+        makes = [len, fails, len]
+        tasks = [asyncio.create_task(stream.read(make)) for stream, make in zip(streams, makes, strict=True)]
+        await turns(2)
+        for stream in streams:
+            stream.push_token(0, 7, 0, 0)
+        first, second, third = await asyncio.gather(*tasks, return_exceptions=True)
+        assert (first, third) == (1, 1)
+        assert "no message" in str(second)
+
+    run(body())
+
+
+def test_a_reader_that_goes_once_its_message_is_made_keeps_nobody_waiting() -> None:
+    async def body() -> None:
+        readers = Readers(MADE_AT_ONCE)
+        await turns(2)
+        readers.push(1)
+        while not readers.taken:
+            await turns(1)
+        for task in readers.tasks[READERS_AT_ONCE:-1]:
+            task.cancel()
+        await turns(4 + READERS_AT_ONCE)
+        assert [number for number, _ in readers.taken] == [*range(READERS_AT_ONCE), MADE_AT_ONCE - 1]
+        readers.tasks = readers.tasks[:READERS_AT_ONCE] + readers.tasks[-1:]
+        await readers.end()
+
+    run(body())
+
+
+def test_an_error_comes_after_what_was_pushed_before_it() -> None:
+    async def body() -> None:
+        stream = RequestStream("r", 1, Fanout())
+        stream.push_token(0, 5, 0, 0)
+        stream.fail(ValueError("over"))
+        assert [delta.token_ids for delta in await stream.take()] == [[5]]
+        try:
+            await stream.take()
+        except ValueError:
+            return
+        raise AssertionError("no error")
+
+    run(body())
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_next_step_is_sent_before_any_reader_runs(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+    async def body(engine: EngineLoop, bench: engine_harness.Bench) -> None:
+        in_flight: list[int] = []
+
+        async def read(number: int) -> None:
+            stream = engine.submit(engine_harness.command(f"r{number}", [number, 1, 2], max_tokens=20))
+            tokens = 0
+            while deltas := await stream.take():
+                tokens += len(deltas[0].token_ids)
+                if tokens < 15:
+                    in_flight.append(len(bench.plans) - engine.stats().steps_total)
+
+        await asyncio.gather(*map(read, range(8)))
+        assert set(in_flight) == {depth}
+
+    engine_harness.run(monkeypatch, body, pipeline_depth=depth)

@@ -1,0 +1,78 @@
+"""Who waits for whom when sequences that share blocks return together, and who takes over when one leaves."""
+
+from __future__ import annotations
+
+from pagekv.kvmanager.request.command import GenerateCommand, RequestStream, SamplingParams
+from pagekv.kvmanager.scheduling.sequence import Sequence, live_request
+from pagekv.kvmanager.scheduling.shared_prefill import Followers
+
+
+def sequences(*computed: int) -> list[Sequence]:
+    """Of one request, each with so many positions that it counts as computed."""
+    command = GenerateCommand("r", [1] * 100, SamplingParams(max_tokens=9), len(computed))
+    request = live_request(command, RequestStream("r", len(computed)), 0, b"root", 0)
+    for sequence, count in zip(request.sequences, computed, strict=True):
+        sequence.num_computed, sequence.num_published = count, count // 4
+    return request.sequences
+
+
+def test_a_follower_is_ready_when_all_it_shares_is_computed() -> None:
+    leader, follower = sequences(0, 40)
+    followers = Followers(4)
+    followers.follow(follower, leader, 40)
+    for computed, ready in ((0, False), (36, False), (40, True)):
+        leader.num_computed = computed
+        assert followers.is_ready(follower) is ready
+    # Once ready it stays so, whatever becomes of the leader.
+    leader.num_computed = 0
+    assert followers.is_ready(follower)
+
+
+def test_nobody_follows_one_that_has_computed_it_all() -> None:
+    leader, follower = sequences(40, 40)
+    followers = Followers(4)
+    followers.follow(follower, leader, 40)
+    followers.hand_over(leader)
+    assert followers.is_ready(follower)
+    assert follower.num_computed == 40
+
+
+def test_a_follower_of_a_follower_waits_for_both() -> None:
+    """What the one between counts as computed is not yet."""
+    first, second, third = sequences(8, 40, 24)
+    followers = Followers(4)
+    followers.follow(second, first, 40)
+    followers.follow(third, second, 24)
+    assert not followers.is_ready(third)
+    first.num_computed = 24
+    assert followers.is_ready(third)
+    assert not followers.is_ready(second)
+
+
+def test_the_follower_that_shares_most_takes_over() -> None:
+    leader, short, long = sequences(12, 20, 40)
+    followers = Followers(4)
+    followers.follow(short, leader, 20)
+    followers.follow(long, leader, 40)
+    followers.hand_over(leader)
+    assert followers.is_ready(long)
+    assert (long.num_computed, long.num_published) == (12, 3)
+    assert not followers.is_ready(short)
+    long.num_computed = 20
+    assert followers.is_ready(short)
+    assert short.num_computed == 20
+
+
+def test_one_between_two_leaves() -> None:
+    """It counts only what is truly computed, and its follower waits for the one before."""
+    first, second, third = sequences(8, 40, 40)
+    followers = Followers(4)
+    followers.follow(second, first, 24)
+    followers.follow(third, second, 40)
+    followers.hand_over(second)
+    assert (second.num_computed, second.num_published) == (8, 2)
+    # Of what it shared with the one that left it may share 24 positions with the first alone.
+    assert third.num_computed == 24
+    assert not followers.is_ready(third)
+    first.num_computed = 24
+    assert followers.is_ready(third)

@@ -1,0 +1,311 @@
+"""Preemption by swap and the host tier: what is copied when, what comes back from where, and what it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from support.engine.fake_executor import expected_output
+from support.engine.scheduler_driver import Driver, finished, moves, output
+
+from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK
+from pagekv.kvmanager.request.command import CacheIdentity
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, SequenceState
+from pagekv.kvmanager.scheduling.step_plan import MoveKind
+from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
+
+OUT, IN = MoveKind.SWAP_OUT, MoveKind.SWAP_IN
+
+
+def started(driver: Driver, prompt: list[int], steps: int = 1, **fields: object) -> LiveRequest:
+    """A request that has been computed for some steps."""
+    request = driver.submit(prompt, **fields)  # type: ignore[arg-type]  # by name, of several types
+    for _ in range(steps):
+        driver.step()
+    return request
+
+
+def occupy(driver: Driver) -> None:
+    """Makes the device forget: takes every free block as somebody else would, evicting what is cached."""
+    blocks = driver.pool.allocate(driver.pool.num_free)
+    assert blocks is not None
+    driver.pool.free(blocks)
+    driver.executor.slots.clear()
+
+
+def right(request: LiveRequest, index: int = 0) -> bool:
+    """Whether a sequence generated what it must."""
+    command = request.command
+    return output(request, index) == expected_output(command.prompt_ids, command.sampling.max_tokens, 97)
+
+
+def test_a_preempted_sequence_comes_back_without_being_computed_again() -> None:
+    """CHECKLIST I2: one copy a block each way, a partial tail included, and not one token computed twice."""
+    driver = Driver(num_blocks=8, block_size=4, host_blocks=8, preemption="swap", depth=1)
+    request = started(driver, list(range(10)), steps=2, max_tokens=6)
+    table = list(request.sequences[0].block_table)
+    assert driver.executor.computed_tokens == 11
+    driver.scheduler.preempt_all()
+    # Given back at once: steps are ordered, so whoever gets these blocks writes them after they were copied.
+    assert driver.pool.num_active == 0
+    assert driver.host.num_held == 3
+    driver.check()
+    driver.plan()
+    assert [source for source, _ in moves(driver, OUT)] == table
+    driver.drain()
+    # The full blocks were still cached on the device, where a hit comes first; the tail never is.
+    assert len(moves(driver, IN)) == 1
+    assert driver.executor.computed_tokens == 10 + 5
+    assert right(request)
+    assert driver.host.num_held == 0
+
+
+def test_what_the_device_has_evicted_comes_from_the_host() -> None:
+    driver = Driver(num_blocks=4, block_size=4, host_blocks=8, preemption="swap", depth=1)
+    request = started(driver, list(range(10)), steps=3, max_tokens=5)
+    driver.scheduler.preempt_all()
+    other = driver.submit(list(range(50, 65)), max_tokens=2, priority=-1)
+    driver.drain()
+    assert right(request)
+    assert right(other)
+    assert len(moves(driver, IN)) == 3
+    # 15 + 1 of the other one, 10 + 4 of this one: nothing twice.
+    assert driver.executor.computed_tokens == 16 + 14
+    assert request.sequences[0].preemptions == 1
+    counters = driver.scheduler.counters
+    assert (counters.preemptions, counters.swap_preemptions) == (1, 1)
+    assert (counters.swaps.swapped_out, counters.swaps.swapped_in) == (3, 3)
+
+
+def test_only_blocks_that_are_not_there_yet_are_copied() -> None:
+    """Full blocks are known by their digests, so a second preemption copies what is new and the tail."""
+    driver = Driver(num_blocks=8, block_size=4, host_blocks=8, preemption="swap", depth=1)
+    request = started(driver, list(range(8)), steps=2, max_tokens=12)
+    driver.scheduler.preempt_all()
+    driver.step()
+    assert len(moves(driver, OUT)) == 3
+    for _ in range(4):
+        driver.step()
+    driver.scheduler.preempt_all()
+    driver.drain()
+    # Of 8 + 6 tokens two full blocks were kept; the third has become full, and a fourth begun.
+    assert len(moves(driver, OUT)) == 3 + 2
+    assert right(request)
+
+
+def test_blocks_that_others_hold_stay_where_they_are() -> None:
+    """The victim finds them on the device when it returns: only what it held alone is copied."""
+    driver = Driver(num_blocks=16, block_size=4, host_blocks=16, preemption="swap", depth=1)
+    shared = list(range(8))
+    first = started(driver, [*shared, 20, 21, 22, 23, 24], steps=2, max_tokens=8)
+    second = started(driver, [*shared, 30, 31, 32, 33, 34], steps=2, max_tokens=8)
+    (victim,) = second.sequences
+    assert victim.cached_tokens == 8
+    driver.scheduler._running.preempt(victim)
+    assert victim.swapped is not None
+    assert victim.swapped.blocks[:2] == [NO_BLOCK, NO_BLOCK]
+    driver.drain()
+    assert right(first)
+    assert right(second)
+
+
+def test_a_host_pool_that_is_full_means_recompute_and_never_an_error() -> None:
+    driver = Driver(num_blocks=4, block_size=4, host_blocks=2, preemption="swap", depth=1)
+    request = started(driver, list(range(10)), steps=2, max_tokens=5)
+    driver.scheduler.preempt_all()
+    assert driver.host.num_held == 2
+    started(driver, list(range(50, 65)), max_tokens=2, priority=-1)
+    driver.drain()
+    assert right(request)
+    # The two full blocks were kept, the tail was not: positions 8 to 10 again.
+    assert len(moves(driver, IN)) == 2
+    assert driver.executor.computed_tokens == 16 + 14 + 3
+
+
+def test_without_a_host_pool_everything_is_recomputed() -> None:
+    driver = Driver(num_blocks=4, block_size=4, preemption="swap", depth=1, prefix_cache=False)
+    request = started(driver, list(range(10)), steps=2, max_tokens=5)
+    driver.scheduler.preempt_all()
+    driver.drain()
+    assert right(request)
+    assert moves(driver, OUT) == []
+    assert driver.scheduler.counters.swap_preemptions == 0
+
+
+def test_aborting_a_swapped_request_frees_its_host_blocks() -> None:
+    driver = Driver(num_blocks=8, block_size=4, host_blocks=8, preemption="swap", depth=1)
+    request = started(driver, list(range(10)), steps=2)
+    driver.scheduler.preempt_all()
+    assert driver.host.num_held == 3
+    driver.abort(request)
+    assert driver.host.num_held == 0
+    # Under their digests the full ones can still be hit.
+    assert driver.host.num_cached == 2
+    driver.drain()
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_swapping_needs_no_prefix_cache(prefix_cache: bool) -> None:
+    driver = Driver(num_blocks=4, block_size=4, host_blocks=4, preemption="swap", depth=1, prefix_cache=prefix_cache)
+    request = started(driver, list(range(10)), steps=3, max_tokens=5)
+    driver.scheduler.preempt_all()
+    driver.submit(list(range(50, 65)), max_tokens=2, priority=-1)
+    driver.drain()
+    assert right(request)
+    assert driver.executor.computed_tokens == 16 + 14
+    assert driver.host.num_cached == (3 if prefix_cache else 0)
+
+
+def test_another_request_hits_what_a_victim_left_in_the_host_pool() -> None:
+    """The host pool is the prefix cache's second tier: cached tokens count, whichever tier they come from."""
+    driver = Driver(num_blocks=4, block_size=4, host_blocks=8, preemption="swap", depth=1)
+    victim = started(driver, list(range(12)), steps=2, max_tokens=5)
+    driver.scheduler.preempt_all()
+    driver.step()
+    driver.abort(victim)
+    occupy(driver)
+    reader = driver.submit([*range(12), 5], max_tokens=3)
+    stranger = driver.submit([*range(12), 5], max_tokens=3, identity=CacheIdentity(namespace="other"))
+    driver.drain()
+    assert reader.sequences[0].cached_tokens == 12
+    assert stranger.sequences[0].cached_tokens == 0
+    assert right(reader)
+
+
+def test_what_a_victim_left_is_evicted_from_its_end() -> None:
+    """CHECKLIST F: a block without those before it can never be hit again."""
+    driver = Driver(num_blocks=8, block_size=4, host_blocks=4, preemption="swap", depth=1)
+    prompt = list(range(16))
+    request = started(driver, prompt, max_tokens=2)
+    digests = list(request.sequences[0].digests)
+    driver.scheduler.preempt_all()
+    driver.drain()
+    assert [driver.host.lookup(digest) is not None for digest in digests] == [True] * 4
+    started(driver, [50, 51, 52, 53, 54], max_tokens=2)
+    driver.scheduler.preempt_all()
+    assert [driver.host.lookup(digest) is not None for digest in digests] == [True, True, False, False]
+    driver.drain()
+
+
+def test_write_back_keeps_what_the_device_evicts() -> None:
+    driver = Driver(num_blocks=4, block_size=4, host_blocks=16, write_back=True, depth=1)
+    first = started(driver, list(range(12)), max_tokens=2)
+    driver.drain()
+    for start in (30, 60):
+        driver.submit(list(range(start, start + 15)), max_tokens=1)
+        driver.drain()
+    assert driver.scheduler.counters.swaps.written_back >= 3
+    again = driver.submit(list(range(12)), max_tokens=2)
+    driver.drain()
+    assert again.sequences[0].cached_tokens == 8
+    assert right(first)
+    assert right(again)
+
+
+def test_a_lost_executor_takes_the_host_pool_with_it() -> None:
+    """Its epoch is over: nothing that was kept there is asked for again."""
+    driver = Driver(num_blocks=8, block_size=4, host_blocks=8, preemption="swap")
+    request = started(driver, list(range(10)), steps=2, max_tokens=5)
+    driver.scheduler.preempt_all()
+    driver.host.hash_alarms, driver.host.evictions = 2, 3
+    driver.lose_executor()
+    assert (driver.host.hash_alarms, driver.host.evictions) == (2, 3)  # counted since the manager started
+    driver.check()
+    driver.drain()
+    assert right(request)
+    assert moves(driver, IN) == []
+
+
+def test_a_whole_group_comes_back_with_its_sharing() -> None:
+    """Three sequences of one prompt share its blocks before and after."""
+    driver = Driver(num_blocks=8, block_size=4, host_blocks=16, preemption="swap", depth=1)
+    request = driver.submit(list(range(11)), max_tokens=6, n=3)
+    while any(s.state is not SequenceState.RUNNING for s in request.sequences):
+        driver.step()
+    driver.step()
+    held = driver.pool.num_active
+    driver.scheduler.preempt_all()
+    assert driver.pool.num_active == 0
+    driver.step()
+    assert driver.pool.num_active == held
+    driver.drain()
+    assert all(right(request, index) for index in range(3))
+    assert finished(request)
+
+
+@pytest.mark.parametrize(
+    ("out", "back", "tokens", "swaps"),
+    [(4, 4, 63, False), (4, 4, 65, True), (0, 4, 33, True), (0, 4, 31, False), (0, 0, 0, False)],
+)
+def test_auto_takes_what_costs_less(out: int, back: int, tokens: int, swaps: bool) -> None:
+    """CHECKLIST I5: a block of 2 MB costs 2 ms each way at 1 GB/s, as much as 8 tokens of prefill at 4,000 a second."""
+    policy = SwapPolicy("auto", 2_000_000, 10**9, 10**9, 4_000)
+    assert policy.swaps(out, back, tokens) is swaps
+
+
+def test_auto_recomputes_where_nothing_was_measured() -> None:
+    assert not SwapPolicy("auto", 1, 0, 1, 1).swaps(1, 1, 10**6)
+    assert SwapPolicy("swap").swaps(1, 1, 1)
+    assert not SwapPolicy("recompute", 1, 10**9, 10**9, 1).swaps(1, 1, 10**6)
+
+
+# -- what it would cost
+
+
+def swap_cost(driver: Driver, request: LiveRequest) -> tuple[int, int, int]:
+    """Of all its sequences that hold blocks, as `auto` is asked: published first."""
+    group = [s for s in request.sequences if s.state is SequenceState.RUNNING]
+    tables = driver.scheduler._running.tables
+    for sequence in group:
+        tables.publish(sequence)
+    return tables._swapper.cost(group)
+
+
+def held_by_others(driver: Driver) -> LiveRequest:
+    """Of four blocks, 13 positions, another request holds two."""
+    started(driver, [*range(8), 20, 21, 22, 23, 24], max_tokens=8)
+    return started(driver, [*range(8), 30, 31, 32, 33, 34], max_tokens=8)
+
+
+def kept_already(driver: Driver) -> LiveRequest:
+    """Of four blocks, 15 positions, the host pool has three."""
+    request = started(driver, list(range(12)), steps=2, max_tokens=8)
+    driver.scheduler.preempt_all()
+    driver.pool.clear_prefix_table()
+    driver.step()
+    driver.step()
+    return request
+
+
+def shared_in_the_group(driver: Driver) -> LiveRequest:
+    """Three sequences share eight blocks, and each has one of its own."""
+    request = driver.submit(list(range(33)), max_tokens=3, n=3)
+    while any(s.state is not SequenceState.RUNNING for s in request.sequences):
+        driver.step()
+    return request
+
+
+@pytest.mark.parametrize(
+    ("given", "cost", "block_bytes", "swaps"),
+    [
+        # With all four blocks, 13 positions, it would be 11.2 s against 13 s.
+        (held_by_others, (2, 2, 5), 14, False),
+        # With a copy of each of the four it would be 20 s.
+        (kept_already, (1, 4, 15), 25, True),
+        # Counted for each of the three they would be 27 blocks and 100 positions.
+        (shared_in_the_group, (11, 11, 36), 17, False),
+    ],
+)
+def test_only_what_would_really_move_counts(
+    given: Callable[[Driver], LiveRequest], cost: tuple[int, int, int], block_bytes: int, swaps: bool
+) -> None:
+    """CHECKLIST I5: a block takes `block_bytes` / 10 seconds each way, a token one; the decision hangs on it."""
+    driver = Driver(num_blocks=32, block_size=4, host_blocks=32, preemption="swap", depth=1)
+    request = given(driver)
+    assert swap_cost(driver, request) == cost
+    running = driver.scheduler._running
+    running.limits = replace(running.limits, swap=SwapPolicy("auto", block_bytes, 10, 10, 1))
+    running.preempt(request.sequences[0])
+    assert (request.sequences[0].swapped is not None) is swaps
+    driver.drain()

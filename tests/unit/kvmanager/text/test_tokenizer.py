@@ -1,0 +1,163 @@
+"""Loading a model's tokenizer and chat template from its directory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.engine import small_tokenizers
+
+from pagekv.kvmanager.text.chat_template import ChatTemplate, ChatTemplateError
+from pagekv.kvmanager.text.tokenizer import Tokenizer, TokenizerError, TooManyTokens
+
+HELLO = [{"role": "user", "content": "  Hello <b> "}]
+
+
+def save(directory: Path, **config: Any) -> Path:
+    small_tokenizers.byte_level().save(str(directory / "tokenizer.json"))
+    if config:
+        (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def render(tokenizer: Tokenizer, messages: list[dict[str, str]] = HELLO) -> str:
+    assert tokenizer.chat_template is not None
+    return tokenizer.chat_template.render(messages)
+
+
+def test_encode_adds_the_special_tokens_of_a_text_only_when_asked(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(save(tmp_path))
+    assert tokenizer.chat_template is None
+    plain = tokenizer.encode("the earth", special_tokens=False, limit=99)
+    assert tokenizer.encode("the earth", special_tokens=True, limit=99) == [0, *plain]
+    assert tokenizer.decode([0, *plain, 1]) == "the earth"
+
+
+def test_special_tokens_written_in_a_text_become_one_token(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(save(tmp_path))
+    assert tokenizer.encode("<|user|>", special_tokens=False, limit=9) == [2]
+
+
+def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
+    backend = small_tokenizers.byte_level()
+    backend.enable_truncation(2)
+    backend.enable_padding(length=64)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert 2 < len(Tokenizer.load(tmp_path).encode("void" * 5, special_tokens=False, limit=99)) < 64
+
+
+def test_more_tokens_than_the_limit_are_counted_and_refused(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(save(tmp_path))
+    with pytest.raises(TooManyTokens) as caught:
+        tokenizer.encode("\x00" * 10, special_tokens=False, limit=9)
+    assert caught.value.num_tokens == 10
+    assert len(tokenizer.encode("\x00" * 10, special_tokens=False, limit=10)) == 10
+
+
+def test_encoding_leaves_the_interpreter_to_other_threads(tmp_path: Path) -> None:
+    """A long text is encoded in a thread; the event loop must go on meanwhile."""
+    tokenizer = Tokenizer.load(save(tmp_path))
+    text = " ".join(small_tokenizers.TEXTS) * 4000
+    thread = threading.Thread(target=tokenizer.encode, args=(text,), kwargs={"special_tokens": False, "limit": 10**6})
+    thread.start()
+    ticks = 0
+    while thread.is_alive():
+        time.sleep(0.001)
+        ticks += 1
+    assert ticks > 10
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "no tokenizer.json: save"), ("{", "cannot be read"), ('{"model": 3}', "cannot be read")],
+)
+def test_a_directory_without_a_usable_tokenizer_is_refused(tmp_path: Path, content: str | None, words: str) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(TokenizerError, match=words) as caught:
+        Tokenizer.load(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["[]", "{"])
+def test_a_broken_configuration_is_refused_by_name(tmp_path: Path, content: str) -> None:
+    save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json"):
+        Tokenizer.load(tmp_path)
+
+
+def test_special_tokens_reach_the_template_in_both_spellings(tmp_path: Path) -> None:
+    config = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}, "pad_token": None}
+    template = "{{ bos_token }}|{{ eos_token }}|{{ pad_token is defined }}"
+    assert render(Tokenizer.load(save(tmp_path, **config, chat_template=template))) == "<s>|</s>|False"
+
+
+def test_where_a_template_is_looked_for(tmp_path: Path) -> None:
+    several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
+    assert render(Tokenizer.load(save(tmp_path, chat_template=several))) == "default"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "json"}))
+    assert render(Tokenizer.load(tmp_path)) == "json"
+    (tmp_path / "chat_template.jinja").write_text("jinja")
+    assert render(Tokenizer.load(tmp_path)) == "jinja"
+
+
+def test_templates_get_the_conveniences_they_expect() -> None:
+    source = """
+{% for message in messages %}
+    {% if message.role == "system" %}
+        {% continue %}
+    {% endif %}
+<{{ message['role'] }}>{{ message['content'] | trim }} {{ {"é": "<"} | tojson }}
+{% generation %}said{% endgeneration %}
+{% endfor %}
+{{ tools is none }} {{ strftime_now("%Y") | length }}{% if add_generation_prompt %}<assistant>{% endif %}
+"""
+    got = ChatTemplate(source, {}).render([{"role": "system", "content": "x"}, *HELLO])
+    # The line break behind each block tag is trimmed.
+    assert got == '\n<user>Hello <b> {"é": "<"}\nsaidTrue 4<assistant>'
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "refuses it: roles must alternate"),
+        ("{{ messages[0].content.nothing.at_all }}", "fails on it"),
+        ("{{ messages[7]['role'] + 1 }}", "fails on it"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "what it must not|fails on it"),
+        ("{{ messages.append('x') }}", "what it must not"),
+    ],
+)
+def test_a_template_that_fails_says_why(source: str, words: str) -> None:
+    with pytest.raises(ChatTemplateError, match=words):
+        ChatTemplate(source, {}).render(HELLO)
+
+
+def test_a_broken_template_is_refused_when_loading(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="broken in line 2"):
+        Tokenizer.load(save(tmp_path, chat_template="fine\n{% if %}"))
+
+
+def test_the_demo_model_has_a_template() -> None:
+    tokenizer = Tokenizer.load(Path(__file__).parents[4] / "client/pagekv/client/demo_model")
+    text = render(tokenizer, [{"role": "user", "content": "Who was Moses?"}])
+    assert "Who was Moses?" in text
+    ids = tokenizer.encode(text, special_tokens=False, limit=99)
+    assert "Who was Moses?" in tokenizer.decode(ids)
+    assert set(ids) & tokenizer.special_ids
+    with pytest.raises(ChatTemplateError, match="unknown role: pirate"):
+        render(tokenizer, [{"role": "pirate", "content": "Arr"}])
+
+
+def test_the_manager_imports_no_torch() -> None:
+    code = "import sys, pagekv.kvmanager.text.tokenizer; print({'torch', 'transformers'} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": ":".join(sys.path)}
+    )
+    assert done.stdout.strip() == "set()"
