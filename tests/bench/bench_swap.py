@@ -26,7 +26,7 @@ from pagekv.client.cli.terminal import table
 from pagekv.common.models import resolve_model
 from pagekv.executor.backend.interface import BlockCopies, CopyKind, Description, Sampling, Scheduled, SequenceState
 from pagekv.executor.cpu import CpuBackend
-from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
+from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
 TOKEN_BUDGET = 2048
 BLOCK_SIZES = (4, 16, 64, 256)

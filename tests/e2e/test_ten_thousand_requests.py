@@ -16,7 +16,8 @@ from support.clients.stack import running_executor
 from pagekv.executor.oracle.backend import expected_tokens
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.request.command import CacheIdentity, FinishReason, GenerateCommand, SamplingParams
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
+from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, SamplingParams
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
 
 pytestmark = pytest.mark.e2e

@@ -12,7 +12,7 @@ from pagekv.kvmanager.kvcache.eviction_policy import DEFAULT_POLICY, DEFAULT_PRO
 from pagekv.kvmanager.observe import flags as observe_config
 from pagekv.kvmanager.observe.flags import ObserveConfig
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
-from pagekv.kvmanager.scheduling.swap_policy import MODES, SwapPolicy
+from pagekv.kvmanager.scheduling.swapping import MODES, SwapPolicy
 
 # --tokenizer: as the executor's model has it, or none at all.
 FROM_EXECUTOR, NO_TOKENIZER = "auto", "none"

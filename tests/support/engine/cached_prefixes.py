@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest, token_bytes
+from pagekv.kvmanager.kvcache.block_hash import MediaSpan, chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.prefix_table import Blocks
-from pagekv.kvmanager.request.command import MediaSpan
 
 FINGERPRINT = "model"
 

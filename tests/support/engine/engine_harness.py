@@ -17,7 +17,8 @@ from pagekv.kvmanager.engine.interface import ModelInfo
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import Observer
 from pagekv.kvmanager.engine.recovery import Fault
-from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, RequestStream, SamplingParams
+from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, SamplingParams
+from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
 from pagekv.kvmanager.scheduling.step_plan import StepOutcome, StepPlan
 

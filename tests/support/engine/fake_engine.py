@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import fields
 
 from pagekv.common.errors import AlreadyExists
-from pagekv.kvmanager.engine.interface import (
+from pagekv.kvmanager.engine.interface import ModelInfo
+from pagekv.kvmanager.engine.views import (
     BlockExplanation,
     BlockOutcome,
     BlockView,
     CacheReset,
-    ModelInfo,
     PinResult,
     PrefixExplanation,
     PrefixMatch,
@@ -18,9 +18,11 @@ from pagekv.kvmanager.engine.interface import (
     SequenceView,
     Stats,
 )
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.events.batch import Stored
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
-from pagekv.kvmanager.request.command import CacheIdentity, FinishReason, GenerateCommand, RequestStream, SequenceDelta
+from pagekv.kvmanager.request.command import FinishReason, GenerateCommand
+from pagekv.kvmanager.request.stream import RequestStream, SequenceDelta
 
 MODEL = ModelInfo(
     model_id="small",

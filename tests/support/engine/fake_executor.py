@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pagekv.kvmanager.request.command import CacheIdentity, TokenLogprobs
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
+from pagekv.kvmanager.request.logprobs import TokenLogprobs
 from pagekv.kvmanager.scheduling.beam_search import BeamSearch
 from pagekv.kvmanager.scheduling.step_plan import Move, MoveKind, StepOutcome, StepPlan
 

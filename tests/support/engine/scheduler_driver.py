@@ -8,17 +8,18 @@ from typing import Any
 from support.engine.fake_executor import FakeExecutor
 
 from pagekv.kvmanager.engine.outputs import deliver
-from pagekv.kvmanager.kvcache.block_hash import root_digest
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, root_digest
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.eviction_policy import LruOrder, SegmentedLruOrder
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.pins import Pins
-from pagekv.kvmanager.request.command import CacheIdentity, FinishReason, GenerateCommand, RequestStream, SamplingParams
+from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, SamplingParams
+from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SequenceState, live_request
 from pagekv.kvmanager.scheduling.step_plan import MoveKind, StepPlan
-from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
+from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
 VOCAB = 97
 

@@ -19,8 +19,8 @@ from support.executor.wire_driver import WireDriver
 
 from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.engine.capacity import blocks_needed, total_tokens
-from pagekv.kvmanager.kvcache.block_hash import chain_digests, token_bytes
-from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand, MediaSpan
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan, chain_digests, token_bytes
+from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.scheduling.beam_search import BeamSearch
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SequenceState
 

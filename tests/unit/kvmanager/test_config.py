@@ -9,7 +9,7 @@ from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.observe.flags import ObserveConfig
 from pagekv.kvmanager.observe.outlet_config import OutletConfig
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
-from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
+from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
 DEFAULTS = ManagerConfig(
     listen="127.0.0.1:50051",

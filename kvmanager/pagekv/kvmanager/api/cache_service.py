@@ -11,10 +11,11 @@ from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotFound
 from pagekv.kvmanager.api.prompt_reader import PromptReader
 from pagekv.kvmanager.api.served_model import ServingState
 from pagekv.kvmanager.api.validation import check_media, check_request_id, read_cache_controls
-from pagekv.kvmanager.engine.interface import BlockExplanation, BlockView, Engine
+from pagekv.kvmanager.engine.interface import Engine
+from pagekv.kvmanager.engine.views import BlockExplanation, BlockView
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
 from pagekv.kvmanager.kvcache.pins import MAX_LEASE_S, MIN_LEASE_S
-from pagekv.kvmanager.request.command import CacheIdentity
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import cache_service_pb2_grpc as pb_grpc
 

@@ -9,14 +9,9 @@ from itertools import chain, islice
 from pagekv.kvmanager.api.output_processor import OutputDelta, SequenceOutput
 from pagekv.kvmanager.api.served_model import Served
 from pagekv.kvmanager.engine.interface import Engine
-from pagekv.kvmanager.request.command import (
-    FinishReason,
-    GenerateCommand,
-    KeptLogprobs,
-    RequestStream,
-    SequenceDelta,
-    TokenLogprobs,
-)
+from pagekv.kvmanager.request.command import FinishReason, GenerateCommand
+from pagekv.kvmanager.request.logprobs import KeptLogprobs, TokenLogprobs
+from pagekv.kvmanager.request.stream import RequestStream, SequenceDelta
 from pagekv.kvmanager.text.stop_strings import StopStrings
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.api.generate_call import Generation
 from pagekv.kvmanager.api.prompt_reader import PromptReader, check_token_ids
 from pagekv.kvmanager.api.served_model import ServingState
-from pagekv.kvmanager.api.trace_context import with_caller
 from pagekv.kvmanager.api.validation import read_abort_ids, read_generate
 from pagekv.kvmanager.engine.interface import Engine
+from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import inference_service_pb2_grpc as pb_grpc
 
@@ -84,3 +85,11 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
             num_host_blocks=model.num_host_blocks,
             backend=model.backend,
         )
+
+
+def with_caller(command: GenerateCommand, context: Any) -> GenerateCommand:
+    """The command with the `traceparent` of the gRPC call it came with, if that has one."""
+    for key, value in context.invocation_metadata() or ():
+        if key == "traceparent" and isinstance(value, str):
+            return replace(command, trace_parent=value)
+    return command

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, SequenceDelta, TokenLogprobs
+from pagekv.kvmanager.request.command import FinishReason, GenerateCommand
+from pagekv.kvmanager.request.logprobs import TokenLogprobs
+from pagekv.kvmanager.request.stream import SequenceDelta
 from pagekv.kvmanager.text.detokenizer import Detokenizer
 from pagekv.kvmanager.text.stop_strings import StopMatcher, StopStrings
 from pagekv.kvmanager.text.tokenizer import Tokenizer

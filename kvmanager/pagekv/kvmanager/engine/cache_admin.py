@@ -14,17 +14,16 @@ import numpy as np
 
 from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.engine.capacity import blocks_needed, total_tokens
-from pagekv.kvmanager.engine.explain import explain_prefix
-from pagekv.kvmanager.engine.interface import CacheReset, PinResult, PrefixExplanation, PrefixMatch
-from pagekv.kvmanager.engine.known_adapters import KnownAdapters
+from pagekv.kvmanager.engine.explain import KnownAdapters, explain_prefix
 from pagekv.kvmanager.engine.miss_counters import PromptCounters
-from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest, token_bytes
+from pagekv.kvmanager.engine.views import CacheReset, PinResult, PrefixExplanation, PrefixMatch
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events.log import TableLog
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
 from pagekv.kvmanager.kvcache.pins import Holder, Pins
-from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand
+from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import Sequence as LiveSequence
 

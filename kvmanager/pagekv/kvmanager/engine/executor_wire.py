@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pagekv.kvmanager.request.command import TokenLogprobs
+from pagekv.kvmanager.request.logprobs import TokenLogprobs
 from pagekv.kvmanager.scheduling.sequence import Sequence
 from pagekv.kvmanager.scheduling.step_plan import Move, MoveKind, NewSequence, StepOutcome, StepPlan
 from pagekv.v1 import executor_service_pb2 as pb

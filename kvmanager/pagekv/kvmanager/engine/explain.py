@@ -6,16 +6,16 @@ whether somebody there has sent these tokens, so such a block is simply one that
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
 
-from pagekv.kvmanager.engine.interface import BlockExplanation, BlockOutcome, PrefixExplanation
-from pagekv.kvmanager.kvcache.block_hash import chain_digests, token_bytes
+from pagekv.kvmanager.engine.views import BlockExplanation, BlockOutcome, PrefixExplanation
+from pagekv.kvmanager.kvcache.block_hash import MediaSpan, chain_digests, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events.log import TableLog
-from pagekv.kvmanager.request.command import MediaSpan
 
 
 def explain_prefix(
@@ -132,3 +132,30 @@ class _Explainer:
         if any(span.position < start + len(tokens) and span.position + span.length > start for span in self._media):
             return -1, 0
         return self._pool.table.longest_run(self.hits[-1] if self.hits else self._root, tokens)
+
+
+# Pairs of namespace and adapter that are remembered, and adapters of one namespace that are looked into.
+MAX_KNOWN = 4096
+
+
+MAX_OTHERS = 16
+
+
+class KnownAdapters:
+    """The latest pairs, in bounded memory. One namespace's adapters are never told to another."""
+
+    def __init__(self) -> None:
+        self._pairs: OrderedDict[tuple[str, str], None] = OrderedDict()
+
+    def note(self, namespace: str, adapter_id: str) -> None:
+        """A request uses this adapter, "" for none."""
+        pair = (namespace, adapter_id)
+        self._pairs[pair] = None
+        self._pairs.move_to_end(pair)
+        if len(self._pairs) > MAX_KNOWN:
+            self._pairs.popitem(last=False)
+
+    def others(self, namespace: str, adapter_id: str) -> list[str]:
+        """Other adapters of the namespace, latest first."""
+        found = [known for space, known in reversed(self._pairs) if space == namespace and known != adapter_id]
+        return found[:MAX_OTHERS]

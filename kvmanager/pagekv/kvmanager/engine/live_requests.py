@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from pagekv.kvmanager.request.command import GenerateCommand, RequestStream
+from pagekv.kvmanager.request.command import GenerateCommand
+from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.request.wakeups import Fanout
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, Sequence, SequenceState, live_request
 

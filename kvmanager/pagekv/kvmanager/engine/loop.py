@@ -25,8 +25,7 @@ from pagekv.kvmanager.engine.live_requests import LiveRequests
 from pagekv.kvmanager.engine.observer import Observer, Observers, RequestEnd
 from pagekv.kvmanager.engine.outputs import deliver, deliver_abort, unfinished_outputs
 from pagekv.kvmanager.engine.queries import RETRY_DELAY_S, EngineQueries
-from pagekv.kvmanager.engine.reconnect import Reconnect
-from pagekv.kvmanager.engine.recovery import FailedSteps, Fault
+from pagekv.kvmanager.engine.recovery import FailedSteps, Fault, Reconnect
 from pagekv.kvmanager.engine.sizing import plan_deployment, plan_limits
 from pagekv.kvmanager.engine.snapshots import EngineTotals
 from pagekv.kvmanager.engine.steps_in_flight import StepsInFlight
@@ -35,7 +34,8 @@ from pagekv.kvmanager.kvcache.block_hash import root_digest
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.eviction_policy import make_order
 from pagekv.kvmanager.kvcache.host_pool import HostPool
-from pagekv.kvmanager.request.command import GenerateCommand, RequestStream
+from pagekv.kvmanager.request.command import GenerateCommand
+from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 

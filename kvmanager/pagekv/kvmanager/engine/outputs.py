@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pagekv.kvmanager.request.command import FinishReason, SequenceDelta
+from pagekv.kvmanager.request.command import FinishReason
+from pagekv.kvmanager.request.stream import SequenceDelta
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, Sequence, SequenceState
 from pagekv.kvmanager.scheduling.step_plan import Committed, StepOutcome
 

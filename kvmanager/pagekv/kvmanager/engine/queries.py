@@ -8,7 +8,10 @@ from __future__ import annotations
 from pagekv.common.errors import Unavailable
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.config import EngineConfig
-from pagekv.kvmanager.engine.interface import (
+from pagekv.kvmanager.engine.live_requests import LiveRequests
+from pagekv.kvmanager.engine.snapshots import EngineTotals, block_views, collect_stats, request_views, sequence_views
+from pagekv.kvmanager.engine.view import EngineView
+from pagekv.kvmanager.engine.views import (
     BlockView,
     CacheReset,
     PinResult,
@@ -18,11 +21,8 @@ from pagekv.kvmanager.engine.interface import (
     SequenceView,
     Stats,
 )
-from pagekv.kvmanager.engine.live_requests import LiveRequests
-from pagekv.kvmanager.engine.snapshots import EngineTotals, block_views, collect_stats, request_views, sequence_views
-from pagekv.kvmanager.engine.view import EngineView
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
-from pagekv.kvmanager.request.command import CacheIdentity
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 
 RETRY_DELAY_S = 1.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
-from pagekv.kvmanager.engine.interface import BlockView, RequestView, SequenceView, Stats
+from pagekv.kvmanager.engine.views import BlockView, RequestView, SequenceView, Stats
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SequenceState
 from pagekv.kvmanager.scheduling.step_plan import StepOutcome

@@ -24,8 +24,8 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
 
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotImplementedYet, Unavailable
 from pagekv.kvmanager.api.generate_call import Generation
+from pagekv.kvmanager.api.inference_service import with_caller
 from pagekv.kvmanager.api.served_model import Served, ServingState
-from pagekv.kvmanager.api.trace_context import with_caller
 from pagekv.kvmanager.api.validation import read_abort_ids, read_generate
 from pagekv.kvmanager.engine.interface import Engine, ModelInfo
 from pagekv.kvmanager.gateway.generate import read_request, write_response

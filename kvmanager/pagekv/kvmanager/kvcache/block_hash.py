@@ -14,12 +14,11 @@ import struct
 import sys
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgpack
 import numpy as np
 from numpy.typing import NDArray
-
-from pagekv.kvmanager.request.command import MediaSpan
 
 DIGEST_BYTES = 32
 TOKEN_BYTES = 4
@@ -93,3 +92,23 @@ def short_hash(digest: bytes) -> int:
 def short_hashes(digests: Sequence[bytes]) -> NDArray[np.uint64]:
     """`short_hash` of each."""
     return np.frombuffer(b"".join(digests), ">u8")[:: DIGEST_BYTES // 8]
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSpan:
+    """Prompt positions [position, position + length) stand for a medium whose content has this digest."""
+
+    position: int
+    length: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class CacheIdentity:
+    """What a block's identity covers besides its tokens, and whether the request reads and writes the cache."""
+
+    namespace: str = ""
+    adapter_id: str = ""
+    media: tuple[MediaSpan, ...] = ()
+    read: bool = True
+    write: bool = True

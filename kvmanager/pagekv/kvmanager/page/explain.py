@@ -8,8 +8,9 @@ from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.api.prompt_reader import PromptReader, check_token_ids
 from pagekv.kvmanager.api.served_model import Served
 from pagekv.kvmanager.api.validation import MAX_NAME_BYTES
-from pagekv.kvmanager.engine.interface import BlockExplanation, Engine
-from pagekv.kvmanager.request.command import CacheIdentity
+from pagekv.kvmanager.engine.interface import Engine
+from pagekv.kvmanager.engine.views import BlockExplanation
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 
 # Blocks that are explained; the page says how many more there are.

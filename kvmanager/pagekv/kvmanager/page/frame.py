@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pagekv.kvmanager.engine.interface import Engine, ModelInfo, Stats
+from pagekv.kvmanager.engine.interface import Engine, ModelInfo
+from pagekv.kvmanager.engine.views import Stats
 from pagekv.kvmanager.page.block_states import HOST_STATES, STATES, Bytes, change, counts, whole
 
 # Requests that are listed.

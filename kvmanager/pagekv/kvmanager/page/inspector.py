@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from pagekv.common.errors import InvalidRequest
-from pagekv.kvmanager.engine.interface import SequenceView
 from pagekv.kvmanager.engine.view import EngineView
+from pagekv.kvmanager.engine.views import SequenceView
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 
 # Blocks of a chain, and requests that hold a block, that are named.

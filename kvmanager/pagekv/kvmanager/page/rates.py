@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from pagekv.kvmanager.engine.interface import Stats
+from pagekv.kvmanager.engine.views import Stats
 
 # Seconds that the charts go back.
 KEPT_S = 120.0

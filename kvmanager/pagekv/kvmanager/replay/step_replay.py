@@ -17,23 +17,19 @@ import msgpack
 import numpy as np
 
 from pagekv.kvmanager.errors import InvariantError
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.eviction_policy import make_order
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.observe.recording.step_recorder import COLUMNS, FORMAT, SAMPLING, VERSION, numbers, plan_columns
-from pagekv.kvmanager.request.command import (
-    CacheIdentity,
-    GenerateCommand,
-    MediaSpan,
-    RequestStream,
-    SamplingParams,
-    TokenLogprobs,
-)
+from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
+from pagekv.kvmanager.request.logprobs import TokenLogprobs
+from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SequenceState, live_request
 from pagekv.kvmanager.scheduling.step_plan import StepOutcome, StepPlan
-from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
+from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
 # A record has one prompt or one step; a larger one is no record.
 _MAX_RECORD_BYTES = 2**30

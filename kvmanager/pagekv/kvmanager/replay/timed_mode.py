@@ -19,7 +19,8 @@ from pagekv.kvmanager.replay.report import Row, Spread, Timing
 from pagekv.kvmanager.replay.simulated_executor import BegunStep, SimulatedExecutor
 from pagekv.kvmanager.replay.synthetic_prompt import distinct_prefixes, prompt_ids
 from pagekv.kvmanager.replay.trace import TraceRecord
-from pagekv.kvmanager.request.command import GenerateCommand, RequestStream, SamplingParams
+from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
+from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, live_request
 

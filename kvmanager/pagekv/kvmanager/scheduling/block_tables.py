@@ -20,8 +20,7 @@ from pagekv.kvmanager.kvcache.prefix_table import Blocks, Chunks
 from pagekv.kvmanager.kvcache.prefix_trie import FIRST
 from pagekv.kvmanager.scheduling.sequence import Sequence
 from pagekv.kvmanager.scheduling.step_plan import Move, MoveKind
-from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
-from pagekv.kvmanager.scheduling.swapping import SwapCounters, Swapper
+from pagekv.kvmanager.scheduling.swapping import SwapCounters, Swapper, SwapPolicy
 
 _NO_BLOCKS = np.empty(0, np.int32)
 

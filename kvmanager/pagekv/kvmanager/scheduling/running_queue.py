@@ -19,8 +19,7 @@ from pagekv.kvmanager.scheduling.decode_batch import SequenceRows
 from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_HANDLE, LiveRequest, Sequence, SequenceState
 from pagekv.kvmanager.scheduling.shared_prefill import Followers
 from pagekv.kvmanager.scheduling.step_plan import NewSequence, StepPlan
-from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
-from pagekv.kvmanager.scheduling.swapping import SwapCounters
+from pagekv.kvmanager.scheduling.swapping import SwapCounters, SwapPolicy
 from pagekv.kvmanager.scheduling.waiting_queue import WaitingQueue
 
 

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
-from pagekv.kvmanager.request.command import GenerateCommand, RequestStream
+from pagekv.kvmanager.request.command import GenerateCommand
+from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.beam_search import BeamSearch
 
 NO_HANDLE = -1

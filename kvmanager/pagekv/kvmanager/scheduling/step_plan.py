@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pagekv.kvmanager.request.command import FinishReason, TokenLogprobs
+from pagekv.kvmanager.request.command import FinishReason
+from pagekv.kvmanager.request.logprobs import TokenLogprobs
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, Sequence
 
 _NOBODY = np.empty(0, np.intp)

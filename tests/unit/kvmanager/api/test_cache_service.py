@@ -11,7 +11,8 @@ from support.engine.cache_harness import TOKENIZER, run
 from support.engine.fake_engine import FakeEngine
 
 from pagekv.common.errors import LimitExceeded
-from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand, MediaSpan, SamplingParams
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan
+from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import cache_service_pb2_grpc as pb_grpc
 from pagekv.v1 import types_pb2

@@ -9,7 +9,9 @@ import grpc
 import pytest
 from support.engine.inference_harness import ABORT, LENGTH, STOP, TOKENIZER, Harness, bytes_of, request, run, tokens_of
 
-from pagekv.kvmanager.request.command import FinishReason, SequenceDelta, TokenLogprobs
+from pagekv.kvmanager.request.command import FinishReason
+from pagekv.kvmanager.request.logprobs import TokenLogprobs
+from pagekv.kvmanager.request.stream import SequenceDelta
 from pagekv.v1 import inference_service_pb2 as pb
 
 

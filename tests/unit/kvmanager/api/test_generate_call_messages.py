@@ -9,7 +9,9 @@ from support.engine.fake_engine import MODEL, FakeEngine
 
 from pagekv.kvmanager.api.generate_call import SMALL_TOKENS, Generation
 from pagekv.kvmanager.api.served_model import Served
-from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, SamplingParams, SequenceDelta, TokenLogprobs
+from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, SamplingParams
+from pagekv.kvmanager.request.logprobs import TokenLogprobs
+from pagekv.kvmanager.request.stream import SequenceDelta
 from pagekv.v1 import inference_service_pb2 as pb
 
 

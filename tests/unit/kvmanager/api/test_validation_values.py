@@ -17,7 +17,8 @@ from support.engine.generate_requests import (
     sampled,
 )
 
-from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand, MediaSpan, SamplingParams
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan
+from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
 

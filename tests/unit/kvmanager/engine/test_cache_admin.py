@@ -15,11 +15,11 @@ from support.engine.scheduler_driver import VOCAB, Driver, finished, output
 from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.capacity import blocks_needed
-from pagekv.kvmanager.engine.interface import BlockOutcome
-from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest, token_bytes
+from pagekv.kvmanager.engine.views import BlockOutcome
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
-from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand
+from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 
 BLOCKS, SIZE = 16, 4

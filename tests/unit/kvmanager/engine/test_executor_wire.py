@@ -4,7 +4,9 @@ from array import array
 
 from pagekv.kvmanager.engine.executor_wire import step_outcome, step_request
 from pagekv.kvmanager.kvcache.block_hash import root_digest
-from pagekv.kvmanager.request.command import GenerateCommand, RequestStream, SamplingParams, TokenLogprobs
+from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
+from pagekv.kvmanager.request.logprobs import TokenLogprobs
+from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, Sequence
 from pagekv.kvmanager.scheduling.step_plan import Move, MoveKind, NewSequence, StepPlan
 from pagekv.v1 import executor_service_pb2 as pb

@@ -5,10 +5,10 @@ from __future__ import annotations
 from support.engine.cached_prefixes import ROOT, Clock, cache, evict_all, hold, root_of
 
 from pagekv.kvmanager.engine.explain import explain_prefix
-from pagekv.kvmanager.engine.interface import BlockExplanation, BlockOutcome, PrefixExplanation
+from pagekv.kvmanager.engine.views import BlockExplanation, BlockOutcome, PrefixExplanation
+from pagekv.kvmanager.kvcache.block_hash import MediaSpan
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events.log import TableLog
-from pagekv.kvmanager.request.command import MediaSpan
 
 HIT, NEVER, TAIL = BlockOutcome.HIT, BlockOutcome.NEVER_SEEN, BlockOutcome.PARTIAL_TAIL
 

@@ -14,14 +14,15 @@ from pagekv.common.errors import AlreadyExists, InvalidRequest, Overloaded, Unav
 from pagekv.kvmanager.engine import loop as engine_loop
 from pagekv.kvmanager.engine.capacity import longest_sequence
 from pagekv.kvmanager.engine.executor_client import AttachRefused, ExecutorLink, ExecutorLost
-from pagekv.kvmanager.engine.interface import CacheReset
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import Observer, RequestEnd
 from pagekv.kvmanager.engine.sizing import plan_deployment
-from pagekv.kvmanager.request.command import CacheIdentity, FinishReason, GenerateCommand, SamplingParams
+from pagekv.kvmanager.engine.views import CacheReset
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
+from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, SamplingParams
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import StepOutcome
-from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
+from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
 
 def test_tokens_come_through_and_blocks_go_back(monkeypatch: pytest.MonkeyPatch) -> None:

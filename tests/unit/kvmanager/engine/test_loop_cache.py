@@ -10,10 +10,11 @@ from support.engine.engine_harness import Bench, Link, command, config, expect, 
 
 from pagekv.common.errors import LimitExceeded, Unavailable
 from pagekv.kvmanager.engine import loop as engine_loop
-from pagekv.kvmanager.engine.interface import BlockOutcome, CacheReset
 from pagekv.kvmanager.engine.loop import EngineLoop
+from pagekv.kvmanager.engine.views import BlockOutcome, CacheReset
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
-from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand
+from pagekv.kvmanager.request.command import GenerateCommand
 
 ANY = CacheIdentity()
 EIGHT = [*range(8)]

@@ -79,7 +79,7 @@ def test_an_executor_that_is_gone_is_hardly_the_steps_fault(
     monkeypatch: pytest.MonkeyPatch, fault: Fault, epochs: int | None
 ) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
-        monkeypatch.setattr("pagekv.kvmanager.engine.reconnect.RECONNECT_LAST_S", 0.01)
+        monkeypatch.setattr("pagekv.kvmanager.engine.recovery.RECONNECT_LAST_S", 0.01)
         bench.poison = {tuple(POISON): fault}
         bad = engine.submit(command("bad", POISON))
         if epochs is None:

@@ -7,8 +7,8 @@ import pytest
 from support.engine.scheduler_driver import Driver
 
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
-from pagekv.kvmanager.engine.interface import Stats
 from pagekv.kvmanager.engine.snapshots import EngineTotals, block_views, collect_stats
+from pagekv.kvmanager.engine.views import Stats
 
 
 def stats(driver: Driver) -> Stats:

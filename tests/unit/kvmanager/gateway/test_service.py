@@ -26,7 +26,9 @@ from pagekv.kvmanager.api.served_model import ServingState
 from pagekv.kvmanager.gateway.service import SERVICE_NAME, VllmEngine
 from pagekv.kvmanager.kvcache.block_hash import block_digest, root_digest, token_bytes
 from pagekv.kvmanager.kvcache.events.batch import Stored, Tier
-from pagekv.kvmanager.request.command import FinishReason, SequenceDelta, TokenLogprobs
+from pagekv.kvmanager.request.command import FinishReason
+from pagekv.kvmanager.request.logprobs import TokenLogprobs
+from pagekv.kvmanager.request.stream import SequenceDelta
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 
 

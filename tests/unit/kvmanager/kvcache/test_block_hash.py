@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagekv.kvmanager.kvcache.block_hash import (
+    MediaSpan,
     block_digest,
     chain_digests,
     media_keys,
@@ -13,7 +14,6 @@ from pagekv.kvmanager.kvcache.block_hash import (
     short_hashes,
     token_bytes,
 )
-from pagekv.kvmanager.request.command import MediaSpan
 
 
 def test_known_answers() -> None:

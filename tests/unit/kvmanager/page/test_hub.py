@@ -15,14 +15,14 @@ from support.engine.engine_harness import Bench, command, expect, read, until
 
 from pagekv.common.errors import LimitExceeded, Overloaded
 from pagekv.kvmanager.engine.loop import EngineLoop
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.page import frame
 from pagekv.kvmanager.page import hub as hub_module
 from pagekv.kvmanager.page.block_states import device_bytes, host_bytes
 from pagekv.kvmanager.page.frame import request_rows
 from pagekv.kvmanager.page.hub import MAX_VIEWERS, PageHub, Viewer
-from pagekv.kvmanager.request.command import CacheIdentity
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
-from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
+from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
 
 class Look:

@@ -17,11 +17,11 @@ from support.engine.engine_harness import Bench, command, read, until
 from pagekv.kvmanager.api.served_model import ServingState
 from pagekv.kvmanager.config import parse_config
 from pagekv.kvmanager.engine.loop import EngineLoop
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.observe.http_server import MAX_BODY_BYTES, HttpServer
 from pagekv.kvmanager.page import routes
 from pagekv.kvmanager.page.hub import MAX_VIEWERS, PageHub
 from pagekv.kvmanager.page.routes import Page
-from pagekv.kvmanager.request.command import CacheIdentity
 from pagekv.kvmanager.server import Manager
 
 PROMPT = list(range(20))

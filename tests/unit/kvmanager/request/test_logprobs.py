@@ -8,7 +8,9 @@ import tracemalloc
 
 import pytest
 
-from pagekv.kvmanager.request.command import FinishReason, KeptLogprobs, RequestStream, SequenceDelta, TokenLogprobs
+from pagekv.kvmanager.request.command import FinishReason
+from pagekv.kvmanager.request.logprobs import KeptLogprobs, TokenLogprobs
+from pagekv.kvmanager.request.stream import RequestStream, SequenceDelta
 
 # Of each log-probability, beside the token itself: 8 bytes and what the arrays have in reserve.
 BYTES_PER_LOGPROB = 10

@@ -9,7 +9,8 @@ import pytest
 from support.engine import engine_harness
 
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.request.command import FinishReason, RequestStream, SequenceDelta
+from pagekv.kvmanager.request.command import FinishReason
+from pagekv.kvmanager.request.stream import RequestStream, SequenceDelta
 from pagekv.kvmanager.request.wakeups import MADE_AT_ONCE, READERS_AT_ONCE, Fanout
 
 

@@ -8,7 +8,7 @@ import pytest
 from support.engine.fake_executor import expected_output
 from support.engine.scheduler_driver import VOCAB, Driver, finished, moves, output, results
 
-from pagekv.kvmanager.request.command import CacheIdentity
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.scheduling.admission import PATIENCE_STEPS
 from pagekv.kvmanager.scheduling.sequence import HOLDING, LiveRequest, SequenceState
 from pagekv.kvmanager.scheduling.step_plan import MoveKind

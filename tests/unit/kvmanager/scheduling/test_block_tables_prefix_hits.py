@@ -10,7 +10,7 @@ from support.engine.fake_executor import expected_output
 from support.engine.scheduler_driver import VOCAB, Driver, finished, output
 
 from pagekv.kvmanager.kvcache import block_hash
-from pagekv.kvmanager.request.command import CacheIdentity, MediaSpan
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan
 from pagekv.kvmanager.scheduling import block_tables
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 

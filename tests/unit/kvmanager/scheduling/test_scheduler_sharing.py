@@ -8,7 +8,7 @@ from support.engine.fake_executor import expected_output
 from support.engine.scheduler_driver import VOCAB, Driver, copies, output
 
 from pagekv.kvmanager.kvcache import block_hash
-from pagekv.kvmanager.request.command import CacheIdentity
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.scheduling import block_tables
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pagekv.kvmanager.request.command import GenerateCommand, RequestStream, SamplingParams
+from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
+from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.sequence import Sequence, live_request
 from pagekv.kvmanager.scheduling.shared_prefill import Followers
 

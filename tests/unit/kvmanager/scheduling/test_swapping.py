@@ -9,11 +9,11 @@ import pytest
 from support.engine.fake_executor import expected_output
 from support.engine.scheduler_driver import Driver, finished, moves, output
 
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK
-from pagekv.kvmanager.request.command import CacheIdentity
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SequenceState
 from pagekv.kvmanager.scheduling.step_plan import MoveKind
-from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
+from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
 OUT, IN = MoveKind.SWAP_OUT, MoveKind.SWAP_IN
 

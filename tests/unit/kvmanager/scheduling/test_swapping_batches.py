@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from support.engine.scheduler_driver import Driver
 
-from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest, token_bytes
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
 from pagekv.kvmanager.kvcache.prefix_table import Blocks, Chunks
-from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand, RequestStream, SamplingParams
+from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
+from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.sequence import Sequence, Swapped, live_request
 from pagekv.kvmanager.scheduling.step_plan import Move, MoveKind
 from pagekv.kvmanager.scheduling.swapping import SwapCounters, Swapper

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import chain, islice
+
+import numpy as np
 
 from pagekv.common.errors import FellBehind
-from pagekv.kvmanager.kvcache.events.batch import Diff, Stored
+from pagekv.kvmanager.kvcache.events.batch import Diff, Stored, Tier
+from pagekv.kvmanager.kvcache.host_pool import HostPool
+from pagekv.kvmanager.kvcache.prefix_table import PrefixTable, TableColumns
 
 # Changes that a reader may leave unread, those that come to nothing among them: some tens of megabytes.
 MAX_UNREAD = 131_072
@@ -81,3 +85,36 @@ class TableWatch:
         if self._on_end is not None:
             self._on_end(self)
             self._on_end = None
+
+
+def take_snapshot(table: PrefixTable, host: HostPool | None = None) -> Snapshot:
+    """Every block in the tables now, the device's first, parents before children there. In the host pool a block's
+    parent may come later, or not at all.
+
+    What is costly happens when the iterator is read, a block at a time, from a copy that is made here.
+    """
+    device = _parents_first(table.columns())
+    return device if host is None or not host.num_cached else chain(device, _host_blocks(host))
+
+
+def _parents_first(columns: TableColumns) -> Snapshot:
+    told = np.zeros(len(columns.published), np.bool_).data
+    parents, loose, media = columns.parents.data, columns.loose_parents, columns.media
+    for block in np.flatnonzero(columns.published).tolist():
+        chain = []
+        while block >= 0 and not told[block]:
+            told[block] = True
+            chain.append(block)
+            block = parents[block]
+        for link in reversed(chain):
+            parent = loose.get(link) or columns.digests[parents[link]]
+            digest = columns.digests[link]
+            assert digest is not None
+            assert parent is not None
+            tokens, first = columns.tokens[link].tobytes(), parents[link] < 0
+            yield Stored(Tier.DEVICE, [digest], [parent], tokens, link not in media, first)
+
+
+def _host_blocks(host: HostPool) -> Snapshot:
+    entries, tokens = host.columns()
+    return (Stored(Tier.HOST, [digest], [parent], tokens[block].tobytes()) for block, digest, parent in entries)

@@ -11,9 +11,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from pagekv.kvmanager.kvcache.block_hash import MediaKeys, media_keys
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaKeys, media_keys
 from pagekv.kvmanager.kvcache.events.batch import Key, Tier
-from pagekv.kvmanager.request.command import CacheIdentity
 
 # Chain roots, and blocks with media, that are remembered: some megabytes.
 MAX_ROOTS = 65_536

@@ -16,7 +16,8 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.registry import Collector
 
 from pagekv.common.errors import Unavailable
-from pagekv.kvmanager.engine.interface import Engine, ModelInfo, Stats
+from pagekv.kvmanager.engine.interface import Engine, ModelInfo
+from pagekv.kvmanager.engine.views import Stats
 from pagekv.kvmanager.observe.metrics.histogram import Histogram
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 

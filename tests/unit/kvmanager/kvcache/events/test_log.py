@@ -12,12 +12,11 @@ from support.engine.cached_prefixes import ROOT, Clock, cache, evict_all, hold
 from support.engine.scheduler_driver import Driver
 
 from pagekv.common.errors import FellBehind, LimitExceeded, Unavailable
-from pagekv.kvmanager.kvcache.block_hash import chain_digests, token_bytes
+from pagekv.kvmanager.kvcache.block_hash import MediaSpan, chain_digests, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events.log import MAX_WATCHES, RemovedAgo, TableLog
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.pins import Pins
-from pagekv.kvmanager.request.command import MediaSpan
 
 SIZE = 4
 

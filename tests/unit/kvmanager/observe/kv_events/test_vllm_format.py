@@ -11,7 +11,14 @@ from support.clients.table_reader import Table, host_table_of, table_of
 from support.engine.cached_prefixes import Clock
 from support.engine.scheduler_driver import Driver
 
-from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest, short_hash, token_bytes
+from pagekv.kvmanager.kvcache.block_hash import (
+    CacheIdentity,
+    MediaSpan,
+    chain_digests,
+    root_digest,
+    short_hash,
+    token_bytes,
+)
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
 from pagekv.kvmanager.kvcache.events.log import TableLog
@@ -19,7 +26,6 @@ from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.pins import Pins
 from pagekv.kvmanager.observe.kv_events.extra_keys import EventIdentities
 from pagekv.kvmanager.observe.kv_events.vllm_format import MAX_BATCH_TOKENS, Events, KvEventFormat, pack
-from pagekv.kvmanager.request.command import CacheIdentity, MediaSpan
 
 ROOT = root_digest("model", "", "")
 SIZE = 4

@@ -8,7 +8,8 @@ import pytest
 
 from pagekv.kvmanager.observe.metrics.histogram import Histogram
 from pagekv.kvmanager.observe.metrics.inter_token_latency import TokenGaps
-from pagekv.kvmanager.request.command import GenerateCommand, RequestStream, SamplingParams
+from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
+from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.sequence import NO_HANDLE, LiveRequest, Sequence, live_request
 from pagekv.kvmanager.scheduling.step_plan import NewSequence
 

@@ -27,7 +27,7 @@ from pagekv.kvmanager.observe.metrics.prometheus import EngineCollector, metrics
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
-from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
+from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
 VLLM = {"model_name": "fake", "engine": "0"}
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]

@@ -23,14 +23,15 @@ from support.engine.scheduler_machine import SchedulerMachine
 
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.errors import InvariantError
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.pins import Pins
 from pagekv.kvmanager.observe.recording.file import RecordingFile
 from pagekv.kvmanager.observe.recording.step_recorder import COLUMNS, RecordedScheduler, StepRecorder
 from pagekv.kvmanager.replay.cli import main as replay
 from pagekv.kvmanager.replay.step_replay import StepsError, StepsReport, replay_steps
-from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand, SamplingParams
+from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
-from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
+from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
 EIGHT = [*range(8)]
 

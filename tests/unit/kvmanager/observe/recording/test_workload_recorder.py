@@ -13,13 +13,13 @@ import pytest
 from support.engine.engine_harness import Bench, command, read, run, until
 
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest, token_bytes
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan, chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.observe.recording import workload_recorder as request_trace
 from pagekv.kvmanager.observe.recording.file import RecordingFile
 from pagekv.kvmanager.observe.recording.workload_recorder import RequestTrace, hash_ids
 from pagekv.kvmanager.replay.cli import main as replay
 from pagekv.kvmanager.replay.trace import read_trace
-from pagekv.kvmanager.request.command import CacheIdentity, GenerateCommand, MediaSpan, SamplingParams
+from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 
 EIGHT = [*range(8)]
 SALT = b"salt"

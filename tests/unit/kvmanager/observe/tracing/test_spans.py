@@ -16,7 +16,7 @@ from pagekv.kvmanager.engine.observer import RequestEnd
 from pagekv.kvmanager.observe.tracing.spans import MAX_SPANS, RequestSpans, Span, TracedRequest, wall_ns
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
-from pagekv.kvmanager.scheduling.swap_policy import SwapPolicy
+from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
 PROMPT = list(range(1, 31))
 LIMITS = SchedulerLimits(max_batch_tokens=12, max_running=32, watermark=0.0, prefix_cache=True)

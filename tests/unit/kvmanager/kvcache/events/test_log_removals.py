@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagekv.kvmanager.kvcache.events.removal_history import Removal, RemovalHistory
+from pagekv.kvmanager.kvcache.events.log import Removal, RemovalHistory
 
 
 def digest(number: int) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagekv.kvmanager.engine.reconnect import RECONNECT_FIRST_S, RECONNECT_LAST_S, UNREACHABLE_S, Reconnect
+from pagekv.kvmanager.engine.recovery import RECONNECT_FIRST_S, RECONNECT_LAST_S, UNREACHABLE_S, Reconnect
 
 
 def test_pauses_grow_while_epochs_fail_and_begin_anew_after_a_step() -> None:

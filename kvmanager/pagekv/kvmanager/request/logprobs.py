@@ -1,0 +1,63 @@
+"""Log-probabilities of generated tokens, as objects and packed."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one generated position; `top` are (token id, logprob), best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class KeptLogprobs(Sequence[TokenLogprobs]):
+    """TokenLogprobs of many positions, in 8 bytes for each of their tokens: what nobody has read yet is kept as this.
+
+    Values are rounded to 32 bits, as both wires carry them.
+    """
+
+    __slots__ = ("_ends", "_ids", "_values")
+
+    def __init__(self, positions: Iterable[TokenLogprobs] = ()) -> None:
+        # Of each position the chosen token and then the likeliest ones.
+        self._ids, self._values = array("I"), array("f")
+        # Where each position ends in the two.
+        self._ends = array("I")
+        self.extend(positions)
+
+    def append(self, position: TokenLogprobs) -> None:
+        """Adds a position."""
+        self._ids.append(position.token_id)
+        self._values.append(position.logprob)
+        for token_id, logprob in position.top:
+            self._ids.append(token_id)
+            self._values.append(logprob)
+        self._ends.append(len(self._ids))
+
+    def extend(self, positions: Iterable[TokenLogprobs]) -> None:
+        """Adds positions."""
+        for position in positions:
+            self.append(position)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[TokenLogprobs]: ...
+    def __getitem__(self, index: int | slice) -> TokenLogprobs | Sequence[TokenLogprobs]:
+        if isinstance(index, slice):
+            whole = index.indices(len(self)) == (0, len(self), 1)
+            return self if whole else KeptLogprobs(self[at] for at in range(*index.indices(len(self))))
+        at = range(len(self))[index]
+        begin, end = self._ends[at - 1] if at else 0, self._ends[at]
+        top = zip(self._ids[begin + 1 : end], self._values[begin + 1 : end], strict=True)
+        return TokenLogprobs(self._ids[begin], self._values[begin], tuple(top))
