@@ -11,10 +11,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from pagekv.common.server import GrpcServer
-from pagekv.kvmanager.api.served_model import ServingState
+from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.gateway.service import SERVICE_NAME, VllmEngine
-from pagekv.kvmanager.observe.exporters import Outlets
+from pagekv.kvmanager.observe.exporters import Exporters
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 from pagekv.kvmanager.observe.outlet_config import OutletConfig
 from pagekv.kvmanager.observe.tracing.otlp import Tracing, otlp_processor
@@ -110,7 +110,7 @@ async def page(engine: EngineLoop) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _outlets(engine: EngineLoop, outlet: OutletConfig) -> AsyncIterator[None]:
-    outlets = Outlets(outlet, engine._config)
+    outlets = Exporters(outlet, engine._config)
     outlets.open(engine)
     yield
     await outlets.close()
@@ -131,7 +131,7 @@ with contextlib.suppress(grpc.RpcError), grpc.insecure_channel(sys.argv[1]) as c
 async def gateway(engine: EngineLoop) -> AsyncIterator[None]:
     """The events that a gateway subscribes to, with a subscriber that takes everything, in a process of its own."""
     server = GrpcServer("127.0.0.1:0", [SERVICE_NAME])
-    VllmEngine(engine, ServingState(engine), lambda: True).add_to(server.server)
+    VllmEngine(engine, ServedModel(engine), lambda: True).add_to(server.server)
     port = await server.start()
 
     async def subscribe() -> asyncio.subprocess.Process:

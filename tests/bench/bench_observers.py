@@ -36,7 +36,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from pagekv.kvmanager.engine import loop as engine_loop
 from pagekv.kvmanager.engine.config import EngineConfig
-from pagekv.kvmanager.engine.executor_client import Description
+from pagekv.kvmanager.engine.executor_client import ExecutorDescription
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import Observer, RequestEnd
 from pagekv.kvmanager.observe.metrics.prometheus import EngineCollector
@@ -44,7 +44,7 @@ from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
-from pagekv.kvmanager.scheduling.step_plan import StepOutcome, StepPlan
+from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 
 RUNNING = 256
 BLOCK_SIZE = 16
@@ -70,11 +70,11 @@ class _Link:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._outcomes: deque[StepOutcome] = deque()
+        self._outcomes: deque[StepResult] = deque()
         self._step = 0
 
-    async def describe(self, block_size: int, token_budget: int) -> Description:
-        return Description("bench", "f00d", 32_000, 8192, 4096, 2**40, "any", "bench", (), 4096)
+    async def describe(self, block_size: int, token_budget: int) -> ExecutorDescription:
+        return ExecutorDescription("bench", "f00d", 32_000, 8192, 4096, 2**40, "any", "bench", (), 4096)
 
     async def attach(self, *_: Any) -> None:
         pass
@@ -86,7 +86,7 @@ class _Link:
         # Whoever else has something to do on this event loop does it in every step.
         await asyncio.sleep(0)
 
-    def take_outcome(self) -> StepOutcome | None:
+    def take_outcome(self) -> StepResult | None:
         return self._outcomes.popleft() if self._outcomes else None
 
     async def close(self) -> None:

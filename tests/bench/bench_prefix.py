@@ -24,7 +24,7 @@ from support.clients.stack import running_stack
 
 from pagekv.client import AsyncPageKVClient
 from pagekv.client.cli.terminal import table
-from pagekv.client.planning.load_test import Report, Workload, make_jobs, run_jobs
+from pagekv.client.planning.load_test import LoadReport, Workload, make_jobs, run_jobs
 
 EXECUTOR = ("--model", "demo", "--dtype", "float32", "--threads", "1", "--kv-memory", "512MiB")
 PROMPT = 512
@@ -37,7 +37,7 @@ def note(text: str) -> None:
     print(f"  {text}", file=sys.stderr, flush=True)
 
 
-async def measure(target: str, requests: int, at_once: int, shared: int, own: int, output: int) -> Report:
+async def measure(target: str, requests: int, at_once: int, shared: int, own: int, output: int) -> LoadReport:
     """One closed loop; with the shared prefix computed by a request before it."""
     workload = Workload(requests + 1, at_once, None, (own, own), (output, output), shared, 0.0, next(SEEDS))
     async with AsyncPageKVClient(target) as client:
@@ -50,7 +50,7 @@ async def measure(target: str, requests: int, at_once: int, shared: int, own: in
     return report
 
 
-def once(target: str, requests: int, at_once: int, shared: int, own: int, output: int) -> Report:
+def once(target: str, requests: int, at_once: int, shared: int, own: int, output: int) -> LoadReport:
     return asyncio.run(measure(target, requests, at_once, shared, own, output))
 
 

@@ -24,7 +24,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pagekv.client.cli.terminal import table
 from pagekv.common.models import resolve_model
-from pagekv.executor.backend.interface import BlockCopies, CopyKind, Description, Sampling, Scheduled, SequenceState
+from pagekv.executor.backend.interface import (
+    BackendDescription,
+    BlockCopies,
+    CopyKind,
+    Sampling,
+    Scheduled,
+    SequenceState,
+)
 from pagekv.executor.cpu import CpuBackend
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
@@ -84,7 +91,7 @@ def timed(action: Callable[[], object]) -> float:
     return 1000 * (time.perf_counter() - begin)
 
 
-def policy(description: Description) -> SwapPolicy:
+def policy(description: BackendDescription) -> SwapPolicy:
     """What the manager makes of the executor's description."""
     return SwapPolicy(
         "auto",

@@ -26,7 +26,7 @@ from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, live_request
-from pagekv.kvmanager.scheduling.step_plan import StepOutcome, StepPlan
+from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
 BLOCK_SIZE = 16
@@ -56,10 +56,10 @@ def request(index: int, prompt: list[int], max_tokens: int) -> LiveRequest:
     return live_request(command, RequestStream(command.request_id, 1), index, ROOT, 256)
 
 
-def outcome(plan: StepPlan, step: int, token: int) -> StepOutcome:
+def outcome(plan: StepPlan, step: int, token: int) -> StepResult:
     """What an executor would answer: one token, which ends nobody, for everyone who samples."""
     handles = plan.sampling.tolist()
-    return StepOutcome(step, handles, [token] * len(handles), {}, plan.num_tokens, 0, 0)
+    return StepResult(step, handles, [token] * len(handles), {}, plan.num_tokens, 0, 0)
 
 
 def decode_steps(running: int, steps: int) -> list[float]:

@@ -13,7 +13,7 @@ import manager_workloads as work
 
 from pagekv.executor.backend.interface import Sampled
 from pagekv.executor.rpc import wire as executor_wire
-from pagekv.executor.session.step import StepReport
+from pagekv.executor.session.step import ExecutedStep
 from pagekv.kvmanager.engine.executor_wire import step_outcome, step_request
 from pagekv.kvmanager.scheduling.step_plan import StepPlan
 from pagekv.v1 import executor_service_pb2 as pb
@@ -58,11 +58,11 @@ def decode_plans(running: int, steps: int, *, spread: bool) -> list[StepPlan]:
     return plans[2:]
 
 
-def reports(plans: list[StepPlan]) -> list[StepReport]:
+def reports(plans: list[StepPlan]) -> list[ExecutedStep]:
     """What an executor would report of them."""
     chance = random.Random(6)
     return [
-        StepReport(
+        ExecutedStep(
             epoch=EPOCH,
             step=step,
             sampled={handle: Sampled(chance.randrange(VOCAB_SIZE)) for handle in plan.sampling.tolist()},
@@ -92,7 +92,7 @@ def _requests(name: str, plans: list[StepPlan]) -> Message:
     return _message(name, data, encode, decode)
 
 
-def _results(name: str, outcomes: list[StepReport]) -> Message:
+def _results(name: str, outcomes: list[ExecutedStep]) -> Message:
     data, encode = _timed(lambda report: executor_wire.step_result(report).SerializeToString(), outcomes)
     _, decode = _timed(lambda raw: step_outcome(pb.StepResult.FromString(raw)), data)
     return _message(name, data, encode, decode)

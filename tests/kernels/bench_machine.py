@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from host_build import HostLauncher
 
-from pagekv.kernels.bench.machine import Timing
+from pagekv.kernels.bench.machine import KernelTiming
 from pagekv.kernels.bench.workload import MIB
-from pagekv.kernels.swap import Stream
+from pagekv.kernels.swap import CopyStream
 
 
 class FakeStreams:
     """Copies at once: what runs in order needs no events."""
 
-    def mark(self, stream: Stream) -> None: ...
-    def wait(self, stream: Stream, event: None) -> None: ...
+    def mark(self, stream: CopyStream) -> None: ...
+    def wait(self, stream: CopyStream, event: None) -> None: ...
     def done(self, event: None) -> bool:
         return True
 
-    def copy(self, stream: Stream, destination: Any, source: Any) -> None:
+    def copy(self, stream: CopyStream, destination: Any, source: Any) -> None:
         destination.copy_(source)
 
 
@@ -34,10 +34,10 @@ class HostMachine:
         self.device = torch.device("cpu")
         self.launcher = HostLauncher()
 
-    def timed(self, run: Callable[[int], object], rounds: int = 1, *, capture: bool = True) -> Timing:
+    def timed(self, run: Callable[[int], object], rounds: int = 1, *, capture: bool = True) -> KernelTiming:
         for index in range(min(rounds, 2)):
             run(index)
-        return Timing(1e-3, 0.9e-3, 1.2e-3, 1980.0, 600.0)
+        return KernelTiming(1e-3, 0.9e-3, 1.2e-3, 1980.0, 600.0)
 
     def edited(self, edit: Callable[[str], str]) -> HostLauncher:
         return HostLauncher(edit=edit)

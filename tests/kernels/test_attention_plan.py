@@ -12,7 +12,7 @@ from bench_machine import HostMachine
 from host_build import HostLauncher
 
 from pagekv.kernels.attention import PagedAttention, Rope, dtype_name
-from pagekv.kernels.attention_plan import ALIGN, SECTIONS, Capacity, HostPlan, StepBatch, plan_step
+from pagekv.kernels.attention_plan import ALIGN, SECTIONS, GraphCapacity, HostPlan, StepBatch, plan_step
 from pagekv.kernels.bench.scene import Scene, Setup
 from pagekv.kernels.variants import UnsupportedVariant, Variant
 
@@ -129,7 +129,7 @@ def test_partial_results_need_scratch() -> None:
 
 # --- fixed places for a captured graph
 
-CAPACITY = Capacity(sequences=6, rows=8, table_width=5, decode_items=8, merge_items=2, prefill_items=3, partials=4)
+CAPACITY = GraphCapacity(sequences=6, rows=8, table_width=5, decode_items=8, merge_items=2, prefill_items=3, partials=4)
 
 
 def test_sections_of_a_capacity_stay_where_they_are() -> None:
@@ -266,7 +266,7 @@ def test_a_mixed_step_is_its_parts(scene: Scene) -> None:
 
 def test_a_padded_plan_gives_the_same_bits(scene: Scene) -> None:
     # What a captured graph replays.
-    capacity = Capacity(sequences=4, rows=4, table_width=5, decode_items=6, merge_items=2, partials=4)
+    capacity = GraphCapacity(sequences=4, rows=4, table_width=5, decode_items=6, merge_items=2, partials=4)
     host = plan_step(
         StepBatch(np.arange(3, dtype=np.int32), scene.lengths, scene.tables, np.array([True, True])),
         num_blocks=scene.num_blocks,

@@ -16,7 +16,7 @@ from pagekv.kernels.bench import flashinfer_peer, speed, stages
 from pagekv.kernels.bench.flashinfer_peer import FlashInferPeer, from_text, to_text
 from pagekv.kernels.bench.machine import Arena, Clock
 from pagekv.kernels.bench.paged import Rounds, paged, ragged_lengths
-from pagekv.kernels.bench.report import COLUMNS, Report, table
+from pagekv.kernels.bench.report import COLUMNS, BenchReport, table
 from pagekv.kernels.bench.scene import Setup
 from pagekv.kernels.bench.stages import Bench
 from pagekv.kernels.bench.swap_speed import block_ids, swap_row
@@ -55,7 +55,7 @@ def arena(machine: HostMachine) -> Arena:
 
 
 def bench_on(machine: HostMachine, arena: Arena, clock: Clock | None = None) -> Bench:
-    return Bench(machine, arena, clock or Clock(1e9), Report({"gpu": "none"}), lambda line: None)
+    return Bench(machine, arena, clock or Clock(1e9), BenchReport({"gpu": "none"}), lambda line: None)
 
 
 # --- arithmetic
@@ -334,7 +334,7 @@ def test_the_peers_figures_join_the_rows(machine: HostMachine, arena: Arena, mon
 
 
 def test_floors_take_the_worst_case_and_say_what_was_not_measured() -> None:
-    report = Report({"gpu": "H200"})
+    report = BenchReport({"gpu": "H200"})
     report.sections["decode"] = [
         {"case": "a", "counts_for": {"decode": 0.95, "paged": 0.99, "flashinfer": 0.98}},
         {"case": "b", "counts_for": {"decode": 0.85, "paged": 0.98, "flashinfer": 1.1}},
@@ -397,7 +397,7 @@ def test_tables_align_and_leave_out_what_nobody_has() -> None:
 
 
 def test_json_holds_every_row_and_floor() -> None:
-    report = Report({"gpu": "H200"}, copy_gb_per_s=4000.0)
+    report = BenchReport({"gpu": "H200"}, copy_gb_per_s=4000.0)
     report.sections["swap"] = [{"case": "a", "out_gb_per_s": 50.0, "counts_for": {"swap": 0.95}}]
     found = json.loads(report.to_json())
     assert found["swap"] == [{"case": "a", "out_gb_per_s": 50.0}]

@@ -70,7 +70,7 @@ def test_any_pairs_are_copied(
 
 def test_a_block_of_more_pieces_than_the_grid_is_walked(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = geometry.block_copy(1, 16384 * 5)
-    monkeypatch.setattr(geometry, "block_copy", lambda *_: geometry.Geometry((1, 2, 1), whole.threads, 0))
+    monkeypatch.setattr(geometry, "block_copy", lambda *_: geometry.LaunchConfig((1, 2, 1), whole.threads, 0))
     copy_blocks(HostLauncher(), 16384 * 5 - 16, [(1, 0)], 2, one_pool=True)
 
 

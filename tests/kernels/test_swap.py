@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagekv.kernels.swap import BlockSwapper, Run, Stream, runs
+from pagekv.kernels.swap import BlockSwapper, CopyStream, Run, runs
 
 Pairs = list[tuple[int, int]]
 pairs_of_blocks = st.lists(
@@ -57,28 +57,30 @@ def test_a_destination_named_twice_is_refused() -> None:
 class LateStreams:
     """Three streams whose work runs when `run` says so, in any order that their waits allow."""
 
-    queues: dict[Stream, list[Callable[[], bool]]] = field(default_factory=lambda: {stream: [] for stream in Stream})
+    queues: dict[CopyStream, list[Callable[[], bool]]] = field(
+        default_factory=lambda: {stream: [] for stream in CopyStream}
+    )
     copies: int = 0
 
-    def enqueue(self, stream: Stream, work: Callable[[], None]) -> None:
+    def enqueue(self, stream: CopyStream, work: Callable[[], None]) -> None:
         def finish() -> bool:
             work()
             return True
 
         self.queues[stream].append(finish)
 
-    def mark(self, stream: Stream) -> list[bool]:
+    def mark(self, stream: CopyStream) -> list[bool]:
         event: list[bool] = []
         self.enqueue(stream, lambda: event.append(True))
         return event
 
-    def wait(self, stream: Stream, event: list[bool]) -> None:
+    def wait(self, stream: CopyStream, event: list[bool]) -> None:
         self.queues[stream].append(lambda: bool(event))
 
     def done(self, event: list[bool]) -> bool:
         return bool(event)
 
-    def copy(self, stream: Stream, destination: Any, source: Any) -> None:
+    def copy(self, stream: CopyStream, destination: Any, source: Any) -> None:
         self.copies += 1
         self.enqueue(stream, lambda: destination.__setitem__(slice(None), source))
 
@@ -122,7 +124,7 @@ def test_any_history_ends_as_if_it_had_run_in_order(data: st.DataObject, random:
             streams.run(random, data.draw(st.integers(1, 20), label="most"))
         elif kind == "step":
             swapper.before_compute(data.draw(st.sampled_from([device, None]), label="waits for"))
-            streams.enqueue(Stream.COMPUTE, partial(pools.compute, device, number))
+            streams.enqueue(CopyStream.COMPUTE, partial(pools.compute, device, number))
             expected.compute(device, number)
         else:
             order = data.draw(st.permutations(range(HOST_BLOCKS)), label="host")
@@ -150,8 +152,8 @@ def test_a_copy_in_waits_for_the_copy_out_of_its_block(
     swapper = BlockSwapper(streams, pools.device, pools.host)
     swapper.swap_out(*out)
     swapper.swap_in(*back)
-    incoming = streams.queues[Stream.IN]
-    streams.queues[Stream.COMPUTE] = [work for work in streams.queues[Stream.COMPUTE] if not work()]
+    incoming = streams.queues[CopyStream.IN]
+    streams.queues[CopyStream.COMPUTE] = [work for work in streams.queues[CopyStream.COMPUTE] if not work()]
     while incoming and incoming[0]():
         incoming.pop(0)
     assert incoming, "the copy out has not run yet"
@@ -169,10 +171,10 @@ def test_a_step_runs_beside_the_copy_of_blocks_that_it_does_not_use() -> None:
     assert streams.copies == 1
     swapper.before_compute([0, 3])
     steps: list[str] = []
-    streams.enqueue(Stream.COMPUTE, lambda: steps.append("beside"))
+    streams.enqueue(CopyStream.COMPUTE, lambda: steps.append("beside"))
     swapper.before_compute([1])
-    streams.enqueue(Stream.COMPUTE, lambda: steps.append("after"))
-    queue = streams.queues[Stream.COMPUTE]
+    streams.enqueue(CopyStream.COMPUTE, lambda: steps.append("after"))
+    queue = streams.queues[CopyStream.COMPUTE]
     while queue and queue[0]():
         queue.pop(0)
     assert steps == ["beside"], "the copy stream has not run yet"

@@ -12,7 +12,7 @@ from support.engine.fake_executor import expected_output
 from support.engine.radix_tree import RadixTree
 from support.engine.scheduler_driver import Driver, output
 
-from pagekv.kvmanager.scheduling.sequence import Sequence
+from pagekv.kvmanager.scheduling.sequence import Seq
 
 # Two tokens only, so prefixes collide all the time.
 VOCAB = 2
@@ -136,7 +136,7 @@ def test_eviction_costs_hits_and_no_token(history: list[Turn], block_size: int, 
 
 def plain(value: Any) -> Any:
     """A step plan without identities: equal decisions become equal values."""
-    if isinstance(value, Sequence):
+    if isinstance(value, Seq):
         return value.request.command.request_id, value.index
     if is_dataclass(value):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pagekv.client import wire
 from pagekv.client.channel import DEFAULT_RESUME_TIMEOUT_S, DEFAULT_TARGET, DEFAULT_TIMEOUT_S, channel_options
 from pagekv.client.errors import NotFound, from_rpc_error
-from pagekv.client.resumable_generation import Generation
+from pagekv.client.resumable_generation import ResumableGeneration
 from pagekv.client.types import (
     BlockList,
     BlockState,
@@ -94,7 +94,7 @@ class AsyncPageKVClient:
 
         The call starts with the first chunk asked for. A broken connection is resumed as in `PageKVClient.stream`.
         """
-        generation = Generation(prompt, n, options, default_resume_timeout_s=self._resume_timeout_s)
+        generation = ResumableGeneration(prompt, n, options, default_resume_timeout_s=self._resume_timeout_s)
         return AsyncStream(generation, self._chunks(generation))
 
     async def abort(self, *request_ids: str) -> list[str]:
@@ -190,12 +190,14 @@ class AsyncPageKVClient:
             raise from_rpc_error(error, self.target) from error
 
     async def _complete(self, prompt: Prompt, n: int, options: GenerateOptions) -> list[Completion]:
-        generation = Generation(prompt, n, options, default_resume_timeout_s=self._resume_timeout_s, only_complete=True)
+        generation = ResumableGeneration(
+            prompt, n, options, default_resume_timeout_s=self._resume_timeout_s, only_complete=True
+        )
         async for _ in self._chunks(generation):
             pass
         return [generation.completions[index] for index in range(n)]
 
-    async def _chunks(self, generation: Generation) -> AsyncGenerator[Chunk]:
+    async def _chunks(self, generation: ResumableGeneration) -> AsyncGenerator[Chunk]:
         while not generation.done:
             try:
                 await self._prepare(generation)
@@ -213,14 +215,14 @@ class AsyncPageKVClient:
                 if not generation.done:
                     await asyncio.sleep(generation.failed(from_rpc_error(error, self.target)))
 
-    async def _prepare(self, generation: Generation) -> None:
+    async def _prepare(self, generation: ResumableGeneration) -> None:
         request = generation.prompt_to_encode()
         if request is not None:
             encoded = await self._inference.Tokenize(request, timeout=self._unary_timeout(generation))
             info = await self._inference.GetModelInfo(pb.GetModelInfoRequest(), timeout=self._unary_timeout(generation))
             generation.prompt_encoded(list(encoded.token_ids), wire.flat(ModelInfo, info).longest_sequence)
 
-    def _unary_timeout(self, generation: Generation) -> float | None:
+    def _unary_timeout(self, generation: ResumableGeneration) -> float | None:
         limits = [limit for limit in (self._timeout, generation.remaining_s()) if limit is not None]
         return min(limits, default=None)
 
@@ -231,7 +233,7 @@ class AsyncStream(AsyncIterator[Chunk]):
     States: open → ended (every chunk was taken, or an error was raised) or closed (the request is aborted).
     """
 
-    def __init__(self, generation: Generation, chunks: AsyncGenerator[Chunk]) -> None:
+    def __init__(self, generation: ResumableGeneration, chunks: AsyncGenerator[Chunk]) -> None:
         self._generation = generation
         self._chunks = chunks
 

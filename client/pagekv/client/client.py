@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pagekv.client import wire
 from pagekv.client.channel import DEFAULT_RESUME_TIMEOUT_S, DEFAULT_TARGET, DEFAULT_TIMEOUT_S, channel_options
 from pagekv.client.errors import NotFound, from_rpc_error
-from pagekv.client.resumable_generation import Generation
+from pagekv.client.resumable_generation import ResumableGeneration
 from pagekv.client.types import (
     BlockList,
     BlockState,
@@ -91,7 +91,7 @@ class PageKVClient:
         The call starts with the first `next`. A broken connection is resumed without a token lost or repeated;
         with `n` above 1 the server computes again what was received.
         """
-        generation = Generation(prompt, n, options, default_resume_timeout_s=self._resume_timeout_s)
+        generation = ResumableGeneration(prompt, n, options, default_resume_timeout_s=self._resume_timeout_s)
         return Stream(generation, self._chunks(generation))
 
     def abort(self, *request_ids: str) -> list[str]:
@@ -185,12 +185,14 @@ class PageKVClient:
             raise from_rpc_error(error, self.target) from error
 
     def _complete(self, prompt: Prompt, n: int, options: GenerateOptions) -> list[Completion]:
-        generation = Generation(prompt, n, options, default_resume_timeout_s=self._resume_timeout_s, only_complete=True)
+        generation = ResumableGeneration(
+            prompt, n, options, default_resume_timeout_s=self._resume_timeout_s, only_complete=True
+        )
         for _ in self._chunks(generation):
             pass
         return [generation.completions[index] for index in range(n)]
 
-    def _chunks(self, generation: Generation) -> Generator[Chunk]:
+    def _chunks(self, generation: ResumableGeneration) -> Generator[Chunk]:
         while not generation.done:
             try:
                 self._prepare(generation)
@@ -208,14 +210,14 @@ class PageKVClient:
                 if not generation.done:
                     time.sleep(generation.failed(from_rpc_error(error, self.target)))
 
-    def _prepare(self, generation: Generation) -> None:
+    def _prepare(self, generation: ResumableGeneration) -> None:
         request = generation.prompt_to_encode()
         if request is not None:
             token_ids = self._inference.Tokenize(request, timeout=self._unary_timeout(generation)).token_ids
             info = self._inference.GetModelInfo(pb.GetModelInfoRequest(), timeout=self._unary_timeout(generation))
             generation.prompt_encoded(list(token_ids), wire.flat(ModelInfo, info).longest_sequence)
 
-    def _unary_timeout(self, generation: Generation) -> float | None:
+    def _unary_timeout(self, generation: ResumableGeneration) -> float | None:
         limits = [limit for limit in (self._timeout, generation.remaining_s()) if limit is not None]
         return min(limits, default=None)
 
@@ -226,7 +228,7 @@ class Stream(Iterator[Chunk]):
     States: open → ended (every chunk was taken, or an error was raised) or closed (the request is aborted).
     """
 
-    def __init__(self, generation: Generation, chunks: Generator[Chunk]) -> None:
+    def __init__(self, generation: ResumableGeneration, chunks: Generator[Chunk]) -> None:
         self._generation = generation
         self._chunks = chunks
 

@@ -78,7 +78,7 @@ class ServerError(PageKVError):
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RequestFailure:
     """A status taken apart; what the server did not send is empty."""
 
     code: grpc.StatusCode
@@ -92,7 +92,7 @@ class Failure:
 
 # (status, ErrorInfo.reason) to exception. An empty reason is for statuses that did not come from a PageKV handler: gRPC
 # itself, a proxy. What is not here is a ServerError.
-EXCEPTIONS: dict[tuple[grpc.StatusCode, str], Callable[[Failure], PageKVError]] = {
+EXCEPTIONS: dict[tuple[grpc.StatusCode, str], Callable[[RequestFailure], PageKVError]] = {
     (grpc.StatusCode.ALREADY_EXISTS, "ALREADY_EXISTS"): lambda f: AlreadyExists(f.field, f.description),
     (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"): lambda f: InvalidRequest(f.field, f.description),
     (grpc.StatusCode.NOT_FOUND, "NOT_FOUND"): lambda f: NotFound(f.message),
@@ -128,7 +128,7 @@ _NEVER_CONNECTED = (
 )
 
 
-def _unavailable(failure: Failure) -> PageKVError:
+def _unavailable(failure: RequestFailure) -> PageKVError:
     if any(words in failure.message for words in _NEVER_CONNECTED):
         return Unreachable(
             f"cannot reach PageKV at {failure.target}: is it running? Start it with `pagekv up` "
@@ -141,7 +141,7 @@ def _unavailable(failure: Failure) -> PageKVError:
 _CANCELLED_HERE = ("Locally cancelled", "Channel closed")
 
 
-def _cancelled(failure: Failure) -> PageKVError:
+def _cancelled(failure: RequestFailure) -> PageKVError:
     if any(words in failure.message for words in _CANCELLED_HERE):
         return Cancelled(f"the call to PageKV at {failure.target} was cancelled")
     # A gRPC server that shuts down cancels calls that it has not looked at yet (github.com/grpc/grpc/issues/41785).
@@ -157,7 +157,7 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> PageKVError:
     return ServerError(failure.code.name, f"PageKV at {target} failed with {failure.code.name}: {failure.message}")
 
 
-def _take_apart(error: grpc.RpcError, target: str) -> Failure:
+def _take_apart(error: grpc.RpcError, target: str) -> RequestFailure:
     # Any: what stubs raise is an RpcError with the methods of a Call, which no common type of grpc's says.
     call: Any = error
     code = call.code() or grpc.StatusCode.UNKNOWN
@@ -166,7 +166,7 @@ def _take_apart(error: grpc.RpcError, target: str) -> Failure:
     for key, value in call.trailing_metadata() or ():
         if key == STATUS_DETAILS_KEY:
             found |= _details(value)
-    return Failure(code=code, message=message, target=target, **found)
+    return RequestFailure(code=code, message=message, target=target, **found)
 
 
 def _details(raw: bytes) -> dict[str, Any]:

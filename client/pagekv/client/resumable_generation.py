@@ -88,7 +88,7 @@ class _Repeated:
             )
 
 
-class Generation:
+class ResumableGeneration:
     """States: streaming ⇄ interrupted (between `failed` and the next `request`) → done (every sequence complete)."""
 
     def __init__(

@@ -22,7 +22,7 @@ from pagekv.executor.fresh_process import faults_before, start_anew
 from pagekv.executor.machine import available_bytes
 from pagekv.executor.rpc.service import SERVICE_NAME, ExecutorService
 from pagekv.executor.session.session import Session
-from pagekv.executor.session.worker_thread import ComputeThread
+from pagekv.executor.session.worker_thread import WorkerThread
 
 if TYPE_CHECKING:
     from pagekv.executor.cuda.driver import Gpu
@@ -145,7 +145,7 @@ class Executor:
 
     def __init__(self, config: ExecutorConfig) -> None:
         self._config = config
-        self._compute = ComputeThread()
+        self._compute = WorkerThread()
         self._session = Session(self._compute)
         self._grpc = GrpcServer(config.listen, [SERVICE_NAME], config.reflection, MAX_STEP_BYTES)
         ExecutorService(self._session).add_to(self._grpc.server)

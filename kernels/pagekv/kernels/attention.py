@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pagekv.kernels import launch_config as geometry
-from pagekv.kernels.attention_plan import StepPlan
+from pagekv.kernels.attention_plan import AttentionPlan
 from pagekv.kernels.decode_plan import MOST_FUSED_PARTIALS
 from pagekv.kernels.launcher import Launcher
 from pagekv.kernels.params import BLOCK_COPY, CACHE_WRITE, DECODE, MERGE, PREFILL, fill
@@ -131,7 +131,7 @@ class PagedAttention:
         layer: int,
         key: Tensor,
         value: Tensor,
-        plan: StepPlan,
+        plan: AttentionPlan,
         *,
         rope: Rope | None = None,
         query: Tensor | None = None,
@@ -189,12 +189,12 @@ class PagedAttention:
             ),
         )
 
-    def attend(self, layer: int, query: Tensor, out: Tensor, plan: StepPlan) -> None:
+    def attend(self, layer: int, query: Tensor, out: Tensor, plan: AttentionPlan) -> None:
         """Attention of all the plan's rows: `decode` and `prefill`."""
         self.decode(layer, query, out, plan)
         self.prefill(layer, query, out, plan)
 
-    def decode(self, layer: int, query: Tensor, out: Tensor, plan: StepPlan) -> None:
+    def decode(self, layer: int, query: Tensor, out: Tensor, plan: AttentionPlan) -> None:
         """Attention of the plan's decode rows; `query` and `out` are [rows, num_heads, head_size] of the whole step."""
         self._check_layer(layer)
         if not plan.num_decode_items:
@@ -235,7 +235,7 @@ class PagedAttention:
                 ),
             )
 
-    def prefill(self, layer: int, query: Tensor, out: Tensor, plan: StepPlan) -> None:
+    def prefill(self, layer: int, query: Tensor, out: Tensor, plan: AttentionPlan) -> None:
         """Attention of the plan's prompt rows."""
         self._check_layer(layer)
         if not plan.num_prefill_items:
@@ -282,7 +282,7 @@ class PagedAttention:
             ),
         )
 
-    def _attention_values(self, layer: int, query: Tensor, out: Tensor, plan: StepPlan) -> dict[str, float]:
+    def _attention_values(self, layer: int, query: Tensor, out: Tensor, plan: AttentionPlan) -> dict[str, float]:
         """The fields that decode and prefill share."""
         return {
             "query": query.data_ptr(),
@@ -306,14 +306,14 @@ class PagedAttention:
             "v_scale": self._v_scales[layer],
         }
 
-    def _launch(self, kernel: str, shape: geometry.Geometry, params: Any) -> None:
+    def _launch(self, kernel: str, shape: geometry.LaunchConfig, params: Any) -> None:
         self._launcher.launch(kernel, self.variant, shape.grid, shape.threads, shape.shared_bytes, params)
 
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.num_layers:
             raise ValueError(f"layer: must be in [0, {self.num_layers}), got {layer}")
 
-    def _check_rows(self, name: str, tensor: Tensor, plan: StepPlan, heads: int) -> None:
+    def _check_rows(self, name: str, tensor: Tensor, plan: AttentionPlan, heads: int) -> None:
         """A row's heads lie side by side; rows may be apart (a slice of a fused projection)."""
         shape = (plan.num_rows, heads, self.variant.head_size)
         if tuple(tensor.shape) != shape or dtype_name(tensor) != self.variant.dtype:

@@ -50,7 +50,7 @@ class StepBatch:
 
 
 @dataclass(frozen=True)
-class Capacity:
+class GraphCapacity:
     """Fixed sizes of a captured graph's sections: every step that replays it must fit, with a decode item for each row
     that it does not have, and a sequence more than its own where there is such a row.
     """
@@ -78,7 +78,7 @@ class Capacity:
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class AttentionPlan:
     """A step's work on the device: addresses and counts, as the kernels take them."""
 
     num_rows: int
@@ -115,7 +115,7 @@ class HostPlan:
     """Section -> its first word."""
     counts: Mapping[str, int]
 
-    def bind(self, address: int, scratch: int = 0) -> StepPlan:
+    def bind(self, address: int, scratch: int = 0) -> AttentionPlan:
         """The plan for a copy of `words` at a device address that is a multiple of 16.
 
         `scratch`: device address of what `attention.scratch_bytes(counts["num_partials"])` asks for.
@@ -126,7 +126,7 @@ class HostPlan:
             raise ValueError("scratch: this step has partial results and needs memory for them")
         at = {name: address + 4 * offset for name, offset in self.offsets.items()}
         own = {name: at.pop(name) for name in SECTIONS}
-        return StepPlan(**self.counts, **own, scratch=scratch, extra=at)
+        return AttentionPlan(**self.counts, **own, scratch=scratch, extra=at)
 
 
 SECTIONS = (
@@ -152,7 +152,7 @@ def plan_step(
     num_kv_heads: int,
     variant: Variant,
     window: int = 0,
-    capacity: Capacity | None = None,
+    capacity: GraphCapacity | None = None,
     extra: Mapping[str, Ints] | None = None,
 ) -> HostPlan:
     """Validates a batch and lays out its work.

@@ -10,7 +10,7 @@ from pagekv.kernels.variants import Variant
 
 
 @dataclass(frozen=True)
-class Geometry:
+class LaunchConfig:
     """How a kernel is started."""
 
     grid: tuple[int, int, int]
@@ -18,29 +18,29 @@ class Geometry:
     shared_bytes: int
 
 
-def cache_write(variant: Variant, num_tokens: int, num_heads: int, num_kv_heads: int) -> Geometry:
+def cache_write(variant: Variant, num_tokens: int, num_heads: int, num_kv_heads: int) -> LaunchConfig:
     """One thread block a token."""
-    return Geometry((num_tokens, 1, 1), 128, 0)
+    return LaunchConfig((num_tokens, 1, 1), 128, 0)
 
 
-def block_copy(num_pairs: int, block_bytes: int) -> Geometry:
+def block_copy(num_pairs: int, block_bytes: int) -> LaunchConfig:
     """A block of memory is cut into chunks of 16 KiB in y; x walks over the pairs."""
-    return Geometry((num_pairs, min(-(-block_bytes // 16384), 65535), 1), 128, 0)
+    return LaunchConfig((num_pairs, min(-(-block_bytes // 16384), 65535), 1), 128, 0)
 
 
-def decode(variant: Variant, num_items: int, num_heads: int, num_kv_heads: int) -> Geometry:
+def decode(variant: Variant, num_items: int, num_heads: int, num_kv_heads: int) -> LaunchConfig:
     """One thread block an item, KV head and tile of its query heads, the KV heads of an item being neighbours; beyond
     MAX_BLOCKS a thread block goes on to further items."""
     tile = decode_tile(variant)
     blocks = num_items * num_kv_heads * -(-num_heads // num_kv_heads // tile.rows)
-    return Geometry((min(blocks, MAX_BLOCKS), 1, 1), tile.threads, tile.shared_bytes)
+    return LaunchConfig((min(blocks, MAX_BLOCKS), 1, 1), tile.threads, tile.shared_bytes)
 
 
-def merge(variant: Variant, num_items: int, num_heads: int) -> Geometry:
+def merge(variant: Variant, num_items: int, num_heads: int) -> LaunchConfig:
     """One thread block a row and query head; a warp has 16 dims."""
-    return Geometry((num_items, num_heads, 1), variant.head_size * 2, 0)
+    return LaunchConfig((num_items, num_heads, 1), variant.head_size * 2, 0)
 
 
-def prefill(variant: Variant, num_items: int, num_heads: int, num_kv_heads: int) -> Geometry:
+def prefill(variant: Variant, num_items: int, num_heads: int, num_kv_heads: int) -> LaunchConfig:
     """One thread block an item (a tile of query rows) and KV head; the KV heads of an item are neighbours."""
-    return Geometry((num_items * num_kv_heads, 1, 1), THREADS, prefill_tile(variant).shared_bytes)
+    return LaunchConfig((num_items * num_kv_heads, 1, 1), THREADS, prefill_tile(variant).shared_bytes)

@@ -54,7 +54,7 @@ def runs(sources: Sequence[int], destinations: Sequence[int]) -> list[Run]:
     return [Run(*run) for run in zip(*pairs[:, first].tolist(), counts.tolist(), strict=True)]
 
 
-class Stream(Enum):
+class CopyStream(Enum):
     """Where work is enqueued; the order within one is kept."""
 
     COMPUTE = "compute"
@@ -65,11 +65,11 @@ class Stream(Enum):
 class Streams(Protocol):
     """What swapping needs of a device."""
 
-    def mark(self, stream: Stream) -> Any:
+    def mark(self, stream: CopyStream) -> Any:
         """An event: everything that the stream was given so far."""
         ...
 
-    def wait(self, stream: Stream, event: Any) -> None:
+    def wait(self, stream: CopyStream, event: Any) -> None:
         """What the stream is given from now on runs after the event."""
         ...
 
@@ -77,7 +77,7 @@ class Streams(Protocol):
         """Whether everything before the event has run."""
         ...
 
-    def copy(self, stream: Stream, destination: Any, source: Any) -> None:
+    def copy(self, stream: CopyStream, destination: Any, source: Any) -> None:
         """Enqueues the copy of contiguous memory."""
         ...
 
@@ -86,7 +86,7 @@ class Streams(Protocol):
 class _Transfer:
     """Copies of one call that may be under way."""
 
-    stream: Stream
+    stream: CopyStream
     event: Any
     device_blocks: npt.NDArray[np.int64]
     host_blocks: npt.NDArray[np.int64]
@@ -116,11 +116,11 @@ class BlockSwapper:
 
         Raises ValueError, with nothing enqueued, for ids outside of a pool, or a destination named twice.
         """
-        return self._swap(Stream.OUT, sources, destinations)
+        return self._swap(CopyStream.OUT, sources, destinations)
 
     def swap_in(self, sources: Sequence[int], destinations: Sequence[int]) -> int:
         """Copies host blocks to device blocks; as `swap_out`."""
-        return self._swap(Stream.IN, sources, destinations)
+        return self._swap(CopyStream.IN, sources, destinations)
 
     def before_compute(self, device_blocks: npt.ArrayLike | None = None) -> None:
         """What the compute stream is given next waits for every swap that touches one of these blocks; None: for all.
@@ -134,12 +134,12 @@ class BlockSwapper:
             used[np.asarray(device_blocks, np.int64).ravel()] = True
             waiting = [transfer for transfer in waiting if used[transfer.device_blocks].any()]
         for transfer in waiting:
-            self._streams.wait(Stream.COMPUTE, transfer.event)
+            self._streams.wait(CopyStream.COMPUTE, transfer.event)
         # A later swap waits for the compute stream, and so for these.
         self._pending = [transfer for transfer in self._pending if not any(transfer is other for other in waiting)]
 
-    def _swap(self, stream: Stream, sources: Sequence[int], destinations: Sequence[int]) -> int:
-        source, destination = (self._device, self._host) if stream is Stream.OUT else (self._host, self._device)
+    def _swap(self, stream: CopyStream, sources: Sequence[int], destinations: Sequence[int]) -> int:
+        source, destination = (self._device, self._host) if stream is CopyStream.OUT else (self._host, self._device)
         for name, ids, pool in (("sources", sources, source), ("destinations", destinations, destination)):
             if len(ids) and not 0 <= min(ids) <= max(ids) < len(pool):
                 raise ValueError(f"{name}: block ids must be in [0, {len(pool)}), got {min(ids)} to {max(ids)}")
@@ -147,11 +147,11 @@ class BlockSwapper:
         if not copies:
             return 0
         device_blocks, host_blocks = (np.array(ids, np.int64) for ids in (sources, destinations))
-        if stream is Stream.IN:
+        if stream is CopyStream.IN:
             device_blocks, host_blocks = host_blocks, device_blocks
 
         self._forget_done()
-        self._streams.wait(stream, self._streams.mark(Stream.COMPUTE))
+        self._streams.wait(stream, self._streams.mark(CopyStream.COMPUTE))
         for other in self._pending:
             # Of two transfers in opposite directions, one writes what the other reads wherever they share a block.
             if other.stream is not stream and (
@@ -178,15 +178,15 @@ class CudaStreams:
         import torch
 
         self._torch = torch
-        self._copies = {Stream.OUT: torch.cuda.Stream(), Stream.IN: torch.cuda.Stream()}
+        self._copies = {CopyStream.OUT: torch.cuda.Stream(), CopyStream.IN: torch.cuda.Stream()}
 
-    def mark(self, stream: Stream) -> Any:
+    def mark(self, stream: CopyStream) -> Any:
         """As `Streams.mark`."""
         event: Any = self._torch.cuda.Event()
         event.record(self._stream(stream))
         return event
 
-    def wait(self, stream: Stream, event: Any) -> None:
+    def wait(self, stream: CopyStream, event: Any) -> None:
         """As `Streams.wait`."""
         self._stream(stream).wait_event(event)
 
@@ -194,12 +194,12 @@ class CudaStreams:
         """As `Streams.done`."""
         return bool(event.query())
 
-    def copy(self, stream: Stream, destination: Any, source: Any) -> None:
+    def copy(self, stream: CopyStream, destination: Any, source: Any) -> None:
         """As `Streams.copy`: torch makes one `cudaMemcpyAsync` of contiguous memory of one type."""
         with self._torch.cuda.stream(self._stream(stream)):
             destination.copy_(source, non_blocking=True)
 
-    def _stream(self, stream: Stream) -> Any:
+    def _stream(self, stream: CopyStream) -> Any:
         return self._copies[stream] if stream in self._copies else self._torch.cuda.current_stream()
 
 

@@ -13,12 +13,12 @@ from pagekv.common.models import ModelNotFound, resolve_model
 from pagekv.common.server import GrpcServer, run_async, spare_the_collector, stop_event, write_port_file
 from pagekv.kvmanager.api.cache_service import CacheService
 from pagekv.kvmanager.api.inference_service import InferenceService
-from pagekv.kvmanager.api.served_model import ServingState
+from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.config import FROM_EXECUTOR, NO_TOKENIZER, ManagerConfig, parse_config
 from pagekv.kvmanager.engine.executor_client import AttachRefused
-from pagekv.kvmanager.engine.interface import ModelInfo
+from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.observe.exporters import Outlets
+from pagekv.kvmanager.observe.exporters import Exporters
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 from pagekv.kvmanager.observe.tracing.spans import RequestSpans
 from pagekv.kvmanager.text.tokenizer import Tokenizer, TokenizerError
@@ -54,10 +54,10 @@ class Manager:
         self._attached = False
         self._draining = False
         self.engine = EngineLoop(config.engine, on_attached=self._on_attached)
-        self._outlets = Outlets(config.observe.outlets, config.engine)
+        self._outlets = Exporters(config.observe.outlets, config.engine)
         self._tracing: Tracing | None = None
         self._http: HttpServer | None = None
-        self._state = ServingState(self.engine)
+        self._state = ServedModel(self.engine)
         services = [
             inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
             cache_service_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name,
@@ -222,7 +222,7 @@ class Manager:
                 log.info("serving" if serving else "not serving until an executor is attached again")
             await self._changed.wait()
 
-    async def _tokenizer_for(self, model: ModelInfo) -> Tokenizer | None:
+    async def _tokenizer_for(self, model: EngineInfo) -> Tokenizer | None:
         if self._config.tokenizer != FROM_EXECUTOR:
             return self._given_tokenizer
         if not model.model_id:

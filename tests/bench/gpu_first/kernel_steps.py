@@ -29,7 +29,7 @@ from pagekv.kernels.bench.correctness import (
     swap_checks,
 )
 from pagekv.kernels.bench.machine import Arena, Clock, CudaMachine
-from pagekv.kernels.bench.report import Report
+from pagekv.kernels.bench.report import BenchReport
 from pagekv.kernels.bench.scene import Scene, Setup
 from pagekv.kernels.bench.stages import Bench
 from pagekv.kernels.bench.workload import (
@@ -70,7 +70,7 @@ def bench_of(context: Context, size: int | None = None) -> Bench:
     machine = machine_of(context)
     size = 4 * MIB if context.small else size or machine.memory()
     return Bench(
-        machine, Arena(machine, size), Clock(context.seconds), Report({}), context.say, context.log, one_stage=True
+        machine, Arena(machine, size), Clock(context.seconds), BenchReport({}), context.say, context.log, one_stage=True
     )
 
 

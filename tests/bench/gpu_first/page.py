@@ -13,7 +13,7 @@ from gpu_first.parts import PARTS, STEPS
 from gpu_first.predictions import shown
 from gpu_first.records import PASSED, Record, Records, last_run, of_step, status_of
 from gpu_first.tools import EMULATED
-from pagekv.kernels.bench.report import Report, floor_line, join_flashinfer
+from pagekv.kernels.bench.report import BenchReport, floor_line, join_flashinfer
 from pagekv.kernels.bench.workload import decode_cases, prefill_cases
 
 PAGE, JSON = "gpu-first.md", "gpu-first.json"
@@ -264,7 +264,7 @@ def join(rows: dict[str, list[Record]]) -> None:
 
 def floors_text(rows: dict[str, list[Record]]) -> str:
     """The verdicts, a line each."""
-    report = Report({}, sections=rows)
+    report = BenchReport({}, sections=rows)
     return "\n".join(f"- {floor_line(row)}" for row in report.floors())
 
 

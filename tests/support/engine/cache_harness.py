@@ -12,7 +12,7 @@ from support.engine.fake_engine import MODEL, FakeEngine
 
 from pagekv.common.server import GrpcServer
 from pagekv.kvmanager.api.cache_service import CacheService
-from pagekv.kvmanager.api.served_model import ServingState
+from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 from pagekv.v1 import cache_service_pb2_grpc as pb_grpc
 
@@ -22,7 +22,7 @@ TOKENIZER = Tokenizer(small_tokenizers.byte_level())
 def run(body: Callable[[FakeEngine, pb_grpc.CacheServiceAsyncStub], Awaitable[None]]) -> None:
     async def main() -> None:
         engine = FakeEngine()
-        state = ServingState(engine)
+        state = ServedModel(engine)
         state.open(MODEL.model_fingerprint, TOKENIZER)
         server = GrpcServer("127.0.0.1:0", ["pagekv.v1.CacheService"])
         pb_grpc.add_CacheServiceServicer_to_server(CacheService(engine, state), server.server)

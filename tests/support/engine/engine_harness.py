@@ -12,18 +12,18 @@ from support.engine.fake_executor import FakeExecutor, expected_output
 
 from pagekv.kvmanager.engine import loop as engine_loop
 from pagekv.kvmanager.engine.config import EngineConfig
-from pagekv.kvmanager.engine.executor_client import Description, ExecutorLost
-from pagekv.kvmanager.engine.interface import ModelInfo
+from pagekv.kvmanager.engine.executor_client import ExecutorDescription, ExecutorLost
+from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import Observer
 from pagekv.kvmanager.engine.recovery import Fault
 from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
-from pagekv.kvmanager.scheduling.step_plan import StepOutcome, StepPlan
+from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 
 VOCAB = 50
-DESCRIPTION = Description(
+DESCRIPTION = ExecutorDescription(
     model_id="",
     model_fingerprint="f00d",
     vocab_size=VOCAB,
@@ -45,7 +45,7 @@ class Bench:
         # Seconds from sending a step to its outcome, one step after the other.
         self.step_s = 0.0
         # Changes an outcome on its way to the engine.
-        self.bend: Callable[[StepOutcome], StepOutcome] = lambda outcome: outcome
+        self.bend: Callable[[StepResult], StepResult] = lambda outcome: outcome
         # Every step is refused.
         self.broken = False
         # A step with a sequence that begins like one of these ends the link, which says whose fault that was.
@@ -62,15 +62,15 @@ class Link:
         self._bench, self._wake = bench, wake
         self.epoch = 0
         self._steps: deque[StepPlan] = deque()
-        self._outcomes: deque[StepOutcome] = deque()
+        self._outcomes: deque[StepResult] = deque()
         self._error: ExecutorLost | None = None
         self._executor = FakeExecutor(0, 1, VOCAB)
         bench.link = self
 
-    async def describe(self, block_size: int, token_budget: int) -> Description:
+    async def describe(self, block_size: int, token_budget: int) -> ExecutorDescription:
         return self._bench.description
 
-    async def attach(self, manager_id: str, model: ModelInfo, layout: str, take_over: bool) -> None:
+    async def attach(self, manager_id: str, model: EngineInfo, layout: str, take_over: bool) -> None:
         self._bench.attaches.append(asyncio.get_running_loop().time())
         self.epoch = len(self._bench.attaches)
         self._executor = FakeExecutor(model.num_device_blocks, model.block_size, VOCAB, model.num_host_blocks)
@@ -107,7 +107,7 @@ class Link:
         self._error = ExecutorLost(reason, fault)
         self._wake()
 
-    def take_outcome(self) -> StepOutcome | None:
+    def take_outcome(self) -> StepResult | None:
         if self._outcomes:
             return self._outcomes.popleft()
         if self._error is not None:

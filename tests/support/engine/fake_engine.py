@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import fields
 
 from pagekv.common.errors import AlreadyExists
-from pagekv.kvmanager.engine.interface import ModelInfo
+from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.kvmanager.engine.views import (
-    BlockExplanation,
     BlockOutcome,
     BlockView,
-    CacheReset,
+    EngineStats,
+    ExplainedBlock,
+    ExplainedPrefix,
     PinResult,
-    PrefixExplanation,
     PrefixMatch,
     RequestView,
+    ResetCounts,
     SequenceView,
-    Stats,
 )
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.events.batch import Stored
@@ -24,7 +24,7 @@ from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 from pagekv.kvmanager.request.command import FinishReason, GenerateCommand
 from pagekv.kvmanager.request.stream import RequestStream, SequenceDelta
 
-MODEL = ModelInfo(
+MODEL = EngineInfo(
     model_id="small",
     model_fingerprint="f00d",
     max_model_len=64,
@@ -40,7 +40,7 @@ MODEL = ModelInfo(
 class FakeEngine:
     """Implements `engine.Engine`. The test pushes deltas with `push`; nothing happens by itself."""
 
-    def __init__(self, model: ModelInfo | None = MODEL) -> None:
+    def __init__(self, model: EngineInfo | None = MODEL) -> None:
         self.model = model
         self.live: dict[str, RequestStream] = {}
         self.commands: list[GenerateCommand] = []
@@ -90,23 +90,21 @@ class FakeEngine:
         self.stopped.append((stream.request_id, index))
         stream._open.discard(index)
 
-    def stats(self) -> Stats:
-        numbers = {field.name: number for number, field in enumerate(fields(Stats)) if field.type != "bool"}
-        return Stats(**numbers, executor_attached=True)
+    def stats(self) -> EngineStats:
+        numbers = {field.name: number for number, field in enumerate(fields(EngineStats)) if field.type != "bool"}
+        return EngineStats(**numbers, executor_attached=True)
 
     def lookup_prefix(self, token_ids: list[int], identity: CacheIdentity) -> PrefixMatch:
         self.lookups.append((token_ids, identity))
         return PrefixMatch(device_tokens=8, host_tokens=4, block_ids=[7, 3], partial_tokens=2)
 
-    def explain_prefix(
-        self, token_ids: list[int], identity: CacheIdentity, start: int, limit: int
-    ) -> PrefixExplanation:
+    def explain_prefix(self, token_ids: list[int], identity: CacheIdentity, start: int, limit: int) -> ExplainedPrefix:
         self.lookups.append((token_ids, identity))
-        hit = BlockExplanation(0, 4, BlockOutcome.HIT, "cached", b"\xaa", 7, 4)
-        old = BlockExplanation(4, 8, BlockOutcome.EVICTED, "evicted", b"\xbb", steps_ago=0, seconds_ago=0.5)
-        tail = BlockExplanation(8, 9, BlockOutcome.PARTIAL_TAIL, "tail")
+        hit = ExplainedBlock(0, 4, BlockOutcome.HIT, "cached", b"\xaa", 7, 4)
+        old = ExplainedBlock(4, 8, BlockOutcome.EVICTED, "evicted", b"\xbb", steps_ago=0, seconds_ago=0.5)
+        tail = ExplainedBlock(8, 9, BlockOutcome.PARTIAL_TAIL, "tail")
         end = min(3, start + limit)
-        return PrefixExplanation([hit, old, tail][start:end], end if end < 3 else None, 4)
+        return ExplainedPrefix([hit, old, tail][start:end], end if end < 3 else None, 4)
 
     def pin_prefix(self, token_ids: list[int], identity: CacheIdentity, lease_s: int) -> PinResult:
         if self.refusal is not None:
@@ -135,10 +133,10 @@ class FakeEngine:
         ]
         return blocks[:limit], (blocks[limit].block_id if len(blocks) > limit else None)
 
-    def reset_prefix_cache(self, force: bool) -> CacheReset | None:
+    def reset_prefix_cache(self, force: bool) -> ResetCounts | None:
         if force:
-            return CacheReset(5, 2, 1)
-        return None if self.held_blocks else CacheReset(5)
+            return ResetCounts(5, 2, 1)
+        return None if self.held_blocks else ResetCounts(5)
 
     def watch_events(self) -> TableWatch:
         if self.refusal is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.request.logprobs import TokenLogprobs
 from pagekv.kvmanager.scheduling.beam_search import BeamSearch
-from pagekv.kvmanager.scheduling.step_plan import Move, MoveKind, StepOutcome, StepPlan
+from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind, StepPlan, StepResult
 
 
 def next_token(prefix: tuple[int, ...], vocab: int) -> int:
@@ -82,7 +82,7 @@ class FakeExecutor:
         self.computed_tokens = 0
         self.largest_step = 0
 
-    def run(self, plan: StepPlan) -> StepOutcome:
+    def run(self, plan: StepPlan) -> StepResult:
         for handle in plan.finished:
             del self.live[handle]
         for move in plan.moves:
@@ -119,15 +119,15 @@ class FakeExecutor:
         self.computed_tokens += computed
         self.largest_step = max(self.largest_step, computed)
         handles, tokens = [handle for handle, _ in sampled], [token for _, token in sampled]
-        return StepOutcome(self.steps, handles, tokens, logprobs, computed, 0, 0)
+        return StepResult(self.steps, handles, tokens, logprobs, computed, 0, 0)
 
-    def _copy(self, move: Move) -> None:
+    def _copy(self, move: BlockCopy) -> None:
         """A whole block: slots that were never written arrive unwritten."""
         source_pool, most_source = self.slots, self.num_blocks
         target_pool, most_target = self.slots, self.num_blocks
-        if move.kind is MoveKind.SWAP_IN:
+        if move.kind is CopyKind.SWAP_IN:
             source_pool, most_source = self.host_slots, self.host_blocks
-        elif move.kind is MoveKind.SWAP_OUT:
+        elif move.kind is CopyKind.SWAP_OUT:
             target_pool, most_target = self.host_slots, self.host_blocks
         assert 0 <= move.source < most_source
         assert 0 <= move.destination < most_target

@@ -17,7 +17,7 @@ from support.engine.fake_engine import MODEL, FakeEngine
 from pagekv.common.server import GrpcServer
 from pagekv.common.statuses import STATUS_DETAILS_KEY
 from pagekv.kvmanager.api.inference_service import InferenceService
-from pagekv.kvmanager.api.served_model import ServingState
+from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.text.chat_template import ChatTemplate
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 from pagekv.v1 import inference_service_pb2 as pb
@@ -88,7 +88,7 @@ class Harness:
 @asynccontextmanager
 async def serving(tokenizer: Tokenizer | None = TOKENIZER, opened: bool = True) -> AsyncIterator[Harness]:
     engine = FakeEngine(replace(MODEL, num_device_blocks=16))  # the whole context
-    state = ServingState(engine)
+    state = ServedModel(engine)
     if opened:
         state.open(MODEL.model_fingerprint, tokenizer)
     server = GrpcServer("127.0.0.1:0", ["pagekv.v1.InferenceService"])

@@ -17,8 +17,8 @@ from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, Samp
 from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
-from pagekv.kvmanager.scheduling.sequence import LiveRequest, SequenceState, live_request
-from pagekv.kvmanager.scheduling.step_plan import MoveKind, StepPlan
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus, live_request
+from pagekv.kvmanager.scheduling.step_plan import CopyKind, StepPlan
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
 VOCAB = 97
@@ -176,10 +176,10 @@ class Driver:
 
 def copies(plan: StepPlan) -> list[tuple[int, int]]:
     """Copies on the device, (source, destination)."""
-    return [(move.source, move.destination) for move in plan.moves if move.kind is MoveKind.COPY]
+    return [(move.source, move.destination) for move in plan.moves if move.kind is CopyKind.COPY]
 
 
-def moves(driver: Driver, kind: MoveKind) -> list[tuple[int, int]]:
+def moves(driver: Driver, kind: CopyKind) -> list[tuple[int, int]]:
     """All copies of a kind so far, (source, destination)."""
     return [(m.source, m.destination) for plan in driver.plans for m in plan.moves if m.kind is kind]
 
@@ -201,4 +201,4 @@ def results(request: LiveRequest) -> list[list[int]]:
 
 
 def finished(request: LiveRequest) -> bool:
-    return all(sequence.state is SequenceState.FINISHED for sequence in request.sequences)
+    return all(sequence.state is SeqStatus.FINISHED for sequence in request.sequences)

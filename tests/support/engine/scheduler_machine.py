@@ -22,7 +22,7 @@ from pagekv.kvmanager.engine.capacity import blocks_needed, total_tokens
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan, chain_digests, token_bytes
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.scheduling.beam_search import BeamSearch
-from pagekv.kvmanager.scheduling.sequence import LiveRequest, SequenceState
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus
 
 # Two media that differ where they look alike to the tokens, and one in the middle of a prompt.
 MEDIA = [(), (), (MediaSpan(0, 3, "aa"),), (MediaSpan(0, 3, "bb"),), (MediaSpan(5, 2, "cc"),)]
@@ -206,7 +206,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.driver.host.num_held == 0
         assert not self.driver.executor.live
         for at, request in enumerate(self.driver.requests):
-            assert all(sequence.state is SequenceState.FINISHED for sequence in request.sequences)
+            assert all(sequence.state is SeqStatus.FINISHED for sequence in request.sequences)
             if request.search is None:
                 self._judge(at, request)
             elif (at, -1) not in self.stopped:
@@ -233,9 +233,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 def _check_sharing(driver: Driver, request: LiveRequest) -> None:
     """Beams hold blocks all or none; without other requests to share with, sequences of one prompt share its blocks."""
-    states = [s.state for s in request.sequences if s.state is not SequenceState.FINISHED]
+    states = [s.state for s in request.sequences if s.state is not SeqStatus.FINISHED]
     if request.search is not None:
-        assert len({state is SequenceState.WAITING for state in states}) <= 1
+        assert len({state is SeqStatus.WAITING for state in states}) <= 1
     elif driver.scheduler.limits.fork_sharing and not driver.scheduler.limits.prefix_cache:
         shared = (len(request.command.prompt_ids) - 1) // driver.block_size
         tables = [s.block_table[:shared].tolist() for s in request.sequences if s.block_table]

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from pagekv.executor.cuda.backend import CudaBackend
 from pagekv.kernels.launcher import Launcher
-from pagekv.kernels.swap import Stream, Streams
+from pagekv.kernels.swap import CopyStream, Streams
 from pagekv.kernels.variants import Variant
 
 
@@ -52,16 +52,16 @@ class HostMark:
 class HostStreams:
     """Every copy is done when it returns."""
 
-    def mark(self, stream: Stream) -> None:
+    def mark(self, stream: CopyStream) -> None:
         """Nothing to wait for."""
 
-    def wait(self, stream: Stream, event: None) -> None:
+    def wait(self, stream: CopyStream, event: None) -> None:
         """Nothing to wait for."""
 
     def done(self, event: None) -> bool:
         return True
 
-    def copy(self, stream: Stream, destination: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, stream: CopyStream, destination: torch.Tensor, source: torch.Tensor) -> None:
         destination.copy_(source)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from pagekv.executor.backend.interface import CopyKind
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel
 from pagekv.executor.session.epoch import Epoch
-from pagekv.executor.session.step import MemoryOp, NewSequence, Step, StepReport, StepSampling
+from pagekv.executor.session.step import ExecutedStep, MemoryOp, NewSequence, Step, StepSampling
 from pagekv.executor.session.step_check import EpochLimits
 
 EPOCH = 77
@@ -55,11 +55,11 @@ class World:
         """The next step with these columns; `epoch` and `step` override."""
         return Step(**{"epoch": EPOCH, "step": self.epoch.next_step, **columns})
 
-    def run(self, **columns: Any) -> StepReport:
+    def run(self, **columns: Any) -> ExecutedStep:
         """Runs the next step."""
         return self.epoch.run(self.step(**columns))
 
-    def enter(self, seq_id: int, tokens: list[int], blocks: list[int], count: int | None = None) -> StepReport:
+    def enter(self, seq_id: int, tokens: list[int], blocks: list[int], count: int | None = None) -> ExecutedStep:
         """Runs a step in which one sequence enters and computes `count` tokens (all of them by default), and nobody
         else computes any."""
         seqs = [seq_id, *self.epoch.live]

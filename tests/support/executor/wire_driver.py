@@ -21,7 +21,7 @@ from pagekv.kvmanager.engine import executor_wire as wire
 from pagekv.kvmanager.engine.steps_in_flight import StepsInFlight
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.scheduling.beam_search import BeamSearch
-from pagekv.kvmanager.scheduling.step_plan import StepOutcome, StepPlan
+from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 from pagekv.v1 import executor_service_pb2 as pb
 
 EPOCH = 9
@@ -66,7 +66,7 @@ class WireExecutor:
         self._in_flight.add(plan)
         self._sent.append(wire.step_request(plan, EPOCH, self._steps, self._eos).SerializeToString())
 
-    def run(self, plan: StepPlan) -> StepOutcome:
+    def run(self, plan: StepPlan) -> StepResult:
         """Runs the oldest step that was sent, which must be that of `plan`."""
         step = executor_wire.step(pb.StepRequest.FromString(self._sent.popleft()))
         self.num_copies += sum(len(op.sources) for op in step.memory_ops)

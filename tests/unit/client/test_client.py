@@ -339,11 +339,11 @@ def test_statuses_become_domain_exceptions(
 
 
 def test_every_status_of_the_servers_table_has_its_exception() -> None:
-    from pagekv.client.errors import EXCEPTIONS, Failure
+    from pagekv.client.errors import EXCEPTIONS, RequestFailure
     from pagekv.common.statuses import STATUS_TABLE
 
     for cls, row in STATUS_TABLE.items():
-        made = EXCEPTIONS[row.code, row.reason](Failure(row.code, "m", "t", row.reason, "f", "d"))
+        made = EXCEPTIONS[row.code, row.reason](RequestFailure(row.code, "m", "t", row.reason, "f", "d"))
         assert type(made) is cls
 
 

@@ -21,7 +21,7 @@ from pagekv.client import (
     Unreachable,
 )
 from pagekv.client.errors import Overloaded
-from pagekv.client.resumable_generation import Generation
+from pagekv.client.resumable_generation import ResumableGeneration
 from pagekv.client.types import GenerateOptions, PositionLogprobs, TokenLogprob
 from pagekv.common import errors
 from pagekv.v1 import inference_service_pb2 as pb
@@ -314,7 +314,7 @@ LOST_ERROR = ConnectionLost("gone")
 
 def test_pauses_grow_and_end_with_the_resume_timeout() -> None:
     now = [0.0]
-    generation = Generation([1], 1, {}, default_resume_timeout_s=10, clock=lambda: now[0])
+    generation = ResumableGeneration([1], 1, {}, default_resume_timeout_s=10, clock=lambda: now[0])
     generation.take(chunk(4))
     pauses = []
 
@@ -334,7 +334,7 @@ def test_pauses_grow_and_end_with_the_resume_timeout() -> None:
 
 
 def test_an_overloaded_server_sets_the_pause() -> None:
-    generation = Generation([1], 1, {}, default_resume_timeout_s=10)
+    generation = ResumableGeneration([1], 1, {}, default_resume_timeout_s=10)
     generation.take(chunk(4))
     generation.failed(LOST_ERROR)
     assert generation.failed(Overloaded("full", 3.0)) == pytest.approx(3.0)
@@ -342,7 +342,7 @@ def test_an_overloaded_server_sets_the_pause() -> None:
 
 def test_the_timeout_covers_the_outage() -> None:
     now = [0.0]
-    generation = Generation([1], 1, {"timeout": 2.0}, default_resume_timeout_s=10, clock=lambda: now[0])
+    generation = ResumableGeneration([1], 1, {"timeout": 2.0}, default_resume_timeout_s=10, clock=lambda: now[0])
     assert generation.remaining_s() == 2.0
     generation.take(chunk(4))
 
@@ -364,7 +364,7 @@ def test_any_cut_gives_the_same_stream(seed: int) -> None:
     whole = "".join(f"<{token}>" for token in tokens)
     ends = sorted(rng.randint(0, len(whole)) for _ in tokens)
     ends = [0, *ends[:-1], len(whole)]
-    generation = Generation([1, 2, 3], 1, {"logprobs": 0}, default_resume_timeout_s=30, clock=lambda: 0.0)
+    generation = ResumableGeneration([1, 2, 3], 1, {"logprobs": 0}, default_resume_timeout_s=30, clock=lambda: 0.0)
     chunks = []
     while not generation.done:
         request = generation.request()
@@ -409,7 +409,7 @@ def test_any_cuts_give_the_same_streams_of_several_sequences(seed: int) -> None:
         index: [0, *sorted(rng.randint(0, len(whole[index])) for _ in of[1:]), len(whole[index])]
         for index, of in tokens.items()
     }
-    generation = Generation("x", 3, {"logprobs": 0}, default_resume_timeout_s=30, clock=lambda: 0.0)
+    generation = ResumableGeneration("x", 3, {"logprobs": 0}, default_resume_timeout_s=30, clock=lambda: 0.0)
     got: dict[int, list[int]] = {index: [] for index in tokens}
     texts = dict.fromkeys(tokens, "")
     logprobs: list[PositionLogprobs] = []

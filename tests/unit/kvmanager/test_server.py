@@ -20,7 +20,7 @@ from support.engine import small_tokenizers
 
 from pagekv.kvmanager import server
 from pagekv.kvmanager.config import ManagerConfig, parse_config
-from pagekv.kvmanager.engine.interface import ModelInfo
+from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import inference_service_pb2_grpc as pb_grpc
@@ -88,11 +88,11 @@ def run(manager_config: ManagerConfig, body: Callable[[Running], Awaitable[None]
     return asyncio.run(main())
 
 
-def model(directory: Path, fingerprint: str = "1", vocab_size: int = 500) -> ModelInfo:
-    return ModelInfo(str(directory), fingerprint, 64, vocab_size, (1,), 4, 10, 0, "oracle")
+def model(directory: Path, fingerprint: str = "1", vocab_size: int = 500) -> EngineInfo:
+    return EngineInfo(str(directory), fingerprint, 64, vocab_size, (1,), 4, 10, 0, "oracle")
 
 
-def attach(engine: EngineLoop, info: ModelInfo) -> None:
+def attach(engine: EngineLoop, info: EngineInfo) -> None:
     """As if an executor with this model had been attached."""
     engine._model = info
     engine._on_attached(True)

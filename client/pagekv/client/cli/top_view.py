@@ -33,7 +33,7 @@ class Look:
     requests: RequestList
 
 
-class Rates:
+class TopRates:
     """Between two looks; None where nothing happened that could have one."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ def spark(values: deque[float | None], top: float | None = None) -> str:
     return "".join(" " if value is None else _LEVELS[min(last, int(value / highest * last + 0.5))] for value in values)
 
 
-class Frame:
+class TopFrame:
     """Renders to the width and height of the console it is printed on."""
 
     def __init__(
@@ -84,7 +84,7 @@ class Frame:
         target: str,
         info: ModelInfo | None,
         look: Look | None,
-        rates: Rates,
+        rates: TopRates,
         problem: str = "",
         footer: str = "",
     ) -> None:

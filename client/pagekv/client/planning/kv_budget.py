@@ -34,7 +34,7 @@ class Footprint:
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
+class KvBudget:
     """What `memory` bytes of KV memory on each rank hold."""
 
     memory: int
@@ -136,7 +136,7 @@ def footprint(geometry: KvGeometry, block_size: int, tp: int, context: int, batc
     return Footprint(context, batch, blocks, blocks * bytes_per_block(geometry, block_size, rank_heads))
 
 
-def capacity(geometry: KvGeometry, block_size: int, tp: int, memory: int, overhead: float) -> Capacity:
+def capacity(geometry: KvGeometry, block_size: int, tp: int, memory: int, overhead: float) -> KvBudget:
     """Blocks and full-context requests in `memory` bytes of KV memory per rank.
 
     Blocks: floor(memory / bytes per block). Requests: floor(memory / ((1 + overhead) x bytes of ceil(context / block
@@ -148,7 +148,7 @@ def capacity(geometry: KvGeometry, block_size: int, tp: int, memory: int, overhe
     # Fractions: 1.04 is no binary number, and a request must not be lost or won by rounding.
     request = blocks_for(geometry.context, block_size) * block * (1 + Fraction(str(overhead)))
     num_blocks = memory // block
-    return Capacity(
+    return KvBudget(
         memory=memory,
         num_blocks=num_blocks,
         tokens=num_blocks * block_size,

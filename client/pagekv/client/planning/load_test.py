@@ -47,7 +47,7 @@ def _span(bounds: tuple[int, int]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class LoadJob:
     """One request of the workload."""
 
     prompt_ids: list[int]
@@ -58,7 +58,7 @@ class Job:
 
 
 @dataclass(slots=True)
-class Outcome:
+class LoadOutcome:
     """What became of one request. Times are seconds from when it was due, so queueing in this process counts."""
 
     prompt_tokens: int = 0
@@ -72,7 +72,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class LatencySpread:
     """Percentiles (linear between ranks), mean and maximum of a measure, in seconds."""
 
     p50: float
@@ -82,7 +82,7 @@ class Spread:
     max: float
 
     @staticmethod
-    def of(values: Sequence[float]) -> Spread | None:
+    def of(values: Sequence[float]) -> LatencySpread | None:
         """None when there are no values."""
         if not values:
             return None
@@ -94,11 +94,11 @@ class Spread:
             high = min(low + 1, len(ordered) - 1)
             return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
-        return Spread(at(0.5), at(0.9), at(0.99), sum(ordered) / len(ordered), ordered[-1])
+        return LatencySpread(at(0.5), at(0.9), at(0.99), sum(ordered) / len(ordered), ordered[-1])
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class LoadReport:
     """What was measured. Rates are over the whole run; failed requests count as errors and nowhere else."""
 
     seconds: float
@@ -112,16 +112,16 @@ class Report:
     requests_per_s: float
     output_tokens_per_s: float
     total_tokens_per_s: float
-    ttft_s: Spread | None
-    inter_token_s: Spread | None
-    total_s: Spread | None
+    ttft_s: LatencySpread | None
+    inter_token_s: LatencySpread | None
+    total_s: LatencySpread | None
     # Requests by what their latencies point to (`Diagnosis` values).
     diagnoses: dict[str, int]
 
 
 def make_jobs(
     workload: Workload, vocab_size: int, avoid: Sequence[int] = (), text_ids: Sequence[int] = ()
-) -> list[Job]:
+) -> list[LoadJob]:
     """The requests. Prompts are random ids below `vocab_size` without those to `avoid`, or cuts of `text_ids`.
 
     Raises ValueError when `text_ids` is given and shorter than the longest prompt.
@@ -144,7 +144,7 @@ def make_jobs(
         if workload.rate is not None:
             due_s += rng.expovariate(workload.rate)
         prompt = [*prefix, *tokens(rng.randint(*workload.prompt_tokens))]
-        jobs.append(Job(prompt, rng.randint(*workload.output_tokens), rng.getrandbits(32), due_s))
+        jobs.append(LoadJob(prompt, rng.randint(*workload.output_tokens), rng.getrandbits(32), due_s))
     return jobs
 
 
@@ -154,12 +154,12 @@ OnProgress = Callable[[int, int], None]
 async def run_jobs(
     client: AsyncPageKVClient,
     workload: Workload,
-    jobs: Sequence[Job],
+    jobs: Sequence[LoadJob],
     on_progress: OnProgress | None = None,
     objectives: Objectives = DEFAULT_OBJECTIVES,
-) -> Report:
+) -> LoadReport:
     """Sends the jobs and measures. `on_progress` gets the requests ended and the tokens generated so far."""
-    outcomes: list[Outcome] = []
+    outcomes: list[LoadOutcome] = []
     tokens = 0
     begun = time.perf_counter()
 
@@ -169,7 +169,7 @@ async def run_jobs(
         if on_progress is not None:
             on_progress(len(outcomes), tokens)
 
-    async def one(job: Job, due: float) -> None:
+    async def one(job: LoadJob, due: float) -> None:
         outcomes.append(await _measure(client, workload.temperature, job, due, on_tokens))
         on_tokens(0)
 
@@ -193,10 +193,10 @@ async def run_jobs(
 
 
 async def _measure(
-    client: AsyncPageKVClient, temperature: float, job: Job, due: float, on_tokens: Callable[[int], None]
-) -> Outcome:
+    client: AsyncPageKVClient, temperature: float, job: LoadJob, due: float, on_tokens: Callable[[int], None]
+) -> LoadOutcome:
     """Sends one job; `on_tokens` gets the number of tokens of every message."""
-    outcome = Outcome()
+    outcome = LoadOutcome()
     last = due
     stream = client.stream(
         job.prompt_ids,
@@ -226,18 +226,20 @@ async def _measure(
     return outcome
 
 
-def _diagnose(outcome: Outcome, objectives: Objectives) -> str:
+def _diagnose(outcome: LoadOutcome, objectives: Objectives) -> str:
     gaps = outcome.inter_token_s
     return objectives.diagnose(1e3 * (outcome.ttft_s or 0.0), 1e3 * sum(gaps) / len(gaps) if gaps else 0.0).value
 
 
-def summarise(outcomes: Sequence[Outcome], seconds: float, objectives: Objectives = DEFAULT_OBJECTIVES) -> Report:
+def summarise(
+    outcomes: Sequence[LoadOutcome], seconds: float, objectives: Objectives = DEFAULT_OBJECTIVES
+) -> LoadReport:
     """The report of a run that took `seconds`."""
     good = [outcome for outcome in outcomes if outcome.error is None]
     prompt, cached, output = (
         sum(getattr(outcome, name) for outcome in good) for name in ("prompt_tokens", "cached_tokens", "output_tokens")
     )
-    return Report(
+    return LoadReport(
         seconds=seconds,
         completed=len(good),
         errors=dict(Counter(outcome.error for outcome in outcomes if outcome.error is not None)),
@@ -248,8 +250,8 @@ def summarise(outcomes: Sequence[Outcome], seconds: float, objectives: Objective
         requests_per_s=len(good) / seconds,
         output_tokens_per_s=output / seconds,
         total_tokens_per_s=(prompt + output) / seconds,
-        ttft_s=Spread.of([outcome.ttft_s for outcome in good if outcome.ttft_s is not None]),
-        inter_token_s=Spread.of([gap for outcome in good for gap in outcome.inter_token_s]),
-        total_s=Spread.of([outcome.total_s for outcome in good]),
+        ttft_s=LatencySpread.of([outcome.ttft_s for outcome in good if outcome.ttft_s is not None]),
+        inter_token_s=LatencySpread.of([gap for outcome in good for gap in outcome.inter_token_s]),
+        total_s=LatencySpread.of([outcome.total_s for outcome in good]),
         diagnoses=dict(Counter(_diagnose(outcome, objectives) for outcome in good if outcome.ttft_s is not None)),
     )

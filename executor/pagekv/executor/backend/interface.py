@@ -93,7 +93,7 @@ class Sampled(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
+class BackendDescription:
     """What `Describe` answers; the fields of DescribeResponse, same units."""
 
     model_id: str
@@ -151,7 +151,7 @@ class Finished:
 class Backend(Protocol):
     """One device with a loaded model. Called from one thread at a time, but for `Launch.collect`."""
 
-    def describe(self, block_size: int, token_budget: int) -> Description:
+    def describe(self, block_size: int, token_budget: int) -> BackendDescription:
         """Identity and measured memory; runs the profiling pass once per (block size, token budget)."""
         ...
 

@@ -27,7 +27,7 @@ WINDOW_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class PromptChunk:
     """Rows [first, last) are consecutive positions of one sequence that see one another causally."""
 
     first: int
@@ -73,7 +73,7 @@ class Context:
 class Plan:
     """Parts cover every row once, in order; contexts are merged into them."""
 
-    parts: list[Chunk | WindowedChunk | DecodeGroup] = field(default_factory=list)
+    parts: list[PromptChunk | WindowedChunk | DecodeGroup] = field(default_factory=list)
     contexts: list[Context] = field(default_factory=list)
 
 
@@ -86,7 +86,7 @@ class _Row:
     shared: int
 
 
-class StepPlan:
+class CpuAttentionPlan:
     """One step: rows in packed order, where they are written, and per window length what they read."""
 
     def __init__(
@@ -153,7 +153,7 @@ class StepPlan:
         plan = Plan()
         for row in self._rows:
             if row.item.count > 1:
-                plan.parts.append(Chunk(row.first, row.first + row.item.count))
+                plan.parts.append(PromptChunk(row.first, row.first + row.item.count))
                 own = row.item.start - row.shared * self._block_size
                 if own > 0:
                     last = -(-row.item.start // self._block_size)
@@ -178,7 +178,7 @@ class StepPlan:
             if item.count == 1:
                 continue
             if item.start == 0 and item.count <= window:
-                plan.parts.append(Chunk(row.first, row.first + item.count))
+                plan.parts.append(PromptChunk(row.first, row.first + item.count))
                 continue
             for begin in range(0, item.count, WINDOW_ROWS):
                 end = min(begin + WINDOW_ROWS, item.count)

@@ -10,11 +10,11 @@ import transformers
 
 from pagekv.common.logs import Log
 from pagekv.executor.backend.fingerprint import model_fingerprint
-from pagekv.executor.backend.interface import BlockCopies, Description, Sampled, Scheduled, SynchronousBackend
+from pagekv.executor.backend.interface import BackendDescription, BlockCopies, Sampled, Scheduled, SynchronousBackend
 from pagekv.executor.backend.layout import LAYOUT
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.linear import pack_linears
-from pagekv.executor.cpu.profile import StepProfile, SwapProfile, profile_step, profile_swap
+from pagekv.executor.cpu.profile import CpuStepProfile, SwapProfile, profile_step, profile_swap
 from pagekv.executor.cpu.runner import run_step
 from pagekv.executor.machine import available_bytes, keep_freed_memory, usable_cores
 from pagekv.executor.model.loading import load_model
@@ -58,10 +58,10 @@ class CpuBackend(SynchronousBackend):
         self._cache: KvCache | None = None
         # Before any pool: what pools may come out of, however often they are replaced.
         self._available = available_bytes()
-        self._profiles: dict[tuple[int, int], StepProfile] = {}
+        self._profiles: dict[tuple[int, int], CpuStepProfile] = {}
         self._swaps: dict[int, SwapProfile] = {}
 
-    def describe(self, block_size: int, token_budget: int) -> Description:
+    def describe(self, block_size: int, token_budget: int) -> BackendDescription:
         """As `Backend.describe`."""
         loaded, geometry = self._loaded, self._loaded.geometry
         key = (block_size, token_budget)
@@ -82,7 +82,7 @@ class CpuBackend(SynchronousBackend):
         taken = max(other.activation_bytes for other in self._profiles.values())
         left = max(0, self._available - taken)
         device_bytes = self._kv_memory or int(self._memory_share * left)
-        return Description(
+        return BackendDescription(
             model_id=self._model_id,
             model_fingerprint=self._fingerprint,
             num_layers=geometry.num_layers,

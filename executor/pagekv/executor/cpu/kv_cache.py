@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pagekv.executor.backend.interface import BlockCopies, CopyKind
-from pagekv.executor.model.kv_geometry import Geometry
+from pagekv.executor.model.kv_geometry import BlockGeometry
 
 
 class KvCache:
@@ -15,7 +15,9 @@ class KvCache:
     that what they bring is finite whatever other blocks hold.
     """
 
-    def __init__(self, geometry: Geometry, block_size: int, num_device_blocks: int, num_host_blocks: int = 0) -> None:
+    def __init__(
+        self, geometry: BlockGeometry, block_size: int, num_device_blocks: int, num_host_blocks: int = 0
+    ) -> None:
         """Raises MemoryError when the pools cannot be had."""
         self.geometry = geometry
         self.block_size = block_size

@@ -11,7 +11,7 @@ from pagekv.executor.backend.interface import BlockCopies, CopyKind, Sampling, S
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.runner import run_step
 from pagekv.executor.machine import kib_field
-from pagekv.executor.model.kv_geometry import Geometry
+from pagekv.executor.model.kv_geometry import BlockGeometry
 from pagekv.executor.model.loading import LoadedModel
 
 # What one round of `profile_swap` copies each way, and how many rounds count.
@@ -20,7 +20,7 @@ SWAP_ROUNDS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class StepProfile:
+class CpuStepProfile:
     """What one step of a full token budget takes."""
 
     # Bytes of memory at the peak beyond what was held before.
@@ -36,7 +36,7 @@ class SwapProfile:
     in_bytes_per_s: int
 
 
-def profile_swap(geometry: Geometry, block_size: int) -> SwapProfile:
+def profile_swap(geometry: BlockGeometry, block_size: int) -> SwapProfile:
     """Copies scattered blocks out and in again between small pools of its own, which here are in the same memory. The
     first round, which touches the pools' pages, does not count; of the others the fastest does.
     """
@@ -55,7 +55,7 @@ def profile_swap(geometry: Geometry, block_size: int) -> SwapProfile:
     return SwapProfile(int(copied / best[CopyKind.SWAP_OUT]), int(copied / best[CopyKind.SWAP_IN]))
 
 
-def profile_step(loaded: LoadedModel, block_size: int, token_budget: int) -> StepProfile:
+def profile_step(loaded: LoadedModel, block_size: int, token_budget: int) -> CpuStepProfile:
     """Runs a step of `token_budget` prompt tokens, in sequences as long as the model allows, over a pool of its own."""
     _run_prompts(loaded, block_size, min(token_budget, 16))  # first calls set things up; they are not what is measured
     _reset_peak()
@@ -64,7 +64,7 @@ def profile_step(loaded: LoadedModel, block_size: int, token_budget: int) -> Ste
     pool_bytes = _run_prompts(loaded, block_size, token_budget)
     seconds = time.perf_counter() - begin
     growth = max(0, _process_bytes("VmHWM") - before - pool_bytes)
-    return StepProfile(growth, int(token_budget / seconds))
+    return CpuStepProfile(growth, int(token_budget / seconds))
 
 
 def _run_prompts(loaded: LoadedModel, block_size: int, num_tokens: int) -> int:

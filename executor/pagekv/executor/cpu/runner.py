@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pagekv.executor.backend.interface import Sampled, Scheduled
-from pagekv.executor.cpu.attention_plan import StepPlan
+from pagekv.executor.cpu.attention_plan import CpuAttentionPlan
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.sampler import sample
 from pagekv.executor.cpu.step_attention import PagedStepAttention
@@ -19,7 +19,7 @@ def run_step(model: PreTrainedModel, cache: KvCache, scheduled: list[Scheduled])
     if not scheduled:
         return {}
     block_bytes = cache.geometry.bytes_per_block(cache.block_size) // cache.geometry.num_layers
-    plan = StepPlan(scheduled, cache.block_size, cache.null_block, block_bytes, cache.geometry.dtype)
+    plan = CpuAttentionPlan(scheduled, cache.block_size, cache.null_block, block_bytes, cache.geometry.dtype)
     # Models cannot keep no row at all; one is dropped below.
     rows = torch.tensor([row for row, _ in plan.sampling] or [0])
     logits = forward(model, plan.input_ids, plan.position_ids, rows, PagedStepAttention(cache, plan))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pagekv.executor.cpu.attention import attend, merge
-from pagekv.executor.cpu.attention_plan import Chunk, Context, DecodeGroup, StepPlan, WindowedChunk
+from pagekv.executor.cpu.attention_plan import Context, CpuAttentionPlan, DecodeGroup, PromptChunk, WindowedChunk
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.model.attention_interface import Scores
 
@@ -16,7 +16,7 @@ Part = tuple[torch.Tensor, torch.Tensor]
 class PagedStepAttention:
     """Lives for one step. Implements `StepAttention`."""
 
-    def __init__(self, cache: KvCache, plan: StepPlan) -> None:
+    def __init__(self, cache: KvCache, plan: CpuAttentionPlan) -> None:
         self._cache = cache
         self._plan = plan
 
@@ -30,7 +30,7 @@ class PagedStepAttention:
         for part in plan.parts:
             if isinstance(part, DecodeGroup):
                 parts.append(self._decodes(layer, query[:, part.first : part.last], part, scores))
-            elif isinstance(part, Chunk):
+            elif isinstance(part, PromptChunk):
                 rows = slice(part.first, part.last)
                 parts.append(_chunk(query[:, rows], key[:, rows], value[:, rows], scores, None))
             else:

@@ -11,13 +11,13 @@ import transformers
 from pagekv.common.errors import OutOfMemory
 from pagekv.common.logs import Log
 from pagekv.executor.backend.fingerprint import model_fingerprint
-from pagekv.executor.backend.interface import BlockCopies, Description, Launch, Sampled, Scheduled, SequenceState
+from pagekv.executor.backend.interface import BackendDescription, BlockCopies, Launch, Sampled, Scheduled, SequenceState
 from pagekv.executor.backend.layout import LAYOUT
 from pagekv.executor.cuda.device import Device
 from pagekv.executor.cuda.kernel_attention import kv_geometry, serving_variant
 from pagekv.executor.cuda.pools import HostMemoryError, KvPools
 from pagekv.executor.cuda.preflight import check_room, gib
-from pagekv.executor.cuda.profile import StepProfile, profile_step
+from pagekv.executor.cuda.profile import CudaStepProfile, profile_step
 from pagekv.executor.cuda.runner import StepRunner
 from pagekv.executor.machine import available_bytes
 from pagekv.executor.model.files import read_model_files
@@ -78,10 +78,10 @@ class CudaBackend:
         # Before any pool: what pools may come out of, however often they are replaced.
         self._available = device.available_bytes()
         self._host_bytes = int(HOST_SHARE * available_bytes())
-        self._profiles: dict[tuple[int, int], StepProfile] = {}
+        self._profiles: dict[tuple[int, int], CudaStepProfile] = {}
         self._bandwidth = device.bandwidth()
 
-    def describe(self, block_size: int, token_budget: int) -> Description:
+    def describe(self, block_size: int, token_budget: int) -> BackendDescription:
         """As `Backend.describe`. Raises OutOfMemory when no step of this size fits."""
         loaded, geometry = self._loaded, self._geometry
         profile = self._profile(block_size, token_budget)
@@ -90,7 +90,7 @@ class CudaBackend:
         left = max(0, self._available - taken)
         device_bytes = self._kv_memory or int(self._memory_share * left)
         to_host, to_device = self._bandwidth
-        return Description(
+        return BackendDescription(
             model_id=self._model_id,
             model_fingerprint=self._fingerprint,
             num_layers=geometry.num_layers,
@@ -117,7 +117,7 @@ class CudaBackend:
             prefill_tokens_per_s=profile.prefill_tokens_per_s,
         )
 
-    def _profile(self, block_size: int, token_budget: int) -> StepProfile:
+    def _profile(self, block_size: int, token_budget: int) -> CudaStepProfile:
         key = (block_size, token_budget)
         if key in self._profiles:
             return self._profiles[key]

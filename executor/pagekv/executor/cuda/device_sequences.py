@@ -15,7 +15,7 @@ NO_BLOCK = -1
 
 
 @dataclass(slots=True)
-class LiveSequence:
+class DeviceSequence:
     """`blocks` is the list that the first `num_blocks` entries of the table's row were taken from."""
 
     state: SequenceState
@@ -25,17 +25,17 @@ class LiveSequence:
     penalty_row: int | None = None
 
 
-class LiveSequences:
+class DeviceSequences:
     """Handles from 0 to max_sequences - 1; `spare` is nobody's, for rows that only fill a batch up."""
 
     def __init__(self, max_sequences: int, penalties: PenaltyTable) -> None:
         self.spare = max_sequences
         self._penalties = penalties
         self._free = list(range(max_sequences - 1, -1, -1))
-        self._live: dict[int, LiveSequence] = {}
+        self._live: dict[int, DeviceSequence] = {}
         self._tables: Ints = np.full((max_sequences, 1), NO_BLOCK, np.int32)
 
-    def get(self, state: SequenceState) -> LiveSequence:
+    def get(self, state: SequenceState) -> DeviceSequence:
         """The entry of a sequence, made when it is first met. Raises RuntimeError when there are too many."""
         entry = self._live.get(state.seq_id)
         if entry is None or entry.state is not state:
@@ -43,7 +43,7 @@ class LiveSequences:
                 self._release(entry)
             if not self._free:
                 raise RuntimeError(f"more than {self.spare} sequences are live")
-            entry = self._live[state.seq_id] = LiveSequence(state, self._free.pop())
+            entry = self._live[state.seq_id] = DeviceSequence(state, self._free.pop())
         self._follow(entry)
         return entry
 
@@ -59,13 +59,13 @@ class LiveSequences:
         self._widen(width)
         return self._tables[handles, :width]
 
-    def _release(self, entry: LiveSequence) -> None:
+    def _release(self, entry: DeviceSequence) -> None:
         del self._live[entry.state.seq_id]
         self._free.append(entry.handle)
         if entry.penalty_row is not None:
             self._penalties.give_back(entry.penalty_row)
 
-    def _follow(self, entry: LiveSequence) -> None:
+    def _follow(self, entry: DeviceSequence) -> None:
         """Takes over what the block table grew by: tables are only appended to, else they are another list."""
         blocks = entry.state.block_table
         if blocks is not entry.blocks or len(blocks) < entry.num_blocks:

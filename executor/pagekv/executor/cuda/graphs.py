@@ -14,7 +14,7 @@ import torch
 
 from pagekv.common.logs import Log
 from pagekv.executor.cuda.device import Device
-from pagekv.kernels.attention_plan import Capacity
+from pagekv.kernels.attention_plan import GraphCapacity
 
 log = Log(__name__)
 
@@ -30,10 +30,10 @@ class GraphKey:
     table_width: int
     items: int
 
-    def capacity(self) -> Capacity:
+    def capacity(self) -> GraphCapacity:
         """Sizes of the sections."""
         split = self.items > self.batch
-        return Capacity(
+        return GraphCapacity(
             sequences=self.batch,
             rows=self.batch,
             table_width=self.table_width,

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from pagekv.executor.model.attention_interface import Scores
-from pagekv.executor.model.kv_geometry import Geometry
+from pagekv.executor.model.kv_geometry import BlockGeometry
 from pagekv.executor.model.loading import LoadedModel
 from pagekv.kernels.attention import PagedAttention
-from pagekv.kernels.attention_plan import StepPlan
+from pagekv.kernels.attention_plan import AttentionPlan
 from pagekv.kernels.launcher import Launcher
 from pagekv.kernels.variants import UnsupportedVariant, Variant
 
@@ -18,7 +18,7 @@ from pagekv.kernels.variants import UnsupportedVariant, Variant
 class KernelAttention:
     """Lives for one step, or for one graph. Implements `StepAttention`."""
 
-    def __init__(self, paged: PagedAttention, plan: StepPlan) -> None:
+    def __init__(self, paged: PagedAttention, plan: AttentionPlan) -> None:
         self._paged = paged
         self._plan = plan
 
@@ -46,10 +46,10 @@ def _rows(heads: torch.Tensor) -> torch.Tensor:
     return rows.contiguous().view(-1).view(rows.shape)
 
 
-def kv_geometry(loaded: LoadedModel, kv_dtype: torch.dtype) -> Geometry:
+def kv_geometry(loaded: LoadedModel, kv_dtype: torch.dtype) -> BlockGeometry:
     """The shape of the pool, whose element type need not be the model's."""
     geometry = loaded.geometry
-    return Geometry(geometry.num_layers, geometry.num_kv_heads, geometry.head_size, kv_dtype)
+    return BlockGeometry(geometry.num_layers, geometry.num_kv_heads, geometry.head_size, kv_dtype)
 
 
 def make_attention(loaded: LoadedModel, pool: torch.Tensor, launcher: Launcher) -> PagedAttention:

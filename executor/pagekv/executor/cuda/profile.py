@@ -10,7 +10,7 @@ from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
 from pagekv.executor.cuda.device import Device
 from pagekv.executor.cuda.pools import KvPools
 from pagekv.executor.cuda.runner import StepRunner, graph_logits_shape
-from pagekv.executor.model.kv_geometry import Geometry
+from pagekv.executor.model.kv_geometry import BlockGeometry
 from pagekv.executor.model.loading import LoadedModel
 
 # Sampling that takes all the memory sampling can take.
@@ -19,7 +19,7 @@ ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class StepProfile:
+class CudaStepProfile:
     """What one step of a full token budget takes."""
 
     # Bytes of device memory at the peak beyond what was held before, and what graphs take besides.
@@ -31,13 +31,13 @@ class StepProfile:
 
 def profile_step(
     loaded: LoadedModel,
-    kv_geometry: Geometry,
+    kv_geometry: BlockGeometry,
     block_size: int,
     token_budget: int,
     max_sequences: int,
     device: Device,
     graphs: bool = True,
-) -> StepProfile:
+) -> CudaStepProfile:
     """Runs steps of `token_budget` tokens over a pool of their own: once prompts as long as the model allows, timed,
     and once as many prompts of one token as there can be, each of which samples in the costliest way.
     `graphs`: count the buffer that runners with graphs have for logits.
@@ -63,7 +63,7 @@ def profile_step(
     if graphs:
         activation_bytes += math.prod(graph_logits_shape(loaded, max_sequences)) * loaded.geometry.dtype.itemsize
     del runner, pools
-    return StepProfile(activation_bytes, device.available_bytes(), int(sum(lengths) / best))
+    return CudaStepProfile(activation_bytes, device.available_bytes(), int(sum(lengths) / best))
 
 
 def _prompts(lengths: list[int], block_size: int) -> list[Scheduled]:

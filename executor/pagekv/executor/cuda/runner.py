@@ -11,7 +11,7 @@ import torch
 
 from pagekv.executor.backend.interface import BlockCopies, Sampled, Scheduled, SequenceState
 from pagekv.executor.cuda.device import Device, Mark
-from pagekv.executor.cuda.device_sequences import NO_BLOCK, LiveSequences
+from pagekv.executor.cuda.device_sequences import NO_BLOCK, DeviceSequences
 from pagekv.executor.cuda.graphs import GraphCache, GraphKey, graph_key, largest_batch
 from pagekv.executor.cuda.kernel_attention import KernelAttention, make_attention
 from pagekv.executor.cuda.penalties import PenaltyTable
@@ -41,7 +41,7 @@ class StepRunner:
         self.graphs = GraphCache(device, graphs)
         where = device.torch_device
         self._penalties = PenaltyTable(loaded.num_logits, where)
-        self._live = LiveSequences(max_sequences, self._penalties)
+        self._live = DeviceSequences(max_sequences, self._penalties)
         # int32 [max_sequences + 1]: the token each sequence sampled last, by handle.
         self._last_tokens = torch.zeros(max_sequences + 1, dtype=torch.int32, device=where)
         self._words = torch.zeros(UPLOAD_WORDS, dtype=torch.int32, device=where)

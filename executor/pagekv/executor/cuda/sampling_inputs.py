@@ -12,7 +12,7 @@ import torch
 
 from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Sampling, SequenceState
 from pagekv.executor.cpu.sampler import uniform
-from pagekv.executor.cuda.device_sequences import LiveSequence
+from pagekv.executor.cuda.device_sequences import DeviceSequence
 from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.executor.cuda.sampler import NUM_NUMBERS, RowChunk
 from pagekv.kernels.attention_plan import Ints
@@ -44,7 +44,7 @@ class _Chunk:
 class SamplingInputs:
     """One step's sampling. `states[i]` samples from row i of the logits."""
 
-    def __init__(self, entries: Sequence[LiveSequence], vocab_size: int, penalties: PenaltyTable) -> None:
+    def __init__(self, entries: Sequence[DeviceSequence], vocab_size: int, penalties: PenaltyTable) -> None:
         """`vocab_size`: columns of the logits. Gives the sequences that need one a row of the penalty table."""
         self.states = [entry.state for entry in entries]
         self._vocab_size = vocab_size
@@ -66,7 +66,7 @@ class SamplingInputs:
         """The sequences that ask for log-probabilities, in the order in which `Chosen.logprobs` has them."""
         return [self.states[chunk.rows[at]] for chunk in self._chunks for at in chunk.logprob_at]
 
-    def _add(self, chunk: _Chunk, row: int, entry: LiveSequence) -> None:
+    def _add(self, chunk: _Chunk, row: int, entry: DeviceSequence) -> None:
         state, at = entry.state, len(chunk.rows)
         sampling, position = state.sampling, len(state.token_ids)
         chunk.rows.append(row)
@@ -97,7 +97,7 @@ class SamplingInputs:
             chunk.logprob_at.append(at)
             chunk.num_top = max(chunk.num_top, min(sampling.logprobs, self._vocab_size))
 
-    def _penalty_row(self, entry: LiveSequence) -> int:
+    def _penalty_row(self, entry: DeviceSequence) -> int:
         if entry.penalty_row is None:
             state = entry.state
             if UNKNOWN_TOKEN in state.token_ids:

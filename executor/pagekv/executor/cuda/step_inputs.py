@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Scheduled
-from pagekv.executor.cuda.device_sequences import LiveSequence, LiveSequences
+from pagekv.executor.cuda.device_sequences import DeviceSequence, DeviceSequences
 from pagekv.kernels.attention_plan import Ints, StepBatch
 
 
@@ -22,7 +22,7 @@ class StepInputs:
     # int32 [T]: the handle of each row's sequence.
     handles: Ints
     # Those that sample, and int32 [R]: which row, and the handle.
-    sampling: list[LiveSequence]
+    sampling: list[DeviceSequence]
     sampled_rows: Ints
     sampled_handles: Ints
 
@@ -32,7 +32,7 @@ class StepInputs:
         return bool(self.batch.decodes.all()) and len(self.sampling) == len(self.batch.decodes)
 
 
-def build_inputs(scheduled: Sequence[Scheduled], live: LiveSequences, block_size: int) -> StepInputs:
+def build_inputs(scheduled: Sequence[Scheduled], live: DeviceSequences, block_size: int) -> StepInputs:
     """The inputs of a step. Raises RuntimeError when a token is needed that neither host nor device knows."""
     entries = [live.get(item.state) for item in scheduled]
     starts = np.array([item.start for item in scheduled], np.int32)

@@ -8,7 +8,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class BlockGeometry:
     """The shape of a model's keys and values."""
 
     num_layers: int

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from pagekv.executor.model.attention_interface import ATTENTION_NAME, Scores, UnsupportedAttention, forward
-from pagekv.executor.model.kv_geometry import Geometry
+from pagekv.executor.model.kv_geometry import BlockGeometry
 
 # Rotary embeddings whose frequencies follow the longest sequence of a batch, once that exceeds the original context.
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -22,7 +22,7 @@ class LoadedModel:
     """A model ready to run and what the manager must know of it."""
 
     model: PreTrainedModel
-    geometry: Geometry
+    geometry: BlockGeometry
     num_heads: int
     # By layer.
     scores: tuple[Scores, ...]
@@ -71,7 +71,7 @@ def load_model(directory: Path, dtype: torch.dtype, device: torch.device | str =
     probe = _probe(directory, model, text)
     return LoadedModel(
         model=model,
-        geometry=Geometry(len(probe.calls), probe.num_kv_heads, probe.head_size, dtype),
+        geometry=BlockGeometry(len(probe.calls), probe.num_kv_heads, probe.head_size, dtype),
         num_heads=probe.num_heads,
         scores=tuple(probe.calls[layer].scores for layer in sorted(probe.calls)),
         vocab_size=min(probe.vocab_size, model.get_input_embeddings().num_embeddings),

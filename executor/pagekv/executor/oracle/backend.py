@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pagekv.executor.backend.interface import (
+    BackendDescription,
     BlockCopies,
     CopyKind,
-    Description,
     Finished,
     Launch,
     Sampled,
@@ -30,7 +30,7 @@ from pagekv.executor.backend.interface import (
     SequenceState,
 )
 from pagekv.executor.backend.layout import LAYOUT
-from pagekv.executor.oracle.expected_slots import Numbers, OracleRows, spread
+from pagekv.executor.oracle.expected_slots import ExpectedSlots, Numbers, spread
 from pagekv.executor.oracle.reference import Words, choose_token, choose_tokens, expected_tokens, likeliest
 
 __all__ = ["DEFAULT_KV_BYTES", "OracleBackend", "OracleModel", "SlotError", "expected_tokens"]
@@ -119,18 +119,18 @@ class OracleBackend:
         self._block_size = 1
         self._device = _Pool.poisoned(0, 1)
         self._host = _Pool.poisoned(0, 1)
-        self._rows = OracleRows(1)
+        self._rows = ExpectedSlots(1)
         # Writes to the device pool so far.
         self._writes = 0
         # When the last step launched begins and ends, perf_counter.
         self._begin = self._end = 0.0
 
-    def describe(self, block_size: int, token_budget: int) -> Description:
+    def describe(self, block_size: int, token_budget: int) -> BackendDescription:
         """Identity and bounds; nothing is measured, so the budget does not matter."""
         model = self._model
         # Another fingerprint than the model's own: the oracle goes on in other words than the model would.
         identity = f"oracle {model.fingerprint} {model.vocab_size} {model.eos_token_ids}"
-        return Description(
+        return BackendDescription(
             model_id=model.model_id,
             model_fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
             num_layers=1,
@@ -157,7 +157,7 @@ class OracleBackend:
         self._block_size = block_size
         self._device = _Pool.poisoned(num_device_blocks, block_size)
         self._host = _Pool.poisoned(num_host_blocks, block_size)
-        self._rows = OracleRows(block_size)
+        self._rows = ExpectedSlots(block_size)
 
     def copy_blocks(self, copies: BlockCopies) -> None:
         """Copies tokens and digests of whole blocks."""

@@ -26,7 +26,7 @@ def spread(rows: Numbers, begins: Numbers, ends: Numbers) -> tuple[Numbers, Numb
     return np.repeat(rows, counts), np.arange(counts.sum()) - np.repeat(firsts - begins, counts), firsts
 
 
-class OracleRows:
+class ExpectedSlots:
     """Grows with the sequences. Columns are written here alone, but for those of what was found."""
 
     def __init__(self, block_size: int) -> None:

@@ -13,7 +13,7 @@ from pagekv.common.errors import InvalidRequest, PageKVError
 from pagekv.common.logs import Log
 from pagekv.executor.rpc import wire
 from pagekv.executor.session.session import AttachOrder, Session, StepFailed
-from pagekv.executor.session.step_stream import RunStream
+from pagekv.executor.session.step_stream import StepStream
 from pagekv.v1 import executor_service_pb2 as pb
 from pagekv.v1 import executor_service_pb2_grpc as pb_grpc
 
@@ -65,7 +65,7 @@ class ExecutorService(pb_grpc.ExecutorServiceServicer):
             reader.cancel()
             self._session.close_stream(stream)
 
-    async def _read(self, requests: AsyncIterator[pb.StepRequest], stream: RunStream) -> None:
+    async def _read(self, requests: AsyncIterator[pb.StepRequest], stream: StepStream) -> None:
         """Takes steps in until there are no more; whatever goes wrong ends the stream."""
         try:
             async for request in requests:

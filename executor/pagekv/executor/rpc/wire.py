@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pagekv.executor.backend.interface import CopyKind, Description, Sampled
-from pagekv.executor.session.step import MemoryOp, NewSequence, Step, StepReport, StepSampling
+from pagekv.executor.backend.interface import BackendDescription, CopyKind, Sampled
+from pagekv.executor.session.step import ExecutedStep, MemoryOp, NewSequence, Step, StepSampling
 from pagekv.v1 import executor_service_pb2 as pb
 
 _KINDS: dict[int, CopyKind] = {
@@ -60,7 +60,7 @@ def _sampling(message: pb.StepSampling) -> StepSampling:
     )
 
 
-def step_result(report: StepReport) -> pb.StepResult:
+def step_result(report: ExecutedStep) -> pb.StepResult:
     """The message that reports a step."""
     return pb.StepResult(
         epoch=report.epoch,
@@ -87,7 +87,7 @@ def _logprobs(seq_id: int, chosen: float, sampled: Sampled) -> pb.SampledLogprob
     )
 
 
-def describe_response(description: Description) -> pb.DescribeResponse:
+def describe_response(description: BackendDescription) -> pb.DescribeResponse:
     """The message that describes a backend."""
     return pb.DescribeResponse(
         model_id=description.model_id,

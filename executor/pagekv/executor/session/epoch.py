@@ -19,7 +19,7 @@ from pagekv.executor.backend.interface import (
     Scheduled,
     SequenceState,
 )
-from pagekv.executor.session.step import Step, StepReport
+from pagekv.executor.session.step import ExecutedStep, Step
 from pagekv.executor.session.step_check import CheckedStep, EpochLimits, check_step
 
 
@@ -46,7 +46,7 @@ class Epoch:
     # perf_counter_ns at the end of the step before; 0: no step yet.
     _last_end: int = 0
 
-    def run(self, step: Step) -> StepReport:
+    def run(self, step: Step) -> ExecutedStep:
         """Launches a step and collects it. Raises as both."""
         return self.launch(step).collect()
 
@@ -82,13 +82,13 @@ class Epoch:
         if copies.sources:
             self.backend.copy_blocks(copies)
 
-    def report(self, step: int, begin: int, num_tokens: int, sampled: dict[int, Sampled]) -> StepReport:
+    def report(self, step: int, begin: int, num_tokens: int, sampled: dict[int, Sampled]) -> ExecutedStep:
         """The report of a step that ends now. A step launched while the one before ran begins when that one ends."""
         end = time.perf_counter_ns()
         idle = max(0, begin - self._last_end) if self._last_end else 0
         execute = end - max(begin, self._last_end)
         self._last_end = end
-        return StepReport(
+        return ExecutedStep(
             epoch=self.epoch,
             step=step,
             sampled=sampled,
@@ -128,7 +128,7 @@ class LaunchedStep:
         """As `Launch.ready`."""
         return self._launch.ready
 
-    def collect(self) -> StepReport:
+    def collect(self) -> ExecutedStep:
         """Waits for the step and fills in its tokens. Raises what the backend raised, and RuntimeError when it sampled
         others than it should: the epoch is over then.
         """

@@ -24,12 +24,12 @@ from pagekv.common.errors import (
     Unavailable,
 )
 from pagekv.common.logs import Log
-from pagekv.executor.backend.interface import Backend, Description
+from pagekv.executor.backend.interface import Backend, BackendDescription
 from pagekv.executor.session.epoch import Epoch, LaunchedStep
-from pagekv.executor.session.step import Step, StepReport
+from pagekv.executor.session.step import ExecutedStep, Step
 from pagekv.executor.session.step_check import MAX_STEP_TOKENS, EpochLimits
-from pagekv.executor.session.step_stream import RunStream
-from pagekv.executor.session.worker_thread import ComputeThread
+from pagekv.executor.session.step_stream import StepStream
+from pagekv.executor.session.worker_thread import WorkerThread
 
 log = Log(__name__)
 
@@ -62,10 +62,10 @@ class AttachOrder:
 class Session:
     """States: loading until `serve`, then serving, then closed by `shut_down`."""
 
-    def __init__(self, compute: ComputeThread, clock_ns: Callable[[], int] = time.time_ns) -> None:
+    def __init__(self, compute: WorkerThread, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self._compute = compute
         # From the first step on that is not ready when launched.
-        self._collector: ComputeThread | None = None
+        self._collector: WorkerThread | None = None
         # Jobs given to the collector, counted on the compute thread, and those done, counted on its own.
         self._num_posted = self._num_collected = 0
         self._clock_ns = clock_ns
@@ -74,11 +74,11 @@ class Session:
         self._closed = False
         self._model_id = ""
         # The latest by block size, so that `attach` need not wait for the compute thread to fence an epoch.
-        self._descriptions: dict[int, Description] = {}
+        self._descriptions: dict[int, BackendDescription] = {}
         self._current: Epoch | None = None
         self._last_epoch = 0
         # Streams that have not ended.
-        self._streams: set[RunStream] = set()
+        self._streams: set[StepStream] = set()
         self._attaching = asyncio.Lock()
         # Set when the device is lost to this process, and why: nothing is answered any more.
         self.lost = asyncio.Event()
@@ -91,7 +91,7 @@ class Session:
         self._backend = backend
         self._model_id = model_id
 
-    async def describe(self, block_size: int, token_budget: int) -> Description:
+    async def describe(self, block_size: int, token_budget: int) -> BackendDescription:
         """What is loaded and measured. Raises InvalidRequest, or Unavailable while loading."""
         backend = self._serving()
         _check_block_size(block_size)
@@ -146,7 +146,7 @@ class Session:
                 f"num_device_blocks {order.num_device_blocks}, num_host_blocks {order.num_host_blocks}: {error}"
             ) from error
 
-    def _open_epoch(self, backend: Backend, order: AttachOrder, description: Description) -> int:
+    def _open_epoch(self, backend: Backend, order: AttachOrder, description: BackendDescription) -> int:
         if self._closed:
             raise Unavailable("the executor is shutting down")
         # Rises within the process whatever the clock does, and across restarts as the clock does.
@@ -186,20 +186,20 @@ class Session:
         """Run calls that have not ended."""
         return len(self._streams)
 
-    def open_stream(self) -> RunStream:
+    def open_stream(self) -> StepStream:
         """A Run call has begun; which epoch it belongs to, its first step will say. Raises Unavailable."""
         self._serving()
-        stream = RunStream(self._current)
+        stream = StepStream(self._current)
         self._streams.add(stream)
         return stream
 
-    async def submit(self, stream: RunStream, step: Step) -> None:
+    async def submit(self, stream: StepStream, step: Step) -> None:
         """Queues a step; waits while too many are in flight. Raises StaleEpoch or FailedPrecondition."""
         epoch = stream.bound or self._bind(stream, step.epoch)
         await stream.wait_for_room()
         self._compute.post(lambda: self._run(epoch, stream, step))
 
-    def finish_input(self, stream: RunStream) -> None:
+    def finish_input(self, stream: StepStream) -> None:
         """No more steps will come: the stream ends after the last result."""
         epoch = stream.bound
 
@@ -210,7 +210,7 @@ class Session:
 
         self._compute.post(lambda: self._in_order(end, True))
 
-    def close_stream(self, stream: RunStream) -> None:
+    def close_stream(self, stream: StepStream) -> None:
         """The Run call is over, and with it the epoch it was bound to. Idempotent."""
         if stream.closed:
             return
@@ -221,7 +221,7 @@ class Session:
             log.info("the manager's stream ended", manager=epoch.manager_id, epoch=epoch.epoch)
             self._end_epoch(epoch, StaleEpoch(f"the stream of epoch {epoch.epoch} ended: attach again"))
 
-    def _bind(self, stream: RunStream, number: int) -> Epoch:
+    def _bind(self, stream: StepStream, number: int) -> Epoch:
         """Gives the stream to the epoch that its first step names."""
         current = self._current
         if current is None or current.epoch != number:
@@ -232,7 +232,7 @@ class Session:
         stream.host = stream.bound = current
         return current
 
-    def _run(self, epoch: Epoch, stream: RunStream, step: Step) -> None:
+    def _run(self, epoch: Epoch, stream: StepStream, step: Step) -> None:
         """On the compute thread: one step, unless its epoch was fenced meanwhile."""
         if epoch.over:
             return
@@ -257,14 +257,14 @@ class Session:
             self._num_collected += 1
 
         self._num_posted += 1
-        self._collector = self._collector or ComputeThread("collect")
+        self._collector = self._collector or WorkerThread("collect")
         self._collector.post(counted)
 
-    def _collect(self, epoch: Epoch, stream: RunStream, step: Step, launched: LaunchedStep | Exception) -> None:
+    def _collect(self, epoch: Epoch, stream: StepStream, step: Step, launched: LaunchedStep | Exception) -> None:
         """Reports a step once it has ended, unless one before it failed."""
         if epoch.failed:
             return
-        outcome: StepReport | Exception
+        outcome: ExecutedStep | Exception
         lost = False
         try:
             if isinstance(launched, Exception):
@@ -309,7 +309,7 @@ class Session:
         with suppress(RuntimeError):  # the loop is closed: the process is exiting
             self._loop.call_soon_threadsafe(lose)
 
-    def _report(self, stream: RunStream, outcome: StepReport | Exception | None) -> None:
+    def _report(self, stream: StepStream, outcome: ExecutedStep | Exception | None) -> None:
         """On either thread: hands an outcome to the event loop."""
         try:
             self._loop.call_soon_threadsafe(stream.deliver, outcome)
@@ -355,7 +355,7 @@ def _check_range(field: str, value: int, low: int, high: int) -> None:
         raise InvalidRequest(field, f"must be from {low} to {high}, got {value}")
 
 
-def _check_fit(order: AttachOrder, description: Description) -> None:
+def _check_fit(order: AttachOrder, description: BackendDescription) -> None:
     """What only the backend knows: its layout and how much fits. Raises InvalidRequest or OutOfMemory."""
     if order.layout != description.layout:
         raise InvalidRequest("layout", f"must be {description.layout!r}, got {order.layout[:64]!r}")

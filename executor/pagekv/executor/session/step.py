@@ -64,7 +64,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class StepReport:
+class ExecutedStep:
     """What one step produced. `sampled` is by seq_id, in the order the sequences entered the epoch."""
 
     epoch: int

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from pagekv.executor.session.epoch import Epoch
-from pagekv.executor.session.step import StepReport
+from pagekv.executor.session.step import ExecutedStep
 
 # Steps taken in and not yet reported. Beyond it the stream is not read, so the manager's writes wait.
 MAX_IN_FLIGHT = 8
 
 
-class RunStream:
+class StepStream:
     """States: open, then ended, by an error, by a clean end of input or by `close`. Used on the event loop only.
 
     `host` is the epoch that was current when the call began: as long as the stream is open, that epoch counts as
@@ -25,18 +25,18 @@ class RunStream:
         self.closed = False
         self._room = asyncio.Semaphore(MAX_IN_FLIGHT)
         # Reports in order, then an exception or None: the end.
-        self._outcomes: asyncio.Queue[StepReport | Exception | None] = asyncio.Queue()
+        self._outcomes: asyncio.Queue[ExecutedStep | Exception | None] = asyncio.Queue()
 
     async def wait_for_room(self) -> None:
         """Waits until one more step may be in flight, and counts it."""
         await self._room.acquire()
 
-    def deliver(self, outcome: StepReport | Exception | None) -> None:
+    def deliver(self, outcome: ExecutedStep | Exception | None) -> None:
         """Adds the outcome of the oldest step in flight, or the end of the stream."""
         self._room.release()
         self._outcomes.put_nowait(outcome)
 
-    async def reports(self) -> AsyncIterator[StepReport]:
+    async def reports(self) -> AsyncIterator[ExecutedStep]:
         """What the steps produced, in order. Raises the error that ended the stream."""
         while (outcome := await self._outcomes.get()) is not None:
             if isinstance(outcome, Exception):

@@ -17,7 +17,7 @@ log = Log(__name__)
 T = TypeVar("T")
 
 
-class ComputeThread:
+class WorkerThread:
     """States: running from construction, stopped after `stop`.
 
     A daemon: a backend that hangs cannot keep the process from exiting.

@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     from pagekv.kernels.bench.correctness import BF16, LENGTHS, setups
     from pagekv.kernels.bench.machine import Arena, Clock, CudaMachine
-    from pagekv.kernels.bench.report import Report
+    from pagekv.kernels.bench.report import BenchReport
     from pagekv.kernels.bench.scene import Setup
     from pagekv.kernels.bench.stages import Bench
     from pagekv.kernels.cupy_launcher import GpuUnavailable
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         say(f"error: --json: {error}")
         return 2
-    report = Report({**machine.versions(), "python": platform.python_version()})
+    report = BenchReport({**machine.versions(), "python": platform.python_version()})
     bench = Bench(machine, Arena(machine, machine.memory()), clock, report, say)
     wanted = setups()
     if args.variant or args.lengths:

@@ -32,7 +32,7 @@ so that its launch is not measured."""
 
 
 @dataclass(frozen=True)
-class Timing:
+class KernelTiming:
     """Seconds of one round, over several repeats of all rounds."""
 
     seconds: float
@@ -68,7 +68,7 @@ class Machine(Protocol):
         """A launcher whose kernels are compiled from `edit` of their text."""
         ...
 
-    def timed(self, run: Callable[[int], object], rounds: int = 1, *, capture: bool = True) -> Timing:
+    def timed(self, run: Callable[[int], object], rounds: int = 1, *, capture: bool = True) -> KernelTiming:
         """Time of one `run(i)`, i in [0, rounds), among repeats of all of them."""
         ...
 
@@ -143,7 +143,7 @@ class CudaMachine:
         """As `Machine.synchronize`."""
         torch.cuda.synchronize(self.device)
 
-    def timed(self, run: Callable[[int], object], rounds: int = 1, *, capture: bool = True) -> Timing:
+    def timed(self, run: Callable[[int], object], rounds: int = 1, *, capture: bool = True) -> KernelTiming:
         """As `Machine.timed`. With `capture` the rounds are one CUDA graph, started while the device sleeps, so that
         nothing of the host's part is in it.
         """
@@ -161,7 +161,7 @@ class CudaMachine:
                 play()
                 sm_mhz, watts = self._gauge()  # while it runs
                 self._stream.synchronize()
-                return Timing(statistics.median(took), took[0], took[-1], sm_mhz, watts)
+                return KernelTiming(statistics.median(took), took[0], took[-1], sm_mhz, watts)
         finally:
             callers.wait_stream(self._stream)
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from pagekv.kernels.attention import PagedAttention, Rope
-from pagekv.kernels.attention_plan import StepBatch, StepPlan, plan_step
+from pagekv.kernels.attention_plan import AttentionPlan, StepBatch, plan_step
 from pagekv.kernels.bench.machine import COLD_BYTES, TARGET_BYTES, Arena, Machine
 from pagekv.kernels.bench.workload import BLOCK_SIZE, HEAD_SIZE, MIN_LAYERS, Heads
 from pagekv.kernels.launcher import Launcher
@@ -42,7 +42,7 @@ class Paged:
     """One step's batch, ready to be attended to on any of several layers."""
 
     attention: PagedAttention
-    plan: StepPlan
+    plan: AttentionPlan
     query: torch.Tensor
     out: torch.Tensor
     num_layers: int

@@ -60,7 +60,7 @@ COLUMNS: dict[str, tuple[tuple[str, str, str], ...]] = {
 
 
 @dataclass
-class Report:
+class BenchReport:
     """Everything that was found."""
 
     machine: Row

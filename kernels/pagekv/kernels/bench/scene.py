@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from pagekv.kernels.attention import PagedAttention, Rope
-from pagekv.kernels.attention_plan import StepBatch, StepPlan, plan_step
+from pagekv.kernels.attention_plan import AttentionPlan, StepBatch, plan_step
 from pagekv.kernels.bench.machine import Machine
 from pagekv.kernels.variants import Variant
 
@@ -128,7 +128,7 @@ class Scene:
 
     def plan(
         self, sequences: Sequence[int], counts: np.ndarray, contexts: np.ndarray, *, decode: bool
-    ) -> tuple[StepPlan, tuple[torch.Tensor, ...]]:
+    ) -> tuple[AttentionPlan, tuple[torch.Tensor, ...]]:
         """The plan for the last `counts` of the first `contexts` tokens of sequences, and the memory it points to."""
         host = plan_step(
             StepBatch(

@@ -11,7 +11,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from pagekv.kernels.attention import Rope
-from pagekv.kernels.bench.machine import Arena, Machine, Timing
+from pagekv.kernels.bench.machine import Arena, KernelTiming, Machine
 from pagekv.kernels.bench.paged import VARIANT, Paged, Rounds, paged, ragged_lengths
 from pagekv.kernels.bench.workload import (
     BLOCK_SIZE,
@@ -84,7 +84,7 @@ def decode_row(machine: Machine, arena: Arena, case: DecodeCase, bandwidth: floa
     return row
 
 
-def decode_timing(machine: Machine, arena: Arena, case: DecodeCase, **options: Any) -> Timing:
+def decode_timing(machine: Machine, arena: Arena, case: DecodeCase, **options: Any) -> KernelTiming:
     """`options` as of `paged`."""
     batch = decode_batch(machine, arena, case, **options)
     return machine.timed(batch.attend, batch.num_rounds)
@@ -163,7 +163,7 @@ def block_copy_row(machine: Machine, arena: Arena, case: BlockCopyCase, bandwidt
 
 def sdpa_timing(
     machine: Machine, arena: Arena, backend: SDPBackend, heads: Heads, batch: int, new: int, context: int
-) -> Timing:
+) -> KernelTiming:
     """torch's attention at the same shape, keys and values contiguous for each head, which suits it best."""
     kv_bytes = batch * context * 2 * heads.num_kv_heads * HEAD_SIZE * 2
     rounds = Rounds.of(kv_bytes, arena.size, machine.most_rounds)

@@ -10,7 +10,7 @@ from pagekv.kernels.bench import speed, swap_speed
 from pagekv.kernels.bench.correctness import Check, checks, setups
 from pagekv.kernels.bench.flashinfer_peer import FlashInferPeer, to_text
 from pagekv.kernels.bench.machine import Arena, Clock, Machine
-from pagekv.kernels.bench.report import Report, join_flashinfer
+from pagekv.kernels.bench.report import BenchReport, join_flashinfer
 from pagekv.kernels.bench.scene import Setup
 from pagekv.kernels.bench.workload import (
     BlockCopyCase,
@@ -62,7 +62,7 @@ class Bench:
     machine: Machine
     arena: Arena
     clock: Clock
-    report: Report
+    report: BenchReport
     say: Say
     watcher: Watcher = field(default_factory=Nobody)
     one_stage: bool = False

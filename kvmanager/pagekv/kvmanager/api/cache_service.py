@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotFound
 from pagekv.kvmanager.api.prompt_reader import PromptReader
-from pagekv.kvmanager.api.served_model import ServingState
+from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.api.validation import check_media, check_request_id, read_cache_controls
 from pagekv.kvmanager.engine.interface import Engine
-from pagekv.kvmanager.engine.views import BlockExplanation, BlockView
+from pagekv.kvmanager.engine.views import BlockView, ExplainedBlock
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
 from pagekv.kvmanager.kvcache.pins import MAX_LEASE_S, MIN_LEASE_S
@@ -42,7 +42,7 @@ _TIERS = {Tier.DEVICE: pb.TIER_DEVICE, Tier.HOST: pb.TIER_HOST}
 class CacheService(pb_grpc.CacheServiceServicer):
     """Every answer is a snapshot between two steps. Errors are raised as `PageKVError`."""
 
-    def __init__(self, engine: Engine, state: ServingState) -> None:
+    def __init__(self, engine: Engine, state: ServedModel) -> None:
         self._engine = engine
         self._state = state
 
@@ -184,7 +184,7 @@ def _block_info(view: BlockView) -> pb.BlockInfo:
     )
 
 
-def _explanation(block: BlockExplanation) -> pb.BlockExplanation:
+def _explanation(block: ExplainedBlock) -> pb.BlockExplanation:
     return pb.BlockExplanation(
         start=block.start,
         end=block.end,

@@ -6,11 +6,11 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 
-from pagekv.kvmanager.api.output_processor import OutputDelta, SequenceOutput
+from pagekv.kvmanager.api.output_processor import OutputDelta, OutputProcessor
 from pagekv.kvmanager.api.served_model import Served
 from pagekv.kvmanager.engine.interface import Engine
 from pagekv.kvmanager.request.command import FinishReason, GenerateCommand
-from pagekv.kvmanager.request.logprobs import KeptLogprobs, TokenLogprobs
+from pagekv.kvmanager.request.logprobs import PackedLogprobs, TokenLogprobs
 from pagekv.kvmanager.request.stream import RequestStream, SequenceDelta
 from pagekv.kvmanager.text.stop_strings import StopStrings
 from pagekv.v1 import inference_service_pb2 as pb
@@ -29,15 +29,15 @@ FINISH_REASONS = {
 class _Sequence:
     """What has been reported of one sequence; its whole output goes into GenerateComplete."""
 
-    output: SequenceOutput
+    output: OutputProcessor
     # What every chunk begins with, serialised: read back, half the time of setting it again.
     template: bytes
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    logprobs: KeptLogprobs = field(default_factory=KeptLogprobs)
+    logprobs: PackedLogprobs = field(default_factory=PackedLogprobs)
 
 
-class Generation:
+class GenerateCall:
     """States: built → running → closed. `close` is to be called on every way out and aborts what still runs."""
 
     def __init__(
@@ -61,7 +61,7 @@ class Generation:
         self._prompt_tokens = len(command.prompt_ids) - command.resumed_tokens
         prepared = StopStrings(stops)
         self._sequences = [
-            _Sequence(SequenceOutput(command, prepared, served.tokenizer), self._template(index))
+            _Sequence(OutputProcessor(command, prepared, served.tokenizer), self._template(index))
             for index in range(command.n)
         ]
         # Sequences that the engine is still generating for this call.

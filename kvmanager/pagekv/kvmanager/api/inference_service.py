@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from pagekv.common.errors import InvalidRequest
-from pagekv.kvmanager.api.generate_call import Generation
+from pagekv.kvmanager.api.generate_call import GenerateCall
 from pagekv.kvmanager.api.prompt_reader import PromptReader, check_token_ids
-from pagekv.kvmanager.api.served_model import ServingState
+from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.api.validation import read_abort_ids, read_generate
 from pagekv.kvmanager.engine.interface import Engine
 from pagekv.kvmanager.request.command import GenerateCommand
@@ -25,7 +25,7 @@ INLINE_TOKENS = 1024
 class InferenceService(pb_grpc.InferenceServiceServicer):
     """Errors are raised as `PageKVError`; the server's interceptor turns them into statuses."""
 
-    def __init__(self, engine: Engine, state: ServingState) -> None:
+    def __init__(self, engine: Engine, state: ServedModel) -> None:
         self._engine = engine
         self._state = state
 
@@ -35,7 +35,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         served = self._state.served()
         command, stops = await read_generate(request, served.model, served.tokenizer)
         command = with_caller(command, context)
-        generation = Generation(self._engine, served, command, stops, only_complete=request.only_complete)
+        generation = GenerateCall(self._engine, served, command, stops, only_complete=request.only_complete)
         # Also called when the call is cancelled while a message is being written, where no `finally` here would run.
         context.add_done_callback(lambda _: generation.close())
         await generation.run(context.write)

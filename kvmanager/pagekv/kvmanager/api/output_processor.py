@@ -25,7 +25,7 @@ class OutputDelta:
     stop_string: str | None = None
 
 
-class SequenceOutput:
+class OutputProcessor:
     """One sequence's way from tokens to text. Without a tokenizer the text stays empty."""
 
     def __init__(self, command: GenerateCommand, stops: StopStrings, tokenizer: Tokenizer | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagekv.common.errors import Unavailable
-from pagekv.kvmanager.engine.interface import Engine, ModelInfo
+from pagekv.kvmanager.engine.interface import Engine, EngineInfo
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 
 
@@ -13,11 +13,11 @@ from pagekv.kvmanager.text.tokenizer import Tokenizer
 class Served:
     """A model that requests can be read for."""
 
-    model: ModelInfo
+    model: EngineInfo
     tokenizer: Tokenizer | None
 
 
-class ServingState:
+class ServedModel:
     """Shared by the services of one manager. Starting (no tokenizer looked for) → open ⇄ closed while it changes."""
 
     def __init__(self, engine: Engine) -> None:

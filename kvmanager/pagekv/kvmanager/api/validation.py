@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pagekv.common.errors import FailedPrecondition, InvalidRequest
 from pagekv.kvmanager.api.prompt_reader import PromptReader, check_token_ids
 from pagekv.kvmanager.engine.capacity import check_output_fits, check_prompt_fits, longest_sequence
-from pagekv.kvmanager.engine.interface import ModelInfo
+from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.scheduling.beam_search import MAX_CANDIDATES
@@ -51,7 +51,7 @@ _BEAM_ABSENT = ("seed", "stop", "logprobs", "logit_bias")
 
 
 async def read_generate(
-    request: inference_service_pb2.GenerateRequest, model: ModelInfo, tokenizer: Tokenizer | None
+    request: inference_service_pb2.GenerateRequest, model: EngineInfo, tokenizer: Tokenizer | None
 ) -> tuple[GenerateCommand, list[str]]:
     """The command for the engine, and the stop strings, which are the edge's own matter. Raises InvalidRequest,
     or FailedPrecondition when the request is for another model.
@@ -136,7 +136,7 @@ def read_abort_ids(request_ids: Sequence[str]) -> list[str]:
     return ids
 
 
-def _context(model: ModelInfo) -> str:
+def _context(model: EngineInfo) -> str:
     return f"the context has {model.max_model_len} tokens"
 
 
@@ -175,7 +175,7 @@ def _read_sampling(params: types_pb2.SamplingParams, vocab_size: int) -> Samplin
     )
 
 
-def _check_beams(params: types_pb2.SamplingParams, sampling: SamplingParams, n: int, model: ModelInfo) -> None:
+def _check_beams(params: types_pb2.SamplingParams, sampling: SamplingParams, n: int, model: EngineInfo) -> None:
     """Refuses a beam search that cannot be, and fields that would be ignored: of beam search, or of sampling."""
     given = {descriptor.name: value for descriptor, value in params.ListFields()}
     width = sampling.beam_width

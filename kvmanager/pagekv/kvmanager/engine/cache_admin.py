@@ -15,8 +15,8 @@ import numpy as np
 from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.engine.capacity import blocks_needed, total_tokens
 from pagekv.kvmanager.engine.explain import KnownAdapters, explain_prefix
-from pagekv.kvmanager.engine.miss_counters import PromptCounters
-from pagekv.kvmanager.engine.views import CacheReset, PinResult, PrefixExplanation, PrefixMatch
+from pagekv.kvmanager.engine.miss_counters import MissCounters
+from pagekv.kvmanager.engine.views import ExplainedPrefix, PinResult, PrefixMatch, ResetCounts
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events.log import TableLog
@@ -25,7 +25,7 @@ from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
 from pagekv.kvmanager.kvcache.pins import Holder, Pins
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
-from pagekv.kvmanager.scheduling.sequence import Sequence as LiveSequence
+from pagekv.kvmanager.scheduling.sequence import Seq
 
 
 class CacheAdmin:
@@ -42,7 +42,7 @@ class CacheAdmin:
         table was cleared outside of a step.
         """
         self.log = TableLog(clock)
-        self.counters = PromptCounters()
+        self.counters = MissCounters()
         self._prefix_cache = prefix_cache
         self._max_pinned_share = max_pinned_share
         self._wake = wake
@@ -86,7 +86,7 @@ class CacheAdmin:
         """A request was accepted."""
         self._adapters.note(identity.namespace, identity.adapter_id)
 
-    def count_admission(self, sequence: LiveSequence) -> None:
+    def count_admission(self, sequence: Seq) -> None:
         """A sequence got its blocks for the first time."""
         reads_cache = self._prefix_cache and sequence.request.command.identity.read
         self.counters.count(sequence, self.pool, self.log, reads_cache)
@@ -109,7 +109,7 @@ class CacheAdmin:
             _, partial = self.pool.table.longest_run(hits[-1] if hits else root, tokens[found : found + size])
         return PrefixMatch(device_tokens=found, host_tokens=kept, block_ids=hits, partial_tokens=partial)
 
-    def explain(self, token_ids: Sequence[int], identity: CacheIdentity, start: int, limit: int) -> PrefixExplanation:
+    def explain(self, token_ids: Sequence[int], identity: CacheIdentity, start: int, limit: int) -> ExplainedPrefix:
         """Why a page of a prompt's blocks hits or misses; changes nothing."""
         others = self._adapters.others(identity.namespace, identity.adapter_id)
         return explain_prefix(
@@ -167,7 +167,7 @@ class CacheAdmin:
 
     # -- the whole table
 
-    def reset(self, scheduler: Scheduler, force: bool) -> CacheReset | None:
+    def reset(self, scheduler: Scheduler, force: bool) -> ResetCounts | None:
         """Forgets every cached block. While blocks are held: None, and nothing changed; with `force` running sequences
         are preempted and pins end.
         """
@@ -176,14 +176,14 @@ class CacheAdmin:
         # Watchers are told at the next border, which must not wait for a step.
         self._wake()
         if not force:
-            return CacheReset(scheduler.clear_prefix_cache())
+            return ResetCounts(scheduler.clear_prefix_cache())
         before = scheduler.counters.preemptions
         scheduler.preempt_all()
         ended = self.pins.end_all()
         self._arm()
         # What still drains keeps its blocks, as private ones, for the moment that it needs.
         removed = scheduler.clear_prefix_cache()
-        return CacheReset(removed, scheduler.counters.preemptions - before, ended)
+        return ResetCounts(removed, scheduler.counters.preemptions - before, ended)
 
     def watch(self) -> TableWatch:
         """The table now and as it changes. Raises LimitExceeded."""

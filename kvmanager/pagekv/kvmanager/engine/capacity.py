@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagekv.common.errors import InvalidRequest, Unavailable
-from pagekv.kvmanager.engine.interface import ModelInfo
+from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.kvmanager.request.command import GenerateCommand
 
 
@@ -15,7 +15,7 @@ def blocks_needed(num_tokens: int, block_size: int, beam_width: int = 0) -> int:
     return max(1, beam_width) * -(-(num_tokens - 1) // block_size)
 
 
-def longest_sequence(model: ModelInfo, beam_width: int = 0) -> int:
+def longest_sequence(model: EngineInfo, beam_width: int = 0) -> int:
     """Tokens, prompt and output, that a sequence may have: what the context allows and the pool holds."""
     held = model.num_device_blocks // max(1, beam_width) * model.block_size + 1
     return min(model.max_model_len, held)
@@ -26,12 +26,12 @@ def total_tokens(command: GenerateCommand) -> int:
     return len(command.prompt_ids) - command.resumed_tokens + command.sampling.max_tokens
 
 
-def fits(command: GenerateCommand, model: ModelInfo) -> bool:
+def fits(command: GenerateCommand, model: EngineInfo) -> bool:
     """Whether a deployment can take the request to its end."""
     return total_tokens(command) <= longest_sequence(model, command.sampling.beam_width)
 
 
-def check_prompt_fits(field: str, num_prompt: int, beam_width: int, model: ModelInfo) -> None:
+def check_prompt_fits(field: str, num_prompt: int, beam_width: int, model: EngineInfo) -> None:
     """Raises InvalidRequest, with needed and available blocks, when the pool cannot hold a prompt given in `field`."""
     needed = blocks_needed(num_prompt + 1, model.block_size, beam_width)
     if needed > model.num_device_blocks:
@@ -42,7 +42,7 @@ def check_prompt_fits(field: str, num_prompt: int, beam_width: int, model: Model
         )
 
 
-def check_output_fits(num_prompt: int, max_tokens: int, beam_width: int, model: ModelInfo) -> None:
+def check_output_fits(num_prompt: int, max_tokens: int, beam_width: int, model: EngineInfo) -> None:
     """Raises InvalidRequest, with needed and available blocks, when the pool holds the prompt and not all of the output
     that may follow it."""
     total = num_prompt + max_tokens
@@ -55,7 +55,7 @@ def check_output_fits(num_prompt: int, max_tokens: int, beam_width: int, model: 
         )
 
 
-def check_fits(command: GenerateCommand, model: ModelInfo) -> None:
+def check_fits(command: GenerateCommand, model: EngineInfo) -> None:
     """Raises InvalidRequest unless a deployment can take the request to its end, and Unavailable when it was read for
     another model: the executor may have come back as another one since.
     """
@@ -70,6 +70,6 @@ def check_fits(command: GenerateCommand, model: ModelInfo) -> None:
         )
 
 
-def _needs(num_tokens: int, needed: int, beam_width: int, model: ModelInfo) -> str:
+def _needs(num_tokens: int, needed: int, beam_width: int, model: EngineInfo) -> str:
     beams = f" for {beam_width} beams" if beam_width else ""
     return f"{num_tokens} tokens{beams} need {needed} blocks, the pool has {model.num_device_blocks}"

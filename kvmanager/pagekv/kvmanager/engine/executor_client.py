@@ -13,9 +13,9 @@ import grpc
 from pagekv.common.server import MAX_RECEIVE_BYTES
 from pagekv.common.statuses import STATUS_DETAILS_KEY
 from pagekv.kvmanager.engine.executor_wire import step_outcome, step_request
-from pagekv.kvmanager.engine.interface import ModelInfo
+from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.kvmanager.engine.recovery import Fault
-from pagekv.kvmanager.scheduling.step_plan import StepOutcome, StepPlan
+from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 from pagekv.v1 import executor_service_pb2 as pb
 from pagekv.v1 import executor_service_pb2_grpc as pb_grpc
 
@@ -37,7 +37,7 @@ class AttachRefused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
+class ExecutorDescription:
     """What Describe answered, as far as the manager decides by it."""
 
     model_id: str
@@ -79,13 +79,13 @@ class ExecutorLink:
         self._stub = cast("pb_grpc.ExecutorServiceAsyncStub", pb_grpc.ExecutorServiceStub(self._channel))
         self._call: grpc.aio.StreamStreamCall[pb.StepRequest, pb.StepResult] | None = None
         self._reader: asyncio.Task[None] | None = None
-        self._outcomes: deque[StepOutcome] = deque()
+        self._outcomes: deque[StepResult] = deque()
         self._error: ExecutorLost | None = None
         self._eos: tuple[int, ...] = ()
         self._step = 0
         self.epoch = 0
 
-    async def describe(self, block_size: int, token_budget: int) -> Description:
+    async def describe(self, block_size: int, token_budget: int) -> ExecutorDescription:
         """Asks what is loaded. Raises ExecutorLost, or AttachRefused when it will not take these numbers."""
         request = pb.DescribeRequest(block_size=block_size, token_budget=token_budget)
         try:
@@ -93,7 +93,7 @@ class ExecutorLink:
         except grpc.aio.AioRpcError as error:
             raise _failure(error, "Describe") from error
         self._eos = tuple(answer.eos_token_ids)
-        return Description(
+        return ExecutorDescription(
             model_id=answer.model_id,
             model_fingerprint=answer.model_fingerprint,
             vocab_size=answer.vocab_size,
@@ -110,7 +110,7 @@ class ExecutorLink:
             prefill_tokens_per_s=answer.prefill_tokens_per_s,
         )
 
-    async def attach(self, manager_id: str, model: ModelInfo, layout: str, take_over: bool) -> None:
+    async def attach(self, manager_id: str, model: EngineInfo, layout: str, take_over: bool) -> None:
         """Opens an epoch with empty pools of the model's sizes, and its stream of steps. Raises ExecutorLost or
         AttachRefused.
         """
@@ -160,7 +160,7 @@ class ExecutorLink:
                 await asyncio.wait([self._reader], timeout=1.0)
             raise self._error or ExecutorLost("the stream of steps broke") from error
 
-    def take_outcome(self) -> StepOutcome | None:
+    def take_outcome(self) -> StepResult | None:
         """The next outcome in step order, or None if there is none yet. Raises ExecutorLost after the last one."""
         if self._outcomes:
             return self._outcomes.popleft()

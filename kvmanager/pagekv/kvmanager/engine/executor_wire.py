@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pagekv.kvmanager.request.logprobs import TokenLogprobs
-from pagekv.kvmanager.scheduling.sequence import Sequence
-from pagekv.kvmanager.scheduling.step_plan import Move, MoveKind, NewSequence, StepOutcome, StepPlan
+from pagekv.kvmanager.scheduling.sequence import Seq
+from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind, NewSeq, StepPlan, StepResult
 from pagekv.v1 import executor_service_pb2 as pb
 
 
@@ -26,23 +26,23 @@ def step_request(plan: StepPlan, epoch: int, step: int, eos_token_ids: Iterable[
 
 
 _KINDS = {
-    MoveKind.COPY: pb.MEMORY_OP_KIND_COPY,
-    MoveKind.SWAP_OUT: pb.MEMORY_OP_KIND_SWAP_OUT,
-    MoveKind.SWAP_IN: pb.MEMORY_OP_KIND_SWAP_IN,
+    CopyKind.COPY: pb.MEMORY_OP_KIND_COPY,
+    CopyKind.SWAP_OUT: pb.MEMORY_OP_KIND_SWAP_OUT,
+    CopyKind.SWAP_IN: pb.MEMORY_OP_KIND_SWAP_IN,
 }
 
 
-def _memory_ops(moves: list[Move]) -> list[pb.MemoryOp]:
+def _memory_ops(moves: list[BlockCopy]) -> list[pb.MemoryOp]:
     """Moves in order. Those of one operation are of one kind and may all happen at once, so one that writes a block
     which an earlier one reads or writes, or reads one which an earlier one writes, begins the next operation.
     """
-    operations: list[tuple[MoveKind, list[int], list[int]]] = []
-    last: MoveKind | None = None
+    operations: list[tuple[CopyKind, list[int], list[int]]] = []
+    last: CopyKind | None = None
     read: set[int] = set()
     written: set[int] = set()
     for kind, source, destination in moves:
         # Only copies have sources and destinations in the same pool.
-        meets = destination in written or (kind is MoveKind.COPY and (destination in read or source in written))
+        meets = destination in written or (kind is CopyKind.COPY and (destination in read or source in written))
         if kind is not last or meets:
             sources: list[int] = []
             destinations: list[int] = []
@@ -59,7 +59,7 @@ def _memory_ops(moves: list[Move]) -> list[pb.MemoryOp]:
     ]
 
 
-def _new_sequence(new: NewSequence, eos_token_ids: Iterable[int]) -> pb.NewSequence:
+def _new_sequence(new: NewSeq, eos_token_ids: Iterable[int]) -> pb.NewSequence:
     sequence = new.sequence
     return pb.NewSequence(
         seq_id=new.handle,
@@ -71,7 +71,7 @@ def _new_sequence(new: NewSequence, eos_token_ids: Iterable[int]) -> pb.NewSeque
     )
 
 
-def _sampling(sequence: Sequence, eos_token_ids: Iterable[int]) -> pb.StepSampling:
+def _sampling(sequence: Seq, eos_token_ids: Iterable[int]) -> pb.StepSampling:
     params, search = sequence.request.command.sampling, sequence.request.search
     ends = set(params.stop_token_ids)
     if not params.ignore_eos:
@@ -95,10 +95,10 @@ def _sampling(sequence: Sequence, eos_token_ids: Iterable[int]) -> pb.StepSampli
     )
 
 
-def step_outcome(result: pb.StepResult) -> StepOutcome:
+def step_outcome(result: pb.StepResult) -> StepResult:
     """The outcome a result message reports."""
     tokens = dict(zip(result.sampled_seqs, result.sampled_tokens, strict=False)) if result.logprobs else {}
-    return StepOutcome(
+    return StepResult(
         step=result.step,
         sampled_handles=list(result.sampled_seqs),
         sampled_tokens=list(result.sampled_tokens),

@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from pagekv.kvmanager.engine.views import BlockExplanation, BlockOutcome, PrefixExplanation
+from pagekv.kvmanager.engine.views import BlockOutcome, ExplainedBlock, ExplainedPrefix
 from pagekv.kvmanager.kvcache.block_hash import MediaSpan, chain_digests, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events.log import TableLog
@@ -27,7 +27,7 @@ def explain_prefix(
     other_roots: Sequence[tuple[str, bytes]],
     start: int,
     limit: int,
-) -> PrefixExplanation:
+) -> ExplainedPrefix:
     """Up to `limit` blocks of a prompt from block `start` on.
 
     `root` is the digest before its first block, `other_roots` are adapters ("": none) and the roots that the prompt
@@ -36,7 +36,7 @@ def explain_prefix(
     explainer = _Explainer(pool, log, root, token_ids, media, other_roots)
     total = -(-len(token_ids) // pool.block_size)
     end = min(total, start + limit)
-    return PrefixExplanation(
+    return ExplainedPrefix(
         blocks=list(explainer.blocks(start, end)),
         next_start=end if end < total else None,
         cached_tokens=len(explainer.hits) * pool.block_size,
@@ -67,17 +67,17 @@ class _Explainer:
         reach = [(len(pool.table.follow(other, chunks[:plain])), adapter) for adapter, other in other_roots]
         self._elsewhere = max(reach, default=(0, ""), key=lambda pair: pair[0])
 
-    def blocks(self, start: int, end: int) -> Iterator[BlockExplanation]:
+    def blocks(self, start: int, end: int) -> Iterator[ExplainedBlock]:
         """Blocks [start, end) of the prompt."""
         for index in range(start, min(end, len(self._digests))):
             yield self._full_block(index)
         if start <= len(self._digests) < end:
             yield self._tail()
 
-    def _full_block(self, index: int) -> BlockExplanation:
+    def _full_block(self, index: int) -> ExplainedBlock:
         size, digest = self._pool.block_size, self._digests[index]
 
-        explanation = partial(BlockExplanation, index * size, (index + 1) * size, block_hash=digest)
+        explanation = partial(ExplainedBlock, index * size, (index + 1) * size, block_hash=digest)
         if index < len(self.hits):
             block = self.hits[index]
             reason = f"cached in block {block}"
@@ -109,14 +109,14 @@ class _Explainer:
             return explanation(BlockOutcome.DIVERGED, reason, block_id=near, shared_tokens=shared)
         return explanation(BlockOutcome.NEVER_SEEN, "never stored after this prefix")
 
-    def _tail(self) -> BlockExplanation:
+    def _tail(self) -> ExplainedBlock:
         size, index = self._pool.block_size, len(self._digests)
         tail = len(self._tokens) - index * size
         reason = f"{tail} of {size} tokens: only full blocks are cached; {size - tail} more would fill it"
         near, shared = self._nearest(index) if index == len(self.hits) else (-1, 0)
         if shared:
             reason += f"; block {near} begins with the first {shared}"
-        return BlockExplanation(
+        return ExplainedBlock(
             index * size,
             len(self._tokens),
             BlockOutcome.PARTIAL_TAIL,

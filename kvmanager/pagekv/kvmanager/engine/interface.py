@@ -7,13 +7,13 @@ from typing import Protocol
 
 from pagekv.kvmanager.engine.views import (
     BlockView,
-    CacheReset,
+    EngineStats,
+    ExplainedPrefix,
     PinResult,
-    PrefixExplanation,
     PrefixMatch,
     RequestView,
+    ResetCounts,
     SequenceView,
-    Stats,
 )
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
@@ -22,7 +22,7 @@ from pagekv.kvmanager.request.stream import RequestStream
 
 
 @dataclass(frozen=True, slots=True)
-class ModelInfo:
+class EngineInfo:
     """What the attached executor serves and the limits of the deployment."""
 
     model_id: str
@@ -42,7 +42,7 @@ class Engine(Protocol):
     """Every method is called on the event loop that runs the engine loop, and none of them blocks."""
 
     @property
-    def model(self) -> ModelInfo | None:
+    def model(self) -> EngineInfo | None:
         """None until an executor is attached for the first time."""
         ...
 
@@ -64,13 +64,11 @@ class Engine(Protocol):
         """The reader found a stop string: ends one sequence quietly; nothing more is pushed for it."""
         ...
 
-    def stats(self) -> Stats: ...
+    def stats(self) -> EngineStats: ...
 
     def lookup_prefix(self, token_ids: list[int], identity: CacheIdentity) -> PrefixMatch: ...
 
-    def explain_prefix(
-        self, token_ids: list[int], identity: CacheIdentity, start: int, limit: int
-    ) -> PrefixExplanation:
+    def explain_prefix(self, token_ids: list[int], identity: CacheIdentity, start: int, limit: int) -> ExplainedPrefix:
         """Why each of up to `limit` blocks of a prompt, from block `start` on, hits or misses; changes nothing."""
         ...
 
@@ -96,7 +94,7 @@ class Engine(Protocol):
         """
         ...
 
-    def reset_prefix_cache(self, force: bool) -> CacheReset | None:
+    def reset_prefix_cache(self, force: bool) -> ResetCounts | None:
         """Forgets every cached block. While blocks are held: None, and nothing changed; with `force` what holds them is
         preempted, and pins end.
         """

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.request.wakeups import Fanout
-from pagekv.kvmanager.scheduling.sequence import LiveRequest, Sequence, SequenceState, live_request
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq, SeqStatus, live_request
 
 
 class LiveRequests:
@@ -42,7 +42,7 @@ class LiveRequests:
         """What was asked for by each."""
         return (request.command for request in self._requests.values())
 
-    def sequences(self) -> Iterable[Sequence]:
+    def sequences(self) -> Iterable[Seq]:
         """Every sequence of every request, finished ones included."""
         return (sequence for request in self._requests.values() for sequence in request.sequences)
 
@@ -74,7 +74,7 @@ class LiveRequests:
         """To be called whenever a sequence of it has finished. True when that was the last, and for the first time."""
         if self._requests.get(request.command.request_id) is not request:
             return False
-        finished = [sequence.state is SequenceState.FINISHED for sequence in request.sequences]
+        finished = [sequence.state is SeqStatus.FINISHED for sequence in request.sequences]
         if request.stream in self._being_read:
             # Of a beam search there is nothing to read before its end.
             ended = request.command.n if all(finished) else 0 if request.search is not None else sum(finished)

@@ -20,7 +20,7 @@ from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.capacity import blocks_needed, check_fits, fits, total_tokens
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.executor_client import AttachRefused, ExecutorLink, ExecutorLost
-from pagekv.kvmanager.engine.interface import ModelInfo
+from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.kvmanager.engine.live_requests import LiveRequests
 from pagekv.kvmanager.engine.observer import Observer, Observers, RequestEnd
 from pagekv.kvmanager.engine.outputs import deliver, deliver_abort, unfinished_outputs
@@ -59,7 +59,7 @@ class EngineLoop(EngineQueries):
         self._wake = asyncio.Event()
         self._ready = asyncio.Event()
         self._scheduler: Scheduler | None = None
-        self._model: ModelInfo | None = None
+        self._model: EngineInfo | None = None
         self._attached = False
         self._draining = False
         self._stopping = False
@@ -136,7 +136,7 @@ class EngineLoop(EngineQueries):
             block_size=model.block_size,
         )
 
-    def _end_what_does_not_fit(self, model: ModelInfo, max_running: int) -> None:
+    def _end_what_does_not_fit(self, model: EngineInfo, max_running: int) -> None:
         """The executor may have come back as another one. Requests that it cannot continue exactly end."""
         old = self._model or model
         same = (old.model_fingerprint, old.vocab_size, old.eos_token_ids) == (
@@ -224,7 +224,7 @@ class EngineLoop(EngineQueries):
         except TimeoutError:
             pass
 
-    async def wait_ready(self) -> ModelInfo:
+    async def wait_ready(self) -> EngineInfo:
         """Waits for the first attachment."""
         await self._ready.wait()
         assert self._model is not None
@@ -247,7 +247,7 @@ class EngineLoop(EngineQueries):
     # -- requests
 
     @property
-    def model(self) -> ModelInfo | None:
+    def model(self) -> EngineInfo | None:
         """None until an executor is attached for the first time."""
         return self._model
 

@@ -9,11 +9,11 @@ import numpy as np
 from pagekv.kvmanager.kvcache.block_hash import block_digest, media_keys
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events.log import TableLog
-from pagekv.kvmanager.scheduling.sequence import Sequence
+from pagekv.kvmanager.scheduling.sequence import Seq
 
 
 @dataclass(slots=True)
-class PromptCounters:
+class MissCounters:
     """Cumulative since the manager started; names and meanings as in GetStatsResponse."""
 
     prompt_blocks: int = 0
@@ -24,7 +24,7 @@ class PromptCounters:
     misses_diverged: int = 0
     misses_partial_tail: int = 0
 
-    def count(self, sequence: Sequence, pool: BlockPool, log: TableLog, reads_cache: bool) -> None:
+    def count(self, sequence: Seq, pool: BlockPool, log: TableLog, reads_cache: bool) -> None:
         """Counts a sequence that has just got its blocks for the first time, and has published none of its own yet.
 
         `reads_cache`: whether it was looked up at all. Costs two look-ups in dictionaries, one more digest at most, and
@@ -36,7 +36,7 @@ class PromptCounters:
         if reads_cache:
             self._count_miss(sequence, hits, pool, log)
 
-    def _count_miss(self, sequence: Sequence, hits: int, pool: BlockPool, log: TableLog) -> None:
+    def _count_miss(self, sequence: Seq, hits: int, pool: BlockPool, log: TableLog) -> None:
         size, known = pool.block_size, len(sequence.token_ids)
         if hits == known // size:
             self.misses_partial_tail += bool(known % size)
@@ -57,7 +57,7 @@ class PromptCounters:
         self.misses_never_seen += not shared
 
 
-def _digest(sequence: Sequence, index: int, size: int) -> bytes:
+def _digest(sequence: Seq, index: int, size: int) -> bytes:
     """Digest of the full block `index`, where those before are known."""
     if index < len(sequence.digests):
         return sequence.digests[index]

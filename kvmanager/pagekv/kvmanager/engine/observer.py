@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from enum import Enum
 
 from pagekv.common.logs import Log
-from pagekv.kvmanager.engine.interface import ModelInfo
+from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
-from pagekv.kvmanager.scheduling.step_plan import Committed, StepOutcome, StepPlan
+from pagekv.kvmanager.scheduling.step_plan import Committed, StepPlan, StepResult
 
 log = Log(__name__)
 
@@ -30,7 +30,7 @@ class Observer:
     and requests go on changing. One that raises is told nothing any more.
     """
 
-    def attached(self, model: ModelInfo, epoch: int) -> None:
+    def attached(self, model: EngineInfo, epoch: int) -> None:
         """A new epoch began, with empty pools; `epoch` counts this manager's, from 1."""
 
     def detached(self) -> None:
@@ -45,7 +45,7 @@ class Observer:
     def planned(self, plan: StepPlan) -> None:
         """A step is about to be sent."""
 
-    def committed(self, plan: StepPlan, outcome: StepOutcome, committed: Committed) -> None:
+    def committed(self, plan: StepPlan, outcome: StepResult, committed: Committed) -> None:
         """A step's results were taken in and handed to their readers."""
 
     def ended(self, request: LiveRequest, end: RequestEnd) -> None:
@@ -63,7 +63,7 @@ class Observers(Observer):
         """It is told whatever happens from now on."""
         self._all = (*self._all, observer)
 
-    def attached(self, model: ModelInfo, epoch: int) -> None:
+    def attached(self, model: EngineInfo, epoch: int) -> None:
         self._tell("attached", model, epoch)
 
     def detached(self) -> None:
@@ -78,7 +78,7 @@ class Observers(Observer):
     def planned(self, plan: StepPlan) -> None:
         self._tell("planned", plan)
 
-    def committed(self, plan: StepPlan, outcome: StepOutcome, committed: Committed) -> None:
+    def committed(self, plan: StepPlan, outcome: StepResult, committed: Committed) -> None:
         self._tell("committed", plan, outcome, committed)
 
     def ended(self, request: LiveRequest, end: RequestEnd) -> None:

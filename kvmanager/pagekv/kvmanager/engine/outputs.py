@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pagekv.kvmanager.request.command import FinishReason
 from pagekv.kvmanager.request.stream import SequenceDelta
-from pagekv.kvmanager.scheduling.sequence import LiveRequest, Sequence, SequenceState
-from pagekv.kvmanager.scheduling.step_plan import Committed, StepOutcome
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq, SeqStatus
+from pagekv.kvmanager.scheduling.step_plan import Committed, StepResult
 
 
-def deliver(committed: Committed, outcome: StepOutcome) -> list[Sequence]:
+def deliver(committed: Committed, outcome: StepResult) -> list[Seq]:
     """Hands every token to its request's stream; returns the sequences that ended."""
     for sequence, token in zip(committed.sequences, committed.token_ids, strict=True):
         sequence.request.stream.push_token(sequence.index, token, sequence.cached_tokens or 0, sequence.preemptions)
@@ -46,14 +46,14 @@ def _deliver_results(request: LiveRequest) -> None:
         )
 
 
-def unfinished_outputs(request: LiveRequest) -> dict[int, Sequence]:
+def unfinished_outputs(request: LiveRequest) -> dict[int, Seq]:
     """The outputs whose reader has not seen their end, by index, each with a sequence that works on it."""
     if request.search is not None:
         return dict.fromkeys(range(request.command.n), request.sequences[0])
-    return {s.index: s for s in request.sequences if s.state is not SequenceState.FINISHED}
+    return {s.index: s for s in request.sequences if s.state is not SeqStatus.FINISHED}
 
 
-def deliver_abort(request: LiveRequest, outputs: dict[int, Sequence]) -> None:
+def deliver_abort(request: LiveRequest, outputs: dict[int, Seq]) -> None:
     """Ends these outputs as aborted."""
     for index, sequence in outputs.items():
         request.stream.push(

@@ -13,13 +13,13 @@ from pagekv.kvmanager.engine.snapshots import EngineTotals, block_views, collect
 from pagekv.kvmanager.engine.view import EngineView
 from pagekv.kvmanager.engine.views import (
     BlockView,
-    CacheReset,
+    EngineStats,
+    ExplainedPrefix,
     PinResult,
-    PrefixExplanation,
     PrefixMatch,
     RequestView,
+    ResetCounts,
     SequenceView,
-    Stats,
 )
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
@@ -40,7 +40,7 @@ class EngineQueries:
     _attached: bool
     _stopping: bool
 
-    def stats(self) -> Stats:
+    def stats(self) -> EngineStats:
         """A snapshot of every counter and gauge. Raises Unavailable before the first attachment."""
         scheduler, unread = self._serving(), self._live.num_unread
         return collect_stats(scheduler, self._totals, self._cache, unread=unread, attached=self._attached)
@@ -56,9 +56,7 @@ class EngineQueries:
         limits = self._serving().limits
         return self._cache.lookup(token_ids, identity, limits.prefix_cache and limits.partial_hits)
 
-    def explain_prefix(
-        self, token_ids: list[int], identity: CacheIdentity, start: int, limit: int
-    ) -> PrefixExplanation:
+    def explain_prefix(self, token_ids: list[int], identity: CacheIdentity, start: int, limit: int) -> ExplainedPrefix:
         """Why a page of a prompt's blocks hits or misses. Raises Unavailable before the first attachment."""
         self._serving()
         return self._cache.explain(token_ids, identity, start, limit)
@@ -100,7 +98,7 @@ class EngineQueries:
         self._serving()
         return block_views(self._cache, start, limit, state)
 
-    def reset_prefix_cache(self, force: bool) -> CacheReset | None:
+    def reset_prefix_cache(self, force: bool) -> ResetCounts | None:
         """Forgets every cached block. While blocks are held: None, and nothing changed; with `force` what holds them is
         preempted, and pins end.
         """

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from enum import Enum
 
 from pagekv.common.errors import ComputationFailed
-from pagekv.kvmanager.scheduling.sequence import LiveRequest, Sequence
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
 from pagekv.kvmanager.scheduling.step_plan import StepPlan
 
 
@@ -31,7 +31,7 @@ class FailedSteps:
         # Requests by identity: their ids may be used again.
         self._attempts: dict[LiveRequest, float] = {}
 
-    def count(self, plan: StepPlan, running: Iterable[Sequence], fault: Fault) -> list[LiveRequest]:
+    def count(self, plan: StepPlan, running: Iterable[Seq], fault: Fault) -> list[LiveRequest]:
         """The step that was due was not answered; `running` are the sequences that held blocks then. Returns the
         requests of the step that have had all their attempts, and forgets them.
         """
@@ -53,7 +53,7 @@ class FailedSteps:
             "token in between; the logs of manager and executor have the reason"
         )
 
-    def clear(self, plan: StepPlan, sequences: Iterable[Sequence]) -> None:
+    def clear(self, plan: StepPlan, sequences: Iterable[Seq]) -> None:
         """A step was answered: `sequences` got a token each, the beams of `plan` their decision."""
         if self._attempts:
             for sequence in (*sequences, *plan.beams.values()):

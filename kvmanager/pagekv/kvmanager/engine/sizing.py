@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pagekv.kvmanager.engine.config import EngineConfig
-from pagekv.kvmanager.engine.executor_client import AttachRefused, Description
-from pagekv.kvmanager.engine.interface import ModelInfo
+from pagekv.kvmanager.engine.executor_client import AttachRefused, ExecutorDescription
+from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
 
 
-def plan_deployment(description: Description, config: EngineConfig) -> ModelInfo:
+def plan_deployment(description: ExecutorDescription, config: EngineConfig) -> EngineInfo:
     """Pool size and context that both agree on. Raises AttachRefused when the flags ask for more than there is.
 
     The context may be longer than what the pool holds: `capacity` says what fits, and refusals then name the pool.
@@ -27,7 +27,7 @@ def plan_deployment(description: Description, config: EngineConfig) -> ModelInfo
             f"the executor has {description.device_kv_bytes} bytes for KV memory, one block takes "
             f"{description.bytes_per_block}: free memory or choose a smaller --block-size"
         )
-    return ModelInfo(
+    return EngineInfo(
         model_id=description.model_id,
         model_fingerprint=description.model_fingerprint,
         max_model_len=min(description.max_model_len, config.max_model_len or description.max_model_len),
@@ -41,7 +41,7 @@ def plan_deployment(description: Description, config: EngineConfig) -> ModelInfo
     )
 
 
-def _num_host_blocks(description: Description, config: EngineConfig) -> int:
+def _num_host_blocks(description: ExecutorDescription, config: EngineConfig) -> int:
     """Raises AttachRefused when the flags ask for more than there is."""
     fitting = description.host_kv_bytes // max(1, description.bytes_per_block)
     if config.num_host_blocks > fitting:
@@ -54,7 +54,7 @@ def _num_host_blocks(description: Description, config: EngineConfig) -> int:
     return config.num_host_blocks or fitting
 
 
-def plan_limits(description: Description, config: EngineConfig) -> SchedulerLimits:
+def plan_limits(description: ExecutorDescription, config: EngineConfig) -> SchedulerLimits:
     """The flags' limits as far as this executor goes, with what it measured."""
     swap = replace(
         config.limits.swap,

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
-from pagekv.kvmanager.engine.views import BlockView, RequestView, SequenceView, Stats
+from pagekv.kvmanager.engine.views import BlockView, EngineStats, RequestView, SequenceView
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
-from pagekv.kvmanager.scheduling.sequence import LiveRequest, SequenceState
-from pagekv.kvmanager.scheduling.step_plan import StepOutcome
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus
+from pagekv.kvmanager.scheduling.step_plan import StepResult
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class EngineTotals:
     rejected: int = 0
     epochs: int = 0
 
-    def count(self, outcome: StepOutcome, work_left: bool) -> None:
+    def count(self, outcome: StepResult, work_left: bool) -> None:
         """Adds a step; `work_left`: the step before it left something to do."""
         self.steps += 1
         self.computed_tokens += outcome.computed_tokens
@@ -38,11 +38,11 @@ class EngineTotals:
 
 def collect_stats(
     scheduler: Scheduler, totals: EngineTotals, cache: CacheAdmin, *, unread: int, attached: bool
-) -> Stats:
+) -> EngineStats:
     """A snapshot of every counter and gauge."""
     pool, host, counters, prompts = scheduler.pool, scheduler.host, scheduler.counters, cache.counters
     prompt = counters.prompt_tokens
-    return Stats(
+    return EngineStats(
         block_size=pool.block_size,
         num_blocks=pool.num_blocks,
         free_blocks=pool.num_free,
@@ -109,14 +109,14 @@ def sequence_views(request: LiveRequest, block_size: int) -> list[SequenceView]:
     return [
         SequenceView(
             index=sequence.index,
-            state="running" if sequence.state is SequenceState.DRAINING else sequence.state.value,
+            state="running" if sequence.state is SeqStatus.DRAINING else sequence.state.value,
             num_tokens=len(sequence.token_ids),
             computed_tokens=sequence.num_computed,
             block_ids=list(sequence.block_table),
             block_hashes=sequence.digests[: min(len(sequence.block_table), sequence.num_computed // block_size)],
         )
         for sequence in request.sequences
-        if sequence.state is not SequenceState.FINISHED
+        if sequence.state is not SeqStatus.FINISHED
     ]
 
 

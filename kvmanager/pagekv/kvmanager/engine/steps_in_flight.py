@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from pagekv.kvmanager.errors import InvariantError
-from pagekv.kvmanager.scheduling.step_plan import StepOutcome, StepPlan
+from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 
 
 class StepsInFlight:
@@ -35,7 +35,7 @@ class StepsInFlight:
             self._since = self._clock()
         self._plans.append(plan)
 
-    def answered(self, outcome: StepOutcome) -> StepPlan:
+    def answered(self, outcome: StepResult) -> StepPlan:
         """The plan that `outcome` answers, which stays the oldest until `pop`. Raises InvariantError when there is no
         such plan.
         """

@@ -30,7 +30,7 @@ class BlockOutcome(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class BlockExplanation:
+class ExplainedBlock:
     """Why positions [start, end) of a prompt hit or miss; fields as in the contract."""
 
     start: int
@@ -46,10 +46,10 @@ class BlockExplanation:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixExplanation:
+class ExplainedPrefix:
     """A page of a prompt's blocks, and the block to go on from; `cached_tokens` are those of the whole prompt."""
 
-    blocks: list[BlockExplanation]
+    blocks: list[ExplainedBlock]
     next_start: int | None
     cached_tokens: int
 
@@ -63,7 +63,7 @@ class PinResult:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheReset:
+class ResetCounts:
     """What a reset took away."""
 
     removed_blocks: int
@@ -113,7 +113,7 @@ class BlockView:
 
 
 @dataclass(frozen=True, slots=True)
-class Stats:
+class EngineStats:
     """Counters and gauges; names, units and meanings as in GetStatsResponse."""
 
     block_size: int

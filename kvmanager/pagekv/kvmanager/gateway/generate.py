@@ -13,7 +13,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.api.validation import MAX_LOGPROBS
 from pagekv.kvmanager.engine.capacity import longest_sequence
-from pagekv.kvmanager.engine.interface import ModelInfo
+from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
 
@@ -40,7 +40,7 @@ _FINISH_REASONS = {
 }
 
 
-def read_request(request: vllm.GenerateRequest, model: ModelInfo) -> pb.GenerateRequest:
+def read_request(request: vllm.GenerateRequest, model: EngineInfo) -> pb.GenerateRequest:
     """The same request to `pagekv.v1.InferenceService`, not checked any further. Raises InvalidRequest.
 
     Of the parameters without presence, 0 means the default for `top_p`, `repetition_penalty` and `n`, as in vLLM's

@@ -23,11 +23,11 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
 
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotImplementedYet, Unavailable
-from pagekv.kvmanager.api.generate_call import Generation
+from pagekv.kvmanager.api.generate_call import GenerateCall
 from pagekv.kvmanager.api.inference_service import with_caller
-from pagekv.kvmanager.api.served_model import Served, ServingState
+from pagekv.kvmanager.api.served_model import Served, ServedModel
 from pagekv.kvmanager.api.validation import read_abort_ids, read_generate
-from pagekv.kvmanager.engine.interface import Engine, ModelInfo
+from pagekv.kvmanager.engine.interface import Engine, EngineInfo
 from pagekv.kvmanager.gateway.generate import read_request, write_response
 from pagekv.kvmanager.gateway.kv_events import MAX_BLOCKS, MAX_VOCABULARY, KvEvents
 from pagekv.kvmanager.kvcache.block_hash import root_digest
@@ -58,7 +58,7 @@ NAMELESS_MODEL = "pagekv"
 class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # published without types
     """Errors are raised as `PageKVError`; the server's interceptor turns them into statuses."""
 
-    def __init__(self, engine: Engine, state: ServingState, serving: Callable[[], bool]) -> None:
+    def __init__(self, engine: Engine, state: ServedModel, serving: Callable[[], bool]) -> None:
         """`serving`: whether the manager takes requests now, as its health service says."""
         self._engine = engine
         self._state = state
@@ -127,7 +127,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         stop_token_ids = frozenset(request.sampling_params.stop_token_ids)
         # The gateway makes text of tokens by itself: without stop strings to look for nobody needs it here.
         reading = served if stops else Served(served.model, None)
-        generation = Generation(
+        generation = GenerateCall(
             self._engine,
             reading,
             command,
@@ -197,7 +197,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         """Chain root of a request without namespace and adapter. Raises what `_told_model` raises."""
         return root_digest(self._told_model().model_fingerprint, "", "")
 
-    def _told_model(self) -> ModelInfo:
+    def _told_model(self) -> EngineInfo:
         """The model whose blocks are told. Raises Unavailable before the first attachment, FailedPrecondition when its
         token ids cannot be told.
         """

@@ -25,7 +25,7 @@ from pagekv.kvmanager.kvcache.prefix_table import Added, Blocks, Chunks, PrefixT
 from pagekv.kvmanager.kvcache.prefix_trie import FIRST
 
 
-class TableLog(Protocol):
+class TableListener(Protocol):
     """Who wants to know what enters and leaves the prefix table. Digests are 32 bytes."""
 
     # Whether `stored` is to be called.
@@ -48,7 +48,7 @@ class BlockPool:
         num_blocks: int,
         block_size: int,
         order: EvictionOrder | None = None,
-        log: TableLog | None = None,
+        log: TableListener | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         """`order` is that of eviction, least recently used by default; it starts with every block in it. `clock` is for

@@ -20,7 +20,7 @@ MIN_LEASE_S, MAX_LEASE_S = 1, 86_400
 
 
 @dataclass(frozen=True, slots=True)
-class Pin:
+class PinLease:
     """One lease. Ends at `expires_at` (seconds of the clock) or before."""
 
     pin_id: str
@@ -53,7 +53,7 @@ class Pins:
         self._holder: Holder = pool if holder is None else holder
         self._max_share = max_share
         self._clock = clock
-        self._pins: dict[str, Pin] = {}
+        self._pins: dict[str, PinLease] = {}
         # (expires_at, pin id), also of some that have ended before.
         self._expiries: list[tuple[float, str]] = []
         # How many pins hold each block, [num_blocks]. Not to be changed by others.
@@ -94,7 +94,7 @@ class Pins:
         self._holder.share(held)
         self.holders[held] += 1
         self.num_blocks = pinned
-        pin = Pin(f"pin-{secrets.token_hex(8)}", held, self._clock() + lease_s)
+        pin = PinLease(f"pin-{secrets.token_hex(8)}", held, self._clock() + lease_s)
         self._pins[pin.pin_id] = pin
         heapq.heappush(self._expiries, (pin.expires_at, pin.pin_id))
         return pin.pin_id

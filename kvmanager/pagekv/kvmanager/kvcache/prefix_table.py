@@ -2,7 +2,7 @@
 
 A published block has a digest, the token ids it was computed for and a parent, the block or chain root before it. The
 table is a forest: a block enters only after its parent and leaves with it at the latest. Two ways lead to a block. By
-digest, in a dictionary, with the token ids compared on every hit. And along `Continuations`, from parent to child by
+digest, in a dictionary, with the token ids compared on every hit. And along `PrefixTrie`, from parent to child by
 token ids alone, which needs no hashing. Both give the same blocks, but for those told apart by media, which only their
 digests find.
 
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagekv.kvmanager.errors import InvariantError
-from pagekv.kvmanager.kvcache.prefix_trie import FIRST, Continuations
+from pagekv.kvmanager.kvcache.prefix_trie import FIRST, PrefixTrie
 
 Blocks = NDArray[np.int32]
 # Token ids of consecutive blocks, [n, block_size].
@@ -75,7 +75,7 @@ class PrefixTable:
         # Parent digests of the first blocks of chains, and of all blocks that the walk must not find.
         self._loose_parent: dict[int, bytes] = {}
         self._tokens = np.zeros((num_blocks, block_size), np.uint32)
-        self._continuations = Continuations(num_blocks, self._tokens)
+        self._continuations = PrefixTrie(num_blocks, self._tokens)
         self._clock = clock
         # When each content entered the table.
         self._entered_at = np.zeros(num_blocks if clock is not None else 0)

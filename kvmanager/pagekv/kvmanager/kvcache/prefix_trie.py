@@ -47,7 +47,7 @@ _STRIDE = 256
 Column = NDArray[np.int32]
 
 
-class Continuations:
+class PrefixTrie:
     """The children of every block and root.
 
     `tokens` is [num_blocks, block_size] uint32 in C order and stays the caller's. A block's row must hold its tokens

@@ -16,7 +16,7 @@ from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.observe.outlet_config import OutletConfig
 from pagekv.kvmanager.observe.recording.file import RecordingFile
 from pagekv.kvmanager.observe.recording.step_recorder import RecordedScheduler, StepRecorder
-from pagekv.kvmanager.observe.recording.workload_recorder import RequestTrace
+from pagekv.kvmanager.observe.recording.workload_recorder import WorkloadRecorder
 
 if TYPE_CHECKING:
     from pagekv.kvmanager.observe.kv_events.publisher import KvEventPublisher
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = Log(__name__)
 
 
-class Outlets:
+class Exporters:
     """States: made → open (`open`) → closed (`close`)."""
 
     def __init__(self, config: OutletConfig, planning: EngineConfig) -> None:
@@ -32,7 +32,7 @@ class Outlets:
         self._config = config
         self._planning = planning
         self._files: list[RecordingFile] = []
-        self._trace: RequestTrace | None = None
+        self._trace: WorkloadRecorder | None = None
         self._publisher: KvEventPublisher | None = None
         self._publishing: asyncio.Task[None] | None = None
 
@@ -64,7 +64,7 @@ class Outlets:
     def _start_recording(self, engine: EngineLoop) -> None:
         config, planning = self._config, self._planning
         if config.record:
-            self._trace = RequestTrace(self._recording(config.record, "requests"))
+            self._trace = WorkloadRecorder(self._recording(config.record, "requests"))
             engine.observers.add(self._trace)
         if config.record_steps:
             recorder = StepRecorder(

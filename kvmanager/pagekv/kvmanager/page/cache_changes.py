@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 
 
-class TableChanges:
+class CacheChanges:
     """Remembers one look. A block that was evicted and filled again in between counts as both."""
 
     def __init__(self) -> None:

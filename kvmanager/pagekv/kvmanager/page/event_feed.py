@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from pagekv.kvmanager.engine.interface import ModelInfo
+from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.kvmanager.engine.observer import Observer, RequestEnd
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import StepPlan
@@ -18,7 +18,7 @@ KEPT = 60
 Happening = dict[str, Any]
 
 
-class Happenings(Observer):
+class EventFeed(Observer):
     """Records while `recording` is set. An event has a number, counting from 1, a wall-clock time in seconds, a kind,
     and what that kind has to say.
     """
@@ -41,7 +41,7 @@ class Happenings(Observer):
 
     # -- what the engine tells
 
-    def attached(self, model: ModelInfo, epoch: int) -> None:
+    def attached(self, model: EngineInfo, epoch: int) -> None:
         self.note("attached", epoch=epoch)
 
     def detached(self) -> None:

@@ -9,7 +9,7 @@ from pagekv.kvmanager.api.prompt_reader import PromptReader, check_token_ids
 from pagekv.kvmanager.api.served_model import Served
 from pagekv.kvmanager.api.validation import MAX_NAME_BYTES
 from pagekv.kvmanager.engine.interface import Engine
-from pagekv.kvmanager.engine.views import BlockExplanation
+from pagekv.kvmanager.engine.views import ExplainedBlock
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 
@@ -69,7 +69,7 @@ async def _prompt(served: Served, asked: dict[str, Any]) -> list[int]:
     return ids
 
 
-def _block(block: BlockExplanation, prompt: list[int], tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _block(block: ExplainedBlock, prompt: list[int], tokenizer: Tokenizer | None) -> dict[str, Any]:
     return {
         "start": block.start,
         "end": block.end,

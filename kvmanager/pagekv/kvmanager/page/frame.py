@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pagekv.kvmanager.engine.interface import Engine, ModelInfo
-from pagekv.kvmanager.engine.views import Stats
+from pagekv.kvmanager.engine.interface import Engine, EngineInfo
+from pagekv.kvmanager.engine.views import EngineStats
 from pagekv.kvmanager.page.block_states import HOST_STATES, STATES, Bytes, change, counts, whole
 
 # Requests that are listed.
@@ -23,7 +23,7 @@ _TOTALS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class PoolFrame:
     """One moment. Nothing in it is changed once it is made, so readers may keep it."""
 
     number: int
@@ -38,7 +38,7 @@ class Frame:
     happenings: int
 
 
-def totals(stats: Stats, live_requests: int) -> dict[str, Any]:
+def totals(stats: EngineStats, live_requests: int) -> dict[str, Any]:
     """The part of the statistics that travels."""
     every = asdict(stats)
     return {name: every[name] for name in _TOTALS} | {"live_requests": live_requests}
@@ -50,7 +50,7 @@ def request_rows(engine: Engine) -> tuple[dict[str, Row], int]:
     return {view.request_id: asdict(view) for view in views}, live
 
 
-def snapshot(frame: Frame, model: ModelInfo, boot: str) -> dict[str, Any]:
+def snapshot(frame: PoolFrame, model: EngineInfo, boot: str) -> dict[str, Any]:
     """For a reader who knows nothing, or of another epoch. Of another `boot` nothing that is counted goes on: every
     manager counts epochs, steps, points and events from 1.
     """
@@ -77,7 +77,7 @@ def snapshot(frame: Frame, model: ModelInfo, boot: str) -> dict[str, Any]:
     }  # fmt: skip  # laid out as a table
 
 
-def delta(old: Frame, new: Frame) -> dict[str, Any]:
+def delta(old: PoolFrame, new: PoolFrame) -> dict[str, Any]:
     """From one frame of an epoch to a later one; what did not change is left out."""
     message: dict[str, Any] = {"type": "delta", "step": new.step}
     device, host = change(old.device, new.device), change(old.host, new.host)

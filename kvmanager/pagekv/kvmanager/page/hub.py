@@ -23,10 +23,10 @@ from pagekv.kvmanager.engine.interface import Engine
 from pagekv.kvmanager.engine.view import EngineView
 from pagekv.kvmanager.page import frame as frames
 from pagekv.kvmanager.page.block_states import device_bytes, host_bytes
-from pagekv.kvmanager.page.cache_changes import TableChanges
-from pagekv.kvmanager.page.event_feed import Happenings
-from pagekv.kvmanager.page.frame import Frame
-from pagekv.kvmanager.page.rates import Rates
+from pagekv.kvmanager.page.cache_changes import CacheChanges
+from pagekv.kvmanager.page.event_feed import EventFeed
+from pagekv.kvmanager.page.frame import PoolFrame
+from pagekv.kvmanager.page.rates import PoolRates
 
 log = Log(__name__)
 
@@ -52,7 +52,7 @@ class Viewer:
 
     def __init__(self, hub: PageHub) -> None:
         self._hub = hub
-        self._seen: Frame | None = None
+        self._seen: PoolFrame | None = None
 
     async def next(self) -> str:
         """Waits until there is something new and returns the message that brings it: JSON, on one line."""
@@ -72,15 +72,15 @@ class PageHub:
         self._engine = engine
         self._clock = clock
         self._boot = secrets.token_hex(8)
-        self.happenings = Happenings()
-        self._rates = Rates()
-        self._table = TableChanges()
+        self.happenings = EventFeed()
+        self._rates = PoolRates()
+        self._table = CacheChanges()
         self._viewers: set[Viewer] = set()
         self._task: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._counted_at = float("-inf")
         # The latest one; None while nobody looks, or there was nothing to see yet.
-        self.frame: Frame | None = None
+        self.frame: PoolFrame | None = None
         # Most viewers are where the others are. Cleared with every frame.
         self._messages: dict[int, str] = {}
 
@@ -111,14 +111,14 @@ class PageHub:
         """Returns when there is another frame."""
         await self._news.wait()
 
-    def message(self, seen: Frame | None, frame: Frame) -> str:
+    def message(self, seen: PoolFrame | None, frame: PoolFrame) -> str:
         """What takes a viewer from the frame it has seen, None for none, to another, the latest."""
         number = seen.number if seen is not None else 0
         if number not in self._messages:
             self._messages[number] = json.dumps(self._content(seen, frame), separators=(",", ":"))
         return self._messages[number]
 
-    def _content(self, seen: Frame | None, frame: Frame) -> dict[str, Any]:
+    def _content(self, seen: PoolFrame | None, frame: PoolFrame) -> dict[str, Any]:
         if seen is None or seen.epoch != frame.epoch:
             model = self._engine.model
             assert model is not None
@@ -171,7 +171,7 @@ class PageHub:
             ):
                 return
         number = old.number + 1 if old is not None else 1
-        self.frame = Frame(
+        self.frame = PoolFrame(
             number, view.epoch, view.steps, device, host, requests, totals, self._rates.total, self.happenings.total
         )
         self._messages = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from pagekv.kvmanager.engine.views import Stats
+from pagekv.kvmanager.engine.views import EngineStats
 
 # Seconds that the charts go back.
 KEPT_S = 120.0
@@ -16,7 +16,7 @@ HIT_RATE_S = 10.0
 Point = dict[str, Any]
 
 
-class Rates:
+class PoolRates:
     """Points of the charts, with numbers counting from 1 and the time `at`, seconds of the clock that `add` is given. A
     value that means nothing at a moment is None. Nobody looked between a point that is `apart` and the one before.
     """
@@ -24,7 +24,7 @@ class Rates:
     def __init__(self) -> None:
         self.total = 0
         self._kept: deque[Point] = deque()
-        self._looks: deque[tuple[float, Stats]] = deque()
+        self._looks: deque[tuple[float, EngineStats]] = deque()
 
     def since(self, number: int) -> list[Point]:
         """Those that are kept with numbers above this one."""
@@ -34,7 +34,7 @@ class Rates:
         """Nobody will look for a while: the next point is about what comes after it."""
         self._looks.clear()
 
-    def add(self, now: float, stats: Stats) -> None:
+    def add(self, now: float, stats: EngineStats) -> None:
         """A look at the counters at `now`, seconds of a clock that never goes back."""
         self._looks.append((now, stats))
         while self._looks[0][0] < now - HIT_RATE_S:

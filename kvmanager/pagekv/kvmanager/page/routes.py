@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from pagekv.common.errors import InvalidRequest, NotFound, Overloaded, PageKVError, Unavailable
-from pagekv.kvmanager.api.served_model import ServingState
+from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.api.validation import check_request_id
 from pagekv.kvmanager.engine.view import EngineView
 from pagekv.kvmanager.observe.http_server import HEADERS
@@ -38,7 +38,7 @@ _TYPES = {
 class Page:
     """The routes over one engine."""
 
-    def __init__(self, engine: PageEngine, state: ServingState, hub: PageHub, *, show_text: bool) -> None:
+    def __init__(self, engine: PageEngine, state: ServedModel, hub: PageHub, *, show_text: bool) -> None:
         """`show_text`: whether blocks are shown with what they hold."""
         self._engine = engine
         self._state = state

@@ -33,7 +33,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class StepTiming:
     """What only a replay in simulated time can tell."""
 
     ttft_s: Spread | None
@@ -70,7 +70,7 @@ class Row:
     prompt_tokens: int
     evictions: int
     # None in cache mode.
-    timing: Timing | None
+    timing: StepTiming | None
     # Of this machine, for the replay itself.
     wall_s: float
 

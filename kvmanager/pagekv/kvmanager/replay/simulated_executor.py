@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pagekv.kvmanager.replay.cost_model import StepCost
 from pagekv.kvmanager.replay.synthetic_prompt import output_tokens
-from pagekv.kvmanager.scheduling.step_plan import StepOutcome, StepPlan
+from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ class SimulatedExecutor:
         seconds = self._cost.seconds(plan.num_tokens - decodes, decodes, self._computed - idle_kv)
         return BegunStep(plan, self._request[plan.sampling], seconds, self._slots - self._tokens)
 
-    def finish(self, step: BegunStep, now_s: float) -> StepOutcome:
+    def finish(self, step: BegunStep, now_s: float) -> StepResult:
         """The outcome of a begun step that completes at `now_s`."""
         handles = step.plan.sampling
         requests = step.requests
@@ -127,7 +127,7 @@ class SimulatedExecutor:
         self.generated_tokens += len(handles)
         tokens = output_tokens(requests)
         computed, microseconds = step.plan.num_tokens, round(step.seconds * 1e6)
-        return StepOutcome(self.steps, handles.tolist(), tokens.tolist(), {}, computed, microseconds, 0)
+        return StepResult(self.steps, handles.tolist(), tokens.tolist(), {}, computed, microseconds, 0)
 
     def decisions(self) -> str:
         """SHA-256, in hexadecimal, over every plan so far: equal replays made equal decisions."""

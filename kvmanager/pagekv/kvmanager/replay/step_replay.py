@@ -27,8 +27,8 @@ from pagekv.kvmanager.request.logprobs import TokenLogprobs
 from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
-from pagekv.kvmanager.scheduling.sequence import LiveRequest, SequenceState, live_request
-from pagekv.kvmanager.scheduling.step_plan import StepOutcome, StepPlan
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus, live_request
+from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
 # A record has one prompt or one step; a larger one is no record.
@@ -223,7 +223,7 @@ class _Replay:
             handle: TokenLogprobs(0, 0.0, tuple((token, logprob) for token, logprob in top))
             for handle, top in candidates
         }
-        self._now().commit(plan, StepOutcome(step, sampled, numbers(tokens), likeliest, plan.num_tokens, 0, 0))
+        self._now().commit(plan, StepResult(step, sampled, numbers(tokens), likeliest, plan.num_tokens, 0, 0))
 
     def _finish(self, arrival: int, index: int) -> None:
         request = self._requests.get(arrival)
@@ -233,7 +233,7 @@ class _Replay:
 
 
 def _over(request: LiveRequest) -> bool:
-    return all(sequence.state is SequenceState.FINISHED for sequence in request.sequences)
+    return all(sequence.state is SeqStatus.FINISHED for sequence in request.sequences)
 
 
 def _blocks(column: bytes) -> Any:

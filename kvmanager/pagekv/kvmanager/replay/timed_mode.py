@@ -15,7 +15,7 @@ from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_hash import root_digest
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.replay.options import ReplayOptions
-from pagekv.kvmanager.replay.report import Row, Spread, Timing
+from pagekv.kvmanager.replay.report import Row, Spread, StepTiming
 from pagekv.kvmanager.replay.simulated_executor import BegunStep, SimulatedExecutor
 from pagekv.kvmanager.replay.synthetic_prompt import distinct_prefixes, prompt_ids
 from pagekv.kvmanager.replay.trace import TraceRecord
@@ -53,7 +53,7 @@ def replay_timed(
     replay = _TimedReplay(fitting, options, policy, num_blocks)
     replay.run(progress)
     executor, counters = replay.executor, replay.scheduler.counters
-    timing = Timing(
+    timing = StepTiming(
         ttft_s=Spread.of(executor.ttft_s),
         inter_token_s=Spread.of(executor.inter_token_s),
         utilisation=1 - replay.unused_slot_s / replay.slot_s if replay.slot_s else None,

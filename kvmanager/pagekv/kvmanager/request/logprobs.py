@@ -17,7 +17,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-class KeptLogprobs(Sequence[TokenLogprobs]):
+class PackedLogprobs(Sequence[TokenLogprobs]):
     """TokenLogprobs of many positions, in 8 bytes for each of their tokens: what nobody has read yet is kept as this.
 
     Values are rounded to 32 bits, as both wires carry them.
@@ -56,7 +56,7 @@ class KeptLogprobs(Sequence[TokenLogprobs]):
     def __getitem__(self, index: int | slice) -> TokenLogprobs | Sequence[TokenLogprobs]:
         if isinstance(index, slice):
             whole = index.indices(len(self)) == (0, len(self), 1)
-            return self if whole else KeptLogprobs(self[at] for at in range(*index.indices(len(self))))
+            return self if whole else PackedLogprobs(self[at] for at in range(*index.indices(len(self))))
         at = range(len(self))[index]
         begin, end = self._ends[at - 1] if at else 0, self._ends[at]
         top = zip(self._ids[begin + 1 : end], self._values[begin + 1 : end], strict=True)

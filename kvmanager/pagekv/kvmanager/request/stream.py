@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pagekv.kvmanager.request.command import FinishReason
-from pagekv.kvmanager.request.logprobs import KeptLogprobs, TokenLogprobs
+from pagekv.kvmanager.request.logprobs import PackedLogprobs, TokenLogprobs
 from pagekv.kvmanager.request.wakeups import Fanout
 
 T = TypeVar("T")
@@ -77,8 +77,8 @@ class RequestStream:
     def push_logprobs(self, index: int, logprobs: TokenLogprobs) -> None:
         """Log-probabilities of the token pushed last."""
         held = self._pending[index]
-        if not isinstance(held.logprobs, KeptLogprobs):
-            held.logprobs = KeptLogprobs(held.logprobs)
+        if not isinstance(held.logprobs, PackedLogprobs):
+            held.logprobs = PackedLogprobs(held.logprobs)
         held.logprobs.append(logprobs)
 
     def push_end(self, index: int, finish: FinishReason, stop_token_id: int | None) -> None:

@@ -16,8 +16,8 @@ from itertools import takewhile
 import numpy as np
 
 from pagekv.kvmanager.scheduling.block_tables import Arrival
-from pagekv.kvmanager.scheduling.running_queue import Running, key
-from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_HANDLE, LiveRequest, Sequence, SequenceState
+from pagekv.kvmanager.scheduling.running_queue import RunningQueue, key
+from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_HANDLE, LiveRequest, Seq, SeqStatus
 from pagekv.kvmanager.scheduling.step_plan import StepPlan
 
 # Steps after which a head of the queue that did not fit looks for newly cached blocks, even if none became free.
@@ -33,7 +33,7 @@ class _Blocked:
     for others may have published what it needs.
     """
 
-    sequence: Sequence
+    sequence: Seq
     # How many sequences were to come in together.
     count: int
     # Beside the watermark, which is another one when others have left.
@@ -44,7 +44,7 @@ class _Blocked:
 class Admission:
     """Plans entries into the running order; `running` is that of the present epoch."""
 
-    def __init__(self, running: Running, on_admission: Callable[[Sequence], None]) -> None:
+    def __init__(self, running: RunningQueue, on_admission: Callable[[Seq], None]) -> None:
         """`on_admission` is called with every sequence that gets its blocks for the first time, before it publishes."""
         self._running = running
         self._on_admission = on_admission
@@ -52,7 +52,7 @@ class Admission:
         self.forking: list[LiveRequest] = []
         self._blocked: _Blocked | None = None
 
-    def new_epoch(self, running: Running) -> None:
+    def new_epoch(self, running: RunningQueue) -> None:
         """What waits for a fork goes on waiting for it."""
         self._running = running
         self._blocked = None
@@ -71,10 +71,10 @@ class Admission:
         running = self._running
         for request in list(self.forking):
             parent = request.sequences[0]
-            if parent.state is SequenceState.RUNNING and not running.rows.decoding[parent.handle]:
+            if parent.state is SeqStatus.RUNNING and not running.rows.decoding[parent.handle]:
                 continue  # its prompt is under way
             self.forking.remove(request)
-            children = [s for s in request.sequences if s.state is SequenceState.FORKING]
+            children = [s for s in request.sequences if s.state is SeqStatus.FORKING]
             room = min(budget - plan.num_tokens, running.limits.max_running - len(running.order))
             fits = len(children) <= room and running.pool.num_free - len(children) >= running.watermark(request)
             if children and parent.state in HOLDING and fits and running.tables.fork(parent, children):
@@ -103,7 +103,7 @@ class Admission:
             else:
                 running.returning = sorted([*running.returning, *(a.sequence for a in arrivals)], key=key)
                 self.plan_returns(plan, budget, sampling)
-            if head.index == 0 and any(s.state is SequenceState.FORKING for s in head.request.sequences):
+            if head.index == 0 and any(s.state is SeqStatus.FORKING for s in head.request.sequences):
                 self.forking.append(head.request)
 
     def plan_returns(self, plan: StepPlan, budget: int, sampling: list[int]) -> None:
@@ -121,7 +121,7 @@ class Admission:
                 running.returning.remove(sequence)
                 running.enter(plan, sequence, budget, sampling)
 
-    def _admit(self, head: Sequence, plan: StepPlan) -> list[Arrival]:
+    def _admit(self, head: Seq, plan: StepPlan) -> list[Arrival]:
         """Takes blocks for the head of the queue and what comes in with it; none, and nothing taken, when there is no
         room.
         """
@@ -136,7 +136,7 @@ class Admission:
             self._note(arrival)
         return arrivals
 
-    def _come_apart(self, group: list[Sequence]) -> bool:
+    def _come_apart(self, group: list[Seq]) -> bool:
         """Whether sequences that did not fit together have waited for it long enough."""
         running, request = self._running, group[0].request
         request.steps_at_head += 1
@@ -147,7 +147,7 @@ class Admission:
         # Beams that an empty pool cannot hold.
         return not running.order
 
-    def _admit_together(self, group: list[Sequence], plan: StepPlan) -> list[Arrival]:
+    def _admit_together(self, group: list[Seq], plan: StepPlan) -> list[Arrival]:
         """Takes blocks for all of these; none, and nothing taken, when they would not leave the watermark, or there
         are not so many slots.
         """
@@ -171,17 +171,17 @@ class Admission:
             return []
         return arrivals
 
-    def _unit(self, head: Sequence) -> list[Sequence]:
+    def _unit(self, head: Seq) -> list[Seq]:
         """The waiting sequences of the head's request that have been admitted before; only the head where it has not,
         or where they come one by one.
         """
         running, request = self._running, head.request
         if len(request.sequences) == 1 or request.apart or (running.order and running.is_alone(request)):
             return [head]
-        waiting = sorted((s for s in request.sequences if s.state is SequenceState.WAITING), key=key)
+        waiting = sorted((s for s in request.sequences if s.state is SeqStatus.WAITING), key=key)
         return list(takewhile(lambda s: s.cached_tokens is not None, waiting)) or [head]
 
-    def _arrivals(self, group: list[Sequence]) -> list[Arrival]:
+    def _arrivals(self, group: list[Seq]) -> list[Arrival]:
         """With whom each of them shares its leading blocks."""
         request = group[0].request
         if len(request.sequences) == 1 or not self._running.limits.fork_sharing:
@@ -218,7 +218,7 @@ class Admission:
             self._on_admission(sequence)
 
 
-def _common_tokens(one: Sequence, other: Sequence) -> int:
+def _common_tokens(one: Seq, other: Seq) -> int:
     """Leading tokens that two sequences share, without the last, which each computes for itself."""
     length = min(len(one.token_ids), len(other.token_ids)) - 1
     differs = np.array(one.token_ids[:length], np.uint32) != np.array(other.token_ids[:length], np.uint32)

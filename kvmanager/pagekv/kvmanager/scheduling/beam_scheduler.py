@@ -13,9 +13,9 @@ from bisect import insort
 from collections.abc import Iterable
 
 from pagekv.kvmanager.scheduling.beam_search import BeamSearch, Continuation
-from pagekv.kvmanager.scheduling.running_queue import Running, key
-from pagekv.kvmanager.scheduling.sequence import LiveRequest, Sequence, SequenceState
-from pagekv.kvmanager.scheduling.step_plan import StepOutcome, StepPlan
+from pagekv.kvmanager.scheduling.running_queue import RunningQueue, key
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq, SeqStatus
+from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 
 
 def begin_search(request: LiveRequest, eos_token_ids: Iterable[int]) -> None:
@@ -32,7 +32,7 @@ def begin_search(request: LiveRequest, eos_token_ids: Iterable[int]) -> None:
     )
 
 
-def give_blocks(running: Running) -> None:
+def give_blocks(running: RunningQueue) -> None:
     """Gives a block to every returning beam whose table is full. To be called before anything is planned: it may
     preempt.
     """
@@ -45,13 +45,13 @@ def give_blocks(running: Running) -> None:
                 sequence.block_table.append(block)
 
 
-def take_candidates(running: Running, plan: StepPlan, outcome: StepOutcome) -> list[LiveRequest]:
+def take_candidates(running: RunningQueue, plan: StepPlan, outcome: StepResult) -> list[LiveRequest]:
     """Takes in what a step's beams reported, and advances the searches that have heard from all of theirs; returns
     those that are done.
     """
     heard: dict[int, LiveRequest] = {}
     for handle, sequence in plan.beams.items():
-        if sequence.handle != handle or sequence.state is not SequenceState.DRAINING:
+        if sequence.handle != handle or sequence.state is not SeqStatus.DRAINING:
             continue  # preempted or aborted since
         running.rows.leave(sequence, finished=False)
         sequence.candidates = list(outcome.logprobs[handle].top)
@@ -63,7 +63,7 @@ def take_candidates(running: Running, plan: StepPlan, outcome: StepOutcome) -> l
     return done
 
 
-def _advance(running: Running, request: LiveRequest) -> bool:
+def _advance(running: RunningQueue, request: LiveRequest) -> bool:
     """One decision; True when it was the last, and every block is back."""
     search, beams = request.search, request.sequences
     assert search is not None
@@ -79,12 +79,12 @@ def _advance(running: Running, request: LiveRequest) -> bool:
     return False
 
 
-def _fork(running: Running, request: LiveRequest, continuing: list[Continuation]) -> None:
+def _fork(running: RunningQueue, request: LiveRequest, continuing: list[Continuation]) -> None:
     """Makes `request.sequences` the beams that go on, best first, each with its next token."""
     beams = request.sequences
-    kept: dict[int, Sequence] = {}
-    children: list[Sequence] = []
-    following: list[Sequence] = []
+    kept: dict[int, Seq] = {}
+    children: list[Seq] = []
+    following: list[Seq] = []
     serial = 1 + max(beam.index for beam in beams)
     for continuation in continuing:
         parent = beams[continuation.parent]
@@ -107,7 +107,7 @@ def _fork(running: Running, request: LiveRequest, continuing: list[Continuation]
         for child in children:
             running.hold(child)
         for sequence in following:
-            sequence.state = SequenceState.RUNNING
+            sequence.state = SeqStatus.RUNNING
             insort(running.returning, sequence, key=key)
     else:
         # Refused whole, and nobody is behind: none goes on until all can.

@@ -7,7 +7,7 @@ the middle of one, gets a copy first (CHECKLIST J1, J3, J4). Copies run before t
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence as List
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,8 +18,8 @@ from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.prefix_table import Blocks, Chunks
 from pagekv.kvmanager.kvcache.prefix_trie import FIRST
-from pagekv.kvmanager.scheduling.sequence import Sequence
-from pagekv.kvmanager.scheduling.step_plan import Move, MoveKind
+from pagekv.kvmanager.scheduling.sequence import Seq
+from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind
 from pagekv.kvmanager.scheduling.swapping import SwapCounters, Swapper, SwapPolicy
 
 _NO_BLOCKS = np.empty(0, np.int32)
@@ -31,8 +31,8 @@ class Arrival:
     before it in the same admission. `shared` is how many.
     """
 
-    sequence: Sequence
-    sibling: Sequence | None = None
+    sequence: Seq
+    sibling: Seq | None = None
     shared: int = 0
 
 
@@ -40,7 +40,7 @@ class Arrival:
 class _Take:
     """What an arrival reuses: cached blocks of the device, then host blocks or tokens of a cached block to copy."""
 
-    sequence: Sequence
+    sequence: Seq
     hits: Blocks = field(default_factory=lambda: _NO_BLOCKS)
     kept: list[int] = field(default_factory=list)
     source: int = -1
@@ -73,7 +73,7 @@ class BlockTables:
         self._partial_hits = partial_hits
         self._fork_sharing = fork_sharing
         # What the next step has to copy, in order.
-        self._moves: list[Move] = []
+        self._moves: list[BlockCopy] = []
         self._swapper = Swapper(pool, host, self._moves, swap_counters, shared=prefix_cache)
         if write_back and prefix_cache:
             pool.on_evict = self._swapper.write_back
@@ -85,7 +85,7 @@ class BlockTables:
         """From now on what is published belongs to the next step."""
         self._being_computed.clear()
 
-    def take_moves(self) -> list[Move]:
+    def take_moves(self) -> list[BlockCopy]:
         """What a step that has been planned must copy, in order."""
         moves = self._moves[:]
         self._moves.clear()
@@ -93,7 +93,7 @@ class BlockTables:
 
     # -- taking
 
-    def admit(self, arrivals: List[Arrival], keep_free: int) -> int:
+    def admit(self, arrivals: Sequence[Arrival], keep_free: int) -> int:
         """Takes for each sequence the cached prefix, or what it shares with another of its request if that is as much,
         and blocks for every other known token. Returns 0, or how many blocks more would have to be free; then nothing
         has changed. `keep_free` blocks are left free.
@@ -163,7 +163,7 @@ class BlockTables:
         if fresh is None:
             raise InvariantError(f"{take.num_fresh} blocks were free and could not be allocated")
         if take.copied:
-            self._moves.append(Move(MoveKind.COPY, take.source, int(fresh[0])))
+            self._moves.append(BlockCopy(CopyKind.COPY, take.source, int(fresh[0])))
             pool.free(np.array([take.source], np.int32))
         self._swapper.swap_in(take.kept, fresh[: len(take.kept)].tolist())
         self._swapper.host.release(take.kept)
@@ -173,7 +173,7 @@ class BlockTables:
         sequence.num_published = len(begin)
         sequence.num_computed = take.num_computed + take.copied
 
-    def _match(self, sequence: Sequence, most: int) -> Blocks:
+    def _match(self, sequence: Seq, most: int) -> Blocks:
         """Longest leading run of cached blocks, at most `most`; brings `digests` along."""
         size, table, digests = self._block_size, self.pool.table, sequence.digests
         chunks = sequence.chunks(size, 0, most)
@@ -190,7 +190,7 @@ class BlockTables:
                 self.pool.note_collision(digests[found])
         return np.array(blocks, np.int32)
 
-    def _partial_hit(self, sequence: Sequence, hits: Blocks) -> tuple[int, int]:
+    def _partial_hit(self, sequence: Seq, hits: Blocks) -> tuple[int, int]:
         """The block that shares most tokens behind the hits, and how many of them need not be computed."""
         start = len(hits) * self._block_size
         end = min(len(sequence.token_ids) - 1, start + self._block_size)
@@ -203,7 +203,7 @@ class BlockTables:
             return -1, 0
         return block, shared
 
-    def fork(self, parent: Sequence, children: List[Sequence]) -> bool:
+    def fork(self, parent: Seq, children: Sequence[Seq]) -> bool:
         """Gives each child the blocks before the parent's last prompt position, shared, and a copy of the block with
         it, so that each can compute that position and go on by itself. All of them, or none: False, and nothing has
         changed, when there are not enough blocks, or sequences share none.
@@ -220,7 +220,7 @@ class BlockTables:
         for child, copy in zip(children, copies.tolist(), strict=True):
             self.pool.share(np.array(table[:shared], np.int32))
             if last % size:
-                self._moves.append(Move(MoveKind.COPY, table[shared], copy))
+                self._moves.append(BlockCopy(CopyKind.COPY, table[shared], copy))
             child.block_table = table[:shared]
             child.block_table.append(copy)
             child.digests = parent.digests[:shared]
@@ -228,7 +228,7 @@ class BlockTables:
             child.num_computed = last
         return True
 
-    def fork_beams(self, parents: List[Sequence], children: List[Sequence]) -> bool:
+    def fork_beams(self, parents: Sequence[Seq], children: Sequence[Seq]) -> bool:
         """Gives each child what its parent has computed: the full blocks, shared, and a copy of a partial last one; a
         copy of everything where sequences share none. All of them, or none: False, and nothing has changed, when there
         are not enough blocks.
@@ -245,7 +245,7 @@ class BlockTables:
             self.pool.share(child.blocks())
             for source in copied:
                 child.block_table.append(next(fresh))
-                self._moves.append(Move(MoveKind.COPY, source, child.block_table[-1]))
+                self._moves.append(BlockCopy(CopyKind.COPY, source, child.block_table[-1]))
             child.num_computed = parent.num_computed
             # Of copies too: they must not be offered, for they may come to be given back before they are made.
             child.num_published = parent.num_published
@@ -253,7 +253,7 @@ class BlockTables:
 
     # -- publishing
 
-    def publish(self, sequence: Sequence, *, computed_now: bool = False) -> None:
+    def publish(self, sequence: Seq, *, computed_now: bool = False) -> None:
         """Offers to the prefix table every block that is full, known and planned to be written; `computed_now`: by the
         step being planned.
         """
@@ -283,7 +283,7 @@ class BlockTables:
         if computed_now and self._partial_hits:
             self._being_computed.append(blocks)
 
-    def _is_entered(self, sequence: Sequence, index: int, digest: bytes) -> bool:
+    def _is_entered(self, sequence: Seq, index: int, digest: bytes) -> bool:
         """Whether what the table has under a digest really is the sequence's logical block: its own, or another copy of
         the same prefix, which is told by its tokens. Then the next block can be entered after it. -1 is the root.
         """
@@ -295,7 +295,7 @@ class BlockTables:
         walked = self.pool.table.follow(sequence.request.root, sequence.chunks(self._block_size, 0, index + 1))
         return len(walked) == index + 1 and walked[-1] == entry
 
-    def grow(self, sequences: List[Sequence], blocks: Blocks, chunks: Chunks) -> None:
+    def grow(self, sequences: Sequence[Seq], blocks: Blocks, chunks: Chunks) -> None:
         """Appends one block to each table, [n], whose last one is full by then with token ids `chunks`,
         [n, block_size], and publishes that one. What a decoding sequence does once in block_size steps.
         """
@@ -337,7 +337,7 @@ class BlockTables:
                 sequence = sequences[ready[place]]
                 self._publish_again(sequence, sequence.num_published - 1)
 
-    def _publish_again(self, sequence: Sequence, index: int) -> None:
+    def _publish_again(self, sequence: Seq, index: int) -> None:
         """`publish` for the logical block `index`, which is full: the way of prompts, which wants to know how far it
         has come, for the few blocks that are not simply the next one.
         """
@@ -345,7 +345,7 @@ class BlockTables:
         sequence.num_computed = (index + 1) * self._block_size
         self.publish(sequence)
 
-    def _extend_digests(self, sequence: Sequence) -> None:
+    def _extend_digests(self, sequence: Seq) -> None:
         """Brings `digests` up to the full blocks of the known tokens."""
         size = self._block_size
         full, done = len(sequence.token_ids) // size, len(sequence.digests)
@@ -356,7 +356,7 @@ class BlockTables:
 
     # -- giving back
 
-    def swap_out(self, group: List[Sequence], policy: SwapPolicy) -> None:
+    def swap_out(self, group: Sequence[Seq], policy: SwapPolicy) -> None:
         """Before `free`: keeps in the host pool what these sequences have computed, if the policy is for it, as far as
         there is room.
         """
@@ -366,16 +366,16 @@ class BlockTables:
             if policy.swaps(*self._swapper.cost(group)):
                 self._swapper.swap_out(group)
 
-    def drop_swapped(self, sequence: Sequence) -> None:
+    def drop_swapped(self, sequence: Seq) -> None:
         """Gives back what the host pool keeps for a sequence."""
         self._swapper.drop(sequence)
 
-    def free(self, sequence: Sequence) -> None:
+    def free(self, sequence: Seq) -> None:
         """Publishes what is full by now and gives every block back, last block first."""
         self.publish(sequence)
         self.forget(sequence)
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: Seq) -> None:
         """Gives every block back."""
         # Moves into them that are listed already stay: whoever gets these blocks next has his own listed behind, and
         # a swap-out may have read them in between.

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagekv.kvmanager.errors import InvariantError
-from pagekv.kvmanager.scheduling.sequence import NO_HANDLE, Sequence
+from pagekv.kvmanager.scheduling.sequence import NO_HANDLE, Seq
 
 Rows = NDArray[np.intp]
 _T = TypeVar("_T", bound=np.generic)
@@ -24,14 +24,14 @@ _T = TypeVar("_T", bound=np.generic)
 _NEVER = np.iinfo(np.int32).max
 
 
-class SequenceRows:
+class DecodeBatch:
     """Columns by handle. Counts are tokens, int32; invariant of a decoding row: computed == known + pending - 1, and
     then known >= computed, because no more than one token is promised when the next step is planned.
     """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._sequences: list[Sequence | None] = []
+        self._sequences: list[Seq | None] = []
         # Free handles, smallest first: rows stay close together.
         self._free: list[int] = []
         # Handles whose sequence left while a step in flight samples them.
@@ -75,7 +75,7 @@ class SequenceRows:
 
     # -- life of a row
 
-    def open(self, sequence: Sequence) -> None:
+    def open(self, sequence: Seq) -> None:
         """Gives the sequence a handle."""
         if not self._free:
             self._grow(2 * len(self._sequences))
@@ -85,7 +85,7 @@ class SequenceRows:
         self.pending[handle] = 0
         self.known[handle] = 0
 
-    def start_decoding(self, sequence: Sequence) -> None:
+    def start_decoding(self, sequence: Seq) -> None:
         """From now on the row counts: every known token is computed or in a planned step, and a token is promised."""
         handle, known, size = sequence.handle, len(sequence.token_ids), self._block_size
         sampling = sequence.request.command.sampling
@@ -103,17 +103,17 @@ class SequenceRows:
         self.decoding[handle] = True
         self._decoding_rows = None
 
-    def expect_candidates(self, sequence: Sequence) -> None:
+    def expect_candidates(self, sequence: Seq) -> None:
         """A beam: the executor will answer once, and the token it answers with does not count."""
         self.pending[sequence.handle] = 1
         self.alive[sequence.handle] = False
 
-    def stop_decoding(self, sequence: Sequence) -> None:
+    def stop_decoding(self, sequence: Seq) -> None:
         """It takes part in no further step; promised tokens still come."""
         self.decoding[sequence.handle] = False
         self._decoding_rows = None
 
-    def leave(self, sequence: Sequence, *, finished: bool) -> None:
+    def leave(self, sequence: Seq, *, finished: bool) -> None:
         """Ends the sequence's stay; with nothing promised its handle is free at once, else once that has come.
 
         Tokens promised to a finished sequence are dropped, those of a preempted one still count.
@@ -157,7 +157,7 @@ class SequenceRows:
 
     # -- whole steps
 
-    def of(self, rows: Rows) -> list[Sequence]:
+    def of(self, rows: Rows) -> list[Seq]:
         """The sequences in these rows, ascending, which must be in use."""
         at = span(rows)
         found = self._sequences[at] if isinstance(at, slice) else map(self._sequences.__getitem__, at.tolist())
@@ -198,7 +198,7 @@ class SequenceRows:
 
     # -- single rows
 
-    def sync(self, sequence: Sequence) -> None:
+    def sync(self, sequence: Seq) -> None:
         """Writes counts and tokens of a row back to its sequence, if it decodes or did."""
         handle = sequence.handle
         if self.known[handle]:
@@ -206,7 +206,7 @@ class SequenceRows:
             sequence.num_computed = int(self.computed[handle])
             sequence.num_pending = int(self.pending[handle])
 
-    def _sync_tokens(self, sequence: Sequence) -> None:
+    def _sync_tokens(self, sequence: Seq) -> None:
         handle, size = sequence.handle, self._block_size
         known = int(self.known[handle])
         while (have := len(sequence.token_ids)) < known:
@@ -216,7 +216,7 @@ class SequenceRows:
 
     # -- proof
 
-    def check_integrity(self, here: list[Sequence]) -> None:
+    def check_integrity(self, here: list[Seq]) -> None:
         """Checks the rows against the sequences that are at the executor; raises InvariantError."""
         for sequence in here:
             handle = sequence.handle

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.scheduling.block_tables import BlockTables
-from pagekv.kvmanager.scheduling.decode_batch import SequenceRows
-from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_HANDLE, LiveRequest, Sequence, SequenceState
-from pagekv.kvmanager.scheduling.shared_prefill import Followers
-from pagekv.kvmanager.scheduling.step_plan import NewSequence, StepPlan
+from pagekv.kvmanager.scheduling.decode_batch import DecodeBatch
+from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_HANDLE, LiveRequest, Seq, SeqStatus
+from pagekv.kvmanager.scheduling.shared_prefill import SharedPrefill
+from pagekv.kvmanager.scheduling.step_plan import NewSeq, StepPlan
 from pagekv.kvmanager.scheduling.swapping import SwapCounters, SwapPolicy
 from pagekv.kvmanager.scheduling.waiting_queue import WaitingQueue
 
@@ -64,7 +64,7 @@ class SchedulerCounters:
     swaps: SwapCounters = field(default_factory=SwapCounters)
 
 
-class Running:
+class RunningQueue:
     """Of one epoch: a new one begins with empty pools. What waits and what is counted goes on."""
 
     def __init__(
@@ -87,21 +87,21 @@ class Running:
             fork_sharing=limits.fork_sharing,
             write_back=limits.write_back,
         )
-        self.rows = SequenceRows(pool.block_size)
+        self.rows = DecodeBatch(pool.block_size)
         self.waiting = waiting
         self.counters = counters
         # Sorted by key; RUNNING and DRAINING.
-        self.order: list[Sequence] = []
+        self.order: list[Seq] = []
         # Of those, the ones with known tokens left to plan; sorted by key.
-        self.prefilling: list[Sequence] = []
+        self.prefilling: list[Seq] = []
         # Those that hold blocks, or beams that will get one, and are to enter the executor; sorted by key.
-        self.returning: list[Sequence] = []
+        self.returning: list[Seq] = []
         # Of those, the ones that share blocks which are yet to be computed.
-        self.followers = Followers(pool.block_size)
+        self.followers = SharedPrefill(pool.block_size)
         # Handles that the executor still holds and the next step must drop.
         self.leaving: list[int] = []
         # Preempted since the latest plan, and whether something was kept in the host pool.
-        self.preempted: list[tuple[Sequence, bool]] = []
+        self.preempted: list[tuple[Seq, bool]] = []
         # Sequences in the state FORKING.
         self.num_forking = 0
 
@@ -116,20 +116,20 @@ class Running:
 
     # -- in
 
-    def hold(self, sequence: Sequence) -> None:
+    def hold(self, sequence: Seq) -> None:
         """A sequence that has its blocks takes its place."""
-        sequence.state = SequenceState.RUNNING
+        sequence.state = SeqStatus.RUNNING
         insort(self.order, sequence, key=key)
 
-    def enter(self, plan: StepPlan, sequence: Sequence, budget: int, sampling: list[int]) -> None:
+    def enter(self, plan: StepPlan, sequence: Seq, budget: int, sampling: list[int]) -> None:
         """Makes a sequence of the order known to the executor, and plans its first chunk."""
         self.rows.open(sequence)
         insort(self.prefilling, sequence, key=key)
         tokens, table = sequence.token_ids[:], sequence.block_table[:]
-        plan.new.append(NewSequence(sequence, sequence.handle, tokens, table, sequence.num_computed))
+        plan.new.append(NewSeq(sequence, sequence.handle, tokens, table, sequence.num_computed))
         self.plan_chunk(plan, sequence, budget, sampling)
 
-    def plan_chunk(self, plan: StepPlan, sequence: Sequence, budget: int, sampling: list[int]) -> None:
+    def plan_chunk(self, plan: StepPlan, sequence: Seq, budget: int, sampling: list[int]) -> None:
         """As many of the known tokens as the budget has left."""
         remaining = len(sequence.token_ids) - sequence.num_computed
         chunk = min(remaining, budget - plan.num_tokens)
@@ -147,18 +147,18 @@ class Running:
                 self.rows.start_decoding(sequence)
             else:
                 # What follows is not the token that it samples: it leaves after this step and waits for the decision.
-                sequence.state = SequenceState.DRAINING
+                sequence.state = SeqStatus.DRAINING
                 self.rows.expect_candidates(sequence)
                 plan.beams[sequence.handle] = sequence
         # Steps run in order and a layer writes the whole step's keys and values before it attends, so the blocks of
         # this chunk can be hit by the very next admission, even within this step.
         self.tables.publish(sequence, computed_now=True)
 
-    def block_for(self, sequence: Sequence) -> int:
+    def block_for(self, sequence: Seq) -> int:
         """One block for a sequence, preempting from the end of the order; -1 when that reached the sequence itself,
         which then waits.
         """
-        while sequence.state is SequenceState.RUNNING:
+        while sequence.state is SeqStatus.RUNNING:
             blocks = self.pool.allocate(1)
             if blocks is not None:
                 return int(blocks[0])
@@ -166,7 +166,7 @@ class Running:
                 self._preempt_own(sequence.request)
         return -1
 
-    def preempt_behind(self, sequence: Sequence) -> bool:
+    def preempt_behind(self, sequence: Seq) -> bool:
         """Preempts a request that stands behind this sequence's: the last, but for those that were preempted often
         enough while there is another. False when nobody is behind. The front of the order is never preempted so.
         """
@@ -195,14 +195,14 @@ class Running:
 
     # -- out
 
-    def queue(self, sequences: Iterable[Sequence]) -> None:
+    def queue(self, sequences: Iterable[Seq]) -> None:
         """Makes sequences that hold nothing wait for admission."""
         for sequence in sequences:
-            self.num_forking -= sequence.state is SequenceState.FORKING
-            sequence.state = SequenceState.WAITING
+            self.num_forking -= sequence.state is SeqStatus.FORKING
+            sequence.state = SeqStatus.WAITING
             self.waiting.push(sequence)
 
-    def preempt(self, sequence: Sequence, *, apart: bool = False) -> None:
+    def preempt(self, sequence: Seq, *, apart: bool = False) -> None:
         """Frees every block of a request, or of the one sequence `apart`; its sequences wait, and go on from what they
         find cached or swapped out. Tokens in flight still count, unless they are beams: those compute them again.
         """
@@ -212,7 +212,7 @@ class Running:
             self.counters.preemptions += 1
             member.preemptions += 1
             member.candidates = None
-            self._leave(member, SequenceState.WAITING)
+            self._leave(member, SeqStatus.WAITING)
         # Of what they share, one copy, before any of them gives it back.
         self.tables.swap_out(members, self.limits.swap)
         for member in reversed(members):
@@ -224,18 +224,18 @@ class Running:
     def preempt_all(self) -> None:
         """Preempts every sequence but those whose last token is in flight."""
         for sequence in reversed(self.order[:]):
-            if sequence.state is not SequenceState.WAITING and _may_be_preempted(sequence):
+            if sequence.state is not SeqStatus.WAITING and _may_be_preempted(sequence):
                 self.preempt(sequence)
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: Seq) -> None:
         """A sequence ends: its blocks go back to the pool, last block first."""
-        self._leave(sequence, SequenceState.FINISHED)
+        self._leave(sequence, SeqStatus.FINISHED)
         self.tables.free(sequence)
 
-    def _leave(self, sequence: Sequence, state: SequenceState) -> None:
+    def _leave(self, sequence: Seq, state: SeqStatus) -> None:
         """The one way out of the order."""
         self.followers.hand_over(sequence)
-        at_executor = sequence.state is SequenceState.RUNNING and sequence.handle != NO_HANDLE
+        at_executor = sequence.state is SeqStatus.RUNNING and sequence.handle != NO_HANDLE
         del self.order[bisect_left(self.order, sequence.key, key=key)]
         for others in (self.prefilling, self.returning):
             if sequence in others:
@@ -244,7 +244,7 @@ class Running:
         if at_executor:
             self.leaving.append(sequence.handle)
         if sequence.handle != NO_HANDLE:
-            self.rows.leave(sequence, finished=state is SequenceState.FINISHED)
+            self.rows.leave(sequence, finished=state is SeqStatus.FINISHED)
 
     def lose(self) -> None:
         """The executor is gone with every block: what ran waits and is recomputed from its tokens."""
@@ -255,12 +255,12 @@ class Running:
         self.queue(self.order)
 
 
-def _may_be_preempted(sequence: Sequence) -> bool:
+def _may_be_preempted(sequence: Seq) -> bool:
     """Of the order: what is draining gives its blocks back by itself very soon, unless it is a beam, which may have to
     wait for others."""
-    return sequence.state is SequenceState.RUNNING or sequence.request.search is not None
+    return sequence.state is SeqStatus.RUNNING or sequence.request.search is not None
 
 
-def key(sequence: Sequence) -> tuple[int, int, int]:
+def key(sequence: Seq) -> tuple[int, int, int]:
     """Smaller runs first and is preempted last."""
     return sequence.key

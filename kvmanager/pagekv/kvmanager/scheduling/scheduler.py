@@ -15,8 +15,7 @@ only for the few that cross a block border, begin or end.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as List
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -27,9 +26,9 @@ from pagekv.kvmanager.kvcache.prefix_table import Blocks
 from pagekv.kvmanager.scheduling.admission import Admission
 from pagekv.kvmanager.scheduling.beam_scheduler import begin_search, give_blocks, take_candidates
 from pagekv.kvmanager.scheduling.decode_batch import Rows, span
-from pagekv.kvmanager.scheduling.running_queue import Running, SchedulerCounters, SchedulerLimits, key
-from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_HANDLE, LiveRequest, Sequence, SequenceState
-from pagekv.kvmanager.scheduling.step_plan import Committed, StepOutcome, StepPlan
+from pagekv.kvmanager.scheduling.running_queue import RunningQueue, SchedulerCounters, SchedulerLimits, key
+from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_HANDLE, LiveRequest, Seq, SeqStatus
+from pagekv.kvmanager.scheduling.step_plan import Committed, StepPlan, StepResult
 from pagekv.kvmanager.scheduling.stop_check import find_endings
 from pagekv.kvmanager.scheduling.waiting_queue import WaitingQueue
 
@@ -44,7 +43,7 @@ class Scheduler:
         pool: BlockPool,
         limits: SchedulerLimits,
         eos_token_ids: Iterable[int],
-        on_admission: Callable[[Sequence], None] = lambda sequence: None,
+        on_admission: Callable[[Seq], None] = lambda sequence: None,
         host: HostPool | None = None,
     ) -> None:
         """`on_admission` is called with every sequence that gets its blocks for the first time, before it publishes.
@@ -53,7 +52,7 @@ class Scheduler:
         self.counters = SchedulerCounters()
         self.waiting = WaitingQueue()
         host = HostPool(0, pool.block_size) if host is None else host
-        self._running = Running(pool, host, limits, self.waiting, self.counters)
+        self._running = RunningQueue(pool, host, limits, self.waiting, self.counters)
         self._rows = self._running.rows
         self._eos = tuple(eos_token_ids)
         self._admission = Admission(self._running, on_admission)
@@ -74,7 +73,7 @@ class Scheduler:
         return self._running.limits
 
     @property
-    def running(self) -> list[Sequence]:
+    def running(self) -> list[Seq]:
         """Sequences that hold blocks, first to be served first. Not to be changed."""
         return self._running.order
 
@@ -131,7 +130,7 @@ class Scheduler:
         if np.count_nonzero(last):
             # The last token it may have is promised already: leave the executor, keep the blocks until it is here.
             for sequence in rows_of.of(rows[last]):
-                sequence.state = SequenceState.DRAINING
+                sequence.state = SeqStatus.DRAINING
                 rows_of.stop_decoding(sequence)
                 plan.finished.append(sequence.handle)
             rows = rows_of.decoding_rows()
@@ -167,10 +166,10 @@ class Scheduler:
             order = sorted(range(len(rows)), key=lambda position: sequences[position].key)
             got = [(position, block) for position in order if (block := running.block_for(sequences[position])) >= 0]
             for position, block in got:
-                if sequences[position].state is not SequenceState.RUNNING:
+                if sequences[position].state is not SeqStatus.RUNNING:
                     # Another sequence of its request found no block, and they wait together.
                     running.pool.free(np.array([block], np.int32))
-            got = [(position, block) for position, block in got if sequences[position].state is SequenceState.RUNNING]
+            got = [(position, block) for position, block in got if sequences[position].state is SeqStatus.RUNNING]
             kept = [position for position, _ in got]
             rows, chunks, sequences = rows[kept], chunks[kept], [sequences[position] for position in kept]
             blocks = np.array([block for _, block in got], np.int32)
@@ -187,7 +186,7 @@ class Scheduler:
 
     # -- results
 
-    def commit(self, plan: StepPlan, outcome: StepOutcome) -> Committed:
+    def commit(self, plan: StepPlan, outcome: StepResult) -> Committed:
         """Takes in a step's tokens and finishes sequences that ended. Tokens for sequences that have finished since
         are dropped. Raises InvariantError when the outcome does not answer the plan.
         """
@@ -223,23 +222,23 @@ class Scheduler:
 
     # -- leaving
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: Seq) -> None:
         """Ends a sequence in any state; its blocks are free for the very next step. Idempotent."""
         running, state = self._running, sequence.state
-        if state is SequenceState.FORKING:
+        if state is SeqStatus.FORKING:
             running.num_forking -= 1
-        elif state is SequenceState.WAITING:
+        elif state is SeqStatus.WAITING:
             if sequence.handle != NO_HANDLE:
                 self._rows.leave(sequence, finished=True)
-            sequence.state = SequenceState.FINISHED
+            sequence.state = SeqStatus.FINISHED
             running.tables.drop_swapped(sequence)
             self.waiting.forget()
-        elif state is not SequenceState.FINISHED:
+        elif state is not SeqStatus.FINISHED:
             running.release(sequence)
-        sequence.state = SequenceState.FINISHED
-        if sequence.index == 0 and state is SequenceState.WAITING:
+        sequence.state = SeqStatus.FINISHED
+        if sequence.index == 0 and state is SeqStatus.WAITING:
             # Nobody computes the prompt for the others any more.
-            running.queue(s for s in sequence.request.sequences if s.state is SequenceState.FORKING)
+            running.queue(s for s in sequence.request.sequences if s.state is SeqStatus.FORKING)
 
     def forget(self, request: LiveRequest) -> None:
         """All its sequences have finished. They point at it: without pointing back, so that what they hold goes with
@@ -271,7 +270,7 @@ class Scheduler:
         pool.hash_alarms += lost.pool.hash_alarms
         host.evictions += lost.host.evictions
         host.hash_alarms += lost.host.hash_alarms
-        self._running = Running(pool, host, limits, self.waiting, self.counters)
+        self._running = RunningQueue(pool, host, limits, self.waiting, self.counters)
         self._running.num_forking = lost.num_forking
         self._rows = self._running.rows
         self._eos = tuple(eos_token_ids)
@@ -300,7 +299,7 @@ class Scheduler:
 
     # -- proof
 
-    def check_integrity(self, live: Iterable[Sequence], pins: Iterable[List[int]] = ()) -> None:
+    def check_integrity(self, live: Iterable[Seq], pins: Iterable[Sequence[int]] = ()) -> None:
         """Recomputes block counts and queue lengths from the live sequences and the blocks of each pin; raises
         InvariantError.
         """
@@ -312,14 +311,14 @@ class Scheduler:
         self.host.check_integrity([s.swapped.held() for s in sequences if s.swapped and s.swapped.pool is self.host])
         if sorted(held, key=key) != self.running:
             raise InvariantError(f"{len(held)} sequences hold blocks, the running order has {len(self.running)}")
-        waiting = sum(1 for s in sequences if s.state is SequenceState.WAITING)
+        waiting = sum(1 for s in sequences if s.state is SeqStatus.WAITING)
         if waiting != len(self.waiting):
             raise InvariantError(f"{waiting} sequences wait, the waiting queue counts {len(self.waiting)}")
-        forking = {s.request.arrival for s in sequences if s.state is SequenceState.FORKING}
-        if self._running.num_forking != sum(1 for s in sequences if s.state is SequenceState.FORKING):
+        forking = {s.request.arrival for s in sequences if s.state is SeqStatus.FORKING}
+        if self._running.num_forking != sum(1 for s in sequences if s.state is SeqStatus.FORKING):
             raise InvariantError(f"{self._running.num_forking} sequences are counted that wait for a fork")
         parents = {request.arrival for request in self._admission.forking}
-        parents |= {s.request.arrival for s in sequences if s.index == 0 and s.state is SequenceState.WAITING}
+        parents |= {s.request.arrival for s in sequences if s.index == 0 and s.state is SeqStatus.WAITING}
         if not forking <= parents:
             raise InvariantError(f"requests {sorted(forking - parents)} wait for a fork that nobody makes")
         # Beams are at the executor only while they compute, and those that return are not there yet.

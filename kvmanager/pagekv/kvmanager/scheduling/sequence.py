@@ -19,7 +19,7 @@ NO_HANDLE = -1
 NEVER = 2**40
 
 
-class SequenceState(Enum):
+class SeqStatus(Enum):
     """WAITING ⇄ RUNNING (admit, preempt) → DRAINING (every token it may have is in flight) → FINISHED.
 
     FORKING → RUNNING (fork) or → WAITING (its fork was refused). Any state → FINISHED by abort or stop.
@@ -33,7 +33,7 @@ class SequenceState(Enum):
 
 
 # Of those that have a block table.
-HOLDING = (SequenceState.RUNNING, SequenceState.DRAINING)
+HOLDING = (SeqStatus.RUNNING, SeqStatus.DRAINING)
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +46,7 @@ class LiveRequest:
     # Parent digest of its first block: 32 bytes.
     root: bytes
     # Those of beam search are its live beams, best first.
-    sequences: list[Sequence] = field(default_factory=list)
+    sequences: list[Seq] = field(default_factory=list)
     search: BeamSearch | None = None
     # Steps, in all, for which sequences that were preempted together stood at the head of the queue and did not fit.
     steps_at_head: int = 0
@@ -76,7 +76,7 @@ class Swapped:
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class Seq:
     """Progress, in tokens. Invariants while RUNNING or DRAINING:
 
     num_computed <= len(token_ids) + num_pending, and len(block_table) == ceil(max(known, num_computed) / block_size)
@@ -99,7 +99,7 @@ class Sequence:
     publishes: bool = True
     # First position that stands for a medium: from its block on, tokens alone do not tell blocks apart.
     first_media: int = NEVER
-    state: SequenceState = SequenceState.WAITING
+    state: SeqStatus = SeqStatus.WAITING
     # int32.
     block_table: array[int] = field(default_factory=lambda: array("i"))
     # Digests of the full blocks of token_ids, computed once per block.
@@ -130,9 +130,9 @@ class Sequence:
         """Tokens generated, resumed ones included."""
         return len(self.token_ids) - self.num_prompt
 
-    def branch(self, index: int) -> Sequence:
+    def branch(self, index: int) -> Seq:
         """Another sequence with the same past, which holds nothing yet."""
-        return Sequence(
+        return Seq(
             request=self.request,
             index=index,
             token_ids=self.token_ids[:],
@@ -170,7 +170,7 @@ def live_request(
     tokens = array("I", command.prompt_ids)
     first_media = min((span.position for span in command.identity.media), default=NEVER)
     request.sequences = [
-        Sequence(
+        Seq(
             request=request,
             index=index,
             token_ids=tokens[:],
@@ -179,7 +179,7 @@ def live_request(
             key=(rank, arrival, index),
             publishes=command.identity.write,
             first_media=first_media,
-            state=SequenceState.FORKING if index else SequenceState.WAITING,
+            state=SeqStatus.FORKING if index else SeqStatus.WAITING,
         )
         for index in range(1 if command.sampling.beam_width else command.n)
     ]

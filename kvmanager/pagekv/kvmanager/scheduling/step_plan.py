@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from pagekv.kvmanager.request.command import FinishReason
 from pagekv.kvmanager.request.logprobs import TokenLogprobs
-from pagekv.kvmanager.scheduling.sequence import LiveRequest, Sequence
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
 
 _NOBODY = np.empty(0, np.intp)
 
 
-class MoveKind(Enum):
+class CopyKind(Enum):
     """Which pools a copy of a whole block connects."""
 
     COPY = "copy"  # device to device
@@ -25,19 +25,19 @@ class MoveKind(Enum):
     SWAP_IN = "swap_in"  # host to device
 
 
-class Move(NamedTuple):
+class BlockCopy(NamedTuple):
     """One block to copy: block ids in the pools that `kind` connects."""
 
-    kind: MoveKind
+    kind: CopyKind
     source: int
     destination: int
 
 
 @dataclass(frozen=True, slots=True)
-class NewSequence:
+class NewSeq:
     """A sequence that enters the executor, as it stood when the step was planned."""
 
-    sequence: Sequence
+    sequence: Seq
     handle: int
     token_ids: array[int]
     block_ids: array[int]
@@ -50,8 +50,8 @@ class StepPlan:
 
     finished: list[int]
     # Blocks to copy, one after the other, before anything is computed.
-    moves: list[Move] = field(default_factory=list)
-    new: list[NewSequence] = field(default_factory=list)
+    moves: list[BlockCopy] = field(default_factory=list)
+    new: list[NewSeq] = field(default_factory=list)
     append_handles: list[int] = field(default_factory=list)
     append_blocks: list[int] = field(default_factory=list)
     # Sequences that do not compute exactly one token in this step.
@@ -60,14 +60,14 @@ class StepPlan:
     # Handles of those that sample in this step, ascending. Stays with the manager.
     sampling: NDArray[np.intp] = field(default_factory=lambda: _NOBODY)
     # Of those, beams: not the sampled token counts but the likeliest ones. Handle to sequence; stays with the manager.
-    beams: dict[int, Sequence] = field(default_factory=dict)
+    beams: dict[int, Seq] = field(default_factory=dict)
     num_tokens: int = 0
     # Preempted since the plan before; True where something was kept in the host pool. Stays with the manager.
-    preempted: list[tuple[Sequence, bool]] = field(default_factory=list)
+    preempted: list[tuple[Seq, bool]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
-class StepOutcome:
+class StepResult:
     """What the executor reports of a step."""
 
     step: int
@@ -91,7 +91,7 @@ class Ending:
 class Committed:
     """What a step brought: one token each for these sequences, and which of them end with it, by position."""
 
-    sequences: list[Sequence]
+    sequences: list[Seq]
     # Their handles in that step.
     handles: list[int]
     token_ids: list[int]

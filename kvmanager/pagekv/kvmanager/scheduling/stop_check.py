@@ -6,12 +6,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagekv.kvmanager.request.command import FinishReason
-from pagekv.kvmanager.scheduling.decode_batch import Rows, SequenceRows, span
+from pagekv.kvmanager.scheduling.decode_batch import DecodeBatch, Rows, span
 from pagekv.kvmanager.scheduling.step_plan import Ending
 
 
 def find_endings(
-    rows_of: SequenceRows, rows: Rows, tokens: NDArray[np.uint32], known: NDArray[np.int32], eos: tuple[int, ...]
+    rows_of: DecodeBatch, rows: Rows, tokens: NDArray[np.uint32], known: NDArray[np.int32], eos: tuple[int, ...]
 ) -> dict[int, Ending]:
     """Which rows end with the token they just got, by position in `rows`. `known`: how many tokens each has now."""
     full = known > rows_of.last_input[span(rows)]

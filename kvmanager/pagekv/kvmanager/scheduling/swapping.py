@@ -5,14 +5,17 @@ them on the device; its partial tail goes under no key. The sequences of one req
 copied once. So coming back is a lookup, block by block: device hit, else host hit, else recompute. Blocks evicted from
 the device can take the same way (write-back), and then serve as a second, larger prefix cache.
 
-Every copy is one `Move`, in the order decided, ahead of all computing of its step. Steps are ordered too, so a device
-block can be given away as soon as its move is listed, and a host block likewise.
+Every copy is one `BlockCopy`, in the order decided, ahead of all computing of its step. Steps are ordered too, so a
+device block can be given away as soon as its copy is listed, and a host block likewise.
+
+Swapping costs copies, out now and in again later; recomputing costs a prefill of the same tokens. Which is less depends
+on block size, length and machine (PagedAttention, section 7.3), so `auto` asks for every victim.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence as List
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -21,8 +24,8 @@ import numpy as np
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
 from pagekv.kvmanager.kvcache.prefix_table import Blocks, Chunks
-from pagekv.kvmanager.scheduling.sequence import Sequence, Swapped
-from pagekv.kvmanager.scheduling.step_plan import Move, MoveKind
+from pagekv.kvmanager.scheduling.sequence import Seq, Swapped
+from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind
 
 _NO_BLOCKS = np.empty(0, np.int32)
 
@@ -40,7 +43,7 @@ class Swapper:
     """Lists moves between the pools of one epoch."""
 
     def __init__(
-        self, pool: BlockPool, host: HostPool, moves: list[Move], counters: SwapCounters, *, shared: bool
+        self, pool: BlockPool, host: HostPool, moves: list[BlockCopy], counters: SwapCounters, *, shared: bool
     ) -> None:
         """`moves` is where copies are listed, and the caller's. `shared`: contents are kept under their digests, for
         every sequence with the same prefix; else each for the sequence that held them.
@@ -53,7 +56,7 @@ class Swapper:
 
     # -- out
 
-    def cost(self, group: List[Sequence]) -> tuple[int, int, int]:
+    def cost(self, group: Sequence[Seq]) -> tuple[int, int, int]:
         """What swapping these sequences would take: blocks to copy out now, blocks to copy in later, and the tokens
         that would have to be computed again instead. Blocks that others hold count for nothing, those that several of
         these hold count once.
@@ -73,7 +76,7 @@ class Swapper:
             seen.update(blocks)
         return out, back, tokens
 
-    def swap_out(self, group: List[Sequence]) -> None:
+    def swap_out(self, group: Sequence[Seq]) -> None:
         """Keeps what these sequences have computed, as far as the host pool has room, before their blocks are freed.
         What several of them hold is copied once, and all of them hold the copy.
         """
@@ -87,7 +90,7 @@ class Swapper:
             blocks = blocks if len(found) == len(places) else blocks[: places[len(found)]]
             self.host.hold([kept[block] for block in blocks if kept.get(block, NO_BLOCK) != NO_BLOCK])
             sources = [blocks[place] for place in places[: len(found)]]
-            self._copy(MoveKind.SWAP_OUT, [sources[at] for at in fresh], [found[at] for at in fresh])
+            self._copy(CopyKind.SWAP_OUT, [sources[at] for at in fresh], [found[at] for at in fresh])
             self._counters.swapped_out += len(fresh)
             kept.update(zip(sources, found, strict=True))
             held = [kept[block] for block in blocks]
@@ -95,7 +98,7 @@ class Swapper:
                 end = min(sequence.num_computed, len(blocks) * self._pool.block_size)
                 sequence.swapped = Swapped(self.host, held, end)
 
-    def _elsewhere(self, group: List[Sequence]) -> list[int]:
+    def _elsewhere(self, group: Sequence[Seq]) -> list[int]:
         """Device blocks of these sequences that others hold too, and that can be found by their digests."""
         if not self._shared:
             return []
@@ -105,12 +108,12 @@ class Swapper:
         found: list[int] = blocks[stays].tolist()
         return found
 
-    def _written(self, sequence: Sequence) -> list[int]:
+    def _written(self, sequence: Seq) -> list[int]:
         """The device blocks that hold something, from the first one on."""
         blocks: list[int] = sequence.block_table[: -(-sequence.num_computed // self._pool.block_size)].tolist()
         return blocks
 
-    def _contents(self, sequence: Sequence, places: list[int]) -> tuple[list[bytes | None], Chunks, list[bytes]]:
+    def _contents(self, sequence: Seq, places: list[int]) -> tuple[list[bytes | None], Chunks, list[bytes]]:
         """Of the logical blocks `places`, ascending, as `HostPool.keep` takes them: digests, None of those that are
         private, which come last; and of the others the token ids and the digests before them.
         """
@@ -134,18 +137,18 @@ class Swapper:
         while begin < len(sources) and (room := self.host.num_free):
             part = slice(begin, begin + room)
             found, fresh = self.host.keep(digests[part], tokens[part], parents[part])
-            self._copy(MoveKind.SWAP_OUT, [sources[begin + at] for at in fresh], [found[at] for at in fresh])
+            self._copy(CopyKind.SWAP_OUT, [sources[begin + at] for at in fresh], [found[at] for at in fresh])
             self._counters.written_back += len(fresh)
             self.host.release(found)
             begin += room
 
-    def _copy(self, kind: MoveKind, sources: list[int], destinations: list[int]) -> None:
+    def _copy(self, kind: CopyKind, sources: list[int], destinations: list[int]) -> None:
         """Lists the copies of blocks into others, as many."""
-        self._moves += map(Move._make, zip(repeat(kind, len(sources)), sources, destinations, strict=True))
+        self._moves += map(BlockCopy._make, zip(repeat(kind, len(sources)), sources, destinations, strict=True))
 
     # -- in
 
-    def match(self, sequence: Sequence, first: int) -> tuple[list[int], int]:
+    def match(self, sequence: Seq, first: int) -> tuple[list[int], int]:
         """Host blocks that hold the sequence from logical block `first` on without a gap, and the position behind what
         they hold. At least one known token is left to compute.
         """
@@ -179,10 +182,10 @@ class Swapper:
 
     def swap_in(self, host_blocks: list[int], device_blocks: list[int]) -> None:
         """Lists the copies into device blocks, as many."""
-        self._copy(MoveKind.SWAP_IN, host_blocks, device_blocks)
+        self._copy(CopyKind.SWAP_IN, host_blocks, device_blocks)
         self._counters.swapped_in += len(host_blocks)
 
-    def drop(self, sequence: Sequence) -> None:
+    def drop(self, sequence: Seq) -> None:
         """The sequence does not need what was kept for it any more. Under their digests the contents stay for others
         as long as there is room.
         """
@@ -192,7 +195,7 @@ class Swapper:
             self.host.release(own.held()[::-1])
         sequence.swapped = None
 
-    def _own(self, sequence: Sequence) -> Swapped | None:
+    def _own(self, sequence: Seq) -> Swapped | None:
         """What was kept for the sequence, unless that was in the pool of another epoch."""
         swapped = sequence.swapped
         return swapped if swapped is not None and swapped.pool is self.host else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from pagekv.kvmanager.scheduling.sequence import Sequence, SequenceState
+from pagekv.kvmanager.scheduling.sequence import Seq, SeqStatus
 
 # Entries of sequences that no longer wait which are never worth clearing.
 DEAD_ENTRIES = 64
@@ -18,24 +18,24 @@ class WaitingQueue:
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int, int], Sequence]] = []
+        self._heap: list[tuple[tuple[int, int, int], Seq]] = []
         self._length = 0
 
     def __len__(self) -> int:
         return self._length
 
-    def push(self, sequence: Sequence) -> None:
+    def push(self, sequence: Seq) -> None:
         """Adds a sequence whose state is WAITING."""
         heapq.heappush(self._heap, (sequence.key, sequence))
         self._length += 1
 
-    def head(self) -> Sequence | None:
+    def head(self) -> Seq | None:
         """The next to admit, or None."""
-        while self._heap and self._heap[0][1].state is not SequenceState.WAITING:
+        while self._heap and self._heap[0][1].state is not SeqStatus.WAITING:
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None
 
-    def pop(self) -> Sequence:
+    def pop(self) -> Seq:
         """Takes the head; call right after `head` returned it."""
         self._length -= 1
         return heapq.heappop(self._heap)[1]
@@ -44,5 +44,5 @@ class WaitingQueue:
         """Counts one sequence less, which has just left the state WAITING; its entry is dropped when it surfaces."""
         self._length -= 1
         if len(self._heap) > 2 * self._length + DEAD_ENTRIES:
-            self._heap = [entry for entry in self._heap if entry[1].state is SequenceState.WAITING]
+            self._heap = [entry for entry in self._heap if entry[1].state is SeqStatus.WAITING]
             heapq.heapify(self._heap)

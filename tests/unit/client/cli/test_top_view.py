@@ -20,7 +20,7 @@ from support.clients.stack import environment
 from pagekv.client import FailedPrecondition, PageKVClient
 from pagekv.client.cli.commands import top
 from pagekv.client.cli.main import main
-from pagekv.client.cli.top_view import Frame, Look, Rates, spark
+from pagekv.client.cli.top_view import Look, TopFrame, TopRates, spark
 from pagekv.client.types import ModelInfo, RequestInfo, RequestList, Stats
 from pagekv.client.wire import flat
 from pagekv.v1 import cache_service_pb2 as cache_pb
@@ -52,16 +52,16 @@ def look(at: float, **changes: float) -> Look:
     return Look(at, flat(Stats, stats), RequestList(requests, LISTED.total))
 
 
-def drawn(rates: Rates, now: Look, width: int = 100, height: int | None = None, footer: str = "") -> list[str]:
+def drawn(rates: TopRates, now: Look, width: int = 100, height: int | None = None, footer: str = "") -> list[str]:
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
-    frame = Frame("here:1", flat(ModelInfo, INFO), now, rates, footer=footer)
+    frame = TopFrame("here:1", flat(ModelInfo, INFO), now, rates, footer=footer)
     console.print(frame, height=height)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
 
 def test_rates_are_those_since_the_look_before() -> None:
-    rates = Rates()
+    rates = TopRates()
     rates.add(look(0.0))
     changes = {"prompt_tokens_total": 1100, "cached_tokens_total": 590, "generated_tokens_total": 340}
     rates.add(look(2.0, **changes, steps_total=60, executor_busy_us_total=700_000))
@@ -75,7 +75,7 @@ def test_rates_are_those_since_the_look_before() -> None:
 
 
 def test_a_frame_has_rates_blocks_and_requests() -> None:
-    rates = Rates()
+    rates = TopRates()
     rates.add(look(0.0))
     lines = drawn(rates, look(0.0))
     text = "\n".join(lines)
@@ -88,7 +88,7 @@ def test_a_frame_has_rates_blocks_and_requests() -> None:
 
 
 def test_no_slots_are_filled_of_no_block() -> None:
-    rates = Rates()
+    rates = TopRates()
     busy, idle = look(0.0), look(0.0, active_blocks=0, kv_usage=0.0, utilization=1.0)
     rates.add(idle)
     assert any(line.rstrip().endswith("90% of their slots filled") for line in drawn(rates, busy))
@@ -97,7 +97,7 @@ def test_no_slots_are_filled_of_no_block() -> None:
 
 @pytest.mark.parametrize(("width", "height"), [(100, 24), (60, 18), (40, 16)])
 def test_a_frame_fits_its_screen(width: int, height: int) -> None:
-    rates = Rates()
+    rates = TopRates()
     now = look(0.0)
     for at in range(40):
         rates.add(look(at, generated_tokens_total=300 + at, steps_total=50 + at))

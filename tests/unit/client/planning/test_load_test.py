@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from pagekv.client.planning.load_test import Outcome, Spread, Workload, make_jobs, summarise
+from pagekv.client.planning.load_test import LatencySpread, LoadOutcome, Workload, make_jobs, summarise
 
 
 def workload(**changes: object) -> Workload:
@@ -59,26 +59,26 @@ def test_prompts_from_a_text_are_cuts_of_it() -> None:
 
 
 def test_spread() -> None:
-    assert Spread.of([]) is None
-    assert Spread.of([2.0]) == Spread(2, 2, 2, 2, 2)
-    spread = Spread.of([float(i) for i in range(100, -1, -1)])
-    assert spread == Spread(50, 90, 99, 50, 100)
-    between = Spread.of([0.0, 1.0])
+    assert LatencySpread.of([]) is None
+    assert LatencySpread.of([2.0]) == LatencySpread(2, 2, 2, 2, 2)
+    spread = LatencySpread.of([float(i) for i in range(100, -1, -1)])
+    assert spread == LatencySpread(50, 90, 99, 50, 100)
+    between = LatencySpread.of([0.0, 1.0])
     assert between is not None
     assert (between.p50, between.p90, between.p99) == pytest.approx((0.5, 0.9, 0.99))
 
 
 def test_a_report_leaves_failures_out_of_everything_but_errors() -> None:
-    good = Outcome(
+    good = LoadOutcome(
         prompt_tokens=10, cached_tokens=4, output_tokens=3, ttft_s=0.5, total_s=1.0, inter_token_s=[0.2, 0.3]
     )
-    bad = Outcome(prompt_tokens=99, output_tokens=99, ttft_s=9.0, total_s=9.0, error="Overloaded")
+    bad = LoadOutcome(prompt_tokens=99, output_tokens=99, ttft_s=9.0, total_s=9.0, error="Overloaded")
     report = summarise([good, bad, bad], seconds=2.0)
     assert (report.completed, report.errors) == (1, {"Overloaded": 2})
     assert (report.prompt_tokens, report.cached_tokens, report.output_tokens) == (10, 4, 3)
     assert (report.hit_rate, report.requests_per_s) == (0.4, 0.5)
     assert (report.output_tokens_per_s, report.total_tokens_per_s) == (1.5, 6.5)
-    assert report.ttft_s == Spread(0.5, 0.5, 0.5, 0.5, 0.5)
+    assert report.ttft_s == LatencySpread(0.5, 0.5, 0.5, 0.5, 0.5)
     assert report.inter_token_s is not None
     assert report.inter_token_s.max == 0.3
     assert summarise([bad], 1.0).hit_rate == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagekv.client.planning.load_test import Outcome, summarise
+from pagekv.client.planning.load_test import LoadOutcome, summarise
 from pagekv.client.planning.slo import Diagnosis, Objectives
 
 
@@ -30,12 +30,12 @@ def test_objectives_can_be_set() -> None:
 
 def test_a_report_counts_its_requests_by_what_they_point_to() -> None:
     outcomes = [
-        Outcome(ttft_s=0.78, inter_token_s=[0.022]),
-        Outcome(ttft_s=0.048, inter_token_s=[0.01, 0.036]),
-        Outcome(ttft_s=0.051, inter_token_s=[0.002, 0.12]),
-        Outcome(ttft_s=0.05),
-        Outcome(error="Overloaded"),
-        Outcome(),  # no token, so no latency to judge
+        LoadOutcome(ttft_s=0.78, inter_token_s=[0.022]),
+        LoadOutcome(ttft_s=0.048, inter_token_s=[0.01, 0.036]),
+        LoadOutcome(ttft_s=0.051, inter_token_s=[0.002, 0.12]),
+        LoadOutcome(ttft_s=0.05),
+        LoadOutcome(error="Overloaded"),
+        LoadOutcome(),  # no token, so no latency to judge
     ]
     report = summarise(outcomes, 1.0, Objectives())
     assert report.diagnoses == {Diagnosis.PREFILL.value: 1, Diagnosis.WITHIN.value: 2, Diagnosis.DECODE.value: 1}

@@ -9,7 +9,7 @@ import torch
 
 from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
 from pagekv.executor.cpu import attention_plan as plan_module
-from pagekv.executor.cpu.attention_plan import Chunk, DecodeGroup, StepPlan, WindowedChunk
+from pagekv.executor.cpu.attention_plan import CpuAttentionPlan, DecodeGroup, PromptChunk, WindowedChunk
 
 BLOCK_SIZE = 4
 NULL = 10**6
@@ -20,8 +20,8 @@ def scheduled(seq_id: int, table: list[int], start: int, count: int, known: int 
     return Scheduled(SequenceState(seq_id, tokens, 1, table, start, Sampling()), start, count)
 
 
-def build(items: list[Scheduled], block_bytes: int = 2**15) -> StepPlan:
-    return StepPlan(items, BLOCK_SIZE, NULL, block_bytes, torch.float32)
+def build(items: list[Scheduled], block_bytes: int = 2**15) -> CpuAttentionPlan:
+    return CpuAttentionPlan(items, BLOCK_SIZE, NULL, block_bytes, torch.float32)
 
 
 def test_rows_slots_and_samples() -> None:
@@ -113,7 +113,7 @@ def test_shared_blocks_are_read_once_for_all_rows() -> None:
         scheduled(4, [5], 0, 2),
     ]
     plan = build(items, plan_module.CALL_BYTES // 16).reads(None)
-    assert [type(part) for part in plan.parts] == [Chunk, Chunk, Chunk, DecodeGroup]
+    assert [type(part) for part in plan.parts] == [PromptChunk, PromptChunk, PromptChunk, DecodeGroup]
     own, shared = plan.contexts
     assert own.rows == slice(3, 7)
     assert (own.blocks.tolist(), own.num_keys) == ([2], 2)

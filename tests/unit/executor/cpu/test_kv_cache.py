@@ -7,9 +7,9 @@ import torch
 
 from pagekv.executor.backend.interface import BlockCopies, CopyKind
 from pagekv.executor.cpu.kv_cache import KvCache
-from pagekv.executor.model.kv_geometry import Geometry
+from pagekv.executor.model.kv_geometry import BlockGeometry
 
-GEOMETRY = Geometry(num_layers=3, num_kv_heads=2, head_size=5, dtype=torch.float32)
+GEOMETRY = BlockGeometry(num_layers=3, num_kv_heads=2, head_size=5, dtype=torch.float32)
 BLOCK_SIZE = 4
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Sampled, Sampling, SequenceState
 from pagekv.executor.cpu import sampler as cpu_sampler
 from pagekv.executor.cuda import sampling_inputs
-from pagekv.executor.cuda.device_sequences import LiveSequences
+from pagekv.executor.cuda.device_sequences import DeviceSequences
 from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.executor.cuda.sampler import sample
 from pagekv.executor.cuda.sampling_inputs import SamplingInputs
@@ -29,7 +29,7 @@ class DeviceSampler:
 
     def __init__(self, vocab_size: int = VOCAB) -> None:
         self.table = PenaltyTable(vocab_size, torch.device("cpu"))
-        self.live = LiveSequences(64, self.table)
+        self.live = DeviceSequences(64, self.table)
 
     def sample(self, logits: torch.Tensor, states: Sequence[SequenceState]) -> list[Sampled]:
         inputs = SamplingInputs([self.live.get(state) for state in states], logits.shape[1], self.table)

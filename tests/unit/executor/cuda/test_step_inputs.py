@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Sampling, Scheduled, SequenceState
-from pagekv.executor.cuda.device_sequences import NO_BLOCK, LiveSequences
+from pagekv.executor.cuda.device_sequences import NO_BLOCK, DeviceSequences
 from pagekv.executor.cuda.graphs import MAX_GRAPH_BATCH, GraphCache, GraphKey, graph_key, largest_batch
 from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.executor.cuda.step_inputs import build_inputs
@@ -18,8 +18,8 @@ from pagekv.kernels.decode_plan import num_decode_items
 from pagekv.kernels.variants import Variant
 
 
-def live(max_sequences: int = 4) -> LiveSequences:
-    return LiveSequences(max_sequences, PenaltyTable(8, torch.device("cpu")))
+def live(max_sequences: int = 4) -> DeviceSequences:
+    return DeviceSequences(max_sequences, PenaltyTable(8, torch.device("cpu")))
 
 
 def state_of(seq_id: int, tokens: list[int], num_prompt: int, table: list[int], computed: int = 0) -> SequenceState:

@@ -21,7 +21,7 @@ from pagekv.executor.oracle.backend import OracleBackend, OracleModel, expected_
 from pagekv.executor.rpc.service import SERVICE_NAME, ExecutorService
 from pagekv.executor.session.session import Session
 from pagekv.executor.session.step_stream import MAX_IN_FLIGHT
-from pagekv.executor.session.worker_thread import ComputeThread
+from pagekv.executor.session.worker_thread import WorkerThread
 from pagekv.v1 import executor_service_pb2 as pb
 from pagekv.v1 import executor_service_pb2_grpc as pb_grpc
 
@@ -58,7 +58,7 @@ class Served:
 
     backend: HeldOracle
     session: Session
-    compute: ComputeThread
+    compute: WorkerThread
     stub: pb_grpc.ExecutorServiceAsyncStub
 
     async def attach(self, manager_id: str = "a", **fields: Any) -> int:
@@ -71,7 +71,7 @@ class Served:
 
 @asynccontextmanager
 async def serving(loaded: bool = True) -> AsyncIterator[Served]:
-    compute = ComputeThread()
+    compute = WorkerThread()
     session = Session(compute)
     server = GrpcServer("127.0.0.1:0", [SERVICE_NAME], reflection=False)
     ExecutorService(session).add_to(server.server)

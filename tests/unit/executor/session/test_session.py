@@ -14,8 +14,8 @@ from pagekv.executor.backend.layout import LAYOUT
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel
 from pagekv.executor.session.session import AttachOrder, Session
 from pagekv.executor.session.step import NewSequence, Step, StepSampling
-from pagekv.executor.session.step_stream import RunStream
-from pagekv.executor.session.worker_thread import ComputeThread
+from pagekv.executor.session.step_stream import StepStream
+from pagekv.executor.session.worker_thread import WorkerThread
 
 
 class Journal(OracleBackend):
@@ -41,7 +41,7 @@ def order(manager: int, take_over: bool = True) -> AttachOrder:
 
 def in_session(test: Callable[[Session, Journal], Awaitable[None]], clock_ns: Callable[[], int] | None = None) -> None:
     async def main() -> None:
-        compute = ComputeThread()
+        compute = WorkerThread()
         session = Session(compute) if clock_ns is None else Session(compute, clock_ns)
         backend = Journal()
         session.serve(backend)
@@ -77,7 +77,7 @@ def test_attaches_at_once_get_different_epochs_and_the_last_one_holds() -> None:
     in_session(test)
 
 
-async def feed(session: Session, stream: RunStream, epoch: int, seq_id: int, rng: random.Random) -> None:
+async def feed(session: Session, stream: StepStream, epoch: int, seq_id: int, rng: random.Random) -> None:
     """Eight steps of one sequence, then the end of input."""
     new = NewSequence(seq_id, [1], 1, [0], 0, StepSampling())
     for step in range(1, 9):

@@ -16,9 +16,9 @@ from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Launch, Sampled, Sc
 from pagekv.executor.backend.layout import LAYOUT
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel
 from pagekv.executor.session.session import AttachOrder, Session, StepFailed
-from pagekv.executor.session.step import Step, StepReport
-from pagekv.executor.session.step_stream import RunStream
-from pagekv.executor.session.worker_thread import ComputeThread
+from pagekv.executor.session.step import ExecutedStep, Step
+from pagekv.executor.session.step_stream import StepStream
+from pagekv.executor.session.worker_thread import WorkerThread
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Pipelined:
 
     def __init__(self, session: Session, backend: LateBackend, epoch: int) -> None:
         self.session, self.backend, self.epoch = session, backend, epoch
-        self.stream: RunStream = session.open_stream()
+        self.stream: StepStream = session.open_stream()
         self.reports = self.stream.reports()
 
     async def enter(self) -> None:
@@ -93,13 +93,13 @@ class Pipelined:
     async def launched(self, number: int) -> None:
         assert await asyncio.to_thread(self.backend.launched[number].wait, 20)
 
-    async def report(self) -> StepReport:
+    async def report(self) -> ExecutedStep:
         return await anext(self.reports)
 
 
 def pipelined(test: Callable[[Pipelined], Awaitable[None]]) -> None:
     async def main() -> None:
-        compute = ComputeThread()
+        compute = WorkerThread()
         session, backend = Session(compute), LateBackend()
         session.serve(backend)
         async with asyncio.timeout(30):

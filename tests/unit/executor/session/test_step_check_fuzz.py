@@ -17,7 +17,7 @@ from support.executor.executor_steps import EPOCH, VOCAB, World
 from pagekv.common.errors import InvalidRequest, StaleEpoch
 from pagekv.executor.oracle.backend import SlotError
 from pagekv.executor.rpc import wire
-from pagekv.executor.session.step import Step, StepReport
+from pagekv.executor.session.step import ExecutedStep, Step
 from pagekv.v1 import executor_service_pb2 as pb
 
 NUM_STEPS = int(os.environ.get("PAGEKV_TEST_FUZZ_STEPS", "4000"))
@@ -129,7 +129,7 @@ def test_mutated_steps_are_run_or_refused_and_refusals_touch_nothing() -> None:
         if isinstance(outcome, SlotError):
             # Lawful and wrong: the manager named a block that does not hold what it says. Found, and the epoch is over.
             world = fresh_world()
-        elif isinstance(outcome, StepReport):
+        elif isinstance(outcome, ExecutedStep):
             wire.step_result(outcome)
             check_invariants(world)
         else:
@@ -142,7 +142,7 @@ def test_mutated_steps_are_run_or_refused_and_refusals_touch_nothing() -> None:
         assert counts[kind] > NUM_STEPS // 200, f"hardly any {kind}: the mutations do not test what they should"
 
 
-def run(world: World, step: Step) -> StepReport | InvalidRequest | StaleEpoch | SlotError:
+def run(world: World, step: Step) -> ExecutedStep | InvalidRequest | StaleEpoch | SlotError:
     """The lawful outcomes; any other exception fails the test."""
     try:
         return world.epoch.run(step)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from support.engine.fake_engine import MODEL, FakeEngine
 
-from pagekv.kvmanager.api.generate_call import SMALL_TOKENS, Generation
+from pagekv.kvmanager.api.generate_call import SMALL_TOKENS, GenerateCall
 from pagekv.kvmanager.api.served_model import Served
 from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.logprobs import TokenLogprobs
@@ -30,7 +30,7 @@ def made(*deltas: SequenceDelta) -> list[int]:
     async def body() -> list[int]:
         command = GenerateCommand("r", [5, 6], SamplingParams(), n=len(deltas))
         served = Served(MODEL, None)
-        generation = Generation(FakeEngine(MODEL), served, command, (), only_complete=False, serialise=serialise)
+        generation = GenerateCall(FakeEngine(MODEL), served, command, (), only_complete=False, serialise=serialise)
         running = asyncio.create_task(generation.run(write))
         await asyncio.sleep(0)
         messages = generation._begin(list(deltas))

@@ -7,17 +7,17 @@ from pagekv.kvmanager.kvcache.block_hash import root_digest
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.logprobs import TokenLogprobs
 from pagekv.kvmanager.request.stream import RequestStream
-from pagekv.kvmanager.scheduling.sequence import LiveRequest, Sequence
-from pagekv.kvmanager.scheduling.step_plan import Move, MoveKind, NewSequence, StepPlan
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
+from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind, NewSeq, StepPlan
 from pagekv.v1 import executor_service_pb2 as pb
 
 
-def new_sequence(sampling: SamplingParams, index: int = 0) -> NewSequence:
+def new_sequence(sampling: SamplingParams, index: int = 0) -> NewSeq:
     command = GenerateCommand("r", [5, 6, 7], sampling, resumed_tokens=1)
     request = LiveRequest(command, RequestStream("r", 1), 0, root_digest("model", "", ""))
     tokens = array("I", [5, 6, 7])
-    sequence = Sequence(request, index, tokens, num_prompt=2, max_total=9, key=(0, 0, index))
-    return NewSequence(sequence, 41, tokens, array("i", [8, 9]), 2)
+    sequence = Seq(request, index, tokens, num_prompt=2, max_total=9, key=(0, 0, index))
+    return NewSeq(sequence, 41, tokens, array("i", [8, 9]), 2)
 
 
 def test_a_step_with_everything() -> None:
@@ -36,7 +36,7 @@ def test_a_step_with_everything() -> None:
         logit_bias={3: -1.0},
     )
     # 8 is read before it is written, so its writing begins another operation.
-    moves = [Move(MoveKind.COPY, *pair) for pair in [(7, 12), (8, 13), (9, 8), (7, 14)]]
+    moves = [BlockCopy(CopyKind.COPY, *pair) for pair in [(7, 12), (8, 13), (9, 8), (7, 14)]]
     plan = StepPlan([1, 2], moves, [new_sequence(sampling, index=6)], [3, 3], [10, 11], [41, 5], [2, 0])
     assert step_request(plan, 2**63, 7, (1, 4)) == pb.StepRequest(
         epoch=2**63,
@@ -82,7 +82,7 @@ def test_copies_of_one_operation_may_all_happen_at_once() -> None:
     """One that depends on an earlier one begins the next operation: the executor refuses it otherwise."""
 
     def operations(*copies: tuple[int, int]) -> list[list[tuple[int, int]]]:
-        message = step_request(StepPlan([1], [Move(MoveKind.COPY, *pair) for pair in copies]), 1, 1, ())
+        message = step_request(StepPlan([1], [BlockCopy(CopyKind.COPY, *pair) for pair in copies]), 1, 1, ())
         return [list(zip(op.sources, op.destinations, strict=True)) for op in message.memory_ops]
 
     assert operations((1, 2), (3, 4), (1, 5)) == [[(1, 2), (3, 4), (1, 5)]]
@@ -94,8 +94,15 @@ def test_copies_of_one_operation_may_all_happen_at_once() -> None:
 
 def test_moves_between_the_pools_keep_their_order() -> None:
     """Device and host ids mean different blocks, so only a block that is written twice begins another operation."""
-    out, back, copy = MoveKind.SWAP_OUT, MoveKind.SWAP_IN, MoveKind.COPY
-    moves = [Move(out, 1, 2), Move(out, 2, 1), Move(back, 3, 1), Move(back, 3, 2), Move(back, 4, 1), Move(copy, 1, 5)]
+    out, back, copy = CopyKind.SWAP_OUT, CopyKind.SWAP_IN, CopyKind.COPY
+    moves = [
+        BlockCopy(out, 1, 2),
+        BlockCopy(out, 2, 1),
+        BlockCopy(back, 3, 1),
+        BlockCopy(back, 3, 2),
+        BlockCopy(back, 4, 1),
+        BlockCopy(copy, 1, 5),
+    ]
     message = step_request(StepPlan([1], moves), 1, 1, ())
     assert [(op.kind, list(op.sources), list(op.destinations)) for op in message.memory_ops] == [
         (pb.MEMORY_OP_KIND_SWAP_OUT, [1, 2], [2, 1]),

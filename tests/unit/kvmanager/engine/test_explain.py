@@ -5,7 +5,7 @@ from __future__ import annotations
 from support.engine.cached_prefixes import ROOT, Clock, cache, evict_all, hold, root_of
 
 from pagekv.kvmanager.engine.explain import explain_prefix
-from pagekv.kvmanager.engine.views import BlockExplanation, BlockOutcome, PrefixExplanation
+from pagekv.kvmanager.engine.views import BlockOutcome, ExplainedBlock, ExplainedPrefix
 from pagekv.kvmanager.kvcache.block_hash import MediaSpan
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events.log import TableLog
@@ -28,7 +28,7 @@ class Bench:
         others: tuple[str, ...] = (),
         start: int = 0,
         limit: int = 10_000,
-    ) -> PrefixExplanation:
+    ) -> ExplainedPrefix:
         other_roots = [(adapter, root_of(adapter_id=adapter)) for adapter in others]
         return explain_prefix(self.pool, self.log, root, prompt, media, other_roots, start, limit)
 
@@ -43,9 +43,9 @@ def test_hits_then_a_partial_tail() -> None:
     assert (found.cached_tokens, found.next_start) == (8, None)
     one, two, tail = found.blocks
     digest = bench.pool.table.digest(first)
-    assert one == BlockExplanation(0, 4, HIT, f"cached in block {first}", digest, first, 4)
+    assert one == ExplainedBlock(0, 4, HIT, f"cached in block {first}", digest, first, 4)
     assert (two.start, two.end, two.outcome, two.block_id) == (4, 8, HIT, second)
-    assert tail == BlockExplanation(8, 9, TAIL, "1 of 4 tokens: only full blocks are cached; 3 more would fill it")
+    assert tail == ExplainedBlock(8, 9, TAIL, "1 of 4 tokens: only full blocks are cached; 3 more would fill it")
 
 
 def test_looking_changes_nothing() -> None:

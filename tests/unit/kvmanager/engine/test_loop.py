@@ -17,11 +17,11 @@ from pagekv.kvmanager.engine.executor_client import AttachRefused, ExecutorLink,
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import Observer, RequestEnd
 from pagekv.kvmanager.engine.sizing import plan_deployment
-from pagekv.kvmanager.engine.views import CacheReset
+from pagekv.kvmanager.engine.views import ResetCounts
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, SamplingParams
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
-from pagekv.kvmanager.scheduling.step_plan import StepOutcome
+from pagekv.kvmanager.scheduling.step_plan import StepResult
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
 
@@ -44,10 +44,10 @@ def test_tokens_come_through_and_blocks_go_back(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_an_answer_that_does_not_fit_its_step_costs_an_epoch_and_no_token(
-    monkeypatch: pytest.MonkeyPatch, depth: int, bend: Callable[[StepOutcome], StepOutcome]
+    monkeypatch: pytest.MonkeyPatch, depth: int, bend: Callable[[StepResult], StepResult]
 ) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
-        def once(outcome: StepOutcome) -> StepOutcome:
+        def once(outcome: StepResult) -> StepResult:
             if outcome.step < 3 or len(bench.attaches) > 1:
                 return outcome
             return bend(outcome)
@@ -62,7 +62,7 @@ def test_an_answer_that_does_not_fit_its_step_costs_an_epoch_and_no_token(
 def test_an_answer_that_nobody_asked_for_costs_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         assert bench.link is not None
-        bench.link._outcomes.append(StepOutcome(1, [], [], {}, 0, 0, 0))
+        bench.link._outcomes.append(StepResult(1, [], [], {}, 0, 0, 0))
         bench.link._wake()
         assert await read(engine.submit(command("a", [1, 2, 3]))) == expect([1, 2, 3])
         assert len(bench.attaches) == 2
@@ -333,7 +333,7 @@ def test_looking_a_prompt_up_counts_its_full_blocks(monkeypatch: pytest.MonkeyPa
         assert engine.lookup_prefix(list(range(8)), CacheIdentity()).device_tokens == 8
         assert engine.lookup_prefix(list(range(7)), CacheIdentity()).device_tokens == 4
         assert engine.lookup_prefix(list(range(8)), CacheIdentity(namespace="other")).device_tokens == 0
-        assert engine.reset_prefix_cache(force=False) == CacheReset(3)
+        assert engine.reset_prefix_cache(force=False) == ResetCounts(3)
         assert engine.lookup_prefix(list(range(8)), CacheIdentity()).device_tokens == 0
 
     run(monkeypatch, body)

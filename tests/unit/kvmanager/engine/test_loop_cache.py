@@ -11,7 +11,7 @@ from support.engine.engine_harness import Bench, Link, command, config, expect, 
 from pagekv.common.errors import LimitExceeded, Unavailable
 from pagekv.kvmanager.engine import loop as engine_loop
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.engine.views import BlockOutcome, CacheReset
+from pagekv.kvmanager.engine.views import BlockOutcome, ResetCounts
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 from pagekv.kvmanager.request.command import GenerateCommand
@@ -74,7 +74,7 @@ def test_a_reset_is_refused_while_pins_hold_blocks(monkeypatch: pytest.MonkeyPat
         pin = engine.pin_prefix(EIGHT, ANY, 60)
         assert (pin.pinned_tokens, engine.reset_prefix_cache(force=False)) == (8, None)
         assert engine.unpin_prefix(pin.pin_id) == 8
-        assert engine.reset_prefix_cache(force=False) == CacheReset(2)
+        assert engine.reset_prefix_cache(force=False) == ResetCounts(2)
 
     run(monkeypatch, body)
 
@@ -87,7 +87,7 @@ def test_watchers_see_a_reset_though_nothing_runs(monkeypatch: pytest.MonkeyPatc
         await asyncio.sleep(0)
         watch = engine.watch_events()
         assert len(watch.take_snapshot(99)) == 2
-        assert engine.reset_prefix_cache(force=False) == CacheReset(2)
+        assert engine.reset_prefix_cache(force=False) == ResetCounts(2)
         told = await asyncio.wait_for(watch.take(), 2)
         assert told.cleared
         assert not told.stored

@@ -8,10 +8,10 @@ from support.engine.scheduler_driver import Driver
 
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.snapshots import EngineTotals, block_views, collect_stats
-from pagekv.kvmanager.engine.views import Stats
+from pagekv.kvmanager.engine.views import EngineStats
 
 
-def stats(driver: Driver) -> Stats:
+def stats(driver: Driver) -> EngineStats:
     cache = CacheAdmin(True, 0.5, lambda: None)
     cache.adopt(driver.pool, driver.scheduler.host, "model")
     return collect_stats(driver.scheduler, EngineTotals(), cache, unread=0, attached=True)

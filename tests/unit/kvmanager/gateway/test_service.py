@@ -22,7 +22,7 @@ from support.engine.inference_harness import TOKENIZER, refusal, tokens_of
 
 from pagekv.common.errors import Overloaded, Unavailable
 from pagekv.common.server import GrpcServer
-from pagekv.kvmanager.api.served_model import ServingState
+from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.gateway.service import SERVICE_NAME, VllmEngine
 from pagekv.kvmanager.kvcache.block_hash import block_digest, root_digest, token_bytes
 from pagekv.kvmanager.kvcache.events.batch import Stored, Tier
@@ -56,7 +56,7 @@ class Harness:
 @asynccontextmanager
 async def running(tokenizer: Tokenizer | None = TOKENIZER) -> AsyncIterator[Harness]:
     engine = FakeEngine()
-    state = ServingState(engine)
+    state = ServedModel(engine)
     state.open(MODEL.model_fingerprint, tokenizer)
     harness = Harness(engine, None)
     server = GrpcServer("127.0.0.1:0", [SERVICE_NAME])

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache import prefix_trie as continuations
-from pagekv.kvmanager.kvcache.prefix_trie import FIRST, Continuations
+from pagekv.kvmanager.kvcache.prefix_trie import FIRST, PrefixTrie
 
 ROOTS = [b"one root", b"another"]
 NUM_BLOCKS = 40
@@ -27,9 +27,9 @@ def chunk(tokens: list[int] | list[list[int]]) -> NDArray[np.uint32]:
     return np.array(tokens, np.uint32)
 
 
-def index(rows: list[list[int]]) -> Continuations:
+def index(rows: list[list[int]]) -> PrefixTrie:
     """An index over blocks that hold these tokens, none of them in it."""
-    return Continuations(len(rows), np.array(rows, np.uint32))
+    return PrefixTrie(len(rows), np.array(rows, np.uint32))
 
 
 def common(a: list[int], b: list[int]) -> int:
@@ -91,7 +91,7 @@ def test_a_chain_is_followed_by_its_tokens() -> None:
 
 def test_children_of_an_evicted_block_are_named_and_not_found_after_what_takes_its_place() -> None:
     tokens = np.array([[1, 1], [2, 2], [3, 3]], np.uint32)
-    them = Continuations(3, tokens)
+    them = PrefixTrie(3, tokens)
     them.add(column([0, 1, 2]), column([FIRST, 0, 0]), ROOTS[:1] * 3)
     assert them.remove(column([0])) == [(1, 0), (2, 0)]
     assert (them.parent(1), 1 in them, 0 in them) == (FIRST, True, False)
@@ -136,13 +136,13 @@ def test_only_a_copy_takes_a_place() -> None:
 def test_rows_must_be_what_the_index_reads() -> None:
     for tokens in (np.zeros((3, 2), np.uint32), np.zeros((4, 2), np.int64), np.zeros((4, 4), np.uint32)[:, ::2]):
         with pytest.raises(ValueError, match="tokens: must be"):
-            Continuations(4, tokens)  # type: ignore[arg-type]  # the mistake under test
+            PrefixTrie(4, tokens)  # type: ignore[arg-type]  # the mistake under test
 
 
 def test_a_chain_costs_8_bytes_a_block() -> None:
     """Memory per block in the usual case, every block the only child of the one before."""
     count = 100_000
-    them = Continuations(count, np.zeros((count, 1), np.uint32))
+    them = PrefixTrie(count, np.zeros((count, 1), np.uint32))
     chain = np.arange(count, dtype=np.int32)
     them.add(chain, chain - 1, ROOTS[:1] * count)
     columns = (them._parent, them._child)
@@ -241,7 +241,7 @@ class ContinuationsMachine(RuleBasedStateMachine):
         self.bounds.start()
         self.size = block_size
         self.tokens = np.zeros((NUM_BLOCKS, block_size), np.uint32)
-        self.index = Continuations(NUM_BLOCKS, self.tokens)
+        self.index = PrefixTrie(NUM_BLOCKS, self.tokens)
         self.model = Model()
         # Children of one parent mostly differ in the table, but need not here.
         self.row = st.lists(st.integers(0, 1), min_size=block_size, max_size=block_size)

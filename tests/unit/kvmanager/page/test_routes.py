@@ -14,7 +14,7 @@ from support.browser.page_reader import PageReader
 from support.engine import engine_harness
 from support.engine.engine_harness import Bench, command, read, until
 
-from pagekv.kvmanager.api.served_model import ServingState
+from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.config import parse_config
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
@@ -50,7 +50,7 @@ def served(monkeypatch: pytest.MonkeyPatch, body: Body, *, show_text: bool = Fal
     """Runs `body` against an engine of 40 blocks of 4 tokens that has computed PROMPT."""
 
     async def run(engine: EngineLoop, bench: Bench) -> None:
-        state = ServingState(engine)
+        state = ServedModel(engine)
         state.open("f00d", None)
         hub = PageHub(engine)
         server = HttpServer("127.0.0.1:0", Page(engine, state, hub, show_text=show_text).routes())
@@ -278,7 +278,7 @@ def test_the_page_can_be_left_out() -> None:
 def served_without_executor(body: Body) -> None:
     async def run() -> None:
         engine = EngineLoop(engine_harness.config())
-        state, hub = ServingState(engine), PageHub(engine)
+        state, hub = ServedModel(engine), PageHub(engine)
         server = HttpServer("127.0.0.1:0", Page(engine, state, hub, show_text=False).routes())
         port = await server.start()
         try:

@@ -18,7 +18,7 @@ from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.replay.cache_mode import replay_cache
 from pagekv.kvmanager.replay.cost_model import StepCost
 from pagekv.kvmanager.replay.options import ReplayOptions
-from pagekv.kvmanager.replay.report import Row, Timing
+from pagekv.kvmanager.replay.report import Row, StepTiming
 from pagekv.kvmanager.replay.simulated_executor import BegunStep, SimulatedExecutor
 from pagekv.kvmanager.replay.synthetic_prompt import prompt_ids
 from pagekv.kvmanager.replay.timed_mode import replay_timed
@@ -28,7 +28,7 @@ from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, live_request
-from pagekv.kvmanager.scheduling.step_plan import NewSequence, StepPlan
+from pagekv.kvmanager.scheduling.step_plan import NewSeq, StepPlan
 
 SAMPLE = read_trace(Path(__file__).resolve().parents[3] / "data" / "traces" / "mooncake_sample.jsonl")
 OPTIONS = ReplayOptions(
@@ -145,7 +145,7 @@ def test_slru_keeps_a_prefix_in_use_from_a_scan(replay: Callable[..., Row]) -> N
     assert replay(records, replace(options, protected_share=0.0), "slru", 20, ignore).hit_blocks == 2
 
 
-def timing(row: Row) -> Timing:
+def timing(row: Row) -> StepTiming:
     assert row.timing is not None
     return row.timing
 
@@ -293,8 +293,8 @@ def test_sequences_that_sit_a_step_out_read_nothing() -> None:
         for index, length in enumerate((6, 5))
     )
     new = [
-        NewSequence(first, 1, first.token_ids, array("i", [0, 1]), 0),
-        NewSequence(second, 2, second.token_ids, array("i", [2, 3]), 4),
+        NewSeq(first, 1, first.token_ids, array("i", [0, 1]), 0),
+        NewSeq(second, 2, second.token_ids, array("i", [2, 3]), 4),
     ]
     plans = [
         # Prefills of 6 tokens and of 1, a decode beside one that sits out, two decodes, one that leaves.

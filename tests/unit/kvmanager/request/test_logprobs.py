@@ -9,7 +9,7 @@ import tracemalloc
 import pytest
 
 from pagekv.kvmanager.request.command import FinishReason
-from pagekv.kvmanager.request.logprobs import KeptLogprobs, TokenLogprobs
+from pagekv.kvmanager.request.logprobs import PackedLogprobs, TokenLogprobs
 from pagekv.kvmanager.request.stream import RequestStream, SequenceDelta
 
 # Of each log-probability, beside the token itself: 8 bytes and what the arrays have in reserve.
@@ -26,13 +26,13 @@ def position(chance: random.Random, num_top: int) -> TokenLogprobs:
 def test_what_is_kept_comes_back() -> None:
     chance = random.Random(1)
     positions = [position(chance, chance.choice([0, 1, 2, 20])) for _ in range(50)]
-    kept = KeptLogprobs(positions[:10])
+    kept = PackedLogprobs(positions[:10])
     kept.extend(positions[10:])
     assert len(kept) == 50
     assert list(kept) == positions
     assert (kept[0], kept[-1]) == (positions[0], positions[-1])
     assert [list(kept[:7]), list(kept[3:]), list(kept[::2])] == [positions[:7], positions[3:], positions[::2]]
-    assert not KeptLogprobs()
+    assert not PackedLogprobs()
     with pytest.raises(IndexError):
         kept[50]
 

@@ -10,11 +10,11 @@ from support.engine.scheduler_driver import VOCAB, Driver, finished, moves, outp
 
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.scheduling.admission import PATIENCE_STEPS
-from pagekv.kvmanager.scheduling.sequence import HOLDING, LiveRequest, SequenceState
-from pagekv.kvmanager.scheduling.step_plan import MoveKind
+from pagekv.kvmanager.scheduling.sequence import HOLDING, LiveRequest, SeqStatus
+from pagekv.kvmanager.scheduling.step_plan import CopyKind
 
-OUT, IN = MoveKind.SWAP_OUT, MoveKind.SWAP_IN
-WAITING, RUNNING = SequenceState.WAITING, SequenceState.RUNNING
+OUT, IN = CopyKind.SWAP_OUT, CopyKind.SWAP_IN
+WAITING, RUNNING = SeqStatus.WAITING, SeqStatus.RUNNING
 
 
 def holders(request: LiveRequest) -> list[list[int]]:
@@ -146,7 +146,7 @@ def test_a_group_in_need_waits_whole_rather_than_in_part() -> None:
     all_running(driver, group)
     while not finished(group):
         assert driver.step()
-        waiting = {s.state is WAITING for s in group.sequences if s.state is not SequenceState.FINISHED}
+        waiting = {s.state is WAITING for s in group.sequences if s.state is not SeqStatus.FINISHED}
         assert len(waiting) <= 1 or finished(first)
     assert group.sequences[0].preemptions
     assert right(first)
@@ -356,7 +356,7 @@ def test_beams_come_back_with_what_they_had_in_common(prefix_cache: bool, fork_s
     driver.plan()
     assert len(moves(driver, OUT)) - copied <= held
     driver.check()
-    assert {s.state for s in request.sequences} <= {RUNNING, SequenceState.DRAINING}
+    assert {s.state for s in request.sequences} <= {RUNNING, SeqStatus.DRAINING}
     if fork_sharing:
         # Where a beam parted in the middle of a block it may share that one again no more than before.
         full = [len(s.token_ids) // 2 - 1 for s in request.sequences]

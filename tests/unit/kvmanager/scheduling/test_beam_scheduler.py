@@ -6,7 +6,7 @@ from support.engine.scheduler_driver import VOCAB, Driver, copies, finished, res
 from support.executor.wire_driver import WireDriver, expected_results
 
 from pagekv.kvmanager.scheduling.beam_search import BeamSearch
-from pagekv.kvmanager.scheduling.sequence import LiveRequest, SequenceState
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus
 
 
 def expect(prompt: list[int], width: int, n: int, max_tokens: int, ends: tuple[int, ...] = ()) -> list[list[int]]:
@@ -155,7 +155,7 @@ def test_abort_and_a_lost_executor_in_the_middle_of_a_search() -> None:
     driver.plan()
     driver.abort(gone)
     driver.check()
-    assert all(sequence.state is SequenceState.FINISHED for sequence in gone.sequences)
+    assert all(sequence.state is SeqStatus.FINISHED for sequence in gone.sequences)
     driver.step()
     driver.plan()
     driver.lose_executor()

@@ -11,7 +11,7 @@ from support.engine.fake_executor import expected_output
 from support.engine.scheduler_driver import VOCAB, Driver, finished, output
 
 from pagekv.kvmanager.engine.snapshots import utilization
-from pagekv.kvmanager.scheduling.sequence import LiveRequest, SequenceState
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus
 
 
 def table(request: LiveRequest, index: int = 0) -> list[int]:
@@ -117,7 +117,7 @@ def test_blocks_of_one_that_ends_are_the_next_ones_in_the_same_step() -> None:
     second = driver.submit([2] * 8, max_tokens=1)
     driver.step()
     assert finished(first)
-    assert second.sequences[0].state is SequenceState.WAITING
+    assert second.sequences[0].state is SeqStatus.WAITING
     driver.plan()
     assert sorted(table(second)) == [0, 1]
     driver.drain()
@@ -132,7 +132,7 @@ def test_a_retired_request_makes_room_for_the_next_step() -> None:
     c = driver.submit([3] * 30, max_tokens=2)
     driver.plan()
     assert driver.pool.num_active == 4
-    assert c.sequences[0].state is SequenceState.WAITING
+    assert c.sequences[0].state is SeqStatus.WAITING
     driver.complete()
     assert finished(a)
     driver.plan()

@@ -2,7 +2,7 @@ from support.engine.fake_executor import expected_output
 from support.engine.scheduler_driver import VOCAB, Driver, finished, output, streamed
 
 from pagekv.kvmanager.request.command import FinishReason
-from pagekv.kvmanager.scheduling.sequence import SequenceState
+from pagekv.kvmanager.scheduling.sequence import SeqStatus
 
 
 def expect(prompt: list[int], max_tokens: int, ends: tuple[int, ...] = ()) -> list[int]:
@@ -135,7 +135,7 @@ def test_a_large_request_at_the_head_is_not_passed() -> None:
     large = driver.submit([2] * 20, max_tokens=4)
     small = driver.submit([3], max_tokens=1)
     driver.step()
-    assert (large.sequences[0].state, small.sequences[0].state) == (SequenceState.WAITING, SequenceState.WAITING)
+    assert (large.sequences[0].state, small.sequences[0].state) == (SeqStatus.WAITING, SeqStatus.WAITING)
     driver.drain()
     assert finished(large)
     assert finished(small)
@@ -147,7 +147,7 @@ def test_the_watermark_keeps_room_for_running_decodes() -> None:
     tight.step()
     second = tight.submit([2] * 16, max_tokens=1)
     tight.step()
-    assert second.sequences[0].state is SequenceState.WAITING
+    assert second.sequences[0].state is SeqStatus.WAITING
     tight.drain()
     assert tight.scheduler.counters.preemptions == 0
 
@@ -195,7 +195,7 @@ def test_a_waiting_request_is_passed_by_a_bounded_number() -> None:
     driver.step()
     low = driver.submit([2], priority=1, max_tokens=1)
     passed = 0
-    while low.sequences[0].state is not SequenceState.FINISHED:
+    while low.sequences[0].state is not SeqStatus.FINISHED:
         driver.submit([3], max_tokens=1)
         driver.step()
         passed = sum(finished(request) for request in driver.requests[2:])

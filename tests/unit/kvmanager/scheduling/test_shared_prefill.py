@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.stream import RequestStream
-from pagekv.kvmanager.scheduling.sequence import Sequence, live_request
-from pagekv.kvmanager.scheduling.shared_prefill import Followers
+from pagekv.kvmanager.scheduling.sequence import Seq, live_request
+from pagekv.kvmanager.scheduling.shared_prefill import SharedPrefill
 
 
-def sequences(*computed: int) -> list[Sequence]:
+def sequences(*computed: int) -> list[Seq]:
     """Of one request, each with so many positions that it counts as computed."""
     command = GenerateCommand("r", [1] * 100, SamplingParams(max_tokens=9), len(computed))
     request = live_request(command, RequestStream("r", len(computed)), 0, b"root", 0)
@@ -19,7 +19,7 @@ def sequences(*computed: int) -> list[Sequence]:
 
 def test_a_follower_is_ready_when_all_it_shares_is_computed() -> None:
     leader, follower = sequences(0, 40)
-    followers = Followers(4)
+    followers = SharedPrefill(4)
     followers.follow(follower, leader, 40)
     for computed, ready in ((0, False), (36, False), (40, True)):
         leader.num_computed = computed
@@ -31,7 +31,7 @@ def test_a_follower_is_ready_when_all_it_shares_is_computed() -> None:
 
 def test_nobody_follows_one_that_has_computed_it_all() -> None:
     leader, follower = sequences(40, 40)
-    followers = Followers(4)
+    followers = SharedPrefill(4)
     followers.follow(follower, leader, 40)
     followers.hand_over(leader)
     assert followers.is_ready(follower)
@@ -41,7 +41,7 @@ def test_nobody_follows_one_that_has_computed_it_all() -> None:
 def test_a_follower_of_a_follower_waits_for_both() -> None:
     """What the one between counts as computed is not yet."""
     first, second, third = sequences(8, 40, 24)
-    followers = Followers(4)
+    followers = SharedPrefill(4)
     followers.follow(second, first, 40)
     followers.follow(third, second, 24)
     assert not followers.is_ready(third)
@@ -52,7 +52,7 @@ def test_a_follower_of_a_follower_waits_for_both() -> None:
 
 def test_the_follower_that_shares_most_takes_over() -> None:
     leader, short, long = sequences(12, 20, 40)
-    followers = Followers(4)
+    followers = SharedPrefill(4)
     followers.follow(short, leader, 20)
     followers.follow(long, leader, 40)
     followers.hand_over(leader)
@@ -67,7 +67,7 @@ def test_the_follower_that_shares_most_takes_over() -> None:
 def test_one_between_two_leaves() -> None:
     """It counts only what is truly computed, and its follower waits for the one before."""
     first, second, third = sequences(8, 40, 40)
-    followers = Followers(4)
+    followers = SharedPrefill(4)
     followers.follow(second, first, 24)
     followers.follow(third, second, 40)
     followers.hand_over(second)

@@ -11,11 +11,11 @@ from support.engine.scheduler_driver import Driver, finished, moves, output
 
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK
-from pagekv.kvmanager.scheduling.sequence import LiveRequest, SequenceState
-from pagekv.kvmanager.scheduling.step_plan import MoveKind
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus
+from pagekv.kvmanager.scheduling.step_plan import CopyKind
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
-OUT, IN = MoveKind.SWAP_OUT, MoveKind.SWAP_IN
+OUT, IN = CopyKind.SWAP_OUT, CopyKind.SWAP_IN
 
 
 def started(driver: Driver, prompt: list[int], steps: int = 1, **fields: object) -> LiveRequest:
@@ -221,7 +221,7 @@ def test_a_whole_group_comes_back_with_its_sharing() -> None:
     """Three sequences of one prompt share its blocks before and after."""
     driver = Driver(num_blocks=8, block_size=4, host_blocks=16, preemption="swap", depth=1)
     request = driver.submit(list(range(11)), max_tokens=6, n=3)
-    while any(s.state is not SequenceState.RUNNING for s in request.sequences):
+    while any(s.state is not SeqStatus.RUNNING for s in request.sequences):
         driver.step()
     driver.step()
     held = driver.pool.num_active
@@ -255,7 +255,7 @@ def test_auto_recomputes_where_nothing_was_measured() -> None:
 
 def swap_cost(driver: Driver, request: LiveRequest) -> tuple[int, int, int]:
     """Of all its sequences that hold blocks, as `auto` is asked: published first."""
-    group = [s for s in request.sequences if s.state is SequenceState.RUNNING]
+    group = [s for s in request.sequences if s.state is SeqStatus.RUNNING]
     tables = driver.scheduler._running.tables
     for sequence in group:
         tables.publish(sequence)
@@ -281,7 +281,7 @@ def kept_already(driver: Driver) -> LiveRequest:
 def shared_in_the_group(driver: Driver) -> LiveRequest:
     """Three sequences share eight blocks, and each has one of its own."""
     request = driver.submit(list(range(33)), max_tokens=3, n=3)
-    while any(s.state is not SequenceState.RUNNING for s in request.sequences):
+    while any(s.state is not SeqStatus.RUNNING for s in request.sequences):
         driver.step()
     return request
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
-from collections.abc import Sequence as List
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from typing import ClassVar, NamedTuple
 
@@ -19,8 +18,8 @@ from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
 from pagekv.kvmanager.kvcache.prefix_table import Blocks, Chunks
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.stream import RequestStream
-from pagekv.kvmanager.scheduling.sequence import Sequence, Swapped, live_request
-from pagekv.kvmanager.scheduling.step_plan import Move, MoveKind
+from pagekv.kvmanager.scheduling.sequence import Seq, Swapped, live_request
+from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind
 from pagekv.kvmanager.scheduling.swapping import SwapCounters, Swapper
 
 ROOT = root_digest("model", "", "")
@@ -29,7 +28,7 @@ ROOT = root_digest("model", "", "")
 class Written(NamedTuple):
     """A logical block that holds something; without a digest it is private."""
 
-    sequence: Sequence
+    sequence: Seq
     device: int
     start: int
     end: int
@@ -57,7 +56,7 @@ class CheckedSwapper(Swapper):
     # How often each kind of comparison was made.
     checks: ClassVar[Counter[str]] = Counter()
 
-    def _one_by_one(self, group: List[Sequence]) -> Iterator[Written]:
+    def _one_by_one(self, group: Sequence[Seq]) -> Iterator[Written]:
         size = self._pool.block_size
         inside = Counter(block for sequence in group for block in sequence.block_table)
         for sequence in group:
@@ -74,7 +73,7 @@ class CheckedSwapper(Swapper):
                     tokens = sequence.chunks(size, place, place + 1)
                 yield Written(sequence, device, start, end, digest, parent, tokens, elsewhere)
 
-    def cost(self, group: List[Sequence]) -> tuple[int, int, int]:
+    def cost(self, group: Sequence[Seq]) -> tuple[int, int, int]:
         distinct = {w.device: w for w in reversed(list(self._one_by_one(group))) if not w.elsewhere}.values()
         out = sum(self.host.find([w.digest], w.tokens) == [NO_BLOCK] for w in distinct)
         cost = super().cost(group)
@@ -82,11 +81,11 @@ class CheckedSwapper(Swapper):
         self.checks["cost"] += 1
         return cost
 
-    def swap_out(self, group: List[Sequence]) -> None:
+    def swap_out(self, group: Sequence[Seq]) -> None:
         host, moves, copies = deepcopy(self.host), self._moves[:], dict[int, int]()
-        kept: dict[Sequence, list[int]] = {sequence: [] for sequence in group}
-        computed: dict[Sequence, int] = {}
-        full: set[Sequence] = set()
+        kept: dict[Seq, list[int]] = {sequence: [] for sequence in group}
+        computed: dict[Seq, int] = {}
+        full: set[Seq] = set()
         for w in self._one_by_one(group):
             block, fresh = NO_BLOCK, False
             if w.sequence in full:
@@ -102,7 +101,7 @@ class CheckedSwapper(Swapper):
                     continue
                 copies[w.device] = block
             if fresh:
-                moves.append(Move(MoveKind.SWAP_OUT, w.device, block))
+                moves.append(BlockCopy(CopyKind.SWAP_OUT, w.device, block))
             kept[w.sequence].append(block)
             computed[w.sequence] = w.end
         super().swap_out(group)
@@ -125,14 +124,14 @@ class CheckedSwapper(Swapper):
             if block == NO_BLOCK:
                 break
             if fresh:
-                moves.append(Move(MoveKind.SWAP_OUT, device, block))
+                moves.append(BlockCopy(CopyKind.SWAP_OUT, device, block))
             host.release([block])
         super().write_back(blocks)
         assert state(self.host) == state(host)
         assert self._moves == moves
         self.checks["write_back"] += len(blocks) > 1
 
-    def match(self, sequence: Sequence, first: int) -> tuple[list[int], int]:
+    def match(self, sequence: Seq, first: int) -> tuple[list[int], int]:
         size, limit = self._pool.block_size, len(sequence.token_ids) - 1
         swapped, reads = sequence.swapped, self._shared and sequence.request.command.identity.read
         own = swapped.blocks if swapped is not None and swapped.pool is self.host else []

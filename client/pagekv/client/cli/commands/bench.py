@@ -14,7 +14,7 @@ from pagekv.client.aio import AsyncPageKVClient
 from pagekv.client.cli.commands.up import describe
 from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_target
 from pagekv.client.cli.terminal import Terminal, milliseconds, table
-from pagekv.client.planning.load_test import Report, Spread, Workload, make_jobs, run_jobs
+from pagekv.client.planning.load_test import LatencySpread, LoadReport, Workload, make_jobs, run_jobs
 from pagekv.client.planning.slo import Diagnosis, Objectives
 from pagekv.client.types import ModelInfo
 from pagekv.common.flags import integer, number
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     return 0 if not report.errors else 1
 
 
-async def _run(args: argparse.Namespace, workload: Workload, terminal: Terminal) -> tuple[ModelInfo, Report]:
+async def _run(args: argparse.Namespace, workload: Workload, terminal: Terminal) -> tuple[ModelInfo, LoadReport]:
     async with AsyncPageKVClient(args.target) as client:
         info = await client.model_info()
         needed = workload.shared_prefix + workload.prompt_tokens[1] + workload.output_tokens[1]
@@ -141,7 +141,7 @@ def _read(path: Path) -> str:
         raise UsageError(f"--text {path}: {error}") from error
 
 
-def report_text(workload: Workload, info: ModelInfo, report: Report, terminal: Terminal) -> str:
+def report_text(workload: Workload, info: ModelInfo, report: LoadReport, terminal: Terminal) -> str:
     """Workload, stack, latencies and rates."""
     errors = ", ".join(f"{count} {name}" for name, count in sorted(report.errors.items())) or "0"
     latencies = [
@@ -164,6 +164,6 @@ def report_text(workload: Workload, info: ModelInfo, report: Report, terminal: T
     return "\n\n".join((table(head), table(latencies, ("", "p50", "p90", "p99", "mean", "max")), table(rates)))
 
 
-def _cells(spread: Spread | None) -> tuple[str, ...]:
+def _cells(spread: LatencySpread | None) -> tuple[str, ...]:
     values = asdict(spread).values() if spread is not None else [None] * 5
     return tuple(milliseconds(value) for value in values)

@@ -12,8 +12,8 @@ from pagekv.client.cli.parser import CommandParser, Subparsers, UsageError, add_
 from pagekv.client.cli.terminal import Terminal, table
 from pagekv.client.errors import InvalidRequest
 from pagekv.client.planning.kv_budget import (
-    Capacity,
     Footprint,
+    KvBudget,
     PrefixSaving,
     Shard,
     Waste,
@@ -290,7 +290,7 @@ def _grid_text(grid: Sequence[Sequence[Footprint]]) -> str:
 def _memory_text(
     geometry: KvGeometry,
     grid: Sequence[Sequence[Footprint]],
-    fits: Capacity | None,
+    fits: KvBudget | None,
     weights: int | None,
     tp: int,
 ) -> str:

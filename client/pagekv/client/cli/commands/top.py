@@ -18,7 +18,7 @@ from pagekv.common.flags import number
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from pagekv.client.cli.top_view import Frame
+    from pagekv.client.cli.top_view import TopFrame
 
 # Requests that are asked for: more than fit on most screens.
 REQUESTS = 200
@@ -87,18 +87,18 @@ class _Watcher:
     """Asks, and remembers what the rates need."""
 
     def __init__(self, client: PageKVClient, target: str) -> None:
-        from pagekv.client.cli.top_view import Look, Rates
+        from pagekv.client.cli.top_view import Look, TopRates
 
         self._client, self._target = client, target
-        self._rates = Rates()
+        self._rates = TopRates()
         self._look: Look | None = None
         self._info: ModelInfo | None = None
         # Last line of every frame.
         self.footer = ""
 
-    def frame(self, *, fail: bool = False) -> Frame:
+    def frame(self, *, fail: bool = False) -> TopFrame:
         """How things are. A manager that does not answer is said to be so, or raised with `fail`."""
-        from pagekv.client.cli.top_view import Frame, Look
+        from pagekv.client.cli.top_view import Look, TopFrame
 
         problem = ""
         try:
@@ -109,4 +109,4 @@ class _Watcher:
             if fail:
                 raise
             problem = f"trying again: {error}"
-        return Frame(self._target, self._info, self._look, self._rates, problem, self.footer)
+        return TopFrame(self._target, self._info, self._look, self._rates, problem, self.footer)

@@ -25,7 +25,7 @@ import zmq.asyncio
 
 from pagekv.common.errors import FellBehind, LimitExceeded, Unavailable
 from pagekv.common.logs import Log
-from pagekv.kvmanager.engine.interface import ModelInfo
+from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.kvmanager.engine.observer import Observer
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 from pagekv.kvmanager.observe.kv_events.extra_keys import EventIdentities
@@ -55,7 +55,7 @@ _END = (-1).to_bytes(8, "big", signed=True)
 class WatchedEngine(Protocol):
     """What of the engine loop is needed."""
 
-    async def wait_ready(self) -> ModelInfo: ...
+    async def wait_ready(self) -> EngineInfo: ...
 
     def watch_events(self) -> TableWatch: ...
 
@@ -95,7 +95,7 @@ class KvEventPublisher(Observer):
 
     # -- observer
 
-    def attached(self, model: ModelInfo, epoch: int) -> None:
+    def attached(self, model: EngineInfo, epoch: int) -> None:
         self._block_size = model.block_size
 
     def submitted(self, request: LiveRequest) -> None:

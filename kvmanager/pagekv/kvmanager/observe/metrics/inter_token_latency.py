@@ -14,13 +14,13 @@ from collections.abc import Iterable
 import numpy as np
 
 from pagekv.kvmanager.observe.metrics.histogram import Histogram
-from pagekv.kvmanager.scheduling.sequence import LiveRequest, Sequence
-from pagekv.kvmanager.scheduling.step_plan import NewSequence
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
+from pagekv.kvmanager.scheduling.step_plan import NewSeq
 
 _NONE = np.empty(0, np.int64)
 
 
-class TokenGaps:
+class InterTokenLatency:
     """A sequence that comes back after a preemption or a lost executor has waited since its latest token, too."""
 
     def __init__(self, histogram: Histogram) -> None:
@@ -29,16 +29,16 @@ class TokenGaps:
         # Seconds, by handle: the latest token of its owner, NaN before the first.
         self._last = np.full(64, math.nan)
         # By handle: who had it last.
-        self._owners: list[Sequence | None] = [None] * 64
-        self._handles: dict[Sequence, int] = {}
+        self._owners: list[Seq | None] = [None] * 64
+        self._handles: dict[Seq, int] = {}
         # Latest tokens of sequences whose handle has gone to another.
-        self._away: dict[Sequence, float] = {}
+        self._away: dict[Seq, float] = {}
         # The step before gave these a token at that time, which is not in the column yet.
         self._latest: list[int] = []
         self._latest_rows = _NONE
         self._latest_at = 0.0
 
-    def open(self, new: Iterable[NewSequence]) -> None:
+    def open(self, new: Iterable[NewSeq]) -> None:
         """Sequences that entered the executor with the step whose tokens are taken next."""
         self._settle()
         for entered in new:
@@ -84,7 +84,7 @@ class TokenGaps:
         self._last[self._latest_rows] = self._latest_at
         self._latest, self._latest_rows = [], _NONE
 
-    def _leave(self, sequence: Sequence) -> float:
+    def _leave(self, sequence: Seq) -> float:
         """Takes a sequence out; the time of its latest token."""
         handle = self._handles.pop(sequence, None)
         if handle is None:

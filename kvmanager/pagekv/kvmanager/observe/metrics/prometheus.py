@@ -16,8 +16,8 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.registry import Collector
 
 from pagekv.common.errors import Unavailable
-from pagekv.kvmanager.engine.interface import Engine, ModelInfo
-from pagekv.kvmanager.engine.views import Stats
+from pagekv.kvmanager.engine.interface import Engine, EngineInfo
+from pagekv.kvmanager.engine.views import EngineStats
 from pagekv.kvmanager.observe.metrics.histogram import Histogram
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 
@@ -54,7 +54,7 @@ class EngineCollector(Collector):
                 ("model_name", "backend", "block_size"),
             )
 
-    def _vllm(self, stats: Stats, of: _Labelled) -> Iterator[Metric]:
+    def _vllm(self, stats: EngineStats, of: _Labelled) -> Iterator[Metric]:
         """Those whose meaning is vLLM's."""
         looked_up = self._prefix_cache
         requests = self._requests
@@ -92,7 +92,7 @@ class EngineCollector(Collector):
         ):
             yield of.histogram(name, text, histogram)
 
-    def _steps(self, stats: Stats) -> Iterator[Metric]:
+    def _steps(self, stats: EngineStats) -> Iterator[Metric]:
         plain = _Labelled(None)
         yield plain.histogram("pagekv_step_seconds", "A step in the executor", self._requests.step_seconds)
         yield plain.histogram("pagekv_step_tokens", "Tokens computed in a step", self._requests.step_tokens)
@@ -113,7 +113,7 @@ class EngineCollector(Collector):
         )
 
 
-def _pool(stats: Stats) -> Iterator[Metric]:
+def _pool(stats: EngineStats) -> Iterator[Metric]:
     yield _gauge("pagekv_pool_blocks", "Blocks", {_DEVICE: stats.num_blocks, _HOST: stats.num_host_blocks}, _TIER)
     yield _gauge(
         "pagekv_free_blocks",
@@ -144,7 +144,7 @@ def _pool(stats: Stats) -> Iterator[Metric]:
     yield _gauge("pagekv_slot_utilization", "Filled slots / slots of held blocks, 0 to 1", {(): stats.utilization})
 
 
-def _cache(stats: Stats, model: ModelInfo) -> Iterator[Metric]:
+def _cache(stats: EngineStats, model: EngineInfo) -> Iterator[Metric]:
     yield _counter("pagekv_prompt_blocks", "Blocks of admitted prompts", {(): stats.prompt_blocks_total})
     yield _counter("pagekv_prompt_blocks_cached", "Of those, hits", {(): stats.cached_blocks_total})
     yield _counter(

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from pagekv.kvmanager.engine.observer import Observer, RequestEnd
 from pagekv.kvmanager.observe.metrics.histogram import Histogram
-from pagekv.kvmanager.observe.metrics.inter_token_latency import TokenGaps
+from pagekv.kvmanager.observe.metrics.inter_token_latency import InterTokenLatency
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
-from pagekv.kvmanager.scheduling.step_plan import Committed, StepOutcome, StepPlan
+from pagekv.kvmanager.scheduling.step_plan import Committed, StepPlan, StepResult
 
 # vLLM's bounds, with finer ones below for small models and fast requests. Seconds.
 LATENCY = (
@@ -66,7 +66,7 @@ class RequestMetrics(Observer):
         self.generation_tokens = Histogram(TOKENS)
         self.step_seconds = Histogram(STEP)
         self.step_tokens = Histogram(TOKENS)
-        self._gaps = TokenGaps(self.inter_token_latency)
+        self._gaps = InterTokenLatency(self.inter_token_latency)
 
     def submitted(self, request: LiveRequest) -> None:
         self._live[request] = _Progress(self._clock())
@@ -81,7 +81,7 @@ class RequestMetrics(Observer):
                 progress.scheduled = now
                 self.queue_time.observe(now - progress.submitted)
 
-    def committed(self, plan: StepPlan, outcome: StepOutcome, committed: Committed) -> None:
+    def committed(self, plan: StepPlan, outcome: StepResult, committed: Committed) -> None:
         now = self._clock()
         self.step_seconds.observe(outcome.execute_us * 1e-6)
         self.step_tokens.observe(outcome.computed_tokens)

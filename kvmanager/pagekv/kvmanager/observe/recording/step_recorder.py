@@ -18,8 +18,7 @@ Columns of numbers are little-endian uint32. The record holds the token ids of e
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as List
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -34,8 +33,8 @@ from pagekv.kvmanager.kvcache.prefix_table import Blocks
 from pagekv.kvmanager.observe.recording.file import RecordingFile
 from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
-from pagekv.kvmanager.scheduling.sequence import LiveRequest, Sequence
-from pagekv.kvmanager.scheduling.step_plan import Committed, MoveKind, StepOutcome, StepPlan
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
+from pagekv.kvmanager.scheduling.step_plan import Committed, CopyKind, StepPlan, StepResult
 
 FORMAT, VERSION = "pagekv steps", 1
 # Of SamplingParams, what the scheduler looks at.
@@ -47,7 +46,7 @@ COLUMNS = (
     *("finished", "moves", "new sequences", "appended to", "appended blocks", "scheduled", "tokens of the scheduled"),
     *("sampling", "beams", "tokens", "preempted"),
 )
-_MOVES = {kind: number for number, kind in enumerate(MoveKind)}
+_MOVES = {kind: number for number, kind in enumerate(CopyKind)}
 
 
 def plan_columns(plan: StepPlan) -> list[Any]:
@@ -70,12 +69,12 @@ def plan_columns(plan: StepPlan) -> list[Any]:
     ]
 
 
-def _column(numbers: List[int]) -> bytes:
+def _column(numbers: Sequence[int]) -> bytes:
     # Most are empty in most steps.
     return token_bytes(numbers) if numbers else b""
 
 
-def _name(sequence: Sequence) -> tuple[int, int]:
+def _name(sequence: Seq) -> tuple[int, int]:
     return sequence.request.arrival, sequence.index
 
 
@@ -111,7 +110,7 @@ class RecordedScheduler(Scheduler):
         pool: BlockPool,
         limits: SchedulerLimits,
         eos_token_ids: Iterable[int],
-        on_admission: Callable[[Sequence], None] = lambda sequence: None,
+        on_admission: Callable[[Seq], None] = lambda sequence: None,
         host: HostPool | None = None,
     ) -> None:
         self._recorder = recorder
@@ -160,7 +159,7 @@ class RecordedScheduler(Scheduler):
         self._recorder.write("plan", None if plan is None else plan_columns(plan))
         return plan
 
-    def commit(self, plan: StepPlan, outcome: StepOutcome) -> Committed:
+    def commit(self, plan: StepPlan, outcome: StepResult) -> Committed:
         handles = outcome.sampled_handles
         known = handles == plan.sampling.tolist()
         candidates = [[handle, outcome.logprobs[handle].top] for handle in plan.beams if handle in outcome.logprobs]
@@ -175,7 +174,7 @@ class RecordedScheduler(Scheduler):
         finally:
             self._committing = False
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: Seq) -> None:
         if not self._committing:
             self._recorder.write("finish", *_name(sequence))
         super().finish(sequence)

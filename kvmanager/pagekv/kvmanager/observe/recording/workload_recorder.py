@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from pagekv.kvmanager.engine.interface import ModelInfo
+from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.kvmanager.engine.observer import Observer, RequestEnd
 from pagekv.kvmanager.kvcache.block_hash import (
     TOKEN_BYTES,
@@ -48,7 +48,7 @@ class _Entry:
     output_length: int | None = None
 
 
-class RequestTrace(Observer):
+class WorkloadRecorder(Observer):
     """Takes notes on the event loop; hashing and writing are done by the file's thread."""
 
     def __init__(self, file: RecordingFile, clock: Callable[[], float] = time.monotonic) -> None:
@@ -62,7 +62,7 @@ class RequestTrace(Observer):
         # By arrival, those that have ended among them.
         self._entries: deque[_Entry] = deque()
 
-    def attached(self, model: ModelInfo, epoch: int) -> None:
+    def attached(self, model: EngineInfo, epoch: int) -> None:
         self._block_size = model.block_size
 
     def submitted(self, request: LiveRequest) -> None:

@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pagekv.kvmanager.engine.interface import ModelInfo
+from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.kvmanager.engine.observer import Observer, RequestEnd
-from pagekv.kvmanager.scheduling.sequence import LiveRequest, Sequence
-from pagekv.kvmanager.scheduling.step_plan import Committed, NewSequence, StepOutcome, StepPlan
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
+from pagekv.kvmanager.scheduling.step_plan import Committed, NewSeq, StepPlan, StepResult
 
 # Of one request; more are counted and dropped.
 MAX_SPANS = 256
@@ -117,7 +117,7 @@ class RequestSpans(Observer):
         self._chunks: deque[list[_Chunk]] = deque()
         self._latest_commit = 0
 
-    def attached(self, model: ModelInfo, epoch: int) -> None:
+    def attached(self, model: EngineInfo, epoch: int) -> None:
         self._model = model.model_id or model.backend
 
     def submitted(self, request: LiveRequest) -> None:
@@ -139,7 +139,7 @@ class RequestSpans(Observer):
         if self._prefilling:
             self._cut(plan, chunks, now)
 
-    def _enter(self, new: NewSequence, now: int) -> None:
+    def _enter(self, new: NewSeq, now: int) -> None:
         progress = self._of(new.sequence)
         if progress is None or progress.doing == _SEARCH:
             return
@@ -163,7 +163,7 @@ class RequestSpans(Observer):
             if progress.left <= 0:
                 del self._prefilling[handle]
 
-    def committed(self, plan: StepPlan, outcome: StepOutcome, committed: Committed) -> None:
+    def committed(self, plan: StepPlan, outcome: StepResult, committed: Committed) -> None:
         chunks = self._chunks.popleft() if self._chunks else []
         before, now = self._latest_commit, self._clock()
         self._latest_commit = now
@@ -204,11 +204,11 @@ class RequestSpans(Observer):
             progress.turn(_OVER, trace.end)
         self._emit(trace)
 
-    def _of(self, sequence: Sequence) -> _Progress | None:
+    def _of(self, sequence: Seq) -> _Progress | None:
         of_request = self._progress.get(sequence.request, {})
         return of_request.get(0 if sequence.request.search is not None else sequence.index)
 
-    def _leave(self, sequence: Sequence, doing: str, now: int) -> None:
+    def _leave(self, sequence: Seq, doing: str, now: int) -> None:
         """A sequence leaves the executor, its counts up to date."""
         progress = self._of(sequence)
         if progress is None or progress.doing in (doing, _OVER):

@@ -7,11 +7,11 @@ import random
 import pytest
 
 from pagekv.kvmanager.observe.metrics.histogram import Histogram
-from pagekv.kvmanager.observe.metrics.inter_token_latency import TokenGaps
+from pagekv.kvmanager.observe.metrics.inter_token_latency import InterTokenLatency
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.stream import RequestStream
-from pagekv.kvmanager.scheduling.sequence import NO_HANDLE, LiveRequest, Sequence, live_request
-from pagekv.kvmanager.scheduling.step_plan import NewSequence
+from pagekv.kvmanager.scheduling.sequence import NO_HANDLE, LiveRequest, Seq, live_request
+from pagekv.kvmanager.scheduling.step_plan import NewSeq
 
 BOUNDS = [0.5, 1.5, 2.5, 5, 10, 20, 50]
 
@@ -21,8 +21,8 @@ def request(index: int, n: int = 1) -> LiveRequest:
     return live_request(command, RequestStream(command.request_id, n), index, b"", 256)
 
 
-def entered(sequence: Sequence, handle: int) -> NewSequence:
-    return NewSequence(sequence, handle, sequence.token_ids, sequence.block_table, 0)
+def entered(sequence: Seq, handle: int) -> NewSeq:
+    return NewSeq(sequence, handle, sequence.token_ids, sequence.block_table, 0)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -30,10 +30,10 @@ def test_gaps_are_those_of_every_single_sequence(seed: int) -> None:
     """Sequences come, skip steps, leave for a while, return under other handles, end, and pass their handles on."""
     chance = random.Random(seed)
     fast, slow = Histogram(BOUNDS), Histogram(BOUNDS)
-    gaps = TokenGaps(fast)
-    latest: dict[Sequence, float] = {}
-    waiting: list[Sequence] = []
-    running: dict[int, Sequence] = {}
+    gaps = InterTokenLatency(fast)
+    latest: dict[Seq, float] = {}
+    waiting: list[Seq] = []
+    running: dict[int, Seq] = {}
     now, steps_alike = 0.0, 0
     for index in range(400):
         now += chance.choice([1.0, 1.0, 2.0, 7.0])
@@ -76,7 +76,7 @@ def test_gaps_are_those_of_every_single_sequence(seed: int) -> None:
 
 
 def test_nothing_is_kept_of_those_that_ended() -> None:
-    gaps = TokenGaps(Histogram(BOUNDS))
+    gaps = InterTokenLatency(Histogram(BOUNDS))
     for index in range(50):
         one = request(index)
         assert one.sequences[0].handle == NO_HANDLE

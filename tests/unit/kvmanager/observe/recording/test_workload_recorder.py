@@ -16,7 +16,7 @@ from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan, chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.observe.recording import workload_recorder as request_trace
 from pagekv.kvmanager.observe.recording.file import RecordingFile
-from pagekv.kvmanager.observe.recording.workload_recorder import RequestTrace, hash_ids
+from pagekv.kvmanager.observe.recording.workload_recorder import WorkloadRecorder, hash_ids
 from pagekv.kvmanager.replay.cli import main as replay
 from pagekv.kvmanager.replay.trace import read_trace
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
@@ -67,7 +67,7 @@ def traced(monkeypatch: pytest.MonkeyPatch, path: Path, body: Any, **config: int
     """Runs a test with a trace being recorded; the lines."""
     file = RecordingFile(path, "requests")
     ticks = iter(range(10**6))
-    trace = RequestTrace(file, clock=lambda: next(ticks) * 0.0105)
+    trace = WorkloadRecorder(file, clock=lambda: next(ticks) * 0.0105)
     run(monkeypatch, body, observers=[trace], **config)
     trace.close()
     file.close()
