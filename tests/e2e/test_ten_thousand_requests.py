@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import pytest
 from support.clients.stack import running_executor
+from support.executor.expected_tokens import expected_tokens
 
-from pagekv.executor.oracle.backend import expected_tokens
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity

@@ -145,7 +145,7 @@ def test_mutated_steps_are_run_or_refused_and_refusals_touch_nothing() -> None:
 def run(world: World, step: Step) -> ExecutedStep | InvalidRequest | StaleEpoch | SlotError:
     """The lawful outcomes; any other exception fails the test."""
     try:
-        return world.epoch.run(step)
+        return world.epoch.launch(step).collect()
     except (InvalidRequest, StaleEpoch, SlotError) as error:
         return error
 
