@@ -16,7 +16,7 @@ from pagekv.client.cli.terminal import Terminal
 from pagekv.client.launcher.gateway import GatewayConfig
 from pagekv.client.launcher.kv_events import DEFAULT_ENDPOINT, KvEventEndpoints, endpoints_of_pairs
 from pagekv.client.launcher.stack import Stack, StackConfig, StackError
-from pagekv.kvmanager.observe.outlet_config import OutletConfig
+from pagekv.kvmanager.observe.flags import ObserveConfig
 from pagekv.v1 import inference_service_pb2 as pb
 
 
@@ -26,7 +26,7 @@ def pairs_of(*args: str, pairs: int = 3, env: dict[str, str] | None = None) -> l
 
 
 def test_every_pair_publishes_its_events_on_ports_of_its_own() -> None:
-    assert OutletConfig().kv_events_endpoint == DEFAULT_ENDPOINT
+    assert ObserveConfig().kv_events_endpoint == DEFAULT_ENDPOINT
     assert pairs_of(pairs=2) == [("tcp://127.0.0.1:5557", ""), ("tcp://127.0.0.1:5558", "")]
     beside = pairs_of("--kv-events-replay-endpoint", "tcp://127.0.0.1:5558")
     assert beside == [(f"tcp://127.0.0.1:{5557 + 2 * pair}", f"tcp://127.0.0.1:{5558 + 2 * pair}") for pair in range(3)]
