@@ -95,7 +95,7 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
     )
     flag("log-level", "what to log at least", default="info", choices=LOG_LEVELS)
     flag("log-format", "how to log", default="text", choices=LOG_FORMATS)
-    flag("port-file", "file to write the bound port to once listening", default="")
+    flag("port-file", "file for a JSON line with the bound address, once listening", default="")
     parser.switch("reflection", "let tools such as grpcurl list the services", default=True)
     _add_oracle_flags(parser)
     args = parser.parse(argv)

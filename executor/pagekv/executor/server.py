@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from pagekv.common.logs import Log, setup_logs
 from pagekv.common.models import ModelNotFound, resolve_model
-from pagekv.common.server import GrpcServer, run_async, spare_the_collector, stop_event, write_port_file
+from pagekv.common.port_file import bound_address, write_port_file
+from pagekv.common.server import GrpcServer, run_async, spare_the_collector, stop_event
 from pagekv.executor.backend.interface import Backend
 from pagekv.executor.config import ExecutorConfig, parse_config
 from pagekv.executor.fresh_process import faults_before, start_anew
@@ -154,9 +155,9 @@ class Executor:
 
     @property
     def address(self) -> str:
-        """Where it listens, or shall: with the port it has instead of 0."""
+        """Where the executor listens, or shall, if it never did."""
         listen = self._config.listen
-        return f"{listen.rpartition(':')[0]}:{self._grpc.port}" if listen.endswith(":0") else listen
+        return bound_address(listen, self._grpc.port) if self._grpc.port else listen
 
     @property
     def lost_reason(self) -> str:
@@ -175,7 +176,7 @@ class Executor:
         config = self._config
         port = await self._grpc.start()
         if config.port_file:
-            write_port_file(Path(config.port_file), port)
+            write_port_file(Path(config.port_file), {"listen": self.address})
         log.info("listening", address=config.listen, port=port)
         stopped = asyncio.create_task(stop.wait(), name="stop signal")
         loading = asyncio.create_task(self._load(), name="load")

@@ -197,7 +197,12 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
     )
     flag("log-level", "what to log at least", default="info", choices=LOG_LEVELS)
     flag("log-format", "how to log", default="text", choices=LOG_FORMATS)
-    flag("port-file", "file to write the bound port to once listening", default="", metavar="PATH")
+    flag(
+        "port-file",
+        "file for a JSON line with the bound addresses, once listening",
+        default="",
+        metavar="PATH",
+    )
     switch("reflection", "let tools such as grpcurl list the services", default=True)
     observe_config.add_flags(parser)
     args = parser.parse(argv)

@@ -6,11 +6,12 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pagekv.common.logs import Log, setup_logs
 from pagekv.common.models import ModelNotFound, resolve_model
-from pagekv.common.server import GrpcServer, run_async, spare_the_collector, stop_event, write_port_file
+from pagekv.common.port_file import bound_address, write_port_file
+from pagekv.common.server import GrpcServer, run_async, spare_the_collector, stop_event
 from pagekv.kvmanager.api.cache_service import CacheService
 from pagekv.kvmanager.api.inference_service import InferenceService
 from pagekv.kvmanager.api.served_model import ServedModel
@@ -129,13 +130,15 @@ class Manager:
         self._start_tracing()
         http_port = await self._start_http()
         self._open_outlets()
-        observe = self._config.observe
-        for path, bound in ((self._config.port_file, port), (observe.http_port_file, http_port)):
-            if path and bound:
-                write_port_file(Path(path), bound)
-        log.info("listening", address=self._config.listen, port=port, executor=self._config.engine.executor)
+        config = self._config
+        if config.port_file:
+            listening: dict[str, Any] = {"listen": bound_address(config.listen, port)}
+            if http_port:
+                listening["http"] = bound_address(config.observe.http_listen, http_port)
+            write_port_file(Path(config.port_file), listening | self._outlets.listening())
+        log.info("listening", address=config.listen, port=port, executor=config.engine.executor)
         if http_port:
-            log.info("serving HTTP", address=observe.http_listen, port=http_port)
+            log.info("serving HTTP", address=config.observe.http_listen, port=http_port)
 
     async def _stop_listening(self, grace_s: float) -> None:
         """Ends what was started, within so many seconds for calls that run. What was not is left alone."""

@@ -21,7 +21,7 @@ def flags(directory: Path, spans: str) -> list[str]:
         *("--gateway-api", "--page", "--kv-events", "--kv-events-endpoint", f"ipc://{directory}/events"),
         *("--kv-events-replay-endpoint", replays(directory), "--record-steps", str(directory / "steps")),
         *("--record", str(directory / "trace.jsonl"), "--otlp-endpoint", spans),
-        *("--http-listen", "127.0.0.1:0", "--http-port-file", str(directory / "port")),
+        *("--http-listen", "127.0.0.1:0"),
     ]
 
 

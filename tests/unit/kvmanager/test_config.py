@@ -81,7 +81,6 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
         "PAGEKV_PROTECTED_SHARE": "0.5",
         "PAGEKV_MAX_PINNED_SHARE": "0.75",
         "PAGEKV_HTTP_LISTEN": "127.0.0.1:0",
-        "PAGEKV_HTTP_PORT_FILE": "/tmp/http",
         "PAGEKV_HTTP_NAMES": "GPU1.example, gpu1",
         "PAGEKV_PAGE": "off",
         "PAGEKV_PAGE_TEXT": "on",
@@ -100,7 +99,7 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
         True, "ipc:///tmp/events", "tcp://[::1]:5558", "kv@here", 7, False, "/tmp/trace", "/tmp/steps"
     )
     collector, names = "http://collector:4318/v1/traces", ("gpu1.example", "gpu1")
-    observe = ObserveConfig("127.0.0.1:0", "/tmp/http", True, collector, outlets, False, True, names)
+    observe = ObserveConfig("127.0.0.1:0", True, collector, outlets, False, True, names)
     limits = SchedulerLimits(
         64, 5, 0.25, False, partial_hits=False, swap=SwapPolicy("swap"), write_back=True, preemption_limit=7
     )
@@ -150,7 +149,6 @@ def test_blocks_have_ages_where_a_page_shows_them() -> None:
         (["--kv-events-replay-endpoint=tcp://*:0"], {}, "--kv-events-replay-endpoint: has no effect without --kv-e"),
         (["--kv-events-buffer=10000"], {}, "--kv-events-buffer: has no effect without --kv-events"),
         (["--no-kv-events-token-ids"], {}, "--kv-events-token-ids: has no effect without --kv-events"),
-        (["--http-port-file=p"], {}, "--http-port-file: has no effect without --http-listen"),
         (["--page-text"], {}, "--page-text: has no effect without --http-listen"),
         (["--http-names", "a"], {}, "--http-names: has no effect without --http-listen"),
         (["--kv-events-topic=x", "--no-kv-events"], {}, "--kv-events-topic: has no effect without --kv-events"),

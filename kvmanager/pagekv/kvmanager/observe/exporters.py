@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pagekv.common.logs import Log
 from pagekv.kvmanager.engine.config import EngineConfig
@@ -89,6 +89,18 @@ class Exporters:
             await publisher.run(engine)
         except Exception:
             log.exception("no more KV events")
+
+    def listening(self) -> dict[str, Any]:
+        """Where events are published and what is recorded, as `pagekv.common.port_file` has them."""
+        found: dict[str, Any] = {}
+        if self._publisher is not None:
+            found["kv_events"] = {
+                "endpoint": self._publisher.endpoint,
+                "replay_endpoint": self._publisher.replay_endpoint,
+            }
+        if self._files:
+            found["recordings"] = [str(file.path) for file in self._files]
+        return found
 
     async def discard(self) -> None:
         """As `close`, where serving never began: no file is left of it."""

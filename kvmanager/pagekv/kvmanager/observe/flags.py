@@ -22,7 +22,6 @@ class ObserveConfig:
     """Checked values; meanings and bounds as in `pagekv-manager --help`. Empty: off."""
 
     http_listen: str = ""
-    http_port_file: str = ""
     gateway_api: bool = False
     otlp_endpoint: str = ""
     outlets: OutletConfig = field(default_factory=OutletConfig)
@@ -44,13 +43,6 @@ def add_flags(parser: FlagParser) -> None:
         default="",
         type=tcp_address,
         metavar="HOST:PORT",
-    )
-    parser.flag(
-        "http-port-file",
-        "file to write the bound HTTP port to once listening",
-        default="",
-        needs="http-listen",
-        metavar="PATH",
     )
     parser.flag(
         "http-names",
@@ -109,7 +101,6 @@ def from_args(args: argparse.Namespace) -> ObserveConfig:
     """What was parsed."""
     return ObserveConfig(
         http_listen=args.http_listen,
-        http_port_file=args.http_port_file,
         gateway_api=args.gateway_api,
         otlp_endpoint=args.otlp_endpoint,
         outlets=outlet_config.from_args(args),
