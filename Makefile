@@ -118,6 +118,10 @@ proto: ## regenerate the committed stubs from the .proto files
 proto-check: ## fail when the committed stubs are stale
 	@scripts/gen_stubs.sh --check
 
+.PHONY: flags
+flags: $(DEV_STAMP) ## write docs/flags.md from the flags that pagekv-manager and pagekv-executor declare
+	@$(BIN)/python scripts/flags_page.py
+
 .PHONY: proto-breaking
 proto-breaking: $(DEV_STAMP) ## fail when the contract breaks clients of the last release tag
 	@tag=$$(git describe --tags --abbrev=0 --match 'v[0-9]*' 2>/dev/null || true); \

@@ -76,16 +76,15 @@ def _load_oracle(config: ExecutorConfig) -> Backend:
     model = read_oracle_model(
         resolve_model(config.model) if config.model else None,
         model_id(config.model),
-        vocab_size=config.vocab_size,
-        max_model_len=config.max_model_len,
-        eos_token_ids=config.eos_token_ids,
+        vocab_size=config.oracle.vocab_size,
+        max_model_len=config.oracle.max_model_len,
+        eos_token_ids=config.oracle.eos_token_ids,
     )
     return OracleBackend(
         model,
         kv_bytes=config.kv_memory or DEFAULT_KV_BYTES,
         max_sequences=config.max_sequences,
-        step_time_s=config.step_time_ms / 1e3,
-        token_time_s=config.token_time_us / 1e6,
+        step_time_s=config.oracle.step_time_ms / 1e3,
     )
 
 

@@ -29,7 +29,7 @@ def endpoints_of(*args: str, pairs: int = 3, env: dict[str, str] | None = None) 
 
 
 def test_every_pair_publishes_its_events_on_ports_of_its_own() -> None:
-    assert parse_config(["--kv-events"], {}).observe.outlets.kv_events_endpoint == DEFAULT_ENDPOINT
+    assert parse_config(["--kv-events"], {}).observe.kv_events_endpoint == DEFAULT_ENDPOINT
     assert endpoints_of(pairs=2) == [("tcp://127.0.0.1:5557", ""), ("tcp://127.0.0.1:5558", "")]
     beside = endpoints_of("--kv-events-replay-endpoint", "tcp://127.0.0.1:5558")
     assert beside == [(f"tcp://127.0.0.1:{5557 + 2 * pair}", f"tcp://127.0.0.1:{5558 + 2 * pair}") for pair in range(3)]
