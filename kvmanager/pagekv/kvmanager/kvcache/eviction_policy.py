@@ -1,4 +1,4 @@
-"""In what order free blocks are given away: the eviction policies (DESIGN 5, CHECKLIST G3 to G6, G9, G10).
+"""In what order free blocks are given away: the eviction policies (DESIGN 5).
 
 Every policy keeps a chain whole from its front: as blocks are freed deepest first, and a hit on a block is a hit on all
 blocks before it, no block goes before the cached ones that follow it. None looks at a clock, so equal histories evict
@@ -53,7 +53,7 @@ class EvictionOrder(Protocol):
         """
         ...
 
-    def forget(self, blocks: Blocks) -> None:
+    def invalidate(self, blocks: Blocks) -> None:
         """Blocks, free or held, whose content is void."""
         ...
 
@@ -73,7 +73,7 @@ class LruOrder(FreeQueue):
     def hit(self, blocks: Blocks) -> None:
         """Recency is all that counts."""
 
-    def forget(self, blocks: Blocks) -> None:
+    def invalidate(self, blocks: Blocks) -> None:
         """Nothing was remembered."""
 
 
@@ -164,7 +164,7 @@ class SegmentedLruOrder:
         """Proves the first `depth` of the blocks."""
         self._proven[blocks[: self.depth]] = True
 
-    def forget(self, blocks: Blocks) -> None:
+    def invalidate(self, blocks: Blocks) -> None:
         """Whatever enters these blocks next has to prove itself; those that are protected fall back."""
         proven = blocks[self._proven[blocks]]
         if not len(proven):

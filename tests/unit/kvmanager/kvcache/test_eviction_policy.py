@@ -54,7 +54,7 @@ class PlainLists:
     def hit(self, blocks: list[int]) -> None:
         self.proven |= set(blocks[: self.depth])
 
-    def forget(self, blocks: list[int]) -> None:
+    def invalidate(self, blocks: list[int]) -> None:
         self.proven -= set(blocks)
         self.probation += [block for block in self.protected if block not in self.proven]
         self.protected = [block for block in self.protected if block in self.proven]
@@ -68,12 +68,12 @@ def test_slru_agrees_with_plain_lists(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(0, 25))):
         free = model.probation + model.protected
         held = [block for block in range(num_blocks) if block not in free]
-        move = data.draw(st.sampled_from(["pop", "append", "remove", "hit", "forget"]))
+        move = data.draw(st.sampled_from(["pop", "append", "remove", "hit", "invalidate"]))
         if move == "pop":
             count = data.draw(st.integers(0, len(free)))
             assert order.pop(count).tolist() == model.pop(count)
             continue
-        among = {"append": held, "hit": held, "remove": free, "forget": free + held}[move]
+        among = {"append": held, "hit": held, "remove": free, "invalidate": free + held}[move]
         blocks = data.draw(st.lists(st.sampled_from(among), unique=True)) if among else []
         getattr(order, move)(ids(blocks))
         getattr(model, move)(blocks)
@@ -131,7 +131,7 @@ class Cache:
     def cached(self, words: list[int]) -> int:
         """Leading blocks of the prompt that are cached; changes nothing."""
         chunks = np.repeat(np.array(words, np.uint32), SIZE).reshape(-1, SIZE)
-        return len(self.pool.table.follow(ROOT, chunks))
+        return len(self.pool.table.match_tokens(ROOT, chunks))
 
 
 class Words:

@@ -20,7 +20,7 @@ from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch, take_snapshot
 from pagekv.kvmanager.kvcache.host_pool import HostPool
-from pagekv.kvmanager.kvcache.prefix_table import Chunks, PrefixTable
+from pagekv.kvmanager.kvcache.prefix_table import BlockTokens, PrefixTable
 
 MAX_WATCHES = 16
 
@@ -76,13 +76,13 @@ class TableLog:
     # -- called by the pool
 
     def stored(
-        self, digests: Sequence[bytes], parents: Sequence[bytes], chunks: Chunks, *, text: bool, first: bool
+        self, digests: Sequence[bytes], parents: Sequence[bytes], tokens: BlockTokens, *, text: bool, first: bool
     ) -> None:
         """Blocks entered the device's table, each after the block or chain root with the digest at its place in
         `parents`; `text`: without media; `first`: the first of them after a chain root, which no other is.
         """
         if digests:
-            self._pending.store(Stored(Tier.DEVICE, digests, parents, chunks.tobytes(), text, first))
+            self._pending.store(Stored(Tier.DEVICE, digests, parents, tokens.tobytes(), text, first))
 
     def removed(self, digests: Sequence[bytes]) -> None:
         """Blocks were evicted from the device."""

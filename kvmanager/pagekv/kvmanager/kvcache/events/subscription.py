@@ -99,7 +99,7 @@ def take_snapshot(table: PrefixTable, host: HostPool | None = None) -> Snapshot:
 
 def _parents_first(columns: TableColumns) -> Snapshot:
     told = np.zeros(len(columns.published), np.bool_).data
-    parents, loose, media = columns.parents.data, columns.loose_parents, columns.media
+    parents, loose, media = columns.parents.data, columns.parent_digest_of, columns.media
     for block in np.flatnonzero(columns.published).tolist():
         chain = []
         while block >= 0 and not told[block]:
