@@ -61,8 +61,6 @@ class BlockPool:
         self._free = order if order is not None else LruOrder(num_blocks)
         self._log = log
         self._num_cached_free = 0
-        # Called with published blocks just before they are given away.
-        self.on_evict: Callable[[Blocks], None] | None = None
         self.evictions = 0
         self.hash_alarms = 0
 
@@ -189,9 +187,9 @@ class BlockPool:
             self._num_cached_free -= int(np.count_nonzero(self.table.published[unheld]))
         self._ref_count[blocks] += 1
 
-    def allocate(self, count: int) -> Blocks | None:
+    def allocate(self, count: int, on_evict: Callable[[Blocks], None] | None = None) -> Blocks | None:
         """Takes `count` blocks from the head of the free queue, evicting cached ones; None, and nothing taken, when
-        fewer are free.
+        fewer are free. `on_evict` is called with the blocks to be evicted while the prefix table still has them.
         """
         if count > len(self._free):
             return None
@@ -199,8 +197,8 @@ class BlockPool:
         cached = blocks[self.table.published[blocks]]
         if len(cached):
             self.evictions += len(cached)
-            if self.on_evict is not None:
-                self.on_evict(cached)
+            if on_evict is not None:
+                on_evict(cached)
             # Blocks that follow an evicted one leave the table with it, and may remain free, or held.
             cached, digests = self.table.remove(cached)
             self._free.invalidate(cached)

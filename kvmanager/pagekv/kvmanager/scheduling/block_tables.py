@@ -75,8 +75,7 @@ class BlockTables:
         # What the next step has to copy, in order.
         self._moves: list[BlockCopy] = []
         self._swapper = Swapper(pool, host, self._moves, swap_counters, shared=prefix_cache)
-        if write_back and prefix_cache:
-            pool.on_evict = self._swapper.write_back
+        self._on_evict = self._swapper.write_back if write_back and prefix_cache else None
         # Published blocks that this very step computes: they can be hit, for a layer writes all of a step's keys and
         # values before it attends, but not copied, for copies come before everything else.
         self._being_computed: list[Blocks] = []
@@ -92,6 +91,10 @@ class BlockTables:
         return moves
 
     # -- taking
+
+    def allocate(self, count: int) -> Blocks | None:
+        """`BlockPool.allocate`, with write-back of evicted blocks where that is on."""
+        return self.pool.allocate(count, self._on_evict)
 
     def admit(self, arrivals: Sequence[Arrival], keep_free: int) -> int:
         """Takes for each sequence the cached prefix, or what it shares with another of its request if that is as much,
@@ -159,7 +162,7 @@ class BlockTables:
             pool.share(begin)
             if self._prefix_cache:
                 self._extend_digests(sequence)
-        fresh = pool.allocate(take.num_fresh)
+        fresh = self.allocate(take.num_fresh)
         if fresh is None:
             raise InvariantError(f"{take.num_fresh} blocks were free and could not be allocated")
         if take.copied:
@@ -213,7 +216,7 @@ class BlockTables:
         size = self._block_size
         last = len(parent.request.command.prompt_ids) - 1
         shared = last // size
-        copies = self.pool.allocate(len(children)) if self._fork_sharing else None
+        copies = self.allocate(len(children)) if self._fork_sharing else None
         if copies is None:
             return False
         table = parent.block_table
@@ -236,7 +239,7 @@ class BlockTables:
         # Leading blocks of each parent that its child shares, and those behind them.
         shares = [parent.num_computed // self._block_size if self._fork_sharing else 0 for parent in parents]
         sources = [parent.block_table[shared:] for parent, shared in zip(parents, shares, strict=True)]
-        copies = self.pool.allocate(sum(map(len, sources)))
+        copies = self.allocate(sum(map(len, sources)))
         if copies is None:
             return False
         fresh = iter(copies.tolist())

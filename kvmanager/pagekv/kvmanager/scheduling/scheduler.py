@@ -159,7 +159,7 @@ class Scheduler:
         chunks = self._rows.completed_blocks(rows)
         sequences = self._rows.of(rows)
         running = self._running
-        blocks = running.pool.allocate(len(rows))
+        blocks = running.tables.allocate(len(rows))
         exhausted = blocks is None
         if blocks is None:
             # In running order, so that of another request nobody is preempted after it got its block.

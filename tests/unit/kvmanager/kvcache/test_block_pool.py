@@ -213,6 +213,18 @@ def test_without_a_clock_blocks_have_no_age() -> None:
     assert pool.table.age_s(blocks[0]) is None
 
 
+def test_evicted_blocks_are_shown_while_the_table_still_has_them() -> None:
+    pool = BlockPool(3, 2)
+    blocks = held(pool, 2)
+    digests = publish(pool, blocks, [1, 2, 3, 4])
+    pool.free(ids(blocks))
+    shown: list[list[bytes]] = []
+    pool.allocate(2, lambda evicted: shown.append(pool.table.digests(evicted.tolist())))
+    assert shown == [digests[1:]]
+    assert pool.allocate(2, lambda evicted: shown.append([])) is None
+    assert len(shown) == 1
+
+
 def test_misuse_is_a_broken_invariant() -> None:
     pool = BlockPool(2, 1)
     with pytest.raises(InvariantError, match="nobody holds"):
