@@ -59,11 +59,11 @@ class CacheAdmin:
         self.pins = Pins(pool, self._max_pinned_share, self._clock, holder)
         self._fingerprint = fingerprint
         self._arm()
-        self.log.follow(pool.table, host)
+        self.log.attach(pool.table, host)
 
     def border(self, step: int) -> None:
         """`step` steps are completed, and the table is consistent."""
-        self.log.border(step)
+        self.log.step_boundary(step)
 
     def end(self, error: Exception) -> None:
         """Tells every watcher that it is over; no lease ends any more."""

@@ -1,4 +1,4 @@
-"""Pins: leases on cached prefixes (CHECKLIST F7, K5)."""
+"""Pins: leases on cached prefixes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_pinned_blocks_are_limited_to_a_share_of_the_pool() -> None:
         pins.pin(second, 60, 0)
     assert (len(pins), pins.num_blocks, pool.num_active) == (1, 3, 3)
     pins.pin(second[:2], 60, 0)
-    # What is pinned already takes nothing more.
+    # Blocks that are pinned already take nothing more.
     pins.pin(first, 60, 0)
     assert pins.num_blocks == 5
 
