@@ -33,6 +33,28 @@ def test_a_pinned_prefix_survives_pressure_and_goes_when_its_pin_does() -> None:
     assert pool.num_published == 0
 
 
+def test_every_pin_that_begins_or_ends_is_reported_with_its_blocks() -> None:
+    pool, clock = BlockPool(20, SIZE), Clock()
+    seen: list[tuple[str, list[int]]] = []
+    pins = Pins(
+        pool,
+        0.5,
+        clock,
+        pinned=lambda blocks: seen.append(("pinned", blocks.tolist())),
+        unpinned=lambda blocks: seen.append(("unpinned", blocks.tolist())),
+    )
+    long, short = cache(pool, [1] * 12), cache(pool, [2] * 4)
+    with pytest.raises(LimitExceeded):
+        pins.pin(long, 60, largest_need=18)
+    pins.pin(long, 10, 0)
+    pins.pin(short, 60, 0)
+    clock.now += 10
+    pins.expire()
+    pins.end_all()
+    pins.end_all()
+    assert seen == [("pinned", long), ("pinned", short), ("unpinned", long), ("unpinned", short)]
+
+
 def test_unpinning_again_or_what_never_was_is_no_error() -> None:
     pool, pins, _ = pool_and_pins()
     pin_id = pins.pin(cache(pool, [1] * 4), 60, 0)
