@@ -15,7 +15,7 @@ from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.observe.flags import ObserveConfig
 from pagekv.kvmanager.observe.recording.file import RecordingFile
-from pagekv.kvmanager.observe.recording.step_recorder import RecordedScheduler, StepRecorder
+from pagekv.kvmanager.observe.recording.step_recorder import PinRecorder, RecordedScheduler, StepRecorder
 from pagekv.kvmanager.observe.recording.workload_recorder import WorkloadRecorder
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class Exporters:
                 aging=planning.priority_aging,
             )
             engine.make_scheduler = partial(RecordedScheduler, recorder)
+            engine.observers.add(PinRecorder(recorder))
 
     def _recording(self, path: str, what: str) -> RecordingFile:
         try:

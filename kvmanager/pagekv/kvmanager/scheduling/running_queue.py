@@ -181,7 +181,7 @@ class RunningQueue:
         which then waits.
         """
         while sequence.state is SeqStatus.RUNNING:
-            blocks = self.pool.allocate(1)
+            blocks = self.tables.allocate(1)
             if blocks is not None:
                 return int(blocks[0])
             if not self.preempt_behind(sequence):

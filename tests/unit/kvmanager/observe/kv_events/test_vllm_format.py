@@ -183,11 +183,11 @@ class PublishedDriver(Driver):
         self.pool = BlockPool(num_blocks, self.block_size, log=self.log)
         self.pins = Pins(self.pool, max_share=1.0)
         self.host = HostPool(self.host_blocks, self.block_size, self.log)
-        self.log.follow(self.pool.table, self.host)
+        self.log.attach(self.pool.table, self.host)
 
     def check(self) -> None:
         super().check()
-        self.log.border(len(self.plans))
+        self.log.step_boundary(len(self.plans))
         for request in self.requests:
             self.identities.note_request(request.root, request.command.identity)
         for events in self.form.changed(self.watch.take_unread()):
