@@ -1,4 +1,4 @@
-"""What the engine loop is told at start, and the flags that say it."""
+"""The engine loop's configuration and its flags."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from typing import Any
 FORMATS = ("auto", "mooncake", "azure")
 MAX_LENGTH = 2**24
 MAX_HASH_ID = 2**53 - 1
-# Ids stand for token ids in a replay, and those are uint32 with room for ids of other kinds (see prompt.py). Where a
-# trace has larger ones, all of its ids are numbered anew.
+# Ids stand for token ids in a replay, which are uint32 with room for ids of other kinds (see synthetic_prompt.py). Where
+# a trace has larger ones, all of its ids are numbered anew.
 _MAX_TOKEN = 2**30 - 1
 DEFAULT_TOKENS_PER_ID = 512
 _MAX_TIMESTAMP_MS = 2**53
@@ -30,7 +30,7 @@ _AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 class TraceError(ValueError):
-    """The trace cannot be read; the message names the file, the line (from 1) and the field."""
+    """A workload trace cannot be replayed; the message names the file, the line (from 1) and the field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,12 @@ class TraceRecord:
     arrival_s: float
     input_length: int
     output_length: int
-    # Empty when the trace knows nothing about shared prefixes.
+    # Empty when the workload trace says nothing about shared prefixes.
     hash_ids: tuple[int, ...]
 
 
 def block_size_of(path: Path) -> int | None:
-    """Tokens that a hash id of a trace stands for, where its first line says so. Raises OSError."""
+    """Tokens that a hash id stands for, where the first line of a workload trace says so. Raises OSError."""
     with path.open("rb") as lines:
         try:
             value = json.loads(lines.readline(MAX_LENGTH).lstrip(b"\xef\xbb\xbf"))

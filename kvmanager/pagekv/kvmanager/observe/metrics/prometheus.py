@@ -1,4 +1,4 @@
-"""What Prometheus scrapes: `GET /metrics`. METRICS.md says what each metric means and when to worry.
+"""`GET /metrics` for Prometheus. docs/metrics.md says what each metric means and when to worry.
 
 Counters and gauges are read from the engine when somebody scrapes, so they cost a step nothing, and a scrape costs the
 same whatever the size of the pool; histograms are kept by `RequestMetrics`. Where vLLM has a metric of the same meaning
