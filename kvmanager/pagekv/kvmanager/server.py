@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,15 @@ class ExtraMissing(Exception):
     """A flag needs a package that is not installed; the message says which and how to get it."""
 
 
+@contextmanager
+def needs_extra(flag: str, extra: str) -> Iterator[None]:
+    """Around imports that a flag needs; raises ExtraMissing."""
+    try:
+        yield
+    except ImportError as error:
+        raise ExtraMissing(f"{flag} needs {error.name}: pip install 'pagekv[{extra}]'") from error
+
+
 class Manager:
     """One manager process. States: starting (NOT_SERVING) → serving ⇄ executor lost (NOT_SERVING) → draining → over."""
 
@@ -74,10 +84,8 @@ class Manager:
 
     def _gateway_service(self, services: list[str]) -> VllmEngine:
         """The service for a gateway, its name added to `services`. Raises ExtraMissing without its stubs."""
-        try:
+        with needs_extra("--gateway-api", "gateway"):
             from pagekv.kvmanager.gateway.service import SERVICE_NAME, VllmEngine
-        except ImportError as error:
-            raise ExtraMissing(f"--gateway-api needs {error.name}: pip install 'pagekv[gateway]'") from error
         services.append(SERVICE_NAME)
         return VllmEngine(self.engine, self._state, lambda: self._attached and not self._draining)
 
@@ -127,7 +135,8 @@ class Manager:
         port = await self._grpc.start()
         self._start_tracing()
         http_port = await self._start_http()
-        self._open_exporters()
+        with needs_extra("--kv-events", "observe"):
+            self._exporters.open(self.engine)
         config = self._config
         if config.port_file:
             listening: dict[str, Any] = {"listen": bound_address(config.listen, port)}
@@ -146,21 +155,12 @@ class Manager:
         if self._tracing is not None:
             await self._tracing.close()
 
-    def _open_exporters(self) -> None:
-        """Raises OSError when a file or an endpoint cannot be had, ExtraMissing without ZeroMQ."""
-        try:
-            self._exporters.open(self.engine)
-        except ImportError as error:
-            raise ExtraMissing(f"--kv-events needs {error.name}: pip install 'pagekv[observe]'") from error
-
     def _start_tracing(self) -> None:
         """Raises ExtraMissing without OpenTelemetry."""
         if not self._config.observe.otlp_endpoint:
             return
-        try:
+        with needs_extra("--otlp-endpoint", "observe"):
             from pagekv.kvmanager.observe.tracing.otlp import Tracing, otlp_processor
-        except ImportError as error:
-            raise ExtraMissing(f"--otlp-endpoint needs {error.name}: pip install 'pagekv[observe]'") from error
         self._tracing = Tracing(otlp_processor(self._config.observe.otlp_endpoint))
         self.engine.observers.add(RequestSpans(self._tracing.emit))
         log.info("sending spans", endpoint=self._config.observe.otlp_endpoint)
@@ -179,11 +179,9 @@ class Manager:
         observe = self._config.observe
         if not observe.http_listen:
             return 0
-        try:
+        with needs_extra("--http-listen", "observe"):
             from pagekv.kvmanager.observe.http_server import HttpServer
             from pagekv.kvmanager.observe.metrics.prometheus import EngineCollector, metrics_routes
-        except ImportError as error:
-            raise ExtraMissing(f"--http-listen needs {error.name}: pip install 'pagekv[observe]'") from error
         requests = RequestMetrics()
         self.engine.observers.add(requests)
         prefix_cache = self._config.engine.limits.prefix_cache
