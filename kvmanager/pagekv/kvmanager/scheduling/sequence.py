@@ -14,7 +14,7 @@ from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.beam_search import BeamSearch
 
-NO_HANDLE = -1
+NO_SEQ_ID = -1
 # A position behind every other.
 NEVER = 2**40
 
@@ -111,7 +111,7 @@ class Seq:
     # Sampled tokens promised by steps in flight.
     num_pending: int = 0
     # Name of this stay at the executor, and its row; kept after leaving until no step in flight samples it.
-    handle: int = NO_HANDLE
+    seq_id: int = NO_SEQ_ID
     # None until first admitted.
     cached_tokens: int | None = None
     preemptions: int = 0

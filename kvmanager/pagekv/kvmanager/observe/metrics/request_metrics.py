@@ -87,7 +87,7 @@ class RequestMetrics(Observer):
         self.step_tokens.observe(outcome.computed_tokens)
         if plan.new:
             self._gaps.open(plan.new)
-        for position in self._gaps.take(committed.handles, now):
+        for position in self._gaps.take(committed.seq_ids, now):
             self._first_token(committed.sequences[position].request, now)
         for position, ending in committed.endings.items():
             self._count(committed.sequences[position].request, ending.reason.value)

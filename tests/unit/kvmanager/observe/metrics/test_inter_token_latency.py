@@ -10,7 +10,7 @@ from pagekv.kvmanager.observe.metrics.histogram import Histogram
 from pagekv.kvmanager.observe.metrics.inter_token_latency import InterTokenLatency
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.stream import RequestStream
-from pagekv.kvmanager.scheduling.sequence import NO_HANDLE, LiveRequest, Seq, live_request
+from pagekv.kvmanager.scheduling.sequence import NO_SEQ_ID, LiveRequest, Seq, live_request
 from pagekv.kvmanager.scheduling.step_plan import NewSeq
 
 BOUNDS = [0.5, 1.5, 2.5, 5, 10, 20, 50]
@@ -21,13 +21,13 @@ def request(index: int, n: int = 1) -> LiveRequest:
     return live_request(command, RequestStream(command.request_id, n), index, b"", 256)
 
 
-def entered(sequence: Seq, handle: int) -> NewSeq:
-    return NewSeq(sequence, handle, sequence.token_ids, sequence.block_table, 0)
+def entered(sequence: Seq, seq_id: int) -> NewSeq:
+    return NewSeq(sequence, seq_id, sequence.token_ids, sequence.block_table, 0)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_gaps_are_those_of_every_single_sequence(seed: int) -> None:
-    """Sequences come, skip steps, leave for a while, return under other handles, end, and pass their handles on."""
+    """Sequences come, skip steps, leave for a while, return under other seq_ids, end, and pass their seq_ids on."""
     chance = random.Random(seed)
     fast, slow = Histogram(BOUNDS), Histogram(BOUNDS)
     gaps = InterTokenLatency(fast)
@@ -44,28 +44,28 @@ def test_gaps_are_those_of_every_single_sequence(seed: int) -> None:
             for sequence in waiting[: chance.randrange(3)]:
                 waiting.remove(sequence)
                 # Past 64, so that the column grows.
-                handle = chance.choice([h for h in range(100) if h not in running])
-                running[handle] = sequence
-                new.append(entered(sequence, handle))
+                seq_id = chance.choice([h for h in range(100) if h not in running])
+                running[seq_id] = sequence
+                new.append(entered(sequence, seq_id))
         if new:
             gaps.open(new)
         else:
             steps_alike += 1
-        handles = sorted(h for h in running if chance.random() < 0.95)
-        first = gaps.take(handles, now)
-        assert [running[handles[p]] for p in first] == [running[h] for h in handles if running[h] not in latest]
-        for handle in handles:
-            sequence = running[handle]
+        seq_ids = sorted(h for h in running if chance.random() < 0.95)
+        first = gaps.take(seq_ids, now)
+        assert [running[seq_ids[p]] for p in first] == [running[h] for h in seq_ids if running[h] not in latest]
+        for seq_id in seq_ids:
+            sequence = running[seq_id]
             if sequence in latest:
                 slow.observe(now - latest[sequence])
             latest[sequence] = now
         if chance.random() < 0.2:
             # Preempted, or the whole executor is lost.
-            for handle in chance.sample(sorted(running), chance.choice([min(1, len(running)), len(running)])):
-                waiting.append(running.pop(handle))
+            for seq_id in chance.sample(sorted(running), chance.choice([min(1, len(running)), len(running)])):
+                waiting.append(running.pop(seq_id))
         if running and chance.random() < 0.1:
-            handle = chance.choice(sorted(running))
-            ended = running[handle].request
+            seq_id = chance.choice(sorted(running))
+            ended = running[seq_id].request
             gaps.forget(ended)
             running = {h: s for h, s in running.items() if s.request is not ended}
             waiting = [s for s in waiting if s.request is not ended]
@@ -79,9 +79,9 @@ def test_nothing_is_kept_of_those_that_ended() -> None:
     gaps = InterTokenLatency(Histogram(BOUNDS))
     for index in range(50):
         one = request(index)
-        assert one.sequences[0].handle == NO_HANDLE
+        assert one.sequences[0].seq_id == NO_SEQ_ID
         gaps.open([entered(one.sequences[0], index % 3)])
         gaps.take([index % 3], float(index))
         gaps.forget(one)
     kept = [owner for owner in gaps._owners if owner is not None]
-    assert (kept, gaps._handles, gaps._away) == ([], {}, {})
+    assert (kept, gaps._seq_ids, gaps._away) == ([], {}, {})
