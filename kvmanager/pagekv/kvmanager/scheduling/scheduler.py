@@ -156,7 +156,7 @@ class Scheduler:
 
     def _grow(self, plan: StepPlan, rows: Rows) -> bool:
         """One more block for each of these decodes, whose tables are full; True if that preempted sequences."""
-        chunks = self._rows.completed_blocks(rows)
+        chunks = self._rows.complete_blocks(rows)
         sequences = self._rows.of(rows)
         running = self._running
         blocks = running.pool.allocate(len(rows))
@@ -289,21 +289,12 @@ class Scheduler:
         self.host.clear()
         return self.pool.clear_prefix_table()
 
-    # -- views
-
-    def sync(self) -> None:
-        """Brings the counts and tokens of every running sequence up to date; between steps they live in columns."""
-        for sequence in self.running:
-            if sequence.seq_id != NO_SEQ_ID:
-                self._rows.sync(sequence)
-
     # -- proof
 
     def check_integrity(self, live: Iterable[Seq], pins: Iterable[Sequence[int]] = ()) -> None:
         """Recomputes block counts and queue lengths from the live sequences and the blocks of each pin; raises
         InvariantError.
         """
-        self.sync()
         sequences = list(live)
         held = [s for s in sequences if s.state in HOLDING]
         self.pool.check_integrity([*(s.block_table for s in held), *pins])

@@ -216,5 +216,5 @@ class RequestSpans(Observer):
         for seq_id, other in list(self._prefilling.items()):
             if other is progress:
                 del self._prefilling[seq_id]
-        decoded = len(sequence.token_ids) - progress.had if progress.doing == _DECODE else 0
+        decoded = sequence.num_tokens - progress.had if progress.doing == _DECODE else 0
         progress.turn(doing, now, decoded)
