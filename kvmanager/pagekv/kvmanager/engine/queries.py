@@ -80,8 +80,6 @@ class EngineQueries:
 
     def block_tables(self, request_id: str) -> list[SequenceView] | None:
         """Block tables of a live request; None when there is no such request."""
-        if self._scheduler is not None:
-            self._scheduler.sync()
         request = self._live.get(request_id)
         return None if request is None else sequence_views(request, self._config.block_size)
 
@@ -89,7 +87,7 @@ class EngineQueries:
         """Up to `limit` live requests, those that run first; and how many there are. Raises Unavailable when never
         attached.
         """
-        self._serving().sync()
+        self._serving()
         live = self._live.all()
         return request_views(live, limit), len(live)
 

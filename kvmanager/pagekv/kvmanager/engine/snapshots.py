@@ -99,7 +99,6 @@ def utilization(scheduler: Scheduler) -> float:
     """
     size = scheduler.pool.block_size
     slots = scheduler.pool.num_active * size
-    scheduler.sync()
     empty = sum(len(sequence.block_table) * size - sequence.num_computed for sequence in scheduler.running)
     return 1.0 - empty / slots if slots else 1.0
 
@@ -110,7 +109,7 @@ def sequence_views(request: LiveRequest, block_size: int) -> list[SequenceView]:
         SequenceView(
             index=sequence.index,
             state="running" if sequence.state is SeqStatus.DRAINING else sequence.state.value,
-            num_tokens=len(sequence.token_ids),
+            num_tokens=sequence.num_tokens,
             computed_tokens=sequence.num_computed,
             block_ids=list(sequence.block_table),
             block_hashes=sequence.digests[: min(len(sequence.block_table), sequence.num_computed // block_size)],

@@ -297,7 +297,7 @@ def test_a_broken_invariant_happens_again(tmp_path: Path) -> None:
     assert plan is not None
     outcome = driver.executor.run(plan)
     with pytest.raises(InvariantError, match="sampled other sequences"):
-        driver.scheduler.commit(plan, replace(outcome, sampled_handles=[77]))
+        driver.scheduler.commit(plan, replace(outcome, sampled_seq_ids=[77]))
     driver.lose_executor()
     driver.drain()
     path = tmp_path / "steps"
