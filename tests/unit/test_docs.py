@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 import yaml
-from support.documentation import PAGES, ROOT, Command, anchors, inline_code, inline_commands, links, shell_commands
+from support.documentation import (
+    PAGES,
+    ROOT,
+    Command,
+    anchors,
+    fenced,
+    inline_code,
+    inline_commands,
+    links,
+    shell_commands,
+)
 
 from pagekv.client.cli.main import make_parser
 from pagekv.executor.config import parse_config as parse_executor
@@ -89,6 +99,20 @@ def _is_module(name: str) -> bool:
     return False
 
 
+@pytest.mark.parametrize("container", ["pagekv.kvmanager", "pagekv.executor", "pagekv.client"])
+def test_the_picture_of_the_packages_shows_their_floors(container: str) -> None:
+    """In the order of the import contract, from the top."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = (contract["layers"] for contract in contracts if contract.get("containers") == [container])
+    picture = fenced(ROOT / "DESIGN.md", "")[0].splitlines()
+    rows = [re.split(r"  +", line.strip()) for line in picture]
+    line = 0
+    for layer in layers:
+        below = [number for number in range(line, len(rows)) if layer in rows[number]]
+        assert below, f"{layer}: not in the picture, or not in the order of {layers}"
+        line = below[0] + 1
+
+
 # -- commands: what `tests/e2e/test_readme.py` cannot run is held against what would read it
 
 
@@ -96,7 +120,8 @@ def check_pagekv(args: list[str]) -> None:
     if args[0].isupper():  # COMMAND
         return
     if args[0] == "replay":
-        make_replay_parser().parse_args(args[1:])
+        # Prose may name a flag without its value.
+        make_replay_parser().parse_args([*args[1:], "FILE"] if args[-1] == "--steps" else args[1:])
         return
     known = make_parser().parse_args(args)
     parse_manager(getattr(known, "manager_args", []), env={})
