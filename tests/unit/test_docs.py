@@ -99,6 +99,16 @@ def _is_module(name: str) -> bool:
     return False
 
 
+def test_every_extra_and_every_target_is_documented() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    install = inline_code(ROOT / "docs" / "install.md")
+    assert [extra for extra in extras if extra not in install] == []
+    targets = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    makes = [command.words for page in PAGES for command in commands(page) if command.words[0] == "make"]
+    named = {word for words in makes for word in words}
+    assert [target for target in targets if target not in named | {"help"}] == []
+
+
 @pytest.mark.parametrize("container", ["pagekv.kvmanager", "pagekv.executor", "pagekv.client"])
 def test_the_picture_of_the_packages_shows_their_floors(container: str) -> None:
     """In the order of the import contract, from the top."""
@@ -186,15 +196,19 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
 }
 
 
+def commands(page: Path) -> list[Command]:
+    """In blocks and in prose."""
+    return [*shell_commands(page), *inline_commands(page, tuple(CHECKS))]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=by_page)
 def test_commands_parse(page: Path) -> None:
-    commands = [*shell_commands(page), *inline_commands(page, tuple(CHECKS))]
-    assert _failures(commands) == []
+    assert _failures(commands(page)) == []
 
 
-def _failures(commands: list[Command]) -> list[str]:
+def _failures(listed: list[Command]) -> list[str]:
     failures = []
-    for command in commands:
+    for command in listed:
         try:
             CHECKS[command.words[0]](list(command.words[1:]))
         except SystemExit as error:

@@ -1,4 +1,4 @@
-"""Takes the README's pictures of the live page: a stack with an oracle backend under a small steady load, in Chromium.
+"""Takes the documents' pictures of the live page: an oracle stack under a small steady load, in Chromium.
 
 python tests/support/browser/page_screenshots.py [DIRECTORY]          # docs/screenshots by default
 """
