@@ -34,9 +34,10 @@ def promtool(*args: str, text: str = "") -> None:
 
 
 def known_metrics() -> set[str]:
-    """Those of METRICS.md, whose table is held against the registry elsewhere, and what the rules record."""
+    """Metrics of docs/metrics.md, whose table is held against the registry elsewhere, and what the rules record."""
     known = set()
-    for name, kind in re.findall(r"^\| `([a-z:_0-9]+)[^`]*` \| (\w+) \|", (KVMANAGER / "METRICS.md").read_text(), re.M):
+    page = KVMANAGER.parent / "docs" / "metrics.md"
+    for name, kind in re.findall(r"^\| `([a-z:_0-9]+)[^`]*` \| (\w+) \|", page.read_text(), re.M):
         known |= {f"{name}_{part}" for part in ("bucket", "sum", "count")} if kind == "histogram" else {name}
     return known | {rule["record"] for rule in rules() if "record" in rule}
 

@@ -1,4 +1,4 @@
-"""What Prometheus scrapes: the numbers of an engine that ran, and nothing that METRICS.md does not explain."""
+"""What Prometheus scrapes: the numbers of an engine that ran, and nothing that docs/metrics.md does not explain."""
 
 from __future__ import annotations
 
@@ -203,8 +203,8 @@ def test_before_the_first_attachment_there_is_little_to_say() -> None:
 
 
 def test_every_metric_is_explained_and_every_explained_one_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table of METRICS.md and the registry name the same metrics, with the same labels and types."""
-    page = Path(pagekv.kvmanager.__file__).parents[2] / "METRICS.md"
+    """The table of docs/metrics.md and the registry name the same metrics, with the same labels and types."""
+    page = Path(pagekv.kvmanager.__file__).parents[3] / "docs" / "metrics.md"
     rows = re.findall(r"^\| `([a-z:_0-9]+)(?:\{([a-z_, ]*)\})?` \| (\w+) \|", page.read_text(), re.MULTILINE)
     explained = {name: (kind, set(filter(None, labels.split(", ")))) for name, labels, kind in rows}
 
