@@ -67,7 +67,6 @@ class CacheAdmin:
         """The table is consistent, with `step` steps completed."""
         self.log.step_boundary(step)
 
-
     def close(self, error: Exception) -> None:
         """Ends every watch with `error`; no lease ends any more."""
         self.log.end_watches(error)

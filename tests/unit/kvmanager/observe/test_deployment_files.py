@@ -27,7 +27,7 @@ def promtool(*args: str, text: str = "") -> None:
     """Must succeed; `text` is what it reads as /dev/stdin."""
     tool = shutil.which("promtool")
     if tool is None and "CI" not in os.environ:
-        pytest.skip("promtool is not installed: Debian's package prometheus has it")
+        pytest.skip("alert rules need promtool: apt-get install prometheus")
     assert tool is not None, "promtool is not installed: Debian's package prometheus has it"
     done = subprocess.run([tool, *args], input=text, capture_output=True, text=True, cwd=OBSERVE)
     assert done.returncode == 0, done.stdout + done.stderr
