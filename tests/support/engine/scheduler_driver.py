@@ -130,7 +130,6 @@ class Driver:
             self.in_flight.append(plan)
             self.plans.append(plan)
             self._send(plan)
-        self.scheduler.sync()
         return plan
 
     def complete(self) -> bool:
@@ -140,7 +139,6 @@ class Driver:
         plan = self.in_flight.popleft()
         outcome = self.executor.run(plan)
         deliver(self.scheduler.commit(plan, outcome), outcome)
-        self.scheduler.sync()
         return True
 
     def step(self) -> bool:

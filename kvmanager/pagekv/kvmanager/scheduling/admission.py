@@ -17,7 +17,7 @@ import numpy as np
 
 from pagekv.kvmanager.scheduling.block_tables import Arrival
 from pagekv.kvmanager.scheduling.running_queue import RunningQueue, key
-from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_HANDLE, LiveRequest, Seq, SeqStatus
+from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_SEQ_ID, LiveRequest, Seq, SeqStatus
 from pagekv.kvmanager.scheduling.step_plan import StepPlan
 
 # Steps after which a head of the queue that did not fit looks for newly cached blocks, even if none became free.
@@ -71,7 +71,7 @@ class Admission:
         running = self._running
         for request in list(self.forking):
             parent = request.sequences[0]
-            if parent.state is SeqStatus.RUNNING and not running.rows.decoding[parent.handle]:
+            if parent.state is SeqStatus.RUNNING and not running.rows.decoding[parent.seq_id]:
                 continue  # its prompt is under way
             self.forking.remove(request)
             children = [s for s in request.sequences if s.state is SeqStatus.FORKING]
@@ -127,7 +127,7 @@ class Admission:
         """
         group = self._unit(head)
         # A preempted sequence is recomputed from its tokens, so those still promised must arrive first.
-        if any(sequence.handle != NO_HANDLE for sequence in group):
+        if any(sequence.seq_id != NO_SEQ_ID for sequence in group):
             return []
         arrivals = self._admit_together(group, plan)
         if not arrivals and len(group) > 1 and self._come_apart(group):

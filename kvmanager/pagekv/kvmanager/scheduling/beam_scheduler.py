@@ -50,11 +50,11 @@ def take_candidates(running: RunningQueue, plan: StepPlan, outcome: StepResult) 
     those that are done.
     """
     heard: dict[int, LiveRequest] = {}
-    for handle, sequence in plan.beams.items():
-        if sequence.handle != handle or sequence.state is not SeqStatus.DRAINING:
+    for seq_id, sequence in plan.beams.items():
+        if sequence.seq_id != seq_id or sequence.state is not SeqStatus.DRAINING:
             continue  # preempted or aborted since
         running.rows.leave(sequence, finished=False)
-        sequence.candidates = list(outcome.logprobs[handle].top)
+        sequence.candidates = list(outcome.logprobs[seq_id].top)
         heard[sequence.request.arrival] = sequence.request
     done = []
     for request in heard.values():

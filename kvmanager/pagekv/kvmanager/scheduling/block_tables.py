@@ -310,16 +310,13 @@ class BlockTables:
         digests: list[bytes] = []
         parents: list[bytes] = []
         for position, (sequence, block) in enumerate(zip(sequences, blocks.tolist(), strict=True)):
-            table, tokens = sequence.block_table, sequence.token_ids
+            table = sequence.block_table
             index = len(table) - 1
             full = index * size + size
             chunk = raw[position * stride : (position + 1) * stride]
-            missing = full - len(tokens)
-            if missing > 0:
-                tokens.frombytes(chunk[-TOKEN_BYTES * missing :])
             if prefix_cache and sequence.publishes and sequence.num_published == index:
                 if full > sequence.first_media:
-                    self._publish_again(sequence, index)
+                    self.publish(sequence)
                 else:
                     known = sequence.digests
                     # With blocks of one token the next may be known, and have its digest, already.
@@ -336,16 +333,10 @@ class BlockTables:
             table.append(block)
         if ready:
             for place in self.pool.publish_after(offered, digests, before, parents, chunks[ready]):
+                # Not simply the next block: `publish` finds out what stands before it.
                 sequence = sequences[ready[place]]
-                self._publish_again(sequence, sequence.num_published - 1)
-
-    def _publish_again(self, sequence: Seq, index: int) -> None:
-        """`publish` for the logical block `index`, which is full: the way of prompts, which wants to know how far it
-        has come, for the few blocks that are not simply the next one.
-        """
-        sequence.num_published = index
-        sequence.num_computed = (index + 1) * self._block_size
-        self.publish(sequence)
+                sequence.num_published -= 1
+                self.publish(sequence)
 
     def _extend_digests(self, sequence: Seq) -> None:
         """Brings `digests` up to the full blocks of the known tokens."""

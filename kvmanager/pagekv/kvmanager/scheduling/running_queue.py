@@ -17,7 +17,7 @@ from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.scheduling.block_tables import BlockTables
 from pagekv.kvmanager.scheduling.decode_batch import DecodeBatch
-from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_HANDLE, LiveRequest, Seq, SeqStatus
+from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_SEQ_ID, LiveRequest, Seq, SeqStatus
 from pagekv.kvmanager.scheduling.shared_prefill import SharedPrefill
 from pagekv.kvmanager.scheduling.step_plan import NewSeq, StepPlan
 from pagekv.kvmanager.scheduling.swapping import MODES, SwapCounters, SwapPolicy
@@ -148,7 +148,7 @@ class RunningQueue:
         self.rows.open(sequence)
         insort(self.prefilling, sequence, key=key)
         tokens, table = sequence.token_ids[:], sequence.block_table[:]
-        plan.new.append(NewSeq(sequence, sequence.handle, tokens, table, sequence.num_computed))
+        plan.new.append(NewSeq(sequence, sequence.seq_id, tokens, table, sequence.num_computed))
         self.plan_chunk(plan, sequence, budget, sampling)
 
     def plan_chunk(self, plan: StepPlan, sequence: Seq, budget: int, sampling: list[int]) -> None:
@@ -156,7 +156,7 @@ class RunningQueue:
         remaining = len(sequence.token_ids) - sequence.num_computed
         chunk = min(remaining, budget - plan.num_tokens)
         if chunk != 1:
-            plan.scheduled_handles.append(sequence.handle)
+            plan.scheduled_seq_ids.append(sequence.seq_id)
             plan.scheduled_tokens.append(chunk)
         if not chunk:
             return
@@ -164,14 +164,14 @@ class RunningQueue:
         plan.num_tokens += chunk
         if chunk == remaining:
             del self.prefilling[bisect_left(self.prefilling, sequence.key, key=key)]
-            sampling.append(sequence.handle)
+            sampling.append(sequence.seq_id)
             if sequence.request.search is None:
                 self.rows.start_decoding(sequence)
             else:
                 # What follows is not the token that it samples: it leaves after this step and waits for the decision.
                 sequence.state = SeqStatus.DRAINING
                 self.rows.expect_candidates(sequence)
-                plan.beams[sequence.handle] = sequence
+                plan.beams[sequence.seq_id] = sequence
         # Steps run in order and a layer writes the whole step's keys and values before it attends, so the blocks of
         # this chunk can be hit by the very next admission, even within this step.
         self.tables.publish(sequence, computed_now=True)
@@ -257,15 +257,15 @@ class RunningQueue:
     def _leave(self, sequence: Seq, state: SeqStatus) -> None:
         """The one way out of the order."""
         self.followers.hand_over(sequence)
-        at_executor = sequence.state is SeqStatus.RUNNING and sequence.handle != NO_HANDLE
+        at_executor = sequence.state is SeqStatus.RUNNING and sequence.seq_id != NO_SEQ_ID
         del self.order[bisect_left(self.order, sequence.key, key=key)]
         for others in (self.prefilling, self.returning):
             if sequence in others:
                 others.remove(sequence)
         sequence.state = state
         if at_executor:
-            self.leaving.append(sequence.handle)
-        if sequence.handle != NO_HANDLE:
+            self.leaving.append(sequence.seq_id)
+        if sequence.seq_id != NO_SEQ_ID:
             self.rows.leave(sequence, finished=state is SeqStatus.FINISHED)
 
     def lose(self) -> None:

@@ -26,7 +26,7 @@ from pagekv.kvmanager.scheduling.admission import Admission
 from pagekv.kvmanager.scheduling.beam_scheduler import begin_search, give_blocks, take_candidates
 from pagekv.kvmanager.scheduling.decode_batch import Rows, span
 from pagekv.kvmanager.scheduling.running_queue import RunningQueue, SchedulerCounters, SchedulerLimits, key
-from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_HANDLE, LiveRequest, Seq, SeqStatus
+from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_SEQ_ID, LiveRequest, Seq, SeqStatus
 from pagekv.kvmanager.scheduling.step_plan import Committed, StepPlan, StepResult
 from pagekv.kvmanager.scheduling.stop_check import find_endings
 from pagekv.kvmanager.scheduling.waiting_queue import WaitingQueue
@@ -119,7 +119,7 @@ class Scheduler:
         return plan
 
     def _plan_decodes(self, plan: StepPlan, budget: int) -> Rows:
-        """One token for every sequence whose last token is known or promised; returns their handles, ascending."""
+        """One token for every sequence whose last token is known or promised; returns their seq_ids, ascending."""
         rows_of = self._rows
         rows = rows_of.decoding_rows()
         if not len(rows):
@@ -131,7 +131,7 @@ class Scheduler:
             for sequence in rows_of.of(rows[last]):
                 sequence.state = SeqStatus.DRAINING
                 rows_of.stop_decoding(sequence)
-                plan.finished.append(sequence.handle)
+                plan.finished.append(sequence.seq_id)
             rows = rows_of.decoding_rows()
         others: list[int] = []
         if len(rows) > budget:
@@ -141,21 +141,21 @@ class Scheduler:
         if np.count_nonzero(full) and self._grow(plan, rows[full]):
             rows = rows[rows_of.decoding[rows]]
             at = span(rows)
-        for handle in others:
-            if rows_of.decoding[handle]:
-                self._sit_out(plan, handle)
+        for seq_id in others:
+            if rows_of.decoding[seq_id]:
+                self._sit_out(plan, seq_id)
         rows_of.computed[at] += 1
         rows_of.pending[at] += 1
         return rows
 
     def _first_in_order(self, count: int) -> tuple[Rows, list[int]]:
-        """The first `count` of the running order that decode, ascending by handle, and the others."""
-        handles = [s.handle for s in self.running if self._rows.decoding[s.handle]]
-        return np.array(sorted(handles[:count]), np.intp), handles[count:]
+        """The first `count` of the running order that decode, ascending by seq_id, and the others."""
+        seq_ids = [s.seq_id for s in self.running if self._rows.decoding[s.seq_id]]
+        return np.array(sorted(seq_ids[:count]), np.intp), seq_ids[count:]
 
     def _grow(self, plan: StepPlan, rows: Rows) -> bool:
         """One more block for each of these decodes, whose tables are full; True if that preempted sequences."""
-        chunks = self._rows.completed_blocks(rows)
+        chunks = self._rows.complete_blocks(rows)
         sequences = self._rows.of(rows)
         running = self._running
         blocks = running.tables.allocate(len(rows))
@@ -174,13 +174,13 @@ class Scheduler:
             blocks = np.array([block for _, block in got], np.int32)
         running.tables.grow(sequences, blocks, chunks)
         self._rows.slots[rows] += running.pool.block_size
-        plan.append_handles += rows.tolist()
+        plan.append_seq_ids += rows.tolist()
         plan.append_blocks += blocks.tolist()
         return exhausted
 
     @staticmethod
-    def _sit_out(plan: StepPlan, handle: int) -> None:
-        plan.scheduled_handles.append(handle)
+    def _sit_out(plan: StepPlan, seq_id: int) -> None:
+        plan.scheduled_seq_ids.append(seq_id)
         plan.scheduled_tokens.append(0)
 
     # -- results
@@ -190,15 +190,15 @@ class Scheduler:
         are dropped. Raises InvariantError when the outcome does not answer the plan.
         """
         rows_of, rows = self._rows, plan.sampling
-        handles, sampled = outcome.sampled_handles, outcome.sampled_tokens
-        if len(handles) != len(sampled):
-            raise InvariantError(f"step {outcome.step} sampled {len(sampled)} tokens for {len(handles)} sequences")
+        seq_ids, sampled = outcome.sampled_seq_ids, outcome.sampled_tokens
+        if len(seq_ids) != len(sampled):
+            raise InvariantError(f"step {outcome.step} sampled {len(sampled)} tokens for {len(seq_ids)} sequences")
         kept = rows.tolist()
-        if handles != kept:
+        if seq_ids != kept:
             # The executor reports them in the order they came to it.
-            order = sorted(range(len(handles)), key=handles.__getitem__)
-            if [handles[position] for position in order] != kept:
-                odd = sorted(set(handles) ^ set(kept))[:8]
+            order = sorted(range(len(seq_ids)), key=seq_ids.__getitem__)
+            if [seq_ids[position] for position in order] != kept:
+                odd = sorted(set(seq_ids) ^ set(kept))[:8]
                 raise InvariantError(f"step {outcome.step} sampled other sequences than planned, such as {odd}")
             sampled = [sampled[position] for position in order]
         # Through an array, which takes a third of the time of np.array.
@@ -227,7 +227,7 @@ class Scheduler:
         if state is SeqStatus.FORKING:
             running.num_forking -= 1
         elif state is SeqStatus.WAITING:
-            if sequence.handle != NO_HANDLE:
+            if sequence.seq_id != NO_SEQ_ID:
                 self._rows.leave(sequence, finished=True)
             sequence.state = SeqStatus.FINISHED
             running.tables.drop_swapped(sequence)
@@ -280,21 +280,12 @@ class Scheduler:
         self.host.clear()
         return self.pool.clear_prefix_table()
 
-    # -- views
-
-    def sync(self) -> None:
-        """Brings the counts and tokens of every running sequence up to date; between steps they live in columns."""
-        for sequence in self.running:
-            if sequence.handle != NO_HANDLE:
-                self._rows.sync(sequence)
-
     # -- proof
 
     def check_integrity(self, live: Iterable[Seq], pins: Iterable[Sequence[int]] = ()) -> None:
         """Recomputes block counts and queue lengths from the live sequences and the blocks of each pin; raises
         InvariantError.
         """
-        self.sync()
         sequences = list(live)
         held = [s for s in sequences if s.state in HOLDING]
         self.pool.check_integrity([*(s.block_table for s in held), *pins])
@@ -315,7 +306,7 @@ class Scheduler:
         # Beams are at the executor only while they compute, and those that return are not there yet.
         returning = self._running.returning
         self._rows.check_integrity(
-            [s for s in held if s.handle != NO_HANDLE or (s.request.search is None and s not in returning)]
+            [s for s in held if s.seq_id != NO_SEQ_ID or (s.request.search is None and s not in returning)]
         )
         for s in held:
             covered = -(-max(len(s.token_ids), s.num_computed) // self.pool.block_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,10 @@ from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.beam_search import BeamSearch
 
-NO_HANDLE = -1
+if TYPE_CHECKING:
+    from pagekv.kvmanager.scheduling.decode_batch import DecodeBatch
+
+NO_SEQ_ID = -1
 # A position behind every other.
 NEVER = 2**40
 
@@ -82,13 +86,13 @@ class Seq:
     num_computed <= len(token_ids) + num_pending, and len(block_table) == ceil(max(known, num_computed) / block_size)
     where known is len(token_ids): blocks exist for what is known or being computed and for nothing else.
 
-    While it decodes, `SequenceRows` has the true counts and the latest tokens; `SequenceRows.sync` writes them back.
+    Counts and tokens have one owner: the sequence itself, or, while it has a `seq_id`, its row in the decode batch.
+    The properties ask the owner.
     """
 
     request: LiveRequest
     index: int
-    # uint32: compact, and NumPy can look at them without a copy.
-    token_ids: array[int]
+    _token_ids: array[int]
     # Prompt tokens that are truly prompt: resumed tokens count as output.
     num_prompt: int
     # token_ids may grow to this length.
@@ -106,12 +110,12 @@ class Seq:
     digests: list[bytes] = field(default_factory=list)
     # Leading blocks of block_table that were hits or have been offered to the prefix table.
     num_published: int = 0
-    # Positions whose keys and values are written by steps planned so far, in flight or done.
-    num_computed: int = 0
-    # Sampled tokens promised by steps in flight.
-    num_pending: int = 0
-    # Name of this stay at the executor, and its row; kept after leaving until no step in flight samples it.
-    handle: int = NO_HANDLE
+    _num_computed: int = 0
+    # The sequence's number at the executor and its row in the batch; kept after it was preempted or has finished until
+    # no step in flight samples it.
+    seq_id: int = NO_SEQ_ID
+    # None without a seq_id.
+    batch: DecodeBatch | None = None
     # None until first admitted.
     cached_tokens: int | None = None
     preemptions: int = 0
@@ -121,21 +125,48 @@ class Seq:
     candidates: list[tuple[int, float]] | None = None
 
     @property
+    def token_ids(self) -> array[int]:
+        """Known tokens, uint32: compact, and NumPy can look at them without a copy."""
+        return self._token_ids if self.batch is None else self.batch.token_ids(self.seq_id)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known."""
+        return len(self._token_ids) if self.batch is None else int(self.batch.known[self.seq_id])
+
+    @property
+    def num_computed(self) -> int:
+        """Positions whose keys and values are written by steps planned so far, in flight or done."""
+        return self._num_computed if self.batch is None else int(self.batch.computed[self.seq_id])
+
+    @num_computed.setter
+    def num_computed(self, count: int) -> None:
+        if self.batch is None:
+            self._num_computed = count
+        else:
+            self.batch.computed[self.seq_id] = count
+
+    @property
+    def num_pending(self) -> int:
+        """Sampled tokens promised by steps in flight."""
+        return 0 if self.batch is None else int(self.batch.pending[self.seq_id])
+
+    @property
     def num_total(self) -> int:
         """Tokens known or promised."""
-        return len(self.token_ids) + self.num_pending
+        return self.num_tokens + self.num_pending
 
     @property
     def num_output(self) -> int:
         """Tokens generated, resumed ones included."""
-        return len(self.token_ids) - self.num_prompt
+        return self.num_tokens - self.num_prompt
 
     def branch(self, index: int) -> Seq:
         """Another sequence with the same past, which holds nothing yet."""
         return Seq(
             request=self.request,
             index=index,
-            token_ids=self.token_ids[:],
+            _token_ids=self.token_ids[:],
             num_prompt=self.num_prompt,
             max_total=self.max_total,
             key=(*self.key[:2], index),
@@ -173,7 +204,7 @@ def live_request(
         Seq(
             request=request,
             index=index,
-            token_ids=tokens[:],
+            _token_ids=tokens[:],
             num_prompt=num_prompt,
             max_total=num_prompt + command.sampling.max_tokens,
             key=(rank, arrival, index),

@@ -38,7 +38,7 @@ class NewSeq:
     """A sequence that enters the executor, as it stood when the step was planned."""
 
     sequence: Seq
-    handle: int
+    seq_id: int
     token_ids: array[int]
     block_ids: array[int]
     computed_tokens: int
@@ -52,10 +52,10 @@ class StepPlan:
     # Blocks to copy, one after the other, before anything is computed.
     moves: list[BlockCopy] = field(default_factory=list)
     new: list[NewSeq] = field(default_factory=list)
-    append_handles: list[int] = field(default_factory=list)
+    append_seq_ids: list[int] = field(default_factory=list)
     append_blocks: list[int] = field(default_factory=list)
     # Sequences that do not compute exactly one token in this step.
-    scheduled_handles: list[int] = field(default_factory=list)
+    scheduled_seq_ids: list[int] = field(default_factory=list)
     scheduled_tokens: list[int] = field(default_factory=list)
     # Handles of those that sample in this step, ascending. Stays with the manager.
     sampling: NDArray[np.intp] = field(default_factory=lambda: _NOBODY)
@@ -71,7 +71,7 @@ class StepResult:
     """What the executor reports of a step."""
 
     step: int
-    sampled_handles: list[int]
+    sampled_seq_ids: list[int]
     sampled_tokens: list[int]
     logprobs: dict[int, TokenLogprobs]
     computed_tokens: int
@@ -92,8 +92,8 @@ class Committed:
     """What a step brought: one token each for these sequences, and which of them end with it, by position."""
 
     sequences: list[Seq]
-    # Their handles in that step.
-    handles: list[int]
+    # Their seq_ids in that step.
+    seq_ids: list[int]
     token_ids: list[int]
     endings: dict[int, Ending]
     # Requests whose beam search is done.

@@ -25,7 +25,7 @@ def holders(request: LiveRequest) -> list[list[int]]:
 
 def all_running(driver: Driver, request: LiveRequest) -> None:
     """Until every sequence is at the executor, and then one step."""
-    while any(s.state is not RUNNING or s.handle < 0 for s in request.sequences):
+    while any(s.state is not RUNNING or s.seq_id < 0 for s in request.sequences):
         assert driver.step()
     driver.step()
 
@@ -287,7 +287,7 @@ def test_another_takes_over_what_one_was_computing_for_all(gone: int) -> None:
     driver.scheduler.preempt_all()
     driver.step()
     driver.step()
-    assert [s.handle >= 0 for s in group.sequences] == [True, False, False, False]
+    assert [s.seq_id >= 0 for s in group.sequences] == [True, False, False, False]
     computed = driver.executor.computed_tokens
     driver.scheduler.finish(group.sequences[gone])
     driver.check()

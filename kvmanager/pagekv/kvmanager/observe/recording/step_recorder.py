@@ -6,7 +6,7 @@ records up to and with this one. The first record is a map that names format and
     attach   a new epoch with empty pools: sizes, limits, end-of-sequence tokens
     add      a request: arrival, chain root, prompt, and what of its parameters concerns the scheduler
     plan     what `schedule` returned: the columns of a step (see `plan_columns`), or null
-    commit   a step's outcome: tokens by handle, candidates of beams
+    commit   a step's outcome: tokens by seq_id, candidates of beams
     finish   a sequence was ended: by abort, stop string or error
     share, free   a pin begins or ends
     preempt, clear   preempt everything; forget every cached block
@@ -56,15 +56,15 @@ def plan_columns(plan: StepPlan) -> list[Any]:
         _column(plan.finished),
         _column([number for move in plan.moves for number in (_MOVES[move.kind], move.source, move.destination)]),
         [
-            [*_name(new.sequence), new.handle, new.computed_tokens, len(new.token_ids), token_bytes(new.block_ids)]
+            [*_name(new.sequence), new.seq_id, new.computed_tokens, len(new.token_ids), token_bytes(new.block_ids)]
             for new in plan.new
         ],
-        _column(plan.append_handles),
+        _column(plan.append_seq_ids),
         _column(plan.append_blocks),
-        _column(plan.scheduled_handles),
+        _column(plan.scheduled_seq_ids),
         _column(plan.scheduled_tokens),
         plan.sampling.astype("<u4").tobytes(),
-        [[handle, *_name(sequence)] for handle, sequence in plan.beams.items()],
+        [[seq_id, *_name(sequence)] for seq_id, sequence in plan.beams.items()],
         plan.num_tokens,
         [[*_name(sequence), swapped] for sequence, swapped in plan.preempted],
     ]
@@ -161,10 +161,10 @@ class RecordedScheduler(Scheduler):
         return plan
 
     def commit(self, plan: StepPlan, outcome: StepResult) -> Committed:
-        handles = outcome.sampled_handles
-        known = handles == plan.sampling.tolist()
-        candidates = [[handle, outcome.logprobs[handle].top] for handle in plan.beams if handle in outcome.logprobs]
-        packed = None if known else token_bytes(handles)
+        seq_ids = outcome.sampled_seq_ids
+        known = seq_ids == plan.sampling.tolist()
+        candidates = [[seq_id, outcome.logprobs[seq_id].top] for seq_id in plan.beams if seq_id in outcome.logprobs]
+        packed = None if known else token_bytes(seq_ids)
         self._recorder.write("commit", outcome.step, packed, token_bytes(outcome.sampled_tokens), candidates)
         self._committing = True
         try:

@@ -111,7 +111,7 @@ class RequestSpans(Observer):
         self._model = ""
         self._traces: dict[LiveRequest, TracedRequest] = {}
         self._progress: dict[LiveRequest, dict[int, _Progress]] = {}
-        # By handle: those with prompt left to plan.
+        # By seq_id: sequences with prompt left to plan.
         self._prefilling: dict[int, _Progress] = {}
         # One list for each step in flight.
         self._chunks: deque[list[_Chunk]] = deque()
@@ -150,18 +150,18 @@ class RequestSpans(Observer):
         progress.left = len(new.token_ids) - new.computed_tokens
         progress.had = len(new.token_ids)
         progress.stays += 1
-        self._prefilling[new.handle] = progress
+        self._prefilling[new.seq_id] = progress
 
     def _cut(self, plan: StepPlan, chunks: list[_Chunk], now: int) -> None:
         """Notes the parts of prompts that the step computes."""
-        tokens_of = dict(zip(plan.scheduled_handles, plan.scheduled_tokens, strict=True))
-        for handle, progress in list(self._prefilling.items()):
-            tokens = tokens_of.get(handle, 1)
+        tokens_of = dict(zip(plan.scheduled_seq_ids, plan.scheduled_tokens, strict=True))
+        for seq_id, progress in list(self._prefilling.items()):
+            tokens = tokens_of.get(seq_id, 1)
             progress.left -= tokens
             if tokens:
                 chunks.append(_Chunk(progress, progress.stays, now, tokens, progress.left <= 0))
             if progress.left <= 0:
-                del self._prefilling[handle]
+                del self._prefilling[seq_id]
 
     def committed(self, plan: StepPlan, outcome: StepResult, committed: Committed) -> None:
         chunks = self._chunks.popleft() if self._chunks else []
@@ -213,8 +213,8 @@ class RequestSpans(Observer):
         progress = self._of(sequence)
         if progress is None or progress.doing in (doing, _OVER):
             return
-        for handle, other in list(self._prefilling.items()):
+        for seq_id, other in list(self._prefilling.items()):
             if other is progress:
-                del self._prefilling[handle]
-        decoded = len(sequence.token_ids) - progress.had if progress.doing == _DECODE else 0
+                del self._prefilling[seq_id]
+        decoded = sequence.num_tokens - progress.had if progress.doing == _DECODE else 0
         progress.turn(doing, now, decoded)
