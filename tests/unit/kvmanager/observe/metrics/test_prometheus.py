@@ -1,4 +1,4 @@
-"""What Prometheus scrapes: the numbers of an engine that ran, and nothing that docs/metrics.md does not explain."""
+"""/metrics: the numbers of an engine that ran, and nothing that docs/metrics.md does not explain."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Value = Callable[..., float]
 
 
 def scrape(engine: EngineLoop, requests: RequestMetrics, *, prefix_cache: bool = True) -> Value:
-    """What one scrape says: value(name, label=...)."""
+    """Values of one scrape: value(name, label=...)."""
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine, requests, prefix_cache=prefix_cache))
 
@@ -78,7 +78,7 @@ def test_promtool_minds_nothing_but_the_colons_of_vllms_names(monkeypatch: pytes
 
 
 def test_tokens_hits_and_ends_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries and hits are tokens, as in vLLM; blocks have names of their own (K1), and misses their reasons (K2)."""
+    """Queries and hits are tokens, as in vLLM; blocks have names of their own, and misses their reasons."""
 
     async def body(engine: EngineLoop, bench: Bench, requests: RequestMetrics) -> None:
         for name in ("a", "b"):
@@ -202,7 +202,7 @@ def test_every_metric_is_explained_and_every_explained_one_is_there(monkeypatch:
 
 @pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0"])
 def test_it_is_served_over_http(monkeypatch: pytest.MonkeyPatch, accept: str) -> None:
-    """With its names as they are, whatever the scraper prefers."""
+    """Names stay as they are, whatever the scraper prefers."""
 
     async def body(engine: EngineLoop, bench: Bench, requests: RequestMetrics) -> None:
         await read(engine.submit(command("a", PROMPT)))
