@@ -62,18 +62,21 @@ test-everything-on: $(DEV_STAMP) ## the end-to-end tests with everything that wa
 test-compat: $(COMPAT)/.installed ## the executor's tests with the versions of the GPU machine's image (constraints-gpu-image.txt)
 	@$(COMPAT)/bin/python -m pytest $(PARALLEL) tests/model tests/unit/executor $(ARGS)
 
+# A tool of the tests: python -m compile_gate --help
+GATE := PYTHONPATH=kernels:tests/kernels $(BIN)/python -m compile_gate
+
 .PHONY: kernels
 kernels: $(DEV_STAMP) ## compile every CUDA kernel for every architecture and run their tests, all without a GPU
-	@$(BIN)/python -m pagekv.kernels.compile_gate
+	@$(GATE)
 	@$(BIN)/python -m pytest -n auto tests/kernels $(ARGS)
 
 .PHONY: kernels-all
 kernels-all: $(DEV_STAMP) ## compile all kernels whatever is on record (an estimated quarter of an hour of one core)
-	@$(BIN)/python -m pagekv.kernels.compile_gate --all --no-cache
+	@$(GATE) --all --no-cache
 
 .PHONY: kernels-update
 kernels-update: $(DEV_STAMP) ## record what the kernels take now as their budgets (after an edit of a kernel)
-	@$(BIN)/python -m pagekv.kernels.compile_gate --update
+	@$(GATE) --update
 
 # --- a GPU. These run where nothing can be installed: with the machine's own python3 and a folder of wheels.
 
@@ -117,6 +120,10 @@ proto: ## regenerate the committed stubs from the .proto files
 .PHONY: proto-check
 proto-check: ## fail when the committed stubs are stale
 	@scripts/gen_stubs.sh --check
+
+.PHONY: flags
+flags: $(DEV_STAMP) ## write docs/flags.md from the flags that pagekv-manager and pagekv-executor declare
+	@$(BIN)/python scripts/flags_page.py
 
 .PHONY: proto-breaking
 proto-breaking: $(DEV_STAMP) ## fail when the contract breaks clients of the last release tag

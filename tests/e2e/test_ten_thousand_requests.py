@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import pytest
 from support.clients.stack import running_executor
+from support.executor.expected_tokens import expected_tokens
 
-from pagekv.executor.oracle.backend import expected_tokens
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
@@ -94,18 +94,9 @@ def test_every_output_of_ten_thousand_random_requests_is_right() -> None:
                 executor=target,
                 block_size=8,
                 num_device_blocks=120,
-                num_host_blocks=0,
-                max_model_len=0,
                 max_queue=1000,
                 max_unread=1000000,
-                pipeline_depth=2,
                 step_timeout_s=30,
-                step_attempts=3,
-                take_over=False,
-                priority_aging=256,
-                eviction_policy="slru",
-                protected_share=0.2,
-                max_pinned_share=0.5,
                 limits=limits,
             )
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from host_build import SANITIZE, HostKernelError, HostLauncher, sanitizer_environment
+from support.kernels.host_build import SANITIZE, HostKernelError, HostLauncher, sanitizer_environment
 from test_host_emulation import probe
 
 HERE = Path(__file__).resolve().parent

@@ -19,7 +19,7 @@ from support.executor.cuda_host import HostDevice, NeverWaits, host_backend, sav
 from pagekv.executor.backend.interface import (
     UNKNOWN_TOKEN,
     BlockCopies,
-    CopyKind,
+    CopyDirection,
     Launch,
     Sampling,
     Scheduled,
@@ -162,7 +162,7 @@ def test_copy_on_write(case: Case) -> None:
     driver.step({owner.seq_id: 30}, [owner])
     driver.share(owner, other, 24)
     copy = driver.free.pop()
-    driver.backend.copy_blocks(BlockCopies(CopyKind.COPY, [owner.block_table[3]], [copy]))
+    driver.backend.copy_blocks(BlockCopies(CopyDirection.COPY, [owner.block_table[3]], [copy]))
     other.block_table.append(copy)
     other.computed_tokens = 27
     answers = [reference(case.model, base, NEW), reference(case.model, prompt, NEW)]
@@ -225,7 +225,12 @@ def test_a_launch_never_waits_for_the_device(llama: Case) -> None:
     kinds = [
         Sampling(temperature=1.2, top_k=20, top_p=0.9, min_p=0.01, seed=2, logprobs=3),
         Sampling(
-            presence_penalty=0.5, repetition_penalty=1.3, logit_bias={7: 3.0}, min_tokens=9, banned_until_min=(5,)
+            presence_penalty=0.5,
+            repetition_penalty=1.3,
+            bias_token_ids=(7,),
+            biases=(3.0,),
+            min_tokens=9,
+            banned_until_min=(5,),
         ),
         Sampling(min_tokens=9, banned_until_min=(5,)),
         Sampling(),
@@ -244,7 +249,7 @@ def test_seeded_sampling_equals_the_cpu_backend(llama: Case) -> None:
         Sampling(temperature=1.0, seed=1),
         Sampling(temperature=1.5, top_k=20, top_p=0.9, seed=2, sequence_index=1),
         Sampling(temperature=0.7, min_p=0.02, repetition_penalty=1.2, seed=3),
-        Sampling(presence_penalty=0.5, frequency_penalty=0.3, logit_bias={7: 3.0}, logprobs=4),
+        Sampling(presence_penalty=0.5, frequency_penalty=0.3, bias_token_ids=(7,), biases=(3.0,), logprobs=4),
         Sampling(min_tokens=4, banned_until_min=(5, 6)),
         Sampling(),
     ]

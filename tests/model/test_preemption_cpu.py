@@ -18,7 +18,7 @@ from support.engine.scheduler_driver import output, results
 from support.executor.cpu_driver import VOCAB, prompts_of, save_model
 from support.executor.wire_driver import WireDriver, WireExecutor
 
-from pagekv.executor.backend.interface import BlockCopies, CopyKind
+from pagekv.executor.backend.interface import BlockCopies, CopyDirection
 from pagekv.executor.cpu import CpuBackend
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 
@@ -36,13 +36,13 @@ class SummingBackend(CpuBackend):
         self.sums.clear()
 
     def copy_blocks(self, copies: BlockCopies) -> None:
-        if copies.kind is CopyKind.SWAP_OUT:
+        if copies.direction is CopyDirection.SWAP_OUT:
             left = [self._sum(self.cache.device[block]) for block in copies.sources]
             super().copy_blocks(copies)
             self.sums.update(zip(copies.destinations, left, strict=True))
             return
         super().copy_blocks(copies)
-        if copies.kind is CopyKind.SWAP_IN:
+        if copies.direction is CopyDirection.SWAP_IN:
             for source, destination in zip(copies.sources, copies.destinations, strict=True):
                 assert self._sum(self.cache.device[destination]) == self.sums[source]
                 assert self._sum(self.cache.host[source]) == self.sums[source]

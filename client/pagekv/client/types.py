@@ -6,6 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypedDict
 
+__all__ = [
+    "BlockExplanation", "BlockInfo", "BlockList", "BlockRemoved", "BlockStored", "CacheControls", "CacheReset",
+    "ChatMessage", "Chunk", "Completion", "EventBatch", "GenerateOptions", "MediaHash", "ModelInfo", "Pin",
+    "PositionLogprobs", "PrefixExplanation", "PrefixLookup", "Prompt", "RequestInfo", "RequestList", "SequenceBlocks",
+    "Stats", "TableCleared", "Tier", "TokenLogprob",
+]  # fmt: skip  # one name a line would fill a screen
+
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 Tier: TypeAlias = Literal["device", "host"]
 BlockState: TypeAlias = Literal["free", "cached", "active", "pinned"]

@@ -6,11 +6,12 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pagekv.common.logs import Log, setup_logs
 from pagekv.common.models import ModelNotFound, resolve_model
-from pagekv.common.server import GrpcServer, run_async, spare_the_collector, stop_event, write_port_file
+from pagekv.common.port_file import bound_address, write_port_file
+from pagekv.common.server import GrpcServer, run_async, spare_the_collector, stop_event
 from pagekv.kvmanager.api.cache_service import CacheService
 from pagekv.kvmanager.api.inference_service import InferenceService
 from pagekv.kvmanager.api.served_model import ServedModel
@@ -54,7 +55,7 @@ class Manager:
         self._attached = False
         self._draining = False
         self.engine = EngineLoop(config.engine, on_attached=self._on_attached)
-        self._outlets = Exporters(config.observe.outlets, config.engine)
+        self._exporters = Exporters(config.observe, config.engine)
         self._tracing: Tracing | None = None
         self._http: HttpServer | None = None
         self._state = ServedModel(self.engine)
@@ -94,7 +95,7 @@ class Manager:
             await self._start()
         except BaseException:
             await self._stop_listening(0)
-            await self._outlets.discard()
+            await self._exporters.discard()
             raise
         # None of these ends by itself, unless something in it is broken.
         engine = asyncio.create_task(self.engine.run(), name="engine loop")
@@ -111,7 +112,7 @@ class Manager:
         for task in (engine, health, stopped):
             task.cancel()
         await asyncio.wait([engine, health, stopped])
-        await self._outlets.close()
+        await self._exporters.close()
         if broken is not None:
             try:
                 await broken
@@ -128,14 +129,16 @@ class Manager:
         port = await self._grpc.start()
         self._start_tracing()
         http_port = await self._start_http()
-        self._open_outlets()
-        observe = self._config.observe
-        for path, bound in ((self._config.port_file, port), (observe.http_port_file, http_port)):
-            if path and bound:
-                write_port_file(Path(path), bound)
-        log.info("listening", address=self._config.listen, port=port, executor=self._config.engine.executor)
+        self._open_exporters()
+        config = self._config
+        if config.port_file:
+            listening: dict[str, Any] = {"listen": bound_address(config.listen, port)}
+            if http_port:
+                listening["http"] = bound_address(config.observe.http_listen, http_port)
+            write_port_file(Path(config.port_file), listening | self._exporters.listening())
+        log.info("listening", address=config.listen, port=port, executor=config.engine.executor)
         if http_port:
-            log.info("serving HTTP", address=observe.http_listen, port=http_port)
+            log.info("serving HTTP", address=config.observe.http_listen, port=http_port)
 
     async def _stop_listening(self, grace_s: float) -> None:
         """Ends what was started, within so many seconds for calls that run. What was not is left alone."""
@@ -145,10 +148,10 @@ class Manager:
         if self._tracing is not None:
             await self._tracing.close()
 
-    def _open_outlets(self) -> None:
+    def _open_exporters(self) -> None:
         """Raises OSError when a file or an endpoint cannot be had, ExtraMissing without what they need."""
         try:
-            self._outlets.open(self.engine)
+            self._exporters.open(self.engine)
         except ImportError as error:
             raise ExtraMissing(f"--kv-events needs {error.name}: pip install 'pagekv[observe]'") from error
 
@@ -165,9 +168,7 @@ class Manager:
         log.info("sending spans", endpoint=self._config.observe.otlp_endpoint)
 
     def _page_routes(self) -> list[web.AbstractRouteDef]:
-        """Of the live page, which listens to the engine from now on; none without --page."""
-        if not self._config.observe.page:
-            return []
+        """Routes of the live page, which listens to the engine from now on."""
         from pagekv.kvmanager.page.hub import PageHub
         from pagekv.kvmanager.page.routes import Page
 

@@ -7,7 +7,6 @@ import gc
 import inspect
 import signal
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -138,13 +137,6 @@ class GrpcServer:
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, waits up to `grace_s` seconds for running ones, then cancels them."""
         await self.server.stop(grace_s)
-
-
-def write_port_file(path: Path, port: int) -> None:
-    """Writes the port so that a reader sees all of it or no file. Raises OSError."""
-    draft = path.with_name(f".{path.name}.new")
-    draft.write_text(f"{port}\n")
-    draft.replace(path)
 
 
 def stop_event() -> asyncio.Event:

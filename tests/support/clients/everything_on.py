@@ -18,10 +18,10 @@ def flags(directory: Path, spans: str) -> list[str]:
     --page-text, which shows what tests of the page want hidden.
     """
     return [
-        *("--gateway-api", "--page", "--kv-events", "--kv-events-endpoint", f"ipc://{directory}/events"),
+        *("--gateway-api", "--kv-events", "--kv-events-endpoint", f"ipc://{directory}/events"),
         *("--kv-events-replay-endpoint", replays(directory), "--record-steps", str(directory / "steps")),
         *("--record", str(directory / "trace.jsonl"), "--otlp-endpoint", spans),
-        *("--http-listen", "127.0.0.1:0", "--http-port-file", str(directory / "port")),
+        *("--http-listen", "127.0.0.1:0"),
     ]
 
 

@@ -73,7 +73,7 @@ def test_a_tier_that_the_client_does_not_know_is_an_error() -> None:
     message = cache_pb.WatchEventsResponse(
         sequence=1, snapshot=True, events=[stored("a", tier=cache_pb.TIER_UNSPECIFIED)]
     )
-    with pytest.raises(ServerError, match="a tier that this client does not know"):
+    with pytest.raises(ServerError, match="a Tier that this client does not know"):
         wire.event_batch(message)
 
 

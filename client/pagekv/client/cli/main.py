@@ -57,9 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         terminal.error(f"pagekv: {error}")
         return 2
-    except (PageKVError, StackError) as error:
+    except PageKVError as error:
         terminal.error(f"pagekv: {error}")
         return 1
+    except StackError as error:
+        terminal.error(f"pagekv: {error}")
+        return error.exit_status
     except KeyboardInterrupt:
         terminal.clear()
         return 130

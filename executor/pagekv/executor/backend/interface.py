@@ -5,7 +5,7 @@ The service validates a step against `SequenceState` before it launches it, so a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 UNKNOWN_TOKEN = -1
 
 
-class CopyKind(Enum):
-    """Which pools a block copy connects."""
+class CopyDirection(Enum):
+    """The pools that a block copy reads and writes: device to device, device to host, host to device."""
 
     COPY = "copy"
     SWAP_OUT = "swap_out"
@@ -23,16 +23,18 @@ class CopyKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlockCopies:
-    """Whole-block copies, pairs by position."""
+    """Whole-block copies, pairs by position. `direction` is None only in an unchecked step whose message names none."""
 
-    kind: CopyKind
+    direction: CopyDirection | None
     sources: list[int]
     destinations: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample one sequence; the neutral values of `StepSampling` in the contract."""
+    """How to sample one sequence: the fields of `StepSampling` in the contract, by default its neutral values. Biases
+    pair with `bias_token_ids` by position.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -45,7 +47,8 @@ class Sampling:
     sequence_index: int = 0
     min_tokens: int = 0
     banned_until_min: tuple[int, ...] = ()
-    logit_bias: dict[int, float] = field(default_factory=dict)
+    bias_token_ids: tuple[int, ...] = ()
+    biases: tuple[float, ...] = ()
     logprobs: int | None = None
 
 
@@ -174,8 +177,8 @@ class Backend(Protocol):
         """
         ...
 
-    def forget(self, states: list[SequenceState]) -> None:
-        """These sequences have left and are never scheduled again."""
+    def finish(self, states: list[SequenceState]) -> None:
+        """Ends these sequences, which are never scheduled again."""
         ...
 
     def is_lost(self, error: Exception) -> bool:
@@ -196,8 +199,8 @@ class SynchronousBackend:
         """As `Backend.launch`."""
         return Finished(self.execute(scheduled))
 
-    def forget(self, states: list[SequenceState]) -> None:
-        """As `Backend.forget`: nothing is kept of a sequence."""
+    def finish(self, states: list[SequenceState]) -> None:
+        """Nothing is kept of a sequence."""
 
     def is_lost(self, error: Exception) -> bool:
         """As `Backend.is_lost`: what computes with this process's memory lives as long as the process."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pagekv.executor.backend.interface import BlockCopies, CopyKind
+from pagekv.executor.backend.interface import BlockCopies, CopyDirection
 from pagekv.executor.model.kv_geometry import BlockGeometry
 
 
@@ -45,8 +45,8 @@ class KvCache:
 
     def copy(self, copies: BlockCopies) -> None:
         """Copies whole blocks; a destination may be another pair's source, which is read before it is written."""
-        source = self.host if copies.kind is CopyKind.SWAP_IN else self.device
-        destination = self.host if copies.kind is CopyKind.SWAP_OUT else self.device
+        source = self.host if copies.direction is CopyDirection.SWAP_IN else self.device
+        destination = self.host if copies.direction is CopyDirection.SWAP_OUT else self.device
         # Indexing with a tensor makes a new tensor: right for the source, and why the destination is assigned by
         # index_copy_ and not by `destination[ids].copy_(...)`, which would write into a temporary.
         blocks = source[torch.tensor(copies.sources, dtype=torch.int64)]

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagekv.executor.backend.interface import BlockCopies, CopyKind, Sampling, Scheduled, SequenceState
+from pagekv.executor.backend.interface import BlockCopies, CopyDirection, Sampling, Scheduled, SequenceState
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.runner import run_step
 from pagekv.executor.machine import kib_field
@@ -44,15 +44,15 @@ def profile_swap(geometry: BlockGeometry, block_size: int) -> SwapProfile:
     cache = KvCache(geometry, block_size, count, count)
     there = list(range(0, count, 2)) + list(range(1, count, 2))
     back = there[::-1]
-    best = {CopyKind.SWAP_OUT: float("inf"), CopyKind.SWAP_IN: float("inf")}
+    best = {CopyDirection.SWAP_OUT: float("inf"), CopyDirection.SWAP_IN: float("inf")}
     for counts in (False, *(True for _ in range(SWAP_ROUNDS))):
-        for kind in best:
+        for direction in best:
             begin = time.perf_counter()
-            cache.copy(BlockCopies(kind, there, back))
+            cache.copy(BlockCopies(direction, there, back))
             if counts:
-                best[kind] = min(best[kind], time.perf_counter() - begin)
+                best[direction] = min(best[direction], time.perf_counter() - begin)
     copied = count * geometry.bytes_per_block(block_size)
-    return SwapProfile(int(copied / best[CopyKind.SWAP_OUT]), int(copied / best[CopyKind.SWAP_IN]))
+    return SwapProfile(int(copied / best[CopyDirection.SWAP_OUT]), int(copied / best[CopyDirection.SWAP_IN]))
 
 
 def profile_step(loaded: LoadedModel, block_size: int, token_budget: int) -> CpuStepProfile:

@@ -50,7 +50,7 @@ def _is_plain(state: SequenceState) -> bool:
 def _changes_logits(state: SequenceState) -> bool:
     sampling = state.sampling
     return bool(
-        sampling.logit_bias
+        sampling.biases
         or sampling.repetition_penalty != 1
         or sampling.presence_penalty
         or sampling.frequency_penalty
@@ -81,7 +81,7 @@ def _sample_row(row: torch.Tensor, state: SequenceState, greedy_id: int) -> Samp
 def adjust(raw: Float64s, state: SequenceState) -> Float64s:
     """Logits with bias, ban and penalties; a new array."""
     sampling, logits = state.sampling, raw.copy()
-    for token_id, bias in sampling.logit_bias.items():
+    for token_id, bias in zip(sampling.bias_token_ids, sampling.biases, strict=True):
         logits[token_id] += bias
     # A ban of the whole vocabulary cannot be kept.
     if _is_banning(state) and len(set(sampling.banned_until_min)) < len(logits):

@@ -11,7 +11,7 @@ import transformers
 from pagekv.common.errors import OutOfMemory
 from pagekv.common.logs import Log
 from pagekv.executor.backend.fingerprint import model_fingerprint
-from pagekv.executor.backend.interface import BackendDescription, BlockCopies, Launch, Sampled, Scheduled, SequenceState
+from pagekv.executor.backend.interface import BackendDescription, BlockCopies, Launch, Scheduled, SequenceState
 from pagekv.executor.backend.layout import LAYOUT
 from pagekv.executor.cuda.device import Device
 from pagekv.executor.cuda.kernel_attention import kv_geometry, serving_variant
@@ -211,13 +211,9 @@ class CudaBackend:
         """
         return self.runner.launch(scheduled)
 
-    def execute(self, scheduled: list[Scheduled]) -> dict[int, Sampled]:
-        """One step, waited for."""
-        return self.launch(scheduled).collect()
-
-    def forget(self, states: list[SequenceState]) -> None:
+    def finish(self, states: list[SequenceState]) -> None:
         """As `Backend.forget`."""
-        self.runner.forget(states)
+        self.runner.finish(states)
 
     def is_lost(self, error: Exception) -> bool:
         """As `Backend.is_lost`. The device is asked instead of the error's words: what kills a context (an illegal or

@@ -7,7 +7,7 @@ import math
 import numpy.typing as npt
 import torch
 
-from pagekv.executor.backend.interface import BlockCopies, CopyKind
+from pagekv.executor.backend.interface import BlockCopies, CopyDirection
 from pagekv.executor.cuda.device import Device
 from pagekv.executor.model.kv_geometry import BlockGeometry
 from pagekv.kernels.attention import PagedAttention
@@ -65,9 +65,9 @@ class KvPools:
         """Copies whole blocks, after what was enqueued before; `attention` is over the device pool. Steps that touch
         swapped blocks wait for them in `before_step`.
         """
-        if copies.kind is CopyKind.SWAP_OUT:
+        if copies.direction is CopyDirection.SWAP_OUT:
             self._swapper.swap_out(copies.sources, copies.destinations)
-        elif copies.kind is CopyKind.SWAP_IN:
+        elif copies.direction is CopyDirection.SWAP_IN:
             self._swapper.swap_in(copies.sources, copies.destinations)
         else:
             self._swapper.before_compute([*copies.sources, *copies.destinations])

@@ -42,16 +42,16 @@ class StepRunner:
         where = device.torch_device
         self._penalties = PenaltyTable(loaded.num_logits, where)
         self._live = DeviceSequences(max_sequences, self._penalties)
-        # int32 [max_sequences + 1]: the token each sequence sampled last, by handle.
+        # int32 [max_sequences + 1]: the token each sequence sampled last, by device_index.
         self._last_tokens = torch.zeros(max_sequences + 1, dtype=torch.int32, device=where)
         self._words = torch.zeros(UPLOAD_WORDS, dtype=torch.int32, device=where)
         # Where every graph leaves its logits: none keeps memory of its own for them.
         shape = graph_logits_shape(loaded, max_sequences) if graphs else (0, loaded.num_logits)
         self._graph_logits = torch.empty(shape, dtype=loaded.geometry.dtype, device=where)
 
-    def forget(self, states: list[SequenceState]) -> None:
-        """These sequences have left."""
-        self._live.forget(states)
+    def finish(self, states: list[SequenceState]) -> None:
+        """Frees what is kept of these sequences."""
+        self._live.remove(states)
 
     def copy(self, copies: BlockCopies) -> None:
         """Copies whole blocks, after what was launched before and before what is launched later."""
@@ -79,9 +79,9 @@ class StepRunner:
         if not inputs.sampling:
             return StepOnDevice(self._device.mark(), [], None, [], [])
         chosen = sample(logits, sampling.chunks(lambda *where: self._section(host, *where)), self._penalties)
-        handles = self._section(host, "sampled_handles", (len(inputs.sampling),))
+        device_indices = self._section(host, "sampled_indices", (len(inputs.sampling),))
         # A sequence whose logits are not numbers is reported; until then it goes on with any token.
-        self._last_tokens.index_copy_(0, handles.long(), chosen.tokens.clamp(min=0).int())
+        self._last_tokens.index_copy_(0, device_indices.long(), chosen.tokens.clamp(min=0).int())
         return self._bring_back(chosen, sampling)
 
     def _graph_key(self, inputs: StepInputs) -> GraphKey | None:
@@ -105,9 +105,9 @@ class StepRunner:
             capacity=key.capacity() if key is not None else None,
             extra={
                 "input_ids": _padded(inputs.input_ids, rows, 0),
-                "handles": _padded(inputs.handles, rows, self._live.spare),
+                "device_indices": _padded(inputs.device_indices, rows, self._live.spare),
                 "sampled_rows": inputs.sampled_rows,
-                "sampled_handles": inputs.sampled_handles,
+                "sampled_indices": inputs.sampled_indices,
                 **sampling.sections(),
             },
         )
@@ -150,7 +150,7 @@ class StepRunner:
         scratch = torch.empty(size, dtype=torch.uint8, device=self._device.torch_device)
         plan = host.bind(self._words.data_ptr(), scratch.data_ptr() if num_partials else 0)
         ids = self._section(host, "input_ids", (num_rows,))
-        fed = self._last_tokens[self._section(host, "handles", (num_rows,)).long()]
+        fed = self._last_tokens[self._section(host, "device_indices", (num_rows,)).long()]
         positions = self._section(host, "positions", (num_rows,))
         return forward(
             self._loaded.model,

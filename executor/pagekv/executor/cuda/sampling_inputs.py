@@ -84,7 +84,7 @@ class SamplingInputs:
             )
         )
         chunk.top_k.append(sampling.top_k if 0 < sampling.top_k < self._vocab_size else self._vocab_size)
-        for token_id, bias in sampling.logit_bias.items():
+        for token_id, bias in zip(sampling.bias_token_ids, sampling.biases, strict=True):
             chunk.bias_at.append((at, token_id))
             chunk.biases.append(bias)
         # A ban of the whole vocabulary cannot be kept.
@@ -102,7 +102,7 @@ class SamplingInputs:
             state = entry.state
             if UNKNOWN_TOKEN in state.token_ids:
                 raise RuntimeError(f"sequence {state.seq_id} entered with a token that is not known yet")
-            row = entry.penalty_row = self._penalties.take()
+            row = entry.penalty_row = self._penalties.allocate()
             self._fresh.append(row)
             prompt = state.num_prompt_tokens
             self._past += [(row, token, int(at >= prompt)) for at, token in enumerate(state.token_ids)]
@@ -168,7 +168,7 @@ def _is_plain(state: SequenceState) -> bool:
     return not (
         sampling.temperature
         or sampling.logprobs is not None
-        or sampling.logit_bias
+        or sampling.biases
         or _is_penalised(sampling)
         or (_is_banning(state) and sampling.banned_until_min)
     )

@@ -17,14 +17,14 @@ class StepInputs:
     """Rows are in the order of the scheduled sequences. T rows, S sequences, R of which sample."""
 
     batch: StepBatch
-    # int32 [T]; UNKNOWN_TOKEN where the device knows it: the last token that the sequence of this handle sampled.
+    # int32 [T]; UNKNOWN_TOKEN where the device knows it: the last token that the sequence of this device_index sampled.
     input_ids: Ints
-    # int32 [T]: the handle of each row's sequence.
-    handles: Ints
-    # Those that sample, and int32 [R]: which row, and the handle.
+    # int32 [T]: the device_index of each row's sequence.
+    device_indices: Ints
+    # Those that sample, and int32 [R]: which row, and the device_index.
     sampling: list[DeviceSequence]
     sampled_rows: Ints
-    sampled_handles: Ints
+    sampled_indices: Ints
 
     @property
     def decodes_only(self) -> bool:
@@ -38,7 +38,7 @@ def build_inputs(scheduled: Sequence[Scheduled], live: DeviceSequences, block_si
     starts = np.array([item.start for item in scheduled], np.int32)
     counts = np.array([item.count for item in scheduled], np.int32)
     prompts = np.array([item.state.num_prompt_tokens for item in scheduled], np.int32)
-    own_handles = np.array([entry.handle for entry in entries], np.int32)
+    own_indices = np.array([entry.device_index for entry in entries], np.int32)
     query_start = np.zeros(len(scheduled) + 1, np.int32)
     np.cumsum(counts, out=query_start[1:])
     context_lens = starts + counts
@@ -55,21 +55,21 @@ def build_inputs(scheduled: Sequence[Scheduled], live: DeviceSequences, block_si
         batch=StepBatch(
             query_start=query_start,
             context_lens=context_lens,
-            block_tables=live.tables(own_handles, int(-(-context_lens.max() // block_size))),
+            block_tables=live.tables(own_indices, int(-(-context_lens.max() // block_size))),
             # Generated tokens that come one at a time. Prompts, however they are cut, take the prefill kernel, and so
             # does what is computed again in chunks after a recompute, though it was a decode the first time.
             decodes=(counts == 1) & (starts >= prompts),
         ),
         input_ids=input_ids,
-        handles=np.repeat(own_handles, counts),
+        device_indices=np.repeat(own_indices, counts),
         sampling=[entry for entry, sampled in zip(entries, samples, strict=True) if sampled],
         sampled_rows=query_start[1:][samples] - 1,
-        sampled_handles=own_handles[samples],
+        sampled_indices=own_indices[samples],
     )
 
 
 def _check_unknown(input_ids: Ints, query_start: Ints, scheduled: Sequence[Scheduled]) -> None:
-    """Only the last token of a sequence may be unknown: that is the one its handle holds."""
+    """Only the last token of a sequence may be unknown: that is the one its device_index holds."""
     unknown = np.flatnonzero(input_ids == UNKNOWN_TOKEN)
     if not len(unknown):
         return

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from pagekv.executor.backend.interface import (
     BackendDescription,
     BlockCopies,
-    CopyKind,
+    CopyDirection,
     Finished,
     Launch,
     Sampled,
@@ -31,9 +31,7 @@ from pagekv.executor.backend.interface import (
 )
 from pagekv.executor.backend.layout import LAYOUT
 from pagekv.executor.oracle.expected_slots import ExpectedSlots, Numbers, spread
-from pagekv.executor.oracle.reference import Words, choose_token, choose_tokens, expected_tokens, likeliest
-
-__all__ = ["DEFAULT_KV_BYTES", "OracleBackend", "OracleModel", "SlotError", "expected_tokens"]
+from pagekv.executor.oracle.reference import Words, choose_token, choose_tokens, likeliest
 
 # What an unwritten slot holds.
 POISON_TOKEN = 0xFFFF_FFFF
@@ -161,8 +159,8 @@ class OracleBackend:
 
     def copy_blocks(self, copies: BlockCopies) -> None:
         """Copies tokens and digests of whole blocks."""
-        source = self._host if copies.kind is CopyKind.SWAP_IN else self._device
-        destination = self._host if copies.kind is CopyKind.SWAP_OUT else self._device
+        source = self._host if copies.direction is CopyDirection.SWAP_IN else self._device
+        destination = self._host if copies.direction is CopyDirection.SWAP_OUT else self._device
         self._writes += 1
         destination.tokens[copies.destinations] = source.tokens[copies.sources]
         destination.digests[copies.destinations] = source.digests[copies.sources]
@@ -195,18 +193,10 @@ class OracleBackend:
         self._write(rows, starts, ends)
         return self._sample_all(scheduled, rows, ends, self._read(rows, ends))
 
-    def checksum(self) -> str:
-        """A digest of both pools, for tests that nothing was touched."""
-        digest = hashlib.sha256()
-        for pool in (self._device, self._host):
-            digest.update(pool.tokens.tobytes())
-            digest.update(pool.digests.tobytes())
-        return digest.hexdigest()
-
-    def forget(self, states: list[SequenceState]) -> None:
+    def finish(self, states: list[SequenceState]) -> None:
         """Drops what is known of sequences that are gone."""
         for state in states:
-            self._rows.forget(state)
+            self._rows.remove(state)
 
     def is_lost(self, error: Exception) -> bool:
         """As `Backend.is_lost`: there is no device."""
@@ -223,7 +213,7 @@ class OracleBackend:
     def _read(self, rows: Numbers, ends: Numbers) -> Words:
         """The sum of the digests each sequence reads, shape [len(rows)], all of them found right."""
         known = self._rows
-        self._forget_rewritten(rows[known.found[rows] > 0])
+        self._invalidate_rewritten(rows[known.found[rows] > 0])
         of_rows, positions, firsts = spread(rows, known.found[rows], ends)
         slots = known.slots(of_rows, positions)
         tokens = self._device.tokens.reshape(-1)[slots]
@@ -236,7 +226,7 @@ class OracleBackend:
         self._note_found(rows, ends)
         return sums
 
-    def _forget_rewritten(self, rows: Numbers) -> None:
+    def _invalidate_rewritten(self, rows: Numbers) -> None:
         """Has those read from the start again of whose blocks one has been written to since they were found right."""
         if not len(rows):
             return

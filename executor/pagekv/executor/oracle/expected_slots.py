@@ -68,7 +68,7 @@ class ExpectedSlots:
         assert state is not None
         return state
 
-    def forget(self, state: SequenceState) -> None:
+    def remove(self, state: SequenceState) -> None:
         """The sequence is gone."""
         row = self._row_of.pop(state.seq_id, None)
         if row is not None:
@@ -76,7 +76,7 @@ class ExpectedSlots:
             self._free.append(row)
 
     def _enter(self, state: SequenceState) -> int:
-        self.forget(state)
+        self.remove(state)
         if not self._free:
             self._add_rows()
         row = self._row_of[state.seq_id] = self._free.pop()

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from pagekv.common.errors import InvalidRequest, PageKVError
 from pagekv.common.logs import Log
 from pagekv.executor.rpc import wire
-from pagekv.executor.session.session import AttachOrder, Session, StepFailed
+from pagekv.executor.session.session import Session, StepFailed
 from pagekv.executor.session.step_stream import StepStream
 from pagekv.v1 import executor_service_pb2 as pb
 from pagekv.v1 import executor_service_pb2_grpc as pb_grpc
@@ -38,15 +38,7 @@ class ExecutorService(pb_grpc.ExecutorServiceServicer):
 
     async def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachResponse:
         """See the contract."""
-        order = AttachOrder(
-            manager_id=request.manager_id,
-            block_size=request.block_size,
-            num_device_blocks=request.num_device_blocks,
-            num_host_blocks=request.num_host_blocks,
-            layout=request.layout,
-            take_over=request.take_over,
-        )
-        return pb.AttachResponse(epoch=await self._session.attach(order))
+        return pb.AttachResponse(epoch=await self._session.attach(wire.attach_order(request)))
 
     async def Run(self, request_iterator: AsyncIterator[pb.StepRequest], context: Any) -> AsyncIterator[pb.StepResult]:
         """See the contract."""

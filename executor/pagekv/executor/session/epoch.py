@@ -46,10 +46,6 @@ class Epoch:
     # perf_counter_ns at the end of the step before; 0: no step yet.
     _last_end: int = 0
 
-    def run(self, step: Step) -> ExecutedStep:
-        """Launches a step and collects it. Raises as both."""
-        return self.launch(step).collect()
-
     def launch(self, step: Step) -> LaunchedStep:
         """Checks and applies a step and hands it to the backend. Raises InvalidRequest or StaleEpoch before anything is
         touched; any other exception comes from the backend and leaves state and memory undefined: the epoch is over
@@ -66,7 +62,7 @@ class Epoch:
     def _apply(self, checked: CheckedStep) -> None:
         """In the order of the contract: leave, copy, enter, append."""
         if checked.finished:
-            self.backend.forget([self.live[seq_id] for seq_id in checked.finished])
+            self.backend.finish([self.live[seq_id] for seq_id in checked.finished])
         for seq_id in checked.finished:
             del self.live[seq_id], self.held[seq_id]
         for copies in checked.copies:

@@ -181,11 +181,6 @@ class Session:
 
     # -- streams
 
-    @property
-    def num_streams(self) -> int:
-        """Run calls that have not ended."""
-        return len(self._streams)
-
     def open_stream(self) -> StepStream:
         """A Run call has begun; which epoch it belongs to, its first step will say. Raises Unavailable."""
         self._serving()

@@ -28,11 +28,6 @@ class WorkerThread:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    @property
-    def num_queued(self) -> int:
-        """Jobs that have not begun."""
-        return self._jobs.qsize()
-
     def post(self, job: Callable[[], None]) -> None:
         """Queues a job that reports for itself and must not raise. Callers bound what they queue."""
         self._jobs.put(job)

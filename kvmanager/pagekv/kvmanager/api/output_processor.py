@@ -14,7 +14,7 @@ from pagekv.kvmanager.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
-class OutputDelta:
+class TextDelta:
     """News of one sequence as they are reported. Tokens behind the one that completed a stop string are left out."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -43,7 +43,7 @@ class OutputProcessor:
             if self._resumed_match is not None:
                 break
 
-    def end_of_resumed(self, eos_token_ids: Collection[int]) -> OutputDelta | None:
+    def end_of_resumed(self, eos_token_ids: Collection[int]) -> TextDelta | None:
         """The end to report at once when the resumed tokens are a whole output already; None: there is more to come.
 
         That is the case when a stream broke between its last token and its end. The last token's message had the last
@@ -52,22 +52,22 @@ class OutputProcessor:
         if not self._resumed:
             return None
         if self._resumed_match is not None:
-            return OutputDelta(finish=FinishReason.STOP, stop_string=self._resumed_match)
+            return TextDelta(finish=FinishReason.STOP, stop_string=self._resumed_match)
         last, sampling = self._resumed[-1], self._sampling
         ends = last in sampling.stop_token_ids or (last in eos_token_ids and not sampling.ignore_eos)
         if ends and self.num_tokens >= sampling.min_tokens:
-            return OutputDelta(finish=FinishReason.STOP, stop_token_id=last)
+            return TextDelta(finish=FinishReason.STOP, stop_token_id=last)
         if self.num_tokens >= sampling.max_tokens:
-            return OutputDelta(finish=FinishReason.LENGTH)
+            return TextDelta(finish=FinishReason.LENGTH)
         return None
 
-    def take(self, delta: SequenceDelta) -> OutputDelta:
+    def take(self, delta: SequenceDelta) -> TextDelta:
         """Turns the engine's news into what is reported. After a delta with `finish` set it must not be called again.
 
         A `finish` where the engine's delta has none means that a stop string was found: the engine must be told.
         """
         token_ids = delta.token_ids
-        out = OutputDelta(token_ids, "", delta.logprobs, delta.finish, delta.stop_token_id)
+        out = TextDelta(token_ids, "", delta.logprobs, delta.finish, delta.stop_token_id)
         for position, token_id in enumerate(token_ids, start=1):
             if delta.stop_token_id is not None and position == len(token_ids):
                 self.num_tokens += 1  # the stop token is reported and has no text

@@ -51,12 +51,12 @@ _BEAM_ABSENT = ("seed", "stop", "logprobs", "logit_bias")
 
 
 async def read_generate(
-    request: inference_service_pb2.GenerateRequest, model: EngineInfo, tokenizer: Tokenizer | None
+    request: inference_service_pb2.GenerateRequest, model: EngineInfo, tokenizer: Tokenizer | None, trace_parent: str
 ) -> tuple[GenerateCommand, list[str]]:
-    """The command for the engine, and the stop strings, which are the edge's own matter. Raises InvalidRequest,
-    or FailedPrecondition when the request is for another model.
+    """The command for the engine, and the stop strings, which the API layer looks for. `trace_parent` as in
+    `GenerateCommand`. Raises InvalidRequest, or FailedPrecondition when the request is for another model.
 
-    What costs little is checked first: a request that is wrong elsewhere is refused before its text is encoded.
+    Cheap checks come first: a request that is wrong elsewhere is refused before its text is encoded.
     """
     if request.model_fingerprint not in ("", model.model_fingerprint):
         raise FailedPrecondition(
@@ -116,6 +116,7 @@ async def read_generate(
         identity=identity,
         priority=request.priority,
         model_fingerprint=model.model_fingerprint,
+        trace_parent=trace_parent,
     )
     return command, stops
 

@@ -16,13 +16,14 @@ from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.engine.capacity import blocks_needed, total_tokens
 from pagekv.kvmanager.engine.explain import KnownAdapters, explain_prefix
 from pagekv.kvmanager.engine.miss_counters import MissCounters
+from pagekv.kvmanager.engine.observer import Observer
 from pagekv.kvmanager.engine.views import ExplainedPrefix, PinResult, PrefixMatch, ResetCounts
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events.log import TableLog
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
-from pagekv.kvmanager.kvcache.pins import Holder, Pins
+from pagekv.kvmanager.kvcache.pins import Pins
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import Seq
@@ -50,20 +51,21 @@ class CacheAdmin:
         self._adapters = KnownAdapters()
         self._timer: asyncio.TimerHandle | None = None
 
-    def adopt(self, pool: BlockPool, host: HostPool, fingerprint: str, holder: Holder | None = None) -> None:
-        """The pools of a new epoch, empty and with this log, for the model with this fingerprint. `holder` is asked to
-        hold what is pinned; None: the pool itself.
+    def adopt(self, pool: BlockPool, host: HostPool, fingerprint: str, observer: Observer | None = None) -> None:
+        """The pools of a new epoch, empty and with this log, for the model with this fingerprint. `observer`
+        is told of pins.
         """
         self.pool = pool
         self._host = host
-        self.pins = Pins(pool, self._max_pinned_share, self._clock, holder)
+        observer = observer or Observer()
+        self.pins = Pins(pool, self._max_pinned_share, self._clock, observer.pinned, observer.unpinned)
         self._fingerprint = fingerprint
         self._arm()
-        self.log.follow(pool.table, host)
+        self.log.attach(pool.table, host)
 
     def border(self, step: int) -> None:
         """`step` steps are completed, and the table is consistent."""
-        self.log.border(step)
+        self.log.step_boundary(step)
 
     def end(self, error: Exception) -> None:
         """Tells every watcher that it is over; no lease ends any more."""

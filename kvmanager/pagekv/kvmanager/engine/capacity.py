@@ -57,7 +57,10 @@ def check_output_fits(num_prompt: int, max_tokens: int, beam_width: int, model: 
 
 def check_fits(command: GenerateCommand, model: EngineInfo) -> None:
     """Raises InvalidRequest unless a deployment can take the request to its end, and Unavailable when it was read for
-    another model: the executor may have come back as another one since.
+    another model.
+
+    Repeats what `read_generate` has checked with `check_output_fits`: the executor may have come back with another
+    model or a smaller pool since, as encoding a long text takes time.
     """
     if command.model_fingerprint not in ("", model.model_fingerprint):
         raise Unavailable("the executor came back with another model while the request was read")

@@ -64,7 +64,7 @@ class _Explainer:
         # By tokens alone, so up to the first medium only.
         plain = min((span.position for span in media), default=len(token_ids)) // size
         # How many leading blocks are cached for other adapters, longest first.
-        reach = [(len(pool.table.follow(other, chunks[:plain])), adapter) for adapter, other in other_roots]
+        reach = [(len(pool.table.match_tokens(other, chunks[:plain])), adapter) for adapter, other in other_roots]
         self._elsewhere = max(reach, default=(0, ""), key=lambda pair: pair[0])
 
     def blocks(self, start: int, end: int) -> Iterator[ExplainedBlock]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.request.stream import RequestStream
-from pagekv.kvmanager.request.wakeups import Fanout
+from pagekv.kvmanager.request.wakeups import Wakeups
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq, SeqStatus, live_request
 
 
@@ -17,7 +17,7 @@ class LiveRequests:
     def __init__(self, priority_aging: int) -> None:
         """`priority_aging` as `live_request` takes it."""
         self._priority_aging = priority_aging
-        self._fanout = Fanout()
+        self._wakeups = Wakeups()
         self._requests: dict[str, LiveRequest] = {}
         self._arrivals = 0
         # Of every request whose reader has not left: its sequences that have ended.
@@ -48,7 +48,7 @@ class LiveRequests:
 
     def enter(self, command: GenerateCommand, root: bytes) -> LiveRequest:
         """A request whose id is free; `root` is the parent digest of its first block."""
-        stream = RequestStream(command.request_id, command.n, self._fanout)
+        stream = RequestStream(command.request_id, command.n, self._wakeups)
         request = live_request(command, stream, self._arrivals, root, self._priority_aging)
         self._arrivals += 1
         self._requests[command.request_id] = request

@@ -118,7 +118,7 @@ class EngineLoop(EngineQueries):
         else:
             self._in_flight.end_epoch()
             self._scheduler.lose_executor(pool, limits, model.eos_token_ids, host)
-        self._cache.adopt(pool, host, model.model_fingerprint, self._scheduler)
+        self._cache.adopt(pool, host, model.model_fingerprint, self.observers)
         self._model = model
         self._totals.epochs += 1
         self._attached = True

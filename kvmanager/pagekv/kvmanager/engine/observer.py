@@ -11,6 +11,7 @@ from enum import Enum
 
 from pagekv.common.logs import Log
 from pagekv.kvmanager.engine.interface import EngineInfo
+from pagekv.kvmanager.kvcache.prefix_table import Blocks
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import Committed, StepPlan, StepResult
 
@@ -51,6 +52,12 @@ class Observer:
     def ended(self, request: LiveRequest, end: RequestEnd) -> None:
         """A request has left; its sequences hold nothing."""
 
+    def pinned(self, blocks: Blocks) -> None:
+        """A pin holds these blocks from now on."""
+
+    def unpinned(self, blocks: Blocks) -> None:
+        """The pin of these blocks has ended."""
+
 
 class Observers(Observer):
     """Tells all of them. One that raises is logged and dropped: watching never ends serving."""
@@ -83,6 +90,12 @@ class Observers(Observer):
 
     def ended(self, request: LiveRequest, end: RequestEnd) -> None:
         self._tell("ended", request, end)
+
+    def pinned(self, blocks: Blocks) -> None:
+        self._tell("pinned", blocks)
+
+    def unpinned(self, blocks: Blocks) -> None:
+        self._tell("unpinned", blocks)
 
     def _tell(self, what: str, *told: object) -> None:
         for observer in self._all:

@@ -24,7 +24,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
 
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotImplementedYet, Unavailable
 from pagekv.kvmanager.api.generate_call import GenerateCall
-from pagekv.kvmanager.api.inference_service import with_caller
+from pagekv.kvmanager.api.inference_service import trace_parent_of
 from pagekv.kvmanager.api.served_model import Served, ServedModel
 from pagekv.kvmanager.api.validation import read_abort_ids, read_generate
 from pagekv.kvmanager.engine.interface import Engine, EngineInfo
@@ -121,13 +121,13 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
 
     async def Generate(self, request: vllm.GenerateRequest, context: Any) -> None:
         served = self._state.served()
-        command, stops = await read_generate(read_request(request, served.model), served.model, served.tokenizer)
-        command = with_caller(command, context)
+        asked = read_request(request, served.model)
+        command, stops = await read_generate(asked, served.model, served.tokenizer, trace_parent_of(context))
         # A copy: the field would keep the request, prompt and all, for as long as gRPC keeps whom it calls at the end.
         stop_token_ids = frozenset(request.sampling_params.stop_token_ids)
         # The gateway makes text of tokens by itself: without stop strings to look for nobody needs it here.
         reading = served if stops else Served(served.model, None)
-        generation = GenerateCall(
+        call = GenerateCall(
             self._engine,
             reading,
             command,
@@ -136,8 +136,8 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
             serialise=lambda response: write_response(response, stop_token_ids).SerializeToString(),
         )
         # Also called when the call is cancelled while a message is being written, where no `finally` here would run.
-        context.add_done_callback(lambda _: generation.close())
-        await generation.run(context.write)
+        context.add_done_callback(lambda _: call.close())
+        await call.run(context.write)
 
     async def Abort(self, request: vllm.AbortRequest, context: Any) -> vllm.AbortResponse:
         for request_id in read_abort_ids(request.request_ids):

@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pagekv.common.logs import Log
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.observe.outlet_config import OutletConfig
+from pagekv.kvmanager.observe.flags import ObserveConfig
 from pagekv.kvmanager.observe.recording.file import RecordingFile
-from pagekv.kvmanager.observe.recording.step_recorder import RecordedScheduler, StepRecorder
+from pagekv.kvmanager.observe.recording.step_recorder import PinRecorder, RecordedScheduler, StepRecorder
 from pagekv.kvmanager.observe.recording.workload_recorder import WorkloadRecorder
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ log = Log(__name__)
 class Exporters:
     """States: made → open (`open`) → closed (`close`)."""
 
-    def __init__(self, config: OutletConfig, planning: EngineConfig) -> None:
+    def __init__(self, config: ObserveConfig, planning: EngineConfig) -> None:
         """`planning` is the configuration of the engine whose decisions may be recorded."""
         self._config = config
         self._planning = planning
@@ -45,18 +45,10 @@ class Exporters:
         self._start_recording(engine)
 
     def _start_publishing(self, engine: EngineLoop) -> None:
-        from pagekv.kvmanager.observe.kv_events.publisher import KvEventPublisher, KvEventSettings
+        from pagekv.kvmanager.observe.kv_events.publisher import KvEventPublisher
 
         config = self._config
-        self._publisher = KvEventPublisher(
-            KvEventSettings(
-                endpoint=config.kv_events_endpoint,
-                replay_endpoint=config.kv_events_replay_endpoint,
-                topic=config.kv_events_topic,
-                buffer=config.kv_events_buffer,
-                token_ids=config.kv_events_token_ids,
-            )
-        )
+        self._publisher = KvEventPublisher(config.kv_events_endpoint, config.kv_events_replay_endpoint)
         self._publisher.bind()
         engine.observers.add(self._publisher)
         self._publishing = asyncio.create_task(self._publish(self._publisher, engine), name="KV events")
@@ -74,6 +66,7 @@ class Exporters:
                 aging=planning.priority_aging,
             )
             engine.make_scheduler = partial(RecordedScheduler, recorder)
+            engine.observers.add(PinRecorder(recorder))
 
     def _recording(self, path: str, what: str) -> RecordingFile:
         try:
@@ -89,6 +82,18 @@ class Exporters:
             await publisher.run(engine)
         except Exception:
             log.exception("no more KV events")
+
+    def listening(self) -> dict[str, Any]:
+        """Where events are published and what is recorded, as `pagekv.common.port_file` has them."""
+        found: dict[str, Any] = {}
+        if self._publisher is not None:
+            found["kv_events"] = {
+                "endpoint": self._publisher.endpoint,
+                "replay_endpoint": self._publisher.replay_endpoint,
+            }
+        if self._files:
+            found["recordings"] = [str(file.path) for file in self._files]
+        return found
 
     async def discard(self) -> None:
         """As `close`, where serving never began: no file is left of it."""

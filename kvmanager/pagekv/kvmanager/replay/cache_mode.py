@@ -77,7 +77,7 @@ def _use(pool: BlockPool, root: bytes, tokens: bytes) -> int:
     """Reads one prompt through the pool and lets it go; returns hits. What no longer fits is the prompt's end."""
     size = pool.block_size
     chunks = np.frombuffer(tokens, np.uint32).reshape(-1, size)
-    hits = pool.table.follow(root, chunks)
+    hits = pool.table.match_tokens(root, chunks)
     parent = pool.table.digest(hits[-1]) if hits else root
     assert parent is not None
     digests = chain_digests(parent, tokens[len(hits) * size * TOKEN_BYTES :], size)

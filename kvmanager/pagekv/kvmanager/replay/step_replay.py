@@ -131,8 +131,8 @@ class _Replay:
             "plan": self._plan,
             "commit": self._commit,
             "finish": self._finish,
-            "share": lambda blocks: self._now().share(_blocks(blocks)),
-            "free": lambda blocks: self._now().free(_blocks(blocks)),
+            "share": lambda blocks: self._now().pool.share(_blocks(blocks)),
+            "free": lambda blocks: self._now().pool.free(_blocks(blocks)),
             "preempt": lambda: self._now().preempt_all(),
             "clear": lambda: self._now().clear_prefix_cache(),
         }

@@ -16,8 +16,8 @@ from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_hash import TOKEN_BYTES, chain_digests, sha256
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
-from pagekv.kvmanager.kvcache.prefix_table import Blocks, Chunks
-from pagekv.kvmanager.kvcache.prefix_trie import FIRST
+from pagekv.kvmanager.kvcache.prefix_table import Blocks, BlockTokens
+from pagekv.kvmanager.kvcache.prefix_trie import Node
 from pagekv.kvmanager.scheduling.sequence import Seq
 from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind
 from pagekv.kvmanager.scheduling.swapping import SwapCounters, Swapper, SwapPolicy
@@ -75,8 +75,7 @@ class BlockTables:
         # What the next step has to copy, in order.
         self._moves: list[BlockCopy] = []
         self._swapper = Swapper(pool, host, self._moves, swap_counters, shared=prefix_cache)
-        if write_back and prefix_cache:
-            pool.on_evict = self._swapper.write_back
+        self._on_evict = self._swapper.write_back if write_back and prefix_cache else None
         # Published blocks that this very step computes: they can be hit, for a layer writes all of a step's keys and
         # values before it attends, but not copied, for copies come before everything else.
         self._being_computed: list[Blocks] = []
@@ -92,6 +91,10 @@ class BlockTables:
         return moves
 
     # -- taking
+
+    def allocate(self, count: int) -> Blocks | None:
+        """`BlockPool.allocate`, with write-back of evicted blocks where that is on."""
+        return self.pool.allocate(count, self._on_evict)
 
     def admit(self, arrivals: Sequence[Arrival], keep_free: int) -> int:
         """Takes for each sequence the cached prefix, or what it shares with another of its request if that is as much,
@@ -159,7 +162,7 @@ class BlockTables:
             pool.share(begin)
             if self._prefix_cache:
                 self._extend_digests(sequence)
-        fresh = pool.allocate(take.num_fresh)
+        fresh = self.allocate(take.num_fresh)
         if fresh is None:
             raise InvariantError(f"{take.num_fresh} blocks were free and could not be allocated")
         if take.copied:
@@ -178,7 +181,7 @@ class BlockTables:
         size, table, digests = self._block_size, self.pool.table, sequence.digests
         chunks = sequence.chunks(size, 0, most)
         text = min(most, sequence.first_media // size)
-        blocks = table.follow(sequence.request.root, chunks[:text])
+        blocks = table.match_tokens(sequence.request.root, chunks[:text])
         found = len(blocks)
         digests += table.digests(blocks[len(digests) :])
         if found < most:
@@ -187,7 +190,7 @@ class BlockTables:
                 # From the media on by digest.
                 blocks += self.pool.match(digests[found:most], chunks[found:])
             else:
-                self.pool.note_collision(digests[found])
+                self.pool.count_collision(digests[found])
         return np.array(blocks, np.int32)
 
     def _partial_hit(self, sequence: Seq, hits: Blocks) -> tuple[int, int]:
@@ -213,7 +216,7 @@ class BlockTables:
         size = self._block_size
         last = len(parent.request.command.prompt_ids) - 1
         shared = last // size
-        copies = self.pool.allocate(len(children)) if self._fork_sharing else None
+        copies = self.allocate(len(children)) if self._fork_sharing else None
         if copies is None:
             return False
         table = parent.block_table
@@ -236,7 +239,7 @@ class BlockTables:
         # Leading blocks of each parent that its child shares, and those behind them.
         shares = [parent.num_computed // self._block_size if self._fork_sharing else 0 for parent in parents]
         sources = [parent.block_table[shared:] for parent, shared in zip(parents, shares, strict=True)]
-        copies = self.pool.allocate(sum(map(len, sources)))
+        copies = self.allocate(sum(map(len, sources)))
         if copies is None:
             return False
         fresh = iter(copies.tolist())
@@ -276,10 +279,9 @@ class BlockTables:
                     sequence.publishes = False
                     break
                 here = slice(begin - first, end - first)
-                collided = self.pool.publish_chain(
+                sequence.publishes = self.pool.publish_chain(
                     blocks[here], digests[begin:end], parent, chunks[here], first=begin == 0, media=media
                 )
-                sequence.publishes = not collided
         if computed_now and self._partial_hits:
             self._being_computed.append(blocks)
 
@@ -292,10 +294,10 @@ class BlockTables:
         entry = self.pool.table.lookup(digest)
         if entry is None or entry == sequence.block_table[index] or index * self._block_size >= sequence.first_media:
             return entry is not None
-        walked = self.pool.table.follow(sequence.request.root, sequence.chunks(self._block_size, 0, index + 1))
+        walked = self.pool.table.match_tokens(sequence.request.root, sequence.chunks(self._block_size, 0, index + 1))
         return len(walked) == index + 1 and walked[-1] == entry
 
-    def grow(self, sequences: Sequence[Seq], blocks: Blocks, chunks: Chunks) -> None:
+    def grow(self, sequences: Sequence[Seq], blocks: Blocks, chunks: BlockTokens) -> None:
         """Appends one block to each table, [n], whose last one is full by then with token ids `chunks`,
         [n, block_size], and publishes that one. What a decoding sequence does once in block_size steps.
         """
@@ -304,7 +306,7 @@ class BlockTables:
         prefix_cache = self._prefix_cache
         ready: list[int] = []
         offered: list[int] = []
-        before: list[int] = []
+        before: list[Node] = []
         digests: list[bytes] = []
         parents: list[bytes] = []
         for position, (sequence, block) in enumerate(zip(sequences, blocks.tolist(), strict=True)):
@@ -324,7 +326,7 @@ class BlockTables:
                     known.append(digest)
                     ready.append(position)
                     offered.append(table[index])
-                    before.append(table[index - 1] if index else FIRST)
+                    before.append(table[index - 1] if index else parent)
                     digests.append(digest)
                     parents.append(parent)
             sequence.num_published = index + 1

@@ -12,6 +12,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from pagekv.common.flags import flag, flag_metadata, integer, number
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.scheduling.block_tables import BlockTables
@@ -19,7 +20,7 @@ from pagekv.kvmanager.scheduling.decode_batch import DecodeBatch
 from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_SEQ_ID, LiveRequest, Seq, SeqStatus
 from pagekv.kvmanager.scheduling.shared_prefill import SharedPrefill
 from pagekv.kvmanager.scheduling.step_plan import NewSeq, StepPlan
-from pagekv.kvmanager.scheduling.swapping import SwapCounters, SwapPolicy
+from pagekv.kvmanager.scheduling.swapping import MODES, SwapCounters, SwapPolicy
 from pagekv.kvmanager.scheduling.waiting_queue import WaitingQueue
 
 
@@ -27,22 +28,43 @@ from pagekv.kvmanager.scheduling.waiting_queue import WaitingQueue
 class SchedulerLimits:
     """Bounds of a step and of admission."""
 
-    # Tokens computed in one step at most.
-    max_batch_tokens: int
-    # Sequences in the executor at most.
-    max_running: int
-    # Share of the pool that admission leaves free, so that running decodes can grow.
-    watermark: float
-    prefix_cache: bool
-    # Reuse the beginning of a cached block by copying it.
-    partial_hits: bool = True
-    # Sequences of one request hold blocks together.
-    fork_sharing: bool = True
-    # What becomes of preempted sequences' blocks.
-    swap: SwapPolicy = field(default_factory=SwapPolicy)
-    # What is evicted from the device goes to the host pool.
-    write_back: bool = False
-    # Preemptions after which a request is passed over as a victim, as long as another one can be found.
+    max_batch_tokens: int = flag(
+        "tokens computed in one step at most", default=2048, type=integer(1, 65536), metavar="TOKENS"
+    )
+    max_running: int = flag(
+        "sequences that take part in steps at most", default=256, type=integer(1, 65536), metavar="N"
+    )
+    watermark: float = flag(
+        "share of the pool, 0 to 0.5, that new requests leave free for running ones to grow",
+        default=0.01,
+        type=number(0, 0.5),
+        metavar="SHARE",
+    )
+    prefix_cache: bool = flag("reuse the blocks of equal prompt prefixes", default=True)
+    partial_hits: bool = flag(
+        "also reuse the beginning of a cached block, by copying it (with --prefix-cache)", default=True
+    )
+    fork_sharing: bool = flag(
+        "the sequences of one request (n, beam_width) share blocks, whatever --prefix-cache says of other requests",
+        default=True,
+    )
+    swap: SwapPolicy = field(
+        default_factory=SwapPolicy,
+        metadata=flag_metadata(
+            "what becomes of the blocks of preempted sequences; swap: copied to the host pool; recompute: dropped and "
+            "computed again; auto: what costs less by the executor's measurements",
+            name="preemption",
+            default="auto",
+            make=SwapPolicy,
+            choices=MODES,
+        ),
+    )
+    write_back: bool = flag(
+        "blocks that the device evicts go to the host pool and serve later hits from there (with --prefix-cache)",
+        default=False,
+    )
+    # Preemptions after which a request is passed over as a victim, as long as another one can be found: few enough that
+    # no request is starved by the others, enough that the last one to come, which has computed least, is taken first.
     preemption_limit: int = 3
 
     @property
@@ -159,7 +181,7 @@ class RunningQueue:
         which then waits.
         """
         while sequence.state is SeqStatus.RUNNING:
-            blocks = self.pool.allocate(1)
+            blocks = self.tables.allocate(1)
             if blocks is not None:
                 return int(blocks[0])
             if not self.preempt_behind(sequence):

@@ -22,7 +22,6 @@ import numpy as np
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
-from pagekv.kvmanager.kvcache.prefix_table import Blocks
 from pagekv.kvmanager.scheduling.admission import Admission
 from pagekv.kvmanager.scheduling.beam_scheduler import begin_search, give_blocks, take_candidates
 from pagekv.kvmanager.scheduling.decode_batch import Rows, span
@@ -159,7 +158,7 @@ class Scheduler:
         chunks = self._rows.complete_blocks(rows)
         sequences = self._rows.of(rows)
         running = self._running
-        blocks = running.pool.allocate(len(rows))
+        blocks = running.tables.allocate(len(rows))
         exhausted = blocks is None
         if blocks is None:
             # In running order, so that of another request nobody is preempted after it got its block.
@@ -275,14 +274,6 @@ class Scheduler:
         self._rows = self._running.rows
         self._eos = tuple(eos_token_ids)
         self._admission.new_epoch(self._running)
-
-    def share(self, blocks: Blocks) -> None:
-        """A holder that is no sequence, a pin, takes hold of cached blocks."""
-        self.pool.share(blocks)
-
-    def free(self, blocks: Blocks) -> None:
-        """It lets them go."""
-        self.pool.free(blocks)
 
     def clear_prefix_cache(self) -> int:
         """Forgets what is cached in both tiers; returns how many blocks of the device were. What is held stays held."""

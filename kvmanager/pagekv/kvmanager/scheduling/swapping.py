@@ -23,7 +23,7 @@ import numpy as np
 
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
-from pagekv.kvmanager.kvcache.prefix_table import Blocks, Chunks
+from pagekv.kvmanager.kvcache.prefix_table import Blocks, BlockTokens
 from pagekv.kvmanager.scheduling.sequence import Seq, Swapped
 from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind
 
@@ -113,7 +113,7 @@ class Swapper:
         blocks: list[int] = sequence.block_table[: -(-sequence.num_computed // self._pool.block_size)].tolist()
         return blocks
 
-    def _contents(self, sequence: Seq, places: list[int]) -> tuple[list[bytes | None], Chunks, list[bytes]]:
+    def _contents(self, sequence: Seq, places: list[int]) -> tuple[list[bytes | None], BlockTokens, list[bytes]]:
         """Of the logical blocks `places`, ascending, as `HostPool.keep` takes them: digests, None of those that are
         private, which come last; and of the others the token ids and the digests before them.
         """
@@ -131,7 +131,7 @@ class Swapper:
         """Keeps the contents of published device blocks that are about to be given away."""
         table, sources = self._pool.table, blocks.tolist()
         digests: list[bytes | None] = [*table.digests(sources)]
-        tokens, parents = table.chunks(blocks), table.parents(sources)
+        tokens, parents = table.tokens(blocks), table.parents(sources)
         begin = 0
         # Nobody holds them any longer than this takes, so of more than there is room for the last ones stay.
         while begin < len(sources) and (room := self.host.num_free):

@@ -11,8 +11,8 @@ import pytest
 from support.executor.executor_steps import EPOCH, VOCAB, World, memory_op, new_sequence
 
 from pagekv.common.errors import InvalidRequest, StaleEpoch
-from pagekv.executor.backend.interface import CopyKind
-from pagekv.executor.session.step import StepSampling
+from pagekv.executor.backend.interface import CopyDirection, Sampling
+from pagekv.executor.session.step import NO_SAMPLING
 
 
 @pytest.fixture
@@ -34,14 +34,14 @@ def entering(**fields: Any) -> dict[str, Any]:
 
 
 def sampling(**fields: Any) -> dict[str, Any]:
-    return entering(sampling=StepSampling(**fields))
+    return entering(sampling=Sampling(**fields))
 
 
-def copying(kind: CopyKind | None, sources: list[int], destinations: list[int]) -> dict[str, Any]:
-    return {"memory_ops": [memory_op(CopyKind.COPY, [0], [20]), memory_op(kind, sources, destinations)]}
+def copying(kind: CopyDirection | None, sources: list[int], destinations: list[int]) -> dict[str, Any]:
+    return {"memory_ops": [memory_op(CopyDirection.COPY, [0], [20]), memory_op(kind, sources, destinations)]}
 
 
-COPY, OUT, IN = CopyKind.COPY, CopyKind.SWAP_OUT, CopyKind.SWAP_IN
+COPY, OUT, IN = CopyDirection.COPY, CopyDirection.SWAP_OUT, CopyDirection.SWAP_IN
 NAN, INF = math.nan, math.inf
 
 # (id, columns of the step, the field refused, a part of the description)
@@ -68,11 +68,11 @@ REFUSALS: list[tuple[str, dict[str, Any], str, str]] = [
     ("new-no-prompt", entering(num_prompt_tokens=0), "new_seqs[0].num_prompt_tokens", "from 1 to"),
     ("new-prompt", entering(num_prompt_tokens=4), "new_seqs[0].num_prompt_tokens", "(3), got 4"),
     ("new-computed-all", entering(computed_tokens=3), "new_seqs[0].computed_tokens", "from 0 to 2"),
-    ("new-computed-nowhere", entering(block_ids=[], computed_tokens=1), "new_seqs[0].computed_tokens", "from 0 to 0"),
-    ("new-block", entering(block_ids=[9, 32]), "new_seqs[0].block_ids[1]", "below 32, got 32"),
-    ("new-block-twice", entering(block_ids=[9, 10, 9]), "new_seqs[0].block_ids[2]", "names block 9 twice"),
-    ("new-table-long", entering(block_ids=list(range(17))), "new_seqs[0].block_ids", "at most 16 entries, has 17"),
-    ("new-no-blocks", entering(block_ids=[]), "new_seqs[0].block_ids", "hold positions below 0"),
+    ("new-computed-nowhere", entering(block_table=[], computed_tokens=1), "new_seqs[0].computed_tokens", "from 0 to 0"),
+    ("new-block", entering(block_table=[9, 32]), "new_seqs[0].block_ids[1]", "below 32, got 32"),
+    ("new-block-twice", entering(block_table=[9, 10, 9]), "new_seqs[0].block_ids[2]", "names block 9 twice"),
+    ("new-table-long", entering(block_table=list(range(17))), "new_seqs[0].block_ids", "at most 16 entries, has 17"),
+    ("new-no-blocks", entering(block_table=[]), "new_seqs[0].block_ids", "hold positions below 0"),
     (
         "new-too-few-blocks",
         {
@@ -83,7 +83,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str, str]] = [
         "new_seqs[0].block_ids",
         "hold positions below 8",
     ),
-    ("no-sampling", entering(sampling=None), "new_seqs[0].sampling", "must be set"),
+    ("no-sampling", entering(sampling=NO_SAMPLING), "new_seqs[0].sampling", "must be set"),
     ("temperature-low", sampling(temperature=-0.1), "new_seqs[0].sampling.temperature", "from 0 to 100, got -0.1"),
     ("temperature-nan", sampling(temperature=NAN), "new_seqs[0].sampling.temperature", "from 0 to 100, got nan"),
     ("temperature-inf", sampling(temperature=INF), "new_seqs[0].sampling.temperature", "from 0 to 100, got inf"),
@@ -184,7 +184,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     (
         "written-twice-new",
-        {**entering(block_ids=[2])},
+        {**entering(block_table=[2])},
         "new_seqs[0].block_ids",
         "block 2 would be written by sequences 1 and 9",
     ),
@@ -257,7 +257,7 @@ def test_no_more_sequences_than_described() -> None:
 def test_swaps_need_a_host_pool() -> None:
     world = World(num_host_blocks=0)
     with pytest.raises(InvalidRequest) as caught:
-        world.run(memory_ops=[memory_op(CopyKind.SWAP_IN, [], [])])
+        world.run(memory_ops=[memory_op(CopyDirection.SWAP_IN, [], [])])
     assert caught.value.field == "memory_ops[0].kind"
 
 

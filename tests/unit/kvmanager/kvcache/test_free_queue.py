@@ -12,7 +12,7 @@ def ids(blocks: list[int]) -> NDArray[np.int32]:
 
 
 def test_starts_in_order_and_allocates_at_the_head() -> None:
-    """CHECKLIST D3."""
+    """The order is that of joining; the head goes first."""
     queue = FreeQueue(4)
     assert list(queue) == [0, 1, 2, 3]
     assert queue.pop(2).tolist() == [0, 1]
@@ -28,7 +28,7 @@ def test_can_start_empty() -> None:
 
 
 def test_remove_from_the_middle() -> None:
-    """CHECKLIST D2."""
+    """Any block can leave, wherever it stands, without a search."""
     queue = FreeQueue(5)
     queue.remove(ids([2]))
     assert list(queue) == [0, 1, 3, 4]

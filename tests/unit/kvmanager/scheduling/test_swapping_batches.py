@@ -15,7 +15,7 @@ from support.engine.scheduler_driver import Driver
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
-from pagekv.kvmanager.kvcache.prefix_table import Blocks, Chunks
+from pagekv.kvmanager.kvcache.prefix_table import Blocks, BlockTokens
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.sequence import Seq, Swapped, live_request
@@ -34,12 +34,12 @@ class Written(NamedTuple):
     end: int
     digest: bytes | None
     parent: bytes
-    tokens: Chunks
+    tokens: BlockTokens
     # Others hold it too, and its digest finds it.
     elsewhere: bool
 
 
-def keep(host: HostPool, digest: bytes | None, tokens: Chunks, parent: bytes) -> tuple[int, bool]:
+def keep(host: HostPool, digest: bytes | None, tokens: BlockTokens, parent: bytes) -> tuple[int, bool]:
     """A host block that holds this content, held, and whether it has yet to be filled; NO_BLOCK: no room."""
     blocks, fresh = host.keep([digest], tokens, [parent])
     return (blocks[0], bool(fresh)) if blocks else (NO_BLOCK, False)

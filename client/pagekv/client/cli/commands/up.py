@@ -5,20 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import signal
 import threading
-from dataclasses import asdict
 from importlib.util import find_spec
-from types import FrameType
 
 from pagekv.client.channel import DEFAULT_TARGET
 from pagekv.client.cli.parser import CommandParser, Subparsers, UsageError, add_command
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.client import PageKVClient
-from pagekv.client.launcher.child_flags import flag_value
+from pagekv.client.launcher.child_flags import flag_value, is_bare_oracle, tokenizer_name, vocabulary_args
 from pagekv.client.launcher.gateway import DEFAULT_PORT, POLICIES, GatewayConfig
-from pagekv.client.launcher.oracle_flags import is_bare_oracle, tokenizer_name, vocabulary_args
 from pagekv.client.launcher.stack import Stack, StackConfig
+from pagekv.client.launcher.supervisor import supervise
 from pagekv.client.types import ModelInfo
 from pagekv.common.flags import integer, number
 
@@ -35,7 +32,6 @@ _TO_EXECUTOR = ("model", "backend", "dtype", "threads", "kv-memory")
 _TO_MANAGER = ("block-size", "num-device-blocks", "max-model-len", "max-queue", "tokenizer")
 # What the manager imports for its HTTP port: pagekv[observe] has it.
 HTTP_NEEDS = ("aiohttp", "prometheus_client")
-_STEP_S = 0.2
 
 
 def add(commands: Subparsers) -> None:
@@ -134,20 +130,15 @@ def stack_config(args: argparse.Namespace, terminal: Terminal, host: str, port: 
         terminal.note(f"{process:8} | {line}")
 
     gateway = _gateway(args)
-    page_port = _page_port(args, terminal)
     executor_args = [*given(_TO_EXECUTOR), *args.executor_args]
-    manager_args = [
-        *(["--gateway-api"] if gateway else []),
-        *given(_TO_MANAGER),
-        *args.manager_args,
-    ]
+    manager_args = [*(["--gateway-api"] if gateway else []), *given(_TO_MANAGER), *args.manager_args]
     if gateway and is_bare_oracle(executor_args, os.environ) and tokenizer_name(manager_args, os.environ) is None:
         raise UsageError(
             "--gateway needs a tokenizer, and --backend oracle has none of its own: add --tokenizer demo, or --model "
             "demo for its vocabulary and context too"
         )
     return StackConfig(
-        page_port=page_port,
+        page_port=_page_port(args, terminal),
         host=host,
         port=port,
         executor_port=executor_port,
@@ -171,15 +162,10 @@ def _gateway(args: argparse.Namespace) -> GatewayConfig | None:
     return None
 
 
-def _has_own_page(args: argparse.Namespace) -> bool:
-    """Whether the manager's own flags or variables say what it serves."""
-    return flag_value("http-listen", args.manager_args, os.environ) is not None
-
-
 def _page_port(args: argparse.Namespace, terminal: Terminal) -> int | None:
     """Port for the live page; None for none, or where the manager's own flags or variables say what it serves."""
     port: int | None = getattr(args, "http_port", None)
-    if port is None or args.no_http or _has_own_page(args):
+    if port is None or args.no_http or flag_value("http-listen", args.manager_args, os.environ) is not None:
         return None
     if missing := [name for name in HTTP_NEEDS if find_spec(name) is None]:
         terminal.note(f"no live page: it needs {' and '.join(missing)}: pip install 'pagekv[observe]'")
@@ -187,40 +173,16 @@ def _page_port(args: argparse.Namespace, terminal: Terminal) -> int | None:
     return port
 
 
-class StopSignals:
-    """SIGINT, SIGTERM and SIGHUP set `asked`; the second one kills the stack. For the main thread, in `with`."""
-
-    _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def __init__(self, stack: Stack) -> None:
-        self._stack = stack
-        self.asked = threading.Event()
-
-    def __enter__(self) -> StopSignals:
-        self._before = {signum: signal.signal(signum, self._handle) for signum in self._SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)
-
-    def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if self.asked.is_set():
-            self._stack.kill()
-        self.asked.set()
-
-
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    """Runs until a signal (exit status 0) or until nothing is left that serves (1)."""
+    """Runs until a signal (exit status 0), or until nothing is left that serves, which is a StackError."""
     stack = Stack(stack_config(args, terminal, args.host, args.port, args.executor_port))
-    with StopSignals(stack) as signals, stack:
-        stack.start()
-        if wait_ready(stack, args, terminal, signals.asked):
-            _announce(stack, args, terminal)
-            while not signals.asked.wait(_STEP_S):
-                for report in stack.news():
-                    terminal.note(f"{report}\nthe other pairs go on")
-        terminal.note("stopping: running streams may finish (Ctrl-C again kills)")
+    supervise(
+        stack,
+        wait_ready=lambda asked: wait_ready(stack, args, terminal, asked),
+        on_ready=lambda: _announce(stack, args, terminal),
+        on_death=lambda report: terminal.note(f"{report}\nthe other pairs go on"),
+        on_stop=lambda: terminal.note("stopping: running streams may finish (Ctrl-C again kills)"),
+    )
     if not args.json:
         terminal.note("stopped")
     return 0
@@ -253,39 +215,38 @@ def describe(info: ModelInfo) -> str:
 def _announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> None:
     with PageKVClient(stack.target) as client:
         info = client.model_info()
+    # Not of a manager that has an HTTP address of its own, which may be for metrics alone.
+    pages = [f"http://{address}/" for address in stack.listening("http")] if stack.has_page else []
+    events: list[dict[str, str]] = stack.listening("kv_events")
+    recordings = [path for paths in stack.listening("recordings") for path in paths]
+    openai = f"http://{stack.gateway_target}/v1" if stack.gateway_target else ""
     if args.json:
-        processes = {child.name: child.popen.pid for child in stack.children}
-        addresses: dict[str, object] = {"target": stack.target, "executor": stack.executor_target}
-        if stack.gateway_target:
-            addresses |= {"openai": f"http://{stack.gateway_target}/v1", "targets": stack.targets}
-        if stack.page_targets:
-            # As with the targets: the first one's, and those of all.
-            urls = [f"http://{target}/" for target in stack.page_targets]
-            addresses |= {"page": urls[0], "pages": urls}
-        if stack.kv_events:
-            addresses |= {"kv_events": [asdict(endpoints) for endpoints in stack.kv_events]}
-        if recordings := stack.recordings():
-            addresses |= {"recordings": recordings}
-        terminal.json({**addresses, "pids": processes})
+        found: dict[str, object] = {"target": stack.target, "executor": stack.executor_target}
+        found |= {"openai": openai, "targets": stack.targets} if openai else {}
+        # As with the targets: the first one's, and those of all.
+        found |= {"page": pages[0], "pages": pages} if pages else {}
+        found |= {"kv_events": events} if events else {}
+        found |= {"recordings": recordings} if recordings else {}
+        terminal.json({**found, "pids": {child.name: child.popen.pid for child in stack.children}})
         return
     where = "" if stack.target == DEFAULT_TARGET else f" --target {stack.target}"
     what = '"In the beginning"' if info.has_tokenizer else "--token-ids 1,2,3"
-    terminal.print(f"PageKV is ready at {terminal.bold(stack.target)}")
-    terminal.print(f"  {describe(info)}")
-    terminal.print(f"  try: {terminal.bold(f'pagekv generate{where} {what}')}")
-    terminal.print(f"  or:  pagekv stats{where}")
-    if stack.gateway_target:
-        terminal.print(f"  OpenAI endpoint: {terminal.bold(f'http://{stack.gateway_target}/v1')}")
+    lines = [
+        f"PageKV is ready at {terminal.bold(stack.target)}",
+        f"  {describe(info)}",
+        f"  try: {terminal.bold(f'pagekv generate{where} {what}')}",
+        f"  or:  pagekv stats{where}",
+    ]
+    if openai:
+        lines.append(f"  OpenAI endpoint: {terminal.bold(openai)}")
     if len(stack.targets) > 1:
-        terminal.print(f"  in front of {len(stack.targets)} managers: {', '.join(stack.targets)}")
-    if stack.page_targets:
+        lines.append(f"  in front of {len(stack.targets)} managers: {', '.join(stack.targets)}")
+    if pages:
         if stack.page_moved:
             terminal.note(f"port {args.http_port} is taken, so the page has another one; --http-port chooses it")
-        pages = "  ".join(f"http://{target}/" for target in stack.page_targets)
-        terminal.print(f"  watch the blocks: {terminal.bold(pages)}")
-    for endpoints in stack.kv_events:
-        replay = f", again at {endpoints.replay_endpoint}" if endpoints.replay_endpoint else ""
-        terminal.print(f"  KV events at {endpoints.endpoint}{replay}")
-    for path in stack.recordings():
-        terminal.print(f"  recording to {path}")
-    terminal.print("Ctrl-C stops it.")
+        lines.append(f"  watch the blocks: {terminal.bold('  '.join(pages))}")
+    for at in events:
+        again = f", again at {at['replay_endpoint']}" if at["replay_endpoint"] else ""
+        lines.append(f"  KV events at {at['endpoint']}{again}")
+    lines += [f"  recording to {path}" for path in recordings]
+    terminal.print("\n".join([*lines, "Ctrl-C stops it."]))

@@ -17,7 +17,6 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Protocol
 
 import zmq
@@ -35,8 +34,10 @@ from pagekv.kvmanager.scheduling.step_plan import StepPlan
 
 log = Log(__name__)
 
-# Batches that wait for one slow subscriber before it misses any, and bytes of batches kept for replay.
+# Batches that wait for one slow subscriber before it misses any; batches kept for replay, as many as vLLM keeps, and
+# their bytes, since a batch may be large.
 MAX_UNSENT = 256
+MAX_REPLAY_BATCHES = 10_000
 MAX_REPLAY_BYTES = 256 * 2**20
 # Replays at once, messages that wait for one slow asker, and seconds that it may take none in.
 MAX_REPLAYS = 8
@@ -49,6 +50,8 @@ RETRY_S = 1.0
 # Between one batch and the next, which has what all steps until then brought: how far a reader may be behind while
 # there is much to tell. To make and send a batch takes some tenths of a millisecond, whatever is in it.
 PAUSE_S = 0.2
+# Topic of every batch: vLLM's default.
+_TOPIC = b""
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -60,27 +63,15 @@ class WatchedEngine(Protocol):
     def watch_events(self) -> TableWatch: ...
 
 
-@dataclass(frozen=True, slots=True)
-class KvEventSettings:
-    """As the flags have them; `replay_endpoint` empty: no replays; `buffer`: batches that can be replayed."""
-
-    endpoint: str
-    replay_endpoint: str = ""
-    topic: str = ""
-    buffer: int = 10_000
-    token_ids: bool = True
-
-
 class KvEventPublisher(Observer):
     """States: made → bound (`bind`) → publishing (`run`) → closed (`close`)."""
 
-    def __init__(self, settings: KvEventSettings, clock: Callable[[], float] = time.time) -> None:
-        """`clock` gives seconds since 1970."""
-        self._settings = settings
+    def __init__(self, endpoint: str, replay_endpoint: str = "", clock: Callable[[], float] = time.time) -> None:
+        """Endpoints as the flags have them; no replays with an empty one. `clock` gives seconds since 1970."""
+        self._asked_for = endpoint, replay_endpoint
         self._clock = clock
-        self._topic = settings.topic.encode()
         self._identities = EventIdentities()
-        self._format = KvEventFormat(self._identities, token_ids=settings.token_ids)
+        self._format = KvEventFormat(self._identities)
         self._block_size = 0
         self._numbers = itertools.count()
         # Number and bytes of the batches that can be replayed, oldest first.
@@ -90,7 +81,7 @@ class KvEventPublisher(Observer):
         self._context = zmq.Context()
         self._pub: zmq.Socket[bytes] | None = None
         self._router: zmq.asyncio.Socket | None = None
-        # Where it listens, with the port that was free if the settings ask for one.
+        # Bound addresses, with the port that was free where port 0 was asked for; empty before `bind`.
         self.endpoint = self.replay_endpoint = ""
 
     # -- observer
@@ -111,17 +102,18 @@ class KvEventPublisher(Observer):
 
     def bind(self) -> None:
         """Raises OSError, naming the flag, when an endpoint cannot be had."""
+        endpoint, replay_endpoint = self._asked_for
         pub = self._context.socket(zmq.PUB)
         pub.setsockopt(zmq.SNDHWM, MAX_UNSENT)
-        self.endpoint = _bind(pub, "--kv-events-endpoint", self._settings.endpoint)
+        self.endpoint = _bind(pub, "--kv-events-endpoint", endpoint)
         self._pub = pub
-        if self._settings.replay_endpoint:
+        if replay_endpoint:
             router = zmq.asyncio.Context(self._context).socket(zmq.ROUTER)
             router.setsockopt(zmq.SNDHWM, MAX_UNSENT_REPLAYS)
             router.setsockopt(zmq.RCVHWM, MAX_REPLAYS)
             # Says when an asker cannot take more, or is gone, instead of dropping what is sent to it.
             router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self.replay_endpoint = _bind(router, "--kv-events-replay-endpoint", self._settings.replay_endpoint)
+            self.replay_endpoint = _bind(router, "--kv-events-replay-endpoint", replay_endpoint)
             self._router = router
 
     def close(self) -> None:
@@ -171,13 +163,13 @@ class KvEventPublisher(Observer):
         for events in batches:
             number, payload = next(self._numbers), pack(self._clock(), events)
             # PUB drops what a subscriber has no room for, so this never waits.
-            self._pub.send(self._topic, zmq.NOBLOCK | zmq.SNDMORE)
+            self._pub.send(_TOPIC, zmq.NOBLOCK | zmq.SNDMORE)
             self._pub.send(number.to_bytes(8, "big"), zmq.NOBLOCK | zmq.SNDMORE)
             self._pub.send(payload, zmq.NOBLOCK)
             if self._router is not None:
                 self._sent.append((number, payload))
                 self._sent_bytes += len(payload)
-                while len(self._sent) > self._settings.buffer or self._sent_bytes > MAX_REPLAY_BYTES:
+                while len(self._sent) > MAX_REPLAY_BATCHES or self._sent_bytes > MAX_REPLAY_BYTES:
                     self._sent_bytes -= len(self._sent.popleft()[1])
 
     # -- replays
@@ -201,7 +193,7 @@ class KvEventPublisher(Observer):
         """Everything from number `first` on, as it is now, and the end. Gives up when the asker takes nothing in."""
         batches = [(number, payload) for number, payload in self._sent if number >= first]
         for count, (number, payload) in enumerate(batches, 1):
-            if not await self._answer(asker, self._topic, number.to_bytes(8, "big"), payload):
+            if not await self._answer(asker, _TOPIC, number.to_bytes(8, "big"), payload):
                 return
             if count % REPLAY_PIECE == 0:
                 await asyncio.sleep(0)

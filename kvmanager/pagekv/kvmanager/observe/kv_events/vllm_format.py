@@ -45,10 +45,8 @@ class Events(NamedTuple):
 class KvEventFormat:
     """Turns changes into batches of packed events."""
 
-    def __init__(self, identities: EventIdentities, *, token_ids: bool) -> None:
-        """`token_ids`: False leaves them out; readers then see which blocks there are and how they follow on."""
+    def __init__(self, identities: EventIdentities) -> None:
         self._identities = identities
-        self._token_ids = token_ids
 
     def beginning(self) -> Events:
         """What a stream begins with: whatever a reader thought there was, is gone."""
@@ -92,11 +90,9 @@ class KvEventFormat:
         count = len(digests)
         ids = np.frombuffer(blocks.tokens, np.uint32).reshape(count, -1)
         size = ids.shape[1]
-        if not self._token_ids:
-            ids = ids[:, :0]
         names = self._identities.stored(tier, digests, parents)
         hashes, before = short_hashes(digests), short_hashes(parents)
-        single, fields = _single(tier, size, self._token_ids)
+        single, fields = _single(tier, size)
         singles = bytearray(single) * count
         rows = np.frombuffer(singles, fields)
         rows["hash"], rows["parent"], rows["tokens"]["id"] = hashes, before, ids
@@ -140,17 +136,17 @@ def _pack_stored(
 
 
 @lru_cache
-def _single(tier: Tier, size: int, token_ids: bool) -> tuple[bytes, np.dtype[np.void]]:
+def _single(tier: Tier, size: int) -> tuple[bytes, np.dtype[np.void]]:
     """An event of one block of `size` tokens that follows another, every number at its widest; and where they are."""
-    shown, most = size if token_ids else 0, 2**64 - 1
-    event = _pack_stored(tier, [most], most - 1, [2**32 - 1] * shown, size, [PLAIN])
+    most = 2**64 - 1
+    event = _pack_stored(tier, [most], most - 1, [2**32 - 1] * size, size, [PLAIN])
     # A token id behind a byte that says what it is.
     token = np.dtype({"names": ["id"], "formats": [">u4"], "offsets": [1], "itemsize": 1 + TOKEN_BYTES})
-    tokens = msgpack.packb([2**32 - 1] * shown)
+    tokens = msgpack.packb([2**32 - 1] * size)
     fields = {
         "hash": (">u8", event.index(most.to_bytes(8, "big"))),
         "parent": (">u8", event.index((most - 1).to_bytes(8, "big"))),
-        "tokens": ((token, (shown,)), event.index(tokens) + len(tokens) - token.itemsize * shown),
+        "tokens": ((token, (size,)), event.index(tokens) + len(tokens) - token.itemsize * size),
     }
     formats, offsets = zip(*fields.values(), strict=True)
     return event, np.dtype({"names": [*fields], "formats": formats, "offsets": offsets, "itemsize": len(event)})

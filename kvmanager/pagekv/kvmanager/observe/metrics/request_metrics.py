@@ -66,7 +66,7 @@ class RequestMetrics(Observer):
         self.generation_tokens = Histogram(TOKENS)
         self.step_seconds = Histogram(STEP)
         self.step_tokens = Histogram(TOKENS)
-        self._gaps = InterTokenLatency(self.inter_token_latency)
+        self._inter_token = InterTokenLatency(self.inter_token_latency)
 
     def submitted(self, request: LiveRequest) -> None:
         self._live[request] = _Progress(self._clock())
@@ -85,9 +85,7 @@ class RequestMetrics(Observer):
         now = self._clock()
         self.step_seconds.observe(outcome.execute_us * 1e-6)
         self.step_tokens.observe(outcome.computed_tokens)
-        if plan.new:
-            self._gaps.open(plan.new)
-        for position in self._gaps.take(committed.seq_ids, now):
+        for position in self._inter_token.take(committed.sequences, now):
             self._first_token(committed.sequences[position].request, now)
         for position, ending in committed.endings.items():
             self._count(committed.sequences[position].request, ending.reason.value)
@@ -111,7 +109,7 @@ class RequestMetrics(Observer):
             progress.ended += 1
 
     def ended(self, request: LiveRequest, end: RequestEnd) -> None:
-        self._gaps.forget(request)
+        self._inter_token.finish(request)
         progress = self._live.pop(request, None)
         if progress is None:
             return

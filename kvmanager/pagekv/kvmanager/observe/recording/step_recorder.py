@@ -25,6 +25,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from pagekv.kvmanager.engine.observer import Observer
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_hash import token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
@@ -179,14 +180,6 @@ class RecordedScheduler(Scheduler):
             self._recorder.write("finish", *_name(sequence))
         super().finish(sequence)
 
-    def share(self, blocks: Blocks) -> None:
-        self._recorder.write("share", blocks.astype("<u4").tobytes())
-        super().share(blocks)
-
-    def free(self, blocks: Blocks) -> None:
-        self._recorder.write("free", blocks.astype("<u4").tobytes())
-        super().free(blocks)
-
     def preempt_all(self) -> None:
         self._recorder.write("preempt")
         super().preempt_all()
@@ -204,6 +197,19 @@ class RecordedScheduler(Scheduler):
     ) -> None:
         super().lose_executor(pool, limits, tuple(eos_token_ids), host)
         self._record_epoch()
+
+
+class PinRecorder(Observer):
+    """Records pins, which hold blocks without the scheduler."""
+
+    def __init__(self, recorder: StepRecorder) -> None:
+        self._recorder = recorder
+
+    def pinned(self, blocks: Blocks) -> None:
+        self._recorder.write("share", blocks.astype("<u4").tobytes())
+
+    def unpinned(self, blocks: Blocks) -> None:
+        self._recorder.write("free", blocks.astype("<u4").tobytes())
 
 
 def numbers(column: bytes) -> list[int]:

@@ -31,10 +31,10 @@ ROOT = root_digest("model", "", "")
 SIZE = 4
 
 
-def made(token_ids: bool = True, **roots: CacheIdentity) -> tuple[KvEventFormat, EventIdentities]:
+def made(**roots: CacheIdentity) -> tuple[KvEventFormat, EventIdentities]:
     identities = EventIdentities()
     identities.note_request(ROOT, CacheIdentity())
-    return KvEventFormat(identities, token_ids=token_ids), identities
+    return KvEventFormat(identities), identities
 
 
 def chain(diff: Diff, root: bytes, prompt: list[int], tier: Tier = Tier.DEVICE, first: int = 0) -> list[bytes]:
@@ -118,15 +118,6 @@ def test_removals_come_first_and_name_the_medium() -> None:
     assert decoded(form.changed(Diff())) == []
 
 
-def test_token_ids_can_be_withheld() -> None:
-    form, _ = made(token_ids=False)
-    diff = Diff()
-    chain(diff, ROOT, [1] * 8)
-    (stored,) = decoded(form.changed(diff))
-    assert isinstance(stored, BlockStored)
-    assert (stored.token_ids, stored.block_size, len(stored.block_hashes)) == ([], 4, 2)
-
-
 def test_large_changes_come_in_batches_of_bounded_size() -> None:
     form, _ = made()
     diff = Diff()
@@ -192,11 +183,11 @@ class PublishedDriver(Driver):
         self.pool = BlockPool(num_blocks, self.block_size, log=self.log)
         self.pins = Pins(self.pool, max_share=1.0)
         self.host = HostPool(self.host_blocks, self.block_size, self.log)
-        self.log.follow(self.pool.table, self.host)
+        self.log.attach(self.pool.table, self.host)
 
     def check(self) -> None:
         super().check()
-        self.log.border(len(self.plans))
+        self.log.step_boundary(len(self.plans))
         for request in self.requests:
             self.identities.note_request(request.root, request.command.identity)
         for events in self.form.changed(self.watch.take_unread()):

@@ -26,7 +26,7 @@ from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.pins import Pins
 from pagekv.kvmanager.observe.recording.file import RecordingFile
-from pagekv.kvmanager.observe.recording.step_recorder import COLUMNS, RecordedScheduler, StepRecorder
+from pagekv.kvmanager.observe.recording.step_recorder import COLUMNS, PinRecorder, RecordedScheduler, StepRecorder
 from pagekv.kvmanager.replay.cli import main as replay
 from pagekv.kvmanager.replay.step_replay import StepsError, StepsReport, replay_steps
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
@@ -63,12 +63,17 @@ class RecordedDriver(Driver):
             aging=self.priority_aging,
         )
         self.scheduler = RecordedScheduler(recorder, self.pool, self.scheduler.limits, self.eos, host=self.host)
-        self.pins = Pins(self.pool, 1.0, holder=self.scheduler)
+        self.recorded_pins = PinRecorder(recorder)
+        self.pins = self._new_pins()
+
+    def _new_pins(self) -> Pins:
+        recorded = self.recorded_pins
+        return Pins(self.pool, 1.0, pinned=recorded.pinned, unpinned=recorded.unpinned)
 
     def _new_pool(self, num_blocks: int) -> None:
         super()._new_pool(num_blocks)
         if hasattr(self, "memory"):
-            self.pins = Pins(self.pool, 1.0, holder=self.scheduler)
+            self.pins = self._new_pins()
 
 
 class RecordedMachine(SchedulerMachine):
@@ -145,6 +150,7 @@ def recording(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         def __init__(self, *args: Any, **fields: Any) -> None:
             super().__init__(*args, **fields)
             self.make_scheduler = partial(RecordedScheduler, recorder)
+            self.observers.add(PinRecorder(recorder))
 
     monkeypatch.setattr("support.engine.engine_harness.EngineLoop", Recorded)
     monkeypatch.setattr("support.engine.engine_harness.DESCRIPTION", replace(DESCRIPTION, host_kv_bytes=64))
@@ -315,6 +321,7 @@ def test_a_full_disk_changes_nothing_but_the_recording(monkeypatch: pytest.Monke
         def __init__(self, *args: Any, **fields: Any) -> None:
             super().__init__(*args, **fields)
             self.make_scheduler = partial(RecordedScheduler, recorder)
+            self.observers.add(PinRecorder(recorder))
 
     monkeypatch.setattr("support.engine.engine_harness.EngineLoop", Recorded)
     run(monkeypatch, body)
