@@ -70,8 +70,6 @@ class EngineLoop(EngineQueries):
         self._cache = CacheAdmin(config.limits.prefix_cache, config.max_pinned_share, self._wake.set)
         # The latest step committed left work to do.
         self._work_left = False
-        # Another one may be set before `run`.
-        self.make_scheduler: Callable[..., Scheduler] = Scheduler
 
     # -- the task
 
@@ -114,7 +112,7 @@ class EngineLoop(EngineQueries):
         pool = BlockPool(model.num_device_blocks, config.block_size, order, self._cache.log, clock)
         host = HostPool(model.num_host_blocks, config.block_size, self._cache.log)
         if self._scheduler is None:
-            self._scheduler = self.make_scheduler(pool, limits, model.eos_token_ids, self._cache.count_admission, host)
+            self._scheduler = Scheduler(pool, limits, model.eos_token_ids, host, self.observers)
         else:
             self._in_flight.end_epoch()
             self._scheduler.lose_executor(pool, limits, model.eos_token_ids, host)
@@ -176,6 +174,7 @@ class EngineLoop(EngineQueries):
                 ahead = scheduler.schedule() if len(self._in_flight) < self._config.pipeline_depth else None
                 self._cache.border(self._totals.steps)
                 if ahead is not None:
+                    self._cache.count_admissions(ahead.admitted)
                     self.observers.planned(ahead)
                     self._in_flight.add(ahead)
                     await link.send(ahead, self._config.step_timeout_s)
@@ -346,4 +345,4 @@ class EngineLoop(EngineQueries):
         if self._live.forget_if_done(request):
             self.observers.ended(request, end)
             if self._scheduler is not None:
-                self._scheduler.forget(request)
+                self._scheduler.remove(request)
