@@ -26,7 +26,7 @@ from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
 from pagekv.kvmanager.kvcache.pins import Pins
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
-from pagekv.kvmanager.scheduling.sequence import Seq
+from pagekv.kvmanager.scheduling.step_plan import Admitted
 
 
 class CacheAdmin:
@@ -88,10 +88,11 @@ class CacheAdmin:
         """A request was accepted."""
         self._adapters.note(identity.namespace, identity.adapter_id)
 
-    def count_admission(self, sequence: Seq) -> None:
-        """A sequence got its blocks for the first time."""
-        reads_cache = self._prefix_cache and sequence.request.command.identity.read
-        self.counters.count(sequence, self.pool, self.log, reads_cache)
+    def count_admissions(self, admitted: Iterable[Admitted]) -> None:
+        """Sequences got their blocks for the first time."""
+        for each in admitted:
+            reads_cache = self._prefix_cache and each.sequence.request.command.identity.read
+            self.counters.count(each, self.pool.block_size, self.log, reads_cache)
 
     # -- prefixes
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from pagekv.common.flags import address, flag, flag_group, integer, number, power_of_two
 from pagekv.kvmanager.kvcache.eviction_policy import DEFAULT_POLICY, DEFAULT_PROTECTED_SHARE, POLICIES
-from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ def step_request(plan: StepPlan, epoch: int, step: int, eos_token_ids: Iterable[
         epoch=epoch,
         step=step,
         finished_seqs=plan.finished,
-        memory_ops=_memory_ops(plan.moves),
+        memory_ops=_memory_ops(plan.copies),
         new_seqs=[_new_sequence(new, eos_token_ids) for new in plan.new],
         append_seqs=plan.append_seq_ids,
         append_blocks=plan.append_blocks,

@@ -64,9 +64,9 @@ def collect_stats(state: EngineState) -> EngineStats:
         host_cached_blocks=host.num_cached,
         host_held_blocks=host.num_held,
         swap_preemptions_total=counters.swap_preemptions,
-        swapped_out_blocks_total=counters.swaps.swapped_out,
-        swapped_in_blocks_total=counters.swaps.swapped_in,
-        written_back_blocks_total=counters.swaps.written_back,
+        swapped_out_blocks_total=counters.swapped_out,
+        swapped_in_blocks_total=counters.swapped_in,
+        written_back_blocks_total=counters.written_back,
         host_evicted_blocks_total=host.evictions,
         unread_sequences=state.live.num_unread,
     )
