@@ -29,7 +29,7 @@ from pagekv.kvmanager.api.served_model import Served, ServedModel
 from pagekv.kvmanager.api.validation import read_abort_ids, read_generate
 from pagekv.kvmanager.engine.interface import Engine, EngineInfo
 from pagekv.kvmanager.gateway.generate import read_request, write_response
-from pagekv.kvmanager.gateway.kv_events import MAX_BLOCKS, MAX_VOCABULARY, KvEvents
+from pagekv.kvmanager.gateway.kv_events import MAX_BLOCKS, KvEvents
 from pagekv.kvmanager.kvcache.block_hash import root_digest
 
 SERVICE_NAME: str = vllm.DESCRIPTOR.services_by_name["VllmEngine"].full_name
@@ -173,7 +173,12 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         # Nothing of the past is kept, so every subscription begins with the whole table, wherever it wants to go on.
         watch = self._engine.queries.watch_events()
         context.add_done_callback(lambda _: watch.close())
-        events = KvEvents(self._root, self._told_model().block_size)
+
+        def root() -> bytes:
+            """Chain root of a request without namespace and adapter."""
+            return root_digest(self._attached_model().model_fingerprint, "", "")
+
+        events = KvEvents(root, self._attached_model().block_size)
         await context.write(events.begin())
         while blocks := watch.take_snapshot(MAX_BLOCKS):
             for batch in events.stored(blocks):
@@ -193,19 +198,11 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
     async def StopProfile(self, request: common.StopProfileRequest, context: Any) -> common.ProfileResponse:
         raise NotImplementedYet("PageKV has no profiler to stop")
 
-    def _root(self) -> bytes:
-        """Chain root of a request without namespace and adapter. Raises what `_told_model` raises."""
-        return root_digest(self._told_model().model_fingerprint, "", "")
-
-    def _told_model(self) -> EngineInfo:
-        """The model whose blocks are told. Raises Unavailable before the first attachment, FailedPrecondition when its
-        token ids cannot be told.
-        """
+    def _attached_model(self) -> EngineInfo:
+        """Raises Unavailable before the first attachment."""
         model = self._engine.model
         if model is None:
             raise Unavailable("no executor is attached yet")
-        if model.vocab_size > MAX_VOCABULARY:
-            raise FailedPrecondition(f"events tell of {MAX_VOCABULARY} token ids at most, here are {model.vocab_size}")
         return model
 
 
