@@ -1,4 +1,4 @@
-"""What the engine loop is told at start; config.py fills it from the flags."""
+"""Settings of the engine loop; `pagekv.kvmanager.config` fills them from the flags."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class EngineConfig:
     max_model_len: int
     # Sequences waiting, preempted ones included, beyond which requests are refused.
     max_queue: int
-    # Sequences that have ended and whose readers have not left, beyond which requests are refused.
+    # Sequences that have ended and whose readers have not gone, beyond which requests are refused.
     max_unread: int
     # Later arrivals that one level of priority is worth; 0: priority alone decides.
     priority_aging: int
@@ -33,11 +33,11 @@ class EngineConfig:
     step_attempts: int
     # Attach even if another manager's stream lives.
     take_over: bool
-    # One of eviction.POLICIES, and the share of the pool, 0 to 1, that `slru` protects at most.
+    # One of eviction_policy.POLICIES, and the share of the pool, 0 to 1, that `slru` protects at most.
     eviction_policy: str
     protected_share: float
     # Share of the pool, 0 to 1, that pins may hold.
     max_pinned_share: float
     limits: SchedulerLimits
-    # Note when each block entered the prefix table.
+    # Record when each block entered the prefix table.
     block_ages: bool = False

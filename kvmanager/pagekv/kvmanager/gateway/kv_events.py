@@ -1,7 +1,8 @@
 """The prefix table for a gateway that routes by it: batches of a `TableWatch` as `smg.grpc.common.KvEventBatch`.
 
 A gateway matches the tokens of a prompt against blocks from the start of a sequence, and its requests have no
-namespace, adapter or media. So only device blocks that such a prompt can hit are told. A block's name is the first 56
+namespace, adapter or media. Therefore batches have only
+device blocks that such a prompt can hit. A block's name is the first 56
 bits of its digest.
 """
 
@@ -16,8 +17,8 @@ from smg_grpc_proto.generated import common_pb2 as common
 from pagekv.kvmanager.kvcache.block_hash import short_hash
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier, join
 
-# Most blocks in one message, and most tokens of theirs: with either it takes about 2 milliseconds to make, which the
-# event loop has to wait for.
+# Bounds of one message: blocks, and their tokens. Making a message at a bound takes 2 to 3 milliseconds, in which the
+# event loop does nothing else.
 MAX_BLOCKS = 512
 MAX_TOKENS = 32_768
 
