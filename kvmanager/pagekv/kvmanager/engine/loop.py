@@ -1,8 +1,8 @@
-"""The engine loop: schedule → send → commit, pipelined, and everything again on a new epoch when the executor is lost.
+"""The engine loop: schedule → send → commit, pipelined, and all of it again on a new epoch when the executor is lost.
 
 One asyncio task owns scheduler, pool and queues, so there are no locks. Service handlers run on the same event loop:
-their calls (`submit`, `abort`, ...) take effect between two awaits of this task, which is when every structure is
-consistent, and wake it. Nothing in here waits for a client.
+their calls (`submit`, `abort`, ...) take effect between two awaits of this task, when every structure is consistent,
+and wake it. The task never waits for a client.
 """
 
 from __future__ import annotations

@@ -132,9 +132,7 @@ def _request_view(request: LiveRequest, state: str) -> RequestView:
 
 
 def block_views(cache: CacheAdmin, start: int, limit: int, state: str | None) -> tuple[list[BlockView], int | None]:
-    """Up to `limit` blocks from id `start` in a state ("free", "cached", "active", "pinned"; None: any), and where to
-    go on.
-    """
+    """As `EngineQueries.list_blocks`."""
     # Vector operations: the engine loop waits meanwhile, and a pool may have millions of blocks.
     pool, pins = cache.pool, cache.pins.holders[start:]
     ref_counts, published = pool.ref_counts[start:], pool.table.published[start:]
