@@ -1,4 +1,4 @@
-"""Settings of the engine loop, and the flags that set them."""
+"""The engine loop's configuration and its flags."""
 
 from __future__ import annotations
 

@@ -30,10 +30,10 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class BegunStep:
-    """What a step does, all of it known when it is planned."""
+    """A step's work, all of it known when the step is planned."""
 
     plan: StepPlan
-    # Those of plan.sampling, by position.
+    # Requests of the sequences in plan.sampling, by position.
     requests: NDArray[np.intp]
     seconds: float
     # Slots in block tables that no known token needs: the unused ends of last blocks.
@@ -72,7 +72,7 @@ class SimulatedExecutor:
         self._decisions = hashlib.sha256()
 
     def begin(self, plan: StepPlan) -> BegunStep:
-        """Takes in a plan. Call right after `schedule`, when the pool stands as this step leaves it."""
+        """Takes in a plan; to be called right after `schedule`, while the pool is as this step leaves it."""
         self._digest(plan)
         for seq_id in plan.finished:
             held = self._held.pop(seq_id)
