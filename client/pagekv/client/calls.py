@@ -173,7 +173,7 @@ class ClientCalls:
 
     @unary
     def reset_prefix_cache(self, *, force: bool = False) -> Call[CacheReset]:
-        """Invalidates every cached prefix. While requests or pins hold blocks it raises FailedPrecondition, unless
+        """Removes every cached prefix. While requests or pins hold blocks it raises FailedPrecondition, unless
         `force` preempts the requests, which go on by themselves, and ends the pins.
         """
         request = cache_pb.ResetPrefixCacheRequest(force=force)

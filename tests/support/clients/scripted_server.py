@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -75,6 +76,13 @@ class ScriptedServer:
         server.start()
         self._server = server
 
+    def wait_cancelled(self, method: str) -> None:
+        """Waits until a call of this method that hung is over. Raises AssertionError after a minute."""
+        deadline = time.monotonic() + 60
+        while method not in self.cancelled and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert self.cancelled == [method]
+
     def stop(self) -> None:
         """Drops every connection at once, as a killed process does."""
         if self._server is not None:
@@ -111,7 +119,7 @@ class ScriptedServer:
             if isinstance(reply, Fails):
                 _abort(context, reply.error)
             elif isinstance(reply, Hangs):
-                gone.wait(20)
+                gone.wait(120)
                 return
             elif callable(reply):
                 reply()

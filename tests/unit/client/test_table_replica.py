@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from support.clients.scripted_server import LOST, Fails, Hangs, ScriptedServer
 
@@ -91,10 +89,7 @@ def test_a_watch_ends_when_it_is_closed(server: ScriptedServer, client: PageKVCl
     watched = client.watch_events(token_ids=False, snapshot_only=True)
     assert next(watched).events == ()
     watched.close()
-    deadline = time.monotonic() + 10
-    while not server.cancelled and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert server.cancelled == ["WatchEvents"]
+    server.wait_cancelled("WatchEvents")
 
 
 @pytest.mark.parametrize(

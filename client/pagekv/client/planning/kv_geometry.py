@@ -12,15 +12,7 @@ from pagekv.common.errors import InvalidRequest
 Config: TypeAlias = Mapping[str, Any]
 
 # Bytes of one stored element.
-DTYPE_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int8": 1,
-}
+DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
 DTYPE_ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 # Where neither the flags nor the config say it.
 DEFAULT_DTYPE = "float16"

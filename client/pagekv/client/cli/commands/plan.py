@@ -288,11 +288,7 @@ def _grid_text(grid: Sequence[Sequence[Footprint]]) -> str:
 
 
 def _memory_text(
-    geometry: KvGeometry,
-    grid: Sequence[Sequence[Footprint]],
-    fits: KvBudget | None,
-    weights: int | None,
-    tp: int,
+    geometry: KvGeometry, grid: Sequence[Sequence[Footprint]], fits: KvBudget | None, weights: int | None, tp: int
 ) -> str:
     """Weights and KV cache are two budgets: the one does not come out of the other."""
     rows = []

@@ -79,10 +79,7 @@ def _add_gateway_flags(parser: CommandParser) -> None:
     )
     group.add_argument("--policy", choices=POLICIES, help=f"how it chooses a pair [{POLICIES[0]}]")
     group.add_argument(
-        "--gateway-args",
-        type=_words,
-        metavar="ARGS",
-        help="any other of its flags (smg launch --help), quoted",
+        "--gateway-args", type=_words, metavar="ARGS", help="any other of its flags (smg launch --help), quoted"
     )
 
 
