@@ -188,7 +188,9 @@ def test_several_whole_answers_are_asked_for_until_each_has_come(server: Scripte
         assert [c.token_ids for c in client.generate_n("x", 2, **beams)] == [(5,), (6,)]
 
 
-@pytest.mark.parametrize("again", [chunk(9, index=1), complete(9, 5, index=1), complete(8, index=0)])
+@pytest.mark.parametrize(
+    "again", [chunk(9, index=1), complete(9, 5, index=1), complete(8, index=0), complete(7, 8, index=0)]
+)
 def test_other_tokens_for_those_received_are_an_error(server: ScriptedServer, client: PageKVClient, again: Any) -> None:
     """Rather than a stream with a beginning of one and an end of another."""
     server.expect("Generate", chunk(4, index=1), complete(7, index=0), Fails(LOST))
