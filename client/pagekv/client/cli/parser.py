@@ -42,6 +42,12 @@ def add_command(commands: Subparsers, name: str, help: str, run: Run, *, example
     return parser
 
 
+def add_flags(parser: argparse._ActionsContainer, *flags: tuple[str, Callable[[str], Any], Any, str, str]) -> None:
+    """Adds flags with a value: name, type, default, what stands for the value, help."""
+    for name, kind, default, metavar, help in flags:
+        parser.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=help)
+
+
 def add_target(parser: CommandParser) -> None:
     """--target and --timeout."""
     parser.flag(

@@ -9,7 +9,7 @@ import threading
 from importlib.util import find_spec
 
 from pagekv.client.channel import DEFAULT_TARGET
-from pagekv.client.cli.parser import CommandParser, Subparsers, UsageError, add_command
+from pagekv.client.cli.parser import CommandParser, Subparsers, UsageError, add_command, add_flags
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.client import PageKVClient
 from pagekv.client.launcher.child_flags import flag_value, is_bare_oracle, tokenizer_name, vocabulary_args
@@ -41,69 +41,46 @@ def add(commands: Subparsers) -> None:
     )
     port = integer(0, 65535)
     parser.flag("host", "address to listen on", default="127.0.0.1", metavar="HOST")
-    parser.flag(
-        "port",
-        "port for clients; 0 takes a free one; of several replicas the first one's",
-        default=50051,
-        type=port,
-        metavar="PORT",
-    )
+    words = "port for clients; 0 takes a free one; of several replicas the first one's"
+    parser.flag("port", words, default=50051, type=port, metavar="PORT")
     parser.flag("executor-port", "port of the executor; 0 takes a free one", default=50052, type=port, metavar="PORT")
-    _add_page_flags(parser)
-    _add_gateway_flags(parser)
-    add_stack_flags(parser)
-
-
-def _add_page_flags(parser: CommandParser) -> None:
     group = parser.add_argument_group("the live page (pip install 'pagekv[observe]')")
-    group.add_argument(
-        "--http-port",
-        type=integer(0, 65535),
-        default=8080,
-        metavar="PORT",
-        help="port of the page and of Prometheus metrics; 0, or where it is taken: a free one [8080]",
-    )
+    words = "port of the page and of Prometheus metrics; 0, or where it is taken: a free one [8080]"
+    add_flags(group, ("http-port", port, 8080, "PORT", words))
     group.add_argument("--no-http", action="store_true", help="serve neither")
-
-
-def _add_gateway_flags(parser: CommandParser) -> None:
     group = parser.add_argument_group("OpenAI endpoint and replicas (the gateway smg: pip install 'pagekv[gateway]')")
     group.add_argument("--gateway", action="store_true", help="start a gateway that speaks OpenAI's HTTP API, too")
-    group.add_argument("--gateway-port", type=integer(0, 65535), metavar="PORT", help="its port; 0: a free one [8000]")
-    group.add_argument(
-        "--replicas",
-        type=integer(1, 64),
-        default=1,
-        metavar="N",
-        help="pairs of executor and KV-manager behind the gateway; more than 1 implies --gateway [1]",
-    )
+    add_flags(
+        group,
+        ("gateway-port", port, None, "PORT", "its port; 0: a free one [8000]"),
+        ("replicas", integer(1, 64), 1, "N",
+         "pairs of executor and KV-manager behind the gateway; more than 1 implies --gateway [1]"),
+        ("gateway-args", _words, None, "ARGS", "any other of its flags (smg launch --help), quoted"),
+    )  # fmt: skip  # laid out as a table
     group.add_argument("--policy", choices=POLICIES, help=f"how it chooses a pair [{POLICIES[0]}]")
-    group.add_argument(
-        "--gateway-args", type=_words, metavar="ARGS", help="any other of its flags (smg launch --help), quoted"
-    )
+    add_stack_flags(parser)
 
 
 def add_stack_flags(parser: CommandParser) -> None:
     """The flags that `up` and `demo` share."""
     group = parser.add_argument_group("model and memory (see pagekv-executor --help, pagekv-manager --help)")
-    group.add_argument("--model", metavar="NAME", help="a model directory, a hub id, or demo [demo]")
-    group.add_argument("--backend", metavar="NAME", help="cpu, cuda, oracle or auto [auto]")
-    group.add_argument("--dtype", metavar="TYPE", help="element type of weights and KV memory")
-    group.add_argument("--threads", metavar="N", help="compute threads")
-    group.add_argument("--kv-memory", metavar="SIZE", help="memory for the KV pool, such as 512MiB")
-    group.add_argument("--block-size", metavar="N", help="tokens in one block")
-    group.add_argument("--num-device-blocks", metavar="N", help="blocks in the device pool")
-    group.add_argument("--max-model-len", metavar="N", help="tokens of prompt and output together")
-    group.add_argument("--max-queue", metavar="N", help="sequences that wait at most")
-    group.add_argument("--tokenizer", metavar="NAME", help="where the tokenizer is, if not with the model")
-    group.add_argument(
-        "--executor-args", type=_words, default=[], metavar="ARGS", help="any other of its flags, quoted"
+    add_flags(
+        group,
+        ("model", str, None, "NAME", "a model directory, a hub id, or demo [demo]"),
+        ("backend", str, None, "NAME", "cpu, cuda, oracle or auto [auto]"),
+        ("dtype", str, None, "TYPE", "element type of weights and KV memory"),
+        ("threads", str, None, "N", "compute threads"),
+        ("kv-memory", str, None, "SIZE", "memory for the KV pool, such as 512MiB"),
+        ("block-size", str, None, "N", "tokens in one block"),
+        ("num-device-blocks", str, None, "N", "blocks in the device pool"),
+        ("max-model-len", str, None, "N", "tokens of prompt and output together"),
+        ("max-queue", str, None, "N", "sequences that wait at most"),
+        ("tokenizer", str, None, "NAME", "where the tokenizer is, if not with the model"),
+        ("executor-args", _words, [], "ARGS", "any other flags of the executor, quoted"),
+        ("manager-args", _words, [], "ARGS", "any other flags of the KV-manager, quoted"),
     )
-    group.add_argument("--manager-args", type=_words, default=[], metavar="ARGS", help="any other of its flags, quoted")
     parser.add_argument("--verbose", action="store_true", help="show the logs of both processes")
-    parser.add_argument(
-        "--start-timeout", type=number(1, 86400), default=600.0, metavar="S", help="seconds to get ready [600]"
-    )
+    add_flags(parser, ("start-timeout", number(1, 86400), 600.0, "S", "seconds to get ready [600]"))
 
 
 def _words(text: str) -> list[str]:
