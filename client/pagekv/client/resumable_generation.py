@@ -40,7 +40,7 @@ class _ResumedSequence:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    # As the first connection that brought tokens said.
+    # From the first connection that brought tokens.
     cached_tokens: int = 0
     prompt_tokens: int = 0
     tokens_before_resume: int = 0
@@ -51,9 +51,7 @@ class _ResumedSequence:
         self.tokens_before_resume, self.texts_before_resume = len(self.token_ids), len(self.texts)
 
     def unseen_part(self, chunk: Chunk) -> Chunk:
-        """The chunk, all of which is new. Its cached tokens are those of the prompt: a resumed call counts the answer
-        too.
-        """
+        """The chunk, all of which is new. A resumed call counts tokens of the answer as cached; the prompt's count stays."""
         if not self.tokens_before_resume:
             self.cached_tokens, self.prompt_tokens = chunk.cached_tokens, chunk.prompt_tokens
         self.token_ids += chunk.token_ids
@@ -80,7 +78,7 @@ class _ReplayedSequence:
 
     token_ids: list[int] = field(default_factory=list)
     num_chars: int = 0
-    # As the first connection that brought tokens said.
+    # From the first connection that brought tokens.
     cached_tokens: int = 0
     replayed_tokens: int = 0
     replayed_chars: int = 0
@@ -162,7 +160,7 @@ class ResumableGeneration:
         )
         # A message of a sequence has come.
         self._begun = False
-        # Of the model that generated what was received.
+        # Fingerprint of the model that generated the tokens received.
         self._model_fingerprint = ""
         # Token ids of the prompt, known from the start or asked for when first needed.
         self._prompt_ids: list[int] | None = None
@@ -189,7 +187,7 @@ class ResumableGeneration:
         return left
 
     def prompt_to_encode(self) -> pb.TokenizeRequest | None:
-        """What must be asked of Tokenize before the next `request`; None: nothing."""
+        """The request for Tokenize that must come before the next `request`; None where none is needed."""
         if self._prompt_ids is not None or not self._resumed.token_ids:
             return None
         if self._original.WhichOneof("input") == "chat":

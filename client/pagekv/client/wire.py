@@ -60,7 +60,7 @@ _OPTIONS = frozenset(GenerateOptions.__annotations__)
 def generate_request(prompt: Prompt, n: int, options: GenerateOptions, *, only_complete: bool) -> pb.GenerateRequest:
     """The request. Raises InvalidRequest for values that have no place in a message, TypeError for unknown options.
 
-    Bounds are the server's matter: it alone knows the model.
+    Bounds are left to the server, which knows the model.
     """
     unknown = sorted(options.keys() - _OPTIONS)
     if unknown:
@@ -83,7 +83,7 @@ def generate_request(prompt: Prompt, n: int, options: GenerateOptions, *, only_c
 def _set(message: Message, name: str, value: Any, prefix: str = "") -> None:
     """Assigns a field, or fills a repeated one or a map; `prefix` is the path of the message in the request.
 
-    What protobuf refuses (a wrong type, a negative number in an unsigned field) is InvalidRequest.
+    Raises InvalidRequest where protobuf refuses: a wrong type, a negative number in an unsigned field.
     """
     field = getattr(message, name)
     try:
@@ -114,7 +114,7 @@ def set_input(request: WithInput, prompt: Prompt) -> None:
     elif isinstance(request, pb.TokenizeRequest):
         raise InvalidRequest("input", "must be text or messages to be encoded, is token ids")
     else:
-        # A wrong kind of item is protobuf's to refuse.
+        # Protobuf refuses items of a wrong kind.
         _set(request.tokenized, "input_ids", items, "tokenized.")
 
 
@@ -183,7 +183,7 @@ def flat(cls: type[Values], message: Message, **given: Any) -> Values:
 
 @cache
 def _readers(cls: type[Any], descriptor: Descriptor) -> list[tuple[str, Callable[[Any], Any]]]:
-    """What reads each field of `cls` that the message has."""
+    """Functions that read the fields of `cls` which the message has."""
     known = descriptor.fields_by_name
     return [(field.name, _reader(known[field.name])) for field in fields(cls) if field.name in known]
 
@@ -194,7 +194,7 @@ def _reader(field: FieldDescriptor) -> Callable[[Any], Any]:
         return partial(_enum_name, get, field.enum_type.name, _enum_names(field.enum_type))
     if field.has_presence:
         return lambda message: get(message) if message.HasField(name) else None
-    # Of an empty repeated field, as every version of protobuf has it.
+    # [] is the default of repeated fields in every version of protobuf.
     return get if field.default_value != [] else lambda message: tuple(get(message))
 
 

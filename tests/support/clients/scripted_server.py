@@ -51,7 +51,7 @@ class ScriptedServer:
 
     port: int = 0
     steps: deque[_Step] = field(default_factory=deque)
-    # What went wrong inside handlers, where an assertion would only reach the client as a status.
+    # Failures inside handlers, where an assertion would only reach the client as a status.
     problems: list[str] = field(default_factory=list)
     # Methods of calls with `Hangs` in their script that are over.
     cancelled: list[str] = field(default_factory=list)
@@ -173,7 +173,7 @@ def chunk(
     """A GenerateResponse with a chunk; the text of token 7 is "t7 " unless given; `done` tokens came before."""
     return pb.GenerateResponse(
         request_id="req",
-        # As the real server, which says it in the first message of a call.
+        # The real server says it in the first message of a call.
         model_fingerprint="" if done else MODEL,
         chunk=pb.GenerateChunk(
             index=index,

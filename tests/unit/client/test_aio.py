@@ -1,4 +1,4 @@
-"""What the asyncio client alone can do; all else is tested with both clients."""
+"""Behaviour of the asyncio client alone; everything else is tested with both clients."""
 
 from __future__ import annotations
 

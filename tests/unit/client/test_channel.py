@@ -1,4 +1,4 @@
-"""What gRPC does by itself for a channel of the clients."""
+"""Options of the clients' channels: repeated calls, proxies."""
 
 from __future__ import annotations
 

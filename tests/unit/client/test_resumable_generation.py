@@ -108,7 +108,7 @@ def _equal(a: object, b: object) -> None:
 def test_a_conversation_keeps_its_own_default_of_max_tokens(
     server: ScriptedServer, client: PageKVClient, info: pb.GetModelInfoResponse, max_tokens: int
 ) -> None:
-    """What the context leaves, or the pool: its last token takes no slot."""
+    """The default of max_tokens is what context and pool leave; the last token takes no slot."""
     server.expect("Generate", chunk(4), Fails(LOST))
     server.expect(
         "Tokenize", pb.TokenizeResponse(token_ids=[1, 2, 3]), check=lambda r: _equal(r.chat.messages[0].content, "hi")
@@ -246,7 +246,7 @@ def test_resuming_can_be_switched_off(server: ScriptedServer, client: PageKVClie
 
 
 def test_a_broken_beam_search_is_asked_for_again(server: ScriptedServer, client: PageKVClient) -> None:
-    """It has sent nothing yet that could be resumed, and finds the same again."""
+    """A beam search has sent nothing that could be resumed, and finds the same results again."""
     sent: list[pb.GenerateRequest] = []
     for reply in (Fails(LOST), complete(4, 5, cumulative_logprob=-0.5)):
         server.expect("Generate", reply, check=sent.append)
@@ -306,7 +306,7 @@ def test_it_gives_up_after_resume_timeout(make_client: Any) -> None:
     server.finish()
 
 
-# --- the state machine alone, with a clock of its own
+# --- the state machine alone, with a simulated clock
 
 
 LOST_ERROR = ConnectionLost("gone")

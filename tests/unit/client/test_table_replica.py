@@ -51,7 +51,7 @@ def test_watched_events_make_a_replica(server: ScriptedServer, client: PageKVCli
 
 
 def test_a_replica_keeps_the_tiers_apart() -> None:
-    """CHECKLIST K7: one hash may be in both tables, and leaves each by itself."""
+    """One hash may be in both tables, and is removed from each separately."""
     replica = TableReplica()
     seen: list[tuple[object, object]] = []
     for events in (

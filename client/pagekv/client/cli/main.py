@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-# gRPC's core library writes notices and warnings of its own to standard error; what matters of them comes as an
-# exception too. It reads this once, while it is imported. The processes that `up` starts have it as well.
+# gRPC's core writes notices and warnings to standard error, although everything that matters is raised as an exception.
+# The variable is read once, while gRPC is imported; processes that `up` starts inherit it.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 from pagekv.client.cli.commands import bench, chat, demo, generate, inspect, plan, prefix, replay, top, up

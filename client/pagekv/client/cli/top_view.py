@@ -20,13 +20,13 @@ _OTHER_LINES = 13
 _ENDLESS = 10_000
 # From these widths on there is room for spark lines, and for sums beside them.
 _NARROW, _WIDE = 56, 80
-# As on the live page: what each state looks like. They differ in lightness, too.
+# Colours of the states, as on the live page; they differ in lightness too.
 _FREE, _CACHED, _HELD = "grey35", "steel_blue", "sky_blue2"
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the manager said at `at`, seconds of a clock that never goes back."""
+    """The manager's state at `at`, in seconds of a monotonic clock."""
 
     at: float
     stats: Stats
@@ -34,7 +34,7 @@ class Look:
 
 
 class TopRates:
-    """Between two looks; None where nothing happened that could have one."""
+    """Rates between successive states; None where nothing was counted."""
 
     def __init__(self) -> None:
         self.hit_rate: deque[float | None] = deque(maxlen=SPARKS)
@@ -44,12 +44,12 @@ class TopRates:
         self._before: Look | None = None
 
     def add(self, look: Look) -> None:
-        """The next look. Counters that went back are those of another manager."""
+        """Adds the next state. Counters that went back belong to another manager."""
         now, before = look.stats, self._before
         self._before = look
         self.usage.append(now.kv_usage)
         if before is None or now.steps_total < before.stats.steps_total:
-            # All there has been so far.
+            # The totals so far.
             self.hit_rate.append(now.prefix_hit_rate if now.prompt_tokens_total else None)
             self.step_s.append(_share(now.executor_busy_us_total / 1e6, now.steps_total))
             self.tokens_per_s.append(None)
@@ -103,7 +103,7 @@ class TopFrame:
         yield Text()
         height = options.height or (console.height if console.is_terminal else _ENDLESS)
         room = height - _OTHER_LINES - (2 if stats.num_host_blocks else 0)
-        # On the lowest screens it gives way to a request.
+        # The lowest screens show a request instead.
         has_footer = bool(self._footer) and room > 2
         yield from self._requests(max(1, room - 2 if has_footer else room))
         if has_footer:
@@ -125,7 +125,7 @@ class TopFrame:
         assert look is not None
         stats = look.stats
         table = Table.grid(padding=(0, 2))
-        # Of no block there is no share.
+        # Without an active block there is no share to show.
         filled = _percent(stats.utilization if stats.active_blocks else None)
         rows = [
             ("prefix hit rate", rates.hit_rate, 1.0, _percent, f"{stats.prefix_hit_rate:.0%} in all"),
@@ -190,7 +190,7 @@ def _pool_lines(stats: Stats, width: int) -> RenderResult:
     evicted = f"{pinned}{stats.evicted_blocks_total} evicted so far"
     yield from _pool("Device blocks", stats.num_blocks, parts, evicted, width)
     if stats.num_host_blocks:
-        # What is held may be cached as well.
+        # Held blocks may be cached too.
         cached = min(stats.host_cached_blocks, stats.num_host_blocks - stats.host_held_blocks)
         rest = stats.num_host_blocks - stats.host_held_blocks - cached
         parts = [("held", stats.host_held_blocks, _HELD), ("cached", cached, _CACHED), ("free", rest, _FREE)]

@@ -34,7 +34,10 @@ _KV_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 @dataclass(frozen=True, slots=True)
 class KvGeometry:
-    """What a KV cache stores of each token. `context`: tokens of one sequence at most. Raises InvalidRequest."""
+    """The keys and values that a KV cache stores for each token. `context`: tokens of one sequence at most.
+
+    Raises InvalidRequest.
+    """
 
     layers: int
     kv_heads: int
@@ -53,7 +56,7 @@ class KvGeometry:
 
 @dataclass(frozen=True, slots=True)
 class GivenGeometry:
-    """What the user says outright; None leaves it to the config."""
+    """Values that the user gives; None leaves one to the config."""
 
     layers: int | None = None
     kv_heads: int | None = None

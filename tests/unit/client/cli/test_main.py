@@ -31,8 +31,8 @@ def test_a_name_that_leads_nowhere_was_never_reached(capsys: pytest.CaptureFixtu
 
 
 def test_grpc_writes_nothing_of_its_own_where_the_command_line_asks_a_server_that_ends() -> None:
-    """A line of it would stand before what the command says, as when a manager dies while `up` waits for it."""
-    # Of HTTP/2: SETTINGS, and GOAWAY with an error.
+    """Such a line would stand before the command's own, as when a manager dies while `up` waits for it."""
+    # Frames of HTTP/2: SETTINGS, and GOAWAY with an error.
     settings, goaway = bytes.fromhex("000000040000000000"), bytes.fromhex("0000080700000000000000000000000002")
     script = "import sys, pagekv.client.cli.main, pagekv.client.launcher.stack as p; print(p._serves(sys.argv[1]))"
     with socket.socket() as listener:

@@ -1,4 +1,4 @@
-"""`pagekv explain`, `pin`, `unpin` and `watch`: the prefix cache from close by."""
+"""`pagekv explain`, `pin`, `unpin` and `watch`: the prefix cache in detail."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from pagekv.client.types import (
 )
 from pagekv.common.flags import integer
 
-# What the server explains in one call.
+# Blocks that the server explains in one call, at most.
 PAGE = 10_000
 # Block ids shown of a run that is not consecutive, and digits of a hash.
 SHOWN_IDS = 8
@@ -138,7 +138,7 @@ def watch(args: argparse.Namespace, terminal: Terminal) -> int:
     ended = 0
     blocks: Counter[Tier] = Counter()
     with connect(args) as client:
-        # JSON is for scripts, which can leave out what they do not want.
+        # Scripts read JSON, and can skip fields that they do not want.
         watched = client.watch_events(token_ids=args.tokens or args.json, snapshot_only=args.limit == 1)
         for batch in watched:
             if args.json:

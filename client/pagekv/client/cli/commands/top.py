@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pagekv.client.cli.top_view import TopFrame
 
-# Requests that are asked for: more than fit on most screens.
+# Requests to ask for: more than fit on most screens.
 REQUESTS = 200
 EXAMPLES = """\
   pagekv top
@@ -67,11 +67,11 @@ def _watch(watcher: _Watcher, console: Console, every_s: float) -> None:
     from pagekv.client.cli.keypress import Keys
 
     for signum in (signal.SIGTERM, signal.SIGHUP):
-        # As Ctrl-C: an exception, on whose way the screen and the keyboard are given back.
+        # Raises KeyboardInterrupt like Ctrl-C, so that screen and keyboard are given back.
         signal.signal(signum, signal.default_int_handler)
     with Keys() as keys:
         watcher.footer = "q or Ctrl-C ends this" if keys.are_read else "Ctrl-C ends this"
-        # A first look that fails is an error like any other command's, and leaves the screen alone.
+        # Before the screen is touched: a first frame that fails is an ordinary error.
         first = watcher.frame(fail=True)
         live = Live(first, console=console, screen=True, auto_refresh=False)
         try:
@@ -84,7 +84,7 @@ def _watch(watcher: _Watcher, console: Console, every_s: float) -> None:
 
 
 class _Watcher:
-    """Asks, and remembers what the rates need."""
+    """Asks the manager for frames, and keeps the counters from which rates are computed."""
 
     def __init__(self, client: PageKVClient, target: str) -> None:
         from pagekv.client.cli.top_view import Look, TopRates
@@ -97,7 +97,7 @@ class _Watcher:
         self.footer = ""
 
     def frame(self, *, fail: bool = False) -> TopFrame:
-        """How things are. A manager that does not answer is said to be so, or raised with `fail`."""
+        """The present state. A manager that does not answer is named in the frame, or is an error with `fail`."""
         from pagekv.client.cli.top_view import Look, TopFrame
 
         problem = ""

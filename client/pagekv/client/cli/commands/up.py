@@ -27,10 +27,10 @@ EXAMPLES = """\
   pagekv up --replicas 3 --policy cache_aware --threads 1 --kv-memory 256MiB
   pagekv up --executor-args="--threads 2" --manager-args="--max-queue 64"
 """
-# Flags handed on, and to whom. What is not given is not handed on, so the processes' own PAGEKV_* variables count.
+# Flags that are passed to a process if they are given; the processes read PAGEKV_* variables for the others.
 _TO_EXECUTOR = ("model", "backend", "dtype", "threads", "kv-memory")
 _TO_MANAGER = ("block-size", "num-device-blocks", "max-model-len", "max-queue", "tokenizer")
-# What the manager imports for its HTTP port: pagekv[observe] has it.
+# Modules that the manager imports for its HTTP port; the extra `observe` brings them.
 HTTP_NEEDS = ("aiohttp", "prometheus_client")
 
 
@@ -91,7 +91,7 @@ def _words(text: str) -> list[str]:
 
 
 def stack_config(args: argparse.Namespace, terminal: Terminal, host: str, port: int, executor_port: int) -> StackConfig:
-    """What the flags ask for. Raises UsageError when the other-flags arguments set an address."""
+    """The stack that the flags ask for. Raises UsageError when the other-flags arguments set an address."""
     for name in ("executor_args", "manager_args"):
         if any(word.partition("=")[0] in ("--listen", "--executor") for word in getattr(args, name)):
             raise UsageError(f"--{name.replace('_', '-')}: set addresses with --host, --port and --executor-port")
@@ -189,7 +189,7 @@ def describe(info: ModelInfo) -> str:
 def _announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> None:
     with PageKVClient(stack.target) as client:
         info = client.model_info()
-    # Not of a manager that has an HTTP address of its own, which may be for metrics alone.
+    # An HTTP address that the manager's own flags set may be for metrics alone.
     pages = [f"http://{address}/" for address in stack.listening("http")] if stack.has_page else []
     events: list[dict[str, str]] = stack.listening("kv_events")
     recordings = [path for paths in stack.listening("recordings") for path in paths]
@@ -197,7 +197,7 @@ def _announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> Non
     if args.json:
         found: dict[str, object] = {"target": stack.target, "executor": stack.executor_target}
         found |= {"openai": openai, "targets": stack.targets} if openai else {}
-        # As with the targets: the first one's, and those of all.
+        # The first manager's, and those of all.
         found |= {"page": pages[0], "pages": pages} if pages else {}
         found |= {"kv_events": events} if events else {}
         found |= {"recordings": recordings} if recordings else {}

@@ -1,4 +1,4 @@
-"""`pagekv plan`: what it reads of a config.json, what it prints, and what it refuses."""
+"""`pagekv plan`: output, weights, and refusals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ def without(*names: str, **changes: Any) -> dict[str, Any]:
 
 
 def test_weights_are_counted_from_the_index_or_the_files(tmp_path: Path) -> None:
-    """CHECKLIST C16."""
     assert weight_bytes(tmp_path) is None
     (tmp_path / "part-1.safetensors").write_bytes(bytes(30))
     (tmp_path / "part-2.safetensors").write_bytes(bytes(12))
@@ -45,7 +44,7 @@ def test_weights_are_counted_from_the_index_or_the_files(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", ["directory", "file"])
 def test_json_of_a_model(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """CHECKLIST C16: weights and KV cache are both there."""
+    """Weights and KV cache are two budgets, and both are shown."""
     config = tmp_path / "config.json"
     config.write_text(json.dumps(LLAMA))
     (tmp_path / "model.safetensors").write_bytes(bytes(1000))
@@ -64,7 +63,7 @@ def test_json_of_a_model(tmp_path: Path, kind: str, capsys: pytest.CaptureFixtur
 
 
 def test_the_published_example_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    """CHECKLIST C7, C12, F11 and M1, as a person sees them."""
+    """Reserved against paged memory, admitted requests, sharing and ranks: published figures."""
     command = "plan --layers 80 --kv-heads 8 --head-size 128 --tp 2 --memory 8GiB --lengths 600,1250,4000,128"
     assert main([*command.split(), "--shared-prefix", "1000"]) == 0
     out = capsys.readouterr().out
@@ -83,7 +82,6 @@ def test_the_published_example_as_tables(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
-    """CHECKLIST C16."""
     assert main(["plan", "demo", "--dtype", "float32", "--memory", "1MiB"]) == 0
     out = capsys.readouterr().out
     assert "6 layers, 2 KV heads of 64, float32, context 2048" in out

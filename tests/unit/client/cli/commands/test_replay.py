@@ -1,4 +1,4 @@
-"""`pagekv replay`: what it hands to the process that it starts; the replay itself has tests of its own."""
+"""`pagekv replay`: the process that it starts, with every argument handed on; the replay is tested with the manager."""
 
 from __future__ import annotations
 
