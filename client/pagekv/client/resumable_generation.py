@@ -51,7 +51,7 @@ class _ResumedSequence:
         self.tokens_before_resume, self.texts_before_resume = len(self.token_ids), len(self.texts)
 
     def unseen_part(self, chunk: Chunk) -> Chunk:
-        """The chunk, all of which is new. A resumed call counts tokens of the answer as cached; the prompt's count stays."""
+        """The chunk, all of which is new, with the prompt's cached tokens: a resumed call counts the answer too."""
         if not self.tokens_before_resume:
             self.cached_tokens, self.prompt_tokens = chunk.cached_tokens, chunk.prompt_tokens
         self.token_ids += chunk.token_ids

@@ -21,7 +21,7 @@ EXAMPLES = """\
   pagekv up                                start an executor and a KV-manager here
   pagekv generate "In the beginning"       text from a prompt, as it arrives
   pagekv chat                              a conversation
-  pagekv stats --watch                     the KV pool, the prefix cache and the load
+  pagekv stats                             the KV pool, the prefix cache and the load
   pagekv top                               requests, blocks and rates, refreshing in place
   pagekv explain "In the beginning"        why a prompt hits the prefix cache or misses
   pagekv bench --concurrency 8             measure a running stack

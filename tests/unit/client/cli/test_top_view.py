@@ -7,8 +7,10 @@ from collections import deque
 
 import pytest
 from rich.console import Console
+from support.clients.scripted_server import Fails, ScriptedServer
 
-from pagekv.client.cli.top_view import Look, TopFrame, TopRates, spark
+from pagekv.client import FailedPrecondition, PageKVClient
+from pagekv.client.cli.top_view import Look, TopFrame, TopRates, TopWatcher, spark
 from pagekv.client.types import ModelInfo, RequestInfo, RequestList, Stats
 from pagekv.client.wire import flat
 from pagekv.v1 import cache_service_pb2 as cache_pb
@@ -101,3 +103,15 @@ def test_a_spark_line_leaves_out_what_is_not_known() -> None:
     assert spark(deque([0.0, None, 0.5, 1.0, 9.0]), 1.0) == "▁ ▅██"
     assert spark(deque([0.0, None])) == "▁ "
     assert spark(deque([2.0, 4.0])) == "▅█"
+
+
+def test_a_manager_that_goes_is_waited_for(server: ScriptedServer) -> None:
+    with PageKVClient(server.target) as client:
+        watcher = TopWatcher(client, server.target)
+        server.expect("GetModelInfo", INFO)
+        server.expect("GetStats", STATS)
+        server.expect("ListRequests", LISTED)
+        watcher.frame(fail=True)
+        server.expect("GetModelInfo", Fails(FailedPrecondition("not now")))
+        frame = watcher.frame()
+        assert "trying again" in frame._problem

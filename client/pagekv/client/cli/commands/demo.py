@@ -98,7 +98,7 @@ def _show(client: PageKVClient, args: argparse.Namespace, terminal: Terminal, re
             f"{stats.active_blocks} of {stats.num_blocks} blocks in use, "
             f"{stats.cached_free_blocks} free ones hold cached prefixes."
         )
-        terminal.print("Next: pagekv up, and in a second terminal pagekv chat, pagekv stats --watch, pagekv bench.")
+        terminal.print("Next: pagekv up, and in a second terminal pagekv chat, pagekv stats, pagekv bench.")
     else:
         terminal.json(
             {

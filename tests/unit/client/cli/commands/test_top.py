@@ -11,11 +11,9 @@ import termios
 import time
 
 import pytest
-from support.clients.scripted_server import Fails, ScriptedServer
+from support.clients.scripted_server import ScriptedServer
 from support.clients.stack import environment
 
-from pagekv.client import FailedPrecondition, PageKVClient
-from pagekv.client.cli.commands import top
 from pagekv.client.cli.main import main
 from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
@@ -115,13 +113,3 @@ def test_without_rich_it_says_how_to_get_it(
     monkeypatch.setitem(sys.modules, "rich.console", None)
     assert main(["top"]) == 2
     assert "pip install 'pagekv[top]'" in capsys.readouterr().err
-
-
-def test_a_manager_that_goes_is_waited_for(server: ScriptedServer) -> None:
-    with PageKVClient(server.target) as client:
-        watcher = top._Watcher(client, server.target)
-        answers(server)
-        watcher.frame(fail=True)
-        server.expect("GetModelInfo", Fails(FailedPrecondition("not now")))
-        frame = watcher.frame()
-        assert "trying again" in frame._problem
