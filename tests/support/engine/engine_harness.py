@@ -19,7 +19,7 @@ from pagekv.kvmanager.engine.observer import Observer
 from pagekv.kvmanager.engine.recovery import Fault
 from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.stream import RequestStream
-from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 
 VOCAB = 50

@@ -85,7 +85,7 @@ class FakeExecutor:
     def run(self, plan: StepPlan) -> StepResult:
         for seq_id in plan.finished:
             del self.live[seq_id]
-        for move in plan.moves:
+        for move in plan.copies:
             self._copy(move)
         for new in plan.new:
             assert new.seq_id not in self.live

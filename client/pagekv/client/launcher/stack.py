@@ -47,25 +47,25 @@ class StackError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StackConfig:
-    """What to start. Arguments are those of the processes' own command lines."""
+    """The processes to start, with arguments of their own command lines."""
 
     host: str = "127.0.0.1"
-    # 0 takes a free port. Of several pairs these are the first one's; the others take free ones.
+    # Ports of the first pair; 0, and every other pair, takes free ones.
     port: int = 50051
     executor_port: int = 50052
     # Pairs of an executor and a manager.
     replicas: int = 1
     # None: no gateway in front.
     gateway: GatewayConfig | None = None
-    # Of the first manager's live page; 0, or where it is taken: a free one. None: no page is asked for.
+    # Port of the first manager's live page; 0, or where it is taken: a free one. None: no page is asked for.
     page_port: int | None = None
     manager_args: Sequence[str] = ()
     executor_args: Sequence[str] = ()
-    # Seconds a process gets to stop by itself; its own --grace-s should be less.
+    # Seconds a process gets to stop by itself; --grace-s of the process should be less.
     stop_timeout_s: float = 45.0
     manager_command: Sequence[str] = MANAGER_COMMAND
     executor_command: Sequence[str] = EXECUTOR_COMMAND
-    # Called with (process name, line) from a thread of its own; None keeps lines only for reports.
+    # Called with (process name, line) from another thread; None keeps lines only for reports.
     on_log: Callable[[str, str], None] | None = None
 
 
@@ -84,7 +84,7 @@ class Child:
 
     @property
     def listening(self) -> dict[str, Any]:
-        """Its addresses and files as `pagekv.common.port_file` has them; empty until the process listens."""
+        """Addresses and files as in `pagekv.common.port_file`; empty until the process listens."""
         return read_port_file(self.port_file)
 
     def death(self) -> StackError:
@@ -100,7 +100,7 @@ class Child:
         return StackError(f"the {self.name} {how}" + (self.tail() if self.lines else " and said nothing"))
 
     def tail(self) -> str:
-        """Its last lines, to be put behind what became of the process."""
+        """The last lines of the log, as the end of a sentence about the process."""
         return "; its last lines:" + "".join(f"\n  {line}" for line in self.lines)
 
 
@@ -114,14 +114,14 @@ class Stack:
         self._config = config
         if config.gateway is not None and config.gateway.command is COMMAND and not is_installed():
             raise StackError("the gateway is not installed: pip install 'pagekv[gateway]'")
-        # The same ones for all, so that no two processes are given one port.
+        # Shared by all calls, so that no two processes are given one port.
         ports: set[int] = set()
         target = partial(_usable_target, ports, config.host)
         self.targets = [target(0 if pair else config.port, "--port") for pair in range(config.replicas)]
         self.executor_targets = [
             target(0 if pair else config.executor_port, "--executor-port") for pair in range(config.replicas)
         ]
-        # Of the gateway, empty without one: where it serves, and where Prometheus reads it.
+        # Where the gateway serves and where Prometheus reads it; empty without one.
         self.gateway_target = self.gateway_metrics_target = ""
         if config.gateway is not None:
             self.gateway_target = target(config.gateway.port, "--gateway-port")
@@ -143,7 +143,7 @@ class Stack:
         self._directory: TemporaryDirectory[str]
         # In the order of starting.
         self.children: list[Child] = []
-        # Names of those whose death was told.
+        # Names of processes whose death was reported.
         self._reported: set[str] = set()
 
     @property
@@ -280,7 +280,7 @@ class Stack:
         _wait(executors, self._config.stop_timeout_s)
 
     def listening(self, key: str) -> list[Any]:
-        """What the managers that have it say under this key of their port files."""
+        """The values of this key in the managers' port files, where it is there."""
         return [
             child.listening[key]
             for child in self.children
@@ -314,7 +314,7 @@ class Stack:
         self.children.append(child)
 
     def _read(self, child: Child) -> None:
-        # Somebody has to read, or a full pipe would stall the process.
+        # A full pipe would stall the process.
         assert child.popen.stdout is not None
         for line in child.popen.stdout:
             child.lines.append(line.rstrip("\n"))
@@ -363,7 +363,7 @@ def _usable_target(taken: set[int], host: str, port: int, flag: str) -> str:
     found = 0
     while not found or found in taken:
         with socket.socket() as probe:
-            # As gRPC binds: a port in TIME_WAIT is free.
+            # A port in TIME_WAIT is free for gRPC, which binds in this way.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host, port))

@@ -1,5 +1,6 @@
-"""The bounds of a sequence's sampling fields: those that types.proto states for clients, and for log-probabilities, of
-which beam search needs more, that of executor_service.proto."""
+"""The bounds of a sequence's sampling fields, as types.proto states them for clients. The bound of log-probabilities is
+that of executor_service.proto, since beam search needs more of them.
+"""
 
 from __future__ import annotations
 

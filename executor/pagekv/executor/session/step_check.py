@@ -15,13 +15,13 @@ from pagekv.executor.backend.interface import BlockCopies, CopyDirection, Schedu
 from pagekv.executor.session.sampling_check import check_sampling
 from pagekv.executor.session.step import NO_SAMPLING, Step
 
-# Tokens one step may compute at most, whatever was profiled.
+# Tokens one step may compute at most, even where more were profiled.
 MAX_STEP_TOKENS = 65536
 
 
 @dataclass(frozen=True, slots=True)
 class EpochLimits:
-    """What ids and lengths of an epoch are checked against."""
+    """Bounds of ids and lengths in an epoch."""
 
     block_size: int
     num_device_blocks: int
@@ -45,7 +45,7 @@ class CheckedStep:
     new: list[SequenceState]
     # (seq_id, block), in order.
     appends: list[tuple[int, int]] = field(default_factory=list)
-    # In the order the sequences entered the epoch; those that sit out are left out.
+    # In the order the sequences entered the epoch; without those that compute no token.
     scheduled: list[Scheduled] = field(default_factory=list)
     num_tokens: int = 0
 
@@ -211,7 +211,7 @@ class _Check:
             raise InvalidRequest(path, f"must be a live sequence, got {seq_id}")
         return self._live[seq_id]
 
-    # -- who computes what
+    # -- scheduled tokens
 
     def _counts(self) -> dict[int, int]:
         """Tokens to compute by seq_id, for the sequences that the step names."""
@@ -235,7 +235,7 @@ class _Check:
         return counts
 
     def _schedule(self, checked: CheckedStep, counts: dict[int, int]) -> None:
-        """Fills `scheduled`, checking that every computed position has a slot that nobody else writes."""
+        """Fills `scheduled`, checking that every computed position has a slot that no other sequence writes."""
         block_size, max_len = self._limits.block_size, self._limits.max_model_len
         states = [state for seq_id, state in self._live.items() if seq_id not in self._finished]
         states += checked.new

@@ -1,4 +1,4 @@
-"""pagekv.v1.CacheService: looking into the KV cache. Hashes cross the wire in hex, for people to read."""
+"""pagekv.v1.CacheService: looks into the KV cache. Hashes are written in hex, for people to read."""
 
 from __future__ import annotations
 
@@ -51,13 +51,8 @@ class CacheService(pb_grpc.CacheServiceServicer):
 
     async def LookupPrefix(self, request: pb.LookupPrefixRequest, context: Any) -> pb.LookupPrefixResponse:
         prompt, identity = await self._read_prompt(request)
-        match = self._queries.lookup_prefix(prompt, identity)
         return pb.LookupPrefixResponse(
-            prompt_tokens=len(prompt),
-            device_tokens=match.device_tokens,
-            host_tokens=match.host_tokens,
-            block_ids=match.block_ids,
-            partial_tokens=match.partial_tokens,
+            prompt_tokens=len(prompt), **asdict(self._queries.lookup_prefix(prompt, identity))
         )
 
     async def ExplainPrefix(self, request: pb.ExplainPrefixRequest, context: Any) -> pb.ExplainPrefixResponse:
@@ -86,14 +81,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
             raise NotFound(f"no request {request.request_id!r} is running or waiting")
         return pb.GetBlockTableResponse(
             sequences=[
-                pb.SequenceBlocks(
-                    index=view.index,
-                    state=view.state,
-                    num_tokens=view.num_tokens,
-                    computed_tokens=view.computed_tokens,
-                    block_ids=view.block_ids,
-                    block_hashes=[digest.hex() for digest in view.block_hashes],
-                )
+                pb.SequenceBlocks(**asdict(view) | {"block_hashes": [digest.hex() for digest in view.block_hashes]})
                 for view in views
             ]
         )
@@ -115,8 +103,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
         if not MIN_LEASE_S <= lease <= MAX_LEASE_S:
             raise InvalidRequest("lease_seconds", f"must be from {MIN_LEASE_S} to {MAX_LEASE_S}, got {lease}")
         prompt, identity = await self._read_prompt(request)
-        pin = self._queries.pin_prefix(prompt, identity, lease)
-        return pb.PinPrefixResponse(pin_id=pin.pin_id, pinned_tokens=pin.pinned_tokens)
+        return pb.PinPrefixResponse(**asdict(self._queries.pin_prefix(prompt, identity, lease)))
 
     async def UnpinPrefix(self, request: pb.UnpinPrefixRequest, context: Any) -> pb.UnpinPrefixResponse:
         if not 1 <= len(request.pin_id) <= MAX_PIN_ID_CHARACTERS:
@@ -133,12 +120,12 @@ class CacheService(pb_grpc.CacheServiceServicer):
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
         watch = self._queries.watch_events()
-        # Also called when the call is cancelled while a message is being written, where no `finally` here would run.
+        # Runs also when the call is cancelled while a message is being written, where no `finally` here would.
         context.add_done_callback(lambda _: watch.close())
         with_tokens, sequence = not request.omit_token_ids, count(1)
         more = True
         while more:
-            # In pieces: the engine plans steps while each of them is on its way.
+            # In pieces: the engine plans steps while each piece is on its way.
             blocks = watch.take_snapshot(MAX_EVENTS)
             more = len(blocks) == MAX_EVENTS
             yield pb.WatchEventsResponse(
@@ -199,7 +186,7 @@ def _explanation(block: ExplainedBlock) -> pb.BlockExplanation:
 
 
 def _pieces(diff: Diff, with_tokens: bool) -> Iterator[tuple[Sequence[pb.CacheEvent], bool]]:
-    """The events of a batch, MAX_EVENTS at a time, and whether more follow."""
+    """Events of a change, MAX_EVENTS at a time, and whether more follow."""
     left = chain(
         [pb.CacheEvent(cleared=pb.AllBlocksCleared())] if diff.cleared else [],
         _removed(diff.removed),

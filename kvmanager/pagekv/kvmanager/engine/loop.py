@@ -1,8 +1,8 @@
-"""The engine loop: schedule → send → commit, pipelined, and everything again on a new epoch when the executor is lost.
+"""The engine loop: schedule → send → commit, pipelined, and all of it again on a new epoch when the executor is lost.
 
 One asyncio task owns scheduler, pool and queues, so there are no locks. Service handlers run on the same event loop:
-their calls (`submit`, `abort`, ...) take effect between two awaits of this task, which is when every structure is
-consistent, and wake it. Nothing in here waits for a client.
+their calls (`submit`, `abort`, ...) take effect between two awaits of this task, when every structure is consistent,
+and wake it. The task never waits for a client.
 """
 
 from __future__ import annotations
@@ -76,8 +76,6 @@ class EngineLoop:
         self._failed = FailedSteps(config.step_attempts)
         # Whether the latest step committed left work to do.
         self._work_left = False
-        # Another one may be set before `run`.
-        self.make_scheduler: Callable[..., Scheduler] = Scheduler
 
     # -- the task
 
@@ -121,7 +119,7 @@ class EngineLoop:
         pool = BlockPool(model.num_device_blocks, config.block_size, order, self._cache.log, clock)
         host = HostPool(model.num_host_blocks, config.block_size, self._cache.log)
         if state.scheduler is None:
-            state.scheduler = self.make_scheduler(pool, limits, model.eos_token_ids, self._cache.count_admission, host)
+            state.scheduler = Scheduler(pool, limits, model.eos_token_ids, host, self.observers)
         else:
             self._in_flight.end_epoch()
             state.scheduler.lose_executor(pool, limits, model.eos_token_ids, host)
@@ -181,6 +179,7 @@ class EngineLoop:
                 ahead = scheduler.schedule() if len(self._in_flight) < self._config.pipeline_depth else None
                 self._cache.step_boundary(self._totals.steps_total)
                 if ahead is not None:
+                    self._cache.count_admissions(ahead.admitted)
                     self.observers.planned(ahead)
                     self._in_flight.add(ahead)
                     await link.send(ahead, self._config.step_timeout_s)
@@ -315,4 +314,4 @@ class EngineLoop:
     def _remove_if_finished(self, request: LiveRequest, end: RequestEnd) -> None:
         if self._live.remove_if_finished(request):
             self.observers.ended(request, end)
-            self._state.serving().forget(request)
+            self._state.serving().remove(request)

@@ -64,9 +64,9 @@ def collect_stats(state: EngineState) -> EngineStats:
         host_cached_blocks=host.num_cached,
         host_held_blocks=host.num_held,
         swap_preemptions_total=counters.swap_preemptions,
-        swapped_out_blocks_total=counters.swaps.swapped_out,
-        swapped_in_blocks_total=counters.swaps.swapped_in,
-        written_back_blocks_total=counters.swaps.written_back,
+        swapped_out_blocks_total=counters.swapped_out,
+        swapped_in_blocks_total=counters.swapped_in,
+        written_back_blocks_total=counters.written_back,
         host_evicted_blocks_total=host.evictions,
         unread_sequences=state.live.num_unread,
     )
@@ -132,9 +132,7 @@ def _request_view(request: LiveRequest, state: str) -> RequestView:
 
 
 def block_views(cache: CacheAdmin, start: int, limit: int, state: str | None) -> tuple[list[BlockView], int | None]:
-    """Up to `limit` blocks from id `start` in a state ("free", "cached", "active", "pinned"; None: any), and where to
-    go on.
-    """
+    """As `EngineQueries.list_blocks`."""
     # Vector operations: the engine loop waits meanwhile, and a pool may have millions of blocks.
     pool, pins = cache.pool, cache.pins.holders[start:]
     ref_counts, published = pool.ref_counts[start:], pool.table.published[start:]

@@ -1,4 +1,4 @@
-"""Answers of the engine to queries, as plain dataclasses."""
+"""Answers of `EngineQueries`, as plain dataclasses."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ An exporter that breaks is logged and closed; serving goes on.
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.observe.flags import ObserveConfig
 from pagekv.kvmanager.observe.recording.file import RecordingFile
-from pagekv.kvmanager.observe.recording.step_recorder import PinRecorder, RecordedScheduler, StepRecorder
+from pagekv.kvmanager.observe.recording.step_recorder import StepRecorder
 from pagekv.kvmanager.observe.recording.workload_recorder import WorkloadRecorder
 
 if TYPE_CHECKING:
@@ -65,8 +64,7 @@ class Exporters:
                 protected_share=planning.protected_share,
                 aging=planning.priority_aging,
             )
-            engine.make_scheduler = partial(RecordedScheduler, recorder)
-            engine.observers.add(PinRecorder(recorder))
+            engine.observers.add(recorder)
 
     def _recording(self, path: str, what: str) -> RecordingFile:
         try:

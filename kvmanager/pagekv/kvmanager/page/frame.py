@@ -24,7 +24,7 @@ _TOTALS = (
 
 @dataclass(frozen=True, slots=True)
 class PoolFrame:
-    """One moment. Never changed once it is made, so readers may keep it."""
+    """The page at one moment. Immutable, so readers may keep it."""
 
     number: int
     epoch: int
@@ -65,7 +65,7 @@ def snapshot(frame: PoolFrame, model: EngineInfo, boot: str) -> dict[str, Any]:
         },
         "blocks": model.num_device_blocks,
         "host_blocks": model.num_host_blocks,
-        # How many of these, from the first on, are shown.
+        # Numbers of blocks that are shown, from the first on.
         "shown": len(frame.device),
         "host_shown": len(frame.host),
         "device": whole(frame.device),

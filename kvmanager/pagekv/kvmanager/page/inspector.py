@@ -1,4 +1,4 @@
-"""One block, and one request's block table, as JSON objects for the page's inspector."""
+"""JSON objects of the page's inspector: one block, or one request's block tables."""
 
 from __future__ import annotations
 

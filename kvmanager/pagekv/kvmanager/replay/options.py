@@ -13,7 +13,7 @@ from pagekv.kvmanager.kvcache.eviction_policy import (
 )
 from pagekv.kvmanager.kvcache.eviction_policy import POLICIES as EVICTION_POLICIES
 from pagekv.kvmanager.replay.cost_model import StepCost
-from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 
 # How to treat prefixes: an eviction policy of the pool, or `none`, which switches the prefix cache off.
 NO_CACHE = "none"

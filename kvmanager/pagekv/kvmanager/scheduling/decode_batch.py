@@ -3,11 +3,11 @@
 Measured in one process in turns, planning and committing a step that fills no block: 32, 256 and 1,024 decodes take 19,
 23 and 87 us in columns, 9, 56 and 365 us in a loop over objects.
 
-A row is named by the sequence's seq_id, which is its name at the executor too. A row is opened at admission, decodes
-from the chunk that completes the known tokens, and is kept after its sequence has left until no step in flight samples
-it: a late token then finds the row it was meant for, never that of a newcomer.
+A row's number is the seq_id, the sequence's number at the executor too. A row is opened at admission, decodes from the
+chunk that completes the known tokens, and is kept after its sequence was removed until no step in flight samples it: a
+late token then finds the row it was meant for, never that of a newcomer.
 
-    opened → decoding → (draining) → left → free
+    opened → decoding → (draining) → removed → free
 """
 
 from __future__ import annotations
@@ -30,20 +30,22 @@ _NEVER = np.iinfo(np.int32).max
 
 
 class DecodeBatch:
-    """Columns by seq_id. Counts are tokens, int32; invariant of a decoding row: computed == known + pending - 1, and
-    then known >= computed, because no more than one token is promised when the next step is planned.
+    """Columns by seq_id, the owner of counts and tokens of the sequences in it. Counts are tokens, int32.
+
+    Invariant of a decoding row: computed == known + pending - 1, and known >= computed when a step is planned, because
+    no more than one token is promised then.
     """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._sequences: list[Seq | None] = []
-        # Known tokens by seq_id, up to the latest block border: those behind are in the ring.
+        # Known tokens; those behind the latest full block may be in the ring alone.
         self._token_ids: list[array[int]] = []
-        # Free seq_ids, smallest first: rows stay close together.
+        # Free rows, smallest first: rows in use stay close together.
         self._free: list[int] = []
-        # Handles whose sequence left while a step in flight samples them.
-        self._leaving: set[int] = set()
-        # Handle to the ids that end it besides end-of-sequence.
+        # Rows whose sequence was removed while a step in flight samples them.
+        self._removed: set[int] = set()
+        # Token ids that end a sequence besides end-of-sequence.
         self._stops: dict[int, tuple[int, ...]] = {}
         self._decoding_rows: Rows | None = None
         self.known = np.zeros(0, np.int32)
@@ -51,14 +53,14 @@ class DecodeBatch:
         self.pending = np.zeros(0, np.int32)
         # Positions that the block table has slots for.
         self.slots = np.zeros(0, np.int32)
-        # Position of the last token that is ever computed; the one behind it is sampled and ends the sequence.
+        # Position of the last token that is ever computed; the token behind it is sampled and ends the sequence.
         self.last_input = np.zeros(0, np.int32)
         # Known tokens from which a stop token, and end-of-sequence, end the sequence.
         self.stops_from = np.zeros(0, np.int32)
         self.eos_from = np.zeros(0, np.int32)
-        # In steps until it leaves.
+        # True while the sequence decodes one token per step.
         self.decoding = np.zeros(0, np.bool_)
-        # Its tokens still count: not finished.
+        # Tokens of the sequence still count: it has not finished.
         self.alive = np.zeros(0, np.bool_)
         # The latest tokens: position p at [(p // block_size) % 2, p % block_size], so a block's tokens stay until the
         # block behind it is full.
@@ -90,14 +92,14 @@ class DecodeBatch:
         seq_id = heapq.heappop(self._free)
         self._sequences[seq_id] = sequence
         self._token_ids[seq_id] = sequence.token_ids
-        self.known[seq_id] = len(sequence.token_ids)
+        self.known[seq_id] = sequence.num_tokens
         self.computed[seq_id] = sequence.num_computed
         self.pending[seq_id] = 0
         self.alive[seq_id] = True
         sequence.seq_id, sequence.batch = seq_id, self
 
     def start_decoding(self, sequence: Seq) -> None:
-        """From now on the row counts: every known token is computed or in a planned step, and a token is promised."""
+        """The sequence takes part in every step: each known token is computed or planned, and a token is promised."""
         seq_id, known, size = sequence.seq_id, len(sequence.token_ids), self._block_size
         sampling = sequence.request.command.sampling
         self.pending[seq_id] = 1
@@ -114,17 +116,17 @@ class DecodeBatch:
         self._decoding_rows = None
 
     def expect_candidates(self, sequence: Seq) -> None:
-        """A beam: the executor will answer once, and the token it answers with does not count."""
+        """The executor will answer a beam once, and the token in the answer does not count."""
         self.pending[sequence.seq_id] = 1
         self.alive[sequence.seq_id] = False
 
     def stop_decoding(self, sequence: Seq) -> None:
-        """It takes part in no further step; promised tokens still come."""
+        """The sequence takes part in no further step; promised tokens still come."""
         self.decoding[sequence.seq_id] = False
         self._decoding_rows = None
 
-    def leave(self, sequence: Seq, *, finished: bool) -> None:
-        """Ends the sequence's stay; with nothing promised its seq_id is free at once, else once that has come.
+    def remove(self, sequence: Seq, *, finished: bool) -> None:
+        """Ends the sequence's stay; with nothing promised its row is free at once, else once that has come.
 
         Tokens promised to a finished sequence are dropped, those of a preempted one still count.
         """
@@ -134,57 +136,75 @@ class DecodeBatch:
             self.alive[seq_id] = False
             self._stops.pop(seq_id, None)
         if self.pending[seq_id]:
-            self._leaving.add(seq_id)
+            self._removed.add(seq_id)
         else:
-            self._close(seq_id)
+            self._free_row(seq_id)
 
-    def _close(self, seq_id: int) -> None:
+    def _free_row(self, seq_id: int) -> None:
         sequence = self._sequences[seq_id]
         assert sequence is not None
         self.token_ids(seq_id)
         sequence.seq_id, sequence.batch = NO_SEQ_ID, None
         sequence.num_computed = int(self.computed[seq_id])
-        self._leaving.discard(seq_id)
+        self._removed.discard(seq_id)
         self._sequences[seq_id] = None
         self.alive[seq_id] = False
         self._stops.pop(seq_id, None)
         heapq.heappush(self._free, seq_id)
 
     def settle(self) -> None:
-        """Frees the seq_ids of those that left and are promised nothing any more."""
-        if self._leaving:
-            for seq_id in [seq_id for seq_id in self._leaving if not self.pending[seq_id]]:
-                self._close(seq_id)
+        """Frees the rows of removed sequences that are promised nothing any more."""
+        if self._removed:
+            for seq_id in [seq_id for seq_id in self._removed if not self.pending[seq_id]]:
+                self._free_row(seq_id)
 
     def clear(self) -> None:
-        """The executor is gone: what was promised never comes, and nobody has a row."""
+        """The executor is lost: what was promised never comes, and every row is free."""
         for seq_id, sequence in enumerate(self._sequences):
             if sequence is not None:
                 self.pending[seq_id] = 0
                 self.stop_decoding(sequence)
-                self._close(seq_id)
+                self._free_row(seq_id)
 
     # -- whole steps
 
-    def of(self, rows: Rows) -> list[Seq]:
+    def sequences(self, rows: Rows) -> list[Seq]:
         """The sequences in these rows, ascending, which must be in use."""
         at = span(rows)
         found = self._sequences[at] if isinstance(at, slice) else map(self._sequences.__getitem__, at.tolist())
         return list(found)  # type: ignore[arg-type]  # free rows alone have None
 
     def decoding_rows(self) -> Rows:
-        """Handles that decode, ascending. Not to be changed by the caller."""
+        """Rows that decode, ascending. Not to be changed by the caller."""
         if self._decoding_rows is None:
             self._decoding_rows = np.flatnonzero(self.decoding)
         return self._decoding_rows
 
+    def exhausted(self, rows: Rows) -> Rows:
+        """Decoding rows whose last token is promised already."""
+        at = span(rows)
+        last = self.computed[at] >= self.last_input[at]
+        return rows[last] if np.count_nonzero(last) else rows[:0]
+
+    def full(self, rows: Rows) -> Rows:
+        """Decoding rows that need a block for their next position."""
+        at = span(rows)
+        full = self.computed[at] == self.slots[at]
+        return rows[full] if np.count_nonzero(full) else rows[:0]
+
+    def promise(self, rows: Rows) -> None:
+        """One more position is computed in each of these rows, ascending, and a token promised."""
+        at = span(rows)
+        self.computed[at] += 1
+        self.pending[at] += 1
+
     def append(self, rows: Rows, tokens: NDArray[np.uint32]) -> NDArray[np.int32]:
-        """Takes in one promised token per row; returns how many each row knows now, not to be changed. Rows of finished
-        sequences are not to be given.
+        """Adds one token to each row, none of a finished sequence; returns how many each row knows now, not to be
+        changed.
         """
         room = 2 * self._block_size
         at = span(rows)
-        # Two blocks of latest tokens a row, used in turn: a ring.
+        # A ring: two blocks of latest tokens a row, used in turn.
         self._tail.reshape(-1)[rows * room + (self.known[at] & (room - 1))] = tokens
         self.known[at] += 1
         return self.known[at]
@@ -200,8 +220,8 @@ class DecodeBatch:
         return found
 
     def complete_blocks(self, rows: Rows) -> NDArray[np.uint32]:
-        """Tokens of the block that ends at each row's computed position, [len(rows), block_size]: from now on they are
-        no longer in the ring alone.
+        """Tokens of the block that ends at each row's computed position, [len(rows), block_size], in any order of rows;
+        from now on these tokens are no longer in the ring alone.
         """
         size = self._block_size
         ends = self.computed[rows]
@@ -228,15 +248,15 @@ class DecodeBatch:
     # -- proof
 
     def check_integrity(self, here: list[Seq]) -> None:
-        """Checks the rows against the sequences that are at the executor; raises InvariantError."""
+        """Compares the rows with the sequences that are at the executor; raises InvariantError."""
         for sequence in here:
             seq_id = sequence.seq_id
             if seq_id == NO_SEQ_ID or self._sequences[seq_id] is not sequence:
                 raise InvariantError(f"sequence {sequence.key} has seq_id {seq_id}, which is not its own")
         holders = {sequence.seq_id for sequence in here}
         used = {seq_id for seq_id, sequence in enumerate(self._sequences) if sequence is not None}
-        if used != holders | self._leaving or used & set(self._free):
-            raise InvariantError(f"seq_ids {sorted(used)} are used, {sorted(holders | self._leaving)} should be")
+        if used != holders | self._removed or used & set(self._free):
+            raise InvariantError(f"seq_ids {sorted(used)} are used, {sorted(holders | self._removed)} should be")
         for seq_id in np.flatnonzero(self.decoding).tolist():
             known, computed, pending = int(self.known[seq_id]), int(self.computed[seq_id]), int(self.pending[seq_id])
             if seq_id not in holders or computed != known + pending - 1:
@@ -244,8 +264,8 @@ class DecodeBatch:
 
 
 def span(rows: Rows) -> Rows | slice:
-    """What to index columns with for these ascending rows: a slice if they are consecutive, as in steady state, which
-    needs no gathering.
+    """An index into columns for these ascending rows: a slice, which needs no gathering, where they are consecutive, as
+    in steady state.
     """
     if len(rows) and rows[-1] - rows[0] + 1 == len(rows):
         return slice(int(rows[0]), int(rows[-1]) + 1)

@@ -36,7 +36,7 @@ class SeqStatus(Enum):
     FINISHED = "finished"  # holds nothing
 
 
-# Of those that have a block table.
+# States of sequences that have a block table.
 HOLDING = (SeqStatus.RUNNING, SeqStatus.DRAINING)
 
 
@@ -49,17 +49,17 @@ class LiveRequest:
     arrival: int
     # Parent digest of its first block: 32 bytes.
     root: bytes
-    # Those of beam search are its live beams, best first.
+    # During a beam search its live beams, best first.
     sequences: list[Seq] = field(default_factory=list)
     search: BeamSearch | None = None
     # Steps, in all, for which sequences that were preempted together stood at the head of the queue and did not fit.
     steps_at_head: int = 0
-    # Its sequences did not fit together, and come and go one by one from now on.
+    # The sequences did not fit together, and come and go one by one from now on.
     apart: bool = False
 
     @property
     def preemptions(self) -> int:
-        """Those of the sequence that was preempted most often."""
+        """How often the sequence was preempted that was so most often."""
         return max(sequence.preemptions for sequence in self.sequences)
 
 
@@ -67,11 +67,11 @@ class LiveRequest:
 class Swapped:
     """What the host pool keeps for a preempted sequence, which holds these blocks."""
 
-    # Only there do the block ids mean anything: pools live as long as an epoch.
+    # The pool of the block ids: pools live as long as an epoch.
     pool: HostPool
     # Host block by logical block. NO_BLOCK: others held it on the device, where its digest may still find it.
     blocks: list[int]
-    # Positions that they hold together.
+    # Positions that the blocks hold together.
     num_computed: int
 
     def held(self) -> list[int]:
@@ -99,9 +99,9 @@ class Seq:
     max_total: int
     # (rank, arrival, index): smaller runs first and is preempted last.
     key: tuple[int, int, int]
-    # Its full blocks go into the prefix table.
+    # Full blocks go into the prefix table.
     publishes: bool = True
-    # First position that stands for a medium: from its block on, tokens alone do not tell blocks apart.
+    # First position that stands for a medium: from that block on, tokens alone do not tell blocks apart.
     first_media: int = NEVER
     state: SeqStatus = SeqStatus.WAITING
     # int32.
@@ -119,9 +119,9 @@ class Seq:
     # None until first admitted.
     cached_tokens: int | None = None
     preemptions: int = 0
-    # Of a sequence that waits after it was swapped out.
+    # Set while the sequence waits after it was swapped out.
     swapped: Swapped | None = None
-    # Of a beam that waits for the others of its search: (token id, log-probability), likeliest first.
+    # Set while a beam waits for the others of its search: (token id, log-probability), likeliest first.
     candidates: list[tuple[int, float]] | None = None
 
     @property
@@ -185,6 +185,11 @@ class Seq:
         """Token ids of the full blocks `first` to `end`, which is left out: [end - first, block_size], as a copy."""
         view = np.frombuffer(self.token_ids, np.uint32)[first * block_size : end * block_size]
         return view.reshape(-1, block_size).copy()
+
+
+def key(sequence: Seq) -> tuple[int, int, int]:
+    """Sorts by `Seq.key`."""
+    return sequence.key
 
 
 def live_request(

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from support.executor.samplings import samplings
 
 from pagekv.executor.backend.interface import Sampling, SequenceState
-from pagekv.executor.cpu.sampler import draw, filtered_weights, sample, uniform
+from pagekv.executor.backend.sampling import uniform
+from pagekv.executor.cpu.sampler import draw, filtered_weights, sample
 
 VOCAB = 12
 

@@ -13,6 +13,7 @@ from support.executor.executor_steps import EPOCH, VOCAB, World, memory_op, new_
 from pagekv.common.errors import InvalidRequest, StaleEpoch
 from pagekv.executor.backend.interface import CopyDirection, Sampling
 from pagekv.executor.session.step import NO_SAMPLING
+from pagekv.executor.session.step_check import check_step
 
 
 @pytest.fixture
@@ -305,17 +306,31 @@ def test_a_step_of_nothing_is_a_step() -> None:
 
 
 @pytest.mark.parametrize("live", [256, 1024])
-def test_checking_a_steady_decode_is_fast(live: int) -> None:
-    from pagekv.executor.session.step_check import check_step
+def test_checking_a_steady_decode_looks_at_no_table(live: int) -> None:
+    """The time is printed (measured: 0.2 and 0.9 ms); what keeps it small is that tables are looked at in one place."""
+
+    class Table(list[int]):
+        """Counts the entries that are read."""
+
+        num_read = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            Table.num_read += 1
+            return super().__getitem__(index)
+
+        def __iter__(self) -> Any:
+            raise AssertionError("read as a whole")
 
     world = World(block_size=16, num_device_blocks=live, max_model_len=4096, max_sequences=live)
     world.run(new_seqs=[new_sequence(i, [1], [i]) for i in range(live)])
     epoch, step = world.epoch, world.step()
+    for state in epoch.live.values():
+        state.block_table = Table(state.block_table)
     best = math.inf
     for _ in range(20):
-        begin = time.perf_counter()
+        begin = time.thread_time()
         checked = check_step(step, EPOCH, epoch.next_step, epoch.live, epoch.held, epoch.limits)
-        best = min(best, time.perf_counter() - begin)
+        best = min(best, time.thread_time() - begin)
     assert checked.num_tokens == live
+    assert Table.num_read == 20 * live
     print(f"{live} steady decodes checked in {best * 1e3:.3f} ms")
-    assert best < 0.02  # measured 0.2 and 0.9 ms; the bound allows for a busy machine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pagekv.common.flags import declarations
 from pagekv.kvmanager.engine.config import EngineConfig
-from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 
 
 def test_defaults_are_those_of_the_flags_but_for_preemption() -> None:

@@ -18,7 +18,7 @@ from pagekv.kvmanager.replay.synthetic_prompt import prompt_ids
 from pagekv.kvmanager.replay.trace import TraceRecord
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.stream import RequestStream
-from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, live_request
 from pagekv.kvmanager.scheduling.step_plan import NewSeq, StepPlan

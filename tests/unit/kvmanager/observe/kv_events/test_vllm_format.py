@@ -216,7 +216,7 @@ def test_a_strict_reader_holds_both_tables_and_knows_whose_each_block_is(seed: i
         driver.drain()
         tokens = token_bytes(list(request.sequences[0].token_ids))
         whose.update((short_hash(digest), identity) for digest in chain_digests(request.root, tokens, 4))
-    assert driver.scheduler.counters.swaps.written_back
+    assert driver.scheduler.counters.written_back
     for block_hash, (adapter, _) in driver.replica.names.items():
         assert adapter == (whose[block_hash].adapter_id or None)
     firsts = [

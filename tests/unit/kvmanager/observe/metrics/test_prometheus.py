@@ -25,7 +25,7 @@ from pagekv.kvmanager.observe.http_server import HttpServer
 from pagekv.kvmanager.observe.metrics.prometheus import EngineCollector, metrics_routes
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
-from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
 VLLM = {"model_name": "fake", "engine": "0"}

@@ -9,7 +9,6 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,12 @@ from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.pins import Pins
 from pagekv.kvmanager.observe.recording.file import RecordingFile
-from pagekv.kvmanager.observe.recording.step_recorder import COLUMNS, PinRecorder, RecordedScheduler, StepRecorder
+from pagekv.kvmanager.observe.recording.step_recorder import COLUMNS, StepRecorder
 from pagekv.kvmanager.replay.cli import main as replay
 from pagekv.kvmanager.replay.step_replay import StepsError, StepsReport, replay_steps
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
-from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
+from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
 EIGHT = [*range(8)]
@@ -56,23 +56,21 @@ class RecordedDriver(Driver):
         super().__init__(*sizes, **options)
         self.memory = Memory()
         share = self.protected_share
-        recorder = StepRecorder(
+        self.recorder = StepRecorder(
             self.memory,  # type: ignore[arg-type]  # as much of a file as is used
             eviction_policy="lru" if share is None else "slru",
             protected_share=share or 0.0,
             aging=self.priority_aging,
         )
-        self.scheduler = RecordedScheduler(recorder, self.pool, self.scheduler.limits, self.eos, host=self.host)
-        self.recorded_pins = PinRecorder(recorder)
+        self.scheduler = Scheduler(self.pool, self.scheduler.limits, self.eos, self.host, self.recorder)
         self.pins = self._new_pins()
 
     def _new_pins(self) -> Pins:
-        recorded = self.recorded_pins
-        return Pins(self.pool, 1.0, pinned=recorded.pinned, unpinned=recorded.unpinned)
+        return Pins(self.pool, 1.0, pinned=self.recorder.pinned, unpinned=self.recorder.unpinned)
 
     def _new_pool(self, num_blocks: int) -> None:
         super()._new_pool(num_blocks)
-        if hasattr(self, "memory"):
+        if hasattr(self, "recorder"):
             self.pins = self._new_pins()
 
 
@@ -149,8 +147,7 @@ def recording(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     class Recorded(EngineLoop):
         def __init__(self, *args: Any, **fields: Any) -> None:
             super().__init__(*args, **fields)
-            self.make_scheduler = partial(RecordedScheduler, recorder)
-            self.observers.add(PinRecorder(recorder))
+            self.observers.add(recorder)
 
     monkeypatch.setattr("support.engine.engine_harness.EngineLoop", Recorded)
     monkeypatch.setattr("support.engine.engine_harness.DESCRIPTION", replace(DESCRIPTION, host_kv_bytes=64))
@@ -320,8 +317,7 @@ def test_a_full_disk_changes_nothing_but_the_recording(monkeypatch: pytest.Monke
     class Recorded(EngineLoop):
         def __init__(self, *args: Any, **fields: Any) -> None:
             super().__init__(*args, **fields)
-            self.make_scheduler = partial(RecordedScheduler, recorder)
-            self.observers.add(PinRecorder(recorder))
+            self.observers.add(recorder)
 
     monkeypatch.setattr("support.engine.engine_harness.EngineLoop", Recorded)
     run(monkeypatch, body)

@@ -15,7 +15,7 @@ from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import RequestEnd
 from pagekv.kvmanager.observe.tracing.spans import MAX_SPANS, RequestSpans, Span, TracedRequest, wall_ns
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
-from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
 PROMPT = list(range(1, 31))
