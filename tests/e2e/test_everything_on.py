@@ -135,7 +135,7 @@ async def missed(directory: Path) -> EventReplica:
 
 async def watched_load(target: str, directory: Path) -> cache_pb.GetStatsResponse:
     """The load, and that those who looked on have seen it."""
-    url = f"http://127.0.0.1:{int((directory / 'port').read_text())}"
+    url = f"http://{stack.manager.http}"
     reader, index = PageReader(), set[int]()
     async with AsyncExitStack() as stack:
         for watching in (look(url, reader), subscribe(target, index)):
