@@ -24,7 +24,7 @@ from support.clients.calls import Caller, request_for
 from support.clients.everything_on import flags, replays
 from support.clients.kv_event_reader import EventReplica, replayed
 from support.clients.otlp_collector import collector
-from support.clients.stack import ORACLE, running_stack
+from support.clients.stack import ORACLE, Process, running_stack
 
 from pagekv.kvmanager.replay.cli import main as replay
 from pagekv.kvmanager.replay.trace import read_trace
@@ -133,13 +133,13 @@ async def missed(directory: Path) -> EventReplica:
         context.term()
 
 
-async def watched_load(target: str, directory: Path) -> cache_pb.GetStatsResponse:
-    """The load, and that those who looked on have seen it."""
-    url = f"http://{stack.manager.http}"
+async def watched_load(manager: Process, directory: Path) -> cache_pb.GetStatsResponse:
+    """Runs the load, and checks that all watchers have seen it."""
+    target, url = manager.target, f"http://{manager.http}"
     reader, index = PageReader(), set[int]()
-    async with AsyncExitStack() as stack:
+    async with AsyncExitStack() as watchers:
         for watching in (look(url, reader), subscribe(target, index)):
-            await stack.enter_async_context(working(asyncio.create_task(watching)))
+            await watchers.enter_async_context(working(asyncio.create_task(watching)))
         stats = await run_load(target)
         cached = await hashes_of(target)
         names = {block >> 8 for block in cached}
@@ -167,7 +167,7 @@ def test_everything_at_once_changes_no_output_and_agrees(tmp_path: Path, capsys:
     """DESIGN 7: what is shown and recorded changes nothing."""
     with collector() as spans:
         with running_stack(ORACLE, [*SMALL, "--page-text", *flags(tmp_path, spans.url)]) as stack:
-            stats = asyncio.run(watched_load(stack.target, tmp_path))
+            stats = asyncio.run(watched_load(stack.manager, tmp_path))
             assert stack.manager.stop() == 0
             assert " error " not in stack.manager.tail(1000)
         assert stats.swap_preemptions_total > 0
