@@ -4,7 +4,7 @@
 # Usage: scripts/gen_stubs.sh [--check]
 #
 # The generator is older than the runtime on purpose: code from grpcio-tools 1.66 (protobuf 5.27) loads on every runtime
-# from 5.29 on, while newer generators refuse older runtimes. It lives in a virtual environment of its own, because it
+# from 5.29 on, while newer generators refuse older runtimes. A virtual environment of its own keeps it apart, because it
 # would drag the product's protobuf down with it. Needs Python 3.11, 3.12 or 3.13 (PYTHON=...): this grpcio-tools has
 # no wheels for later ones.
 set -euo pipefail

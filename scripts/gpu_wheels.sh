@@ -3,7 +3,7 @@
 #
 # Usage: scripts/gpu_wheels.sh [DIR]          (default build/gpu-wheels, which git ignores)
 #
-# That machine has Python 3.12 on x86-64 Linux and an image with torch 2.11.0+cu130, transformers 5.17.0, cupy-cuda13x,
+# The GPU machine has Python 3.12 on x86-64 Linux and an image with torch 2.11.0+cu130, transformers 5.17.0, cupy-cuda13x,
 # triton, numpy, grpcio (an older one perhaps), protobuf, tokenizers, safetensors, jinja2, msgpack, uvloop, aiohttp,
 # prometheus-client, requests, filelock, packaging, tqdm, nvidia-ml-py, ninja, pytest, hypothesis and nvcc 13.0. The
 # rest of what PageKV's processes and benchmarks import goes along; scripts/gpu_site.sh installs it there. Which packages
