@@ -55,7 +55,7 @@ async def every_call(engine: EngineLoop, bench: Bench) -> None:
         pass
     prompt = [7, 8, 9, 10, 11]
     assert await read(engine.submit(command("d", prompt))) == expect(prompt)
-    assert engine.unpin_prefix(engine.pin_prefix(prompt, CacheIdentity(), 60).pin_id)
+    assert engine.queries.unpin_prefix(engine.queries.pin_prefix(prompt, CacheIdentity(), 60).pin_id)
 
 
 @pytest.mark.parametrize("call", CALLS)
