@@ -12,6 +12,7 @@ from support.engine.engine_harness import Bench, command, expect, read, run
 from pagekv.common.errors import Overloaded
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import Observer, Observers
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 
 CALLS = [name for name in vars(Observer) if not name.startswith("_")]
 
@@ -52,6 +53,9 @@ async def every_call(engine: EngineLoop, bench: Bench) -> None:
     assert await read(refused) == expect([4, 5])
     while await long.take():
         pass
+    prompt = [7, 8, 9, 10, 11]
+    assert await read(engine.submit(command("d", prompt))) == expect(prompt)
+    assert engine.unpin_prefix(engine.pin_prefix(prompt, CacheIdentity(), 60).pin_id)
 
 
 @pytest.mark.parametrize("call", CALLS)
