@@ -173,7 +173,7 @@ class Manager:
         from pagekv.kvmanager.page.routes import Page
 
         hub = PageHub(self.engine)
-        self.engine.observers.add(hub.happenings)
+        self.engine.observers.add(hub.feed)
         return Page(self.engine, self._state, hub, show_text=self._config.observe.page_text).routes()
 
     async def _start_http(self) -> int:

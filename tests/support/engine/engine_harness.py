@@ -150,8 +150,8 @@ def run(
         assert not task.done(), task.exception()
         assert test.done(), "the test hangs"
         await test
-        engine.check_integrity()
-        assert engine.stats().active_blocks == 0
+        engine.queries.check_integrity()
+        assert engine.queries.stats().active_blocks == 0
         await engine.stop(1)
         await task
 

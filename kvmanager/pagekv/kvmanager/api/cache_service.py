@@ -43,15 +43,15 @@ class CacheService(pb_grpc.CacheServiceServicer):
     """Every answer is a snapshot between two steps. Errors are raised as `PageKVError`."""
 
     def __init__(self, engine: Engine, state: ServedModel) -> None:
-        self._engine = engine
+        self._queries = engine.queries
         self._state = state
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
-        return pb.GetStatsResponse(**asdict(self._engine.stats()))
+        return pb.GetStatsResponse(**asdict(self._queries.stats()))
 
     async def LookupPrefix(self, request: pb.LookupPrefixRequest, context: Any) -> pb.LookupPrefixResponse:
         prompt, identity = await self._read_prompt(request)
-        match = self._engine.lookup_prefix(prompt, identity)
+        match = self._queries.lookup_prefix(prompt, identity)
         return pb.LookupPrefixResponse(
             prompt_tokens=len(prompt),
             device_tokens=match.device_tokens,
@@ -66,7 +66,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
         num_blocks = -(-len(prompt) // self._state.served().model.block_size)
         if request.start >= num_blocks:
             raise InvalidRequest("start", f"must be from 0 to {num_blocks - 1} (the prompt), got {request.start}")
-        found = self._engine.explain_prefix(prompt, identity, request.start, request.limit or DEFAULT_EXPLANATIONS)
+        found = self._queries.explain_prefix(prompt, identity, request.start, request.limit or DEFAULT_EXPLANATIONS)
         return pb.ExplainPrefixResponse(
             blocks=map(_explanation, found.blocks),
             next_start=found.next_start,
@@ -76,12 +76,12 @@ class CacheService(pb_grpc.CacheServiceServicer):
 
     async def ListRequests(self, request: pb.ListRequestsRequest, context: Any) -> pb.ListRequestsResponse:
         _check_limit(request.limit)
-        views, total = self._engine.list_requests(request.limit or DEFAULT_REQUESTS)
+        views, total = self._queries.list_requests(request.limit or DEFAULT_REQUESTS)
         return pb.ListRequestsResponse(requests=[pb.RequestInfo(**asdict(view)) for view in views], total=total)
 
     async def GetBlockTable(self, request: pb.GetBlockTableRequest, context: Any) -> pb.GetBlockTableResponse:
         check_request_id("request_id", request.request_id)
-        views = self._engine.block_tables(request.request_id)
+        views = self._queries.block_tables(request.request_id)
         if views is None:
             raise NotFound(f"no request {request.request_id!r} is running or waiting")
         return pb.GetBlockTableResponse(
@@ -105,7 +105,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
         _check_limit(request.limit)
         if request.state not in _STATES:
             raise InvalidRequest("state", f"must be from 0 to {len(_STATES) - 1}, got {request.state}")
-        blocks, next_start = self._engine.list_blocks(
+        blocks, next_start = self._queries.list_blocks(
             request.start, request.limit or DEFAULT_BLOCKS, _STATES[request.state]
         )
         return pb.ListBlocksResponse(blocks=map(_block_info, blocks), next_start=next_start)
@@ -115,7 +115,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
         if not MIN_LEASE_S <= lease <= MAX_LEASE_S:
             raise InvalidRequest("lease_seconds", f"must be from {MIN_LEASE_S} to {MAX_LEASE_S}, got {lease}")
         prompt, identity = await self._read_prompt(request)
-        pin = self._engine.pin_prefix(prompt, identity, lease)
+        pin = self._queries.pin_prefix(prompt, identity, lease)
         return pb.PinPrefixResponse(pin_id=pin.pin_id, pinned_tokens=pin.pinned_tokens)
 
     async def UnpinPrefix(self, request: pb.UnpinPrefixRequest, context: Any) -> pb.UnpinPrefixResponse:
@@ -123,16 +123,16 @@ class CacheService(pb_grpc.CacheServiceServicer):
             raise InvalidRequest(
                 "pin_id", f"must be from 1 to {MAX_PIN_ID_CHARACTERS} characters, has {len(request.pin_id)}"
             )
-        return pb.UnpinPrefixResponse(unpinned_tokens=self._engine.unpin_prefix(request.pin_id))
+        return pb.UnpinPrefixResponse(unpinned_tokens=self._queries.unpin_prefix(request.pin_id))
 
     async def ResetPrefixCache(self, request: pb.ResetPrefixCacheRequest, context: Any) -> pb.ResetPrefixCacheResponse:
-        reset = self._engine.reset_prefix_cache(request.force)
+        reset = self._queries.reset_prefix_cache(request.force)
         if reset is None:
             raise FailedPrecondition("running requests or pins hold blocks: wait for them to end, or use force")
         return pb.ResetPrefixCacheResponse(**asdict(reset))
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
-        watch = self._engine.watch_events()
+        watch = self._queries.watch_events()
         # Also called when the call is cancelled while a message is being written, where no `finally` here would run.
         context.add_done_callback(lambda _: watch.close())
         with_tokens, sequence = not request.omit_token_ids, count(1)

@@ -89,7 +89,7 @@ class GenerateCall:
         if news.finish is not None:
             self._open.discard(delta.index)
             if delta.finish is None and self._stream is not None:
-                self._engine.stop_sequence(self._stream, delta.index)
+                self._engine.finish_sequence(self._stream, delta.index)
         if (news.token_ids or news.text) and not self._only_complete:
             yield self._chunk(delta, output, news)
         if news.finish is not None:
@@ -99,7 +99,7 @@ class GenerateCall:
         """Aborts the request if the engine still generates for it. Idempotent."""
         self._open.clear()
         if self._stream is not None:
-            self._engine.leave(self._stream)
+            self._engine.release(self._stream)
         # gRPC keeps its done callbacks in a reference cycle: all this would stay until the garbage collector comes.
         self._stream = None
         self._outputs.clear()

@@ -30,7 +30,7 @@ from pagekv.kvmanager.scheduling.step_plan import Admitted
 
 
 class CacheAdmin:
-    """Owned by the engine loop, which calls `adopt` for each pool and `border` after each step it plans or commits."""
+    """Owned by the engine loop, which calls `adopt` for each pool and `step_boundary` after planning or committing."""
 
     def __init__(
         self,
@@ -63,12 +63,12 @@ class CacheAdmin:
         self._arm()
         self.log.attach(pool.table, host)
 
-    def border(self, step: int) -> None:
-        """`step` steps are completed, and the table is consistent."""
+    def step_boundary(self, step: int) -> None:
+        """The table is consistent, with `step` steps completed."""
         self.log.step_boundary(step)
 
-    def end(self, error: Exception) -> None:
-        """Tells every watcher that it is over; no lease ends any more."""
+    def close(self, error: Exception) -> None:
+        """Ends every watch with `error`; no lease ends any more."""
         self.log.end_watches(error)
         if self._timer is not None:
             self._timer.cancel()
@@ -176,7 +176,7 @@ class CacheAdmin:
         """
         if not force and self.pool.num_active:
             return None
-        # Watchers are told at the next border, which must not wait for a step.
+        # Watchers are told at the next step boundary, which must not wait for a step.
         self._wake()
         if not force:
             return ResetCounts(scheduler.clear_prefix_cache())

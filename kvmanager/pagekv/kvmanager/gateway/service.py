@@ -93,7 +93,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         )
 
     async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Any) -> vllm.GetServerInfoResponse:
-        model, stats = self._state.served().model, self._engine.stats()
+        model, stats = self._state.served().model, self._engine.queries.stats()
         return vllm.GetServerInfoResponse(
             active_requests=stats.running_sequences + stats.waiting_sequences,
             uptime_seconds=time.monotonic() - self._started,
@@ -103,7 +103,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         )
 
     async def GetLoads(self, request: vllm.GetLoadsRequest, context: Any) -> vllm.GetLoadsResponse:
-        stats = self._engine.stats()
+        stats = self._engine.queries.stats()
         load = vllm.SchedulerLoad(
             num_running_reqs=stats.running_sequences,
             num_waiting_reqs=stats.waiting_sequences,
@@ -148,11 +148,11 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         if not 0 <= request.timeout_s <= MAX_FLUSH_S:
             raise InvalidRequest("timeout_s", f"must be from 0 to {MAX_FLUSH_S:g}, got {request.timeout_s}")
         deadline = time.monotonic() + request.timeout_s
-        reset = self._engine.reset_prefix_cache(force=False)
+        reset = self._engine.queries.reset_prefix_cache(force=False)
         # Nothing tells when the last block is let go.
         while reset is None and time.monotonic() < deadline:
             await asyncio.sleep(FLUSH_STEP_S)
-            reset = self._engine.reset_prefix_cache(force=False)
+            reset = self._engine.queries.reset_prefix_cache(force=False)
         if reset is None:
             return common.FlushCacheResponse(message="blocks are in use by requests or pins; nothing was changed")
         return common.FlushCacheResponse(success=True, message=f"{reset.removed_blocks} blocks left the prefix cache")
@@ -171,7 +171,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
 
     async def SubscribeKvEvents(self, request: common.SubscribeKvEventsRequest, context: Any) -> None:
         # Nothing of the past is kept, so every subscription begins with the whole table, wherever it wants to go on.
-        watch = self._engine.watch_events()
+        watch = self._engine.queries.watch_events()
         context.add_done_callback(lambda _: watch.close())
         events = KvEvents(self._root, self._told_model().block_size)
         await context.write(events.begin())

@@ -65,7 +65,7 @@ class Row:
     unbounded: bool
     requests: int
     hit_blocks: int
-    # Blocks that count: full prompt blocks, in cache mode partial last ones too (see README.md).
+    # Blocks that count: full prompt blocks, in cache mode partial last ones too (docs/cli.md).
     prompt_blocks: int
     hit_tokens: int
     prompt_tokens: int

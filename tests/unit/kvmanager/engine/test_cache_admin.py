@@ -122,7 +122,7 @@ class History:
         """What is true after every step planned or committed, and whatever the services did in between."""
         driver, admin = self.driver, self.driver.admin
         self.steps += 1
-        admin.border(self.steps)
+        admin.step_boundary(self.steps)
         driver.check()
         table = table_of(driver.pool)
         for reader in self.readers:

@@ -26,6 +26,7 @@ from pagekv.common.errors import FellBehind, LimitExceeded, Unavailable
 from pagekv.common.logs import Log
 from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.kvmanager.engine.observer import Observer
+from pagekv.kvmanager.engine.queries import EngineQueries
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 from pagekv.kvmanager.observe.kv_events.extra_keys import EventIdentities
 from pagekv.kvmanager.observe.kv_events.vllm_format import Events, KvEventFormat, pack
@@ -60,7 +61,8 @@ class WatchedEngine(Protocol):
 
     async def wait_ready(self) -> EngineInfo: ...
 
-    def watch_events(self) -> TableWatch: ...
+    @property
+    def queries(self) -> EngineQueries: ...
 
 
 class KvEventPublisher(Observer):
@@ -132,7 +134,7 @@ class KvEventPublisher(Observer):
             await engine.wait_ready()
             while True:
                 try:
-                    watch = engine.watch_events()
+                    watch = engine.queries.watch_events()
                     try:
                         await self._follow(watch)
                     finally:

@@ -37,7 +37,7 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         model = self._engine.model
         try:
-            stats = self._engine.stats()
+            stats = self._engine.queries.stats()
         except Unavailable:
             stats = None
         attached = stats is not None and stats.executor_attached

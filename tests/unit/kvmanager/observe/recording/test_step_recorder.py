@@ -114,24 +114,24 @@ async def busy(engine: EngineLoop, bench: Bench) -> None:
         while len(bench.plans) < enough:  # noqa: ASYNC110  # looks at every turn of the loop
             await asyncio.sleep(0)
         engine.abort(f"{part}-gone")
-        engine.stop_sequence(stopped, 1)
+        engine.finish_sequence(stopped, 1)
         if part:
             assert bench.link is not None
             bench.link.lose()
             await until(lambda: len(bench.attaches) == 2)
         else:
-            engine.reset_prefix_cache(force=True)
+            engine.queries.reset_prefix_cache(force=True)
         engine.abort(f"{part}-stopped")
         assert [await read(stream) for stream in streams] == [expect(prompt, 12) for prompt in prompts]
         # Of the stopped one nothing more is told.
         for stream in (several, beams, gone):
             await read(stream)
         await read(engine.submit(command("again", EIGHT, 1)))
-        pin = engine.pin_prefix(EIGHT, CacheIdentity(), 60)
+        pin = engine.queries.pin_prefix(EIGHT, CacheIdentity(), 60)
         assert pin.pinned_tokens == 8
         await read(engine.submit(command("beside", [40, 41, 42], 20)))
-        engine.unpin_prefix(pin.pin_id)
-    stats = engine.stats()
+        engine.queries.unpin_prefix(pin.pin_id)
+    stats = engine.queries.stats()
     assert min(stats.preemptions_total, stats.swapped_out_blocks_total, stats.written_back_blocks_total) > 0
 
 
