@@ -1,4 +1,4 @@
-"""Whoever watches the engine: one that breaks is logged and dropped, and serving goes on for the others."""
+"""An observer that breaks is logged and dropped, and serving goes on for the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CALLS = [name for name in vars(Observer) if not name.startswith("_")]
 
 
 class Listing(Observer):
-    """Notes what it is told."""
+    """Lists its calls."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
