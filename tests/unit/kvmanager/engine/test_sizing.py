@@ -11,18 +11,18 @@ from support.engine.engine_harness import DESCRIPTION, Bench, Link, command, con
 from pagekv.kvmanager.engine import loop as engine_loop
 from pagekv.kvmanager.engine.executor_client import AttachRefused
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.engine.sizing import plan_deployment
+from pagekv.kvmanager.engine.sizing import size_model
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
 
 def test_the_host_pool_is_as_large_as_flag_and_executor_allow(monkeypatch: pytest.MonkeyPatch) -> None:
     with_host = replace(DESCRIPTION, host_kv_bytes=24)
     swap = replace(config().limits, swap=SwapPolicy("swap"))
-    assert plan_deployment(with_host, config(limits=swap)).num_host_blocks == 24
-    assert plan_deployment(with_host, config(limits=swap, num_host_blocks=9)).num_host_blocks == 9
-    assert plan_deployment(with_host, config(limits=replace(swap, swap=SwapPolicy("recompute")))).num_host_blocks == 0
+    assert size_model(with_host, config(limits=swap)).num_host_blocks == 24
+    assert size_model(with_host, config(limits=swap, num_host_blocks=9)).num_host_blocks == 9
+    assert size_model(with_host, config(limits=replace(swap, swap=SwapPolicy("recompute")))).num_host_blocks == 0
     with pytest.raises(AttachRefused, match=r"--num-host-blocks 25 needs 25 bytes .* allows 24: at most 24 blocks"):
-        plan_deployment(with_host, config(limits=swap, num_host_blocks=25))
+        size_model(with_host, config(limits=swap, num_host_blocks=25))
 
 
 def test_an_executor_that_comes_back_smaller_gets_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:

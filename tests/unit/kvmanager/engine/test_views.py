@@ -27,6 +27,13 @@ def test_a_view_has_the_fields_of_its_message(view: Any, message: Any, others: s
     assert {field.name for field in message.DESCRIPTOR.fields} == named | others
 
 
+def test_by_name_copies_no_lists() -> None:
+    blocks = [1, 2]
+    found = views.by_name(views.PrefixMatch(8, 4, blocks))
+    assert found == {"device_tokens": 8, "host_tokens": 4, "block_ids": [1, 2], "partial_tokens": 0}
+    assert found["block_ids"] is blocks
+
+
 def test_every_outcome_of_a_lookup_has_its_number() -> None:
     names = {f"BLOCK_OUTCOME_{outcome.name}" for outcome in views.BlockOutcome}
     assert names == set(pb.BlockOutcome.keys()) - {"BLOCK_OUTCOME_UNSPECIFIED"}
