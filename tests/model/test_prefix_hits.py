@@ -122,7 +122,9 @@ def test_what_is_computed_again_is_as_young_as_its_latest_copy(
 @quick
 @given(history=turns, block_size=block_sizes, partial=st.booleans(), spare=st.integers(0, 12))
 def test_eviction_costs_hits_and_no_token(history: list[Turn], block_size: int, partial: bool, spare: int) -> None:
-    """Blocks that are computed again change no output, and full hits are at most those of an endless memory. With hits on parts of blocks less than a block more."""
+    """Blocks that are computed again change no output, and full hits are at most those of an endless memory. With hits
+    on parts of blocks the bound is less than a block higher.
+    """
     played = prompts(history, one_of_its_own=False)
     capacity = max(blocks_of(*turn, block_size) for turn in played) + spare
     driver = Driver(capacity, block_size, vocab=VOCAB, partial_hits=partial)
