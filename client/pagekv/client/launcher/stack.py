@@ -74,7 +74,6 @@ class Child:
     """One process and the end of its log. States: running → ended."""
 
     name: str
-    target: str
     popen: subprocess.Popen[str]
     # Whether it serves now.
     ready: Callable[[], bool]
@@ -194,7 +193,7 @@ class Stack:
     def _spawn_server(self, role: str, pair: int, target: str, command: Sequence[str], args: Sequence[str]) -> None:
         name = self._name(role, pair)
         addresses = ["--listen", target, "--port-file", str(self._port_file(name))]
-        self._spawn(name, target, [*command, *addresses, *args], partial(_serves, target))
+        self._spawn(name, [*command, *addresses, *args], partial(_serves, target))
 
     def _port_file(self, name: str) -> Path:
         return Path(self._directory.name) / name
@@ -207,7 +206,7 @@ class Stack:
             raise StackError("the gateway needs a tokenizer: serve a model that has one, or name one with --tokenizer")
         args = gateway_args(config, self.gateway_target, self.gateway_metrics_target, self.targets)
         ready = partial(serves, self.gateway_target, len(self.targets))
-        self._spawn("gateway", self.gateway_target, [*config.command, *args], ready)
+        self._spawn("gateway", [*config.command, *args], ready)
 
     def wait_ready(
         self, timeout_s: float, stop: threading.Event | None = None, on_wait: Callable[[str, float], None] | None = None
@@ -293,7 +292,7 @@ class Stack:
             if child.popen.poll() is None:
                 child.popen.kill()
 
-    def _spawn(self, name: str, target: str, command: Sequence[str], ready: Callable[[], bool]) -> None:
+    def _spawn(self, name: str, command: Sequence[str], ready: Callable[[], bool]) -> None:
         try:
             popen = subprocess.Popen(
                 command,
@@ -308,7 +307,7 @@ class Stack:
             )
         except OSError as error:
             raise StackError(f"cannot start the {name}: {error}") from error
-        child = Child(name, target, popen, ready, self._port_file(name))
+        child = Child(name, popen, ready, self._port_file(name))
         child.reader = threading.Thread(target=self._read, args=(child,), name=f"{name}-log", daemon=True)
         child.reader.start()
         self.children.append(child)
