@@ -95,8 +95,8 @@ async def record_steps(engine: EngineLoop) -> AsyncIterator[None]:
 async def page(engine: EngineLoop) -> AsyncIterator[None]:
     """Open once, by somebody who reads whatever comes. When nobody looks, blocks have an age all the same."""
     hub = PageHub(engine)
-    engine.observers.add(hub.happenings)
-    viewer = hub.enter()
+    engine.observers.add(hub.feed)
+    viewer = hub.add_viewer()
 
     async def read() -> None:
         while True:
@@ -105,7 +105,7 @@ async def page(engine: EngineLoop) -> AsyncIterator[None]:
     reader = asyncio.create_task(read())
     yield
     reader.cancel()
-    hub.leave(viewer)
+    hub.remove_viewer(viewer)
 
 
 @asynccontextmanager

@@ -42,7 +42,7 @@ from pagekv.kvmanager.engine.observer import Observer, RequestEnd
 from pagekv.kvmanager.observe.metrics.prometheus import EngineCollector
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
-from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 

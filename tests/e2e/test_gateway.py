@@ -153,7 +153,7 @@ def test_structured_output_is_refused_and_not_ignored(api: openai.OpenAI) -> Non
 
 
 def test_what_the_gateway_itself_leaves_out(api: openai.OpenAI) -> None:
-    """The README's list of it. Should a later gateway pass one of these on, the list has to lose it."""
+    """The list of docs/deployment.md. Should a later gateway pass one of these on, the list has to lose it."""
     request: Any = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
     plain = api.completions.create(**request)
     biased = api.completions.create(**request, logit_bias={"5": 100})

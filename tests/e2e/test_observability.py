@@ -81,7 +81,7 @@ def prometheus(directory: Path, target: str) -> Iterator[str]:
     """Debian's, with our rules, scraping the target; the URL of its API."""
     program = shutil.which("prometheus")
     if program is None and "CI" not in os.environ:
-        pytest.skip("prometheus is not installed: Debian's package of this name has it")
+        pytest.skip("a scrape by Prometheus needs it: apt-get install prometheus")
     assert program is not None, "prometheus is not installed"
     config = {
         "global": {"scrape_interval": "200ms", "scrape_timeout": "200ms", "evaluation_interval": "200ms"},

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import pytest
 from support.clients.stack import running_executor
+from support.executor.expected_tokens import expected_tokens
 
-from pagekv.executor.oracle.backend import expected_tokens
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, SamplingParams
-from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 
 pytestmark = pytest.mark.e2e
 
@@ -107,10 +107,10 @@ def test_every_output_of_ten_thousand_random_requests_is_right() -> None:
             for command in commands:
                 await one(engine, random.Random(command.request_id), command, tally)
                 if number == 0:
-                    engine.check_integrity()
+                    engine.queries.check_integrity()
 
         await asyncio.gather(*(worker(number) for number in range(CONCURRENCY)))
-        engine.check_integrity()
+        engine.queries.check_integrity()
         await engine.stop(5)
         await loop
         return engine
@@ -128,7 +128,7 @@ def test_every_output_of_ten_thousand_random_requests_is_right() -> None:
         str(EOS),
     ]
     with running_executor(args) as executor:
-        stats = asyncio.run(run(executor.target)).stats()
+        stats = asyncio.run(run(executor.target)).queries.stats()
     print(f"\n{tally.completed} completed, {tally.cancelled} cancelled, {tally.tokens} tokens; {stats}")
     assert tally.completed + tally.cancelled == NUM_REQUESTS
     assert tally.cancelled > NUM_REQUESTS // 50

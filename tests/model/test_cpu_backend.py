@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.executor.cpu_driver import MODELS, Driver, prompts_of, reference, save_model
 
-from pagekv.executor.backend.interface import BlockCopies, CopyKind
+from pagekv.executor.backend.interface import BlockCopies, CopyDirection
 from pagekv.executor.cpu import CpuBackend
 from pagekv.executor.cpu import attention_plan as plan_module
 
@@ -97,7 +97,7 @@ def test_copy_on_write(case: Case) -> None:
     driver.step({owner.seq_id: 30}, [owner])
     driver.share(owner, other, 24)
     copy = driver.free.pop()
-    driver.backend.copy_blocks(BlockCopies(CopyKind.COPY, [owner.block_table[3]], [copy]))
+    driver.backend.copy_blocks(BlockCopies(CopyDirection.COPY, [owner.block_table[3]], [copy]))
     other.block_table.append(copy)
     other.computed_tokens = 27
     answers = [reference(case.model, base, NEW), reference(case.model, prompt, NEW)]

@@ -87,7 +87,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def _refuse_idle_flags(self, args: argparse.Namespace, argv: Sequence[str] | None) -> None:
         """Judges the command line alone: a variable may be set for many commands, and some have no use for it."""
-        # What is not on the command line keeps the value it has.
+        # A flag that is not on the command line keeps this value.
         before = argparse.Namespace(**{action.dest: _NOT_GIVEN for action in self._actions})
         given = vars(self.parse_args(argv, before))
         for name, other in self._needs.items():
@@ -150,18 +150,17 @@ def declarations(config: type[Any], group: str = "") -> Iterator[Declaration]:
             yield from declarations(cast("type[Any]", each.default_factory), each.metadata[_GROUP])
 
 
-def add_flags(parser: FlagParser, config: type[Any]) -> None:
-    """Adds every flag that `config` declares."""
+def add_flags(parser: FlagParser, config: type[Any], group: str = "") -> None:
+    """Adds every flag that `config` declares, to a group of the title `group` if there is one."""
     groups: dict[str, argparse._ArgumentGroup] = {}
-    for each in declarations(config):
+    for each in declarations(config, group):
         if each.group and each.group not in groups:
             groups[each.group] = parser.add_argument_group(each.group)
         parser.flag(each.name, each.help, default=each.default, group=groups.get(each.group), **each.arguments)
 
 
-def from_args(config: type[T], args: argparse.Namespace) -> T:
-    """A `config` of what was parsed; fields without a flag keep their defaults."""
-    values: dict[str, Any] = {}
+def from_args(config: type[T], args: argparse.Namespace, **values: Any) -> T:
+    """A `config` of what was parsed; fields without a flag have the value given here, or their default."""
     for each in fields(cast("Any", config)):
         if _FLAG in each.metadata:
             name, _, _, make, _ = each.metadata[_FLAG]

@@ -1,6 +1,6 @@
-"""Takes the README's pictures of the live page: a stack with an oracle backend under a small steady load, in Chromium.
+"""Takes the documents' pictures of the live page: an oracle stack under a small steady load, in Chromium.
 
-python tests/support/browser/page_screenshots.py [DIRECTORY]          # kvmanager/screenshots by default
+python tests/support/browser/page_screenshots.py [DIRECTORY]          # docs/screenshots by default
 """
 
 from __future__ import annotations
@@ -118,4 +118,4 @@ def take(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    take(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "kvmanager" / "screenshots")
+    take(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "screenshots")

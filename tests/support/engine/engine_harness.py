@@ -19,7 +19,7 @@ from pagekv.kvmanager.engine.observer import Observer
 from pagekv.kvmanager.engine.recovery import Fault
 from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.stream import RequestStream
-from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 
 VOCAB = 50
@@ -150,8 +150,8 @@ def run(
         assert not task.done(), task.exception()
         assert test.done(), "the test hangs"
         await test
-        engine.check_integrity()
-        assert engine.stats().active_blocks == 0
+        engine.queries.check_integrity()
+        assert engine.queries.stats().active_blocks == 0
         await engine.stop(1)
         await task
 

@@ -7,7 +7,7 @@ import pytest
 from pagekv.kvmanager.config import ManagerConfig, parse_config
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.observe.flags import ObserveConfig
-from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
 DEFAULTS = ManagerConfig(

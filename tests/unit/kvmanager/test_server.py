@@ -96,7 +96,7 @@ def model(directory: Path, fingerprint: str = "1", vocab_size: int = 500) -> Eng
 
 def attach(engine: EngineLoop, info: EngineInfo) -> None:
     """As if an executor with this model had been attached."""
-    engine._model = info
+    engine._state.model = info
     engine._on_attached(True)
 
 

@@ -97,7 +97,7 @@ def test_seeded_output_survives_batches_chunks_and_preemption(llama: Path) -> No
         Sampling(temperature=1.0, seed=1),
         Sampling(temperature=1.5, top_k=20, top_p=0.9, seed=2, sequence_index=1),
         Sampling(temperature=0.7, min_p=0.02, repetition_penalty=1.2, seed=3),
-        Sampling(presence_penalty=0.5, frequency_penalty=0.3, logit_bias={7: 3.0}),
+        Sampling(presence_penalty=0.5, frequency_penalty=0.3, bias_token_ids=(7,), biases=(3.0,)),
     ]
     states = [driver.sequence(prompt, sampling=kind) for prompt, kind in zip(prompts, kinds, strict=True)]
     driver.generate(states, 8)

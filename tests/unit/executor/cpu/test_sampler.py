@@ -10,9 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.executor.samplings import samplings
 
 from pagekv.executor.backend.interface import Sampling, SequenceState
-from pagekv.executor.cpu.sampler import draw, filtered_weights, sample, uniform
+from pagekv.executor.backend.sampling import uniform
+from pagekv.executor.cpu.sampler import draw, filtered_weights, sample
 
 VOCAB = 12
 
@@ -25,7 +27,7 @@ def twin(row: list[float], state: SequenceState) -> int:
     """What the sampler should choose, one rule after another in plain Python."""
     sampling, outputs = state.sampling, state.token_ids[state.num_prompt_tokens :]
     logits = list(row)
-    for token_id, bias in sampling.logit_bias.items():
+    for token_id, bias in zip(sampling.bias_token_ids, sampling.biases, strict=True):
         logits[token_id] += bias
     if len(outputs) < sampling.min_tokens and len(set(sampling.banned_until_min)) < len(logits):
         for token_id in sampling.banned_until_min:
@@ -66,25 +68,10 @@ def twin(row: list[float], state: SequenceState) -> int:
 logit = st.one_of(st.sampled_from([-2.0, 0.0, 0.5, 0.5, 3.0]), st.floats(-20, 20, width=32))
 rows = st.lists(logit, min_size=VOCAB, max_size=VOCAB)
 token = st.integers(0, VOCAB - 1)
-samplings = st.builds(
-    Sampling,
-    temperature=st.sampled_from([0.0, 1e-6, 0.3, 1.0, 2.5, 100.0]),
-    top_p=st.one_of(st.just(1.0), st.floats(1e-6, 1.0)),
-    top_k=st.integers(0, VOCAB),
-    min_p=st.one_of(st.just(0.0), st.floats(0, 1)),
-    repetition_penalty=st.sampled_from([1.0, 0.5, 1.3, 10.0]),
-    presence_penalty=st.sampled_from([0.0, 0.7, -2.0]),
-    frequency_penalty=st.sampled_from([0.0, 0.4, -1.0]),
-    seed=st.integers(0, 2**64 - 1),
-    sequence_index=st.integers(0, 63),
-    min_tokens=st.integers(0, 4),
-    banned_until_min=st.lists(token, max_size=3).map(tuple),
-    logit_bias=st.dictionaries(token, st.sampled_from([-100.0, -1.0, 2.0, 100.0]), max_size=3),
-    logprobs=st.sampled_from([None, 0, 3, 128]),
-)
+anything = samplings(VOCAB, temperature=st.sampled_from([0.0, 1e-6, 0.3, 1.0, 2.5, 100.0]))
 
 
-@given(row=rows, sampling=samplings, tokens=st.lists(token, min_size=1, max_size=9), data=st.data())
+@given(row=rows, sampling=anything, tokens=st.lists(token, min_size=1, max_size=9), data=st.data())
 @settings(max_examples=400, deadline=None)
 def test_chooses_what_the_twin_chooses(
     row: list[float], sampling: Sampling, tokens: list[int], data: st.DataObject
@@ -95,7 +82,7 @@ def test_chooses_what_the_twin_chooses(
     assert (sampled.logprob is None) == (sampling.logprobs is None)
 
 
-@given(row=rows, sampling=samplings)
+@given(row=rows, sampling=anything)
 @settings(max_examples=100, deadline=None)
 def test_log_probabilities_are_of_the_raw_logits(row: list[float], sampling: Sampling) -> None:
     state = state_of(sampling, [1, 2, 3], 2)
@@ -110,7 +97,7 @@ def test_log_probabilities_are_of_the_raw_logits(row: list[float], sampling: Sam
     assert [logprob for _, logprob in sampled.top] == pytest.approx([expected[i] for i in ranked], abs=1e-9)
 
 
-@given(row=rows, others=st.lists(rows, max_size=3), sampling=samplings, at=st.integers(0, 3))
+@given(row=rows, others=st.lists(rows, max_size=3), sampling=anything, at=st.integers(0, 3))
 @settings(max_examples=100, deadline=None)
 def test_neighbours_change_nothing(row: list[float], others: list[list[float]], sampling: Sampling, at: int) -> None:
     state = state_of(sampling, [4, 4, 5], 1)

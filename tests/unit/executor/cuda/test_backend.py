@@ -15,14 +15,14 @@ from support.executor.cuda_host import HostDevice, host_backend, save_small_mode
 from support.executor.executor_steps import new_sequence
 
 from pagekv.common.errors import OutOfMemory
-from pagekv.executor.backend.interface import BlockCopies, CopyKind, Sampling, Scheduled, SequenceState
+from pagekv.executor.backend.interface import BlockCopies, CopyDirection, Sampling, Scheduled, SequenceState
 from pagekv.executor.backend.layout import LAYOUT
 from pagekv.executor.config import parse_config
 from pagekv.executor.cuda.backend import CudaBackend
 from pagekv.executor.cuda.kernel_attention import KernelAttention
 from pagekv.executor.server import load_backend
 from pagekv.executor.session.epoch import Epoch
-from pagekv.executor.session.step import Step, StepSampling
+from pagekv.executor.session.step import Step
 from pagekv.executor.session.step_check import EpochLimits
 from pagekv.kernels.variants import UnsupportedVariant
 
@@ -167,9 +167,9 @@ def test_every_way_of_copying(llama: Path) -> None:
     pools = backend.cache
     for block in range(6):
         pools.device[block] = block
-    backend.copy_blocks(BlockCopies(CopyKind.SWAP_OUT, [5, 2, 3], [0, 2, 3]))
-    backend.copy_blocks(BlockCopies(CopyKind.COPY, [0, 1], [3, 2]))
-    backend.copy_blocks(BlockCopies(CopyKind.SWAP_IN, [0, 3], [0, 5]))
+    backend.copy_blocks(BlockCopies(CopyDirection.SWAP_OUT, [5, 2, 3], [0, 2, 3]))
+    backend.copy_blocks(BlockCopies(CopyDirection.COPY, [0, 1], [3, 2]))
+    backend.copy_blocks(BlockCopies(CopyDirection.SWAP_IN, [0, 3], [0, 5]))
     assert [set(pools.device[block].flatten().tolist()) for block in range(6)] == [{5}, {1}, {1}, {0}, {4}, {3}]
     backend.allocate(2, 6, 0)
     assert device.pinned_bytes == 0
@@ -185,7 +185,7 @@ def test_steps_of_an_epoch_launched_ahead(llama: Path) -> None:
     outputs = []
     step = 0
     for prompt in prompts:
-        sampling = StepSampling(frequency_penalty=0.5)
+        sampling = Sampling(frequency_penalty=0.5)
         entering = new_sequence(3, prompt, [1, 2, 3], sampling=sampling)
         steps = [
             Step(
@@ -344,6 +344,6 @@ def test_graphs_leave_their_logits_in_one_buffer(llama: Path) -> None:
     for count in (1, 2):
         states = [driver.sequence(prompt) for prompt in prompts_of([3, 4][:count])]
         driver.generate(states, 4)
-        backend.forget(states)
+        backend.finish(states)
     assert len(returned) == 2
     assert set(returned) == {backend.runner._graph_logits.data_ptr()}

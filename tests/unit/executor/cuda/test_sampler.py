@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.executor.samplings import samplings
 
 from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Sampled, Sampling, SequenceState
 from pagekv.executor.cpu import sampler as cpu_sampler
@@ -49,25 +50,6 @@ class DeviceSampler:
         return [tokens[state.seq_id] for state in states]
 
 
-token = st.integers(0, VOCAB - 1)
-samplings = st.builds(
-    Sampling,
-    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5, 100.0]),
-    top_p=st.one_of(st.just(1.0), st.floats(1e-6, 1.0)),
-    top_k=st.integers(0, VOCAB),
-    min_p=st.one_of(st.just(0.0), st.floats(0, 1)),
-    repetition_penalty=st.sampled_from([1.0, 0.5, 1.3, 10.0]),
-    presence_penalty=st.sampled_from([0.0, 0.7, -2.0]),
-    frequency_penalty=st.sampled_from([0.0, 0.4, -1.0]),
-    seed=st.integers(0, 2**64 - 1),
-    sequence_index=st.integers(0, 63),
-    min_tokens=st.integers(0, 4),
-    banned_until_min=st.lists(token, max_size=3).map(tuple),
-    logit_bias=st.dictionaries(token, st.sampled_from([-100.0, -1.0, 2.0, 100.0]), max_size=3),
-    logprobs=st.sampled_from([None, 0, 3, 128]),
-)
-
-
 def agree(mine: Sequence[Sampled], theirs: Sequence[Sampled]) -> None:
     assert [one.token_id for one in mine] == [one.token_id for one in theirs]
     for one, other in zip(mine, theirs, strict=True):
@@ -76,7 +58,7 @@ def agree(mine: Sequence[Sampled], theirs: Sequence[Sampled]) -> None:
         assert one.logprob == (other.logprob if other.logprob is None else pytest.approx(other.logprob, abs=1e-12))
 
 
-@given(kinds=st.lists(samplings, min_size=1, max_size=6), seed=st.integers(0, 2**32))
+@given(kinds=st.lists(samplings(VOCAB), min_size=1, max_size=6), seed=st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None)
 def test_chooses_what_the_cpu_sampler_chooses(kinds: list[Sampling], seed: int) -> None:
     """Over four steps. Random logits: where a sum meets a bound exactly, the last bit of `exp` would decide."""
@@ -154,7 +136,7 @@ def test_a_row_of_the_table_begins_anew_for_the_next_sequence() -> None:
         state = SequenceState(seq_id, [0], 1, [], 0, sampling)
         # Token 0 of the prompt is no output; then 0 was, and 1 is the first of the best.
         assert [device.sample(logits, [state])[0].token_id for _ in range(2)] == [0, 1]
-        device.live.forget([state])
+        device.live.remove([state])
     assert len(device.table.outputs) == 4
 
 

@@ -1,4 +1,4 @@
-"""What the host prepares for a step: handles, tables, tokens; sizes of graphs; runs of copied blocks."""
+"""What the host prepares for a step: indices, tables, tokens; sizes of graphs; runs of copied blocks."""
 
 from __future__ import annotations
 
@@ -39,39 +39,39 @@ def test_rows_of_a_mixed_step() -> None:
     assert batch.block_tables[:, 0].tolist() == [7, 5, 9]
     # A prompt's token is none of the decode kernel's, however it came to be alone.
     assert batch.decodes.tolist() == [False, True, False]
-    assert inputs.handles.tolist() == [0, 0, 0, 1, 2]
+    assert inputs.device_indices.tolist() == [0, 0, 0, 1, 2]
     assert [entry.state.seq_id for entry in inputs.sampling] == [2, 3]
-    assert (inputs.sampled_rows.tolist(), inputs.sampled_handles.tolist()) == ([3, 4], [1, 2])
+    assert (inputs.sampled_rows.tolist(), inputs.sampled_indices.tolist()) == ([3, 4], [1, 2])
     assert not inputs.decodes_only
 
 
 def test_tables_follow_what_is_appended_and_other_lists() -> None:
     sequences = live()
     state = state_of(1, [1] * 40, 40, [4, 5])
-    assert sequences.tables(np.array([sequences.get(state).handle], np.int32), 2).tolist() == [[4, 5]]
+    assert sequences.tables(np.array([sequences.get(state).device_index], np.int32), 2).tolist() == [[4, 5]]
     state.block_table += [9, 6, 2]
-    handle = np.array([sequences.get(state).handle], np.int32)
-    assert sequences.tables(handle, 5).tolist() == [[4, 5, 9, 6, 2]]
+    index = np.array([sequences.get(state).device_index], np.int32)
+    assert sequences.tables(index, 5).tolist() == [[4, 5, 9, 6, 2]]
     state.block_table = [8]
     sequences.get(state)
-    assert sequences.tables(handle, 2).tolist() == [[8, NO_BLOCK]]
-    assert sequences.tables(handle, 50).shape == (1, 50)
+    assert sequences.tables(index, 2).tolist() == [[8, NO_BLOCK]]
+    assert sequences.tables(index, 50).shape == (1, 50)
 
 
-def test_handles_are_given_back_and_an_id_may_come_again() -> None:
+def test_device_indices_are_freed_and_an_id_may_come_again() -> None:
     sequences = live(2)
     first, second = state_of(1, [1], 1, [0]), state_of(2, [1], 1, [1])
-    handles = {sequences.get(first).handle, sequences.get(second).handle}
+    indices = {sequences.get(first).device_index, sequences.get(second).device_index}
     with pytest.raises(RuntimeError, match="more than 2 sequences"):
         sequences.get(state_of(3, [1], 1, [2]))
     # The same id as a sequence that left in the same step, before anybody said so.
     again = state_of(1, [2], 1, [3])
-    assert {sequences.get(again).handle, sequences.get(second).handle} == handles
-    sequences.forget([first])  # already replaced: nothing happens
-    assert sequences.get(again).handle in handles
-    sequences.forget([again, second])
-    assert {sequences.get(state_of(seq_id, [1], 1, [0])).handle for seq_id in (8, 9)} == handles
-    assert sequences.spare not in handles
+    assert {sequences.get(again).device_index, sequences.get(second).device_index} == indices
+    sequences.remove([first])  # already replaced: nothing happens
+    assert sequences.get(again).device_index in indices
+    sequences.remove([again, second])
+    assert {sequences.get(state_of(seq_id, [1], 1, [0])).device_index for seq_id in (8, 9)} == indices
+    assert sequences.spare not in indices
 
 
 @pytest.mark.parametrize(("start", "count"), [(1, 1), (1, 2)])

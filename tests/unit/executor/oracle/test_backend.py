@@ -7,8 +7,9 @@ import random
 import numpy as np
 import pytest
 from support.executor.executor_steps import VOCAB, World, memory_op, new_sequence
+from support.executor.expected_tokens import expected_tokens
 
-from pagekv.executor.backend.interface import CopyKind, SequenceState
+from pagekv.executor.backend.interface import CopyDirection, Sampling, SequenceState
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel, SlotError
 from pagekv.executor.oracle.reference import (
     EOS_ONE_IN,
@@ -17,14 +18,12 @@ from pagekv.executor.oracle.reference import (
     MASK,
     choose_token,
     choose_tokens,
-    expected_tokens,
     extend_chain,
     extend_chains,
     likeliest,
     mix,
     mix_all,
 )
-from pagekv.executor.session.step import StepSampling
 
 PROMPT = list(range(100, 110))
 
@@ -156,7 +155,7 @@ def test_banned_tokens_are_avoided_unless_all_are_banned() -> None:
 
 def test_min_tokens_reach_the_oracle_through_a_step() -> None:
     world = World()
-    sampling = StepSampling(min_tokens=5, banned_until_min=list(range(1, VOCAB)))
+    sampling = Sampling(min_tokens=5, banned_until_min=tuple(range(1, VOCAB)))
     new = new_sequence(1, PROMPT, [5, 9, 2, 8, 6], sampling=sampling)
     world.run(new_seqs=[new], scheduled_seqs=[1], scheduled_tokens=[10])
     assert decode(world, 1, 5)[:5] == [0] * 5
@@ -164,7 +163,7 @@ def test_min_tokens_reach_the_oracle_through_a_step() -> None:
 
 def test_logprobs_come_best_first() -> None:
     world = World()
-    new = new_sequence(1, PROMPT, [5, 9, 2], sampling=StepSampling(logprobs=3))
+    new = new_sequence(1, PROMPT, [5, 9, 2], sampling=Sampling(logprobs=3))
     sampled = world.run(new_seqs=[new], scheduled_seqs=[1], scheduled_tokens=[10]).sampled[1]
     assert sampled.logprob is not None
     assert sampled.logprob <= 0
@@ -236,14 +235,14 @@ def test_stale_slot_taken_by_another_sequence() -> None:
         world.run(scheduled_seqs=[2], scheduled_tokens=[0])
 
 
-@pytest.mark.parametrize("kind", [CopyKind.COPY, CopyKind.SWAP_IN])
-def test_copy_over_a_block_that_was_found_right_before(kind: CopyKind) -> None:
+@pytest.mark.parametrize("kind", [CopyDirection.COPY, CopyDirection.SWAP_IN])
+def test_copy_over_a_block_that_was_found_right_before(kind: CopyDirection) -> None:
     """Sequence 1 has decoded for a while, so its first block is not read in every step any more."""
     world = World()
     world.enter(1, PROMPT, [5, 9, 2, 8])
     world.enter(2, [7, 8, 9, 10], [12])
-    world.run(memory_ops=[memory_op(CopyKind.SWAP_OUT, [12], [3])], finished_seqs=[2])
-    source = 12 if kind is CopyKind.COPY else 3
+    world.run(memory_ops=[memory_op(CopyDirection.SWAP_OUT, [12], [3])], finished_seqs=[2])
+    source = 12 if kind is CopyDirection.COPY else 3
     with pytest.raises(SlotError, match=r"sequence 1 position 0 \(block 5 slot 0\): expected token 100 .*token 7"):
         world.run(memory_ops=[memory_op(kind, [source], [5])])
 
@@ -251,8 +250,8 @@ def test_copy_over_a_block_that_was_found_right_before(kind: CopyKind) -> None:
 def test_a_block_written_again_with_the_same_contents_is_still_right() -> None:
     world = World()
     world.enter(1, PROMPT, [5, 9, 2, 8])
-    world.run(memory_ops=[memory_op(CopyKind.SWAP_OUT, [5, 9], [7, 0])])
-    world.run(memory_ops=[memory_op(CopyKind.SWAP_IN, [7, 0], [5, 9])])
+    world.run(memory_ops=[memory_op(CopyDirection.SWAP_OUT, [5, 9], [7, 0])])
+    world.run(memory_ops=[memory_op(CopyDirection.SWAP_IN, [7, 0], [5, 9])])
     assert decode(world, 1, 1) == expected_tokens(PROMPT, 4, vocab_size=VOCAB, eos_token_ids=(0,), ignore_eos=True)
 
 
@@ -278,7 +277,7 @@ def test_copy_on_write_goes_on_like_the_original() -> None:
     world = World()
     world.enter(1, PROMPT, [5, 9, 2])
     world.run(
-        memory_ops=[memory_op(CopyKind.COPY, [2], [20])],
+        memory_ops=[memory_op(CopyDirection.COPY, [2], [20])],
         new_seqs=[new_sequence(2, PROMPT, [5, 9, 20], computed=9)],
         scheduled_seqs=[1],
         scheduled_tokens=[0],
@@ -291,11 +290,11 @@ def test_swap_out_and_in() -> None:
     world.enter(1, PROMPT, [5, 9, 2])
     output = decode(world, 1, 1)
     tokens = [*PROMPT, *output]
-    world.run(memory_ops=[memory_op(CopyKind.SWAP_OUT, [5, 9, 2], [7, 0, 3])], finished_seqs=[1])
+    world.run(memory_ops=[memory_op(CopyDirection.SWAP_OUT, [5, 9, 2], [7, 0, 3])], finished_seqs=[1])
     world.enter(3, [1] * 12, [5, 9, 2])  # the device blocks get other contents
     world.run(
         finished_seqs=[3],
-        memory_ops=[memory_op(CopyKind.SWAP_IN, [7, 0, 3], [21, 22, 23])],
+        memory_ops=[memory_op(CopyDirection.SWAP_IN, [7, 0, 3], [21, 22, 23])],
         new_seqs=[new_sequence(1, tokens, [21, 22, 23], computed=11, num_prompt_tokens=10)],
     )
     assert decode(world, 1, 0) == expected_tokens(PROMPT, 3, vocab_size=VOCAB, eos_token_ids=(0,), ignore_eos=True)
@@ -307,7 +306,7 @@ def test_a_copy_that_missed_a_block_is_found() -> None:
     with pytest.raises(SlotError, match=r"position 8 \(block 22 slot 0\).*nothing was ever written"):
         world.run(
             finished_seqs=[1],
-            memory_ops=[memory_op(CopyKind.COPY, [5, 9], [20, 21])],
+            memory_ops=[memory_op(CopyDirection.COPY, [5, 9], [20, 21])],
             new_seqs=[new_sequence(2, PROMPT, [20, 21, 22], computed=9)],
         )
 
@@ -363,7 +362,7 @@ def test_many_random_sequences_generate_what_is_expected(seed: int) -> None:
         while rng.random() < 0.7 and len(scheduled) < 32 and len(free) > 48:
             tokens = [rng.randrange(4) for _ in range(rng.randint(1, 20))]
             blocks = [free.pop() for _ in range(-(-len(tokens) // size))]
-            sampling = StepSampling(temperature=next_id % 2, seed=next_id, sequence_index=3)
+            sampling = Sampling(temperature=next_id % 2, seed=next_id, sequence_index=3)
             new.append(new_sequence(next_id, tokens, blocks, sampling=sampling))
             scheduled[next_id] = rng.randint(1, len(tokens))
             next_id += 1

@@ -25,7 +25,7 @@ def holders(request: LiveRequest) -> list[list[int]]:
 
 def all_running(driver: Driver, request: LiveRequest) -> None:
     """Until every sequence is at the executor, and then one step."""
-    while any(s.state is not RUNNING or s.handle < 0 for s in request.sequences):
+    while any(s.state is not RUNNING or s.seq_id < 0 for s in request.sequences):
         assert driver.step()
     driver.step()
 
@@ -266,7 +266,7 @@ def test_beams_need_one_slot_beside_a_long_stream() -> None:
     search = driver.submit(list(range(9)), max_tokens=12, n=4, beam_width=4)
     for _ in range(12):
         driver.step()
-    driver.scheduler._running.preempt(search.sequences[0])
+    driver.scheduler.preemption.preempt(search.sequences[0])
     assert len(search.sequences) == 4
     first, last = steps_until(driver, search, long)
     assert 0 < first < 100 < last
@@ -287,7 +287,7 @@ def test_another_takes_over_what_one_was_computing_for_all(gone: int) -> None:
     driver.scheduler.preempt_all()
     driver.step()
     driver.step()
-    assert [s.handle >= 0 for s in group.sequences] == [True, False, False, False]
+    assert [s.seq_id >= 0 for s in group.sequences] == [True, False, False, False]
     computed = driver.executor.computed_tokens
     driver.scheduler.finish(group.sequences[gone])
     driver.check()
@@ -401,13 +401,13 @@ def test_a_request_preempted_often_is_passed_over_while_another_can_be_found() -
     driver.step()
     third.sequences[0].preemptions = 2
     (needy,) = first.sequences
-    assert driver.scheduler._running.preempt_behind(needy)
+    assert driver.scheduler.preemption.preempt_behind(needy)
     assert second.sequences[0].state is WAITING
     assert third.sequences[0].state is RUNNING
     # With nobody else left it is the turn of the spared one.
-    assert driver.scheduler._running.preempt_behind(needy)
+    assert driver.scheduler.preemption.preempt_behind(needy)
     assert third.sequences[0].state is WAITING
-    assert not driver.scheduler._running.preempt_behind(needy)
+    assert not driver.scheduler.preemption.preempt_behind(needy)
     driver.drain()
     assert all(right(request) for request in (first, second, third))
 
@@ -420,7 +420,7 @@ def test_a_request_is_spared_for_what_any_of_its_sequences_went_through() -> Non
     all_running(driver, group)
     group.sequences[0].preemptions = 2
     assert [s.preemptions for s in group.sequences] == [2, 0, 0]
-    assert driver.scheduler._running.preempt_behind(first.sequences[0])
+    assert driver.scheduler.preemption.preempt_behind(first.sequences[0])
     assert other.sequences[0].state is WAITING
     assert all(s.state is RUNNING for s in group.sequences)
     driver.drain()

@@ -75,7 +75,7 @@ def test_what_the_device_has_evicted_comes_from_the_host() -> None:
     assert request.sequences[0].preemptions == 1
     counters = driver.scheduler.counters
     assert (counters.preemptions, counters.swap_preemptions) == (1, 1)
-    assert (counters.swaps.swapped_out, counters.swaps.swapped_in) == (3, 3)
+    assert (counters.swapped_out, counters.swapped_in) == (3, 3)
 
 
 def test_only_blocks_that_are_not_there_yet_are_copied() -> None:
@@ -102,7 +102,7 @@ def test_blocks_that_others_hold_stay_where_they_are() -> None:
     second = started(driver, [*shared, 30, 31, 32, 33, 34], steps=2, max_tokens=8)
     (victim,) = second.sequences
     assert victim.cached_tokens == 8
-    driver.scheduler._running.preempt(victim)
+    driver.scheduler.preemption.preempt(victim)
     assert victim.swapped is not None
     assert victim.swapped.blocks[:2] == [NO_BLOCK, NO_BLOCK]
     driver.drain()
@@ -195,7 +195,7 @@ def test_write_back_keeps_what_the_device_evicts() -> None:
     for start in (30, 60):
         driver.submit(list(range(start, start + 15)), max_tokens=1)
         driver.drain()
-    assert driver.scheduler.counters.swaps.written_back >= 3
+    assert driver.scheduler.counters.written_back >= 3
     again = driver.submit(list(range(12)), max_tokens=2)
     driver.drain()
     assert again.sequences[0].cached_tokens == 8
@@ -256,7 +256,7 @@ def test_auto_recomputes_where_nothing_was_measured() -> None:
 def swap_cost(driver: Driver, request: LiveRequest) -> tuple[int, int, int]:
     """Of all its sequences that hold blocks, as `auto` is asked: published first."""
     group = [s for s in request.sequences if s.state is SeqStatus.RUNNING]
-    tables = driver.scheduler._running.tables
+    tables = driver.scheduler._tables
     for sequence in group:
         tables.publish(sequence)
     return tables._swapper.cost(group)
@@ -304,8 +304,8 @@ def test_only_what_would_really_move_counts(
     driver = Driver(num_blocks=32, block_size=4, host_blocks=32, preemption="swap", depth=1)
     request = given(driver)
     assert swap_cost(driver, request) == cost
-    running = driver.scheduler._running
-    running.limits = replace(running.limits, swap=SwapPolicy("auto", block_bytes, 10, 10, 1))
-    running.preempt(request.sequences[0])
+    tables = driver.scheduler._tables
+    tables._limits = replace(tables._limits, swap=SwapPolicy("auto", block_bytes, 10, 10, 1))
+    driver.scheduler.preemption.preempt(request.sequences[0])
     assert (request.sequences[0].swapped is not None) is swaps
     driver.drain()

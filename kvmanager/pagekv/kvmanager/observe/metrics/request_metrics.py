@@ -1,4 +1,4 @@
-"""Times and sizes of requests and steps, as histograms. Names, buckets and meanings are those of METRICS.md.
+"""Times and sizes of requests and steps, as histograms. Names, buckets and meanings are those of docs/metrics.md.
 
 A step costs two observations of its own and one of its tokens together; Python work for a single sequence is done
 only when it enters, gets its first token, or ends.
@@ -32,14 +32,14 @@ INTER_TOKEN = (
 STEP = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 60)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000)
 
-# What became of each sequence; vLLM's words.
+# How a sequence ended, in vLLM's words.
 REASONS = ("stop", "length", "abort", "error")
 _REST = {RequestEnd.FINISHED: "stop", RequestEnd.ABORTED: "abort", RequestEnd.FAILED: "error"}
 
 
 @dataclass(slots=True)
 class _Progress:
-    """Of one request; seconds on the clock."""
+    """Times of one request, in seconds on the clock."""
 
     submitted: float
     scheduled: float | None = None
@@ -113,7 +113,7 @@ class RequestMetrics(Observer):
         progress = self._live.pop(request, None)
         if progress is None:
             return
-        # A stop string is found by the reader, and no step tells of it.
+        # A stop string is found by the reader of the stream, and no step reports it.
         self.finished[_REST[end]] += request.command.n - progress.ended
         if end is not RequestEnd.FINISHED:
             return

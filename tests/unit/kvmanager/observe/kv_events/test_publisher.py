@@ -91,7 +91,7 @@ class Subscriber:
 
 
 def device_hashes(engine: EngineLoop) -> set[int]:
-    blocks, _ = engine.list_blocks(0, 9999, None)
+    blocks, _ = engine.queries.list_blocks(0, 9999, None)
     return {short_hash(block.block_hash) for block in blocks if block.block_hash}
 
 
@@ -141,8 +141,8 @@ def test_a_subscriber_that_joins_late_and_asks_for_the_rest_holds_the_managers_t
             if subscriber.next:
                 break
             if number % 2:
-                engine.reset_prefix_cache(force=True)
-        engine.reset_prefix_cache(force=False)
+                engine.queries.reset_prefix_cache(force=True)
+        engine.queries.reset_prefix_cache(force=False)
         await work(engine)
         assert bench.link is not None
         bench.link.lose()
@@ -150,7 +150,7 @@ def test_a_subscriber_that_joins_late_and_asks_for_the_rest_holds_the_managers_t
         await work(engine)
         await until(lambda: set(subscriber.replica.blocks["GPU"]) == device_hashes(engine))
         assert device_hashes(engine)
-        assert engine.stats().evicted_blocks_total > 0
+        assert engine.queries.stats().evicted_blocks_total > 0
         assert deaf.next == 0
         for task in following:
             task.cancel()
@@ -238,8 +238,8 @@ def test_radixview_draws_the_managers_tree(monkeypatch: pytest.MonkeyPatch, tmp_
                 if tree.snapshot()["stats"]["blocks"]:
                     break
                 await work(engine, 1)
-                engine.reset_prefix_cache(force=True)
-            engine.reset_prefix_cache(force=False)
+                engine.queries.reset_prefix_cache(force=True)
+            engine.queries.reset_prefix_cache(force=False)
             await work(engine, 2)
             wanted = {str(number) for number in device_hashes(engine)}
 

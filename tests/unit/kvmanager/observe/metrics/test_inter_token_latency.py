@@ -29,7 +29,8 @@ def test_gaps_are_those_of_every_single_sequence(seed: int) -> None:
     latest: dict[Seq, float] = {}
     waiting: list[Seq] = []
     running: list[Seq] = []
-    now, steps_alike, before = 0.0, 0, []
+    before: list[Seq] = []
+    now, steps_alike = 0.0, 0
     for index in range(400):
         now += chance.choice([1.0, 1.0, 2.0, 7.0])
         if chance.random() < 0.4:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from host_build import HostLauncher
+from support.kernels.host_build import HostLauncher
 
 from pagekv.kernels.bench.machine import KernelTiming
 from pagekv.kernels.bench.workload import MIB

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from host_build import SANITIZE, Edit, HostKernelError, HostLauncher
+from support.kernels.host_build import SANITIZE, Edit, HostKernelError, HostLauncher
 
 from pagekv.kernels.sources import translation_unit
 from pagekv.kernels.variants import KERNELS

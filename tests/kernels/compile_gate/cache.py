@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from pagekv.kernels.compile_gate.ptxas_log import Usage
+from compile_gate.ptxas_log import Usage
 from pagekv.kernels.machine_code import user_cache
 
 

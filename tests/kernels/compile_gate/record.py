@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from importlib.resources import files
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from pagekv.kernels.compile_gate.jobs import ARCHITECTURES, COMPILERS, Job
-from pagekv.kernels.compile_gate.ptxas_log import Usage
+from compile_gate.jobs import ARCHITECTURES, COMPILERS, Job
+from compile_gate.ptxas_log import Usage
 
-PATH = Path(str(files("pagekv.kernels") / "budgets.json"))
+PATH = Path(__file__).with_name("budgets.json")
 NOT_RECORDED: list[int | None] = [None] * len(COMPILERS)
 
 

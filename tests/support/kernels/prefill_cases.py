@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import twin
-from decode_cases import TOLERANCE, Cache, Features, Sequences, random_sequences, slopes, store
-from host_build import HostLauncher, address, aligned_empty
+from support.kernels import twin
+from support.kernels.decode_cases import TOLERANCE, Cache, Features, Sequences, random_sequences, slopes, store
+from support.kernels.host_build import HostLauncher, address, aligned_empty
 
 from pagekv.kernels import launch_config as geometry
 from pagekv.kernels.params import PREFILL, fill

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import twin
-from host_build import SANITIZE, HostLauncher, address, aligned_empty
+from support.kernels import twin
+from support.kernels.host_build import SANITIZE, HostLauncher, address, aligned_empty
 
 from pagekv.kernels import launch_config as geometry
 from pagekv.kernels.decode_plan import arrivals_of_merge, decode_work

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from compile_gate.ptxas_log import Usage
 from pagekv.kernels import launch_config as geometry
-from pagekv.kernels.compile_gate.ptxas_log import Usage
 from pagekv.kernels.sources import translation_unit
 from pagekv.kernels.variants import Kernel, Variant
 

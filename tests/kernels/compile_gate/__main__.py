@@ -1,4 +1,4 @@
-"""Compiles the kernels for every architecture, with no GPU: `python -m pagekv.kernels.compile_gate`.
+"""Compiles the kernels for every architecture, with no GPU: `python -m compile_gate`.
 
 Fails, naming the kernel, variant, architecture and CUDA version, where one
 
@@ -22,11 +22,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
-from pagekv.kernels.compile_gate import ptxas_log
-from pagekv.kernels.compile_gate.cache import Cache
-from pagekv.kernels.compile_gate.jobs import ARCHITECTURES, COMPILERS, Job, Outcome, jobs
-from pagekv.kernels.compile_gate.record import PATH, Record, sampled
-from pagekv.kernels.compile_gate.report import Failure, Progress, judge, table
+from compile_gate import ptxas_log
+from compile_gate.cache import Cache
+from compile_gate.jobs import ARCHITECTURES, COMPILERS, Job, Outcome, jobs
+from compile_gate.record import PATH, Record, sampled
+from compile_gate.report import Failure, Progress, judge, table
 from pagekv.kernels.nvrtc import CompileError, Nvrtc, NvrtcMissing
 from pagekv.kernels.variants import KERNELS, all_variants
 
@@ -63,7 +63,7 @@ def compile_all(todo: Sequence[Job], processes: int, caches: Mapping[int, Cache]
 
 def parser() -> argparse.ArgumentParser:
     about = (__doc__ or "").split("\n")[0]
-    made = argparse.ArgumentParser(prog="python -m pagekv.kernels.compile_gate", description=about)
+    made = argparse.ArgumentParser(prog="python -m compile_gate", description=about)
     made.add_argument("--all", action="store_true", help="compile also what is on record for just this text")
     made.add_argument("--quick", action="store_true", help="head size 128 on sm_80 and sm_90 only")
     made.add_argument("--arch", type=int, nargs="+", choices=ARCHITECTURES, help="only these, such as 80 90")

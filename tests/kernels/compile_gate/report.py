@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TextIO
 
-from pagekv.kernels.compile_gate.jobs import ARCHITECTURES, Job, Outcome, launch_limits
-from pagekv.kernels.compile_gate.record import Record
+from compile_gate.jobs import ARCHITECTURES, Job, Outcome, launch_limits
+from compile_gate.record import Record
 
 REGISTERS_PER_BLOCK = 65536
 

@@ -37,7 +37,7 @@ from pagekv.kernels.sources import translation_unit
 from pagekv.kernels.variants import KERNELS, Variant
 
 HERE = Path(__file__).resolve().parent
-CACHE = Path(os.environ.get("PAGEKV_HOST_KERNELS", HERE.parents[1] / "build" / "host-kernels"))
+CACHE = Path(os.environ.get("PAGEKV_HOST_KERNELS", HERE.parents[2] / "build" / "host-kernels"))
 SANITIZE = os.environ.get("PAGEKV_HOST_SANITIZE") == "1"
 
 # What every kernel is compiled with, and the library depends on.
