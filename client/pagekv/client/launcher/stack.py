@@ -152,7 +152,7 @@ class Stack:
 
     @property
     def executor_target(self) -> str:
-        """Address of its executor."""
+        """Address of the first executor."""
         return self.executor_targets[0]
 
     @property
@@ -213,14 +213,14 @@ class Stack:
     ) -> bool:
         """Waits until all are healthy. False when `stop` was set first. Raises StackError on a death or the timeout.
 
-        The gateway is started once all managers serve: it asks them what they serve when it meets them. `on_wait` gets
+        The gateway is started once all managers serve: it asks them what they serve. `on_wait` gets
         the name of the process waited for and the seconds waited.
         """
         wait_for = partial(self._wait_for, time.monotonic(), timeout_s, stop or threading.Event(), on_wait)
-        if not wait_for(self.children):
-            return False
-        if self._config.gateway is not None:
-            self._start_gateway(self._config.gateway)
+        ready = wait_for(self.children)
+        if not ready or self._config.gateway is None:
+            return ready
+        self._start_gateway(self._config.gateway)
         return wait_for(self.children[-1:])
 
     def _wait_for(
@@ -249,7 +249,7 @@ class Stack:
             if child.popen.poll() is not None:
                 raise child.death()
 
-    def news(self) -> list[str]:
+    def new_deaths(self) -> list[str]:
         """Reports of the processes that died since the last call, of a stack that is ready and whose others serve on.
 
         Raises StackError when no pair is left, or nothing in front of it.
