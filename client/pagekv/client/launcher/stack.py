@@ -20,7 +20,7 @@ from typing import Any, Self
 
 import grpc
 
-from pagekv.client.launcher.child_flags import event_args
+from pagekv.client.launcher.child_flags import event_args, flag_value
 from pagekv.client.launcher.gateway import COMMAND, GatewayConfig, gateway_args, has_tokenizer, is_installed, serves
 from pagekv.common.port_file import read_port_file
 from pagekv.common.probe import check
@@ -77,14 +77,15 @@ class Child:
     popen: subprocess.Popen[str]
     # Whether it serves now.
     ready: Callable[[], bool]
-    port_file: Path
+    # None for the gateway, which writes none.
+    port_file: Path | None
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
     reader: threading.Thread | None = None
 
     @property
     def listening(self) -> dict[str, Any]:
         """Addresses and files as in `pagekv.common.port_file`; empty until the process listens."""
-        return read_port_file(self.port_file)
+        return {} if self.port_file is None else read_port_file(self.port_file)
 
     def death(self) -> StackError:
         """How the process ended, and its last log lines."""
@@ -192,11 +193,9 @@ class Stack:
 
     def _spawn_server(self, role: str, pair: int, target: str, command: Sequence[str], args: Sequence[str]) -> None:
         name = self._name(role, pair)
-        addresses = ["--listen", target, "--port-file", str(self._port_file(name))]
-        self._spawn(name, [*command, *addresses, *args], partial(_serves, target))
-
-    def _port_file(self, name: str) -> Path:
-        return Path(self._directory.name) / name
+        port_file = flag_value("port-file", args, {}) or f"{self._directory.name}/{name}"
+        command = [*command, "--listen", target, "--port-file", port_file, *args]
+        self._spawn(name, command, partial(_serves, target), Path(port_file))
 
     def _name(self, role: str, number: int) -> str:
         return role if self._config.replicas == 1 else f"{role} {number + 1}"
@@ -292,7 +291,9 @@ class Stack:
             if child.popen.poll() is None:
                 child.popen.kill()
 
-    def _spawn(self, name: str, command: Sequence[str], ready: Callable[[], bool]) -> None:
+    def _spawn(
+        self, name: str, command: Sequence[str], ready: Callable[[], bool], port_file: Path | None = None
+    ) -> None:
         try:
             popen = subprocess.Popen(
                 command,
@@ -307,7 +308,7 @@ class Stack:
             )
         except OSError as error:
             raise StackError(f"cannot start the {name}: {error}") from error
-        child = Child(name, popen, ready, self._port_file(name))
+        child = Child(name, popen, ready, port_file)
         child.reader = threading.Thread(target=self._read, args=(child,), name=f"{name}-log", daemon=True)
         child.reader.start()
         self.children.append(child)

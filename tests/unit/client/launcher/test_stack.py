@@ -159,8 +159,10 @@ def test_ports_that_run_out_are_refused_with_the_flag(journal: Path) -> None:
         Stack(config(journal, replicas=2, manager_args=events))
 
 
-def test_files_that_a_manager_records_to_are_known(journal: Path) -> None:
-    with Stack(config(journal, manager_args=["--record", "a file"])) as stack:
+@pytest.mark.parametrize("own", [False, True])
+def test_files_that_a_manager_records_to_are_known(journal: Path, own: bool) -> None:
+    port_file = ["--port-file", str(journal.with_name("ports"))] if own else []
+    with Stack(config(journal, manager_args=["--record", "a file", *port_file])) as stack:
         stack.start()
         assert stack.wait_ready(120)
         assert stack.listening("recordings") == [["a file"]]
