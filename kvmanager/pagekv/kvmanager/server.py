@@ -45,7 +45,7 @@ class ExtraMissing(Exception):
 
 @contextmanager
 def needs_extra(flag: str, extra: str) -> Iterator[None]:
-    """Around imports that a flag needs; raises ExtraMissing."""
+    """Wraps imports that a flag needs. Raises ExtraMissing."""
     try:
         yield
     except ImportError as error:

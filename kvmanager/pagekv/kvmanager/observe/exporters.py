@@ -1,6 +1,6 @@
 """KV events and recordings (requests, decisions) that the manager writes for other programs while it serves.
 
-An exporter that breaks is logged and over, and never ends serving.
+An exporter that breaks is logged and closed; serving goes on.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class _TimedReplay:
         self._in_flight: deque[BegunStep] = deque()
 
     def run(self, progress: Callable[[int], None]) -> None:
-        """Until every request has all its tokens."""
+        """Plans and commits steps until every request has all its tokens."""
         while True:
             self._arrive()
             while len(self._in_flight) < self._options.pipeline_depth and self._plan():

@@ -4,8 +4,8 @@
               and, as `pagekv-manager --record` writes it, "block_size": tokens that an id stands for instead
     Azure     TIMESTAMP,ContextTokens,GeneratedTokens
 
-Two records share a prefix as far as their hash ids agree. The last id covers what is left, so there are
-ceil(input_length / tokens per id) of them.
+Two records share a prefix as far as their hash ids agree. The last id covers the rest of the prompt, so there
+are ceil(input_length / tokens per id) ids.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Namespace, adapter and media of blocks, which event formats name beside the tokens: vLLM's extra keys.
 
-A block is known by its digest, which covers the extra keys without naming them. Requests bring them, and a block has
-its parent's: at every step boundary the parent of a block that enters the device's table is there, and blocks of the
-host pool have been on the device. Blocks of no namespace, adapter and media cost nothing.
+A block is known by its digest, which covers the extra keys without naming them. Requests bring extra keys, and a block
+has its parent's: at every step boundary the parent of a block that enters the device's table is there, and blocks of
+the host pool have been on the device. Blocks of no namespace, adapter and media cost nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class BlockExtraKeys(NamedTuple):
     namespace: str = ""
     adapter_id: str = ""
     first: bool = False
-    # Media that overlap it: where each starts relative to the block, and its digest.
+    # Media that overlap the block: where each starts relative to the block, and its digest.
     media: tuple[tuple[int, str], ...] = ()
 
 

@@ -2,8 +2,8 @@
 
 A PUB socket sends three frames a batch: topic, sequence number (8 bytes, big-endian, from 0) and events, as
 `vllm_format` packs them. A ROUTER socket sends batches again: asked with a sequence number (8 bytes behind an empty
-frame) it answers with every batch from there on that it still has, an empty frame before the three, and ends with the
-number -1 and no events.
+frame) the socket answers with every kept batch from there on, an empty frame before the three, and ends with the number
+-1 and no events.
 
 The publisher reads the tables as any watcher does, so the engine loop never waits for it, and never waits for a
 subscriber: a subscriber that reads too slowly misses batches, sees that by their numbers, and asks for them. Nothing is
@@ -103,7 +103,7 @@ class KvEventPublisher(Observer):
     # -- sockets
 
     def bind(self) -> None:
-        """Raises OSError, naming the flag, when an endpoint cannot be had."""
+        """Opens the sockets. Raises OSError, naming the flag, when an endpoint cannot be had."""
         endpoint, replay_endpoint = self._asked_for
         pub = self._context.socket(zmq.PUB)
         pub.setsockopt(zmq.SNDHWM, MAX_UNSENT)
@@ -113,7 +113,7 @@ class KvEventPublisher(Observer):
             router = zmq.asyncio.Context(self._context).socket(zmq.ROUTER)
             router.setsockopt(zmq.SNDHWM, MAX_UNSENT_REPLAYS)
             router.setsockopt(zmq.RCVHWM, MAX_REPLAYS)
-            # Says when an asker cannot take more, or is gone, instead of dropping what is sent to it.
+            # An error when an asker cannot take more, or is gone; by default its messages are dropped in silence.
             router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self.replay_endpoint = _bind(router, "--kv-events-replay-endpoint", replay_endpoint)
             self._router = router

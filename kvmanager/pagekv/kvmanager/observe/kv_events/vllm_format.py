@@ -7,8 +7,8 @@ as msgpack `[seconds since 1970, [event, ...], data parallel rank]`.
     AllBlocksCleared
 
 Fields and their order are those of `vllm/distributed/kv_events.py` in vLLM 0.33, which readers that decode by position
-or refuse unknown keys need. Hashes are the first 64 bits of ours. A parent of null begins a chain. `medium` is GPU for
-the device's pool, whatever the device is, and CPU for the host's, because readers know no other words.
+or refuse unknown keys need. Hashes are the first 64 bits of the digests. A parent of null begins a chain. `medium` is
+GPU for the device's pool, whatever the device is, and CPU for the host's, because readers know no other words.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pagekv.kvmanager.kvcache.block_hash import TOKEN_BYTES, short_hashes
 from pagekv.kvmanager.kvcache.events.batch import Diff, Stored, Tier, join
 from pagekv.kvmanager.observe.kv_events.extra_keys import PLAIN, BlockExtraKeys, ExtraKeys
 
-# Tokens in one batch, so that none takes the event loop for long or grows beyond some hundreds of kilobytes.
+# Tokens in one batch at most, so that no batch takes the event loop for long or exceeds some hundreds of kilobytes.
 MAX_BATCH_TOKENS = 16_384
 _MEDIUM = {Tier.DEVICE: "GPU", Tier.HOST: "CPU"}
 # All layers are one group, and every block holds all of its tokens' keys and values.
@@ -140,7 +140,7 @@ def _single(tier: Tier, size: int) -> tuple[bytes, np.dtype[np.void]]:
     """A packed event of one block of `size` tokens with a parent, every number at its widest; and where fields are."""
     most = 2**64 - 1
     event = _pack_stored(tier, [most], most - 1, [2**32 - 1] * size, size, [PLAIN])
-    # A token id behind a byte that says what it is.
+    # A token id behind msgpack's type byte.
     token = np.dtype({"names": ["id"], "formats": [">u4"], "offsets": [1], "itemsize": 1 + TOKEN_BYTES})
     tokens = msgpack.packb([2**32 - 1] * size)
     fields = {

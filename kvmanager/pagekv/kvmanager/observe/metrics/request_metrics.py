@@ -16,7 +16,7 @@ from pagekv.kvmanager.observe.metrics.inter_token_latency import InterTokenLaten
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import Committed, StepPlan, StepResult
 
-# vLLM's bounds, with finer ones below for small models and fast requests. Seconds.
+# Seconds: vLLM's bounds, with finer ones below for small models and fast requests.
 LATENCY = (
     *(0.01, 0.025, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60),
     *(120, 240, 480, 960, 1920, 7680),
@@ -49,7 +49,7 @@ class _Progress:
 
 
 class RequestMetrics(Observer):
-    """One per manager. Histograms by name, and `finished`: sequences by reason, cumulative."""
+    """Histograms by name, and `finished`: sequences by reason, cumulative."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` gives seconds."""

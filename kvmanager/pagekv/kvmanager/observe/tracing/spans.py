@@ -29,14 +29,14 @@ def wall_ns() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something one sequence of a request did from `start` to `end`, nanoseconds since 1970."""
+    """One phase of one sequence, from `start` to `end`, nanoseconds since 1970."""
 
     name: str
     start: int
     end: int
     # Index of the sequence within the request.
     sequence: int
-    # Computed by a prefill chunk, or sampled during a decode, the first one included. Else 0.
+    # Tokens computed by a prefill chunk, or sampled during a decode, the first one included; else 0.
     tokens: int = 0
 
 
@@ -51,7 +51,7 @@ class TracedRequest:
     how: RequestEnd = RequestEnd.FINISHED
     spans: list[Span] = field(default_factory=list)
     dropped: int = 0
-    # Of the sequences that ended in a step.
+    # In the order in which sequences ended; stop strings, which no step reports, are left out.
     finish_reasons: list[str] = field(default_factory=list)
     first_token: int = 0
 

@@ -81,7 +81,7 @@ def test_blocks_that_follow_one_another_are_one_event() -> None:
 
 
 def test_events_of_single_blocks_are_like_all_others() -> None:
-    """They are made all together. Whatever the numbers: some are small."""
+    """Single blocks are packed all together, with numbers of every size."""
     form, _ = made()
     diff = Diff()
     known = chain(diff, ROOT, [1] * 4)
