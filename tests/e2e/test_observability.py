@@ -1,4 +1,4 @@
-"""What is seen of real processes: metrics as a real Prometheus scrapes them, spans as a collector gets them."""
+"""Real processes seen from outside: metrics as a real Prometheus scrapes them, spans as a collector gets them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_metrics_agree_with_stats_and_spans_with_the_call() -> None:
         assert values["vllm:generation_tokens_total"] == stats.generated_tokens_total == 24
         assert values["vllm:e2e_request_latency_seconds_count"] == stats.requests_total == 3
         assert values["pagekv_step_seconds_count"] == stats.steps_total
-        # What was queued at SIGTERM has been sent.
+        # Spans queued at SIGTERM have been sent.
         roots = [span for span in spans.spans if span.name == "generate"]
         assert len(roots) == 3
         for root in roots:
@@ -104,7 +104,7 @@ def prometheus(directory: Path, target: str) -> Iterator[str]:
 
 
 def bound_address(log: Path) -> str:
-    """What the log says it listens on; empty before it does."""
+    """The address that the log says Prometheus listens on; empty before that."""
     lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{") and line.endswith("}")]
     return next((str(line["address"]) for line in lines if line.get("msg") == "Listening on"), "")
 

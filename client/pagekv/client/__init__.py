@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        """Names are loaded when they are first asked for. They bring gRPC, which reads GRPC_VERBOSITY only while it is
-        imported; `pagekv.client.cli.main`, whose import begins with this module, sets it before.
+        """Names are loaded when they are first asked for. Loading them imports gRPC, which reads GRPC_VERBOSITY only
+        then; `pagekv.client.cli.main`, whose import begins with this module, sets the variable before.
         """
         if name in _MODULES:
             return import_module(f"{__name__}.{name}")

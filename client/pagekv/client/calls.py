@@ -1,4 +1,4 @@
-"""Every call with one answer, written once for both clients: a method says what is sent and how the answer is read."""
+"""Every call with one answer, written once for both clients: the request, and how the answer is read."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ResultOut = TypeVar("ResultOut", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[Result]):
-    """One call: the stub's method, the request, and what makes the result of the answer.
+    """One call: the stub's method, the request, and the function from answer to result.
 
     A method of `ClientCalls` that is annotated with Call[T] returns T from the blocking client, and is awaited for T
     from the asyncio one.
@@ -69,7 +69,7 @@ class UnaryMethod(Protocol[P, ResultOut]):
 
 
 def unary(make: Callable[Concatenate[Any, P], Call[Result]]) -> UnaryMethod[P, Result]:
-    """Makes a method that returns a Call one that carries it out, each client in its own way."""
+    """Makes a method that carries out the Call of `make`: at once, or as a coroutine of the asyncio client."""
 
     @wraps(make)
     def method(client: Any, *args: P.args, **kwargs: P.kwargs) -> Any:
@@ -85,7 +85,7 @@ def _call(
 
 
 class ClientCalls:
-    """What both clients have: the stubs of one channel, the time limits, and the calls with one answer."""
+    """The part that both clients share: the stubs of one channel, the time limits, and the calls with one answer."""
 
     def __init__(self, target: str, channel: Any, timeout: float | None, resume_timeout_s: float) -> None:
         self.target = target
@@ -173,7 +173,7 @@ class ClientCalls:
 
     @unary
     def reset_prefix_cache(self, *, force: bool = False) -> Call[CacheReset]:
-        """Invalidates every cached prefix. While requests or pins hold blocks it raises FailedPrecondition, unless
+        """Removes every cached prefix. While requests or pins hold blocks it raises FailedPrecondition, unless
         `force` preempts the requests, which go on by themselves, and ends the pins.
         """
         request = cache_pb.ResetPrefixCacheRequest(force=force)
@@ -204,7 +204,7 @@ class ClientCalls:
 
 
 class StreamState:
-    """What both streams say of the generation that they carry."""
+    """The part that both streams share: results of the generation that they carry."""
 
     def __init__(self, generation: ResumableGeneration) -> None:
         self._generation = generation

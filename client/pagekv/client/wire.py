@@ -12,28 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
 
+from pagekv.client import types
 from pagekv.client.errors import ServerError
-from pagekv.client.types import (
-    BlockExplanation,
-    BlockInfo,
-    BlockList,
-    BlockRemoved,
-    BlockState,
-    BlockStored,
-    CacheControls,
-    ChatMessage,
-    Chunk,
-    Completion,
-    EventBatch,
-    GenerateOptions,
-    PositionLogprobs,
-    PrefixExplanation,
-    Prompt,
-    RequestInfo,
-    RequestList,
-    TableCleared,
-    TokenLogprob,
-)
 from pagekv.common.errors import InvalidRequest
 from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
@@ -54,13 +34,15 @@ WithInput = TypeVar(
 )
 
 _SAMPLING_FIELDS = frozenset(field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields) - {"n"}
-_OPTIONS = frozenset(GenerateOptions.__annotations__)
+_OPTIONS = frozenset(types.GenerateOptions.__annotations__)
 
 
-def generate_request(prompt: Prompt, n: int, options: GenerateOptions, *, only_complete: bool) -> pb.GenerateRequest:
+def generate_request(
+    prompt: types.Prompt, n: int, options: types.GenerateOptions, *, only_complete: bool
+) -> pb.GenerateRequest:
     """The request. Raises InvalidRequest for values that have no place in a message, TypeError for unknown options.
 
-    Bounds are the server's matter: it alone knows the model.
+    Bounds are left to the server, which knows the model.
     """
     unknown = sorted(options.keys() - _OPTIONS)
     if unknown:
@@ -83,7 +65,7 @@ def generate_request(prompt: Prompt, n: int, options: GenerateOptions, *, only_c
 def _set(message: Message, name: str, value: Any, prefix: str = "") -> None:
     """Assigns a field, or fills a repeated one or a map; `prefix` is the path of the message in the request.
 
-    What protobuf refuses (a wrong type, a negative number in an unsigned field) is InvalidRequest.
+    Raises InvalidRequest where protobuf refuses: a wrong type, a negative number in an unsigned field.
     """
     field = getattr(message, name)
     try:
@@ -99,7 +81,7 @@ def _set(message: Message, name: str, value: Any, prefix: str = "") -> None:
         raise InvalidRequest(f"{prefix}{name}", f"cannot be {shown}: {error}") from error
 
 
-def set_input(request: WithInput, prompt: Prompt) -> None:
+def set_input(request: WithInput, prompt: types.Prompt) -> None:
     """Puts a prompt into the request's `input`. Raises InvalidRequest when it is none of the three kinds."""
     if isinstance(prompt, str):
         _set(request, "text", prompt)
@@ -108,19 +90,19 @@ def set_input(request: WithInput, prompt: Prompt) -> None:
     if not items:
         raise InvalidRequest("input", "must be text, at least one token id or at least one message, is empty")
     first = items[0]
-    if isinstance(first, (ChatMessage, Mapping)):
+    if isinstance(first, (types.ChatMessage, Mapping)):
         for position, item in enumerate(items):
             _add_message(request, position, item)
     elif isinstance(request, pb.TokenizeRequest):
         raise InvalidRequest("input", "must be text or messages to be encoded, is token ids")
     else:
-        # A wrong kind of item is protobuf's to refuse.
+        # Protobuf refuses items of a wrong kind.
         _set(request.tokenized, "input_ids", items, "tokenized.")
 
 
 def _add_message(request: WithInput, position: int, item: object) -> None:
     field = f"chat.messages[{position}]"
-    if isinstance(item, ChatMessage):
+    if isinstance(item, types.ChatMessage):
         role, content = item.role, item.content
     elif isinstance(item, Mapping) and item.keys() == {"role", "content"}:
         role, content = item["role"], item["content"]
@@ -131,7 +113,7 @@ def _add_message(request: WithInput, position: int, item: object) -> None:
     _set(message, "content", content, f"{field}.")
 
 
-def set_cache(message: types_pb2.CacheControls, cache: CacheControls) -> None:
+def set_cache(message: types_pb2.CacheControls, cache: types.CacheControls) -> None:
     """Fills in cache controls."""
     for name in ("namespace", "adapter_id"):
         _set(message, name, getattr(cache, name), "cache.")
@@ -149,7 +131,9 @@ def filled(request: Request, **values: Any) -> Request:
     return request
 
 
-def prompt_request(request: WithInput, prompt: Prompt, cache: CacheControls | None = None, **values: Any) -> WithInput:
+def prompt_request(
+    request: WithInput, prompt: types.Prompt, cache: types.CacheControls | None = None, **values: Any
+) -> WithInput:
     """The request with a prompt, cache controls if they are given, and these fields. Raises InvalidRequest."""
     filled(request, **values)
     set_input(request, prompt)
@@ -159,12 +143,12 @@ def prompt_request(request: WithInput, prompt: Prompt, cache: CacheControls | No
     return request
 
 
-def list_blocks_request(start: int, limit: int, state: BlockState | None) -> cache_pb.ListBlocksRequest:
+def list_blocks_request(start: int, limit: int, state: types.BlockState | None) -> cache_pb.ListBlocksRequest:
     """Raises InvalidRequest for an unknown state or negative numbers."""
     request = filled(cache_pb.ListBlocksRequest(), start=start, limit=limit)
     if state is not None:
-        if state not in get_args(BlockState):
-            raise InvalidRequest("state", f"must be one of {', '.join(get_args(BlockState))}, got {state!r}")
+        if state not in get_args(types.BlockState):
+            raise InvalidRequest("state", f"must be one of {', '.join(get_args(types.BlockState))}, got {state!r}")
         request.state = cache_pb.BlockState.Value(f"BLOCK_STATE_{state.upper()}")
     return request
 
@@ -183,7 +167,7 @@ def flat(cls: type[Values], message: Message, **given: Any) -> Values:
 
 @cache
 def _readers(cls: type[Any], descriptor: Descriptor) -> list[tuple[str, Callable[[Any], Any]]]:
-    """What reads each field of `cls` that the message has."""
+    """Functions that read the fields of `cls` which the message has."""
     known = descriptor.fields_by_name
     return [(field.name, _reader(known[field.name])) for field in fields(cls) if field.name in known]
 
@@ -194,7 +178,7 @@ def _reader(field: FieldDescriptor) -> Callable[[Any], Any]:
         return partial(_enum_name, get, field.enum_type.name, _enum_names(field.enum_type))
     if field.has_presence:
         return lambda message: get(message) if message.HasField(name) else None
-    # Of an empty repeated field, as every version of protobuf has it.
+    # [] is the default of repeated fields in every version of protobuf.
     return get if field.default_value != [] else lambda message: tuple(get(message))
 
 
@@ -213,40 +197,42 @@ def _enum_name(get: Callable[[Any], int], enum: str, names: dict[int, str], mess
     return name
 
 
-def request_list(message: cache_pb.ListRequestsResponse) -> RequestList:
+def request_list(message: cache_pb.ListRequestsResponse) -> types.RequestList:
     """The answer of ListRequests."""
-    return RequestList([flat(RequestInfo, request) for request in message.requests], message.total)
+    return types.RequestList([flat(types.RequestInfo, request) for request in message.requests], message.total)
 
 
-def block_list(message: cache_pb.ListBlocksResponse) -> BlockList:
+def block_list(message: cache_pb.ListBlocksResponse) -> types.BlockList:
     """The answer of ListBlocks."""
-    return flat(BlockList, message, blocks=tuple(flat(BlockInfo, block) for block in message.blocks))
+    return flat(types.BlockList, message, blocks=tuple(flat(types.BlockInfo, block) for block in message.blocks))
 
 
-def explanation(message: cache_pb.ExplainPrefixResponse) -> PrefixExplanation:
+def explanation(message: cache_pb.ExplainPrefixResponse) -> types.PrefixExplanation:
     """The answer of ExplainPrefix."""
-    return flat(PrefixExplanation, message, blocks=tuple(flat(BlockExplanation, block) for block in message.blocks))
+    return flat(
+        types.PrefixExplanation, message, blocks=tuple(flat(types.BlockExplanation, block) for block in message.blocks)
+    )
 
 
-def event_batch(message: cache_pb.WatchEventsResponse) -> EventBatch:
+def event_batch(message: cache_pb.WatchEventsResponse) -> types.EventBatch:
     """One message of WatchEvents."""
-    return EventBatch(message.sequence, message.snapshot, tuple(map(_event, message.events)), message.more)
+    return types.EventBatch(message.sequence, message.snapshot, tuple(map(_event, message.events)), message.more)
 
 
-def _event(message: cache_pb.CacheEvent) -> BlockStored | BlockRemoved | TableCleared:
+def _event(message: cache_pb.CacheEvent) -> types.BlockStored | types.BlockRemoved | types.TableCleared:
     kind = message.WhichOneof("event")
     if kind == "stored":
-        return flat(BlockStored, message.stored)
+        return flat(types.BlockStored, message.stored)
     if kind == "removed":
-        return flat(BlockRemoved, message.removed)
+        return flat(types.BlockRemoved, message.removed)
     if kind == "cleared":
-        return TableCleared()
+        return types.TableCleared()
     raise ServerError("UNKNOWN_EVENT", "the server sent an event that this client does not know; update the client")
 
 
-def chunk(request_id: str, message: pb.GenerateChunk) -> Chunk:
+def chunk(request_id: str, message: pb.GenerateChunk) -> types.Chunk:
     """A chunk of a stream."""
-    return Chunk(
+    return types.Chunk(
         request_id=request_id,
         index=message.index,
         token_ids=tuple(message.token_ids),
@@ -258,10 +244,10 @@ def chunk(request_id: str, message: pb.GenerateChunk) -> Chunk:
     )
 
 
-def completion(request_id: str, message: pb.GenerateComplete) -> Completion:
+def completion(request_id: str, message: pb.GenerateComplete) -> types.Completion:
     """The end of a sequence."""
     return flat(
-        Completion,
+        types.Completion,
         message,
         request_id=request_id,
         token_ids=tuple(message.output_ids),
@@ -269,11 +255,11 @@ def completion(request_id: str, message: pb.GenerateComplete) -> Completion:
     )
 
 
-def _logprobs(messages: Sequence[types_pb2.PositionLogprobs]) -> tuple[PositionLogprobs, ...]:
+def _logprobs(messages: Sequence[types_pb2.PositionLogprobs]) -> tuple[types.PositionLogprobs, ...]:
     return tuple(
-        PositionLogprobs(
-            chosen=TokenLogprob(position.chosen.token_id, position.chosen.logprob),
-            top=tuple(TokenLogprob(top.token_id, top.logprob) for top in position.top),
+        types.PositionLogprobs(
+            chosen=types.TokenLogprob(position.chosen.token_id, position.chosen.logprob),
+            top=tuple(types.TokenLogprob(top.token_id, top.logprob) for top in position.top),
         )
         for position in messages
     )

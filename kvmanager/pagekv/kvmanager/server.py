@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,13 +43,20 @@ class ExtraMissing(Exception):
     """A flag needs a package that is not installed; the message says which and how to get it."""
 
 
+@contextmanager
+def needs_extra(flag: str, extra: str) -> Iterator[None]:
+    """Wraps imports that a flag needs. Raises ExtraMissing."""
+    try:
+        yield
+    except ImportError as error:
+        raise ExtraMissing(f"{flag} needs {error.name}: pip install 'pagekv[{extra}]'") from error
+
+
 class Manager:
     """One manager process. States: starting (NOT_SERVING) → serving ⇄ executor lost (NOT_SERVING) → draining → over."""
 
     def __init__(self, config: ManagerConfig, tokenizer: Tokenizer | None) -> None:
-        """`tokenizer` is the one that --tokenizer names; None when it depends on the executor's model. Raises
-        ExtraMissing.
-        """
+        """`tokenizer`: the one that --tokenizer names; None when the executor's model decides. Raises ExtraMissing."""
         self._config = config
         self._given_tokenizer = tokenizer
         self._changed = asyncio.Event()
@@ -76,10 +84,8 @@ class Manager:
 
     def _gateway_service(self, services: list[str]) -> VllmEngine:
         """The service for a gateway, its name added to `services`. Raises ExtraMissing without its stubs."""
-        try:
+        with needs_extra("--gateway-api", "gateway"):
             from pagekv.kvmanager.gateway.service import SERVICE_NAME, VllmEngine
-        except ImportError as error:
-            raise ExtraMissing(f"--gateway-api needs {error.name}: pip install 'pagekv[gateway]'") from error
         services.append(SERVICE_NAME)
         return VllmEngine(self.engine, self._state, lambda: self._attached and not self._draining)
 
@@ -88,8 +94,8 @@ class Manager:
         self._changed.set()
 
     async def run(self, stop: asyncio.Event) -> int:
-        """Serves until `stop` is set; returns the exit status. Raises OSError when it cannot listen or write, and
-        ExtraMissing; then nothing of it is left.
+        """Serves until `stop` is set; returns the exit status. Raises OSError when a port or a file cannot be had, and
+        ExtraMissing; everything opened before is closed then.
         """
         try:
             await self._start()
@@ -97,9 +103,9 @@ class Manager:
             await self._stop_listening(0)
             await self._exporters.discard()
             raise
-        # None of these ends by itself, unless something in it is broken.
+        # No task ends by itself, unless something in it is broken.
         engine = asyncio.create_task(self.engine.run(), name="engine loop")
-        health = asyncio.create_task(self._follow_engine(), name="health")
+        health = asyncio.create_task(self._watch_engine(), name="health")
         stopped = asyncio.create_task(stop.wait(), name="stop signal")
         await asyncio.wait([engine, health, stopped], return_when=asyncio.FIRST_COMPLETED)
         broken = next((task for task in (engine, health) if task.done()), None)
@@ -108,7 +114,7 @@ class Manager:
         await self._grpc.set_serving(False)
         await self.engine.stop(0 if broken else self._config.grace_s)
         await self._stop_listening(LAST_WORDS_S)
-        # The engine too: it may be waiting for an executor that takes its time.
+        # The engine too may still be waiting, for a slow executor.
         for task in (engine, health, stopped):
             task.cancel()
         await asyncio.wait([engine, health, stopped])
@@ -129,7 +135,8 @@ class Manager:
         port = await self._grpc.start()
         self._start_tracing()
         http_port = await self._start_http()
-        self._open_exporters()
+        with needs_extra("--kv-events", "observe"):
+            self._exporters.open(self.engine)
         config = self._config
         if config.port_file:
             listening: dict[str, Any] = {"listen": bound_address(config.listen, port)}
@@ -141,28 +148,19 @@ class Manager:
             log.info("serving HTTP", address=config.observe.http_listen, port=http_port)
 
     async def _stop_listening(self, grace_s: float) -> None:
-        """Ends what was started, within so many seconds for calls that run. What was not is left alone."""
+        """Closes the ports that were opened; running calls get `grace_s` seconds."""
         await self._grpc.stop(grace_s)
         if self._http is not None:
             await self._http.stop()
         if self._tracing is not None:
             await self._tracing.close()
 
-    def _open_exporters(self) -> None:
-        """Raises OSError when a file or an endpoint cannot be had, ExtraMissing without what they need."""
-        try:
-            self._exporters.open(self.engine)
-        except ImportError as error:
-            raise ExtraMissing(f"--kv-events needs {error.name}: pip install 'pagekv[observe]'") from error
-
     def _start_tracing(self) -> None:
-        """Raises ExtraMissing without what it needs."""
+        """Raises ExtraMissing without OpenTelemetry."""
         if not self._config.observe.otlp_endpoint:
             return
-        try:
+        with needs_extra("--otlp-endpoint", "observe"):
             from pagekv.kvmanager.observe.tracing.otlp import Tracing, otlp_processor
-        except ImportError as error:
-            raise ExtraMissing(f"--otlp-endpoint needs {error.name}: pip install 'pagekv[observe]'") from error
         self._tracing = Tracing(otlp_processor(self._config.observe.otlp_endpoint))
         self.engine.observers.add(RequestSpans(self._tracing.emit))
         log.info("sending spans", endpoint=self._config.observe.otlp_endpoint)
@@ -177,15 +175,13 @@ class Manager:
         return Page(self.engine, self._state, hub, show_text=self._config.observe.page_text).routes()
 
     async def _start_http(self) -> int:
-        """Returns the port, 0 without one. Raises OSError when it is taken, ExtraMissing without what it needs."""
+        """Returns the port, 0 without one. Raises OSError when the port is taken, ExtraMissing without aiohttp."""
         observe = self._config.observe
         if not observe.http_listen:
             return 0
-        try:
+        with needs_extra("--http-listen", "observe"):
             from pagekv.kvmanager.observe.http_server import HttpServer
             from pagekv.kvmanager.observe.metrics.prometheus import EngineCollector, metrics_routes
-        except ImportError as error:
-            raise ExtraMissing(f"--http-listen needs {error.name}: pip install 'pagekv[observe]'") from error
         requests = RequestMetrics()
         self.engine.observers.add(requests)
         prefix_cache = self._config.engine.limits.prefix_cache
@@ -197,8 +193,8 @@ class Manager:
         except OSError as error:
             raise OSError(f"--http-listen {observe.http_listen}: {error}") from error
 
-    async def _follow_engine(self) -> None:
-        """Keeps health and tokenizer up with what the engine is attached to."""
+    async def _watch_engine(self) -> None:
+        """Keeps health and tokenizer up with the executor that the engine is attached to."""
         loaded: str | None = None
         serving = False
         while True:

@@ -87,7 +87,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def _refuse_idle_flags(self, args: argparse.Namespace, argv: Sequence[str] | None) -> None:
         """Judges the command line alone: a variable may be set for many commands, and some have no use for it."""
-        # What is not on the command line keeps the value it has.
+        # A flag that is not on the command line keeps this value.
         before = argparse.Namespace(**{action.dest: _NOT_GIVEN for action in self._actions})
         given = vars(self.parse_args(argv, before))
         for name, other in self._needs.items():

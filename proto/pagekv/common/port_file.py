@@ -28,7 +28,7 @@ def write_port_file(path: Path, listening: Mapping[str, Any]) -> None:
 
 
 def read_port_file(path: Path) -> dict[str, Any]:
-    """What `path` says; empty while there is no such file."""
+    """The line in `path`; empty while there is no such file."""
     try:
         text = path.read_text()
     except FileNotFoundError:

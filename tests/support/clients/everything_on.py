@@ -14,7 +14,7 @@ ASKED_FOR = bool(os.environ.get("PAGEKV_TEST_EVERYTHING_ON"))
 
 
 def flags(directory: Path, spans: str) -> list[str]:
-    """Of a manager: sockets and files are in this directory, which no other manager uses; spans go to that URL. Not
+    """Flags of a manager: sockets and files are in `directory`, which no other manager uses; spans go to `spans`. Not
     --page-text, which shows what tests of the page want hidden.
     """
     return [

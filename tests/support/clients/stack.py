@@ -80,7 +80,7 @@ class Process:
         self.port, self.http = port_of(listening), listening.get("http", "")
 
     def _watching(self) -> list[str]:
-        """What is switched on of a manager before what a test asks for."""
+        """Flags that switch everything on for a manager, before those that a test gives."""
         if not everything_on.ASKED_FOR or self.module != MANAGER:
             return []
         if self.watching is not None:

@@ -142,7 +142,9 @@ def run(
     async def main() -> None:
         bench = Bench()
         monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake: Link(bench, wake))
-        engine = EngineLoop(config(**changes), observers=observers)
+        engine = EngineLoop(config(**changes))
+        for observer in observers:
+            engine.observers.add(observer)
         task = asyncio.create_task(engine.run())
         await engine.wait_ready()
         test = asyncio.ensure_future(body(engine, bench))

@@ -169,7 +169,7 @@ def test_health_and_tokenizer_follow_the_executor(tmp_path: Path) -> None:
         assert (await running.stub.GetModelInfo(pb.GetModelInfoRequest())).has_tokenizer
         engine._on_attached(False)
         await running.until_health(NOT_SERVING)
-        # It comes back with a model that has no tokenizer.
+        # An executor comes back with a model that has no tokenizer.
         attach(engine, model(tmp_path / "empty", fingerprint="2"))
         await running.until_health(SERVING)
         info = await running.stub.GetModelInfo(pb.GetModelInfoRequest())
@@ -243,7 +243,7 @@ async def nothing_listens(port: int) -> bool:
 def test_a_start_that_fails_leaves_nothing_and_says_one_thing(
     flag: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Whichever part cannot be had: what was open before it is closed, without a trace in the log or in files."""
+    """Every part that was open already is closed, without a trace in the log or in files."""
     with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         port = free.getsockname()[1]
@@ -276,7 +276,7 @@ def test_a_start_that_fails_leaves_nothing_and_says_one_thing(
 def test_a_start_without_an_extra_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What a missing package ends, after the port for clients was opened, has no other trace either."""
+    """A missing package ends the start after the port for clients was opened, without another trace either."""
     monkeypatch.setitem(sys.modules, "pagekv.kvmanager.observe.http_server", None)
     record, port_file = str(tmp_path / "trace"), str(tmp_path / "port")
     flags = ["--listen", "127.0.0.1:0", "--executor", NOWHERE, "--record", record, "--port-file", port_file]

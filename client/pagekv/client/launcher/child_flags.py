@@ -1,5 +1,5 @@
-"""The few flags handed on to processes that `pagekv up` itself must know: ports that only one of several can have, and
-the vocabulary of an oracle. All others are for the processes to read.
+"""The flags of child processes that `pagekv up` itself must know: ports that only one of several can have, and the
+vocabulary of an oracle. No other flag is read here.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from pathlib import Path
 from pagekv.common.flags import ENV_PREFIX, is_true
 from pagekv.common.models import DEMO, ModelNotFound, resolve_model
 
-# Of the manager, with its default for the first.
+# Flags of the manager, and the default of the first.
 EVENTS_FLAG, REPLAY_FLAG = "kv-events-endpoint", "kv-events-replay-endpoint"
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5557"
 _LAST_PORT = 65535
-# Of --tokenizer: as the executor's model has it, or none.
+# Values of --tokenizer that name none: the executor's model brings one, or there is none.
 _NO_NAMES = (None, "", "auto", "none")
 
 
 def flag_value(name: str, args: Sequence[str], env: Mapping[str, str]) -> str | None:
-    """What a process started with `args` in `env` reads of `--name`; None where it is not given."""
+    """The value of `--name` for a process started with `args` in `env`; None where the flag is not given."""
     flag, value = f"--{name}", env.get(_variable(name))
     for word, following in zip(args, [*args[1:], None], strict=False):
         if word == flag:
@@ -35,7 +35,7 @@ def _variable(name: str) -> str:
 
 
 def event_args(args: Sequence[str], env: Mapping[str, str], pair: int, pairs: int) -> list[str]:
-    """Flags that give manager number `pair` of `pairs`, started with `args` in `env`, KV event addresses of its own.
+    """Flags that give manager number `pair` of `pairs`, started with `args` in `env`, separate KV event addresses.
 
     The first manager (0) has those of its flags; the others get ports above them, or a number behind an ipc path.
     Raises ValueError where ports run out.

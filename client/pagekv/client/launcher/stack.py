@@ -20,7 +20,7 @@ from typing import Any, Self
 
 import grpc
 
-from pagekv.client.launcher.child_flags import event_args
+from pagekv.client.launcher.child_flags import event_args, flag_value
 from pagekv.client.launcher.gateway import COMMAND, GatewayConfig, gateway_args, has_tokenizer, is_installed, serves
 from pagekv.common.port_file import read_port_file
 from pagekv.common.probe import check
@@ -47,25 +47,25 @@ class StackError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StackConfig:
-    """What to start. Arguments are those of the processes' own command lines."""
+    """The processes to start, with arguments of their own command lines."""
 
     host: str = "127.0.0.1"
-    # 0 takes a free port. Of several pairs these are the first one's; the others take free ones.
+    # Ports of the first pair; 0, and every other pair, takes free ones.
     port: int = 50051
     executor_port: int = 50052
     # Pairs of an executor and a manager.
     replicas: int = 1
     # None: no gateway in front.
     gateway: GatewayConfig | None = None
-    # Of the first manager's live page; 0, or where it is taken: a free one. None: no page is asked for.
+    # Port of the first manager's live page; 0, or where it is taken: a free one. None: no page is asked for.
     page_port: int | None = None
     manager_args: Sequence[str] = ()
     executor_args: Sequence[str] = ()
-    # Seconds a process gets to stop by itself; its own --grace-s should be less.
+    # Seconds a process gets to stop by itself; --grace-s of the process should be less.
     stop_timeout_s: float = 45.0
     manager_command: Sequence[str] = MANAGER_COMMAND
     executor_command: Sequence[str] = EXECUTOR_COMMAND
-    # Called with (process name, line) from a thread of its own; None keeps lines only for reports.
+    # Called with (process name, line) from another thread; None keeps lines only for reports.
     on_log: Callable[[str, str], None] | None = None
 
 
@@ -74,18 +74,18 @@ class Child:
     """One process and the end of its log. States: running → ended."""
 
     name: str
-    target: str
     popen: subprocess.Popen[str]
     # Whether it serves now.
     ready: Callable[[], bool]
-    port_file: Path
+    # None for the gateway, which writes none.
+    port_file: Path | None
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
     reader: threading.Thread | None = None
 
     @property
     def listening(self) -> dict[str, Any]:
-        """Its addresses and files as `pagekv.common.port_file` has them; empty until the process listens."""
-        return read_port_file(self.port_file)
+        """Addresses and files as in `pagekv.common.port_file`; empty until the process listens."""
+        return {} if self.port_file is None else read_port_file(self.port_file)
 
     def death(self) -> StackError:
         """How the process ended, and its last log lines."""
@@ -100,7 +100,7 @@ class Child:
         return StackError(f"the {self.name} {how}" + (self.tail() if self.lines else " and said nothing"))
 
     def tail(self) -> str:
-        """Its last lines, to be put behind what became of the process."""
+        """The last lines of the log, as the end of a sentence about the process."""
         return "; its last lines:" + "".join(f"\n  {line}" for line in self.lines)
 
 
@@ -114,14 +114,14 @@ class Stack:
         self._config = config
         if config.gateway is not None and config.gateway.command is COMMAND and not is_installed():
             raise StackError("the gateway is not installed: pip install 'pagekv[gateway]'")
-        # The same ones for all, so that no two processes are given one port.
+        # Shared by all calls, so that no two processes are given one port.
         ports: set[int] = set()
         target = partial(_usable_target, ports, config.host)
         self.targets = [target(0 if pair else config.port, "--port") for pair in range(config.replicas)]
         self.executor_targets = [
             target(0 if pair else config.executor_port, "--executor-port") for pair in range(config.replicas)
         ]
-        # Of the gateway, empty without one: where it serves, and where Prometheus reads it.
+        # Where the gateway serves and where Prometheus reads it; empty without one.
         self.gateway_target = self.gateway_metrics_target = ""
         if config.gateway is not None:
             self.gateway_target = target(config.gateway.port, "--gateway-port")
@@ -143,7 +143,7 @@ class Stack:
         self._directory: TemporaryDirectory[str]
         # In the order of starting.
         self.children: list[Child] = []
-        # Names of those whose death was told.
+        # Names of processes whose death was reported.
         self._reported: set[str] = set()
 
     @property
@@ -153,7 +153,7 @@ class Stack:
 
     @property
     def executor_target(self) -> str:
-        """Address of its executor."""
+        """Address of the first executor."""
         return self.executor_targets[0]
 
     @property
@@ -193,11 +193,9 @@ class Stack:
 
     def _spawn_server(self, role: str, pair: int, target: str, command: Sequence[str], args: Sequence[str]) -> None:
         name = self._name(role, pair)
-        addresses = ["--listen", target, "--port-file", str(self._port_file(name))]
-        self._spawn(name, target, [*command, *addresses, *args], partial(_serves, target))
-
-    def _port_file(self, name: str) -> Path:
-        return Path(self._directory.name) / name
+        port_file = flag_value("port-file", args, {}) or f"{self._directory.name}/{name}"
+        command = [*command, "--listen", target, "--port-file", port_file, *args]
+        self._spawn(name, command, partial(_serves, target), Path(port_file))
 
     def _name(self, role: str, number: int) -> str:
         return role if self._config.replicas == 1 else f"{role} {number + 1}"
@@ -207,21 +205,21 @@ class Stack:
             raise StackError("the gateway needs a tokenizer: serve a model that has one, or name one with --tokenizer")
         args = gateway_args(config, self.gateway_target, self.gateway_metrics_target, self.targets)
         ready = partial(serves, self.gateway_target, len(self.targets))
-        self._spawn("gateway", self.gateway_target, [*config.command, *args], ready)
+        self._spawn("gateway", [*config.command, *args], ready)
 
     def wait_ready(
         self, timeout_s: float, stop: threading.Event | None = None, on_wait: Callable[[str, float], None] | None = None
     ) -> bool:
         """Waits until all are healthy. False when `stop` was set first. Raises StackError on a death or the timeout.
 
-        The gateway is started once all managers serve: it asks them what they serve when it meets them. `on_wait` gets
+        The gateway is started once all managers serve: it asks them what they serve. `on_wait` gets
         the name of the process waited for and the seconds waited.
         """
         wait_for = partial(self._wait_for, time.monotonic(), timeout_s, stop or threading.Event(), on_wait)
-        if not wait_for(self.children):
-            return False
-        if self._config.gateway is not None:
-            self._start_gateway(self._config.gateway)
+        ready = wait_for(self.children)
+        if not ready or self._config.gateway is None:
+            return ready
+        self._start_gateway(self._config.gateway)
         return wait_for(self.children[-1:])
 
     def _wait_for(
@@ -250,7 +248,7 @@ class Stack:
             if child.popen.poll() is not None:
                 raise child.death()
 
-    def news(self) -> list[str]:
+    def new_deaths(self) -> list[str]:
         """Reports of the processes that died since the last call, of a stack that is ready and whose others serve on.
 
         Raises StackError when no pair is left, or nothing in front of it.
@@ -280,7 +278,7 @@ class Stack:
         _wait(executors, self._config.stop_timeout_s)
 
     def listening(self, key: str) -> list[Any]:
-        """What the managers that have it say under this key of their port files."""
+        """The values of this key in the managers' port files, where it is there."""
         return [
             child.listening[key]
             for child in self.children
@@ -293,7 +291,9 @@ class Stack:
             if child.popen.poll() is None:
                 child.popen.kill()
 
-    def _spawn(self, name: str, target: str, command: Sequence[str], ready: Callable[[], bool]) -> None:
+    def _spawn(
+        self, name: str, command: Sequence[str], ready: Callable[[], bool], port_file: Path | None = None
+    ) -> None:
         try:
             popen = subprocess.Popen(
                 command,
@@ -308,13 +308,13 @@ class Stack:
             )
         except OSError as error:
             raise StackError(f"cannot start the {name}: {error}") from error
-        child = Child(name, target, popen, ready, self._port_file(name))
+        child = Child(name, popen, ready, port_file)
         child.reader = threading.Thread(target=self._read, args=(child,), name=f"{name}-log", daemon=True)
         child.reader.start()
         self.children.append(child)
 
     def _read(self, child: Child) -> None:
-        # Somebody has to read, or a full pipe would stall the process.
+        # A full pipe would stall the process.
         assert child.popen.stdout is not None
         for line in child.popen.stdout:
             child.lines.append(line.rstrip("\n"))
@@ -363,7 +363,7 @@ def _usable_target(taken: set[int], host: str, port: int, flag: str) -> str:
     found = 0
     while not found or found in taken:
         with socket.socket() as probe:
-            # As gRPC binds: a port in TIME_WAIT is free.
+            # A port in TIME_WAIT is free for gRPC, which binds in this way.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host, port))

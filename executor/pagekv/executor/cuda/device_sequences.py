@@ -10,7 +10,7 @@ from pagekv.executor.backend.interface import SequenceState
 from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.kernels.attention_plan import Ints
 
-# What is in a table where the sequence has no block: refused by the kernels' plan, should a step reach it.
+# Table entry without a block: the kernels' plan refuses a step that reads it.
 NO_BLOCK = -1
 
 
@@ -26,7 +26,7 @@ class DeviceSequence:
 
 
 class DeviceSequences:
-    """Device indices from 0 to max_sequences - 1; `spare` is nobody's, for rows that only fill a batch up."""
+    """Device indices from 0 to max_sequences - 1; `spare` belongs to no sequence: rows that fill a batch up have it."""
 
     def __init__(self, max_sequences: int, penalties: PenaltyTable) -> None:
         self.spare = max_sequences
@@ -36,7 +36,7 @@ class DeviceSequences:
         self._tables: Ints = np.full((max_sequences, 1), NO_BLOCK, np.int32)
 
     def get(self, state: SequenceState) -> DeviceSequence:
-        """The entry of a sequence, made when it is first met. Raises RuntimeError when there are too many."""
+        """The entry of a sequence, made at the first call. Raises RuntimeError when there are too many."""
         entry = self._live.get(state.seq_id)
         if entry is None or entry.state is not state:
             if entry is not None:
@@ -48,7 +48,7 @@ class DeviceSequences:
         return entry
 
     def remove(self, states: list[SequenceState]) -> None:
-        """Releases what these sequences have, if anything."""
+        """Frees the device index and penalty row of these sequences, where they have one."""
         for state in states:
             entry = self._live.get(state.seq_id)
             if entry is not None and entry.state is state:
@@ -66,7 +66,7 @@ class DeviceSequences:
             self._penalties.free(entry.penalty_row)
 
     def _update_table(self, entry: DeviceSequence) -> None:
-        """Takes over what the block table grew by: tables are only appended to, else they are another list."""
+        """Adds the blocks by which the block table grew. Tables only grow; any other change is a new list."""
         blocks = entry.state.block_table
         if blocks is not entry.blocks or len(blocks) < entry.num_blocks:
             self._tables[entry.device_index] = NO_BLOCK

@@ -1,4 +1,4 @@
-"""Which tokens a sequence has had, on the device, for the sequences whose sampling asks for it."""
+"""Counts of the tokens a sequence has had, on the device, for sequences whose sampling needs them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PenaltyTable:
         return self._free.pop()
 
     def free(self, row: int) -> None:
-        """The sequence is gone; steps already launched still find their row as it was."""
+        """Frees a row; steps already launched still find it as it was."""
         self._free.append(row)
 
     def begin(self, rows: torch.Tensor, of_row: torch.Tensor, tokens: torch.Tensor, generated: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""One step's inputs as arrays: what the kernels plan with, which tokens go in, and which rows sample."""
+"""One step's inputs as arrays: the batch that the kernels plan, its tokens, and the rows that sample."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class StepInputs:
     """Rows are in the order of the scheduled sequences. T rows, S sequences, R of which sample."""
 
     batch: StepBatch
-    # int32 [T]; UNKNOWN_TOKEN where the device knows it: the last token that the sequence of this device_index sampled.
+    # int32 [T]; UNKNOWN_TOKEN where only the device knows it: the token that the sequence sampled last.
     input_ids: Ints
-    # int32 [T]: the device_index of each row's sequence.
+    # int32 [T]: the device index of each row's sequence.
     device_indices: Ints
-    # Those that sample, and int32 [R]: which row, and the device_index.
+    # The sequences that sample, and int32 [R]: the row and the device index of each.
     sampling: list[DeviceSequence]
     sampled_rows: Ints
     sampled_indices: Ints
 
     @property
     def decodes_only(self) -> bool:
-        """Every row is a generated token that is followed by another."""
+        """Every row is a generated token, and every row samples."""
         return bool(self.batch.decodes.all()) and len(self.sampling) == len(self.batch.decodes)
 
 
@@ -69,7 +69,7 @@ def build_inputs(scheduled: Sequence[Scheduled], live: DeviceSequences, block_si
 
 
 def _check_unknown(input_ids: Ints, query_start: Ints, scheduled: Sequence[Scheduled]) -> None:
-    """Only the last token of a sequence may be unknown: that is the one its device_index holds."""
+    """Only the last token of a sequence may be unknown: the device keeps one per sequence."""
     unknown = np.flatnonzero(input_ids == UNKNOWN_TOKEN)
     if not len(unknown):
         return

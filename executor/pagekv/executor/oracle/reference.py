@@ -1,4 +1,4 @@
-"""The oracle's arithmetic: what a slot must hold and which token follows, as pure functions of the token sequence.
+"""The oracle's arithmetic: digests of slots and the next token, as pure functions of the token sequence.
 
 Position p of a sequence has the digest mix(h_p) with h_p = h_(p-1) * FACTOR + mix(token_p) in 64 bits, so it stands for
 the whole sequence up to p. The sum of the digests of positions 0..p stands for what attention reads at p, and the next
@@ -43,8 +43,8 @@ def mix_all(values: Words) -> Words:
 
 
 def extend_chain(state: int, token_ids: Sequence[int]) -> tuple[Words, int]:
-    """Digests of the positions of `token_ids` that follow a chain in `state` (FIRST for an empty one), and its new
-    state; digests have shape [len(token_ids)].
+    """Digests `[len(token_ids)]` of positions that continue a chain in `state` (FIRST for an empty chain), and the
+    chain's new state.
     """
     if len(token_ids) <= 8:
         # Decodes come one token at a time, where an array costs more than it saves.
@@ -123,9 +123,9 @@ def choose_tokens(
 def likeliest(token: int, drawn: int, vocab_size: int, count: int) -> tuple[tuple[int, float], ...]:
     """The `count` likeliest tokens with log-probabilities, best first, where `token` was chosen by the number `drawn`.
 
-    Made-up but deterministic: the chosen one leads, and the next ids follow it. How likely it is differs from prefix to
-    prefix by about as much as two ranks do, so that the beams of a search take continuations from each other. Every
-    sum of them is exact in float32 and float64 alike.
+    Made up but deterministic: the chosen token comes first, then the ids after it. The first log-probability differs
+    from prefix to prefix by about as much as two ranks do, so that the beams of a search take continuations from each
+    other. Every sum of log-probabilities is exact in float32 and float64.
     """
     logprob = -(drawn % 1024) / 4096
     return tuple(((token + rank) % vocab_size, logprob - rank / 8) for rank in range(min(count, vocab_size)))

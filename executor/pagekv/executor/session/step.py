@@ -27,7 +27,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class ExecutedStep:
-    """What one step produced. `sampled` is by seq_id, in the order the sequences entered the epoch."""
+    """The result of one step. `sampled` is by seq_id, in the order the sequences entered the epoch."""
 
     epoch: int
     step: int

@@ -1,4 +1,4 @@
-"""One Generate call: from a validated command to the messages of its answer."""
+"""One Generate call, from the validated command to the messages of the answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FINISH_REASONS = {
 
 @dataclass(slots=True)
 class _Output:
-    """One sequence: how its tokens become text, and the whole output so far, which goes into GenerateComplete."""
+    """One sequence: its way from tokens to text, and the whole output so far, which goes into GenerateComplete."""
 
     processor: OutputProcessor
     token_ids: list[int] = field(default_factory=list)

@@ -33,7 +33,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         served = self._state.served()
         command, stops = await read_generate(request, served.model, served.tokenizer, trace_parent_of(context))
         call = GenerateCall(self._engine, served, command, stops, only_complete=request.only_complete)
-        # Also called when the call is cancelled while a message is being written, where no `finally` here would run.
+        # Runs also when the call is cancelled while a message is being written, where no `finally` here would.
         context.add_done_callback(lambda _: call.close())
         await call.run(context.write)
 

@@ -1,4 +1,4 @@
-"""What a client sees of one sequence: its tokens as text, cut before a stop string or stop token."""
+"""Turns the tokens of one sequence into client-visible text, cut before a stop string or stop token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pagekv.kvmanager.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class TextDelta:
-    """News of one sequence as they are reported. Tokens behind the one that completed a stop string are left out."""
+    """The client's view of a SequenceDelta. Tokens behind the one that completed a stop string are left out."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -26,10 +26,10 @@ class TextDelta:
 
 
 class OutputProcessor:
-    """One sequence's way from tokens to text. Without a tokenizer the text stays empty."""
+    """Tokens to text for one sequence. Without a tokenizer the text stays empty."""
 
     def __init__(self, command: GenerateCommand, stops: StopStrings, tokenizer: Tokenizer | None) -> None:
-        """Takes in resumed tokens at once: text of theirs that is still held back comes with the first new tokens."""
+        """Takes in resumed tokens at once: text held back at their end comes with the first new tokens."""
         num_prompt = len(command.prompt_ids) - command.resumed_tokens
         self._resumed = command.prompt_ids[num_prompt:]
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, command.prompt_ids[:num_prompt])
@@ -44,10 +44,9 @@ class OutputProcessor:
                 break
 
     def end_of_resumed(self, eos_token_ids: Collection[int]) -> TextDelta | None:
-        """The end to report at once when the resumed tokens are a whole output already; None: there is more to come.
+        """The end to report at once when the resumed tokens are a whole output already; None: more is to come.
 
-        That is the case when a stream broke between its last token and its end. The last token's message had the last
-        of the text with it.
+        A stream may break between its last token and its end. The message with the last token had the last of the text.
         """
         if not self._resumed:
             return None
@@ -62,7 +61,7 @@ class OutputProcessor:
         return None
 
     def take(self, delta: SequenceDelta) -> TextDelta:
-        """Turns the engine's news into what is reported. After a delta with `finish` set it must not be called again.
+        """The client's view of the next delta. Must not be called again after a result with `finish` set.
 
         A `finish` where the engine's delta has none means that a stop string was found: the engine must be told.
         """

@@ -1,6 +1,4 @@
-"""Decides at submission whether a request may enter the queue. What cannot be served is refused at once, with the bound
-it breaks; everything that is let in will be computed to its end.
-"""
+"""Decides at submission whether a request may enter the queue: every request that enters can be computed to its end."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What the cache service asks of the pool and does to it between two steps: explain, pin, reset, watch.
-
-Lives as long as the engine loop and outlives its pools: what left the table of a lost executor is remembered, and
-watchers are told; its pins are over.
-"""
+"""Lookups, explanations, pins, resets and watches of the prefix cache, all made between two steps."""
 
 from __future__ import annotations
 
@@ -30,7 +26,10 @@ from pagekv.kvmanager.scheduling.step_plan import Admitted
 
 
 class CacheAdmin:
-    """Owned by the engine loop, which calls `adopt` for each pool and `step_boundary` after planning or committing."""
+    """Owned by the engine loop, which calls `adopt` for each pool and `step_boundary` after planning or committing.
+
+    Outlives the pools: the log of what left them and the watches go on after an executor is lost; pins end with it.
+    """
 
     def __init__(
         self,
@@ -52,7 +51,7 @@ class CacheAdmin:
         self._timer: asyncio.TimerHandle | None = None
 
     def adopt(self, pool: BlockPool, host: HostPool, fingerprint: str, observer: Observer | None = None) -> None:
-        """The pools of a new epoch, empty and with this log, for the model with this fingerprint. `observer`
+        """Takes the pools of a new epoch, empty and with this log, for the model with this fingerprint. `observer`
         is told of pins.
         """
         self.pool = pool
@@ -97,7 +96,7 @@ class CacheAdmin:
     # -- prefixes
 
     def lookup(self, token_ids: Sequence[int], identity: CacheIdentity, partial_hits: bool) -> PrefixMatch:
-        """What is cached of a prompt; changes nothing. `partial_hits`: also of the block behind, by copying."""
+        """The cached part of a prompt; changes nothing. `partial_hits`: with the start of another block, by copying."""
         size = self.pool.block_size
         root = self._root(identity, identity.adapter_id)
         digests = chain_digests(root, token_bytes(token_ids), size, identity.media)
@@ -134,9 +133,7 @@ class CacheAdmin:
     def pin(
         self, token_ids: Sequence[int], identity: CacheIdentity, lease_s: float, live: Iterable[GenerateCommand]
     ) -> PinResult:
-        """Pins what is cached of a prompt, beside the requests that are live. Raises LimitExceeded, with nothing
-        changed.
-        """
+        """Pins the cached part of a prompt, beside the live requests. Raises LimitExceeded, with nothing changed."""
         blocks = self.lookup(token_ids, identity, partial_hits=False).block_ids
         if not blocks:
             return PinResult("", 0)
@@ -171,12 +168,10 @@ class CacheAdmin:
     # -- the whole table
 
     def reset(self, scheduler: Scheduler, force: bool) -> ResetCounts | None:
-        """Forgets every cached block. While blocks are held: None, and nothing changed; with `force` running sequences
-        are preempted and pins end.
-        """
+        """As `EngineQueries.reset_prefix_cache`."""
         if not force and self.pool.num_active:
             return None
-        # Watchers are told at the next step boundary, which must not wait for a step.
+        # Watchers get the change at the next step boundary, which must not wait for a step.
         self._wake()
         if not force:
             return ResetCounts(scheduler.clear_prefix_cache())
@@ -184,7 +179,7 @@ class CacheAdmin:
         scheduler.preempt_all()
         ended = self.pins.end_all()
         self._arm()
-        # What still drains keeps its blocks, as private ones, for the moment that it needs.
+        # Sequences that drain keep their blocks, as private ones, until their last token is here.
         removed = scheduler.clear_prefix_cache()
         return ResetCounts(removed, scheduler.counters.preemptions - before, ended)
 

@@ -1,4 +1,4 @@
-"""How many blocks a request can come to need, and how long a sequence the pool holds."""
+"""Checks of requests against the pool: the blocks they can come to need, and the longest sequence it holds."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pagekv.kvmanager.request.command import GenerateCommand
 
 
 def blocks_needed(num_tokens: int, block_size: int, beam_width: int = 0) -> int:
-    """Blocks that a sequence of `num_tokens` tokens, prompt and output, holds when its last one is sampled.
-
-    That one is never computed and needs no slot. Of beam search: that its beams hold when they share nothing.
+    """Blocks that a sequence of `num_tokens` tokens, prompt and output, holds when its last token is sampled, which is
+    never computed and needs no slot. For beam search: blocks of all beams when they share nothing.
     """
     return max(1, beam_width) * -(-(num_tokens - 1) // block_size)
 

@@ -1,4 +1,4 @@
-"""What the engine loop is told at start, and the flags that say it."""
+"""The engine loop's configuration and its flags."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class EngineConfig:
     max_queue: int = flag(
         "sequences that wait at most; more are refused", default=1024, type=integer(1, 10**6), metavar="N"
     )
-    # Sequences that have ended and whose readers have not left, beyond which requests are refused: four times as many
+    # Sequences that have ended and whose readers have not gone, beyond which requests are refused: four times as many
     # as may wait, so that only clients that do not read meet this bound.
     max_unread: int = 4096
     priority_aging: int = flag(
@@ -77,5 +77,5 @@ class EngineConfig:
         metavar="SHARE",
     )
     limits: SchedulerLimits = field(default_factory=SchedulerLimits, metadata=flag_group("scheduling"))
-    # Note when each block entered the prefix table, for the live page.
+    # Record when each block entered the prefix table, for the live page.
     block_ages: bool = False

@@ -34,7 +34,7 @@ class Engine(Protocol):
 
     @property
     def model(self) -> EngineInfo | None:
-        """None until an executor is attached for the first time."""
+        """The served model; None until an executor is attached for the first time."""
         ...
 
     @property

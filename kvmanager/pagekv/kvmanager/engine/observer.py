@@ -1,12 +1,11 @@
-"""What the engine loop tells those who watch it: metrics, traces, recordings, the live page. They change nothing.
+"""Observers of the engine loop (metrics, traces, recordings, the live page), which change nothing.
 
-Every call is made on the event loop between two steps and has to be short: the next step waits for it. An observer that
-needs more copies what it needs and works elsewhere.
+Every call is made on the event loop between two steps and has to be short: the next step waits for it. Longer work
+belongs elsewhere, on a copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import Enum
 
 from pagekv.common.logs import Log
@@ -24,7 +23,7 @@ log = Log(__name__)
 
 
 class RequestEnd(Enum):
-    """How a request left the engine."""
+    """The way in which a request ended."""
 
     FINISHED = "finished"  # every sequence ended by itself or by a stop string
     ABORTED = "aborted"  # by its client, a deadline or the end of the manager
@@ -32,30 +31,30 @@ class RequestEnd(Enum):
 
 
 class Observer(SchedulerListener):
-    """Does nothing; observers override what they need. None of these may keep what it is given unchanged: sequences
-    and requests go on changing. One that raises is told nothing any more.
+    """Does nothing; observers override the methods they need. Arguments are live objects: copy what is needed before
+    returning. An observer that raises is dropped.
     """
 
     def attached(self, model: EngineInfo, epoch: int) -> None:
         """A new epoch began, with empty pools; `epoch` counts this manager's, from 1."""
 
     def detached(self) -> None:
-        """The executor is lost; whatever ran waits."""
+        """The executor is lost; running requests wait."""
 
     def submitted(self, request: LiveRequest) -> None:
         """A request passed all checks and is queued."""
 
     def rejected(self) -> None:
-        """A request was refused because too much waits to be computed, or to be read."""
+        """A request was refused: too many sequences wait to be computed, or to be read."""
 
     def planned(self, plan: StepPlan) -> None:
         """A step is about to be sent."""
 
     def committed(self, plan: StepPlan, outcome: StepResult, committed: Committed) -> None:
-        """A step's results were taken in and handed to their readers."""
+        """A step's results were committed and pushed to their streams."""
 
     def ended(self, request: LiveRequest, end: RequestEnd) -> None:
-        """A request has left; its sequences hold nothing."""
+        """A request ended; its sequences hold no blocks."""
 
     def pinned(self, blocks: Blocks) -> None:
         """A pin holds these blocks from now on."""
@@ -65,14 +64,14 @@ class Observer(SchedulerListener):
 
 
 class Observers(Observer):
-    """Tells all of them. One that raises is logged and dropped: watching never ends serving."""
+    """Passes every call on to all observers. One that raises is logged and dropped: watching never ends serving."""
 
-    def __init__(self, observers: Iterable[Observer] = ()) -> None:
-        # Replaced, never changed, so that it may lose one while it is gone through.
-        self._all = tuple(observers)
+    def __init__(self) -> None:
+        # Replaced, never changed, as an observer may be dropped while `_tell` goes through them.
+        self._all: tuple[Observer, ...] = ()
 
     def add(self, observer: Observer) -> None:
-        """It is told whatever happens from now on."""
+        """Adds an observer of everything from now on."""
         self._all = (*self._all, observer)
 
     def attached(self, model: EngineInfo, epoch: int) -> None:

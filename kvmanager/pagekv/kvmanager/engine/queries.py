@@ -15,7 +15,6 @@ from pagekv.kvmanager.engine.views import (
     BlockView,
     EngineStats,
     ExplainedPrefix,
-    HostBlockView,
     PinResult,
     PrefixMatch,
     RequestView,
@@ -90,8 +89,8 @@ class EngineQueries:
         self._state.serving()
         return snapshots.block_detail(self._state, block)
 
-    def host_block(self, block: int) -> HostBlockView:
-        """A block of the host pool. Raises InvalidRequest."""
+    def host_block(self, block: int) -> BlockView:
+        """A block of the host pool, without its parent. Raises InvalidRequest."""
         return snapshots.host_block_view(self._state.serving().host, block)
 
     def reset_prefix_cache(self, force: bool) -> ResetCounts | None:

@@ -1,4 +1,4 @@
-"""What is served: the executor's model within the limits that the flags set."""
+"""Sizes of pools, context and scheduler limits: the executor's model within the limits that the flags set."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 
 
-def plan_deployment(description: ExecutorDescription, config: EngineConfig) -> EngineInfo:
-    """Pool size and context that both agree on. Raises AttachRefused when the flags ask for more than there is.
-
-    The context may be longer than what the pool holds: `capacity` says what fits, and refusals then name the pool.
+def size_model(description: ExecutorDescription, config: EngineConfig) -> EngineInfo:
+    """Pool sizes and context that flags and executor allow. Raises AttachRefused when the flags ask for more than there
+    is. The context may be longer than the pool holds: `capacity` then refuses requests, naming the pool.
     """
     fitting = description.device_kv_bytes // max(1, description.bytes_per_block)
     num_blocks = config.num_device_blocks or fitting
@@ -54,8 +53,8 @@ def _num_host_blocks(description: ExecutorDescription, config: EngineConfig) -> 
     return config.num_host_blocks or fitting
 
 
-def plan_limits(description: ExecutorDescription, config: EngineConfig) -> SchedulerLimits:
-    """The flags' limits as far as this executor goes, with what it measured."""
+def size_limits(description: ExecutorDescription, config: EngineConfig) -> SchedulerLimits:
+    """The limits of the flags as far as this executor allows, with its measured rates."""
     swap = replace(
         config.limits.swap,
         block_bytes=description.bytes_per_block,

@@ -16,7 +16,6 @@ from pagekv.kvmanager.engine.views import (
     BlockMap,
     BlockView,
     EngineStats,
-    HostBlockView,
     RequestView,
     SequenceView,
 )
@@ -132,9 +131,7 @@ def _request_view(request: LiveRequest, state: str) -> RequestView:
 
 
 def block_views(cache: CacheAdmin, start: int, limit: int, state: str | None) -> tuple[list[BlockView], int | None]:
-    """Up to `limit` blocks from id `start` in a state ("free", "cached", "active", "pinned"; None: any), and where to
-    go on.
-    """
+    """As `EngineQueries.list_blocks`."""
     # Vector operations: the engine loop waits meanwhile, and a pool may have millions of blocks.
     pool, pins = cache.pool, cache.pins.holders[start:]
     ref_counts, published = pool.ref_counts[start:], pool.table.published[start:]
@@ -188,14 +185,14 @@ def block_detail(state: EngineState, block: int) -> BlockDetail:
         token_ids=table.token_ids(block) if table.published[block] else None,
         chain=chain,
         chain_complete=complete,
-        request_ids=_holders(state.live, block),
+        requests=_holders(state.live, block),
     )
 
 
-def host_block_view(host: HostPool, block: int) -> HostBlockView:
+def host_block_view(host: HostPool, block: int) -> BlockView:
     """A host block. Raises InvalidRequest."""
     _check_block_id(block, host.num_blocks)
-    return HostBlockView(block, int(host.ref_counts[block]), host.key(block) or b"")
+    return BlockView(block, int(host.ref_counts[block]), host.key(block) or b"")
 
 
 def _check_block_id(block: int, num_blocks: int) -> None:

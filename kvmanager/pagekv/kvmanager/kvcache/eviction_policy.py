@@ -31,8 +31,6 @@ class EvictionOrder(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __contains__(self, block: int) -> bool: ...
-
     def __iter__(self) -> Iterator[int]: ...
 
     def append(self, blocks: Blocks) -> None:
@@ -99,9 +97,6 @@ class SegmentedLruOrder:
 
     def __len__(self) -> int:
         return len(self._probation) + len(self._protected)
-
-    def __contains__(self, block: int) -> bool:
-        return block in self._probation or block in self._protected
 
     def __iter__(self) -> Iterator[int]:
         """In the present eviction order."""

@@ -46,9 +46,6 @@ class FreeQueue:
     def __len__(self) -> int:
         return self._length
 
-    def __contains__(self, block: int) -> bool:
-        return 0 <= int(self._position[block]) - self._offset < len(self._entries)
-
     def __iter__(self) -> Iterator[int]:
         """Head to tail."""
         return iter(self._valid_entries().tolist())

@@ -171,18 +171,19 @@ class PrefixTable:
         `parent_digests[i]`. Covers only the simple case: every block whose digest is in the table already, or whose
         parent is not what the table has under its digest, is left out, and its position is returned.
         """
-        entered: list[int] = []
+        block_of, column = self._block_of, self._digest
         left_out: list[int] = []
         for position, (block, digest, parent) in enumerate(zip(blocks, digests, parents, strict=True)):
-            parent_known = isinstance(parent, bytes) or self._block_of.get(parent_digests[position]) == parent
-            if parent_known and self._block_of.setdefault(digest, block) == block:
-                self._digest[block] = digest
-                entered.append(position)
+            parent_known = block_of.get(parent_digests[position]) == parent or isinstance(parent, bytes)
+            if parent_known and block_of.setdefault(digest, block) == block:
+                column[block] = digest
             else:
                 left_out.append(position)
-        self._fill(np.array(blocks, np.int32)[entered], tokens[entered])
-        for position in entered:
-            self._trie.add(blocks[position], parents[position])
+        if left_out:
+            entered = [position for position in range(len(blocks)) if position not in left_out]
+            blocks, parents, tokens = [blocks[at] for at in entered], [parents[at] for at in entered], tokens[entered]
+        self._fill(np.array(blocks, np.int32), tokens)
+        self._trie.add_after(blocks, parents)
         return left_out
 
     def add_chain(

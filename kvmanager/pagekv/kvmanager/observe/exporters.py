@@ -1,6 +1,6 @@
-"""What the manager publishes and records for other programs while it serves: KV events, requests, decisions.
+"""KV events and recordings (requests, decisions) that the manager writes for other programs while it serves.
 
-None of it can end serving: what breaks is logged and over.
+An exporter that breaks is logged and closed; serving goes on.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Exporters:
         self._config = config
         self._planning = planning
         self._files: list[RecordingFile] = []
-        self._trace: WorkloadRecorder | None = None
+        self._workload: WorkloadRecorder | None = None
         self._publisher: KvEventPublisher | None = None
         self._publishing: asyncio.Task[None] | None = None
 
     def open(self, engine: EngineLoop) -> None:
-        """Before the engine runs; adds to its observers. Raises OSError when a file or an endpoint cannot be had, and
-        ImportError without ZeroMQ; then `discard` is what is left to do.
+        """Adds observers to an engine that does not run yet. Raises OSError when a file or an endpoint cannot be
+        had, and ImportError without ZeroMQ; the caller then calls `discard`.
         """
         if self._config.kv_events:
             self._start_publishing(engine)
@@ -55,8 +55,8 @@ class Exporters:
     def _start_recording(self, engine: EngineLoop) -> None:
         config, planning = self._config, self._planning
         if config.record:
-            self._trace = WorkloadRecorder(self._recording(config.record, "requests"))
-            engine.observers.add(self._trace)
+            self._workload = WorkloadRecorder(self._recording(config.record, "requests"))
+            engine.observers.add(self._workload)
         if config.record_steps:
             recorder = StepRecorder(
                 self._recording(config.record_steps, "steps"),
@@ -82,7 +82,7 @@ class Exporters:
             log.exception("no more KV events")
 
     def listening(self) -> dict[str, Any]:
-        """Where events are published and what is recorded, as `pagekv.common.port_file` has them."""
+        """Endpoints of KV events and names of recordings, with the keys of `pagekv.common.port_file`."""
         found: dict[str, Any] = {}
         if self._publisher is not None:
             found["kv_events"] = {
@@ -94,20 +94,20 @@ class Exporters:
         return found
 
     async def discard(self) -> None:
-        """As `close`, where serving never began: no file is left of it."""
+        """As `close` where serving never began: recordings are removed."""
         await self.close()
         for file in self._files:
             file.discard()
 
     async def close(self) -> None:
-        """After the engine has stopped. Idempotent."""
+        """To be called after the engine has stopped. Idempotent."""
         if self._publishing is not None:
             self._publishing.cancel()
             await asyncio.wait([self._publishing])
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
-        if self._trace is not None:
-            self._trace.close()
+        if self._workload is not None:
+            self._workload.close()
         for file in self._files:
             await asyncio.to_thread(file.close)

@@ -1,4 +1,4 @@
-"""Flags of what the manager shows, publishes and records beside its gRPC services. Everything is off by default."""
+"""Flags of the HTTP port, the gateway's API, KV events, recordings and tracing. Everything is off by default."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ HOST_STATES = ("free", "cached", "held")
 STATE_BITS = 3
 STATE_MASK = (1 << STATE_BITS) - 1
 MAX_HOLDERS = (1 << (8 - STATE_BITS)) - 1
-# Of larger pools the page shows the first blocks.
+# Blocks that are shown of larger pools, from the first on.
 MAX_SHOWN = 1 << 20
 
 # States of held blocks by the number of sequences among their holders: 0, 1, or more.
@@ -63,7 +63,7 @@ def _holder_bits(holders: Blocks) -> Bytes:
 
 
 def counts(states: Bytes, names: tuple[str, ...]) -> dict[str, int]:
-    """How many of these blocks are in each state; `names` are the states by number."""
+    """The number of blocks in each state; `names` are the states by number."""
     found = np.bincount(states & STATE_MASK, minlength=len(names)).tolist()
     return dict(zip(names, found, strict=True))
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from pagekv.kvmanager.engine.interface import Engine, EngineInfo
-from pagekv.kvmanager.engine.views import EngineStats
+from pagekv.kvmanager.engine.views import EngineStats, by_name
 from pagekv.kvmanager.page.block_states import HOST_STATES, STATES, Bytes, change, counts, whole
 
 # Requests in a frame.
@@ -24,7 +24,7 @@ _TOTALS = (
 
 @dataclass(frozen=True, slots=True)
 class PoolFrame:
-    """One moment. Never changed once it is made, so readers may keep it."""
+    """The page at one moment. Immutable, so readers may keep it."""
 
     number: int
     epoch: int
@@ -40,14 +40,13 @@ class PoolFrame:
 
 def totals(stats: EngineStats, live_requests: int) -> dict[str, Any]:
     """The statistics in a frame."""
-    every = asdict(stats)
-    return {name: every[name] for name in _TOTALS} | {"live_requests": live_requests}
+    return {name: getattr(stats, name) for name in _TOTALS} | {"live_requests": live_requests}
 
 
 def request_rows(engine: Engine) -> tuple[dict[str, Row], int]:
     """Up to MAX_REQUESTS live requests by request id, running ones first; and how many are live."""
     views, live = engine.queries.list_requests(MAX_REQUESTS)
-    return {view.request_id: asdict(view) for view in views}, live
+    return {view.request_id: by_name(view) for view in views}, live
 
 
 def snapshot(frame: PoolFrame, model: EngineInfo, boot: str) -> dict[str, Any]:
@@ -65,7 +64,7 @@ def snapshot(frame: PoolFrame, model: EngineInfo, boot: str) -> dict[str, Any]:
         },
         "blocks": model.num_device_blocks,
         "host_blocks": model.num_host_blocks,
-        # How many of these, from the first on, are shown.
+        # Numbers of blocks that are shown, from the first on.
         "shown": len(frame.device),
         "host_shown": len(frame.host),
         "device": whole(frame.device),

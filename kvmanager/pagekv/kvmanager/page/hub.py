@@ -71,7 +71,7 @@ class PageHub:
         self._counted_at = float("-inf")
         # The latest frame; None while nobody looks, or before the first attachment.
         self.frame: PoolFrame | None = None
-        # By number of the frame a viewer has: the message to the latest frame. Most viewers have the same.
+        # Messages to the latest frame by number of the frame that a viewer has, which is the same for most.
         self._messages: dict[int, str] = {}
 
     def add_viewer(self) -> Viewer:

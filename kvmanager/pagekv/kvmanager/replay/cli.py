@@ -1,4 +1,4 @@
-"""The command line of a replay. Exit status 0: done, 1: it failed (one line says why), 2: wrong usage, 130: Ctrl-C."""
+"""The command line of a replay. Exit status 0: done, 1: failed (one line says why), 2: wrong usage, 130: Ctrl-C."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from pagekv.common.flags import flag, number
 @dataclass(frozen=True, slots=True)
 class StepCost:
     """Coefficients. The defaults are what a data sheet gives for a dense 8B model in bfloat16 on one 80 GB accelerator
-    (about 400 TFLOP/s, 3 TB/s, 128 KiB of KV per token); they were not measured. Fit them to your own executor.
+    (about 400 TFLOP/s, 3 TB/s, 128 KiB of KV per token), not measured. Fit them to your own executor.
     """
 
     # Reading the weights once, and launching.

@@ -1,4 +1,4 @@
-"""What one replay is asked to do, checked."""
+"""The options of one replay, checked."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODES = ("timed", "cache")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedOptions:
-    """What timed mode alone looks at."""
+    """Options of timed mode alone."""
 
     speed: float = flag("arrivals come so many times as fast", default=1.0, type=number(1e-6, 1e6), metavar="X")
     max_batch_tokens: int = flag(

@@ -1,4 +1,4 @@
-"""What a replay found out: one row per policy and capacity, as a table, as JSON and as a picture."""
+"""The figures of a replay: one row per policy and capacity, as a table, as JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: array[float]) -> Spread | None:
-        """None of no values."""
+        """None where there are no values."""
         if not values:
             return None
         seconds = np.frombuffer(values, dtype=np.float64)
@@ -35,7 +35,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """What only a replay in simulated time can tell."""
+    """Figures that only a replay in simulated time has."""
 
     ttft_s: Spread | None
     inter_token_s: Spread | None
@@ -72,7 +72,7 @@ class Row:
     evictions: int
     # None in cache mode.
     timing: StepTiming | None
-    # Of this machine, for the replay itself.
+    # Seconds that the replay took on this machine.
     wall_s: float
 
     @property

@@ -1,7 +1,7 @@
-"""An executor that only keeps count: it learns everything from step plans, as a real one does, and answers by a clock.
+"""An executor that only keeps count: learns everything from step plans, as a real one does, and answers by a clock.
 
-Every sequence it holds computes one token a step unless the plan lists it with another number, so sums over all of them
-are kept up to date by what a plan changes, and a step costs no work per running sequence but for its sampled token.
+Every sequence computes one token a step unless the plan lists it with another number, so sums over all sequences are
+updated by the changes in a plan, and a step costs no work per running sequence but for its sampled token.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class _Held:
 
     offset: int
     slots: int
-    # Known when it came; more once it decodes.
+    # Known tokens when the sequence came; more once it decodes.
     tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class BegunStep:
-    """What a step does, all of it known when it is planned."""
+    """A step's work, all of it known when the step is planned."""
 
     plan: StepPlan
-    # Those of plan.sampling, by position.
+    # Requests of the sequences in plan.sampling, by position.
     requests: NDArray[np.intp]
     seconds: float
     # Slots in block tables that no known token needs: the unused ends of last blocks.
@@ -56,14 +56,14 @@ class SimulatedExecutor:
         self._cost = cost
         self._block_size = block_size
         self._arrivals = arrivals
-        # By request: when its latest token came; before the first one, when it arrived.
+        # By request: seconds, the latest token; before the first one, the arrival.
         self._last_token_s = np.array(arrivals)
         self._has_token = np.zeros(len(arrivals), np.bool_)
-        # By seq_id: whose it is.
+        # By seq_id: the index of the request.
         self._request = np.zeros(64, np.intp)
         self._admitted = bytearray(len(arrivals))
         self._held: dict[int, _Held] = {}
-        # Handles that have sampled: past their known tokens, so each computes one more position a step.
+        # Seq_ids that have sampled: past their known tokens, so each computes one more position a step.
         self._decoding: set[int] = set()
         # Sums over _held of computed positions, slots and tokens; a decoding sequence's tokens are its computed ones.
         self._computed = 0
@@ -72,7 +72,7 @@ class SimulatedExecutor:
         self._decisions = hashlib.sha256()
 
     def begin(self, plan: StepPlan) -> BegunStep:
-        """Takes in a plan. Call right after `schedule`, when the pool stands as this step leaves it."""
+        """Takes in a plan; to be called right after `schedule`, while the pool is as this step leaves it."""
         self._digest(plan)
         for seq_id in plan.finished:
             held = self._held.pop(seq_id)

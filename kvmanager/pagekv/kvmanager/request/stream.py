@@ -28,9 +28,8 @@ class SequenceDelta:
 
 
 class RequestStream:
-    """Engine loop to handler: one delta per sequence, coalesced until the reader takes it.
-
-    The engine never waits for a reader: what a slow reader has not taken grows into one delta, bounded by max_tokens.
+    """Carries deltas from the engine loop to one reader. The engine never waits for a reader: deltas that a slow reader
+    has not taken are merged into one for each sequence, bounded by max_tokens.
     """
 
     def __init__(self, request_id: str, num_sequences: int, wakeups: Wakeups | None = None) -> None:
@@ -60,7 +59,7 @@ class RequestStream:
         self._notify()
 
     def push_token(self, index: int, token_id: int, cached_tokens: int, preemptions: int) -> None:
-        """One more token of a sequence: `push` for what happens most."""
+        """Adds one token of a sequence: the fast form of `push`."""
         held = self._pending.get(index)
         if held is None:
             self._pending[index] = SequenceDelta(index, [token_id], (), cached_tokens, preemptions)
@@ -70,14 +69,14 @@ class RequestStream:
         self._notify()
 
     def push_logprobs(self, index: int, logprobs: TokenLogprobs) -> None:
-        """Log-probabilities of the token pushed last."""
+        """Adds the log-probabilities of the token pushed last."""
         held = self._pending[index]
         if not isinstance(held.logprobs, PackedLogprobs):
             held.logprobs = PackedLogprobs(held.logprobs)
         held.logprobs.append(logprobs)
 
     def push_end(self, index: int, finish: FinishReason, stop_token_id: int | None) -> None:
-        """The token pushed last ended the sequence."""
+        """Says that the token pushed last ended the sequence."""
         held = self._pending[index]
         held.finish, held.stop_token_id = finish, stop_token_id
         self._open.discard(index)

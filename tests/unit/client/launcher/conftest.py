@@ -1,4 +1,4 @@
-"""What the tests of the launcher share."""
+"""Fixtures of the launcher's tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read of flags that are handed on: addresses of KV events, and the vocabulary of an oracle."""
+"""The flags of children that `up` reads: addresses of KV events, and the vocabulary of an oracle."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pagekv.kvmanager.config import parse_config
 
 
 def endpoints_of(*args: str, pairs: int = 3, env: dict[str, str] | None = None) -> list[tuple[str, str]]:
-    """Where each manager publishes and replays, as it reads its own command line."""
+    """Addresses at which each manager publishes and replays, read from its command line."""
     found = []
     for pair in range(pairs):
         told = ["--kv-events", *args, *event_args(["--kv-events", *args], env or {}, pair, pairs)]

@@ -31,7 +31,7 @@ def test_flags_of_the_user_come_after_those_for_one_machine() -> None:
 
 @pytest.fixture
 def answers() -> Iterator[dict[str, Any]]:
-    """What an HTTP server answers by path; its address is in "target"."""
+    """Answers of an HTTP server by path; "target" is its address."""
     by_path: dict[str, Any] = {}
 
     class Handler(BaseHTTPRequestHandler):

@@ -13,6 +13,7 @@ from support.executor.executor_steps import EPOCH, VOCAB, World, memory_op, new_
 from pagekv.common.errors import InvalidRequest, StaleEpoch
 from pagekv.executor.backend.interface import CopyDirection, Sampling
 from pagekv.executor.session.step import NO_SAMPLING
+from pagekv.executor.session.step_check import check_step
 
 
 @pytest.fixture
@@ -85,45 +86,6 @@ REFUSALS: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     ("no-sampling", entering(sampling=NO_SAMPLING), "new_seqs[0].sampling", "must be set"),
     ("temperature-low", sampling(temperature=-0.1), "new_seqs[0].sampling.temperature", "from 0 to 100, got -0.1"),
-    ("temperature-nan", sampling(temperature=NAN), "new_seqs[0].sampling.temperature", "from 0 to 100, got nan"),
-    ("temperature-inf", sampling(temperature=INF), "new_seqs[0].sampling.temperature", "from 0 to 100, got inf"),
-    ("top-p-zero", sampling(top_p=0.0), "new_seqs[0].sampling.top_p", "above 0"),
-    ("top-p-high", sampling(top_p=1.1), "new_seqs[0].sampling.top_p", "from 0 to 1"),
-    ("top-p-nan", sampling(top_p=NAN), "new_seqs[0].sampling.top_p", "got nan"),
-    ("top-k", sampling(top_k=513), "new_seqs[0].sampling.top_k", "from 0 to 512, got 513"),
-    ("min-p", sampling(min_p=-INF), "new_seqs[0].sampling.min_p", "from 0 to 1, got -inf"),
-    ("repetition-zero", sampling(repetition_penalty=0.0), "new_seqs[0].sampling.repetition_penalty", "above 0"),
-    ("repetition", sampling(repetition_penalty=NAN), "new_seqs[0].sampling.repetition_penalty", "got nan"),
-    ("presence", sampling(presence_penalty=2.5), "new_seqs[0].sampling.presence_penalty", "from -2 to 2, got 2.5"),
-    ("frequency", sampling(frequency_penalty=-INF), "new_seqs[0].sampling.frequency_penalty", "from -2 to 2"),
-    ("min-tokens", sampling(min_tokens=65), "new_seqs[0].sampling.min_tokens", "from 0 to 64, got 65"),
-    ("logprobs", sampling(logprobs=129), "new_seqs[0].sampling.logprobs", "from 0 to 128, got 129"),
-    ("banned", sampling(banned_until_min=[0, 512]), "new_seqs[0].sampling.banned_until_min[1]", "below 512, got 512"),
-    ("banned-many", sampling(banned_until_min=[0] * 1025), "new_seqs[0].sampling.banned_until_min", "at most 1024"),
-    (
-        "bias-id",
-        sampling(bias_token_ids=[999], biases=[1.0]),
-        "new_seqs[0].sampling.bias_token_ids[0]",
-        "below 512, got 999",
-    ),
-    (
-        "bias-twice",
-        sampling(bias_token_ids=[3, 3], biases=[1.0, 1.0]),
-        "new_seqs[0].sampling.bias_token_ids",
-        "at most once",
-    ),
-    (
-        "bias-columns",
-        sampling(bias_token_ids=[3, 4], biases=[1.0]),
-        "new_seqs[0].sampling.biases",
-        "2 entries",
-    ),
-    (
-        "bias-nan",
-        sampling(bias_token_ids=[3, 4], biases=[1.0, NAN]),
-        "new_seqs[0].sampling.biases[1]",
-        "from -100 to 100, got nan",
-    ),
     ("append-columns", {"append_seqs": [1, 2], "append_blocks": [9]}, "append_blocks", "must have 2 entries"),
     ("append-unknown", {"append_seqs": [7], "append_blocks": [9]}, "append_seqs[0]", "must be a live sequence, got 7"),
     (
@@ -305,17 +267,31 @@ def test_a_step_of_nothing_is_a_step() -> None:
 
 
 @pytest.mark.parametrize("live", [256, 1024])
-def test_checking_a_steady_decode_is_fast(live: int) -> None:
-    from pagekv.executor.session.step_check import check_step
+def test_checking_a_steady_decode_looks_at_no_table(live: int) -> None:
+    """The time is printed (measured: 0.2 and 0.9 ms); what keeps it small is that tables are looked at in one place."""
+
+    class Table(list[int]):
+        """Counts the entries that are read."""
+
+        num_read = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            Table.num_read += 1
+            return super().__getitem__(index)
+
+        def __iter__(self) -> Any:
+            raise AssertionError("read as a whole")
 
     world = World(block_size=16, num_device_blocks=live, max_model_len=4096, max_sequences=live)
     world.run(new_seqs=[new_sequence(i, [1], [i]) for i in range(live)])
     epoch, step = world.epoch, world.step()
+    for state in epoch.live.values():
+        state.block_table = Table(state.block_table)
     best = math.inf
     for _ in range(20):
-        begin = time.perf_counter()
+        begin = time.thread_time()
         checked = check_step(step, EPOCH, epoch.next_step, epoch.live, epoch.held, epoch.limits)
-        best = min(best, time.perf_counter() - begin)
+        best = min(best, time.thread_time() - begin)
     assert checked.num_tokens == live
+    assert Table.num_read == 20 * live
     print(f"{live} steady decodes checked in {best * 1e3:.3f} ms")
-    assert best < 0.02  # measured 0.2 and 0.9 ms; the bound allows for a busy machine

@@ -1,4 +1,4 @@
-"""Observers of the engine: one that raises is logged and dropped, and serving goes on for the others."""
+"""An observer that breaks is logged and dropped, and serving goes on for the others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CALLS = [
 
 
 class Listing(Observer):
-    """Lists the calls."""
+    """Lists its calls."""
 
     def __init__(self) -> None:
         self.told: list[str] = []

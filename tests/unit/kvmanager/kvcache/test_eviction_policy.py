@@ -79,9 +79,7 @@ def test_slru_agrees_with_plain_lists(data: st.DataObject) -> None:
         getattr(model, move)(blocks)
         assert list(order) == model.probation + model.protected
         assert order.num_protected == len(model.protected) <= order.capacity
-    left = list(order)
-    assert len(order) == len(left)
-    assert [block in order for block in range(num_blocks)] == [block in left for block in range(num_blocks)]
+    assert len(order) == len(list(order))
 
 
 def test_more_than_there_are_is_refused_and_nothing_is_taken() -> None:

@@ -1,5 +1,5 @@
-"""What is in kvmanager/observe, Prometheus' configuration, alert rules and the dashboard: valid, tested, and about
-metrics that there are.
+"""The files in kvmanager/observe (Prometheus' configuration, alert rules, the dashboard): valid, tested, and about
+metrics that exist.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ METRIC = re.compile(r"\b(?:vllm:|pagekv[_:])[a-z_]+")
 
 
 def promtool(*args: str, text: str = "") -> None:
-    """Must succeed; `text` is what it reads as /dev/stdin."""
+    """Runs promtool, which must succeed; `text` is its /dev/stdin."""
     tool = shutil.which("promtool")
     if tool is None and "CI" not in os.environ:
         pytest.skip("alert rules need promtool: apt-get install prometheus")
@@ -52,7 +52,7 @@ def test_prometheus_takes_its_configuration() -> None:
 
 
 def test_the_rules_are_valid_and_do_what_they_say() -> None:
-    """More than 80 % held for ten minutes (G12, O9); a hit rate under 50 % and which of the causes it has (K2, O9)."""
+    """More than 80 % of the pool held for ten minutes is an alert, and so is a hit rate under 50 %, with its cause."""
     promtool("check", "rules", "rules.yml")
     promtool("test", "rules", "rules_test.yml")
 

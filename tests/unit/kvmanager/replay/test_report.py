@@ -1,4 +1,4 @@
-"""What a replay found out, as people read it."""
+"""The figures of a replay, as people read them."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import threading
 from importlib.util import find_spec
 
 from pagekv.client.channel import DEFAULT_TARGET
-from pagekv.client.cli.parser import CommandParser, Subparsers, UsageError, add_command
+from pagekv.client.cli.parser import CommandParser, Subparsers, UsageError, add_command, add_flags
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.client import PageKVClient
 from pagekv.client.launcher.child_flags import flag_value, is_bare_oracle, tokenizer_name, vocabulary_args
@@ -27,10 +27,10 @@ EXAMPLES = """\
   pagekv up --replicas 3 --policy cache_aware --threads 1 --kv-memory 256MiB
   pagekv up --executor-args="--threads 2" --manager-args="--max-queue 64"
 """
-# Flags handed on, and to whom. What is not given is not handed on, so the processes' own PAGEKV_* variables count.
+# Flags that are passed to a process if they are given; the processes read PAGEKV_* variables for the others.
 _TO_EXECUTOR = ("model", "backend", "dtype", "threads", "kv-memory")
 _TO_MANAGER = ("block-size", "num-device-blocks", "max-model-len", "max-queue", "tokenizer")
-# What the manager imports for its HTTP port: pagekv[observe] has it.
+# Modules that the manager imports for its HTTP port; the extra `observe` brings them.
 HTTP_NEEDS = ("aiohttp", "prometheus_client")
 
 
@@ -41,72 +41,46 @@ def add(commands: Subparsers) -> None:
     )
     port = integer(0, 65535)
     parser.flag("host", "address to listen on", default="127.0.0.1", metavar="HOST")
-    parser.flag(
-        "port",
-        "port for clients; 0 takes a free one; of several replicas the first one's",
-        default=50051,
-        type=port,
-        metavar="PORT",
-    )
+    words = "port for clients; 0 takes a free one; of several replicas the first one's"
+    parser.flag("port", words, default=50051, type=port, metavar="PORT")
     parser.flag("executor-port", "port of the executor; 0 takes a free one", default=50052, type=port, metavar="PORT")
-    _add_page_flags(parser)
-    _add_gateway_flags(parser)
-    add_stack_flags(parser)
-
-
-def _add_page_flags(parser: CommandParser) -> None:
     group = parser.add_argument_group("the live page (pip install 'pagekv[observe]')")
-    group.add_argument(
-        "--http-port",
-        type=integer(0, 65535),
-        default=8080,
-        metavar="PORT",
-        help="port of the page and of Prometheus metrics; 0, or where it is taken: a free one [8080]",
-    )
+    words = "port of the page and of Prometheus metrics; 0, or where it is taken: a free one [8080]"
+    add_flags(group, ("http-port", port, 8080, "PORT", words))
     group.add_argument("--no-http", action="store_true", help="serve neither")
-
-
-def _add_gateway_flags(parser: CommandParser) -> None:
     group = parser.add_argument_group("OpenAI endpoint and replicas (the gateway smg: pip install 'pagekv[gateway]')")
     group.add_argument("--gateway", action="store_true", help="start a gateway that speaks OpenAI's HTTP API, too")
-    group.add_argument("--gateway-port", type=integer(0, 65535), metavar="PORT", help="its port; 0: a free one [8000]")
-    group.add_argument(
-        "--replicas",
-        type=integer(1, 64),
-        default=1,
-        metavar="N",
-        help="pairs of executor and KV-manager behind the gateway; more than 1 implies --gateway [1]",
-    )
+    add_flags(
+        group,
+        ("gateway-port", port, None, "PORT", "its port; 0: a free one [8000]"),
+        ("replicas", integer(1, 64), 1, "N",
+         "pairs of executor and KV-manager behind the gateway; more than 1 implies --gateway [1]"),
+        ("gateway-args", _words, None, "ARGS", "any other of its flags (smg launch --help), quoted"),
+    )  # fmt: skip  # laid out as a table
     group.add_argument("--policy", choices=POLICIES, help=f"how it chooses a pair [{POLICIES[0]}]")
-    group.add_argument(
-        "--gateway-args",
-        type=_words,
-        metavar="ARGS",
-        help="any other of its flags (smg launch --help), quoted",
-    )
+    add_stack_flags(parser)
 
 
 def add_stack_flags(parser: CommandParser) -> None:
     """The flags that `up` and `demo` share."""
     group = parser.add_argument_group("model and memory (see pagekv-executor --help, pagekv-manager --help)")
-    group.add_argument("--model", metavar="NAME", help="a model directory, a hub id, or demo [demo]")
-    group.add_argument("--backend", metavar="NAME", help="cpu, cuda, oracle or auto [auto]")
-    group.add_argument("--dtype", metavar="TYPE", help="element type of weights and KV memory")
-    group.add_argument("--threads", metavar="N", help="compute threads")
-    group.add_argument("--kv-memory", metavar="SIZE", help="memory for the KV pool, such as 512MiB")
-    group.add_argument("--block-size", metavar="N", help="tokens in one block")
-    group.add_argument("--num-device-blocks", metavar="N", help="blocks in the device pool")
-    group.add_argument("--max-model-len", metavar="N", help="tokens of prompt and output together")
-    group.add_argument("--max-queue", metavar="N", help="sequences that wait at most")
-    group.add_argument("--tokenizer", metavar="NAME", help="where the tokenizer is, if not with the model")
-    group.add_argument(
-        "--executor-args", type=_words, default=[], metavar="ARGS", help="any other of its flags, quoted"
+    add_flags(
+        group,
+        ("model", str, None, "NAME", "a model directory, a hub id, or demo [demo]"),
+        ("backend", str, None, "NAME", "cpu, cuda, oracle or auto [auto]"),
+        ("dtype", str, None, "TYPE", "element type of weights and KV memory"),
+        ("threads", str, None, "N", "compute threads"),
+        ("kv-memory", str, None, "SIZE", "memory for the KV pool, such as 512MiB"),
+        ("block-size", str, None, "N", "tokens in one block"),
+        ("num-device-blocks", str, None, "N", "blocks in the device pool"),
+        ("max-model-len", str, None, "N", "tokens of prompt and output together"),
+        ("max-queue", str, None, "N", "sequences that wait at most"),
+        ("tokenizer", str, None, "NAME", "where the tokenizer is, if not with the model"),
+        ("executor-args", _words, [], "ARGS", "any other flags of the executor, quoted"),
+        ("manager-args", _words, [], "ARGS", "any other flags of the KV-manager, quoted"),
     )
-    group.add_argument("--manager-args", type=_words, default=[], metavar="ARGS", help="any other of its flags, quoted")
     parser.add_argument("--verbose", action="store_true", help="show the logs of both processes")
-    parser.add_argument(
-        "--start-timeout", type=number(1, 86400), default=600.0, metavar="S", help="seconds to get ready [600]"
-    )
+    add_flags(parser, ("start-timeout", number(1, 86400), 600.0, "S", "seconds to get ready [600]"))
 
 
 def _words(text: str) -> list[str]:
@@ -117,7 +91,7 @@ def _words(text: str) -> list[str]:
 
 
 def stack_config(args: argparse.Namespace, terminal: Terminal, host: str, port: int, executor_port: int) -> StackConfig:
-    """What the flags ask for. Raises UsageError when the other-flags arguments set an address."""
+    """The stack that the flags ask for. Raises UsageError when the other-flags arguments set an address."""
     for name in ("executor_args", "manager_args"):
         if any(word.partition("=")[0] in ("--listen", "--executor") for word in getattr(args, name)):
             raise UsageError(f"--{name.replace('_', '-')}: set addresses with --host, --port and --executor-port")
@@ -215,7 +189,7 @@ def describe(info: ModelInfo) -> str:
 def _announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> None:
     with PageKVClient(stack.target) as client:
         info = client.model_info()
-    # Not of a manager that has an HTTP address of its own, which may be for metrics alone.
+    # An HTTP address that the manager's own flags set may be for metrics alone.
     pages = [f"http://{address}/" for address in stack.listening("http")] if stack.has_page else []
     events: list[dict[str, str]] = stack.listening("kv_events")
     recordings = [path for paths in stack.listening("recordings") for path in paths]
@@ -223,7 +197,7 @@ def _announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> Non
     if args.json:
         found: dict[str, object] = {"target": stack.target, "executor": stack.executor_target}
         found |= {"openai": openai, "targets": stack.targets} if openai else {}
-        # As with the targets: the first one's, and those of all.
+        # The first manager's, and those of all.
         found |= {"page": pages[0], "pages": pages} if pages else {}
         found |= {"kv_events": events} if events else {}
         found |= {"recordings": recordings} if recordings else {}

@@ -8,12 +8,12 @@ from itertools import accumulate
 
 
 class Histogram:
-    """Counts by bucket. Used on one thread; what is counted is never taken back."""
+    """Counts by bucket. Used on one thread; counts never fall."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """`bounds` ascend: a bucket counts what is above the bound before its own and up to its own."""
+        """`bounds` ascend: a bucket counts values above the bound before its own and up to its own."""
         self._bounds = list(bounds)
-        # The last one is for what is above every bound.
+        # The last count is of values above every bound.
         self._counts = [0] * (len(self._bounds) + 1)
         # Sum of all values.
         self.total = 0.0

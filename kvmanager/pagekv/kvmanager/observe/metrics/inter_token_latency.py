@@ -11,12 +11,14 @@ from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
 
 
 class InterTokenLatency:
-    """A sequence that comes back after a preemption or a lost executor has waited since its latest token, too."""
+    """Feeds a histogram. A sequence that comes back after a preemption or a lost executor has waited since its latest
+    token, too.
+    """
 
     def __init__(self, histogram: Histogram) -> None:
         """`histogram` takes the gaps."""
         self._histogram = histogram
-        # The latest step gave these a token at that time, in this order.
+        # Sequences that got a token in the latest step, in its order, and when that was.
         self._latest: list[Seq] = []
         self._latest_set: set[Seq] = set()
         self._latest_at = 0.0
@@ -24,7 +26,7 @@ class InterTokenLatency:
         self._last: dict[Seq, float] = {}
 
     def take(self, sequences: list[Seq], now: float) -> list[int]:
-        """A token for each sequence; returns the positions of those that got their first."""
+        """Counts a token for each sequence; returns the positions of the sequences that got their first."""
         if not sequences:
             return []
         first: list[int] = []

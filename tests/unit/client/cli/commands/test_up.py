@@ -24,7 +24,7 @@ def announced(
     *flags: str,
     **listening: Any,
 ) -> str:
-    """What `up` prints of two pairs whose first manager is the scripted one, and whose managers say this."""
+    """The output of `up` for two pairs whose port files have `listening`; the first manager is the scripted one."""
     stack = Stack(StackConfig(port=0, executor_port=0, replicas=2, page_port=0))
     stack.targets[0] = server.target
     monkeypatch.setattr(stack, "listening", lambda key: listening.get(key, []))

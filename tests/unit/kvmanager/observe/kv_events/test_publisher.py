@@ -47,7 +47,7 @@ def published(monkeypatch: pytest.MonkeyPatch, directory: Path, body: Body, **co
 
 
 class Subscriber:
-    """What vLLM's example subscriber does: SUB for what comes, a DEALER with an empty frame for what was missed."""
+    """As vLLM's example subscriber: SUB for new batches, a DEALER with an empty frame for missed ones."""
 
     def __init__(self, publisher: KvEventPublisher, topic: bytes = b"", most_unread: int = 1000) -> None:
         context = zmq.asyncio.Context.instance()
@@ -61,7 +61,7 @@ class Subscriber:
         self.next = 0
 
     async def follow(self) -> None:
-        """Applies what comes for ever; asks for what it misses."""
+        """Applies batches for ever; asks for missed ones."""
         while True:
             _, number, payload = await self.sub.recv_multipart()
             if int.from_bytes(number, "big") > self.next:
@@ -115,7 +115,7 @@ def test_frames_numbers_and_replay_are_vllms(monkeypatch: pytest.MonkeyPatch, tm
         assert (first.ts, first.events, first.data_parallel_rank) == (7.5, [AllBlocksCleared()], 0)
         assert await subscriber.replayed(len(answer) + 99) == answer[-1:]
         assert (await subscriber.replayed(2))[0] == answer[2]
-        # What is not a request is not answered, and harms nobody.
+        # Malformed requests are not answered, and harm nobody.
         for frames in ((b"x",), (b"", b"short"), (b"", b"8 bytes!", b"more"), (b"y", b"8 bytes!")):
             await subscriber.dealer.send_multipart(frames)
         again = await subscriber.replayed(1)  # with what was sent meanwhile

@@ -24,15 +24,15 @@ from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
 from pagekv.kvmanager.kvcache.events.log import TableLog
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.pins import Pins
-from pagekv.kvmanager.observe.kv_events.extra_keys import EventIdentities
+from pagekv.kvmanager.observe.kv_events.extra_keys import ExtraKeys
 from pagekv.kvmanager.observe.kv_events.vllm_format import MAX_BATCH_TOKENS, Events, KvEventFormat, pack
 
 ROOT = root_digest("model", "", "")
 SIZE = 4
 
 
-def made(**roots: CacheIdentity) -> tuple[KvEventFormat, EventIdentities]:
-    identities = EventIdentities()
+def made(**roots: CacheIdentity) -> tuple[KvEventFormat, ExtraKeys]:
+    identities = ExtraKeys()
     identities.note_request(ROOT, CacheIdentity())
     return KvEventFormat(identities), identities
 
@@ -81,7 +81,7 @@ def test_blocks_that_follow_one_another_are_one_event() -> None:
 
 
 def test_events_of_single_blocks_are_like_all_others() -> None:
-    """They are made all together. Whatever the numbers: some are small."""
+    """Single blocks are packed all together, with numbers of every size."""
     form, _ = made()
     diff = Diff()
     known = chain(diff, ROOT, [1] * 4)

@@ -1,4 +1,4 @@
-"""What a request's trace says it did: held against what the engine was made to do."""
+"""Spans of requests, held against what the engine was made to do."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(monkeypatch: pytest.MonkeyPatch, body: Body, **changes: object) -> dict[
 
 
 def names(trace: TracedRequest, sequence: int = 0) -> list[str]:
-    """What a sequence did, in order."""
+    """Names of a sequence's spans, in order."""
     return [span.name for span in sorted(spans(trace, sequence), key=lambda s: (s.start, s.end))]
 
 

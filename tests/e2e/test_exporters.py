@@ -1,4 +1,4 @@
-"""What a manager process publishes and records while it serves: real sockets and files, and a disk that is full."""
+"""KV events and recordings of a manager process that serves: real sockets and files, and a disk that is full."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL = ["--num-device-blocks", "64", "--block-size", "4", "--num-host-blocks", 
 
 
 def pagekv(*arguments: str) -> str:
-    """What the command prints."""
+    """Standard output of the command."""
     command = [sys.executable, "-m", "pagekv.client.cli.main", *arguments]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -40,8 +40,8 @@ async def load(stack: Stack, requests: int) -> None:
 
 
 def test_events_traces_and_decisions_of_one_run(tmp_path: Path) -> None:
-    """Through an executor that is killed: the trace has every request, the decisions are derived again, and who asks
-    for every event holds the manager's tables.
+    """An executor is killed on the way; the workload trace has every request, the decisions are derived again, and
+    a subscriber that asks for every event holds the manager's tables.
     """
     events, replays = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replays"
     flags = ["--kv-events", "--kv-events-endpoint", events, "--kv-events-replay-endpoint", replays, "--write-back"]
