@@ -74,14 +74,14 @@ def measure_looks(num_blocks: int) -> None:
     held = pool.allocate(num_blocks // 2)
     assert held is not None
     pins = np.zeros(num_blocks, np.int32)
-    before, took = device_bytes(pool, pins), []
+    before, took = device_bytes(pool.ref_counts, pins, pool.table.published), []
     for _ in range(50):
         pool.free(held[:1000])
         taken = pool.allocate(1000)
         assert taken is not None
         held = np.concatenate([held[1000:], taken])
         begun = time.perf_counter()
-        now = device_bytes(pool, pins)
+        now = device_bytes(pool.ref_counts, pins, pool.table.published)
         change(before, now)
         took.append(1000 * (time.perf_counter() - begun))
         before = now

@@ -12,19 +12,19 @@ import grpc
 from stream_load import GENERATE
 
 from pagekv.common.server import SERVER_OPTIONS, run_async
-from pagekv.kvmanager.request.wakeups import Fanout
+from pagekv.kvmanager.request.wakeups import Wakeups
 
 # As large as a token's message.
 MESSAGE = bytes(55)
 
 
 async def _main() -> int:
-    fanout = Fanout()
+    wakeups = Wakeups()
 
     async def messages(request: bytes, context: Any) -> None:
         while True:
-            turn = fanout.reader()
-            fanout.add(turn, lambda: None)
+            turn = wakeups.reader()
+            wakeups.add(turn)
             await turn
             await context.write(MESSAGE)
 

@@ -16,16 +16,17 @@ from pathlib import Path
 import pytest
 import torch
 from support.clients.calls import Caller, Result, request_for
-from support.clients.stack import CPU, Process, running_manager, running_stack
+from support.clients.stack import CPU, Process, port_of, running_manager, running_stack
 from support.executor.cuda_host import HostDevice, host_backend
 
 from pagekv.common.models import resolve_model
+from pagekv.common.port_file import read_port_file
 from pagekv.executor import server
 from pagekv.executor.backend.interface import Backend, Launch, Scheduled
 from pagekv.executor.config import ExecutorConfig, parse_config
 from pagekv.v1 import cache_service_pb2 as cache_pb
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 NEW = 8
 
@@ -61,7 +62,7 @@ def emulated_executor(directory: Path, monkeypatch: pytest.MonkeyPatch, gate: th
         while not port_file.exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        yield Process("pagekv.executor.server", [], directory, port=int(port_file.read_text()))
+        yield Process("pagekv.executor.server", [], directory, port=port_of(read_port_file(port_file)))
     finally:
         gate.set()
         loop.call_soon_threadsafe(stop.set)

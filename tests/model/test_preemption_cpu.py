@@ -107,7 +107,7 @@ def disturb(driver: CpuDriver, rng: random.Random) -> None:
     for _ in range(10_000):
         scheduler = driver.scheduler
         if scheduler.running and rng.random() < 0.15:
-            scheduler._running.preempt(rng.choice(scheduler.running))
+            scheduler.preemption.preempt(rng.choice(scheduler.running))
         elif rng.random() < 0.04:
             scheduler.preempt_all()
         if not driver.step():
@@ -149,7 +149,7 @@ def test_an_executor_lost_among_preemptions_changes_no_token(
         for _ in range(6):
             driver.step()
             if driver.scheduler.running:
-                driver.scheduler._running.preempt(rng.choice(driver.scheduler.running))
+                driver.scheduler.preemption.preempt(rng.choice(driver.scheduler.running))
         if round_ % 2:
             driver.lose_executor()
     driver.drain()

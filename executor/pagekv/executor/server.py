@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from pagekv.common.logs import Log, setup_logs
 from pagekv.common.models import ModelNotFound, resolve_model
-from pagekv.common.server import GrpcServer, run_async, spare_the_collector, stop_event, write_port_file
+from pagekv.common.port_file import bound_address, write_port_file
+from pagekv.common.server import GrpcServer, run_async, spare_the_collector, stop_event
 from pagekv.executor.backend.interface import Backend
 from pagekv.executor.config import ExecutorConfig, parse_config
 from pagekv.executor.fresh_process import faults_before, start_anew
@@ -75,16 +76,15 @@ def _load_oracle(config: ExecutorConfig) -> Backend:
     model = read_oracle_model(
         resolve_model(config.model) if config.model else None,
         model_id(config.model),
-        vocab_size=config.vocab_size,
-        max_model_len=config.max_model_len,
-        eos_token_ids=config.eos_token_ids,
+        vocab_size=config.oracle.vocab_size,
+        max_model_len=config.oracle.max_model_len,
+        eos_token_ids=config.oracle.eos_token_ids,
     )
     return OracleBackend(
         model,
         kv_bytes=config.kv_memory or DEFAULT_KV_BYTES,
         max_sequences=config.max_sequences,
-        step_time_s=config.step_time_ms / 1e3,
-        token_time_s=config.token_time_us / 1e6,
+        step_time_s=config.oracle.step_time_ms / 1e3,
     )
 
 
@@ -156,7 +156,7 @@ class Executor:
     def address(self) -> str:
         """The address to listen on, with the bound port instead of 0."""
         listen = self._config.listen
-        return f"{listen.rpartition(':')[0]}:{self._grpc.port}" if listen.endswith(":0") else listen
+        return bound_address(listen, self._grpc.port) if self._grpc.port else listen
 
     @property
     def lost_reason(self) -> str:
@@ -175,7 +175,7 @@ class Executor:
         config = self._config
         port = await self._grpc.start()
         if config.port_file:
-            write_port_file(Path(config.port_file), port)
+            write_port_file(Path(config.port_file), {"listen": self.address})
         log.info("listening", address=config.listen, port=port)
         stopped = asyncio.create_task(stop.wait(), name="stop signal")
         loading = asyncio.create_task(self._load(), name="load")

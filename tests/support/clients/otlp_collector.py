@@ -12,7 +12,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
 class Collector(ThreadingHTTPServer):
-    """On a free port of its own."""
+    """A collector on a free port."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

@@ -1,4 +1,4 @@
-"""An engine for tests of the services: it does what the test says, and remembers what it was told."""
+"""An engine for tests of the services: does what the test says, and records what it was told."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import fields
 
 from pagekv.common.errors import AlreadyExists
 from pagekv.kvmanager.engine.interface import EngineInfo
+from pagekv.kvmanager.engine.queries import EngineQueries
 from pagekv.kvmanager.engine.views import (
     BlockOutcome,
     BlockView,
@@ -37,10 +38,11 @@ MODEL = EngineInfo(
 )
 
 
-class FakeEngine:
-    """Implements `engine.Engine`. The test pushes deltas with `push`; nothing happens by itself."""
+class FakeEngine(EngineQueries):
+    """Implements `interface.Engine` and its queries. The test pushes deltas with `push`; nothing happens by itself."""
 
     def __init__(self, model: EngineInfo | None = MODEL) -> None:
+        self.queries: EngineQueries = self
         self.model = model
         self.live: dict[str, RequestStream] = {}
         self.commands: list[GenerateCommand] = []
@@ -51,7 +53,7 @@ class FakeEngine:
         self.lookups: list[tuple[list[int], CacheIdentity]] = []
         self.refusal: Exception | None = None
         self.held_blocks = False
-        # What a watch begins with, and the watch of the latest WatchEvents.
+        # The table that a watch begins with, and the watch of the latest WatchEvents.
         self.table: list[Stored] = []
         self.watch: TableWatch | None = None
         self.ended_watches: list[TableWatch] = []
@@ -81,12 +83,12 @@ class FakeEngine:
             stream.push(SequenceDelta(index, finish=FinishReason.ABORT))
         return True
 
-    def leave(self, stream: RequestStream) -> None:
+    def release(self, stream: RequestStream) -> None:
         self.left.append(stream)
         if self.live.get(stream.request_id) is stream and stream._open:
             self.abort(stream.request_id)
 
-    def stop_sequence(self, stream: RequestStream, index: int) -> None:
+    def finish_sequence(self, stream: RequestStream, index: int) -> None:
         self.stopped.append((stream.request_id, index))
         stream._open.discard(index)
 

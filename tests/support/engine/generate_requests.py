@@ -30,7 +30,7 @@ def read(
     request: pb.GenerateRequest, tokenizer: Tokenizer | None = TOKENIZER, **model: Any
 ) -> tuple[GenerateCommand, list[str]]:
     """With a pool that holds the whole context unless told otherwise."""
-    return asyncio.run(read_generate(request, replace(MODEL, **{"num_device_blocks": 16, **model}), tokenizer))
+    return asyncio.run(read_generate(request, replace(MODEL, **{"num_device_blocks": 16, **model}), tokenizer, ""))
 
 
 def sampled(**params: Any) -> pb.GenerateRequest:

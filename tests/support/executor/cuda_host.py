@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from host_build import HostLauncher
 from support.executor.cpu_driver import MODELS, Driver
+from support.kernels.host_build import HostLauncher
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 

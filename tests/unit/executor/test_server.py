@@ -16,6 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.clients.stack import Process, environment
 
+from pagekv.common.port_file import read_port_file
 from pagekv.executor.backend.layout import LAYOUT
 from pagekv.v1 import executor_service_pb2 as pb
 from pagekv.v1 import executor_service_pb2_grpc as pb_grpc
@@ -171,7 +172,7 @@ def test_sigterm_while_loading_and_answers_until_loaded(tmp_path: Path) -> None:
     popen = subprocess.Popen([sys.executable, "-c", code], env=environment(), stderr=subprocess.PIPE, text=True)
     try:
         wait_for_file(port_file)
-        with grpc.insecure_channel(f"127.0.0.1:{port_file.read_text().strip()}") as channel:
+        with grpc.insecure_channel(read_port_file(port_file)["listen"]) as channel:
             health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
             assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
             with pytest.raises(grpc.RpcError, match="still loading its model"):

@@ -74,14 +74,6 @@ class Terminal:
         """For standard output."""
         return f"\x1b[1m{text}\x1b[0m" if self._out_styled and text else text
 
-    def faint(self, text: str) -> str:
-        """For standard output."""
-        return f"\x1b[2m{text}\x1b[0m" if self._out_styled and text else text
-
-    def redraw(self, text: str) -> None:
-        """The whole screen of a terminal; otherwise the text and an empty line, below what is there."""
-        self.write(f"\x1b[H\x1b[2J{text}\n" if self._out_styled else f"{text}\n\n")
-
     def status(self, text: str) -> None:
         """Replaces the status line; nothing unless standard error is a terminal."""
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""pagekv.v1.CacheService: looking into the KV cache. Hashes cross the wire in hex, for people to read."""
+"""pagekv.v1.CacheService: looks into the KV cache. Hashes are written in hex, for people to read."""
 
 from __future__ import annotations
 
@@ -43,21 +43,16 @@ class CacheService(pb_grpc.CacheServiceServicer):
     """Every answer is a snapshot between two steps. Errors are raised as `PageKVError`."""
 
     def __init__(self, engine: Engine, state: ServedModel) -> None:
-        self._engine = engine
+        self._queries = engine.queries
         self._state = state
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
-        return pb.GetStatsResponse(**asdict(self._engine.stats()))
+        return pb.GetStatsResponse(**asdict(self._queries.stats()))
 
     async def LookupPrefix(self, request: pb.LookupPrefixRequest, context: Any) -> pb.LookupPrefixResponse:
         prompt, identity = await self._read_prompt(request)
-        match = self._engine.lookup_prefix(prompt, identity)
         return pb.LookupPrefixResponse(
-            prompt_tokens=len(prompt),
-            device_tokens=match.device_tokens,
-            host_tokens=match.host_tokens,
-            block_ids=match.block_ids,
-            partial_tokens=match.partial_tokens,
+            prompt_tokens=len(prompt), **asdict(self._queries.lookup_prefix(prompt, identity))
         )
 
     async def ExplainPrefix(self, request: pb.ExplainPrefixRequest, context: Any) -> pb.ExplainPrefixResponse:
@@ -66,7 +61,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
         num_blocks = -(-len(prompt) // self._state.served().model.block_size)
         if request.start >= num_blocks:
             raise InvalidRequest("start", f"must be from 0 to {num_blocks - 1} (the prompt), got {request.start}")
-        found = self._engine.explain_prefix(prompt, identity, request.start, request.limit or DEFAULT_EXPLANATIONS)
+        found = self._queries.explain_prefix(prompt, identity, request.start, request.limit or DEFAULT_EXPLANATIONS)
         return pb.ExplainPrefixResponse(
             blocks=map(_explanation, found.blocks),
             next_start=found.next_start,
@@ -76,24 +71,17 @@ class CacheService(pb_grpc.CacheServiceServicer):
 
     async def ListRequests(self, request: pb.ListRequestsRequest, context: Any) -> pb.ListRequestsResponse:
         _check_limit(request.limit)
-        views, total = self._engine.list_requests(request.limit or DEFAULT_REQUESTS)
+        views, total = self._queries.list_requests(request.limit or DEFAULT_REQUESTS)
         return pb.ListRequestsResponse(requests=[pb.RequestInfo(**asdict(view)) for view in views], total=total)
 
     async def GetBlockTable(self, request: pb.GetBlockTableRequest, context: Any) -> pb.GetBlockTableResponse:
         check_request_id("request_id", request.request_id)
-        views = self._engine.block_tables(request.request_id)
+        views = self._queries.block_tables(request.request_id)
         if views is None:
             raise NotFound(f"no request {request.request_id!r} is running or waiting")
         return pb.GetBlockTableResponse(
             sequences=[
-                pb.SequenceBlocks(
-                    index=view.index,
-                    state=view.state,
-                    num_tokens=view.num_tokens,
-                    computed_tokens=view.computed_tokens,
-                    block_ids=view.block_ids,
-                    block_hashes=[digest.hex() for digest in view.block_hashes],
-                )
+                pb.SequenceBlocks(**asdict(view) | {"block_hashes": [digest.hex() for digest in view.block_hashes]})
                 for view in views
             ]
         )
@@ -105,7 +93,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
         _check_limit(request.limit)
         if request.state not in _STATES:
             raise InvalidRequest("state", f"must be from 0 to {len(_STATES) - 1}, got {request.state}")
-        blocks, next_start = self._engine.list_blocks(
+        blocks, next_start = self._queries.list_blocks(
             request.start, request.limit or DEFAULT_BLOCKS, _STATES[request.state]
         )
         return pb.ListBlocksResponse(blocks=map(_block_info, blocks), next_start=next_start)
@@ -115,30 +103,29 @@ class CacheService(pb_grpc.CacheServiceServicer):
         if not MIN_LEASE_S <= lease <= MAX_LEASE_S:
             raise InvalidRequest("lease_seconds", f"must be from {MIN_LEASE_S} to {MAX_LEASE_S}, got {lease}")
         prompt, identity = await self._read_prompt(request)
-        pin = self._engine.pin_prefix(prompt, identity, lease)
-        return pb.PinPrefixResponse(pin_id=pin.pin_id, pinned_tokens=pin.pinned_tokens)
+        return pb.PinPrefixResponse(**asdict(self._queries.pin_prefix(prompt, identity, lease)))
 
     async def UnpinPrefix(self, request: pb.UnpinPrefixRequest, context: Any) -> pb.UnpinPrefixResponse:
         if not 1 <= len(request.pin_id) <= MAX_PIN_ID_CHARACTERS:
             raise InvalidRequest(
                 "pin_id", f"must be from 1 to {MAX_PIN_ID_CHARACTERS} characters, has {len(request.pin_id)}"
             )
-        return pb.UnpinPrefixResponse(unpinned_tokens=self._engine.unpin_prefix(request.pin_id))
+        return pb.UnpinPrefixResponse(unpinned_tokens=self._queries.unpin_prefix(request.pin_id))
 
     async def ResetPrefixCache(self, request: pb.ResetPrefixCacheRequest, context: Any) -> pb.ResetPrefixCacheResponse:
-        reset = self._engine.reset_prefix_cache(request.force)
+        reset = self._queries.reset_prefix_cache(request.force)
         if reset is None:
             raise FailedPrecondition("running requests or pins hold blocks: wait for them to end, or use force")
         return pb.ResetPrefixCacheResponse(**asdict(reset))
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
-        watch = self._engine.watch_events()
-        # Also called when the call is cancelled while a message is being written, where no `finally` here would run.
+        watch = self._queries.watch_events()
+        # Runs also when the call is cancelled while a message is being written, where no `finally` here would.
         context.add_done_callback(lambda _: watch.close())
         with_tokens, sequence = not request.omit_token_ids, count(1)
         more = True
         while more:
-            # In pieces: the engine plans steps while each of them is on its way.
+            # In pieces: the engine plans steps while each piece is on its way.
             blocks = watch.take_snapshot(MAX_EVENTS)
             more = len(blocks) == MAX_EVENTS
             yield pb.WatchEventsResponse(
@@ -199,7 +186,7 @@ def _explanation(block: ExplainedBlock) -> pb.BlockExplanation:
 
 
 def _pieces(diff: Diff, with_tokens: bool) -> Iterator[tuple[Sequence[pb.CacheEvent], bool]]:
-    """The events of a batch, MAX_EVENTS at a time, and whether more follow."""
+    """Events of a change, MAX_EVENTS at a time, and whether more follow."""
     left = chain(
         [pb.CacheEvent(cleared=pb.AllBlocksCleared())] if diff.cleared else [],
         _removed(diff.removed),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 from pagekv.common.errors import InvalidRequest
@@ -12,7 +11,6 @@ from pagekv.kvmanager.api.prompt_reader import PromptReader, check_token_ids
 from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.api.validation import read_abort_ids, read_generate
 from pagekv.kvmanager.engine.interface import Engine
-from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import inference_service_pb2_grpc as pb_grpc
 
@@ -33,12 +31,11 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         self, request: pb.GenerateRequest, context: Any
     ) -> None:
         served = self._state.served()
-        command, stops = await read_generate(request, served.model, served.tokenizer)
-        command = with_caller(command, context)
-        generation = GenerateCall(self._engine, served, command, stops, only_complete=request.only_complete)
-        # Also called when the call is cancelled while a message is being written, where no `finally` here would run.
-        context.add_done_callback(lambda _: generation.close())
-        await generation.run(context.write)
+        command, stops = await read_generate(request, served.model, served.tokenizer, trace_parent_of(context))
+        call = GenerateCall(self._engine, served, command, stops, only_complete=request.only_complete)
+        # Runs also when the call is cancelled while a message is being written, where no `finally` here would.
+        context.add_done_callback(lambda _: call.close())
+        await call.run(context.write)
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         ids = read_abort_ids(request.request_ids)
@@ -87,9 +84,9 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         )
 
 
-def with_caller(command: GenerateCommand, context: Any) -> GenerateCommand:
-    """The command with the `traceparent` of the gRPC call it came with, if that has one."""
+def trace_parent_of(context: Any) -> str:
+    """The `traceparent` in the metadata of a gRPC call; "" when there is none."""
     for key, value in context.invocation_metadata() or ():
         if key == "traceparent" and isinstance(value, str):
-            return replace(command, trace_parent=value)
-    return command
+            return value
+    return ""

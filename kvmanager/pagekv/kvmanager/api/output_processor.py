@@ -1,4 +1,4 @@
-"""What a client sees of one sequence: its tokens as text, cut before a stop string or stop token."""
+"""Turns the tokens of one sequence into client-visible text, cut before a stop string or stop token."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pagekv.kvmanager.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
-class OutputDelta:
-    """News of one sequence as they are reported. Tokens behind the one that completed a stop string are left out."""
+class TextDelta:
+    """The client's view of a SequenceDelta. Tokens behind the one that completed a stop string are left out."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -26,10 +26,10 @@ class OutputDelta:
 
 
 class OutputProcessor:
-    """One sequence's way from tokens to text. Without a tokenizer the text stays empty."""
+    """Tokens to text for one sequence. Without a tokenizer the text stays empty."""
 
     def __init__(self, command: GenerateCommand, stops: StopStrings, tokenizer: Tokenizer | None) -> None:
-        """Takes in resumed tokens at once: text of theirs that is still held back comes with the first new tokens."""
+        """Takes in resumed tokens at once: text held back at their end comes with the first new tokens."""
         num_prompt = len(command.prompt_ids) - command.resumed_tokens
         self._resumed = command.prompt_ids[num_prompt:]
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, command.prompt_ids[:num_prompt])
@@ -43,31 +43,30 @@ class OutputProcessor:
             if self._resumed_match is not None:
                 break
 
-    def end_of_resumed(self, eos_token_ids: Collection[int]) -> OutputDelta | None:
-        """The end to report at once when the resumed tokens are a whole output already; None: there is more to come.
+    def end_of_resumed(self, eos_token_ids: Collection[int]) -> TextDelta | None:
+        """The end to report at once when the resumed tokens are a whole output already; None: more is to come.
 
-        That is the case when a stream broke between its last token and its end. The last token's message had the last
-        of the text with it.
+        A stream may break between its last token and its end. The message with the last token had the last of the text.
         """
         if not self._resumed:
             return None
         if self._resumed_match is not None:
-            return OutputDelta(finish=FinishReason.STOP, stop_string=self._resumed_match)
+            return TextDelta(finish=FinishReason.STOP, stop_string=self._resumed_match)
         last, sampling = self._resumed[-1], self._sampling
         ends = last in sampling.stop_token_ids or (last in eos_token_ids and not sampling.ignore_eos)
         if ends and self.num_tokens >= sampling.min_tokens:
-            return OutputDelta(finish=FinishReason.STOP, stop_token_id=last)
+            return TextDelta(finish=FinishReason.STOP, stop_token_id=last)
         if self.num_tokens >= sampling.max_tokens:
-            return OutputDelta(finish=FinishReason.LENGTH)
+            return TextDelta(finish=FinishReason.LENGTH)
         return None
 
-    def take(self, delta: SequenceDelta) -> OutputDelta:
-        """Turns the engine's news into what is reported. After a delta with `finish` set it must not be called again.
+    def take(self, delta: SequenceDelta) -> TextDelta:
+        """The client's view of the next delta. Must not be called again after a result with `finish` set.
 
         A `finish` where the engine's delta has none means that a stop string was found: the engine must be told.
         """
         token_ids = delta.token_ids
-        out = OutputDelta(token_ids, "", delta.logprobs, delta.finish, delta.stop_token_id)
+        out = TextDelta(token_ids, "", delta.logprobs, delta.finish, delta.stop_token_id)
         for position, token_id in enumerate(token_ids, start=1):
             if delta.stop_token_id is not None and position == len(token_ids):
                 self.num_tokens += 1  # the stop token is reported and has no text

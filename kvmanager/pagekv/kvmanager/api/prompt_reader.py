@@ -1,4 +1,4 @@
-"""A prompt as a client gives it (text, token ids, a conversation) to checked token ids, off the event loop if long."""
+"""Turns a prompt (text, token ids or a conversation) into checked token ids, off the event loop if long."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PromptReader:
         self._limit_name = limit_name
 
     async def read(self, request: PromptRequest) -> list[int]:
-        """Token ids of whichever input the request has. Raises InvalidRequest."""
+        """Token ids of the input that the request has. Raises InvalidRequest."""
         kind = request.WhichOneof("input")
         if kind == "text":
             return await self.text(request.text)
@@ -95,7 +95,7 @@ class PromptReader:
     async def _encode(
         self, field: str, size: int, source: Callable[[], str], tokenizer: Tokenizer, *, special_tokens: bool
     ) -> list[int]:
-        """Encodes what `source` gives, in a thread if it is long (`size` is a guess in characters)."""
+        """Encodes the text that `source` gives, in a thread if it is long (`size` is a guess in characters)."""
 
         def work() -> list[int]:
             ids = tokenizer.encode(source(), special_tokens=special_tokens, limit=self._max_tokens)

@@ -1,4 +1,4 @@
-"""What the services need to know to take a request: the model attached and its tokenizer, or why there is none yet."""
+"""The attached model and its tokenizer, which services need to take a request, or the reason why there is none yet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Served:
 
 
 class ServedModel:
-    """Shared by the services of one manager. Starting (no tokenizer looked for) → open ⇄ closed while it changes."""
+    """Shared by the services of one manager. States: starting → open ⇄ closed while the model changes."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -26,7 +26,7 @@ class ServedModel:
         self._fingerprint: str | None = None
 
     def open(self, fingerprint: str, tokenizer: Tokenizer | None) -> None:
-        """From now on requests for the model of this fingerprint are read with `tokenizer`; None: token ids only."""
+        """Opens for requests to the model of this fingerprint, read with `tokenizer`; None: token ids only."""
         self._fingerprint = fingerprint
         self._tokenizer = tokenizer
 

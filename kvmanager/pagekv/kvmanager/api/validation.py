@@ -35,7 +35,7 @@ MAX_LENGTH_PENALTY = 10
 MAX_MEDIA = 256
 MAX_MEDIA_HASH_CHARACTERS = 128
 DEFAULT_MAX_TOKENS = 16
-# Values of what beam search has no use for, by which a field says no more than an absent one.
+# Fields without use for beam search, with the value that means the same as absent.
 _BEAM_NEUTRAL: dict[str, float] = {
     "temperature": 0.0,
     "top_p": 1.0,
@@ -45,18 +45,18 @@ _BEAM_NEUTRAL: dict[str, float] = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
-# Field that a prompt of each kind stands in.
+# The field of each kind of prompt.
 _INPUT_FIELDS = {"text": "text", "tokenized": "tokenized.input_ids", "chat": "chat.messages"}
 _BEAM_ABSENT = ("seed", "stop", "logprobs", "logit_bias")
 
 
 async def read_generate(
-    request: inference_service_pb2.GenerateRequest, model: EngineInfo, tokenizer: Tokenizer | None
+    request: inference_service_pb2.GenerateRequest, model: EngineInfo, tokenizer: Tokenizer | None, trace_parent: str
 ) -> tuple[GenerateCommand, list[str]]:
-    """The command for the engine, and the stop strings, which are the edge's own matter. Raises InvalidRequest,
-    or FailedPrecondition when the request is for another model.
+    """The command for the engine, and the stop strings, which the API layer looks for. `trace_parent` as in
+    `GenerateCommand`. Raises InvalidRequest, or FailedPrecondition when the request is for another model.
 
-    What costs little is checked first: a request that is wrong elsewhere is refused before its text is encoded.
+    Cheap checks come first: a request that is wrong elsewhere is refused before its text is encoded.
     """
     if request.model_fingerprint not in ("", model.model_fingerprint):
         raise FailedPrecondition(
@@ -116,6 +116,7 @@ async def read_generate(
         identity=identity,
         priority=request.priority,
         model_fingerprint=model.model_fingerprint,
+        trace_parent=trace_parent,
     )
     return command, stops
 
@@ -141,8 +142,7 @@ def _context(model: EngineInfo) -> str:
 
 
 def _read_sampling(params: types_pb2.SamplingParams, vocab_size: int) -> SamplingParams:
-    """Everything but max_tokens and min_tokens, whose bounds depend on the prompt."""
-
+    """All parameters but max_tokens and min_tokens, whose bounds depend on the prompt."""
     given: dict[str, Any] = {descriptor.name: value for descriptor, value in params.ListFields()}
 
     def number(name: str, default: float, low: float, high: float, above: bool = False) -> float:
@@ -176,7 +176,7 @@ def _read_sampling(params: types_pb2.SamplingParams, vocab_size: int) -> Samplin
 
 
 def _check_beams(params: types_pb2.SamplingParams, sampling: SamplingParams, n: int, model: EngineInfo) -> None:
-    """Refuses a beam search that cannot be, and fields that would be ignored: of beam search, or of sampling."""
+    """Refuses a beam search that cannot be run, and fields of beam search or sampling that would be ignored."""
     given = {descriptor.name: value for descriptor, value in params.ListFields()}
     width = sampling.beam_width
     if not width:

@@ -1,8 +1,4 @@
-"""What the cache service asks of the pool and does to it between two steps: explain, pin, reset, watch.
-
-Lives as long as the engine loop and outlives its pools: what left the table of a lost executor is remembered, and
-watchers are told; its pins are over.
-"""
+"""Lookups, explanations, pins, resets and watches of the prefix cache, all made between two steps."""
 
 from __future__ import annotations
 
@@ -16,20 +12,24 @@ from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.engine.capacity import blocks_needed, total_tokens
 from pagekv.kvmanager.engine.explain import KnownAdapters, explain_prefix
 from pagekv.kvmanager.engine.miss_counters import MissCounters
+from pagekv.kvmanager.engine.observer import Observer
 from pagekv.kvmanager.engine.views import ExplainedPrefix, PinResult, PrefixMatch, ResetCounts
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events.log import TableLog
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
-from pagekv.kvmanager.kvcache.pins import Holder, Pins
+from pagekv.kvmanager.kvcache.pins import Pins
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
-from pagekv.kvmanager.scheduling.sequence import Seq
+from pagekv.kvmanager.scheduling.step_plan import Admitted
 
 
 class CacheAdmin:
-    """Owned by the engine loop, which calls `adopt` for each pool and `border` after each step it plans or commits."""
+    """Owned by the engine loop, which calls `adopt` for each pool and `step_boundary` after planning or committing.
+
+    Outlives the pools: the log of what left them and the watches go on after an executor is lost; pins end with it.
+    """
 
     def __init__(
         self,
@@ -50,23 +50,24 @@ class CacheAdmin:
         self._adapters = KnownAdapters()
         self._timer: asyncio.TimerHandle | None = None
 
-    def adopt(self, pool: BlockPool, host: HostPool, fingerprint: str, holder: Holder | None = None) -> None:
-        """The pools of a new epoch, empty and with this log, for the model with this fingerprint. `holder` is asked to
-        hold what is pinned; None: the pool itself.
+    def adopt(self, pool: BlockPool, host: HostPool, fingerprint: str, observer: Observer | None = None) -> None:
+        """Takes the pools of a new epoch, empty and with this log, for the model with this fingerprint. `observer`
+        is told of pins.
         """
         self.pool = pool
         self._host = host
-        self.pins = Pins(pool, self._max_pinned_share, self._clock, holder)
+        observer = observer or Observer()
+        self.pins = Pins(pool, self._max_pinned_share, self._clock, observer.pinned, observer.unpinned)
         self._fingerprint = fingerprint
         self._arm()
-        self.log.follow(pool.table, host)
+        self.log.attach(pool.table, host)
 
-    def border(self, step: int) -> None:
-        """`step` steps are completed, and the table is consistent."""
-        self.log.border(step)
+    def step_boundary(self, step: int) -> None:
+        """The table is consistent, with `step` steps completed."""
+        self.log.step_boundary(step)
 
-    def end(self, error: Exception) -> None:
-        """Tells every watcher that it is over; no lease ends any more."""
+    def close(self, error: Exception) -> None:
+        """Ends every watch with `error`; no lease ends any more."""
         self.log.end_watches(error)
         if self._timer is not None:
             self._timer.cancel()
@@ -86,15 +87,16 @@ class CacheAdmin:
         """A request was accepted."""
         self._adapters.note(identity.namespace, identity.adapter_id)
 
-    def count_admission(self, sequence: Seq) -> None:
-        """A sequence got its blocks for the first time."""
-        reads_cache = self._prefix_cache and sequence.request.command.identity.read
-        self.counters.count(sequence, self.pool, self.log, reads_cache)
+    def count_admissions(self, admitted: Iterable[Admitted]) -> None:
+        """Sequences got their blocks for the first time."""
+        for each in admitted:
+            reads_cache = self._prefix_cache and each.sequence.request.command.identity.read
+            self.counters.count(each, self.pool.block_size, self.log, reads_cache)
 
     # -- prefixes
 
     def lookup(self, token_ids: Sequence[int], identity: CacheIdentity, partial_hits: bool) -> PrefixMatch:
-        """What is cached of a prompt; changes nothing. `partial_hits`: also of the block behind, by copying."""
+        """The cached part of a prompt; changes nothing. `partial_hits`: with the start of one more block, copied."""
         size = self.pool.block_size
         root = self._root(identity, identity.adapter_id)
         digests = chain_digests(root, token_bytes(token_ids), size, identity.media)
@@ -131,9 +133,7 @@ class CacheAdmin:
     def pin(
         self, token_ids: Sequence[int], identity: CacheIdentity, lease_s: float, live: Iterable[GenerateCommand]
     ) -> PinResult:
-        """Pins what is cached of a prompt, beside the requests that are live. Raises LimitExceeded, with nothing
-        changed.
-        """
+        """Pins the cached part of a prompt, beside the live requests. Raises LimitExceeded, with nothing changed."""
         blocks = self.lookup(token_ids, identity, partial_hits=False).block_ids
         if not blocks:
             return PinResult("", 0)
@@ -168,12 +168,10 @@ class CacheAdmin:
     # -- the whole table
 
     def reset(self, scheduler: Scheduler, force: bool) -> ResetCounts | None:
-        """Forgets every cached block. While blocks are held: None, and nothing changed; with `force` running sequences
-        are preempted and pins end.
-        """
+        """As `EngineQueries.reset_prefix_cache`."""
         if not force and self.pool.num_active:
             return None
-        # Watchers are told at the next border, which must not wait for a step.
+        # Watchers get the change at the next step boundary, which must not wait for a step.
         self._wake()
         if not force:
             return ResetCounts(scheduler.clear_prefix_cache())
@@ -181,7 +179,7 @@ class CacheAdmin:
         scheduler.preempt_all()
         ended = self.pins.end_all()
         self._arm()
-        # What still drains keeps its blocks, as private ones, for the moment that it needs.
+        # Sequences that drain keep their blocks, as private ones, until their last token is here.
         removed = scheduler.clear_prefix_cache()
         return ResetCounts(removed, scheduler.counters.preemptions - before, ended)
 

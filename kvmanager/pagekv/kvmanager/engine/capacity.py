@@ -1,4 +1,4 @@
-"""How many blocks a request can come to need, and how long a sequence the pool holds."""
+"""Checks of requests against the pool: the blocks they can come to need, and the longest sequence it holds."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pagekv.kvmanager.request.command import GenerateCommand
 
 
 def blocks_needed(num_tokens: int, block_size: int, beam_width: int = 0) -> int:
-    """Blocks that a sequence of `num_tokens` tokens, prompt and output, holds when its last one is sampled.
-
-    That one is never computed and needs no slot. Of beam search: that its beams hold when they share nothing.
+    """Blocks that a sequence of `num_tokens` tokens, prompt and output, holds when its last token is sampled, which is
+    never computed and needs no slot. For beam search: blocks of all beams when they share nothing.
     """
     return max(1, beam_width) * -(-(num_tokens - 1) // block_size)
 
@@ -57,7 +56,10 @@ def check_output_fits(num_prompt: int, max_tokens: int, beam_width: int, model: 
 
 def check_fits(command: GenerateCommand, model: EngineInfo) -> None:
     """Raises InvalidRequest unless a deployment can take the request to its end, and Unavailable when it was read for
-    another model: the executor may have come back as another one since.
+    another model.
+
+    Repeats what `read_generate` has checked with `check_output_fits`: the executor may have come back with another
+    model or a smaller pool since, as encoding a long text takes time.
     """
     if command.model_fingerprint not in ("", model.model_fingerprint):
         raise Unavailable("the executor came back with another model while the request was read")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import cast
 
 import grpc
@@ -38,7 +38,7 @@ class AttachRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ExecutorDescription:
-    """What Describe answered, as far as the manager decides by it."""
+    """The answer to Describe, as far as the manager decides by it; names, units and meanings as there."""
 
     model_id: str
     model_fingerprint: str
@@ -50,7 +50,7 @@ class ExecutorDescription:
     backend: str
     eos_token_ids: tuple[int, ...]
     max_sequences: int
-    # What swapping is decided by; 0 where it was not measured, or there is no host memory.
+    # Inputs of the swapping policy; 0 where not measured, or without host memory.
     host_kv_bytes: int = 0
     device_to_host_bytes_per_s: int = 0
     host_to_device_bytes_per_s: int = 0
@@ -58,7 +58,7 @@ class ExecutorDescription:
 
 
 class ExecutorLink:
-    """One channel and, after `attach`, one epoch. Not reusable: after an error, close it and make another."""
+    """One channel and, after `attach`, one epoch. After an error, close the link and make another."""
 
     def __init__(self, target: str, wake: Callable[[], None]) -> None:
         """`wake` is called when an outcome or the end of the stream is there to be looked at."""
@@ -67,7 +67,7 @@ class ExecutorLink:
         self._channel = grpc.aio.insecure_channel(
             target,
             options=[
-                # A proxy configured for the internet is no way to an executor.
+                # A proxy configured for the internet does not lead to an executor.
                 ("grpc.enable_http_proxy", 0),
                 ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
                 ("grpc.max_send_message_length", -1),
@@ -93,22 +93,8 @@ class ExecutorLink:
         except grpc.aio.AioRpcError as error:
             raise _failure(error, "Describe") from error
         self._eos = tuple(answer.eos_token_ids)
-        return ExecutorDescription(
-            model_id=answer.model_id,
-            model_fingerprint=answer.model_fingerprint,
-            vocab_size=answer.vocab_size,
-            max_model_len=answer.max_model_len,
-            bytes_per_block=answer.bytes_per_block,
-            device_kv_bytes=answer.device_kv_bytes,
-            layout=answer.layout,
-            backend=answer.backend,
-            eos_token_ids=self._eos,
-            max_sequences=answer.max_sequences,
-            host_kv_bytes=answer.host_kv_bytes,
-            device_to_host_bytes_per_s=answer.device_to_host_bytes_per_s,
-            host_to_device_bytes_per_s=answer.host_to_device_bytes_per_s,
-            prefill_tokens_per_s=answer.prefill_tokens_per_s,
-        )
+        told = {field.name: getattr(answer, field.name) for field in fields(ExecutorDescription)}
+        return ExecutorDescription(**told | {"eos_token_ids": self._eos})
 
     async def attach(self, manager_id: str, model: EngineInfo, layout: str, take_over: bool) -> None:
         """Opens an epoch with empty pools of the model's sizes, and its stream of steps. Raises ExecutorLost or
@@ -155,7 +141,7 @@ class ExecutorLink:
             what = f"the executor took in no step for {timeout_s:g} s (--step-timeout-s)"
             raise ExecutorLost(what, Fault.STEP) from error
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            # The stream is over; the reader has the reason, at the latest a moment from now.
+            # The stream is over; the reader task has the reason, or gets it in a moment.
             if self._reader is not None:
                 await asyncio.wait([self._reader], timeout=1.0)
             raise self._error or ExecutorLost("the stream of steps broke") from error
@@ -183,7 +169,7 @@ def _failure(error: grpc.aio.AioRpcError, method: str) -> ExecutorLost | AttachR
 
 
 def _fault(error: grpc.aio.AioRpcError) -> Fault:
-    """What a broken stream of steps says of the step that was due."""
+    """The share of the step that was due in the end of the stream."""
     if error.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT):
         return Fault.STEP
     by_the_executor = any(key == STATUS_DETAILS_KEY for key, _ in error.trailing_metadata() or ())

@@ -1,4 +1,4 @@
-"""Step plans and outcomes to and from the messages of executor_service.proto."""
+"""Step plans to, and step results from, the messages of executor_service.proto."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def step_request(plan: StepPlan, epoch: int, step: int, eos_token_ids: Iterable[
         epoch=epoch,
         step=step,
         finished_seqs=plan.finished,
-        memory_ops=_memory_ops(plan.moves),
+        memory_ops=_memory_ops(plan.copies),
         new_seqs=[_new_sequence(new, eos_token_ids) for new in plan.new],
-        append_seqs=plan.append_handles,
+        append_seqs=plan.append_seq_ids,
         append_blocks=plan.append_blocks,
-        scheduled_seqs=plan.scheduled_handles,
+        scheduled_seqs=plan.scheduled_seq_ids,
         scheduled_tokens=plan.scheduled_tokens,
     )
 
@@ -33,8 +33,8 @@ _KINDS = {
 
 
 def _memory_ops(moves: list[BlockCopy]) -> list[pb.MemoryOp]:
-    """Moves in order. Those of one operation are of one kind and may all happen at once, so one that writes a block
-    which an earlier one reads or writes, or reads one which an earlier one writes, begins the next operation.
+    """Copies as operations, in order. Copies of one operation are of one kind and may all happen at once: a copy that
+    writes a block which an earlier one reads or writes, or reads one which an earlier one writes, begins the next.
     """
     operations: list[tuple[CopyKind, list[int], list[int]]] = []
     last: CopyKind | None = None
@@ -52,7 +52,7 @@ def _memory_ops(moves: list[BlockCopy]) -> list[pb.MemoryOp]:
         destinations.append(destination)
         read.add(source)
         written.add(destination)
-    # Each field is filled at once: to let it grow in the message, move by move, takes more than twice as long.
+    # Each field is filled at once: growing it in the message takes more than twice as long.
     return [
         pb.MemoryOp(kind=_KINDS[kind], sources=sources, destinations=destinations)
         for kind, sources, destinations in operations
@@ -62,7 +62,7 @@ def _memory_ops(moves: list[BlockCopy]) -> list[pb.MemoryOp]:
 def _new_sequence(new: NewSeq, eos_token_ids: Iterable[int]) -> pb.NewSequence:
     sequence = new.sequence
     return pb.NewSequence(
-        seq_id=new.handle,
+        seq_id=new.seq_id,
         token_ids=new.token_ids,
         num_prompt_tokens=sequence.num_prompt,
         block_ids=new.block_ids,
@@ -73,9 +73,6 @@ def _new_sequence(new: NewSeq, eos_token_ids: Iterable[int]) -> pb.NewSequence:
 
 def _sampling(sequence: Seq, eos_token_ids: Iterable[int]) -> pb.StepSampling:
     params, search = sequence.request.command.sampling, sequence.request.search
-    ends = set(params.stop_token_ids)
-    if not params.ignore_eos:
-        ends.update(eos_token_ids)
     return pb.StepSampling(
         temperature=params.temperature,
         top_p=params.top_p,
@@ -87,20 +84,20 @@ def _sampling(sequence: Seq, eos_token_ids: Iterable[int]) -> pb.StepSampling:
         seed=params.seed,
         sequence_index=sequence.index,
         min_tokens=params.min_tokens,
-        banned_until_min=sorted(ends) if params.min_tokens else (),
+        banned_until_min=sorted(params.end_ids(eos_token_ids)) if params.min_tokens else (),
         bias_token_ids=params.logit_bias.keys(),
         biases=params.logit_bias.values(),
-        # A beam's next token is the search's matter: it needs the likeliest ones.
+        # The search chooses a beam's next token, from the likeliest ones.
         logprobs=params.logprobs if search is None else search.num_candidates,
     )
 
 
 def step_outcome(result: pb.StepResult) -> StepResult:
-    """The outcome a result message reports."""
+    """The result of a step."""
     tokens = dict(zip(result.sampled_seqs, result.sampled_tokens, strict=False)) if result.logprobs else {}
     return StepResult(
         step=result.step,
-        sampled_handles=list(result.sampled_seqs),
+        sampled_seq_ids=list(result.sampled_seqs),
         sampled_tokens=list(result.sampled_tokens),
         logprobs={
             row.seq_id: TokenLogprobs(

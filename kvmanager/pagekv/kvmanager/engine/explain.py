@@ -1,7 +1,7 @@
-"""Why a prompt hits or misses, block by block. Changes nothing but the alarm counter.
+"""Explains block by block why a prompt hits or misses. Changes nothing but the alarm counter.
 
-It looks only where the caller could: at chains of its own namespace. An answer about another namespace would tell
-whether somebody there has sent these tokens, so such a block is simply one that was never seen.
+Only chains of the caller's own namespace are looked at. An answer about another namespace would tell whether somebody
+there has sent these tokens, so such a block counts as never seen.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ def explain_prefix(
     start: int,
     limit: int,
 ) -> ExplainedPrefix:
-    """Up to `limit` blocks of a prompt from block `start` on.
-
-    `root` is the digest before its first block, `other_roots` are adapters ("": none) and the roots that the prompt
-    would have with them.
+    """Explains up to `limit` blocks of a prompt from block `start` on. `root` is the digest before the first block,
+    `other_roots` are adapters ("": none) and the roots that the prompt would have with them.
     """
     explainer = _Explainer(pool, log, root, token_ids, media, other_roots)
     total = -(-len(token_ids) // pool.block_size)
@@ -44,7 +42,7 @@ def explain_prefix(
 
 
 class _Explainer:
-    """One prompt against the table as it is."""
+    """Compares one prompt with the present table."""
 
     def __init__(
         self,
@@ -61,10 +59,10 @@ class _Explainer:
         chunks = self._tokens[: len(token_ids) // size * size].reshape(-1, size)
         self._digests = chain_digests(root, token_bytes(token_ids), size, media)
         self.hits = pool.match(self._digests, chunks)
-        # By tokens alone, so up to the first medium only.
+        # Compared by tokens alone, so only up to the first medium.
         plain = min((span.position for span in media), default=len(token_ids)) // size
-        # How many leading blocks are cached for other adapters, longest first.
-        reach = [(len(pool.table.follow(other, chunks[:plain])), adapter) for adapter, other in other_roots]
+        # By other adapter: how many leading blocks are cached for it. The longest is kept.
+        reach = [(len(pool.table.match_tokens(other, chunks[:plain])), adapter) for adapter, other in other_roots]
         self._elsewhere = max(reach, default=(0, ""), key=lambda pair: pair[0])
 
     def blocks(self, start: int, end: int) -> Iterator[ExplainedBlock]:
@@ -76,7 +74,6 @@ class _Explainer:
 
     def _full_block(self, index: int) -> ExplainedBlock:
         size, digest = self._pool.block_size, self._digests[index]
-
         explanation = partial(ExplainedBlock, index * size, (index + 1) * size, block_hash=digest)
         if index < len(self.hits):
             block = self.hits[index]
@@ -134,15 +131,13 @@ class _Explainer:
         return self._pool.table.longest_run(self.hits[-1] if self.hits else self._root, tokens)
 
 
-# Pairs of namespace and adapter that are remembered, and adapters of one namespace that are looked into.
+# Pairs of namespace and adapter that are kept, and adapters of one namespace that are compared.
 MAX_KNOWN = 4096
-
-
 MAX_OTHERS = 16
 
 
 class KnownAdapters:
-    """The latest pairs, in bounded memory. One namespace's adapters are never told to another."""
+    """The latest pairs of namespace and adapter, in bounded memory. No namespace learns of another one's adapters."""
 
     def __init__(self) -> None:
         self._pairs: OrderedDict[tuple[str, str], None] = OrderedDict()

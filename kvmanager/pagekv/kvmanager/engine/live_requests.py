@@ -1,4 +1,4 @@
-"""The requests that have not ended, by id: how each enters, is found by its reader, and is forgotten. No scheduling."""
+"""The requests that have not ended, by id, and how much of them is still to be read. No scheduling."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Iterable
 
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.request.stream import RequestStream
-from pagekv.kvmanager.request.wakeups import Fanout
+from pagekv.kvmanager.request.wakeups import Wakeups
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq, SeqStatus, live_request
 
 
 class LiveRequests:
-    """A request is in here from `enter` until every sequence of it has finished. Used by the engine loop alone."""
+    """Holds a request from `add` until all of its sequences have finished. Used by the engine loop alone."""
 
     def __init__(self, priority_aging: int) -> None:
         """`priority_aging` as `live_request` takes it."""
         self._priority_aging = priority_aging
-        self._fanout = Fanout()
+        self._wakeups = Wakeups()
         self._requests: dict[str, LiveRequest] = {}
         self._arrivals = 0
-        # Of every request whose reader has not left: its sequences that have ended.
+        # By stream that its reader has not released: how many sequences have ended.
         self._being_read: dict[RequestStream, int] = {}
-        # All of these.
+        # Their sum.
         self.num_unread = 0
-        # Set while there is none.
+        # Set while no request is live.
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -35,20 +35,20 @@ class LiveRequests:
         return request_id in self._requests
 
     def all(self) -> list[LiveRequest]:
-        """In the order they came; a list of its own, so that they may be closed on the way."""
+        """All requests by arrival, in a new list: requests may end while the caller goes through it."""
         return list(self._requests.values())
 
     def commands(self) -> Iterable[GenerateCommand]:
-        """What was asked for by each."""
+        """The command of each request."""
         return (request.command for request in self._requests.values())
 
     def sequences(self) -> Iterable[Seq]:
         """Every sequence of every request, finished ones included."""
         return (sequence for request in self._requests.values() for sequence in request.sequences)
 
-    def enter(self, command: GenerateCommand, root: bytes) -> LiveRequest:
-        """A request whose id is free; `root` is the parent digest of its first block."""
-        stream = RequestStream(command.request_id, command.n, self._fanout)
+    def add(self, command: GenerateCommand, root: bytes) -> LiveRequest:
+        """Adds a request whose id is free; `root` is the parent digest of its first block."""
+        stream = RequestStream(command.request_id, command.n, self._wakeups)
         request = live_request(command, stream, self._arrivals, root, self._priority_aging)
         self._arrivals += 1
         self._requests[command.request_id] = request
@@ -61,22 +61,26 @@ class LiveRequests:
         return self._requests.get(request_id)
 
     def of(self, stream: RequestStream) -> LiveRequest | None:
-        """The live request that this reader reads; never another one that has its id by now."""
+        """The live request of this stream; never another request that has its id by now."""
         request = self._requests.get(stream.request_id)
         return request if request is not None and request.stream is stream else None
 
-    def leave(self, stream: RequestStream) -> LiveRequest | None:
-        """Its reader has left. The request, where that is still live. Idempotent."""
+    def release(self, stream: RequestStream) -> LiveRequest | None:
+        """The reader has gone: nothing of the stream is unread any more. Returns the request if it is still live.
+        Idempotent.
+        """
         self.num_unread -= self._being_read.pop(stream, 0)
         return self.of(stream)
 
-    def forget_if_done(self, request: LiveRequest) -> bool:
-        """To be called whenever a sequence of it has finished. True when that was the last, and for the first time."""
+    def remove_if_finished(self, request: LiveRequest) -> bool:
+        """Removes a request whose sequences have all finished, and counts ended sequences as unread. To be called
+        whenever a sequence has finished. True when the request was removed by this call.
+        """
         if self._requests.get(request.command.request_id) is not request:
             return False
         finished = [sequence.state is SeqStatus.FINISHED for sequence in request.sequences]
         if request.stream in self._being_read:
-            # Of a beam search there is nothing to read before its end.
+            # A beam search has nothing to read before its end.
             ended = request.command.n if all(finished) else 0 if request.search is not None else sum(finished)
             self.num_unread += ended - self._being_read[request.stream]
             self._being_read[request.stream] = ended

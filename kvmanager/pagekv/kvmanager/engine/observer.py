@@ -1,7 +1,7 @@
-"""What the engine loop tells those who watch it: metrics, traces, recordings, the live page. They change nothing.
+"""Observers of the engine loop (metrics, traces, recordings, the live page), which change nothing.
 
-Every call is made on the event loop between two steps and has to be short: the next step waits for it. An observer that
-needs more copies what it needs and works elsewhere.
+Every call is made on the event loop between two steps and has to be short: the next step waits for it. Longer work
+belongs elsewhere, on a copy.
 """
 
 from __future__ import annotations
@@ -11,56 +11,68 @@ from enum import Enum
 
 from pagekv.common.logs import Log
 from pagekv.kvmanager.engine.interface import EngineInfo
-from pagekv.kvmanager.scheduling.sequence import LiveRequest
+from pagekv.kvmanager.errors import InvariantError
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.host_pool import HostPool
+from pagekv.kvmanager.kvcache.prefix_table import Blocks
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
+from pagekv.kvmanager.scheduling.listener import SchedulerListener
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
 from pagekv.kvmanager.scheduling.step_plan import Committed, StepPlan, StepResult
 
 log = Log(__name__)
 
 
 class RequestEnd(Enum):
-    """How a request left the engine."""
+    """The way in which a request ended."""
 
     FINISHED = "finished"  # every sequence ended by itself or by a stop string
     ABORTED = "aborted"  # by its client, a deadline or the end of the manager
     FAILED = "failed"  # with an error
 
 
-class Observer:
-    """Does nothing; observers override what they need. None of these may keep what it is given unchanged: sequences
-    and requests go on changing. One that raises is told nothing any more.
+class Observer(SchedulerListener):
+    """Does nothing; observers override the methods they need. Arguments are live objects: copy what is needed before
+    returning. An observer that raises is dropped.
     """
 
     def attached(self, model: EngineInfo, epoch: int) -> None:
         """A new epoch began, with empty pools; `epoch` counts this manager's, from 1."""
 
     def detached(self) -> None:
-        """The executor is lost; whatever ran waits."""
+        """The executor is lost; running requests wait."""
 
     def submitted(self, request: LiveRequest) -> None:
         """A request passed all checks and is queued."""
 
     def rejected(self) -> None:
-        """A request was refused because too much waits to be computed, or to be read."""
+        """A request was refused: too many sequences wait to be computed, or to be read."""
 
     def planned(self, plan: StepPlan) -> None:
         """A step is about to be sent."""
 
     def committed(self, plan: StepPlan, outcome: StepResult, committed: Committed) -> None:
-        """A step's results were taken in and handed to their readers."""
+        """A step's results were committed and pushed to their streams."""
 
     def ended(self, request: LiveRequest, end: RequestEnd) -> None:
-        """A request has left; its sequences hold nothing."""
+        """A request ended; its sequences hold no blocks."""
+
+    def pinned(self, blocks: Blocks) -> None:
+        """A pin holds these blocks from now on."""
+
+    def unpinned(self, blocks: Blocks) -> None:
+        """The pin of these blocks has ended."""
 
 
 class Observers(Observer):
-    """Tells all of them. One that raises is logged and dropped: watching never ends serving."""
+    """Passes every call on to all observers. One that raises is logged and dropped: watching never ends serving."""
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
-        # Replaced, never changed, so that it may lose one while it is gone through.
+        # Replaced, never changed, as an observer may be dropped while `_tell` goes through them.
         self._all = tuple(observers)
 
     def add(self, observer: Observer) -> None:
-        """It is told whatever happens from now on."""
+        """Adds an observer of everything from now on."""
         self._all = (*self._all, observer)
 
     def attached(self, model: EngineInfo, epoch: int) -> None:
@@ -83,6 +95,38 @@ class Observers(Observer):
 
     def ended(self, request: LiveRequest, end: RequestEnd) -> None:
         self._tell("ended", request, end)
+
+    def pinned(self, blocks: Blocks) -> None:
+        self._tell("pinned", blocks)
+
+    def unpinned(self, blocks: Blocks) -> None:
+        self._tell("unpinned", blocks)
+
+    def epoch_began(
+        self, pool: BlockPool, host: HostPool, limits: SchedulerLimits, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        self._tell("epoch_began", pool, host, limits, eos_token_ids)
+
+    def adding(self, request: LiveRequest) -> None:
+        self._tell("adding", request)
+
+    def scheduled(self, plan: StepPlan | None) -> None:
+        self._tell("scheduled", plan)
+
+    def committing(self, plan: StepPlan, result: StepResult) -> None:
+        self._tell("committing", plan, result)
+
+    def finishing(self, sequence: Seq) -> None:
+        self._tell("finishing", sequence)
+
+    def preempting_all(self) -> None:
+        self._tell("preempting_all")
+
+    def clearing_cache(self) -> None:
+        self._tell("clearing_cache")
+
+    def failed(self, error: InvariantError) -> None:
+        self._tell("failed", error)
 
     def _tell(self, what: str, *told: object) -> None:
         for observer in self._all:

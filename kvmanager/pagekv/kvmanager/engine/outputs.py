@@ -1,4 +1,4 @@
-"""From a committed step to the streams of those who wait for its tokens."""
+"""Pushes the results of a committed step, and the ends of aborted requests, to their streams."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pagekv.kvmanager.scheduling.step_plan import Committed, StepResult
 
 
 def deliver(committed: Committed, outcome: StepResult) -> list[Seq]:
-    """Hands every token to its request's stream; returns the sequences that ended."""
+    """Pushes every token to its request's stream; returns the sequences that ended."""
     for sequence, token in zip(committed.sequences, committed.token_ids, strict=True):
         sequence.request.stream.push_token(sequence.index, token, sequence.cached_tokens or 0, sequence.preemptions)
     if outcome.logprobs:
-        for sequence, handle in zip(committed.sequences, committed.handles, strict=True):
-            logprobs = outcome.logprobs.get(handle)
+        for sequence, seq_id in zip(committed.sequences, committed.seq_ids, strict=True):
+            logprobs = outcome.logprobs.get(seq_id)
             if logprobs is not None:
                 sequence.request.stream.push_logprobs(sequence.index, logprobs)
     ended = [request.sequences[0] for request in committed.searched]
@@ -28,7 +28,7 @@ def deliver(committed: Committed, outcome: StepResult) -> list[Seq]:
 
 
 def _deliver_results(request: LiveRequest) -> None:
-    """The results of a beam search that is done, best first, each whole in one delta."""
+    """Pushes the results of a finished beam search, best first, each in one delta."""
     assert request.search is not None
     root = request.sequences[0]
     for index, result in enumerate(request.search.results()):
@@ -47,14 +47,14 @@ def _deliver_results(request: LiveRequest) -> None:
 
 
 def unfinished_outputs(request: LiveRequest) -> dict[int, Seq]:
-    """The outputs whose reader has not seen their end, by index, each with a sequence that works on it."""
+    """By index: outputs that have not ended, each with a sequence that works on it."""
     if request.search is not None:
         return dict.fromkeys(range(request.command.n), request.sequences[0])
     return {s.index: s for s in request.sequences if s.state is not SeqStatus.FINISHED}
 
 
 def deliver_abort(request: LiveRequest, outputs: dict[int, Seq]) -> None:
-    """Ends these outputs as aborted."""
+    """Pushes the finish ABORT to each of these outputs."""
     for index, sequence in outputs.items():
         request.stream.push(
             SequenceDelta(

@@ -1,4 +1,4 @@
-"""Whose steps fail again and again: a request that cannot be computed must not keep all others from running."""
+"""Recovery from a lost step or executor: requests to give up, and pauses between attempts to attach."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from pagekv.kvmanager.scheduling.step_plan import StepPlan
 
 
 class Fault(Enum):
-    """What an epoch ended by, as an accusation of the step that was due: how many attempts it counts for."""
+    """The end of an epoch, by the number of failed attempts that it counts for against the step that was due."""
 
     # The executor was stopped in order, or another manager took it over.
     NONE = 0.0
-    # It is gone without a word. Most often somebody killed it, but a step can be what kills it each time.
+    # The executor is gone without a word. Most often somebody killed it, but a step can be what kills it each time.
     GONE = 0.25
-    # It said that the step failed or breaks a rule, answered another one, or did not answer in time.
+    # The executor said that the step failed or breaks a rule, answered another one, or did not answer in time.
     STEP = 1.0
 
 
 class FailedSteps:
-    """Counts, by request, attempts that failed in a row. A token of a request, or a decision of its beam search, clears
-    it: what moves on will end.
+    """Counts attempts that failed in a row, by request: a request that cannot be computed must not keep all others from
+    running. A token, or a decision of a beam search, clears the count: such a request will come to an end.
     """
 
     def __init__(self, most_attempts: int) -> None:
         self._most = most_attempts
-        # Requests by identity: their ids may be used again.
+        # Keyed by request and not by id: ids may be used again.
         self._attempts: dict[LiveRequest, float] = {}
 
     def count(self, plan: StepPlan, running: Iterable[Seq], fault: Fault) -> list[LiveRequest]:
-        """The step that was due was not answered; `running` are the sequences that held blocks then. Returns the
-        requests of the step that have had all their attempts, and forgets them.
+        """Counts a failed attempt of the step that was due; `running` are the sequences that held blocks then. Removes
+        and returns the requests of the step that have had all their attempts.
         """
-        took_part = {*plan.sampling.tolist(), *(new.handle for new in plan.new)}
-        for handle, tokens in zip(plan.scheduled_handles, plan.scheduled_tokens, strict=True):
-            (took_part.add if tokens else took_part.discard)(handle)
-        requests = {sequence.request for sequence in running if sequence.handle in took_part}
-        # Those that ended meanwhile, or were not in this step, are not looked at again.
+        took_part = {*plan.sampling.tolist(), *(new.seq_id for new in plan.new)}
+        for seq_id, tokens in zip(plan.scheduled_seq_ids, plan.scheduled_tokens, strict=True):
+            (took_part.add if tokens else took_part.discard)(seq_id)
+        requests = {sequence.request for sequence in running if sequence.seq_id in took_part}
+        # Requests that ended meanwhile, or were not in this step, start again from 0.
         self._attempts = {request: self._attempts.get(request, 0.0) + fault.value for request in requests}
         spent = [request for request, attempts in self._attempts.items() if attempts >= self._most]
         for request in spent:
@@ -47,7 +47,7 @@ class FailedSteps:
         return sorted(spent, key=lambda request: request.arrival)
 
     def error(self, request: LiveRequest) -> ComputationFailed:
-        """What is told of a request that has had all its attempts. The reason stays in the logs: it may name others."""
+        """The error of a request that has had all its attempts. The reason stays in the logs: it may name others."""
         return ComputationFailed(
             f"request {request.command.request_id!r} could not be computed: its step failed {self._most} times with no "
             "token in between; the logs of manager and executor have the reason"
@@ -67,13 +67,15 @@ UNREACHABLE_S = 0.25
 
 
 class Reconnect:
-    """Pauses grow while nothing works: an executor may fail the first step of every epoch, and recomputing is work."""
+    """Pauses between attempts to attach, which grow while nothing works: an executor may fail the first step of every
+    epoch, and recomputing is work.
+    """
 
     def __init__(self) -> None:
         self._pause_s = RECONNECT_FIRST_S
 
     def pause_s(self, *, attached: bool, steps: int) -> float:
-        """After an attempt that got so far: it attached or not, and `steps` were answered."""
+        """The pause after an attempt that attached or not, and in which `steps` steps were answered."""
         if steps:
             self._pause_s = RECONNECT_FIRST_S
         pause_s = self._pause_s

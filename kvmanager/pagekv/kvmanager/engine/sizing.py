@@ -1,4 +1,4 @@
-"""What is served: the executor's model within the limits that the flags set."""
+"""Sizes of pools, context and scheduler limits: the executor's model within the limits that the flags set."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from dataclasses import replace
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.executor_client import AttachRefused, ExecutorDescription
 from pagekv.kvmanager.engine.interface import EngineInfo
-from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 
 
 def plan_deployment(description: ExecutorDescription, config: EngineConfig) -> EngineInfo:
-    """Pool size and context that both agree on. Raises AttachRefused when the flags ask for more than there is.
-
-    The context may be longer than what the pool holds: `capacity` says what fits, and refusals then name the pool.
+    """Pool sizes and context that flags and executor allow. Raises AttachRefused when the flags ask for more than there
+    is. The context may be longer than the pool holds: `capacity` then refuses requests, naming the pool.
     """
     fitting = description.device_kv_bytes // max(1, description.bytes_per_block)
     num_blocks = config.num_device_blocks or fitting
@@ -55,7 +54,7 @@ def _num_host_blocks(description: ExecutorDescription, config: EngineConfig) -> 
 
 
 def plan_limits(description: ExecutorDescription, config: EngineConfig) -> SchedulerLimits:
-    """The flags' limits as far as this executor goes, with what it measured."""
+    """The limits of the flags as far as this executor allows, with its measured rates."""
     swap = replace(
         config.limits.swap,
         block_bytes=description.bytes_per_block,

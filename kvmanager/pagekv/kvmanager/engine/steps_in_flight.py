@@ -1,4 +1,4 @@
-"""Steps that were sent and not answered yet, oldest first, and whether an answer is the one that is due."""
+"""Steps in flight, oldest first; checks that results arrive in order."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 
 
 class StepsInFlight:
-    """Those of one epoch. The executor works on the oldest; the others wait for their turn."""
+    """The steps of one epoch. The executor works on the oldest; the others wait for their turn."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._plans: deque[StepPlan] = deque()
-        # Number of the oldest step; they count from 1 within an epoch.
+        # Number of the oldest step, counted from 1 within an epoch.
         self._step = 1
         # When the turn of the oldest step came.
         self._since = 0.0
@@ -30,7 +30,7 @@ class StepsInFlight:
         return self._plans[0] if self._plans else None
 
     def add(self, plan: StepPlan) -> None:
-        """A step that is about to be sent."""
+        """Adds a step that is about to be sent."""
         if not self._plans:
             self._since = self._clock()
         self._plans.append(plan)
@@ -51,7 +51,7 @@ class StepsInFlight:
         return plan
 
     def pop(self) -> None:
-        """The oldest step is done with, and the next one's turn comes."""
+        """Removes the oldest step, whose result is committed; the next one's turn comes."""
         self._plans.popleft()
         self._step += 1
         self._since = self._clock()
@@ -60,9 +60,7 @@ class StepsInFlight:
         """Seconds that the oldest step has had its turn; 0 when nothing is in flight."""
         return self._clock() - self._since if self._plans else 0.0
 
-    def end_epoch(self) -> list[StepPlan]:
-        """The steps that will never be answered. Step numbers begin anew."""
-        lost = list(self._plans)
+    def end_epoch(self) -> None:
+        """Discards the steps: they will never be answered. Step numbers begin anew."""
         self._plans.clear()
         self._step = 1
-        return lost

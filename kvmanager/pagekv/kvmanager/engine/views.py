@@ -1,14 +1,17 @@
-"""Answers of the engine to queries, as plain dataclasses."""
+"""Answers of `EngineQueries`, as plain dataclasses."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What is cached of a prompt: leading full blocks on the device, then on the host, then the start of one more."""
+    """The cached part of a prompt: leading full blocks on the device, then on the host, then the start of one more."""
 
     device_tokens: int
     host_tokens: int
@@ -17,7 +20,7 @@ class PrefixMatch:
 
 
 class BlockOutcome(Enum):
-    """What a lookup finds for a block of a prompt; meanings as in the contract."""
+    """The result of looking up one block of a prompt; meanings as in the contract."""
 
     HIT = "hit"
     NEVER_SEEN = "never seen"
@@ -64,7 +67,7 @@ class PinResult:
 
 @dataclass(frozen=True, slots=True)
 class ResetCounts:
-    """What a reset took away."""
+    """What a reset removed, preempted and ended."""
 
     removed_blocks: int
     preempted_sequences: int = 0
@@ -108,8 +111,53 @@ class BlockView:
     ref_count: int
     block_hash: bytes
     parent_hash: bytes
-    # Of the holders, those that are pins.
+    # How many of the holders are pins.
     pins: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMap:
+    """Both pools at one moment, as arrays by block id. Views of live memory: not to be changed, nor read after the next
+    await.
+    """
+
+    # Attachments and completed steps of this manager so far.
+    epoch: int
+    step: int
+    ref_counts: NDArray[np.int32]
+    # How many holders of each block are pins.
+    pins: NDArray[np.int32]
+    # Whether the block is in the prefix table.
+    published: NDArray[np.bool_]
+    evictions: int
+    host_ref_counts: NDArray[np.int32]
+    # Ids of the host blocks that can be hit, in no particular order.
+    host_keyed: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDetail:
+    """A device block and its surroundings."""
+
+    block: BlockView
+    # Seconds since its content entered the prefix table; None when it is not there, or nobody notes ages.
+    cached_s: float | None
+    # Token ids of its content, [block_size]; None unless it is in the prefix table.
+    token_ids: list[int] | None
+    # The blocks before it in the prefix table, its parent first, and whether the last of them begins a prompt.
+    chain: list[int]
+    chain_complete: bool
+    # Ids of requests with a sequence that holds it, by arrival.
+    request_ids: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class HostBlockView:
+    """A block of the host pool; `block_hash` is empty unless it is keyed."""
+
+    block_id: int
+    ref_count: int
+    block_hash: bytes
 
 
 @dataclass(frozen=True, slots=True)

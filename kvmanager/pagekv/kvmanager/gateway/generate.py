@@ -1,7 +1,7 @@
-"""Generate as a gateway asks for it (`vllm.grpc.engine`), in PageKV's own messages and back.
+"""Translates Generate of `vllm.grpc.engine` to PageKV's own messages and back.
 
-What vLLM's engine has and PageKV has not is refused by the name it has there; everything else goes through the checks
-of `pagekv.v1.InferenceService`, whose fields of sampling have the same names.
+Features of vLLM that PageKV lacks are refused by their name in vLLM; everything else goes through the checks of
+`pagekv.v1.InferenceService`, whose sampling fields have the same names.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _FINISH_REASONS = {
 def read_request(request: vllm.GenerateRequest, model: EngineInfo) -> pb.GenerateRequest:
     """The same request to `pagekv.v1.InferenceService`, not checked any further. Raises InvalidRequest.
 
-    Of the parameters without presence, 0 means the default for `top_p`, `repetition_penalty` and `n`, as in vLLM's
-    servicer. How text is made of tokens (`skip_special_tokens` and its kin) is the gateway's matter.
+    In `top_p`, `repetition_penalty` and `n`, which have no presence, 0 means the default, as in vLLM's servicer. Fields
+    about text made of tokens (`skip_special_tokens` and its kin) are ignored: the gateway makes the text.
     """
     given = {field.name for field, _ in request.ListFields()}
     for name, why in _UNSUPPORTED.items():
@@ -63,7 +63,7 @@ def read_request(request: vllm.GenerateRequest, model: EngineInfo) -> pb.Generat
         ids = request.tokenized.input_ids
         read.tokenized.input_ids.extend(ids)
         left = longest_sequence(model, 0) - len(ids)
-        # vLLM's default is whatever room the prompt leaves. With no room the prompt is refused by its own field.
+        # vLLM's default is all the room the prompt leaves. Without room the prompt is refused by its own field.
         if not request.sampling_params.HasField("max_tokens") and left > 0:
             read.sampling_params.max_tokens = left
     return read
@@ -107,8 +107,8 @@ def _read_sampling(params: vllm.SamplingParams) -> types_pb2.SamplingParams:
 
 
 def write_response(response: pb.GenerateResponse, stop_token_ids: Collection[int]) -> vllm.GenerateResponse:
-    """A message of the answer. `stop_token_ids` are the request's own: of others, which are the model's, vLLM does not
-    say that they matched.
+    """A message of the answer. `stop_token_ids` are the request's own: vLLM does not report that an end token of the
+    model matched.
     """
     if response.WhichOneof("event") == "chunk":
         return vllm.GenerateResponse(chunk=_chunk(response.chunk))
@@ -119,7 +119,7 @@ def _chunk(chunk: pb.GenerateChunk) -> vllm.GenerateStreamChunk:
     return vllm.GenerateStreamChunk(
         token_ids=chunk.token_ids,
         prompt_tokens=chunk.prompt_tokens,
-        # Of this chunk alone: the gateway adds vLLM's up.
+        # Tokens of this chunk alone: the gateway adds them up.
         completion_tokens=len(chunk.token_ids),
         cached_tokens=chunk.cached_tokens,
         output_logprobs=_logprobs(chunk.logprobs),

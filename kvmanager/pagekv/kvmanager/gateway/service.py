@@ -1,7 +1,7 @@
-"""vllm.grpc.engine.VllmEngine: what the gateway `smg` speaks, over the same engine as `pagekv.v1`.
+"""vllm.grpc.engine.VllmEngine, the protocol of the gateway `smg`, over the same engine as `pagekv.v1`.
 
-The stubs are those of the package `smg-grpc-proto` (extra `gateway-api`), so this module is imported only where it is
-asked for. Served is what a gateway of text models calls; the rest is UNIMPLEMENTED.
+The stubs are those of the package `smg-grpc-proto` (extra `gateway-api`), so this module is imported only on demand.
+Calls that a gateway of text models makes are served; the rest is UNIMPLEMENTED.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
 
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotImplementedYet, Unavailable
 from pagekv.kvmanager.api.generate_call import GenerateCall
-from pagekv.kvmanager.api.inference_service import with_caller
+from pagekv.kvmanager.api.inference_service import trace_parent_of
 from pagekv.kvmanager.api.served_model import Served, ServedModel
 from pagekv.kvmanager.api.validation import read_abort_ids, read_generate
 from pagekv.kvmanager.engine.interface import Engine, EngineInfo
 from pagekv.kvmanager.gateway.generate import read_request, write_response
-from pagekv.kvmanager.gateway.kv_events import MAX_BLOCKS, MAX_VOCABULARY, KvEvents
+from pagekv.kvmanager.gateway.kv_events import MAX_BLOCKS, KvEvents
 from pagekv.kvmanager.kvcache.block_hash import root_digest
 
 SERVICE_NAME: str = vllm.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 # Bytes of a tokenizer's archive in one message.
 TOKENIZER_CHUNK = 64 * 1024
-# What a gateway needs of a tokenizer's directory; no weights.
+# Files of a tokenizer's directory that a gateway needs; no weights.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -48,8 +48,8 @@ TOKENIZER_FILES = (
 # Seconds that FlushCache may wait, and between two looks.
 MAX_FLUSH_S = 600.0
 FLUSH_STEP_S = 0.02
-# Seconds between what a subscriber is told and the next news for it: how far a gateway's picture may be behind while
-# there is much to tell. To make and write a message takes most of a millisecond, whatever is in it.
+# Seconds between messages to a subscriber, by which a gateway's picture may be behind while much happens. Making and
+# writing a message takes most of a millisecond, whatever is in it.
 EVENTS_PAUSE_S = 0.2
 # Name of a deployment whose executor has no model directory (the oracle).
 NAMELESS_MODEL = "pagekv"
@@ -93,7 +93,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         )
 
     async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Any) -> vllm.GetServerInfoResponse:
-        model, stats = self._state.served().model, self._engine.stats()
+        model, stats = self._state.served().model, self._engine.queries.stats()
         return vllm.GetServerInfoResponse(
             active_requests=stats.running_sequences + stats.waiting_sequences,
             uptime_seconds=time.monotonic() - self._started,
@@ -103,7 +103,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         )
 
     async def GetLoads(self, request: vllm.GetLoadsRequest, context: Any) -> vllm.GetLoadsResponse:
-        stats = self._engine.stats()
+        stats = self._engine.queries.stats()
         load = vllm.SchedulerLoad(
             num_running_reqs=stats.running_sequences,
             num_waiting_reqs=stats.waiting_sequences,
@@ -121,13 +121,13 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
 
     async def Generate(self, request: vllm.GenerateRequest, context: Any) -> None:
         served = self._state.served()
-        command, stops = await read_generate(read_request(request, served.model), served.model, served.tokenizer)
-        command = with_caller(command, context)
-        # A copy: the field would keep the request, prompt and all, for as long as gRPC keeps whom it calls at the end.
+        asked = read_request(request, served.model)
+        command, stops = await read_generate(asked, served.model, served.tokenizer, trace_parent_of(context))
+        # A copy: the field would keep the request with its prompt for as long as gRPC keeps its done callbacks.
         stop_token_ids = frozenset(request.sampling_params.stop_token_ids)
-        # The gateway makes text of tokens by itself: without stop strings to look for nobody needs it here.
+        # The gateway makes text of tokens by itself: here it is needed only to look for stop strings.
         reading = served if stops else Served(served.model, None)
-        generation = GenerateCall(
+        call = GenerateCall(
             self._engine,
             reading,
             command,
@@ -135,9 +135,9 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
             only_complete=not request.stream,
             serialise=lambda response: write_response(response, stop_token_ids).SerializeToString(),
         )
-        # Also called when the call is cancelled while a message is being written, where no `finally` here would run.
-        context.add_done_callback(lambda _: generation.close())
-        await generation.run(context.write)
+        # Runs also when the call is cancelled while a message is being written, where no `finally` here would.
+        context.add_done_callback(lambda _: call.close())
+        await call.run(context.write)
 
     async def Abort(self, request: vllm.AbortRequest, context: Any) -> vllm.AbortResponse:
         for request_id in read_abort_ids(request.request_ids):
@@ -148,11 +148,11 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         if not 0 <= request.timeout_s <= MAX_FLUSH_S:
             raise InvalidRequest("timeout_s", f"must be from 0 to {MAX_FLUSH_S:g}, got {request.timeout_s}")
         deadline = time.monotonic() + request.timeout_s
-        reset = self._engine.reset_prefix_cache(force=False)
-        # Nothing tells when the last block is let go.
+        reset = self._engine.queries.reset_prefix_cache(force=False)
+        # Nothing signals the moment when the last block is free.
         while reset is None and time.monotonic() < deadline:
             await asyncio.sleep(FLUSH_STEP_S)
-            reset = self._engine.reset_prefix_cache(force=False)
+            reset = self._engine.queries.reset_prefix_cache(force=False)
         if reset is None:
             return common.FlushCacheResponse(message="blocks are in use by requests or pins; nothing was changed")
         return common.FlushCacheResponse(success=True, message=f"{reset.removed_blocks} blocks left the prefix cache")
@@ -170,10 +170,15 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
             yield common.GetTokenizerChunk(data=archive[start : start + TOKENIZER_CHUNK], sha256=digest if last else "")
 
     async def SubscribeKvEvents(self, request: common.SubscribeKvEventsRequest, context: Any) -> None:
-        # Nothing of the past is kept, so every subscription begins with the whole table, wherever it wants to go on.
-        watch = self._engine.watch_events()
+        # No history is kept: every subscription begins with the whole table, wherever it wants to go on.
+        watch = self._engine.queries.watch_events()
         context.add_done_callback(lambda _: watch.close())
-        events = KvEvents(self._root, self._told_model().block_size)
+
+        def root() -> bytes:
+            """Chain root of a request without namespace and adapter."""
+            return root_digest(self._attached_model().model_fingerprint, "", "")
+
+        events = KvEvents(root, self._attached_model().block_size)
         await context.write(events.begin())
         while blocks := watch.take_snapshot(MAX_BLOCKS):
             for batch in events.stored(blocks):
@@ -181,7 +186,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         while True:
             for batch in events.changed(await watch.take()):
                 await context.write(batch)
-            # Steps may take a few milliseconds and a message costs a good part of one: several go into one.
+            # Steps may take a few milliseconds: the changes of several go into one message.
             await asyncio.sleep(EVENTS_PAUSE_S)
 
     async def Embed(self, request: vllm.EmbedRequest, context: Any) -> vllm.EmbedResponse:
@@ -193,31 +198,23 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
     async def StopProfile(self, request: common.StopProfileRequest, context: Any) -> common.ProfileResponse:
         raise NotImplementedYet("PageKV has no profiler to stop")
 
-    def _root(self) -> bytes:
-        """Chain root of a request without namespace and adapter. Raises what `_told_model` raises."""
-        return root_digest(self._told_model().model_fingerprint, "", "")
-
-    def _told_model(self) -> EngineInfo:
-        """The model whose blocks are told. Raises Unavailable before the first attachment, FailedPrecondition when its
-        token ids cannot be told.
-        """
+    def _attached_model(self) -> EngineInfo:
+        """Raises Unavailable before the first attachment."""
         model = self._engine.model
         if model is None:
             raise Unavailable("no executor is attached yet")
-        if model.vocab_size > MAX_VOCABULARY:
-            raise FailedPrecondition(f"events tell of {MAX_VOCABULARY} token ids at most, here are {model.vocab_size}")
         return model
 
 
 class _Throughput:
-    """Tokens per second between one look and the next."""
+    """Tokens per second between two looks at a counter."""
 
     def __init__(self) -> None:
         self._at = time.monotonic()
         self._total = 0
 
     def tokens_per_second(self, total: int) -> float:
-        """Of a counter that is at `total` now."""
+        """The rate since the last look; the counter is at `total` now."""
         now = time.monotonic()
         rate = (total - self._total) / max(now - self._at, 1e-3)
         self._at, self._total = now, total
@@ -225,7 +222,7 @@ class _Throughput:
 
 
 def _served_name(model_id: str) -> str:
-    """What clients call the model: the last part of a directory, else the name it was asked for by."""
+    """The name for clients: the last part of a directory, else the model id."""
     return Path(model_id).name if Path(model_id).is_absolute() else model_id or NAMELESS_MODEL
 
 

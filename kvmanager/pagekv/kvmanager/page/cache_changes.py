@@ -1,4 +1,4 @@
-"""What entered and left the prefix table between two looks at it: how many, and where the first of them is."""
+"""Counts blocks that entered and left the prefix table between two looks at it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pagekv.kvmanager.kvcache.block_pool import BlockPool
+from pagekv.kvmanager.engine.views import BlockMap
 
 
 class CacheChanges:
-    """Remembers one look. A block that was evicted and filled again in between counts as both."""
+    """Remembers one look. A block that was evicted and filled again in between counts as evicted and as stored."""
 
     def __init__(self) -> None:
         self._epoch = 0
@@ -19,18 +19,20 @@ class CacheChanges:
         self._evictions = 0
 
     def pause(self) -> None:
-        """The next look is the first one."""
+        """Drops the last look: the next one counts as the first."""
         self._published = None
 
-    def look(self, epoch: int, pool: BlockPool) -> list[tuple[str, dict[str, Any]]]:
-        """Kinds ("cleared", "evicted", "stored") and numbers of blocks since the look before; none at the first."""
+    def look(self, blocks: BlockMap) -> list[tuple[str, dict[str, Any]]]:
+        """Kinds ("cleared", "evicted", "stored") and numbers of blocks since the look before, and the first block
+        stored; nothing at the first look and at the first one of an epoch.
+        """
         before, evictions_before = self._published, self._evictions
-        now = pool.table.published.copy()
-        same_pool = before is not None and epoch == self._epoch
-        self._epoch, self._published, self._evictions = epoch, now, pool.evictions
+        now = blocks.published.copy()
+        same_pool = blocks.epoch == self._epoch
+        self._epoch, self._published, self._evictions = blocks.epoch, now, blocks.evictions
         if before is None or not same_pool:
             return []
-        evicted = pool.evictions - evictions_before
+        evicted = blocks.evictions - evictions_before
         left, had = int(np.count_nonzero(before & ~now)), int(np.count_nonzero(before))
         stored = int(np.count_nonzero(now)) - had + evicted
         changes: list[tuple[str, dict[str, Any]]] = []

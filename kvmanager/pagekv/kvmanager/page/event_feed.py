@@ -1,4 +1,4 @@
-"""The page's last events: what became of requests and of the prefix table, in the order it happened."""
+"""The last events of requests and of the prefix table, in order, for the page."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from pagekv.kvmanager.engine.observer import Observer, RequestEnd
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import StepPlan
 
-# What a new viewer is told of.
+# Events that are kept, and that a new viewer gets.
 KEPT = 60
 
-Happening = dict[str, Any]
+Event = dict[str, Any]
 
 
 class EventFeed(Observer):
-    """Records while `recording` is set. An event has a number, counting from 1, a wall-clock time in seconds, a kind,
-    and what that kind has to say.
+    """Records while `recording` is set. An event has a number `n` from 1 on, a wall-clock time `at` in seconds, a kind,
+    and fields of that kind.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.recording = False
         self.total = 0
         self._clock = clock
-        self._kept: deque[Happening] = deque(maxlen=KEPT)
+        self._kept: deque[Event] = deque(maxlen=KEPT)
 
-    def since(self, number: int) -> list[Happening]:
-        """Those that are kept with numbers above this one."""
-        return [happening for happening in self._kept if happening["n"] > number]
+    def since(self, number: int) -> list[Event]:
+        """Kept events with numbers above this one."""
+        return [event for event in self._kept if event["n"] > number]
 
     def note(self, kind: str, **about: Any) -> None:
-        """One more."""
+        """Records an event."""
         if self.recording:
             self.total += 1
             self._kept.append({"n": self.total, "at": round(self._clock(), 3), "kind": kind, **about})
 
-    # -- what the engine tells
+    # -- Observer
 
     def attached(self, model: EngineInfo, epoch: int) -> None:
         self.note("attached", epoch=epoch)

@@ -13,7 +13,7 @@ from pagekv.kvmanager.engine.views import ExplainedBlock
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 
-# Blocks that are explained; the page says how many more there are.
+# Blocks that are explained at most; the page says how many more there are.
 MAX_BLOCKS = 1000
 _FIELDS = frozenset({"text", "token_ids", "namespace", "adapter_id"})
 
@@ -28,7 +28,7 @@ async def explain(engine: Engine, served: Served, asked: object) -> dict[str, An
         raise InvalidRequest("body", "exactly one of text and token_ids must be given")
     identity = CacheIdentity(namespace=_name(asked, "namespace"), adapter_id=_name(asked, "adapter_id"))
     prompt = await _prompt(served, asked)
-    found = engine.explain_prefix(prompt, identity, 0, MAX_BLOCKS)
+    found = engine.queries.explain_prefix(prompt, identity, 0, MAX_BLOCKS)
     return {
         "prompt_tokens": len(prompt),
         "cached_tokens": found.cached_tokens,
@@ -45,7 +45,7 @@ def _name(asked: dict[str, Any], field: str) -> str:
 
 
 def _is_text(value: object) -> bool:
-    """JSON can write halves of characters, which are no text."""
+    """Whether a JSON value is text; JSON can write halves of characters, which are none."""
     try:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:
@@ -60,7 +60,7 @@ async def _prompt(served: Served, asked: dict[str, Any]) -> list[int]:
         limit = f"the context has {model.max_model_len} tokens"
         return await PromptReader(served.tokenizer, model.vocab_size, model.max_model_len, limit).text(asked["text"])
     ids = asked["token_ids"]
-    # bool is an int to Python and none to anybody else.
+    # type() and not isinstance(): a bool is an int to Python.
     if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
         raise InvalidRequest("token_ids", "must be a list of whole numbers from 0 on")
     if not 1 <= len(ids) <= model.max_model_len:
@@ -78,6 +78,6 @@ def _block(block: ExplainedBlock, prompt: list[int], tokenizer: Tokenizer | None
         "block_id": block.block_id,
         "block_hash": block.block_hash.hex() if block.block_hash else "",
         "shared_tokens": block.shared_tokens,
-        # The asker's own words, cut where blocks are.
+        # Text of the prompt, cut where blocks are.
         "text": tokenizer.decode(prompt[block.start : block.end]) if tokenizer is not None else None,
     }

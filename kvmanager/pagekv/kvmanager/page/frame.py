@@ -1,4 +1,4 @@
-"""Everything the page shows at one moment, and the messages that take a reader from one moment to a later one."""
+"""Frames, each everything the page shows at one moment; and messages that take a reader from one to a later one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pagekv.kvmanager.engine.interface import Engine, EngineInfo
 from pagekv.kvmanager.engine.views import EngineStats
 from pagekv.kvmanager.page.block_states import HOST_STATES, STATES, Bytes, change, counts, whole
 
-# Requests that are listed.
+# Requests in a frame.
 MAX_REQUESTS = 200
 
 Row = dict[str, Any]
-# What a viewer reads of the statistics besides the charts.
+# Statistics in a frame, besides the charts.
 _TOTALS = (
     "running_sequences", "waiting_sequences", "prompt_tokens_total", "cached_tokens_total", "prefix_hit_rate",
     "generated_tokens_total", "evicted_blocks_total", "preemptions_total", "steps_total", "requests_total",
@@ -24,7 +24,7 @@ _TOTALS = (
 
 @dataclass(frozen=True, slots=True)
 class PoolFrame:
-    """One moment. Nothing in it is changed once it is made, so readers may keep it."""
+    """The page at one moment. Immutable, so readers may keep it."""
 
     number: int
     epoch: int
@@ -33,25 +33,25 @@ class PoolFrame:
     host: Bytes
     requests: dict[str, Row]
     totals: dict[str, Any]
-    # Charts and events up to these numbers.
+    # Numbers of the last point of the charts and of the last event before this moment.
     points: int
-    happenings: int
+    events: int
 
 
 def totals(stats: EngineStats, live_requests: int) -> dict[str, Any]:
-    """The part of the statistics that travels."""
+    """The statistics in a frame."""
     every = asdict(stats)
     return {name: every[name] for name in _TOTALS} | {"live_requests": live_requests}
 
 
 def request_rows(engine: Engine) -> tuple[dict[str, Row], int]:
-    """Those that are listed by request id, those that run first; and how many are live."""
-    views, live = engine.list_requests(MAX_REQUESTS)
+    """Up to MAX_REQUESTS live requests by request id, running ones first; and how many are live."""
+    views, live = engine.queries.list_requests(MAX_REQUESTS)
     return {view.request_id: asdict(view) for view in views}, live
 
 
 def snapshot(frame: PoolFrame, model: EngineInfo, boot: str) -> dict[str, Any]:
-    """For a reader who knows nothing, or of another epoch. Of another `boot` nothing that is counted goes on: every
+    """A message for a reader that has no frame of this epoch. A new `boot` says that all counts begin anew: every
     manager counts epochs, steps, points and events from 1.
     """
     return {
@@ -65,7 +65,7 @@ def snapshot(frame: PoolFrame, model: EngineInfo, boot: str) -> dict[str, Any]:
         },
         "blocks": model.num_device_blocks,
         "host_blocks": model.num_host_blocks,
-        # Of these so many, the first ones, are shown.
+        # Numbers of blocks that are shown, from the first on.
         "shown": len(frame.device),
         "host_shown": len(frame.host),
         "device": whole(frame.device),
@@ -78,7 +78,7 @@ def snapshot(frame: PoolFrame, model: EngineInfo, boot: str) -> dict[str, Any]:
 
 
 def delta(old: PoolFrame, new: PoolFrame) -> dict[str, Any]:
-    """From one frame of an epoch to a later one; what did not change is left out."""
+    """A message that takes a reader from one frame of an epoch to a later one; unchanged fields are left out."""
     message: dict[str, Any] = {"type": "delta", "step": new.step}
     device, host = change(old.device, new.device), change(old.host, new.host)
     if device:

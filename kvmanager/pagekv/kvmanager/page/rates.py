@@ -1,4 +1,4 @@
-"""The page's charts: rates between two looks at counters that only grow."""
+"""Points of the page's charts: rates between two looks at counters that only grow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pagekv.kvmanager.engine.views import EngineStats
 
 # Seconds that the charts go back.
 KEPT_S = 120.0
-# Seconds that a rate goes back. Prompts come one at a time, so their hits need a longer look.
+# Seconds that a rate covers. Prompts come one at a time, so the hit rate needs more of them.
 RATE_S = 1.0
 HIT_RATE_S = 10.0
 
@@ -17,8 +17,8 @@ Point = dict[str, Any]
 
 
 class PoolRates:
-    """Points of the charts, with numbers counting from 1 and the time `at`, seconds of the clock that `add` is given. A
-    value that means nothing at a moment is None. Nobody looked between a point that is `apart` and the one before.
+    """Points with a number `n` from 1 on and a time `at`, seconds of the clock that `add` is given. A value without
+    meaning at that moment is None. `apart`: nobody looked between this point and the one before.
     """
 
     def __init__(self) -> None:
@@ -27,15 +27,15 @@ class PoolRates:
         self._looks: deque[tuple[float, EngineStats]] = deque()
 
     def since(self, number: int) -> list[Point]:
-        """Those that are kept with numbers above this one."""
+        """Kept points with numbers above this one."""
         return [point for point in self._kept if point["n"] > number]
 
     def pause(self) -> None:
-        """Nobody will look for a while: the next point is about what comes after it."""
+        """Drops the counters seen so far, as nobody will look for a while: the next rates begin with the next look."""
         self._looks.clear()
 
     def add(self, now: float, stats: EngineStats) -> None:
-        """A look at the counters at `now`, seconds of a clock that never goes back."""
+        """Adds a point for the counters at `now`, seconds of a clock that never goes back."""
         self._looks.append((now, stats))
         while self._looks[0][0] < now - HIT_RATE_S:
             self._looks.popleft()
@@ -57,7 +57,7 @@ class PoolRates:
                 "apart": len(self._looks) == 1,
                 "hit_rate": _share(cached, prompt),
                 "usage": round(stats.kv_usage, 4),
-                # Of the steps in between, on average.
+                # Average of the steps in between.
                 "step_ms": _share((stats.executor_busy_us_total - recent.executor_busy_us_total) / 1000, steps),
                 "tokens_per_s": _share(stats.generated_tokens_total - recent.generated_tokens_total, seconds),
                 "computed_per_s": _share(stats.computed_tokens_total - recent.computed_tokens_total, seconds),

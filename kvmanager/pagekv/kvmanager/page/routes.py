@@ -1,4 +1,4 @@
-"""The page's addresses on the HTTP port: the page itself, its stream, and what it asks when somebody looks closer."""
+"""The HTTP routes of the page: its files, its stream, and the details it asks for when somebody looks closer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from aiohttp import web
 from pagekv.common.errors import InvalidRequest, NotFound, Overloaded, PageKVError, Unavailable
 from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.api.validation import check_request_id
-from pagekv.kvmanager.engine.view import EngineView
+from pagekv.kvmanager.engine.interface import Engine
 from pagekv.kvmanager.observe.http_server import HEADERS
 from pagekv.kvmanager.page.explain import explain
 from pagekv.kvmanager.page.frame import request_rows
-from pagekv.kvmanager.page.hub import PageEngine, PageHub, Viewer
+from pagekv.kvmanager.page.hub import PageHub, Viewer
 from pagekv.kvmanager.page.inspector import block_detail, host_block_detail, request_detail
 
 # Seconds that one message may take to be read before its reader counts as gone.
@@ -38,8 +38,8 @@ _TYPES = {
 class Page:
     """The routes over one engine."""
 
-    def __init__(self, engine: PageEngine, state: ServedModel, hub: PageHub, *, show_text: bool) -> None:
-        """`show_text`: whether blocks are shown with what they hold."""
+    def __init__(self, engine: Engine, state: ServedModel, hub: PageHub, *, show_text: bool) -> None:
+        """`show_text`: whether blocks are shown with their content."""
         self._engine = engine
         self._state = state
         self._hub = hub
@@ -60,9 +60,9 @@ class Page:
         ]
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
-        """Server-sent events: a snapshot, then what changes, each a JSON object. Another snapshot begins an epoch."""
+        """Server-sent events: a snapshot, then changes, each a JSON object. Another snapshot begins an epoch."""
         try:
-            viewer = self._hub.enter()
+            viewer = self._hub.add_viewer()
         except Overloaded as error:
             return _error(error)
         try:
@@ -70,7 +70,7 @@ class Page:
                 headers={**HEADERS, "Content-Type": "text/event-stream", "Cache-Control": "no-store"}
             )
             await response.prepare(request)
-            # So that the browser knows it is connected before there is an executor to tell of.
+            # The browser then knows that it is connected before there is an executor to tell of.
             await response.write(b"retry: 1000\n\n")
             while True:
                 lines = await _next_lines(viewer)
@@ -79,43 +79,37 @@ class Page:
         except (ConnectionError, TimeoutError):
             return response
         finally:
-            self._hub.leave(viewer)
+            self._hub.remove_viewer(viewer)
 
     async def _block(self, request: web.Request) -> dict[str, Any]:
         tokenizer = self._state.served().tokenizer if self._show_text else None
         block = int(request.match_info["block_id"])
-        return block_detail(self._view(), block, tokenizer, with_tokens=self._show_text)
+        return block_detail(self._engine.queries.block_detail(block), tokenizer, with_tokens=self._show_text)
 
     async def _host_block(self, request: web.Request) -> dict[str, Any]:
-        return host_block_detail(self._view(), int(request.match_info["block_id"]))
+        return host_block_detail(self._engine.queries.host_block(int(request.match_info["block_id"])))
 
     async def _requests(self, request: web.Request) -> dict[str, Any]:
         requests, live = request_rows(self._engine)
         return {"requests": requests, "live": live}
 
     async def _request(self, request: web.Request) -> dict[str, Any]:
-        # Not part of the path, where "." and "..", which are ids, mean something else.
+        # Not part of the path: "." and ".." are ids, and mean something else in a path.
         request_id = request.query.get("id", "")
         check_request_id("id", request_id)
-        return request_detail(request_id, self._engine.block_tables(request_id))
+        return request_detail(request_id, self._engine.queries.block_tables(request_id))
 
     async def _explain(self, request: web.Request) -> dict[str, Any]:
         try:
-            # In UTF-8, whatever the header calls it.
+            # As UTF-8, whatever the header says.
             asked = json.loads(await request.read())
         except (ValueError, RecursionError) as error:
             raise InvalidRequest("body", "must be JSON") from error
         return await explain(self._engine, self._state.served(), asked)
 
-    def _view(self) -> EngineView:
-        view = self._engine.view()
-        if view is None:
-            raise Unavailable("no executor is attached yet")
-        return view
-
 
 async def _next_lines(viewer: Viewer) -> bytes:
-    """The next message, or a comment when there is none for a while: only writing finds out that a reader has gone."""
+    """The next message, or a comment when there is none for a while: only writing shows that a reader has gone."""
     try:
         async with asyncio.timeout(KEEP_ALIVE_S):
             return f"data: {await viewer.next()}\n\n".encode()
@@ -153,7 +147,7 @@ def _names() -> list[str]:
 
 
 def _static(path: str, name: str) -> web.AbstractRouteDef:
-    """A file of this package, read once. Browsers ask every time whether theirs is still the same."""
+    """A file of this package, read once. Browsers ask every time whether their copy is still the same."""
     body = resources.files("pagekv.kvmanager.page").joinpath("static", name).read_bytes()
     kind = _TYPES[name[name.rindex(".") :]]
     tag = hashlib.sha256(body).hexdigest()[:16]

@@ -1,1 +1,1 @@
-"""One Generate call as the engine sees it: the validated command, the stream of its results."""
+"""A Generate call as the engine sees it: the validated command and the stream of its results."""

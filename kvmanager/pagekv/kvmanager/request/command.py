@@ -1,4 +1,4 @@
-"""A request as the manager knows it after validation, and the stream of what becomes of it. No protobuf."""
+"""A request after validation, without protobuf."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 
 
 class FinishReason(Enum):
-    """Why a sequence ended; names as in the contract."""
+    """The reason why a sequence ended; names as in the contract."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -41,7 +41,7 @@ class SamplingParams:
     early_stopping: bool = False
 
     def end_ids(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
-        """The tokens that end a sequence, of a model whose own are `eos_token_ids`."""
+        """The tokens that end a sequence; `eos_token_ids` are those of the model."""
         return frozenset(self.stop_token_ids if self.ignore_eos else (*self.stop_token_ids, *eos_token_ids))
 
 
@@ -56,7 +56,7 @@ class GenerateCommand:
     resumed_tokens: int = 0
     identity: CacheIdentity = field(default_factory=CacheIdentity)
     priority: int = 0
-    # Of the model it was read for; empty: any.
+    # Fingerprint of the model that the request was read for; empty: any.
     model_fingerprint: str = ""
-    # W3C traceparent of the span of its caller; unchecked, and empty where there is none.
+    # W3C traceparent of the caller's span; unchecked, and empty where there is none.
     trace_parent: str = ""

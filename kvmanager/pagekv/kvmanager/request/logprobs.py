@@ -18,17 +18,16 @@ class TokenLogprobs:
 
 
 class PackedLogprobs(Sequence[TokenLogprobs]):
-    """TokenLogprobs of many positions, in 8 bytes for each of their tokens: what nobody has read yet is kept as this.
-
-    Values are rounded to 32 bits, as both wires carry them.
+    """TokenLogprobs of many positions, in 8 bytes for each of their tokens; holds what no reader has taken yet. Values
+    are rounded to 32 bits, as both wires carry them.
     """
 
     __slots__ = ("_ends", "_ids", "_values")
 
     def __init__(self, positions: Iterable[TokenLogprobs] = ()) -> None:
-        # Of each position the chosen token and then the likeliest ones.
+        # The chosen token and then the likeliest ones, position by position.
         self._ids, self._values = array("I"), array("f")
-        # Where each position ends in the two.
+        # End of each position in the two.
         self._ends = array("I")
         self.extend(positions)
 

@@ -1,22 +1,19 @@
-"""A request's results on their way from the engine loop to one reader."""
+"""The results of one request on their way from the engine loop to its reader."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 from pagekv.kvmanager.request.command import FinishReason
 from pagekv.kvmanager.request.logprobs import PackedLogprobs, TokenLogprobs
-from pagekv.kvmanager.request.wakeups import Fanout
-
-T = TypeVar("T")
+from pagekv.kvmanager.request.wakeups import Wakeups
 
 
 @dataclass(slots=True)
 class SequenceDelta:
-    """What happened to one sequence since the reader last looked. Tokens are a delta, counts are cumulative."""
+    """News of one sequence since its reader last looked. Tokens are a delta, counts are cumulative."""
 
     index: int
     token_ids: list[int] = field(default_factory=list)
@@ -26,27 +23,24 @@ class SequenceDelta:
     finish: FinishReason | None = None
     # The end-of-sequence or stop token that ended it; the last of token_ids.
     stop_token_id: int | None = None
-    # Sum over all of its tokens; of beam search alone, with the finish.
+    # Sum over all tokens of the sequence; set by beam search alone, with the finish.
     cumulative_logprob: float | None = None
 
 
 class RequestStream:
-    """Engine loop to handler: one delta per sequence, coalesced until the reader takes it.
-
-    The engine never waits for a reader: what a slow reader has not taken grows into one delta, bounded by max_tokens.
+    """Carries deltas from the engine loop to one reader. The engine never waits for a reader: deltas that a slow reader
+    has not taken are merged into one for each sequence, bounded by max_tokens.
     """
 
-    def __init__(self, request_id: str, num_sequences: int, fanout: Fanout | None = None) -> None:
-        """`fanout` wakes the reader; streams of one engine share it. None: one of its own."""
+    def __init__(self, request_id: str, num_sequences: int, wakeups: Wakeups | None = None) -> None:
+        """`wakeups` wakes the reader; all streams of an engine share it. None: one for this stream alone."""
         self.request_id = request_id
-        self._fanout = fanout or Fanout()
+        self._wakeups = wakeups or Wakeups()
         self._pending: dict[int, SequenceDelta] = {}
-        # The reader while it waits for news. From then on it waits for its turn.
+        # Future of a reader that waits for news; with news the reader waits for its turn in `wakeups`.
         self._reader: asyncio.Future[None] | None = None
         self._open = set(range(num_sequences))
         self._error: Exception | None = None
-        # What the reader makes of the deltas.
-        self._make_of: Callable[[list[SequenceDelta]], Any] = list
 
     def push(self, delta: SequenceDelta) -> None:
         """Adds a delta; called by the engine loop."""
@@ -65,7 +59,7 @@ class RequestStream:
         self._notify()
 
     def push_token(self, index: int, token_id: int, cached_tokens: int, preemptions: int) -> None:
-        """One more token of a sequence: `push` for what happens most."""
+        """Adds one token of a sequence: the fast form of `push`."""
         held = self._pending.get(index)
         if held is None:
             self._pending[index] = SequenceDelta(index, [token_id], (), cached_tokens, preemptions)
@@ -75,14 +69,14 @@ class RequestStream:
         self._notify()
 
     def push_logprobs(self, index: int, logprobs: TokenLogprobs) -> None:
-        """Log-probabilities of the token pushed last."""
+        """Adds the log-probabilities of the token pushed last."""
         held = self._pending[index]
         if not isinstance(held.logprobs, PackedLogprobs):
             held.logprobs = PackedLogprobs(held.logprobs)
         held.logprobs.append(logprobs)
 
     def push_end(self, index: int, finish: FinishReason, stop_token_id: int | None) -> None:
-        """The token pushed last ended the sequence."""
+        """Says that the token pushed last ended the sequence."""
         held = self._pending[index]
         held.finish, held.stop_token_id = finish, stop_token_id
         self._open.discard(index)
@@ -94,40 +88,27 @@ class RequestStream:
 
     def _notify(self) -> None:
         if self._reader is not None:
-            self._fanout.add(self._reader, self._make)
+            self._wakeups.add(self._reader)
             self._reader = None
 
     async def take(self) -> list[SequenceDelta]:
-        """Waits for news and for its turn, and returns one delta per sequence that has any; an empty list means the
-        end. For one reader at a time.
+        """Waits for news and for the reader's turn; returns one delta per sequence with news, by index. An empty list
+        means the end. Raises what the stream failed with. For one reader at a time.
         """
-        return await self.read(list) or []
-
-    async def read(self, make: Callable[[list[SequenceDelta]], T]) -> T | None:
-        """Like `take`, but returns what `make` makes of them, never None; that means the end. Raises what `make` raises
-        and what the stream failed with. `make` is called in a row with other streams', when the news are taken: a
-        reader that is cancelled must not read again.
-        """
-        self._make_of = make
         while True:
-            reader = self._fanout.reader()
+            reader = self._wakeups.reader()
             if self._pending:
-                self._fanout.add(reader, self._make)
+                self._wakeups.add(reader)
             elif self._error is not None:
                 raise self._error
             elif not self._open:
-                return None
+                return []
             else:
                 self._reader = reader
-            made: T | None = await reader
-            if made is not None:
-                return made
-
-    def _make(self) -> Any:
-        if not self._pending:
-            return None
-        taken = list(self._pending.values())
-        self._pending = {}
-        if len(taken) > 1:
-            taken.sort(key=lambda delta: delta.index)
-        return self._make_of(taken)
+            await reader
+            if self._pending:
+                taken = list(self._pending.values())
+                self._pending = {}
+                if len(taken) > 1:
+                    taken.sort(key=lambda delta: delta.index)
+                return taken

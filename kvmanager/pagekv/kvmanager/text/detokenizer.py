@@ -16,7 +16,7 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
-        """`context` are the token ids the output follows: the prompt."""
+        """`context` are the token ids before the output: the prompt."""
         self._tokenizer = tokenizer
         # Bytes of an unfinished character.
         self._held = b""
@@ -35,7 +35,7 @@ class Detokenizer:
             # An unfinished character before whole ones stays unfinished: flush shows it as U+FFFD.
             text = self.flush() + self._tokenizer.text_after(self._previous, token_id)
         else:
-            # What codecs' incremental decoder does, without its layers: this runs for every token of every stream.
+            # The work of codecs' incremental decoder without its layers: this runs for every token of every stream.
             held = self._held
             raw = held + raw
             text, used = codecs.utf_8_decode(raw, "replace", False)
@@ -46,6 +46,6 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """What is still held back at the end: U+FFFD for an unfinished character, else nothing."""
+        """The text held back at the end: U+FFFD for an unfinished character, else nothing."""
         held, self._held = self._held, b""
         return held.decode("utf-8", "replace")

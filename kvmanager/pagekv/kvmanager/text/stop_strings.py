@@ -1,7 +1,7 @@
-"""Stop strings in streamed text: found across chunk borders, and text that may become one is held back.
+"""Finds stop strings in streamed text, also across chunks, and holds back text that may become one.
 
-One Knuth-Morris-Pratt automaton per stop string, advanced a character at a time: what is released and where a match is
-found depends on the text alone, never on how it was cut into chunks. O(1) amortised per character and stop string.
+One Knuth-Morris-Pratt automaton per stop string advances a character at a time, so matches and released text depend on
+the text alone, never on how it was cut into chunks. O(1) amortised per character and stop string.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         """Each of `stops` is at least one character; they may overlap and repeat."""
         # Longest first, so that of several matches that end together the one that begins first wins.
-        self.patterns = [(stop, _borders(stop)) for stop in sorted(set(stops), key=len, reverse=True)]
+        self.patterns = [(stop, _overlaps(stop)) for stop in sorted(set(stops), key=len, reverse=True)]
 
 
-def _borders(pattern: str) -> list[int]:
+def _overlaps(pattern: str) -> list[int]:
     """For every prefix length 1 to n: how long its longest proper prefix is that is a suffix of it too."""
-    borders = [0] * len(pattern)
+    overlaps = [0] * len(pattern)
     length = 0
     for i in range(1, len(pattern)):
         while length and pattern[i] != pattern[length]:
-            length = borders[length - 1]
+            length = overlaps[length - 1]
         if pattern[i] == pattern[length]:
             length += 1
-        borders[i] = length
-    return borders
+        overlaps[i] = length
+    return overlaps
 
 
 class StopMatcher:
@@ -51,17 +51,17 @@ class StopMatcher:
             return text, None
         buffer = self._held + text
         for position, character in enumerate(text, start=len(self._held) + 1):
-            for which, (pattern, borders) in enumerate(self._patterns):
+            for which, (pattern, overlaps) in enumerate(self._patterns):
                 length = self._matched[which]
                 while length and pattern[length] != character:
-                    length = borders[length - 1]
+                    length = overlaps[length - 1]
                 if pattern[length] == character:
                     length += 1
                 if length == len(pattern):
                     if may_stop:
                         self._held = ""
                         return buffer[: position - length], pattern
-                    length = borders[length - 1]
+                    length = overlaps[length - 1]
                 self._matched[which] = length
         keep = len(buffer) - max(self._matched)
         self._held = buffer[keep:]

@@ -27,9 +27,7 @@ class TooManyTokens(Exception):
 
 
 class Tokenizer:
-    """A loaded tokenizer with its chat template, if it has one. Safe to use from threads: all that changes is what it
-    remembers of tokens.
-    """
+    """A loaded tokenizer with its chat template, if it has one. Safe to use from threads: only its caches change."""
 
     def __init__(
         self,
@@ -37,7 +35,7 @@ class Tokenizer:
         chat_template: ChatTemplate | None = None,
         directory: Path | None = None,
     ) -> None:
-        """`directory`: where its files are, for those who want to load it themselves."""
+        """`directory`: where its files are, for clients that load it themselves."""
         self._backend = backend
         self.directory = directory
         # tokenizer.json may carry the settings of some training run; a prompt is never cut or padded.
@@ -52,7 +50,7 @@ class Tokenizer:
         self._byte_level = "ByteLevel" in kinds
         self._byte_fallback = "ByteFallback" in kinds
         self._bytes: dict[int, bytes | None] = {}
-        # Texts of tokens that need no neighbours, kept by `Detokenizer` for all sequences as it comes across them.
+        # Texts of tokens that need no neighbours; filled by `Detokenizer`, for all sequences.
         self.whole_texts: dict[int, str] = {}
 
     @classmethod
@@ -153,7 +151,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _chat_template_source(directory: Path, settings: Mapping[str, Any]) -> str | None:
-    """The template: a file of its own goes before the one in tokenizer_config.json. Of several, the default one."""
+    """The template: a file of its own is preferred to tokenizer_config.json, and the default one to others."""
     path = directory / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")

@@ -177,7 +177,7 @@ def test_without_a_chat_template_chat_is_refused() -> None:
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_caught() -> None:
     with pytest.raises(InvalidRequest, match="from 0 to 2 "):
-        asyncio.run(read_generate(pb.GenerateRequest(text="x"), replace(MODEL, vocab_size=3), TOKENIZER))
+        asyncio.run(read_generate(pb.GenerateRequest(text="x"), replace(MODEL, vocab_size=3), TOKENIZER, ""))
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_long_texts_do_not_hold_up_the_event_loop() -> None:
         request = pb.GenerateRequest(text="the earth " * 200_000)
         start = time.perf_counter()
         with pytest.raises(InvalidRequest, match="must have from 1 to 63"):
-            await read_generate(request, MODEL, TOKENIZER)
+            await read_generate(request, MODEL, TOKENIZER, "")
         elapsed = time.perf_counter() - start
         running = False
         await task

@@ -38,7 +38,7 @@ def test_tokens_come_through_and_blocks_go_back(monkeypatch: pytest.MonkeyPatch)
     "bend",
     [
         lambda outcome: replace(outcome, computed_tokens=outcome.computed_tokens + 1),
-        lambda outcome: replace(outcome, sampled_handles=[999], sampled_tokens=[1]),
+        lambda outcome: replace(outcome, sampled_seq_ids=[999], sampled_tokens=[1]),
         lambda outcome: replace(outcome, sampled_tokens=[]),
         lambda outcome: replace(outcome, step=outcome.step + 1),
     ],
@@ -110,12 +110,12 @@ def test_an_executor_that_comes_back_smaller_gets_what_it_holds(monkeypatch: pyt
 def test_another_model_ends_requests_and_keeps_the_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("a", [1, 2, 3])))
-        before = engine.stats()
+        before = engine.queries.stats()
         bench.description = replace(DESCRIPTION, model_fingerprint="beef", eos_token_ids=tuple(range(VOCAB)))
         assert bench.link is not None
         bench.link.lose()
         await until(lambda: len(bench.attaches) >= 2)
-        assert engine.stats().generated_tokens_total == before.generated_tokens_total == 6
+        assert engine.queries.stats().generated_tokens_total == before.generated_tokens_total == 6
         with pytest.raises(Unavailable, match="came back with another model"):
             engine.submit(replace(command("read for the first", [1, 2, 3]), model_fingerprint="f00d"))
         # Nothing of the first model is hit, and the second one's end-of-sequence ids count.
@@ -172,7 +172,7 @@ def test_the_queue_counts_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
             engine.submit(command("c", [3], n=2))
         streams.append(engine.submit(command("c", [3])))
         assert [await read(stream) for stream in streams] == [expect([i]) for i in (1, 2, 3)]
-        assert engine.stats().rejected_requests_total == 1
+        assert engine.queries.stats().rejected_requests_total == 1
 
     run(monkeypatch, body, max_queue=6)
 
@@ -182,22 +182,22 @@ def test_answers_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) 
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
         streams = [engine.submit(command("a", [1], n=2)), engine.submit(command("b", [2]))]
-        await until(lambda: engine.stats().running_sequences + engine.stats().waiting_sequences == 0)
+        await until(lambda: engine.queries.stats().running_sequences + engine.queries.stats().waiting_sequences == 0)
         with pytest.raises(Overloaded, match="3 sequences have ended whose readers have not taken them, at most 3"):
             engine.submit(command("c", [3]))
         assert await read(streams[0]) == expect([1])
-        engine.leave(streams[0])
-        engine.leave(streams[0])
-        assert engine.stats().unread_sequences == 1
+        engine.release(streams[0])
+        engine.release(streams[0])
+        assert engine.queries.stats().unread_sequences == 1
         streams.append(engine.submit(command("c", [3])))
-        engine.leave(streams.pop())
-        assert engine.stats().aborted_requests_total == 1
+        engine.release(streams.pop())
+        assert engine.queries.stats().aborted_requests_total == 1
         streams.append(engine.submit(command("d", [4])))
         streams.append(engine.submit(command("e", [4])))
-        await until(lambda: engine.stats().running_sequences + engine.stats().waiting_sequences == 0)
+        await until(lambda: engine.queries.stats().running_sequences + engine.queries.stats().waiting_sequences == 0)
         with pytest.raises(Overloaded, match="3 sequences have ended"):
             engine.submit(command("f", [3]))
-        assert engine.stats().rejected_requests_total == 2
+        assert engine.queries.stats().rejected_requests_total == 2
 
     run(monkeypatch, body, max_unread=3)
 
@@ -208,29 +208,29 @@ def test_a_sequence_that_ended_before_the_others_counts_as_unread(monkeypatch: p
     async def body(engine: EngineLoop, bench: Bench) -> None:
         bench.step_s = 0.005
         stream = engine.submit(command("a", [1, 2], n=3, max_tokens=40))
-        await until(lambda: engine.stats().running_sequences == 3)
-        engine.stop_sequence(stream, 0)
-        engine.stop_sequence(stream, 2)
-        assert (engine.stats().running_sequences, engine.stats().unread_sequences) == (1, 2)
+        await until(lambda: engine.queries.stats().running_sequences == 3)
+        engine.finish_sequence(stream, 0)
+        engine.finish_sequence(stream, 2)
+        assert (engine.queries.stats().running_sequences, engine.queries.stats().unread_sequences) == (1, 2)
         with pytest.raises(Overloaded, match="2 sequences have ended whose readers have not taken them, at most 2"):
             engine.submit(command("b", [3]))
-        engine.leave(stream)
-        assert engine.stats().unread_sequences == 0
+        engine.release(stream)
+        assert engine.queries.stats().unread_sequences == 0
         searching = SamplingParams(max_tokens=4, beam_width=3)
         search = engine.submit(GenerateCommand("beams", [1, 2], searching, 2))
         await read(search)
-        assert engine.stats().unread_sequences == 2
-        engine.leave(search)
+        assert engine.queries.stats().unread_sequences == 2
+        engine.release(search)
         failing = engine.submit(command("b", [3], max_tokens=40))
-        await until(lambda: engine.stats().running_sequences == 1)
+        await until(lambda: engine.queries.stats().running_sequences == 1)
         bench.description = replace(DESCRIPTION, model_fingerprint="other")
         assert bench.link is not None
         bench.link.lose()
         with pytest.raises(Unavailable):
             await read(failing)
-        assert engine.stats().unread_sequences == 1
-        engine.leave(failing)
-        assert engine.stats().unread_sequences == 0
+        assert engine.queries.stats().unread_sequences == 1
+        engine.release(failing)
+        assert engine.queries.stats().unread_sequences == 0
 
     run(monkeypatch, body, max_unread=2)
 
@@ -247,7 +247,7 @@ def test_what_has_ended_needs_no_garbage_collector(monkeypatch: pytest.MonkeyPat
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("read", [1], n=2)))
-        engine.leave(engine.submit(command("left", [2], n=3)))
+        engine.release(engine.submit(command("left", [2], n=3)))
 
     run(monkeypatch, body, observers=[Noting()])
     assert [(request.command.request_id, was, request.sequences) for request, was in ended] == [
@@ -263,8 +263,8 @@ def test_a_request_that_ends_before_its_sequences_part_leaves_nothing(monkeypatc
         bench.step_s = 0.05
         left, other = engine.submit(command("left", [4, 5, 6], n=3)), engine.submit(command("other", [1, 2, 3]))
         await until(lambda: len(bench.plans) > 0)
-        assert [view.state for view in engine.block_tables("left") or []] == ["running", "forking", "forking"]
-        engine.leave(left)
+        assert [view.state for view in engine.queries.block_tables("left") or []] == ["running", "forking", "forking"]
+        engine.release(left)
         assert await read(other) == expect([1, 2, 3])
 
     run(monkeypatch, body, pipeline_depth=1)
@@ -280,7 +280,7 @@ def test_what_no_deployment_of_this_size_can_ever_take_is_refused_for_good(monke
         beams = SamplingParams(max_tokens=2, beam_width=33)
         with pytest.raises(InvalidRequest, match=r"from 0 to 8 \(--max-running .*\), got 33"):
             engine.submit(GenerateCommand("b", [1], beams))
-        assert engine.stats().rejected_requests_total == 0
+        assert engine.queries.stats().rejected_requests_total == 0
 
     run(monkeypatch, body, max_queue=6)
 
@@ -316,7 +316,7 @@ def test_a_preempted_request_is_swapped_out_and_its_stream_goes_on(monkeypatch: 
         streams = [engine.submit(command(f"r{i}", [i, 5, 6, 7, 8], max_tokens=12)) for i in range(4)]
         for i, stream in enumerate(streams):
             assert await read(stream) == expect([i, 5, 6, 7, 8], 12)
-        stats = engine.stats()
+        stats = engine.queries.stats()
         assert stats.num_host_blocks == 40
         assert stats.host_held_blocks == 0
         assert 0 < stats.swap_preemptions_total <= stats.preemptions_total
@@ -330,11 +330,11 @@ def test_a_preempted_request_is_swapped_out_and_its_stream_goes_on(monkeypatch: 
 def test_looking_a_prompt_up_counts_its_full_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("a", list(range(8)))))
-        assert engine.lookup_prefix(list(range(8)), CacheIdentity()).device_tokens == 8
-        assert engine.lookup_prefix(list(range(7)), CacheIdentity()).device_tokens == 4
-        assert engine.lookup_prefix(list(range(8)), CacheIdentity(namespace="other")).device_tokens == 0
-        assert engine.reset_prefix_cache(force=False) == ResetCounts(3)
-        assert engine.lookup_prefix(list(range(8)), CacheIdentity()).device_tokens == 0
+        assert engine.queries.lookup_prefix(list(range(8)), CacheIdentity()).device_tokens == 8
+        assert engine.queries.lookup_prefix(list(range(7)), CacheIdentity()).device_tokens == 4
+        assert engine.queries.lookup_prefix(list(range(8)), CacheIdentity(namespace="other")).device_tokens == 0
+        assert engine.queries.reset_prefix_cache(force=False) == ResetCounts(3)
+        assert engine.queries.lookup_prefix(list(range(8)), CacheIdentity()).device_tokens == 0
 
     run(monkeypatch, body)
 
@@ -351,7 +351,7 @@ def test_blocks_are_evicted_as_the_flags_say(
             await read(engine.submit(command(f"hit {number}", [*prefix, 40 + number], 1)))
         for token in range(10, 14):
             await read(engine.submit(command(f"scan {token}", [token] * 100, 1)))
-        assert engine.lookup_prefix([*prefix, 49], CacheIdentity()).device_tokens == cached
+        assert engine.queries.lookup_prefix([*prefix, 49], CacheIdentity()).device_tokens == cached
 
     run(monkeypatch, body, eviction_policy=policy, protected_share=share)
 
@@ -377,8 +377,8 @@ def test_idle_time_counts_only_while_there_is_work(monkeypatch: pytest.MonkeyPat
             await read(engine.submit(command(f"r{count}", [count, 2, 3])))
             await asyncio.sleep(0.05)
             # Of a request's six steps all but the first; that its sequence leaves takes one more, with nothing to do.
-            assert engine.stats().steps_total == 7 * count
-            assert engine.stats().executor_idle_us_total == 5 * 1000 * count
+            assert engine.queries.stats().steps_total == 7 * count
+            assert engine.queries.stats().executor_idle_us_total == 5 * 1000 * count
 
     run(monkeypatch, body)
 
@@ -388,16 +388,16 @@ def test_only_a_requests_own_reader_can_end_it(monkeypatch: pytest.MonkeyPatch) 
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
         first = engine.submit(command("same", [1, 2, 3], n=2))
-        await until(lambda: engine.block_tables("same") is None)
+        await until(lambda: engine.queries.block_tables("same") is None)
         second = engine.submit(command("same", [3, 2, 1]))
-        engine.leave(first)
-        engine.stop_sequence(first, 1)
-        engine.stop_sequence(first, 0)
+        engine.release(first)
+        engine.finish_sequence(first, 1)
+        engine.finish_sequence(first, 0)
         assert await read(second) == expect([3, 2, 1])
-        assert engine.stats().aborted_requests_total == 0
+        assert engine.queries.stats().aborted_requests_total == 0
         third = engine.submit(command("same", [3, 2, 1]))
-        engine.leave(third)
-        assert engine.block_tables("same") is None
+        engine.release(third)
+        assert engine.queries.block_tables("same") is None
 
     run(monkeypatch, body)
 

@@ -25,7 +25,7 @@ def identified(name: str, prompt: list[int], identity: CacheIdentity) -> Generat
 
 
 def outcomes(engine: EngineLoop, prompt: list[int], identity: CacheIdentity = ANY) -> list[BlockOutcome]:
-    return [block.outcome for block in engine.explain_prefix(prompt, identity, 0, 99).blocks]
+    return [block.outcome for block in engine.queries.explain_prefix(prompt, identity, 0, 99).blocks]
 
 
 def followed(watch: TableWatch) -> set[bytes]:
@@ -42,7 +42,7 @@ def followed(watch: TableWatch) -> set[bytes]:
 
 
 def listed(engine: EngineLoop) -> set[bytes]:
-    blocks, _ = engine.list_blocks(0, 9999, None)
+    blocks, _ = engine.queries.list_blocks(0, 9999, None)
     return {block.block_hash for block in blocks} - {b""}
 
 
@@ -50,20 +50,20 @@ def test_a_forced_reset_while_requests_run_changes_no_token(monkeypatch: pytest.
     async def body(engine: EngineLoop, bench: Bench) -> None:
         bench.step_s = 0.01
         await read(engine.submit(command("old", EIGHT, 2)))
-        pin = engine.pin_prefix(EIGHT, ANY, 60)
+        pin = engine.queries.pin_prefix(EIGHT, ANY, 60)
         streams = [engine.submit(command(f"r{i}", [i, *EIGHT], 30)) for i in range(3)]
         started = len(bench.plans)
         await until(lambda: len(bench.plans) > started + 10)
-        assert engine.reset_prefix_cache(force=False) is None
-        reset = engine.reset_prefix_cache(force=True)
+        assert engine.queries.reset_prefix_cache(force=False) is None
+        reset = engine.queries.reset_prefix_cache(force=True)
         assert reset is not None
         assert (reset.preempted_sequences, reset.ended_pins) == (3, 1)
         assert reset.removed_blocks > 0
         assert listed(engine) == set()
-        assert engine.unpin_prefix(pin.pin_id) == 0
+        assert engine.queries.unpin_prefix(pin.pin_id) == 0
         assert outcomes(engine, EIGHT) == [BlockOutcome.CLEARED] * 2
         assert [await read(stream) for stream in streams] == [expect([i, *EIGHT], 30) for i in range(3)]
-        assert engine.stats().preemptions_total == 3
+        assert engine.queries.stats().preemptions_total == 3
 
     run(monkeypatch, body)
 
@@ -71,10 +71,10 @@ def test_a_forced_reset_while_requests_run_changes_no_token(monkeypatch: pytest.
 def test_a_reset_is_refused_while_pins_hold_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("a", EIGHT, 1)))
-        pin = engine.pin_prefix(EIGHT, ANY, 60)
-        assert (pin.pinned_tokens, engine.reset_prefix_cache(force=False)) == (8, None)
-        assert engine.unpin_prefix(pin.pin_id) == 8
-        assert engine.reset_prefix_cache(force=False) == ResetCounts(2)
+        pin = engine.queries.pin_prefix(EIGHT, ANY, 60)
+        assert (pin.pinned_tokens, engine.queries.reset_prefix_cache(force=False)) == (8, None)
+        assert engine.queries.unpin_prefix(pin.pin_id) == 8
+        assert engine.queries.reset_prefix_cache(force=False) == ResetCounts(2)
 
     run(monkeypatch, body)
 
@@ -85,9 +85,9 @@ def test_watchers_see_a_reset_though_nothing_runs(monkeypatch: pytest.MonkeyPatc
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("a", EIGHT, 1)))
         await asyncio.sleep(0)
-        watch = engine.watch_events()
+        watch = engine.queries.watch_events()
         assert len(watch.take_snapshot(99)) == 2
-        assert engine.reset_prefix_cache(force=False) == ResetCounts(2)
+        assert engine.queries.reset_prefix_cache(force=False) == ResetCounts(2)
         told = await asyncio.wait_for(watch.take(), 2)
         assert told.cleared
         assert not told.stored
@@ -101,17 +101,17 @@ def test_pins_are_gauges_and_a_state_of_blocks(monkeypatch: pytest.MonkeyPatch) 
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("a", [*EIGHT, 8, 9, 10, 11], 1)))
-        pins = [engine.pin_prefix(prompt, ANY, 60).pin_id for prompt in (EIGHT, EIGHT[:4])]
-        stats = engine.stats()
+        pins = [engine.queries.pin_prefix(prompt, ANY, 60).pin_id for prompt in (EIGHT, EIGHT[:4])]
+        stats = engine.queries.stats()
         assert (stats.pins, stats.pinned_blocks, stats.active_blocks, stats.cached_free_blocks) == (2, 2, 2, 1)
         assert (stats.published_blocks, stats.kv_usage) == (3, 2 / 64)
-        blocks, _ = engine.list_blocks(0, 99, "pinned")
+        blocks, _ = engine.queries.list_blocks(0, 99, "pinned")
         assert sorted((block.ref_count, block.pins) for block in blocks) == [(1, 1), (2, 2)]
-        assert engine.list_blocks(0, 99, "active") == ([], None)
-        engine.check_integrity()
+        assert engine.queries.list_blocks(0, 99, "active") == ([], None)
+        engine.queries.check_integrity()
         for pin in pins:
-            engine.unpin_prefix(pin)
-        assert engine.pin_prefix([40, 41, 42, 43], ANY, 60).pin_id == ""
+            engine.queries.unpin_prefix(pin)
+        assert engine.queries.pin_prefix([40, 41, 42, 43], ANY, 60).pin_id == ""
 
     run(monkeypatch, body)
 
@@ -119,12 +119,12 @@ def test_pins_are_gauges_and_a_state_of_blocks(monkeypatch: pytest.MonkeyPatch) 
 def test_a_lease_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("a", EIGHT, 1)))
-        engine.pin_prefix(EIGHT, ANY, 60)
+        engine.queries.pin_prefix(EIGHT, ANY, 60)
         later = engine._cache._clock() + 61
         engine._cache._clock = engine._cache.pins._clock = lambda: later
         engine._cache._arm()  # the timer that runs would fire in a minute
-        await until(lambda: engine.stats().pins == 0)
-        assert engine.stats().active_blocks == 0
+        await until(lambda: engine.queries.stats().pins == 0)
+        assert engine.queries.stats().active_blocks == 0
 
     run(monkeypatch, body)
 
@@ -138,16 +138,16 @@ def test_a_request_that_pins_leave_no_room_for_is_refused_and_the_other_way_roun
         await read(engine.submit(command("a", prompt, 1)))
         large = engine.submit(command("large", [1, 2, 3], 31))  # needs 9 of 10 blocks
         with pytest.raises(LimitExceeded, match="2 of 10 blocks would be pinned, and a live request may need 9"):
-            engine.pin_prefix(prompt[:8], ANY, 60)
-        engine.pin_prefix(prompt[:4], ANY, 60)
+            engine.queries.pin_prefix(prompt[:8], ANY, 60)
+        engine.queries.pin_prefix(prompt[:4], ANY, 60)
         assert await read(large) == expect([1, 2, 3], 31)
-        pin = engine.pin_prefix(prompt[:4], ANY, 60)
+        pin = engine.queries.pin_prefix(prompt[:4], ANY, 60)
         with pytest.raises(LimitExceeded, match="need 10 blocks; 1 of 10 are pinned"):
             engine.submit(command("x", [1, 2, 3], 38))
         assert await read(engine.submit(command("y", [1, 2, 3], 34))) == expect([1, 2, 3], 34)
         assert outcomes(engine, prompt)[0] is BlockOutcome.HIT
         assert pin.pinned_tokens == 4
-        engine.reset_prefix_cache(force=True)
+        engine.queries.reset_prefix_cache(force=True)
 
     run(monkeypatch, body, num_device_blocks=10)
 
@@ -157,14 +157,14 @@ def test_steady_pressure_preempts_rather_than_evicts_what_is_pinned(monkeypatch:
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("a", EIGHT, 1)))
-        engine.pin_prefix(EIGHT, ANY, 60)
-        evictions = engine.stats().evicted_blocks_total
+        engine.queries.pin_prefix(EIGHT, ANY, 60)
+        evictions = engine.queries.stats().evicted_blocks_total
         streams = [engine.submit(command(f"r{i}", [40 + i] * 4, 16)) for i in range(2)]
         assert [await read(stream) for stream in streams] == [expect([40 + i] * 4, 16) for i in range(2)]
-        assert engine.stats().preemptions_total > 0
-        assert engine.stats().evicted_blocks_total >= evictions
+        assert engine.queries.stats().preemptions_total > 0
+        assert engine.queries.stats().evicted_blocks_total >= evictions
         assert outcomes(engine, EIGHT) == [BlockOutcome.HIT] * 2
-        engine.reset_prefix_cache(force=True)
+        engine.queries.reset_prefix_cache(force=True)
 
     run(monkeypatch, body, num_device_blocks=8)
 
@@ -173,21 +173,21 @@ def test_watchers_follow_the_table_through_a_lost_executor(monkeypatch: pytest.M
     async def body(engine: EngineLoop, bench: Bench) -> None:
         bench.step_s = 0.01
         await read(engine.submit(command("a", EIGHT, 1)))
-        engine.pin_prefix(EIGHT, ANY, 60)
-        early, late = engine.watch_events(), engine.watch_events()
+        engine.queries.pin_prefix(EIGHT, ANY, 60)
+        early, late = engine.queries.watch_events(), engine.queries.watch_events()
         stream = engine.submit(command("b", [7, *EIGHT], 30))
         await until(lambda: len(bench.plans) > 10)
         assert bench.link is not None
         bench.link.lose()
         await until(lambda: len(bench.attaches) == 2)
-        assert engine.stats().pins == 0
+        assert engine.queries.stats().pins == 0
         assert outcomes(engine, EIGHT) == [BlockOutcome.CLEARED] * 2
         assert await read(stream) == expect([7, *EIGHT], 30)
-        engine._cache.border(engine.stats().steps_total)
+        engine._cache.step_boundary(engine.queries.stats().steps_total)
         assert followed(early) == followed(late) == listed(engine) != set()
-        assert engine.stats().watchers == 2
+        assert engine.queries.stats().watchers == 2
         early.close()
-        assert engine.stats().watchers == 1
+        assert engine.queries.stats().watchers == 1
 
     run(monkeypatch, body)
 
@@ -199,12 +199,12 @@ def test_stopping_ends_every_watch(monkeypatch: pytest.MonkeyPatch) -> None:
         engine = EngineLoop(config())
         task = asyncio.create_task(engine.run())
         await engine.wait_ready()
-        watch = engine.watch_events()
+        watch = engine.queries.watch_events()
         await engine.stop(0)
         with pytest.raises(Unavailable, match="shutting down"):
             await watch.take()
         with pytest.raises(Unavailable, match="shutting down"):
-            engine.watch_events()
+            engine.queries.watch_events()
         await task
 
     asyncio.run(main())
@@ -215,9 +215,9 @@ def test_misses_are_counted_by_their_reason(monkeypatch: pytest.MonkeyPatch) -> 
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
         async def misses(prompt: list[int], identity: CacheIdentity = ANY) -> str:
-            before = engine.stats()
+            before = engine.queries.stats()
             await read(engine.submit(identified("r", prompt, identity)))
-            after = engine.stats()
+            after = engine.queries.stats()
             names = [name for name in after.__slots__ if name.startswith("misses_")]
             found = [name for name in names if getattr(after, name) > getattr(before, name)]
             assert sum(getattr(after, name) - getattr(before, name) for name in names) == len(found)
@@ -232,11 +232,11 @@ def test_misses_are_counted_by_their_reason(monkeypatch: pytest.MonkeyPatch) -> 
         assert await misses(EIGHT, CacheIdentity(namespace="other")) == "never_seen"
         assert await misses([30] * 8, CacheIdentity(read=False)) == ""
         assert await misses([31] * 8, CacheIdentity(write=False)) == "never_seen"
-        engine.reset_prefix_cache(force=False)
+        engine.queries.reset_prefix_cache(force=False)
         assert await misses(EIGHT) == "cleared"
         for number in range(8):
             await read(engine.submit(command(f"s{number}", [number + 20] * 28, 1)))
-        assert engine.stats().evicted_blocks_total > 0
+        assert engine.queries.stats().evicted_blocks_total > 0
         assert await misses(EIGHT) == "evicted"
 
     run(monkeypatch, body, num_device_blocks=16)
@@ -248,7 +248,7 @@ def test_both_hit_rates_are_exported_under_their_own_names(monkeypatch: pytest.M
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("a", [*EIGHT, 9], 1)))
         await read(engine.submit(command("b", [*EIGHT, 7, 7], 1)))
-        stats = engine.stats()
+        stats = engine.queries.stats()
         assert (stats.prompt_blocks_total, stats.cached_blocks_total, stats.block_hit_rate) == (6, 2, 2 / 6)
         assert (stats.prompt_tokens_total, stats.cached_tokens_total, stats.prefix_hit_rate) == (19, 8, 8 / 19)
 
@@ -268,9 +268,9 @@ def test_adapters_of_a_namespace_are_explained_to_it_alone(monkeypatch: pytest.M
 def test_lookups_tell_what_a_copy_would_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("a", EIGHT, 1)))
-        match = engine.lookup_prefix([0, 1, 2, 3, 4, 5, 9], ANY)
+        match = engine.queries.lookup_prefix([0, 1, 2, 3, 4, 5, 9], ANY)
         assert (match.device_tokens, match.partial_tokens) == (4, 2)
-        assert engine.lookup_prefix(EIGHT, ANY).partial_tokens == 0
+        assert engine.queries.lookup_prefix(EIGHT, ANY).partial_tokens == 0
 
     run(monkeypatch, body)
 
@@ -279,12 +279,12 @@ def test_nothing_is_served_before_an_executor_was_attached() -> None:
     async def main() -> None:
         engine = EngineLoop(config())
         for call in (
-            lambda: engine.explain_prefix([1], ANY, 0, 1),
-            lambda: engine.pin_prefix([1], ANY, 1),
-            lambda: engine.unpin_prefix("pin-1"),
-            lambda: engine.reset_prefix_cache(force=True),
-            engine.watch_events,
-            lambda: engine.list_blocks(0, 1, None),
+            lambda: engine.queries.explain_prefix([1], ANY, 0, 1),
+            lambda: engine.queries.pin_prefix([1], ANY, 1),
+            lambda: engine.queries.unpin_prefix("pin-1"),
+            lambda: engine.queries.reset_prefix_cache(force=True),
+            engine.queries.watch_events,
+            lambda: engine.queries.list_blocks(0, 1, None),
         ):
             with pytest.raises(Unavailable, match="no executor"):
                 call()

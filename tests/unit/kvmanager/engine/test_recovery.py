@@ -17,7 +17,7 @@ from pagekv.kvmanager.engine.executor_client import ExecutorLink, ExecutorLost
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.recovery import Fault
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
-from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.v1 import executor_service_pb2 as pb
 from pagekv.v1 import executor_service_pb2_grpc as pb_grpc
 
@@ -30,7 +30,7 @@ def test_a_request_whose_step_always_fails_is_given_up_and_others_finish(monkeyp
         bad = engine.submit(command("bad", POISON))
         with pytest.raises(ComputationFailed, match="'bad' could not be computed: its step failed 3 times"):
             await bad.take()
-        assert engine.block_tables("bad") is None
+        assert engine.queries.block_tables("bad") is None
         # The first attachment, and one more after each failure; then nothing fails any more.
         assert await read(engine.submit(command("good", [1, 2, 3]))) == expect([1, 2, 3])
         assert len(bench.attaches) == 4
@@ -67,8 +67,8 @@ def test_a_request_that_gets_on_is_never_given_up(monkeypatch: pytest.MonkeyPatc
 
 
 async def _lose_after_a_token(engine: EngineLoop, bench: Bench) -> None:
-    generated, epochs = engine.stats().generated_tokens_total, len(bench.attaches)
-    await until(lambda: engine.stats().generated_tokens_total > generated)
+    generated, epochs = engine.queries.stats().generated_tokens_total, len(bench.attaches)
+    await until(lambda: engine.queries.stats().generated_tokens_total > generated)
     assert bench.link is not None
     bench.link.lose("failed", Fault.STEP)
     await until(lambda: len(bench.attaches) > epochs)

@@ -1,26 +1,27 @@
-"""What GetStats says of pool and scheduler at each moment of a history."""
+"""Statistics and block lists of pool and scheduler at moments of a history."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.engine.engine_harness import config
 from support.engine.scheduler_driver import Driver
 
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
-from pagekv.kvmanager.engine.snapshots import EngineTotals, block_views, collect_stats
+from pagekv.kvmanager.engine.live_requests import LiveRequests
+from pagekv.kvmanager.engine.snapshots import block_views, collect_stats
+from pagekv.kvmanager.engine.state import EngineState
 from pagekv.kvmanager.engine.views import EngineStats
 
 
 def stats(driver: Driver) -> EngineStats:
     cache = CacheAdmin(True, 0.5, lambda: None)
     cache.adopt(driver.pool, driver.scheduler.host, "model")
-    return collect_stats(driver.scheduler, EngineTotals(), cache, unread=0, attached=True)
+    return collect_stats(EngineState(config(), cache, LiveRequests(0), scheduler=driver.scheduler))
 
 
 def test_gauges_follow_the_blocks() -> None:
-    """CHECKLIST D11, K4, K5, G8: usage counts held blocks, utilization their filled slots; what a request leaves behind
-    is free and cached.
-    """
+    """Usage counts held blocks, utilization their filled slots; blocks of a request that ended are free and cached."""
     driver = Driver(num_blocks=8, block_size=4, depth=1)
     empty = stats(driver)
     assert (empty.kv_usage, empty.utilization, empty.free_blocks, empty.cached_free_blocks) == (0.0, 1.0, 8, 0)
@@ -40,7 +41,7 @@ def test_gauges_follow_the_blocks() -> None:
 
 
 def test_usage_stays_between_0_and_1_and_hits_count_tokens_of_prompts() -> None:
-    """CHECKLIST D11, K1, I7: also where requests preempt each other."""
+    """Also where requests preempt each other."""
     driver = Driver(num_blocks=6, block_size=2)
     for number in range(12):
         driver.submit([1, 2, 3, 4, number], max_tokens=4)
@@ -59,13 +60,13 @@ def test_usage_stays_between_0_and_1_and_hits_count_tokens_of_prompts() -> None:
 
 
 def test_blocks_are_listed_by_state_in_pages() -> None:
-    """CHECKLIST D12: each block is in one state, pages of a state name every block of it once, and the last says so."""
+    """Each block is in one state, pages of a state name every block in it once, and the last page says so."""
     driver = Driver(num_blocks=12, block_size=2, depth=1)
     driver.submit([1, 2, 3, 4, 5], max_tokens=1)
     driver.drain()
     cache = CacheAdmin(True, 1.0, lambda: None)
     cache.adopt(driver.pool, driver.scheduler.host, "model")
-    cache.pins.pin(driver.pool.table.follow(driver.requests[0].root, np.array([[1, 2]], np.uint32)), 60, 0)
+    cache.pins.pin(driver.pool.table.match_tokens(driver.requests[0].root, np.array([[1, 2]], np.uint32)), 60, 0)
     driver.submit([1, 2, 9], max_tokens=4)
     driver.plan()
     states = {}

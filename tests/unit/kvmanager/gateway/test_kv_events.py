@@ -1,4 +1,4 @@
-"""What a gateway is told of the prefix table: enough to rebuild it, and only what its requests can hit."""
+"""Batches for a gateway: enough to rebuild the prefix table, and only blocks that its requests can hit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 from smg_grpc_proto.generated import common_pb2 as common
 
-from pagekv.kvmanager.gateway.kv_events import MAX_BLOCKS, MAX_VOCABULARY, KvEvents
+from pagekv.kvmanager.gateway.kv_events import MAX_BLOCKS, KvEvents
 from pagekv.kvmanager.kvcache.block_hash import block_digest, root_digest, short_hash, token_bytes
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier, join
 
@@ -25,7 +25,7 @@ def block(parent: bytes, *token_ids: int) -> Stored:
 
 
 def name(digest: bytes) -> int:
-    """What a gateway calls a block: 56 bits of its digest."""
+    """The name of a block: 56 bits of its digest."""
     return short_hash(digest) >> 8
 
 
@@ -40,7 +40,7 @@ def diff(stored: Iterable[Stored] = (), removed: Iterable[bytes] = (), cleared: 
 
 
 class Reader:
-    """Keeps what a gateway would know: the tokens of each block and its parent, by name."""
+    """The state of a gateway: parent and tokens of each block, by name."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, tuple[int | None, tuple[int, ...]]] = {}
@@ -94,34 +94,25 @@ def test_every_block_is_an_event_and_the_first_of_a_prompt_follows_none() -> Non
     assert batch.events[0].stored.parent_block_hash == name(second.digests[0])
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 16, 256])
-def test_messages_say_what_those_say_that_the_generated_classes_make(size: int) -> None:
-    """Whatever the numbers, of 7 bits each or all; `size` tokens a block."""
-    most = MAX_VOCABULARY - 1
-    numbers = [0, 1, 127, 128, 2**14 - 1, 2**14, 2**21 - 1, 2**21, most // 2, most]
+def test_blocks_are_named_by_56_bits_of_their_digests() -> None:
+    events = KvEvents(lambda: ROOT, BLOCK)
+    first = block(ROOT, 1, 2, 3, 4)
+    small = Stored(Tier.DEVICE, [bytes(6) + b"\x05" + bytes(25)], first.digests, token_bytes([2**32 - 1, 0, 1, 2]))
+    large = Stored(Tier.DEVICE, [b"\xff" * 32], small.digests, token_bytes([5, 6, 7, 8]))
+    batch = only(events.changed(diff([first, small, large])))
+    stored = [event.stored for event in batch.events]
+    assert [one.blocks[0].block_hash for one in stored] == [name(first.digests[0]), 5, 2**56 - 1]
+    assert [one.parent_block_hash for one in stored] == [0, name(first.digests[0]), 5]
+    assert list(stored[1].blocks[0].token_ids) == [2**32 - 1, 0, 1, 2]
 
-    def tokens(first: int) -> bytes:
-        return token_bytes([numbers[(first + place) % len(numbers)] for place in range(size)])
 
+@pytest.mark.parametrize(("size", "blocks"), [(1, MAX_BLOCKS), (64, MAX_BLOCKS), (256, 128)])
+def test_a_message_holds_a_bounded_number_of_blocks_and_tokens(size: int, blocks: int) -> None:
     events = KvEvents(lambda: ROOT, size)
-    digest = block_digest(ROOT, tokens(0))
-    first = Stored(Tier.DEVICE, [digest], [ROOT], tokens(0), first=True)
-    small = Stored(Tier.DEVICE, [bytes(6) + b"\x05" + bytes(25)], [digest], tokens(9))
-    large = Stored(Tier.DEVICE, [b"\xff" * 32], small.digests, tokens(8))
-    others = [
-        Stored(Tier.DEVICE, [block_digest(digest, bytes([number]))], [digest], tokens(number)) for number in range(20)
-    ]
-    batch = only(events.changed(diff([first, small, large, *others])))
-    made = common.KvEventBatch(sequence_number=1, timestamp=batch.timestamp)
-    for one in (first, small, large, *others):
-        ((digest, parent, token_ids),) = one.each()
-        stored = made.events.add().stored
-        stored.blocks.add(block_hash=name(digest), token_ids=token_ids, block_size=size)
-        if parent != ROOT:
-            stored.parent_block_hash = name(parent)
-    assert batch == made
-    assert batch.SerializeToString(deterministic=True) == made.SerializeToString(deterministic=True)
-    assert [made.events[place].stored.blocks[0].block_hash for place in (1, 2)] == [5, 2**56 - 1]
+    digests = [number.to_bytes(32, "big") for number in range(1, 2 * blocks + 2)]
+    stored = Stored(Tier.DEVICE, digests, [ROOT, *digests[:-1]], token_bytes([7] * size * len(digests)), first=True)
+    batches = [common.KvEventBatch.FromString(batch) for batch in events.stored([stored])]
+    assert [len(batch.events) for batch in batches] == [blocks, blocks, 1]
 
 
 def test_what_leaves_is_told_before_what_comes() -> None:
@@ -184,7 +175,7 @@ def test_random_histories_rebuild_the_table() -> None:
                 change.remove(Removed(Tier.DEVICE, [gone]))
             else:
                 parent = rng.choice([ROOT, TENANTS_ROOT, *table])
-                # What follows media is told as they are: tokens alone do not lead to it.
+                # Blocks behind media are marked like them: tokens alone do not lead there.
                 text = rng.random() < 0.8 and (parent not in table or table[parent].text)
                 entries = [block(parent, *(rng.randrange(2) for _ in range(BLOCK)))._replace(text=text)]
                 while rng.random() < 0.5:
@@ -195,7 +186,7 @@ def test_random_histories_rebuild_the_table() -> None:
                     change.store(join(entries))
         change.settle()
         reader.take(events.changed(change))
-        # What a tenant's request began, or has media, and whatever follows on it, is nobody's business.
+        # Not told: a chain that a tenant's request began, and blocks from the first one with media on.
         expected = {
             name(digest): (None if parent == ROOT else name(parent), tuple(token_ids))
             for entry in table.values()

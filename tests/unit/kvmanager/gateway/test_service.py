@@ -8,7 +8,7 @@ import io
 import zipfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -279,7 +279,7 @@ def test_model_server_and_load_are_told() -> None:
         assert (model.is_generation, list(model.eos_token_ids)) == (True, [1])
         assert (await harness.stub.GetServerInfo(vllm.GetServerInfoRequest())).block_size == 4
         loads = await harness.stub.GetLoads(vllm.GetLoadsRequest())
-        stats, load = harness.engine.stats(), loads.loads[0]
+        stats, load = harness.engine.queries.stats(), loads.loads[0]
         assert loads.dp_rank_count == len(loads.loads) == 1
         assert (load.num_running_reqs, load.num_waiting_reqs) == (stats.running_sequences, stats.waiting_sequences)
         assert load.max_total_num_tokens == stats.num_blocks * stats.block_size
@@ -370,22 +370,5 @@ def test_a_subscription_begins_with_the_table_wherever_it_wants_to_go_on() -> No
         assert list(table.events[0].stored.blocks[0].token_ids) == [1, 2, 3, 4]
         call.cancel()
         await until(lambda: bool(harness.engine.ended_watches))
-
-    run(body)
-
-
-def test_token_ids_that_have_no_room_in_an_event_are_not_told() -> None:
-    async def body(harness: Harness) -> None:
-        for vocab_size, told in ((2**28, True), (2**28 + 1, False)):
-            harness.engine.model = replace(MODEL, vocab_size=vocab_size)
-            call = harness.stub.SubscribeKvEvents(common.SubscribeKvEventsRequest())
-            if told:
-                assert (await call.read()).sequence_number == 1
-                call.cancel()
-            else:
-                code, message, _ = await refusal(call)
-                assert code is grpc.StatusCode.FAILED_PRECONDITION
-                assert f"{2**28} token ids" in message
-        await until(lambda: len(harness.engine.ended_watches) == 2)
 
     run(body)

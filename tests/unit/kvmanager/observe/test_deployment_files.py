@@ -27,16 +27,17 @@ def promtool(*args: str, text: str = "") -> None:
     """Must succeed; `text` is what it reads as /dev/stdin."""
     tool = shutil.which("promtool")
     if tool is None and "CI" not in os.environ:
-        pytest.skip("promtool is not installed: Debian's package prometheus has it")
+        pytest.skip("alert rules need promtool: apt-get install prometheus")
     assert tool is not None, "promtool is not installed: Debian's package prometheus has it"
     done = subprocess.run([tool, *args], input=text, capture_output=True, text=True, cwd=OBSERVE)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def known_metrics() -> set[str]:
-    """Those of METRICS.md, whose table is held against the registry elsewhere, and what the rules record."""
+    """Metrics of docs/metrics.md, whose table is held against the registry elsewhere, and what the rules record."""
     known = set()
-    for name, kind in re.findall(r"^\| `([a-z:_0-9]+)[^`]*` \| (\w+) \|", (KVMANAGER / "METRICS.md").read_text(), re.M):
+    page = KVMANAGER.parent / "docs" / "metrics.md"
+    for name, kind in re.findall(r"^\| `([a-z:_0-9]+)[^`]*` \| (\w+) \|", page.read_text(), re.M):
         known |= {f"{name}_{part}" for part in ("bucket", "sum", "count")} if kind == "histogram" else {name}
     return known | {rule["record"] for rule in rules() if "record" in rule}
 

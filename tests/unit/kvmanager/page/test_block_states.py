@@ -1,4 +1,4 @@
-"""The page's bytes: what they say of a block, and that changes of them lead to what is."""
+"""The page's bytes: the state of each block, and changes that lead from one state of the pool to another."""
 
 from __future__ import annotations
 
@@ -19,10 +19,17 @@ from pagekv.kvmanager.page.block_states import STATES, change, counts, device_by
 arrays = st.lists(st.integers(0, 255), max_size=60)
 
 
+def of_device(pool: BlockPool, pins: Pins) -> states.Bytes:
+    return device_bytes(pool.ref_counts, pins.holders, pool.table.published)
+
+
+def of_host(host: HostPool) -> list[int]:
+    return list(host_bytes(host.ref_counts, host.keyed_blocks()))
+
+
 def names(pool: BlockPool, pins: Pins) -> list[tuple[str, int]]:
     """State and holders of each block."""
-    found = device_bytes(pool, pins.holders).tolist()
-    return [(STATES[byte & states.STATE_MASK], byte >> states.STATE_BITS) for byte in found]
+    return [(STATES[byte & states.STATE_MASK], byte >> states.STATE_BITS) for byte in of_device(pool, pins).tolist()]
 
 
 def test_a_block_is_free_cached_active_shared_or_pinned() -> None:
@@ -39,14 +46,14 @@ def test_a_block_is_free_cached_active_shared_or_pinned() -> None:
     pool.share(blocks[:1])
     assert names(pool, pins) == [("shared", 2), ("active", 1), ("free", 0), ("free", 0)]
     pins.pin([0, 1], 60, 0)
-    # As ListBlocks has it: who is pinned and used is active.
+    # As in ListBlocks: a block that is pinned and used is active.
     assert names(pool, pins)[:2] == [("shared", 3), ("active", 2)]
     pool.free(blocks[:1])
     pool.free(blocks)
     assert names(pool, pins)[:2] == [("pinned", 1), ("pinned", 1)]
     pins.end_all()
     assert names(pool, pins)[:2] == [("cached", 0), ("cached", 0)]
-    assert counts(device_bytes(pool, pins.holders), STATES) == dict(zip(STATES, [2, 2, 0, 0, 0], strict=True))
+    assert counts(of_device(pool, pins), STATES) == dict(zip(STATES, [2, 2, 0, 0, 0], strict=True))
 
 
 def test_more_holders_than_fit_are_as_many_as_fit() -> None:
@@ -60,16 +67,16 @@ def test_more_holders_than_fit_are_as_many_as_fit() -> None:
 
 def test_a_host_block_is_free_cached_or_held() -> None:
     host = HostPool(3, 2)
-    assert host_bytes(host).tolist() == [0, 0, 0]
+    assert of_host(host) == [0, 0, 0]
     (keyed, _), _ = host.keep([b"k" * 32, None], np.array([[1, 2]], np.uint32), [b"p" * 32])
-    assert host_bytes(host).tolist() == [2 | 1 << states.STATE_BITS, 2 | 1 << states.STATE_BITS, 0]
+    assert of_host(host) == [2 | 1 << states.STATE_BITS, 2 | 1 << states.STATE_BITS, 0]
     host.release([keyed])
-    assert host_bytes(host).tolist() == [1, 2 | 1 << states.STATE_BITS, 0]
+    assert of_host(host) == [1, 2 | 1 << states.STATE_BITS, 0]
 
 
 def test_of_a_huge_pool_the_first_blocks_are_shown() -> None:
     host = HostPool(states.MAX_SHOWN + 5, 1)
-    assert len(host_bytes(host)) == states.MAX_SHOWN
+    assert len(of_host(host)) == states.MAX_SHOWN
 
 
 @given(st.data())

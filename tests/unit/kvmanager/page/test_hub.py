@@ -21,7 +21,7 @@ from pagekv.kvmanager.page import hub as hub_module
 from pagekv.kvmanager.page.block_states import device_bytes, host_bytes
 from pagekv.kvmanager.page.frame import request_rows
 from pagekv.kvmanager.page.hub import MAX_VIEWERS, PageHub, Viewer
-from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
 
@@ -33,7 +33,7 @@ class Look:
         self.now = 0.0
         self.engine = engine
         self.hub = PageHub(engine, lambda: self.now)
-        engine.observers.add(self.hub.happenings)
+        engine.observers.add(self.hub.feed)
 
     def look(self, seconds: float = 1.0) -> None:
         self.now += seconds
@@ -47,12 +47,11 @@ class Look:
             viewer._seen = latest
 
     def agrees(self, reader: PageReader) -> bool:
-        view = self.engine.view()
-        assert view is not None
-        pool, host = view.scheduler.pool, view.scheduler.host
+        blocks = self.engine.queries.block_map()
+        assert blocks is not None
         return (
-            bytes(reader.device) == device_bytes(pool, view.cache.pins.holders).tobytes()
-            and bytes(reader.host) == host_bytes(host).tobytes()
+            bytes(reader.device) == device_bytes(blocks.ref_counts, blocks.pins, blocks.published).tobytes()
+            and bytes(reader.host) == host_bytes(blocks.host_ref_counts, blocks.host_keyed).tobytes()
             and reader.requests == request_rows(self.engine)[0]
         )
 
@@ -77,13 +76,13 @@ def test_a_snapshot_and_differences_are_what_the_pools_are(seed: int, monkeypatc
                 engine.abort(f"r{rng.randrange(60)}")
             elif action == 6:
                 with suppress(LimitExceeded):
-                    engine.pin_prefix(prompt[:8], CacheIdentity(), 60)
+                    engine.queries.pin_prefix(prompt[:8], CacheIdentity(), 60)
             elif action == 7:
-                engine.reset_prefix_cache(rng.random() < 0.5)
+                engine.queries.reset_prefix_cache(rng.random() < 0.5)
             elif action == 8 and number > 30 and bench.link is not None and len(bench.attaches) < 3:
                 bench.link.lose()
             elif len(viewers) < 4:
-                viewers.append((look.hub.enter(), PageReader()))
+                viewers.append((look.hub.add_viewer(), PageReader()))
             for _ in range(rng.randrange(8)):
                 await asyncio.sleep(0)
             look.look()
@@ -93,14 +92,14 @@ def test_a_snapshot_and_differences_are_what_the_pools_are(seed: int, monkeypatc
                     look.read(viewer, reader)
                     assert look.agrees(reader)
         await asyncio.gather(*streams)
-        engine.reset_prefix_cache(True)
+        engine.queries.reset_prefix_cache(True)
         look.look()
         for viewer, reader in viewers:
             look.read(viewer, reader)
             assert look.agrees(reader)
             assert [point["n"] for point in reader.points] == sorted({point["n"] for point in reader.points})
             assert [event["n"] for event in reader.events] == sorted({event["n"] for event in reader.events})
-            look.hub.leave(viewer)
+            look.hub.remove_viewer(viewer)
 
     monkeypatch.setattr(engine_harness, "DESCRIPTION", replace(engine_harness.DESCRIPTION, host_kv_bytes=32))
     limits = SchedulerLimits(64, 32, 0.0, prefix_cache=True, swap=SwapPolicy("swap"), write_back=True)
@@ -110,13 +109,13 @@ def test_a_snapshot_and_differences_are_what_the_pools_are(seed: int, monkeypatc
 def test_events_tell_of_requests_and_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         look = Look(engine, monkeypatch)
-        viewer, reader = look.hub.enter(), PageReader()
+        viewer, reader = look.hub.add_viewer(), PageReader()
         look.look()
         prompt = list(range(20))
         assert await read(engine.submit(command("one", prompt))) == expect(prompt)
         await read(engine.submit(command("two", prompt)))
         look.look()
-        engine.reset_prefix_cache(False)
+        engine.queries.reset_prefix_cache(False)
         look.look()
         look.read(viewer, reader)
         kinds = [event["kind"] for event in reader.events]
@@ -127,7 +126,7 @@ def test_events_tell_of_requests_and_of_the_table(monkeypatch: pytest.MonkeyPatc
         assert reader.events[1]["tokens"] == 6
         assert reader.events[4]["blocks"] == reader.events[5]["blocks"] == 6
         assert reader.points[-2]["hit_rate"] == pytest.approx(19 / 40, abs=1e-4)
-        look.hub.leave(viewer)
+        look.hub.remove_viewer(viewer)
 
     engine_harness.run(monkeypatch, body, num_device_blocks=40)
 
@@ -139,9 +138,9 @@ def test_another_manager_is_told_from_the_one_before(monkeypatch: pytest.MonkeyP
         told = []
         for hub in [PageHub(engine), PageHub(engine)]:
             for _ in range(2):
-                viewer = hub.enter()
+                viewer = hub.add_viewer()
                 told.append(json.loads(await viewer.next()))
-                hub.leave(viewer)
+                hub.remove_viewer(viewer)
         assert {message["epoch"] for message in told} == {told[0]["epoch"]}
         first, again, other, other_again = [message["boot"] for message in told]
         assert first == again != other == other_again
@@ -155,11 +154,11 @@ def test_points_tell_when_they_are_of_and_where_nobody_looked(monkeypatch: pytes
 
         def looked(times: int) -> list[tuple[float, bool]]:
             """What somebody knows who comes, sees `times` looks a second apart, and goes."""
-            viewer, reader = look.hub.enter(), PageReader()
+            viewer, reader = look.hub.add_viewer(), PageReader()
             for _ in range(times):
                 look.look()
                 look.read(viewer, reader)
-            look.hub.leave(viewer)
+            look.hub.remove_viewer(viewer)
             return [(point["at"], point["apart"]) for point in reader.points]
 
         assert looked(3) == [(1, True), (2, False), (3, False)]
@@ -177,7 +176,7 @@ def test_points_tell_when_they_are_of_and_where_nobody_looked(monkeypatch: pytes
 def test_a_page_keeps_its_charts_when_the_executor_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         look = Look(engine, monkeypatch)
-        viewer, reader = look.hub.enter(), PageReader()
+        viewer, reader = look.hub.add_viewer(), PageReader()
         for _ in range(3):
             look.look()
             look.read(viewer, reader)
@@ -189,7 +188,7 @@ def test_a_page_keeps_its_charts_when_the_executor_is_lost(monkeypatch: pytest.M
         look.read(viewer, reader)
         assert reader.snapshots == 2
         assert [point["at"] for point in reader.points] == [1, 2, 3, 4]
-        look.hub.leave(viewer)
+        look.hub.remove_viewer(viewer)
 
     engine_harness.run(monkeypatch, body, num_device_blocks=40)
 
@@ -198,15 +197,15 @@ def test_nothing_runs_while_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> Non
     async def body(engine: EngineLoop, bench: Bench) -> None:
         look = Look(engine, monkeypatch)
         await read(engine.submit(command("unseen", [1, 2, 3])))
-        assert look.hub.happenings.total == 0
+        assert look.hub.feed.total == 0
         assert look.hub._task is None
-        viewer, other = look.hub.enter(), look.hub.enter()
+        viewer, other = look.hub.add_viewer(), look.hub.add_viewer()
         task = look.hub._task
         assert task is not None
-        look.hub.leave(viewer)
-        look.hub.leave(viewer)
+        look.hub.remove_viewer(viewer)
+        look.hub.remove_viewer(viewer)
         assert look.hub._task is task
-        look.hub.leave(other)
+        look.hub.remove_viewer(other)
         assert look.hub._task is None
         await until(task.cancelled)
         assert look.hub.frame is None
@@ -217,13 +216,13 @@ def test_nothing_runs_while_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_too_many_viewers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         look = Look(engine, monkeypatch)
-        viewers = [look.hub.enter() for _ in range(MAX_VIEWERS)]
+        viewers = [look.hub.add_viewer() for _ in range(MAX_VIEWERS)]
         with pytest.raises(Overloaded, match="16 pages are open"):
-            look.hub.enter()
-        look.hub.leave(viewers.pop())
-        viewers.append(look.hub.enter())
+            look.hub.add_viewer()
+        look.hub.remove_viewer(viewers.pop())
+        viewers.append(look.hub.add_viewer())
         for viewer in viewers:
-            look.hub.leave(viewer)
+            look.hub.remove_viewer(viewer)
 
     engine_harness.run(monkeypatch, body, num_device_blocks=40)
 
@@ -231,7 +230,7 @@ def test_too_many_viewers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_viewer_is_woken_by_what_is_new_and_left_alone_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         look = Look(engine, monkeypatch)
-        viewer = look.hub.enter()
+        viewer = look.hub.add_viewer()
         assert json.loads(await viewer.next())["type"] == "snapshot"
         waiting = asyncio.create_task(viewer.next())
         # Too soon for another point of the charts, and nothing happened.
@@ -239,11 +238,11 @@ def test_a_viewer_is_woken_by_what_is_new_and_left_alone_otherwise(monkeypatch: 
         await asyncio.sleep(0)
         assert not waiting.done()
         engine.submit(command("news", [1, 2, 3]))
-        await until(lambda: engine.stats().steps_total > 0)
+        await until(lambda: engine.queries.stats().steps_total > 0)
         look.look(0.1)
         assert json.loads(await waiting)["type"] == "delta"
-        look.hub.leave(viewer)
-        await until(lambda: engine.stats().running_sequences == 0)
+        look.hub.remove_viewer(viewer)
+        await until(lambda: engine.queries.stats().running_sequences == 0)
 
     engine_harness.run(monkeypatch, body, num_device_blocks=40)
 
@@ -252,7 +251,7 @@ def test_more_requests_than_are_listed_are_counted(monkeypatch: pytest.MonkeyPat
     async def body(engine: EngineLoop, bench: Bench) -> None:
         monkeypatch.setattr(frame, "MAX_REQUESTS", 2)
         look = Look(engine, monkeypatch)
-        viewer, reader = look.hub.enter(), PageReader()
+        viewer, reader = look.hub.add_viewer(), PageReader()
         streams = [engine.submit(command(f"r{number}", [1, 2, number])) for number in range(5)]
         look.look()
         look.read(viewer, reader)
@@ -262,7 +261,7 @@ def test_more_requests_than_are_listed_are_counted(monkeypatch: pytest.MonkeyPat
         look.look()
         look.read(viewer, reader)
         assert (len(reader.requests), reader.totals["live_requests"]) == (0, 0)
-        look.hub.leave(viewer)
+        look.hub.remove_viewer(viewer)
 
     engine_harness.run(monkeypatch, body, num_device_blocks=40)
 
@@ -272,10 +271,10 @@ def test_a_look_that_fails_costs_no_engine(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(hub_module, "LOOK_S", 0.001)
         hub = PageHub(engine)
         monkeypatch.setattr(frame, "request_rows", lambda engine: 1 / 0)
-        viewer = hub.enter()
+        viewer = hub.add_viewer()
         await asyncio.sleep(0.01)
         monkeypatch.undo()
         assert json.loads(await viewer.next())["type"] == "snapshot"
-        hub.leave(viewer)
+        hub.remove_viewer(viewer)
 
     engine_harness.run(monkeypatch, body, num_device_blocks=40)

@@ -103,18 +103,18 @@ def test_the_stream_begins_with_a_snapshot_and_ends_with_its_reader(monkeypatch:
 
 def test_one_page_too_many_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(site: Site) -> None:
-        viewers = [site.hub.enter() for _ in range(MAX_VIEWERS)]
+        viewers = [site.hub.add_viewer() for _ in range(MAX_VIEWERS)]
         status, answer = await site.get("/api/stream")
         assert (status, answer["error"]) == (429, "16 pages are open, which is the most there can be")
         for viewer in viewers:
-            site.hub.leave(viewer)
+            site.hub.remove_viewer(viewer)
 
     served(monkeypatch, body)
 
 
 def test_a_block_tells_its_hash_holders_and_chain_but_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(site: Site) -> None:
-        blocks, _ = site.engine.list_blocks(0, 40, "cached")
+        blocks, _ = site.engine.queries.list_blocks(0, 40, "cached")
         by_hash = {block.block_hash: block for block in blocks}
         for block in blocks:
             status, answer = await site.get(f"/api/block/{block.block_id}")
@@ -138,12 +138,12 @@ def test_a_block_tells_its_hash_holders_and_chain_but_no_text(monkeypatch: pytes
 
 def test_a_block_tells_for_how_long_it_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(site: Site) -> None:
-        (first,) = site.engine.lookup_prefix(PROMPT[:4], CacheIdentity()).block_ids
+        (first,) = site.engine.queries.lookup_prefix(PROMPT[:4], CacheIdentity()).block_ids
         earlier = (await site.get(f"/api/block/{first}"))[1]["cached_s"]
         await asyncio.sleep(0.05)
         later = (await site.get(f"/api/block/{first}"))[1]["cached_s"]
         assert 0 < earlier + 0.05 <= later < 10
-        ((free, *_), _) = site.engine.list_blocks(0, 40, "free")
+        ((free, *_), _) = site.engine.queries.list_blocks(0, 40, "free")
         assert (await site.get(f"/api/block/{free.block_id}"))[1]["cached_s"] is None
 
     served(monkeypatch, body)
@@ -151,7 +151,7 @@ def test_a_block_tells_for_how_long_it_is_cached(monkeypatch: pytest.MonkeyPatch
 
 def test_a_block_tells_its_tokens_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(site: Site) -> None:
-        (first,) = site.engine.lookup_prefix(PROMPT[:4], CacheIdentity()).block_ids
+        (first,) = site.engine.queries.lookup_prefix(PROMPT[:4], CacheIdentity()).block_ids
         assert (await site.get(f"/api/block/{first}"))[1]["token_ids"] == PROMPT[:4]
 
     served(monkeypatch, body, show_text=True)
@@ -160,14 +160,14 @@ def test_a_block_tells_its_tokens_where_that_is_allowed(monkeypatch: pytest.Monk
 def test_a_live_request_tells_its_block_table_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(site: Site) -> None:
         stream = site.engine.submit(command("live", PROMPT, 140))
-        await until(lambda: site.engine.stats().running_sequences == 1)
+        await until(lambda: site.engine.queries.stats().running_sequences == 1)
         _, listed = await site.get("/api/requests")
         assert listed["requests"]["live"]["prompt_tokens"] == len(PROMPT)
         status, answer = await site.get("/api/request?id=live")
         if status == 200:  # it runs on meanwhile
             (sequence,) = answer["sequences"]
             assert len(sequence["block_ids"]) == len(set(sequence["block_ids"])) >= 5
-        site.engine.leave(stream)
+        site.engine.release(stream)
         # A page asks again and again until its stream tells that the request has ended.
         assert await site.get("/api/request?id=live") == (200, {"request_id": "live", "sequences": []})
         assert (await site.get("/api/request?id=%20"))[0] == 400
@@ -181,7 +181,7 @@ def test_a_request_is_found_by_any_id_that_it_may_have(name: str, monkeypatch: p
         stream = site.engine.submit(command(name, PROMPT, 140))
         status, answer = await site.get(f"/api/request?id={name}")
         assert (status, answer["request_id"], len(answer["sequences"])) == (200, name, 1)
-        site.engine.leave(stream)
+        site.engine.release(stream)
 
     served(monkeypatch, body)
 
@@ -191,7 +191,7 @@ def test_explaining_agrees_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> N
         prompt = [*PROMPT[:10], 49, 48, 47]
         status, answer = await site.explain({"token_ids": prompt})
         assert status == 200
-        expected = site.engine.explain_prefix(prompt, CacheIdentity(), 0, 100)
+        expected = site.engine.queries.explain_prefix(prompt, CacheIdentity(), 0, 100)
         assert (answer["prompt_tokens"], answer["cached_tokens"]) == (13, expected.cached_tokens)
         assert answer["num_blocks"] == 4
         assert [(block["outcome"], block["reason"], block["block_id"]) for block in answer["blocks"]] == [
@@ -265,13 +265,11 @@ def test_nothing_of_the_page_is_loaded_from_elsewhere() -> None:
         assert "//" not in "".join(line.split("// ")[0] for line in text.splitlines()), file.name
 
 
-def test_the_page_can_be_left_out() -> None:
-    async def body(*flags: str) -> int:
-        ports = ["--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0"]
-        manager = Manager(parse_config([*ports, *flags], {}), None)
+def test_the_page_is_there_with_the_http_port() -> None:
+    async def body() -> int:
+        manager = Manager(parse_config(["--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0"], {}), None)
         return len(manager._page_routes())
 
-    assert asyncio.run(body("--no-page")) == 0
     assert asyncio.run(body()) > 10
 
 

@@ -25,7 +25,7 @@ from pagekv.kvmanager.replay.timed_mode import replay_timed
 from pagekv.kvmanager.replay.trace import TraceRecord, read_trace
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.stream import RequestStream
-from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, live_request
 from pagekv.kvmanager.scheduling.step_plan import NewSeq, StepPlan
@@ -214,7 +214,7 @@ def test_simulated_times_by_hand() -> None:
 
 
 class CountingExecutor:
-    """Applies plans one sequence at a time: computed, known and slots by handle."""
+    """Applies plans one sequence at a time: computed, known and slots by seq_id."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -224,26 +224,26 @@ class CountingExecutor:
 
     def run(self, plan: StepPlan, cost: StepCost) -> tuple[float, int]:
         """Seconds and unused slots of the step."""
-        for handle in plan.finished:
-            del self.computed[handle], self.known[handle], self.slots[handle]
+        for seq_id in plan.finished:
+            del self.computed[seq_id], self.known[seq_id], self.slots[seq_id]
         for new in plan.new:
-            self.computed[new.handle], self.known[new.handle] = new.computed_tokens, len(new.token_ids)
-            self.slots[new.handle] = len(new.block_ids) * self.block_size
-        for handle in plan.append_handles:
-            self.slots[handle] += self.block_size
-        listed = dict(zip(plan.scheduled_handles, plan.scheduled_tokens, strict=True))
+            self.computed[new.seq_id], self.known[new.seq_id] = new.computed_tokens, len(new.token_ids)
+            self.slots[new.seq_id] = len(new.block_ids) * self.block_size
+        for seq_id in plan.append_seq_ids:
+            self.slots[seq_id] += self.block_size
+        listed = dict(zip(plan.scheduled_seq_ids, plan.scheduled_tokens, strict=True))
         prefill = decodes = kv_tokens = 0
-        for handle in self.computed:
-            count = listed.get(handle, 1)
-            if self.computed[handle] == self.known[handle] and count:
+        for seq_id in self.computed:
+            count = listed.get(seq_id, 1)
+            if self.computed[seq_id] == self.known[seq_id] and count:
                 decodes += 1
-                self.known[handle] += 1
+                self.known[seq_id] += 1
             else:
                 prefill += count
-            self.computed[handle] += count
-            kv_tokens += self.computed[handle] if count else 0
+            self.computed[seq_id] += count
+            kv_tokens += self.computed[seq_id] if count else 0
         assert prefill + decodes == plan.num_tokens
-        unused = sum(self.slots[handle] - self.known[handle] for handle in self.computed)
+        unused = sum(self.slots[seq_id] - self.known[seq_id] for seq_id in self.computed)
         return cost.seconds(prefill, decodes, kv_tokens), unused
 
 
@@ -298,8 +298,8 @@ def test_sequences_that_sit_a_step_out_read_nothing() -> None:
     ]
     plans = [
         # Prefills of 6 tokens and of 1, a decode beside one that sits out, two decodes, one that leaves.
-        step_plan(new=new, scheduled_handles=[1], scheduled_tokens=[6], sampling=[1, 2], num_tokens=7),
-        step_plan(scheduled_handles=[2], scheduled_tokens=[0], sampling=[1], num_tokens=1),
+        step_plan(new=new, scheduled_seq_ids=[1], scheduled_tokens=[6], sampling=[1, 2], num_tokens=7),
+        step_plan(scheduled_seq_ids=[2], scheduled_tokens=[0], sampling=[1], num_tokens=1),
         step_plan(sampling=[1, 2], num_tokens=2),
         step_plan(finished=[1], sampling=[2], num_tokens=1),
     ]

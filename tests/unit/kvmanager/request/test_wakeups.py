@@ -11,7 +11,7 @@ from support.engine import engine_harness
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.request.command import FinishReason
 from pagekv.kvmanager.request.stream import RequestStream, SequenceDelta
-from pagekv.kvmanager.request.wakeups import MADE_AT_ONCE, READERS_AT_ONCE, Fanout
+from pagekv.kvmanager.request.wakeups import READERS_AT_ONCE, Wakeups
 
 
 def run(body: Coroutine[object, object, None]) -> None:
@@ -28,11 +28,11 @@ async def turns(count: int) -> None:
 
 
 class Readers:
-    """Streams that share a fan-out, each with a task that takes all there is; `taken` is what they took, in order."""
+    """Streams that share wake-ups, each with a task that takes all there is; `taken` is what they took, in order."""
 
     def __init__(self, count: int) -> None:
-        fanout = Fanout()
-        self.streams = [RequestStream(f"r{number}", 1, fanout) for number in range(count)]
+        wakeups = Wakeups()
+        self.streams = [RequestStream(f"r{number}", 1, wakeups) for number in range(count)]
         self.taken: list[tuple[int, list[int]]] = []
         self.tasks = [asyncio.create_task(self._read(number)) for number in range(count)]
 
@@ -131,70 +131,9 @@ def test_a_reader_that_has_gone_takes_no_turn() -> None:
     run(body())
 
 
-def test_messages_are_made_in_a_row_and_written_a_few_at_a_time() -> None:
-    async def body() -> None:
-        fanout, events = Fanout(), []
-
-        async def read(number: int) -> None:
-            def make(deltas: list[SequenceDelta]) -> int:
-                events.append("make")
-                return deltas[0].token_ids[0] + number
-
-            assert await streams[number].read(make) == 100 + number
-            events.append("read")
-
-        streams = [RequestStream(f"r{number}", 1, fanout) for number in range(2 * MADE_AT_ONCE)]
-        tasks = [asyncio.create_task(read(number)) for number in range(len(streams))]
-        await turns(2)
-        for stream in streams:
-            stream.push_token(0, 100, 0, 0)
-        await asyncio.gather(*tasks)
-        assert events == (["make"] * MADE_AT_ONCE + ["read"] * MADE_AT_ONCE) * 2
-
-    run(body())
-
-
-@pytest.mark.parametrize("error", [ValueError("no message"), StopIteration("no message")])
-def test_a_message_that_cannot_be_made_fails_its_reader_alone(error: Exception) -> None:
-    async def body() -> None:
-        fanout = Fanout()
-        streams = [RequestStream(f"r{number}", 1, fanout) for number in range(3)]
-
-        def fails(deltas: list[SequenceDelta]) -> int:
-            raise error
-
-        makes = [len, fails, len]
-        tasks = [asyncio.create_task(stream.read(make)) for stream, make in zip(streams, makes, strict=True)]
-        await turns(2)
-        for stream in streams:
-            stream.push_token(0, 7, 0, 0)
-        first, second, third = await asyncio.gather(*tasks, return_exceptions=True)
-        assert (first, third) == (1, 1)
-        assert "no message" in str(second)
-
-    run(body())
-
-
-def test_a_reader_that_goes_once_its_message_is_made_keeps_nobody_waiting() -> None:
-    async def body() -> None:
-        readers = Readers(MADE_AT_ONCE)
-        await turns(2)
-        readers.push(1)
-        while not readers.taken:
-            await turns(1)
-        for task in readers.tasks[READERS_AT_ONCE:-1]:
-            task.cancel()
-        await turns(4 + READERS_AT_ONCE)
-        assert [number for number, _ in readers.taken] == [*range(READERS_AT_ONCE), MADE_AT_ONCE - 1]
-        readers.tasks = readers.tasks[:READERS_AT_ONCE] + readers.tasks[-1:]
-        await readers.end()
-
-    run(body())
-
-
 def test_an_error_comes_after_what_was_pushed_before_it() -> None:
     async def body() -> None:
-        stream = RequestStream("r", 1, Fanout())
+        stream = RequestStream("r", 1, Wakeups())
         stream.push_token(0, 5, 0, 0)
         stream.fail(ValueError("over"))
         assert [delta.token_ids for delta in await stream.take()] == [[5]]
@@ -218,7 +157,7 @@ def test_the_next_step_is_sent_before_any_reader_runs(monkeypatch: pytest.Monkey
             while deltas := await stream.take():
                 tokens += len(deltas[0].token_ids)
                 if tokens < 15:
-                    in_flight.append(len(bench.plans) - engine.stats().steps_total)
+                    in_flight.append(len(bench.plans) - engine.queries.stats().steps_total)
 
         await asyncio.gather(*map(read, range(8)))
         assert set(in_flight) == {depth}

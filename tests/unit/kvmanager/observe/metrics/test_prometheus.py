@@ -1,4 +1,4 @@
-"""What Prometheus scrapes: the numbers of an engine that ran, and nothing that METRICS.md does not explain."""
+"""What Prometheus scrapes: the numbers of an engine that ran, and nothing that docs/metrics.md does not explain."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pagekv.kvmanager.observe.http_server import HttpServer
 from pagekv.kvmanager.observe.metrics.prometheus import EngineCollector, metrics_routes
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
-from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
 VLLM = {"model_name": "fake", "engine": "0"}
@@ -98,7 +98,7 @@ def test_tokens_hits_and_ends_are_counted(monkeypatch: pytest.MonkeyPatch) -> No
         assert value("pagekv_free_blocks", tier="device") == 64
         assert value("pagekv_cached_free_blocks", tier="device") == value("pagekv_cached_blocks", tier="device") == 3
         assert value("pagekv_executor_attached") == 1
-        assert value("pagekv_step_seconds_count") == engine.stats().steps_total
+        assert value("pagekv_step_seconds_count") == engine.queries.stats().steps_total
         assert value("pagekv_step_tokens_sum") == value("pagekv_computed_tokens_total") > 12
         for histogram in ("e2e_request_latency", "request_queue_time", "request_prefill_time", "request_decode_time"):
             assert value(f"vllm:{histogram}_seconds_count") == 2
@@ -136,7 +136,7 @@ def test_every_token_but_a_first_one_has_a_gap(monkeypatch: pytest.MonkeyPatch) 
         bench.step_s = 0.001
         streams = [engine.submit(command(f"r{i}", [i, *PROMPT], max_tokens=30, n=1 + i % 3)) for i in range(6)]
         reading = asyncio.gather(*(read(stream) for stream in streams))
-        await harness.until(lambda: engine.stats().generated_tokens_total > 60)
+        await harness.until(lambda: engine.queries.stats().generated_tokens_total > 60)
         assert bench.link is not None
         bench.link.lose()
         await reading
@@ -160,7 +160,7 @@ def test_preemptions_by_mode_and_what_they_move(monkeypatch: pytest.MonkeyPatch,
         assert bench.link is not None
         bench.link.lose()
         await harness.until(lambda: len(bench.attaches) == 2)
-        await harness.until(lambda: engine.stats().executor_attached)
+        await harness.until(lambda: engine.queries.stats().executor_attached)
         await asyncio.gather(*(read(engine.submit(command(f"r{i}", [i] * 9, max_tokens=30))) for i in range(4)))
         value = scrape(engine, requests)
         other = {"swap": "recompute", "recompute": "swap"}[mode]
@@ -181,8 +181,8 @@ def test_ends_by_reason(monkeypatch: pytest.MonkeyPatch) -> None:
         await read(aborted)
         stopped = engine.submit(command("stop string", PROMPT, max_tokens=100, n=2))
         await stopped.take()
-        engine.stop_sequence(stopped, 0)
-        engine.stop_sequence(stopped, 1)
+        engine.finish_sequence(stopped, 0)
+        engine.finish_sequence(stopped, 1)
         searching = SamplingParams(max_tokens=4, beam_width=3)
         await read(engine.submit(GenerateCommand("beams", PROMPT, searching, 2)))
         value = scrape(engine, requests)
@@ -203,8 +203,8 @@ def test_before_the_first_attachment_there_is_little_to_say() -> None:
 
 
 def test_every_metric_is_explained_and_every_explained_one_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table of METRICS.md and the registry name the same metrics, with the same labels and types."""
-    page = Path(pagekv.kvmanager.__file__).parents[2] / "METRICS.md"
+    """The table of docs/metrics.md and the registry name the same metrics, with the same labels and types."""
+    page = Path(pagekv.kvmanager.__file__).parents[3] / "docs" / "metrics.md"
     rows = re.findall(r"^\| `([a-z:_0-9]+)(?:\{([a-z_, ]*)\})?` \| (\w+) \|", page.read_text(), re.MULTILINE)
     explained = {name: (kind, set(filter(None, labels.split(", ")))) for name, labels, kind in rows}
 

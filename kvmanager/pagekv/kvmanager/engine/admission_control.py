@@ -1,0 +1,41 @@
+"""Decides at submission whether a request may enter the queue: every request that enters can be computed to its end."""
+
+from __future__ import annotations
+
+from pagekv.common.errors import AlreadyExists, InvalidRequest, Overloaded, Unavailable
+from pagekv.kvmanager.engine.capacity import blocks_needed, check_fits, total_tokens
+from pagekv.kvmanager.engine.state import RETRY_DELAY_S, EngineState
+from pagekv.kvmanager.request.command import GenerateCommand
+
+
+def check_admissible(command: GenerateCommand, state: EngineState) -> None:
+    """Raises AlreadyExists, Overloaded, Unavailable, InvalidRequest when the request can never fit, or LimitExceeded
+    when it cannot beside what is pinned.
+    """
+    if state.draining:
+        raise Unavailable("the manager is shutting down", RETRY_DELAY_S)
+    scheduler, model, config = state.serving(), state.model, state.config
+    assert model is not None
+    if command.request_id in state.live:
+        raise AlreadyExists("request_id", f"{command.request_id!r} is in use by a running request")
+    width, most = command.sampling.beam_width, scheduler.limits.max_running
+    check_fits(command, model)
+    if command.n > config.max_queue:
+        raise InvalidRequest(
+            "sampling_params.n", f"must be from 1 to {config.max_queue} (--max-queue), got {command.n}"
+        )
+    if width > most:
+        raise InvalidRequest(
+            "sampling_params.beam_width",
+            f"must be from 0 to {most} (--max-running and what the executor takes), got {width}",
+        )
+    state.cache.check_room(blocks_needed(total_tokens(command), model.block_size, width))
+    waiting = scheduler.num_waiting
+    if waiting + command.n > config.max_queue:
+        raise Overloaded(f"the queue is full: {waiting} sequences wait, at most {config.max_queue}", RETRY_DELAY_S)
+    unread = state.live.num_unread
+    if unread >= config.max_unread:
+        raise Overloaded(
+            f"{unread} sequences have ended whose readers have not taken them, at most {config.max_unread}",
+            RETRY_DELAY_S,
+        )
