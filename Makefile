@@ -43,37 +43,44 @@ gateway: $(GATEWAY_STAMP) ## an OpenAI endpoint on http://127.0.0.1:8000/v1, unt
 	@$(BIN)/pagekv up --gateway $(ARGS)
 
 .PHONY: test
-test: $(DEV_STAMP) ## run all tests (ARGS="-k name" is handed to pytest)
+test: $(DEV_STAMP) ## the tests of every run, minutes: every module and both processes (ARGS="-k name" is handed to pytest)
 	@$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+
+.PHONY: test-all
+test-all: $(DEV_STAMP) ## all tests but those of test-nightly, emulated kernels and long end-to-end tests among them
+	@$(BIN)/python -m pytest $(PARALLEL) -m "not nightly" $(ARGS)
 
 .PHONY: test-nightly
 test-nightly: $(DEV_STAMP) ## what is too long for every run: tests with random histories, ten thousand each, and 200,000 random steps (about half an hour)
 	@$(BIN)/python -m pytest -m nightly
 	@PAGEKV_TEST_FUZZ_STEPS=200000 $(BIN)/python -m pytest --timeout 3600 tests/unit/executor/session/test_step_check_fuzz.py
-	@PAGEKV_TEST_SILENCE_S=60 $(BIN)/python -m pytest tests/e2e/test_overload.py
-	@PAGEKV_TEST_EVERYTHING_ON=1 $(BIN)/python -m pytest tests/e2e
+	@PAGEKV_TEST_SILENCE_S=60 $(BIN)/python -m pytest -m "not nightly" tests/e2e/test_overload.py
+	@PAGEKV_TEST_EVERYTHING_ON=1 $(BIN)/python -m pytest -m "not nightly" tests/e2e
 	@PAGEKV_TEST_EXAMPLES=10000 $(BIN)/python -m pytest --timeout 3600 tests/model tests/unit/kvmanager/kvcache/test_prefix_trie.py $(ARGS)
 
 .PHONY: test-everything-on
 test-everything-on: $(DEV_STAMP) ## the end-to-end tests with everything that watches, publishes and records switched on
-	@PAGEKV_TEST_EVERYTHING_ON=1 $(BIN)/python -m pytest $(PARALLEL) tests/e2e $(ARGS)
+	@PAGEKV_TEST_EVERYTHING_ON=1 $(BIN)/python -m pytest $(PARALLEL) -m "not nightly" tests/e2e $(ARGS)
 
 .PHONY: test-compat
 test-compat: $(COMPAT)/.installed ## the executor's tests with the versions of the GPU machine's image (constraints-gpu-image.txt)
-	@$(COMPAT)/bin/python -m pytest $(PARALLEL) tests/model tests/unit/executor $(ARGS)
+	@$(COMPAT)/bin/python -m pytest $(PARALLEL) -m "not nightly" tests/model tests/unit/executor $(ARGS)
+
+# A tool of the tests: python -m compile_gate --help
+GATE := PYTHONPATH=kernels:tests/kernels $(BIN)/python -m compile_gate
 
 .PHONY: kernels
 kernels: $(DEV_STAMP) ## compile every CUDA kernel for every architecture and run their tests, all without a GPU
-	@$(BIN)/python -m pagekv.kernels.compile_gate
-	@$(BIN)/python -m pytest -n auto tests/kernels $(ARGS)
+	@$(GATE)
+	@$(BIN)/python -m pytest -n auto -m "not nightly" tests/kernels $(ARGS)
 
 .PHONY: kernels-all
 kernels-all: $(DEV_STAMP) ## compile all kernels whatever is on record (an estimated quarter of an hour of one core)
-	@$(BIN)/python -m pagekv.kernels.compile_gate --all --no-cache
+	@$(GATE) --all --no-cache
 
 .PHONY: kernels-update
 kernels-update: $(DEV_STAMP) ## record what the kernels take now as their budgets (after an edit of a kernel)
-	@$(BIN)/python -m pagekv.kernels.compile_gate --update
+	@$(GATE) --update
 
 # --- a GPU. These run where nothing can be installed: with the machine's own python3 and a folder of wheels.
 
@@ -117,6 +124,10 @@ proto: ## regenerate the committed stubs from the .proto files
 .PHONY: proto-check
 proto-check: ## fail when the committed stubs are stale
 	@scripts/gen_stubs.sh --check
+
+.PHONY: flags
+flags: $(DEV_STAMP) ## write docs/flags.md from the flags that pagekv-manager and pagekv-executor declare
+	@$(BIN)/python scripts/flags_page.py
 
 .PHONY: proto-breaking
 proto-breaking: $(DEV_STAMP) ## fail when the contract breaks clients of the last release tag

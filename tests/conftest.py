@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import Counter
 
 import pytest
 from hypothesis import settings
-
-if TYPE_CHECKING:
-    from host_build import HostLauncher
 
 # How long an example takes says more about what else the machine does than about the code.
 settings.register_profile("pagekv", deadline=None)
 settings.load_profile("pagekv")
 
+# The tests of every run: pyproject's addopts.
+QUICK = "not kernels and not long and not nightly"
 
-@pytest.fixture(scope="session", params=["forward", "reversed"])
-def launcher(request: pytest.FixtureRequest) -> HostLauncher:
-    """Runs kernels on the CPU; every test runs with both orders of blocks, warps and threads."""
-    from host_build import HostLauncher
 
-    return HostLauncher(reversed_order=request.param == "reversed")
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """One line for each reason why tests were skipped, with what makes them run; and where the rest of the tests is."""
+    reasons = Counter(
+        str(report.longrepr[2]).removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped")
+    )
+    for reason, count in sorted(reasons.items()):
+        terminalreporter.line(f"skipped {count} test{'s' if count > 1 else ''}: {reason}", yellow=True)
+    if config.option.markexpr == QUICK:
+        terminalreporter.line("not run here: emulated CUDA kernels (make kernels), long tests (make test-all), random")
+        terminalreporter.line("histories by the ten thousand (make test-nightly)")

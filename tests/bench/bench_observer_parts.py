@@ -15,8 +15,8 @@ from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.gateway.service import SERVICE_NAME, VllmEngine
 from pagekv.kvmanager.observe.exporters import Exporters
+from pagekv.kvmanager.observe.flags import ObserveConfig
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
-from pagekv.kvmanager.observe.outlet_config import OutletConfig
 from pagekv.kvmanager.observe.tracing.otlp import Tracing, otlp_processor
 from pagekv.kvmanager.observe.tracing.spans import RequestSpans
 from pagekv.kvmanager.page.hub import PageHub
@@ -66,10 +66,10 @@ async def kv_events(engine: EngineLoop) -> AsyncIterator[None]:
     """With a subscriber that takes everything, in a process of its own, and replays kept."""
     with tempfile.TemporaryDirectory() as directory:
         endpoint = f"ipc://{directory}/events"
-        outlet = OutletConfig(
+        observe = ObserveConfig(
             kv_events=True, kv_events_endpoint=endpoint, kv_events_replay_endpoint=f"{endpoint}-again"
         )
-        async with _outlets(engine, outlet):
+        async with _exporters(engine, observe):
             subscriber = await asyncio.create_subprocess_exec(sys.executable, "-c", SUBSCRIBER, endpoint)
             await asyncio.sleep(0.5)
             yield
@@ -80,14 +80,14 @@ async def kv_events(engine: EngineLoop) -> AsyncIterator[None]:
 @part("record")
 async def record(engine: EngineLoop) -> AsyncIterator[None]:
     with tempfile.TemporaryDirectory() as directory:
-        async with _outlets(engine, OutletConfig(record=f"{directory}/trace")):
+        async with _exporters(engine, ObserveConfig(record=f"{directory}/trace")):
             yield
 
 
 @part("record-steps")
 async def record_steps(engine: EngineLoop) -> AsyncIterator[None]:
     with tempfile.TemporaryDirectory() as directory:
-        async with _outlets(engine, OutletConfig(record_steps=f"{directory}/steps")):
+        async with _exporters(engine, ObserveConfig(record_steps=f"{directory}/steps")):
             yield
 
 
@@ -109,11 +109,11 @@ async def page(engine: EngineLoop) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def _outlets(engine: EngineLoop, outlet: OutletConfig) -> AsyncIterator[None]:
-    outlets = Exporters(outlet, engine._config)
-    outlets.open(engine)
+async def _exporters(engine: EngineLoop, observe: ObserveConfig) -> AsyncIterator[None]:
+    exporters = Exporters(observe, engine._config)
+    exporters.open(engine)
     yield
-    await outlets.close()
+    await exporters.close()
 
 
 GATEWAY_METHOD = f"/{SERVICE_NAME}/SubscribeKvEvents"

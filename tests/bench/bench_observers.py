@@ -42,7 +42,7 @@ from pagekv.kvmanager.engine.observer import Observer, RequestEnd
 from pagekv.kvmanager.observe.metrics.prometheus import EngineCollector
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
-from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 
@@ -179,18 +179,9 @@ def config(num_blocks: int, block_ages: bool) -> EngineConfig:
         executor="nowhere",
         block_size=BLOCK_SIZE,
         num_device_blocks=num_blocks,
-        num_host_blocks=0,
-        max_model_len=0,
         max_queue=100_000,
         max_unread=1000000,
-        priority_aging=256,
-        pipeline_depth=2,
         step_timeout_s=600,
-        step_attempts=3,
-        take_over=False,
-        eviction_policy="slru",
-        protected_share=0.2,
-        max_pinned_share=0.5,
         block_ages=block_ages,
         limits=SchedulerLimits(max_batch_tokens=1 << 16, max_running=RUNNING, watermark=0.01, prefix_cache=True),
     )

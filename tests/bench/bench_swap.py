@@ -27,7 +27,7 @@ from pagekv.common.models import resolve_model
 from pagekv.executor.backend.interface import (
     BackendDescription,
     BlockCopies,
-    CopyKind,
+    CopyDirection,
     Sampling,
     Scheduled,
     SequenceState,
@@ -113,8 +113,8 @@ class Victim:
         self._decode = torch.arange(count, count + 1).tolist()
 
     def swap(self) -> None:
-        self._backend.copy_blocks(BlockCopies(CopyKind.SWAP_OUT, self._device, self._host))
-        self._backend.copy_blocks(BlockCopies(CopyKind.SWAP_IN, self._host, self._device))
+        self._backend.copy_blocks(BlockCopies(CopyDirection.SWAP_OUT, self._device, self._host))
+        self._backend.copy_blocks(BlockCopies(CopyDirection.SWAP_IN, self._host, self._device))
 
     def recompute(self) -> None:
         """In a step that is run anyway, beside a decode."""

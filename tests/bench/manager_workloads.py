@@ -23,7 +23,7 @@ from pagekv.kvmanager.kvcache.eviction_policy import make_order
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.stream import RequestStream
-from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, live_request
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
@@ -58,8 +58,8 @@ def request(index: int, prompt: list[int], max_tokens: int) -> LiveRequest:
 
 def outcome(plan: StepPlan, step: int, token: int) -> StepResult:
     """What an executor would answer: one token, which ends nobody, for everyone who samples."""
-    handles = plan.sampling.tolist()
-    return StepResult(step, handles, [token] * len(handles), {}, plan.num_tokens, 0, 0)
+    seq_ids = plan.sampling.tolist()
+    return StepResult(step, seq_ids, [token] * len(seq_ids), {}, plan.num_tokens, 0, 0)
 
 
 def decode_steps(running: int, steps: int) -> list[float]:
@@ -89,7 +89,6 @@ def decode_steps(running: int, steps: int) -> list[float]:
             plan = ahead
     assert engine.counters.generated_tokens - before == steps * running
     engine.commit(plan, outcome(plan, steps + 1, 100))
-    engine.sync()
     assert all(len(s.block_table) == -(-s.num_computed // BLOCK_SIZE) for s in engine.running)
     assert all(s.token_ids[-1] == 100 for s in engine.running)
     warm = samples[2 * BLOCK_SIZE :]

@@ -65,7 +65,7 @@ def reports(plans: list[StepPlan]) -> list[ExecutedStep]:
         ExecutedStep(
             epoch=EPOCH,
             step=step,
-            sampled={handle: Sampled(chance.randrange(VOCAB_SIZE)) for handle in plan.sampling.tolist()},
+            sampled={seq_id: Sampled(chance.randrange(VOCAB_SIZE)) for seq_id in plan.sampling.tolist()},
             computed_tokens=plan.num_tokens,
             execute_us=20_000,
             idle_us=50,
@@ -77,7 +77,7 @@ def reports(plans: list[StepPlan]) -> list[ExecutedStep]:
 def measure(running: int, steps: int) -> list[Message]:
     """Both messages of a steady step, and the request of one in which every sequence begins a block."""
     plans = decode_plans(running, steps, spread=True)
-    together = [plan for plan in decode_plans(running, 2 * work.BLOCK_SIZE, spread=False) if plan.append_handles]
+    together = [plan for plan in decode_plans(running, 2 * work.BLOCK_SIZE, spread=False) if plan.append_seq_ids]
     return [
         _requests(f"request, {running} steady decodes", plans),
         _requests("request, every one begins a block", together),

@@ -12,7 +12,7 @@ from chaos.faults import FAULTS
 from chaos.run import Account, Options, chaos
 
 # Minutes on a machine that does much besides: each fault is waited out, and loading torch takes its time.
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def nothing_was_lost(account: Account) -> None:

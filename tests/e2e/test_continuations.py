@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from support.clients.calls import Caller, Result, request_for
 from support.clients.stack import CPU, ORACLE, Process, Stack, running_executor, running_manager, running_stack
+from support.executor.expected_tokens import expected_tokens
 
-from pagekv.executor.oracle.backend import expected_tokens
 from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 PROMPT = list(range(100, 200))
 

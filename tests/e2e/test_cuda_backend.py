@@ -15,28 +15,37 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.clients.calls import Caller, request_for
-from support.clients.stack import CPU, Process, running_manager, running_stack
+from support.clients.calls import Caller, Result, request_for
+from support.clients.stack import CPU, Process, port_of, running_manager, running_stack
 from support.executor.cuda_host import HostDevice, host_backend
 
 from pagekv.common.models import resolve_model
+from pagekv.common.port_file import read_port_file
 from pagekv.executor import server
-from pagekv.executor.backend.interface import Backend
+from pagekv.executor.backend.interface import Backend, Launch, Scheduled
 from pagekv.executor.config import ExecutorConfig, parse_config
 from pagekv.v1 import cache_service_pb2 as cache_pb
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 NEW = 8
 
 
 @contextmanager
-def emulated_executor(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
-    """An executor of this process; what is returned has only its address."""
+def emulated_executor(directory: Path, monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> Iterator[Process]:
+    """An executor of this process that runs no step before `gate` is set; the `Process` has only its address."""
 
     def load(config: ExecutorConfig) -> Backend:
         torch.set_num_threads(1)
-        return host_backend(resolve_model("demo"), HostDevice(), dtype="float32", kv_memory=2**25)
+        backend = host_backend(resolve_model("demo"), HostDevice(), dtype="float32", kv_memory=2**25)
+        launch = backend.launch
+
+        def launch_behind_gate(scheduled: list[Scheduled]) -> Launch:
+            assert gate.wait(120)
+            return launch(scheduled)
+
+        monkeypatch.setattr(backend, "launch", launch_behind_gate)
+        return backend
 
     monkeypatch.setattr(server, "load_backend", load)
     port_file = directory / "port"
@@ -53,8 +62,9 @@ def emulated_executor(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
         while not port_file.exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        yield Process("pagekv.executor.server", [], directory, port=int(port_file.read_text()))
+        yield Process("pagekv.executor.server", [], directory, port=port_of(read_port_file(port_file)))
     finally:
+        gate.set()
         loop.call_soon_threadsafe(stop.set)
         thread.join(60)
         loop.close()
@@ -63,31 +73,40 @@ def emulated_executor(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 def test_requests_of_every_kind_give_what_the_cpu_backend_gives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a pool of four blocks: each begins with two, the first of them shared, and ends with three. Wherever two run
-    at once one is preempted, and later ones are shorter, so that it is in the middle of its second block, which nobody
-    shares.
+    """In a pool of four blocks three sequences run at once: the first of their blocks is shared, the second is not. The
+    one that came first has the longest prompt and is the first to need a third block, for which the latest one is
+    swapped out in the middle of its second. No step runs before all requests are there, so at most the two steps that
+    are sent ahead come before the second and third sequence enter.
     """
     rng = random.Random(7)
     prefix = [rng.randrange(1, 3000) for _ in range(20)]
     requests = [
         request_for(
-            prefix + [rng.randrange(1, 3000) for _ in range(11 - index)],
+            prefix + [rng.randrange(1, 3000) for _ in range(own)],
             max_tokens=NEW,
             ignore_eos=True,
             temperature=index % 2,
             seed=index,
             frequency_penalty=0.3 * (index % 3),
         )
-        for index in range(6)
+        for index, own in enumerate([6, 2, 1, 1, 1, 1])
     ]
+
+    gate = threading.Event()
 
     async def run(target: str) -> tuple[list[list[int]], cache_pb.GetStatsResponse]:
         async with Caller(target) as caller:
-            results = await caller.generate_many(requests)
-            return [result.tokens for result in results], await caller.idle_stats()
+            calls: list[asyncio.Task[Result]] = []
+            for request in requests:
+                calls.append(asyncio.create_task(caller.generate(request)))
+                while (await caller.stats()).requests_total < len(calls):
+                    pass  # every call gives way to the others
+            gate.set()
+            results = await asyncio.gather(*calls)
+            return [result.tokens for result in results], await caller.idle_stats(60)
 
     small = ["--num-device-blocks", "4", "--watermark", "0", "--preemption", "swap", "--max-batch-tokens", "64"]
-    with emulated_executor(tmp_path, monkeypatch) as executor, running_manager(executor, small) as emulated:
+    with emulated_executor(tmp_path, monkeypatch, gate) as executor, running_manager(executor, small) as emulated:
         outputs, stats = asyncio.run(run(emulated.target))
     with running_stack(CPU) as stack:
         wanted, _ = asyncio.run(run(stack.target))

@@ -15,9 +15,11 @@ from pathlib import Path
 
 import pytest
 from support.clients.calls import Caller, Result, request_for
-from support.clients.stack import ROOT, Process, environment, running_manager
+from support.clients.stack import ROOT, Process, environment, port_of, running_manager
 
-pytestmark = pytest.mark.e2e
+from pagekv.common.port_file import read_port_file
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 # A step that the emulation can profile.
 SMALL = ["--max-batch-tokens", "64"]
@@ -48,7 +50,7 @@ def faulty_executor(directory: Path, backend: str, steps: str, args: Sequence[st
             assert process.popen.poll() is None, process.tail()
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        process.port = int(port_file.read_text())
+        process.port = port_of(read_port_file(port_file))
         yield process
     finally:
         process.kill()
@@ -93,7 +95,7 @@ def test_streams_go_on_through_faults_and_a_start_that_fails(tmp_path: Path) -> 
         # The same processes, by their ids, and the same address; it serves again.
         assert executor.popen.poll() is None
         assert (executor.pid, stack.manager.pid) == (pid, manager_pid)
-        assert int((tmp_path / "port").read_text()) == port
+        assert port_of(read_port_file(tmp_path / "port")) == port
         assert restarts >= 2
         log = executor.log.read_text()
         assert log.count("starting anew in a fresh process") == 3

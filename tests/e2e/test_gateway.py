@@ -15,7 +15,7 @@ from support.clients.stack import CPU, ORACLE
 from pagekv.client import PageKVClient
 from pagekv.client.launcher.stack import Stack
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 PROMPT = "In the beginning God created the heaven and the earth, and the earth was without form, and void; and"
 MESSAGES: Any = [{"role": "user", "content": "Who art thou?"}]
 
@@ -153,7 +153,7 @@ def test_structured_output_is_refused_and_not_ignored(api: openai.OpenAI) -> Non
 
 
 def test_what_the_gateway_itself_leaves_out(api: openai.OpenAI) -> None:
-    """The README's list of it. Should a later gateway pass one of these on, the list has to lose it."""
+    """The list of docs/deployment.md. Should a later gateway pass one of these on, the list has to lose it."""
     request: Any = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
     plain = api.completions.create(**request)
     biased = api.completions.create(**request, logit_bias={"5": 100})

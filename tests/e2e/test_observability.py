@@ -1,4 +1,4 @@
-"""What is seen of real processes: metrics as a real Prometheus scrapes them, spans as a collector gets them."""
+"""Real processes seen from outside: metrics as a real Prometheus scrapes them, spans as a collector gets them."""
 
 from __future__ import annotations
 
@@ -36,14 +36,7 @@ PROMPT = list(range(100, 180))
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
-def serving_http(directory: Path) -> list[str]:
-    """Flags of the manager."""
-    return ["--http-listen", "127.0.0.1:0", "--http-port-file", str(directory / "port")]
-
-
-def address(directory: Path) -> str:
-    """Where it does."""
-    return f"127.0.0.1:{int((directory / 'port').read_text())}"
+SERVING_HTTP = ("--http-listen", "127.0.0.1:0")
 
 
 async def generate(target: str, count: int, **metadata: str) -> cache_pb.GetStatsResponse:
@@ -62,11 +55,11 @@ def get(url: str) -> str:
         return str(response.read().decode())
 
 
-def test_metrics_agree_with_stats_and_spans_with_the_call(tmp_path: Path) -> None:
+def test_metrics_agree_with_stats_and_spans_with_the_call() -> None:
     with collector() as spans:
-        with running_stack(ORACLE, [*serving_http(tmp_path), "--otlp-endpoint", spans.url]) as stack:
+        with running_stack(ORACLE, [*SERVING_HTTP, "--otlp-endpoint", spans.url]) as stack:
             stats = asyncio.run(generate(stack.target, 3, traceparent=f"00-{TRACE}-{SPAN}-01"))
-            families = text_string_to_metric_families(get(f"http://{address(tmp_path)}/metrics"))
+            families = text_string_to_metric_families(get(f"http://{stack.manager.http}/metrics"))
             values = {sample.name: sample.value for family in families for sample in family.samples}
             assert stack.manager.stop() == 0
         assert values["vllm:prefix_cache_queries_total"] == stats.prompt_tokens_total == 3 * len(PROMPT)
@@ -74,7 +67,7 @@ def test_metrics_agree_with_stats_and_spans_with_the_call(tmp_path: Path) -> Non
         assert values["vllm:generation_tokens_total"] == stats.generated_tokens_total == 24
         assert values["vllm:e2e_request_latency_seconds_count"] == stats.requests_total == 3
         assert values["pagekv_step_seconds_count"] == stats.steps_total
-        # What was queued at SIGTERM has been sent.
+        # Spans queued at SIGTERM have been sent.
         roots = [span for span in spans.spans if span.name == "generate"]
         assert len(roots) == 3
         for root in roots:
@@ -88,7 +81,7 @@ def prometheus(directory: Path, target: str) -> Iterator[str]:
     """Debian's, with our rules, scraping the target; the URL of its API."""
     program = shutil.which("prometheus")
     if program is None and "CI" not in os.environ:
-        pytest.skip("prometheus is not installed: Debian's package of this name has it")
+        pytest.skip("a scrape by Prometheus needs it: apt-get install prometheus")
     assert program is not None, "prometheus is not installed"
     config = {
         "global": {"scrape_interval": "200ms", "scrape_timeout": "200ms", "evaluation_interval": "200ms"},
@@ -111,7 +104,7 @@ def prometheus(directory: Path, target: str) -> Iterator[str]:
 
 
 def bound_address(log: Path) -> str:
-    """What the log says it listens on; empty before it does."""
+    """The address that the log says Prometheus listens on; empty before that."""
     lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{") and line.endswith("}")]
     return next((str(line["address"]) for line in lines if line.get("msg") == "Listening on"), "")
 
@@ -145,8 +138,8 @@ def query(api: str, expression: str) -> dict[str, float]:
 
 def test_prometheus_scrapes_it_and_the_dashboard_has_something_to_show(tmp_path: Path) -> None:
     """The real Prometheus with our rules: every query of the dashboard is answered."""
-    with running_stack(ORACLE, serving_http(tmp_path)) as stack:
-        target = address(tmp_path)
+    with running_stack(ORACLE, SERVING_HTTP) as stack:
+        target = stack.manager.http
         with prometheus(tmp_path, target) as api:
             until(lambda: query(api, "pagekv_executor_attached == 1"))
             stats = asyncio.run(generate(stack.target, 3))

@@ -7,17 +7,22 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from support.clients.calls import Caller, request_for
-from support.clients.stack import ORACLE, Stack, running_stack
+from support.clients.stack import ORACLE, Process, Stack, running_executor, running_stack
 
+from pagekv.kvmanager.config import parse_config
+from pagekv.kvmanager.server import Manager
 from pagekv.v1 import inference_service_pb2 as pb
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
 async def until_active(caller: Caller, *, running: int, waiting: int) -> None:
@@ -161,11 +166,28 @@ SMALL_WINDOW = (
 )
 
 
-def test_answers_that_nobody_reads_are_bounded() -> None:
-    """Once `--max-unread` of them wait, the next request is refused, until one of them is read or its caller goes."""
+@asynccontextmanager
+async def manager_here(executor: Process, **engine: int) -> AsyncIterator[str]:
+    """The address of a manager in this process, which can be told what no flag says."""
+    config = parse_config(["--listen", "127.0.0.1:0", "--executor", executor.target, "--tokenizer", "none"], {})
+    manager = Manager(replace(config, engine=replace(config.engine, **engine)), None)  # type: ignore[arg-type]  # by name
+    stop = asyncio.Event()
+    serving = asyncio.create_task(manager.run(stop))
+    await manager.engine.wait_ready()
+    yield f"127.0.0.1:{manager._grpc.port}"
+    stop.set()
+    assert await serving == 0
 
-    async def run(stack: Stack) -> None:
-        async with Caller(stack.target, SMALL_WINDOW) as silent, Caller(stack.target) as caller:
+
+def test_answers_that_nobody_reads_are_bounded() -> None:
+    """Once `max_unread` of them wait, the next request is refused, until one of them is read or its caller goes."""
+
+    async def run(executor: Process) -> None:
+        async with (
+            manager_here(executor, max_unread=6) as target,
+            Caller(target, SMALL_WINDOW) as silent,
+            Caller(target) as caller,
+        ):
             requests = [request_for([9, index], 600, ignore_eos=True, logprobs=20) for index in range(6)]
             calls = [silent.inference.Generate(request) for request in requests]
             await until_active(caller, running=6, waiting=0)
@@ -182,8 +204,8 @@ def test_answers_that_nobody_reads_are_bounded() -> None:
                 await caller.idle_stats(60)
             assert (await caller.stats()).rejected_requests_total == 2
 
-    with running_stack(ORACLE, ["--max-unread", "6"]) as stack:
-        asyncio.run(run(stack))
+    with running_executor(ORACLE) as executor:
+        asyncio.run(run(executor))
 
 
 def test_a_flood_takes_no_more_memory_than_the_queue_bounds() -> None:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from support.browser.browser import Browser, need_chromium, running_browser
@@ -41,10 +40,9 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site() -> Iterator[Site]:
     need_chromium()
-    port_file = tmp_path_factory.mktemp("page") / "port"
-    http = ["--http-listen", "127.0.0.1:0", "--http-port-file", str(port_file)]
+    http = ["--http-listen", "127.0.0.1:0"]
     executor = [*ORACLE, "--kv-memory", "64MiB", "--step-time-ms", "5"]
     manager = ["--num-device-blocks", str(BLOCKS), "--num-host-blocks", "64", "--write-back", *http]
     with (
@@ -52,7 +50,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         PageKVClient(stack.target) as client,
         running_browser() as browser,
     ):
-        site = Site(stack, client, browser, f"http://127.0.0.1:{port_file.read_text().strip()}/")
+        site = Site(stack, client, browser, f"http://{stack.manager.http}/")
         client.generate(TEXT, max_tokens=20, ignore_eos=True)
         yield site
 
@@ -399,11 +397,9 @@ def test_what_is_tapped_is_as_high_as_a_finger(site: Site) -> None:
     assert "Esc" not in shown
 
 
-def test_a_lost_manager_is_shown_and_the_page_comes_back_by_itself(tmp_path: Path, site: Site) -> None:
-    port_file = tmp_path / "port"
-    http = ["--http-port-file", str(port_file)]
-    with running_stack([*ORACLE, "--kv-memory", "1MiB"], ["--http-listen", "127.0.0.1:0", *http]) as stack:
-        address = f"127.0.0.1:{port_file.read_text().strip()}"
+def test_a_lost_manager_is_shown_and_the_page_comes_back_by_itself(site: Site) -> None:
+    with running_stack([*ORACLE, "--kv-memory", "1MiB"], ["--http-listen", "127.0.0.1:0"]) as stack:
+        address = stack.manager.http
         site.browser.open(f"http://{address}/")
         wait(lambda: site.browser.run("return document.body.dataset.link") == "live")
         with PageKVClient(stack.target) as client:

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 import pytest
 from support.clients.stack import running_executor
+from support.executor.expected_tokens import expected_tokens
 
-from pagekv.executor.oracle.backend import expected_tokens
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, SamplingParams
-from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 NUM_REQUESTS = int(os.environ.get("PAGEKV_TEST_REQUESTS", "10000"))
 CONCURRENCY = 48
@@ -94,18 +94,9 @@ def test_every_output_of_ten_thousand_random_requests_is_right() -> None:
                 executor=target,
                 block_size=8,
                 num_device_blocks=120,
-                num_host_blocks=0,
-                max_model_len=0,
                 max_queue=1000,
                 max_unread=1000000,
-                pipeline_depth=2,
                 step_timeout_s=30,
-                step_attempts=3,
-                take_over=False,
-                priority_aging=256,
-                eviction_policy="slru",
-                protected_share=0.2,
-                max_pinned_share=0.5,
                 limits=limits,
             )
         )

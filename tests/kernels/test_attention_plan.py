@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bench_machine import HostMachine
-from host_build import HostLauncher
+from support.kernels.bench_machine import HostMachine
+from support.kernels.host_build import HostLauncher
 
 from pagekv.kernels.attention import PagedAttention, Rope, dtype_name
 from pagekv.kernels.attention_plan import ALIGN, SECTIONS, GraphCapacity, HostPlan, StepBatch, plan_step

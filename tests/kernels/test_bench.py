@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bench_machine import HostMachine
+from support.kernels.bench_machine import HostMachine
 
 from pagekv.kernels.bench import __main__ as bench_main
 from pagekv.kernels.bench import flashinfer_peer, speed, stages

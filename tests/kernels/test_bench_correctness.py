@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_machine import FakeStreams, HostMachine
+from support.kernels.bench_machine import FakeStreams, HostMachine
 
 from pagekv.kernels import launch_config as geometry
 from pagekv.kernels.bench import correctness

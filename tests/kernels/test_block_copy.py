@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from host_build import HostLauncher, address, aligned_empty
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted_faults import Fault, assert_noticed, visible
+from support.kernels.host_build import HostLauncher, address, aligned_empty
+from support.kernels.planted_faults import Fault, assert_noticed, visible
 
 from pagekv.kernels import launch_config as geometry
 from pagekv.kernels.params import BLOCK_COPY, fill

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-import twin
-from host_build import HostLauncher, address, aligned_empty
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted_faults import Fault, assert_noticed, visible
+from support.kernels import twin
+from support.kernels.host_build import HostLauncher, address, aligned_empty
+from support.kernels.planted_faults import Fault, assert_noticed, visible
 
 from pagekv.kernels import launch_config as geometry
 from pagekv.kernels.params import CACHE_WRITE, fill

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from compile_gate import __main__ as gate
+from compile_gate import jobs as gate_jobs
+from compile_gate import ptxas_log
+from compile_gate.cache import Cache
+from compile_gate.jobs import ARCHITECTURES, COMPILERS, Job, Outcome, jobs
+from compile_gate.ptxas_log import Usage
+from compile_gate.record import Record, sampled
+from compile_gate.report import judge, table
 
 from pagekv.kernels import nvrtc as nvrtc_module
 from pagekv.kernels import sources
-from pagekv.kernels.compile_gate import __main__ as gate
-from pagekv.kernels.compile_gate import jobs as gate_jobs
-from pagekv.kernels.compile_gate import ptxas_log
-from pagekv.kernels.compile_gate.cache import Cache
-from pagekv.kernels.compile_gate.jobs import ARCHITECTURES, COMPILERS, Job, Outcome, jobs
-from pagekv.kernels.compile_gate.ptxas_log import Usage
-from pagekv.kernels.compile_gate.record import Record, sampled
-from pagekv.kernels.compile_gate.report import judge, table
 from pagekv.kernels.nvrtc import CompileError, Nvrtc
 from pagekv.kernels.params import DECODE, STRUCTS, fill
 from pagekv.kernels.sources import SOURCES, translation_unit
@@ -395,7 +395,7 @@ def test_kernel_compiles(name: str, cuda: int) -> None:
 
 
 def test_the_record_is_of_these_kernels() -> None:
-    # After an edit: python -m pagekv.kernels.compile_gate --update
+    # After an edit: python -m compile_gate --update
     record = Record.load()
     todo = jobs(list(ARCHITECTURES), KERNELS.values(), all_variants())
     assert [str(job) for job in todo if record.measured(job) is None] == []

@@ -7,11 +7,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import twin
-from decode_cases import PLAIN, TOLERANCE, Features, Sequences, random_sequences, run_decode, store, worst_error
-from host_build import HostLauncher
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kernels import twin
+from support.kernels.decode_cases import (
+    PLAIN,
+    TOLERANCE,
+    Features,
+    Sequences,
+    random_sequences,
+    run_decode,
+    store,
+    worst_error,
+)
+from support.kernels.host_build import HostLauncher
 
 from pagekv.kernels.variants import Variant
 

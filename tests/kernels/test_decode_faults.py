@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from decode_cases import TOLERANCE, Features, random_sequences, run_decode, store, worst_error
-from host_build import HostLauncher
-from planted_faults import Fault, assert_noticed, visible
+from support.kernels.decode_cases import TOLERANCE, Features, random_sequences, run_decode, store, worst_error
+from support.kernels.host_build import HostLauncher
+from support.kernels.planted_faults import Fault, assert_noticed, visible
 
 from pagekv.kernels.variants import Variant
 

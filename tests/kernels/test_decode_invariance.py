@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from decode_cases import Array, Cache, Features, Sequences, random_sequences, run_decode, store
-from host_build import HostLauncher
+from support.kernels.decode_cases import Array, Cache, Features, Sequences, random_sequences, run_decode, store
+from support.kernels.host_build import HostLauncher
 
 from pagekv.kernels.variants import Variant
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from host_build import HostLauncher, address
 from hypothesis import given
 from hypothesis import strategies as st
+from support.kernels.host_build import HostLauncher, address
 
 from pagekv.kernels.decode_plan import (
     MIN_ROWS,

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from host_build import HostKernelError, HostLauncher, address
+from support.kernels.host_build import HostKernelError, HostLauncher, address
 
 from pagekv.kernels.sources import translation_unit
 

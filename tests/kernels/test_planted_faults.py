@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from host_build import HostKernelError, HostLauncher
-from planted_faults import Fault, assert_noticed
+from support.kernels.host_build import HostKernelError, HostLauncher
+from support.kernels.planted_faults import Fault, assert_noticed
 
 from pagekv.kernels.sources import translation_unit
 from pagekv.kernels.variants import KERNELS

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-import twin
-from decode_cases import NOWHERE, TOLERANCE, Features, store
-from host_build import HostLauncher
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prefill_cases import (
+from support.kernels import twin
+from support.kernels.decode_cases import NOWHERE, TOLERANCE, Features, store
+from support.kernels.host_build import HostLauncher
+from support.kernels.prefill_cases import (
     PLAIN,
     Prompts,
     check,

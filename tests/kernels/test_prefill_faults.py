@@ -11,10 +11,18 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from decode_cases import TOLERANCE, Features, store
-from host_build import HostLauncher
-from planted_faults import Fault, assert_noticed, visible
-from prefill_cases import check, mixed_batch, random_prompts, run_prefill, run_stored, same_bits, worst_error
+from support.kernels.decode_cases import TOLERANCE, Features, store
+from support.kernels.host_build import HostLauncher
+from support.kernels.planted_faults import Fault, assert_noticed, visible
+from support.kernels.prefill_cases import (
+    check,
+    mixed_batch,
+    random_prompts,
+    run_prefill,
+    run_stored,
+    same_bits,
+    worst_error,
+)
 
 from pagekv.kernels.variants import Variant
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from host_build import HostKernelError, HostLauncher
 from hypothesis import given
 from hypothesis import strategies as st
-from prefill_cases import check, mixed_batch
+from support.kernels.host_build import HostKernelError, HostLauncher
+from support.kernels.prefill_cases import check, mixed_batch
 
 from pagekv.kernels import launch_config as geometry
 from pagekv.kernels.prefill_plan import Ints, PrefillTile, prefill_items, prefill_tile

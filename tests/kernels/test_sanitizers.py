@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from host_build import SANITIZE, HostKernelError, HostLauncher, sanitizer_environment
+from support.kernels.host_build import SANITIZE, HostKernelError, HostLauncher, sanitizer_environment
 from test_host_emulation import probe
 
 HERE = Path(__file__).resolve().parent
@@ -20,7 +20,7 @@ if not SANITIZE:
     MARK = "@pytest.mark.sanitize"
     FILES = [path for path in sorted(HERE.glob("test_*.py")) if MARK in path.read_text(encoding="utf-8")]
 
-    @pytest.mark.slow
+    @pytest.mark.long
     @pytest.mark.timeout(1800)  # every kernel is compiled once more
     @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
     def test_kernels_touch_nothing_but_their_own(file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Beam search over the CPU backend, with forked blocks, finds what transformers' own finds (CHECKLIST J2, J3)."""
+"""Beam search over the CPU backend, with forked blocks, finds the results of transformers' own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.executor.cpu_driver import Driver, prompts_of, save_model
 
-from pagekv.executor.backend.interface import BlockCopies, CopyKind, Sampling, Scheduled, SequenceState
+from pagekv.executor.backend.interface import BlockCopies, CopyDirection, Sampling, Scheduled, SequenceState
 from pagekv.executor.cpu import CpuBackend
 from pagekv.kvmanager.scheduling.beam_search import BeamSearch, Candidates
 
@@ -67,7 +67,7 @@ class BeamDriver(Driver):
             while len(state.block_table) * self.block_size < len(state.token_ids):
                 state.block_table.append(self.free.pop())
             scheduled.append(Scheduled(state, state.computed_tokens, len(state.token_ids) - state.computed_tokens))
-        sampled = self.backend.execute(scheduled)
+        sampled = self.backend.launch(scheduled).collect()
         for state in states:
             state.computed_tokens = len(state.token_ids)
         return [sampled[state.seq_id].top for state in states]
@@ -79,7 +79,7 @@ class BeamDriver(Driver):
         child.computed_tokens = parent.computed_tokens
         for source in parent.block_table[full:]:
             copy = self.free.pop()
-            self.backend.copy_blocks(BlockCopies(CopyKind.COPY, [source], [copy]))
+            self.backend.copy_blocks(BlockCopies(CopyDirection.COPY, [source], [copy]))
             child.block_table.append(copy)
         return child
 

@@ -2,8 +2,7 @@
 
 The real scheduler drives the real backend through the messages of the wire, in float64, where no batch tips a near-tie.
 At random moments sequences, requests and everything are preempted, in a pool that is too small anyway; with one seed, n
-continuations and beams among them. Every block that goes to the host pool is summed there and again when it is back
-(CHECKLIST I2).
+continuations and beams among them. Every block that goes to the host pool is summed there and again when it is back.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from support.engine.scheduler_driver import output, results
 from support.executor.cpu_driver import VOCAB, prompts_of, save_model
 from support.executor.wire_driver import WireDriver, WireExecutor
 
-from pagekv.executor.backend.interface import BlockCopies, CopyKind
+from pagekv.executor.backend.interface import BlockCopies, CopyDirection
 from pagekv.executor.cpu import CpuBackend
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 
@@ -36,13 +35,13 @@ class SummingBackend(CpuBackend):
         self.sums.clear()
 
     def copy_blocks(self, copies: BlockCopies) -> None:
-        if copies.kind is CopyKind.SWAP_OUT:
+        if copies.direction is CopyDirection.SWAP_OUT:
             left = [self._sum(self.cache.device[block]) for block in copies.sources]
             super().copy_blocks(copies)
             self.sums.update(zip(copies.destinations, left, strict=True))
             return
         super().copy_blocks(copies)
-        if copies.kind is CopyKind.SWAP_IN:
+        if copies.direction is CopyDirection.SWAP_IN:
             for source, destination in zip(copies.sources, copies.destinations, strict=True):
                 assert self._sum(self.cache.device[destination]) == self.sums[source]
                 assert self._sum(self.cache.host[source]) == self.sums[source]
@@ -96,7 +95,7 @@ def outputs(requests: list[LiveRequest]) -> list[list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def wanted(backend: SummingBackend) -> list[list[list[int]]]:
-    """What comes out when nothing is ever preempted."""
+    """Outputs of the same requests when nothing is ever preempted."""
     driver, requests = drive(backend, num_blocks=256)
     driver.drain()
     assert driver.scheduler.counters.preemptions == 0
@@ -108,7 +107,7 @@ def disturb(driver: CpuDriver, rng: random.Random) -> None:
     for _ in range(10_000):
         scheduler = driver.scheduler
         if scheduler.running and rng.random() < 0.15:
-            scheduler._running.preempt(rng.choice(scheduler.running))
+            scheduler.preemption.preempt(rng.choice(scheduler.running))
         elif rng.random() < 0.04:
             scheduler.preempt_all()
         if not driver.step():
@@ -150,7 +149,7 @@ def test_an_executor_lost_among_preemptions_changes_no_token(
         for _ in range(6):
             driver.step()
             if driver.scheduler.running:
-                driver.scheduler._running.preempt(rng.choice(driver.scheduler.running))
+                driver.scheduler.preemption.preempt(rng.choice(driver.scheduler.running))
         if round_ % 2:
             driver.lose_executor()
     driver.drain()

@@ -11,123 +11,30 @@ with PageKVClient("127.0.0.1:50051") as client:
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from pagekv.client.aio import AsyncPageKVClient, AsyncStream
-    from pagekv.client.client import PageKVClient, Stream
-    from pagekv.client.errors import (
-        AlreadyExists,
-        Cancelled,
-        ComputationFailed,
-        ConnectionLost,
-        DeadlineExceeded,
-        FailedPrecondition,
-        FellBehind,
-        InvalidRequest,
-        LimitExceeded,
-        NotFound,
-        NotImplementedYet,
-        Overloaded,
-        PageKVError,
-        ServerError,
-        Unavailable,
-        Unreachable,
-    )
-    from pagekv.client.table_replica import TableReplica
-    from pagekv.client.types import (
-        BlockExplanation,
-        BlockInfo,
-        BlockList,
-        BlockRemoved,
-        BlockStored,
-        CacheControls,
-        CacheReset,
-        ChatMessage,
-        Chunk,
-        Completion,
-        EventBatch,
-        GenerateOptions,
-        MediaHash,
-        ModelInfo,
-        Pin,
-        PositionLogprobs,
-        PrefixExplanation,
-        PrefixLookup,
-        Prompt,
-        RequestInfo,
-        RequestList,
-        SequenceBlocks,
-        Stats,
-        TableCleared,
-        Tier,
-        TokenLogprob,
-    )
-
-__all__ = [
-    "AlreadyExists",
-    "AsyncPageKVClient",
-    "AsyncStream",
-    "BlockExplanation",
-    "BlockInfo",
-    "BlockList",
-    "BlockRemoved",
-    "BlockStored",
-    "CacheControls",
-    "CacheReset",
-    "Cancelled",
-    "ChatMessage",
-    "Chunk",
-    "Completion",
-    "ComputationFailed",
-    "ConnectionLost",
-    "DeadlineExceeded",
-    "EventBatch",
-    "FailedPrecondition",
-    "FellBehind",
-    "GenerateOptions",
-    "InvalidRequest",
-    "LimitExceeded",
-    "MediaHash",
-    "ModelInfo",
-    "NotFound",
-    "NotImplementedYet",
-    "Overloaded",
-    "PageKVClient",
-    "PageKVError",
-    "Pin",
-    "PositionLogprobs",
-    "PrefixExplanation",
-    "PrefixLookup",
-    "Prompt",
-    "RequestInfo",
-    "RequestList",
-    "SequenceBlocks",
-    "ServerError",
-    "Stats",
-    "Stream",
-    "TableCleared",
-    "TableReplica",
-    "Tier",
-    "TokenLogprob",
-    "Unavailable",
-    "Unreachable",
-]
-
 _MODULES = ("aio", "client", "errors", "table_replica", "types")
 
-if not TYPE_CHECKING:
+# ruff: noqa: F403  # each module says in __all__ what it gives
+if TYPE_CHECKING:
+    from pagekv.client.aio import *
+    from pagekv.client.client import *
+    from pagekv.client.errors import *
+    from pagekv.client.table_replica import *
+    from pagekv.client.types import *
+else:
 
     def __getattr__(name: str) -> Any:
-        """Names and modules when they are asked for: with them comes gRPC, which reads only while it is imported what
-        it may write to standard error, and the command line has a say in that.
+        """Names are loaded when they are first asked for. Loading them imports gRPC, which reads GRPC_VERBOSITY only
+        then; `pagekv.client.cli.main`, whose import begins with this module, sets the variable before.
         """
         if name in _MODULES:
             return import_module(f"{__name__}.{name}")
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        for module in _MODULES:
-            members = vars(import_module(f"{__name__}.{module}"))
-            globals().update({found: members[found] for found in __all__ if found in members})
-        return globals()[name]
+        loaded = [import_module(f"{__name__}.{module}") for module in _MODULES]
+        if name == "__all__":
+            return sorted(found for module in loaded for found in module.__all__)
+        for module in loaded:
+            if name in module.__all__:
+                return globals().setdefault(name, getattr(module, name))
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__, *_MODULES})
+        return sorted({*globals(), *_MODULES, "__all__", *__getattr__("__all__")})

@@ -31,26 +31,10 @@ from pagekv.common.errors import (
 from pagekv.common.statuses import ERROR_DOMAIN, STATUS_DETAILS_KEY
 
 __all__ = [
-    "AlreadyExists",
-    "Cancelled",
-    "ComputationFailed",
-    "ConnectionLost",
-    "DeadlineExceeded",
-    "FailedPrecondition",
-    "FellBehind",
-    "InvalidRequest",
-    "LimitExceeded",
-    "NotFound",
-    "NotImplementedYet",
-    "OutOfMemory",
-    "Overloaded",
-    "PageKVError",
-    "ServerError",
-    "StaleEpoch",
-    "Unavailable",
-    "Unreachable",
-    "from_rpc_error",
-]
+    "AlreadyExists", "Cancelled", "ComputationFailed", "ConnectionLost", "DeadlineExceeded", "FailedPrecondition",
+    "FellBehind", "InvalidRequest", "LimitExceeded", "NotFound", "NotImplementedYet", "OutOfMemory", "Overloaded",
+    "PageKVError", "ServerError", "StaleEpoch", "Unavailable", "Unreachable",
+]  # fmt: skip  # one name a line would fill a screen
 
 
 class DeadlineExceeded(PageKVError):

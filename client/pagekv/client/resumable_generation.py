@@ -1,11 +1,11 @@
 """One generation as its caller sees it, over as many connections as it takes. No I/O: the clients drive it.
 
-The stream of one sequence that breaks is resumed, never replayed: the next call sends the prompt's token ids and the
-tokens received so far, which the server counts as output and does not send again. Sampling is a pure function of
+The broken stream of one sequence is resumed, not replayed: the next call sends the prompt's token ids and the tokens
+received so far, which the server counts as output and does not send again. Sampling is a pure function of
 (logits, seed, sequence index, position), so the tokens that follow are those that would have followed.
 
-Several sequences are asked for again as a whole, for the same reason: each brings the same tokens once more, and what
-the caller has of it already is left out. So is a beam search, whose results come at its end.
+Several sequences are replayed as a whole, for the same reason: each brings the same tokens once more, and the part that
+the caller has already is left out. So is a beam search, whose results come at its end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from pagekv.client import wire
@@ -34,52 +34,89 @@ LONGEST_PAUSE_S = 2.0
 
 
 @dataclass(slots=True)
-class _Received:
-    """What the caller has of the one sequence of a resumable generation."""
+class _ResumedSequence:
+    """The one sequence of a generation: what the caller has, and how much of it came before the last resumption."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    # As the first connection that brought tokens said.
+    # From the first connection that brought tokens.
     cached_tokens: int = 0
     prompt_tokens: int = 0
-    # How much of the three lists came before the connection that is streaming now.
-    earlier_tokens: int = 0
-    earlier_texts: int = 0
+    tokens_before_resume: int = 0
+    texts_before_resume: int = 0
+
+    def interrupted(self) -> None:
+        """The connection broke."""
+        self.tokens_before_resume, self.texts_before_resume = len(self.token_ids), len(self.texts)
+
+    def unseen_part(self, chunk: Chunk) -> Chunk:
+        """The chunk, all of which is new, with the prompt's cached tokens: a resumed call counts the answer too."""
+        if not self.tokens_before_resume:
+            self.cached_tokens, self.prompt_tokens = chunk.cached_tokens, chunk.prompt_tokens
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        self.texts.append(chunk.text)
+        return replace(chunk, cached_tokens=self.cached_tokens)
+
+    def finish(self, end: Completion) -> Completion:
+        """The whole sequence: the end of a resumed call leaves out what was generated before."""
+        if not self.tokens_before_resume:
+            return end
+        return replace(
+            end,
+            text="".join(self.texts[: self.texts_before_resume]) + end.text,
+            token_ids=(*self.token_ids[: self.tokens_before_resume], *end.token_ids),
+            logprobs=(*self.logprobs[: self.tokens_before_resume], *end.logprobs),
+            cached_tokens=self.cached_tokens,
+        )
 
 
 @dataclass(slots=True)
-class _Repeated:
-    """What the caller has of one of several sequences, and how much of it the connection now has brought once more."""
+class _ReplayedSequence:
+    """One of several sequences: what the caller has, and how much of it the present connection has brought again."""
 
     token_ids: list[int] = field(default_factory=list)
     num_chars: int = 0
-    # As the first connection that brought tokens said.
+    # From the first connection that brought tokens.
     cached_tokens: int = 0
-    again_tokens: int = 0
-    again_chars: int = 0
+    replayed_tokens: int = 0
+    replayed_chars: int = 0
+    ended: bool = False
 
-    def news(self, chunk: Chunk) -> Chunk | None:
-        """What the caller has not had; None: nothing. Raises ServerError."""
-        known = len(self.token_ids[self.again_tokens : self.again_tokens + len(chunk.token_ids)])
-        self.check(chunk.token_ids[:known], self.again_tokens)
+    def interrupted(self) -> None:
+        """The connection broke; the next one begins at the first token."""
+        self.replayed_tokens = self.replayed_chars = 0
+
+    def unseen_part(self, chunk: Chunk) -> Chunk | None:
+        """The part that the caller does not have; None where there is none. Raises ServerError for other tokens."""
+        known = len(self.token_ids[self.replayed_tokens : self.replayed_tokens + len(chunk.token_ids)])
+        self._check(chunk.token_ids[:known], self.replayed_tokens)
         if not self.token_ids:
             self.cached_tokens = chunk.cached_tokens
         new = replace(
             chunk,
             token_ids=chunk.token_ids[known:],
             logprobs=chunk.logprobs[known:],
-            text=chunk.text[self.num_chars - self.again_chars :],
+            text=chunk.text[self.num_chars - self.replayed_chars :],
             cached_tokens=self.cached_tokens,
         )
-        self.again_tokens += len(chunk.token_ids)
-        self.again_chars += len(chunk.text)
+        self.replayed_tokens += len(chunk.token_ids)
+        self.replayed_chars += len(chunk.text)
         self.token_ids += new.token_ids
-        self.num_chars = max(self.num_chars, self.again_chars)
+        self.num_chars = max(self.num_chars, self.replayed_chars)
         return new if new.token_ids or new.text else None
 
-    def check(self, token_ids: tuple[int, ...], start: int = 0) -> None:
-        """Raises ServerError unless these are what the caller has from `start` on."""
+    def finish(self, end: Completion) -> Completion:
+        """The sequence, which is whole on every connection. Raises ServerError for other tokens."""
+        self._check(end.token_ids if self.ended else end.token_ids[: len(self.token_ids)])
+        self.ended = True
+        cached_tokens = self.cached_tokens if self.token_ids else end.cached_tokens
+        self.token_ids = list(end.token_ids)
+        return replace(end, cached_tokens=cached_tokens)
+
+    def _check(self, token_ids: tuple[int, ...], start: int = 0) -> None:
+        """Raises ServerError unless these are the tokens received from `start` on."""
         if tuple(self.token_ids[start : start + len(token_ids)]) != token_ids:
             raise ServerError(
                 "FAILED_PRECONDITION",
@@ -116,12 +153,14 @@ class ResumableGeneration:
         timeout = options.get("timeout")
         self._deadline = None if timeout is None else clock() + timeout
         self._n = n
-        self._received = _Received()
-        # By index, where there are several sequences.
-        self._repeated = [_Repeated() for _ in range(n if n > 1 else 0)]
+        self._resumed = _ResumedSequence()
+        # By index.
+        self._sequences: Sequence[_ResumedSequence | _ReplayedSequence] = (
+            [_ReplayedSequence() for _ in range(n)] if n > 1 else [self._resumed]
+        )
         # A message of a sequence has come.
         self._begun = False
-        # Of the model that generated what was received.
+        # Fingerprint of the model that generated the tokens received.
         self._model_fingerprint = ""
         # Token ids of the prompt, known from the start or asked for when first needed.
         self._prompt_ids: list[int] | None = None
@@ -148,22 +187,22 @@ class ResumableGeneration:
         return left
 
     def prompt_to_encode(self) -> pb.TokenizeRequest | None:
-        """What Tokenize must be asked before the next `request`; None: nothing."""
-        if self._prompt_ids is not None or not self._received.token_ids:
+        """The request for Tokenize that must come before the next `request`; None where none is needed."""
+        if self._prompt_ids is not None or not self._resumed.token_ids:
             return None
         if self._original.WhichOneof("input") == "chat":
             return pb.TokenizeRequest(chat=self._original.chat)
         return pb.TokenizeRequest(text=self._original.text)
 
     def prompt_encoded(self, token_ids: list[int], longest_sequence: int) -> None:
-        """Tokenize's answer, and the tokens that a sequence may have at this server.
+        """Takes the answer of Tokenize, and the tokens that a sequence may have at this server.
 
         Raises ServerError when the tokenizer has changed.
         """
-        if len(token_ids) != self._received.prompt_tokens:
+        if len(token_ids) != self._resumed.prompt_tokens:
             raise ServerError(
                 "FAILED_PRECONDITION",
-                f"cannot resume: the prompt had {self._received.prompt_tokens} tokens and the server that came back "
+                f"cannot resume: the prompt had {self._resumed.prompt_tokens} tokens and the server that came back "
                 f"makes it {len(token_ids)}; is it another model?",
             )
         self._prompt_ids = token_ids
@@ -174,65 +213,34 @@ class ResumableGeneration:
 
     def request(self) -> pb.GenerateRequest:
         """The message for the next call."""
-        received = self._received
-        if not received.token_ids:
+        received = self._resumed.token_ids
+        if not received:
             # Another model would go on in other words: the server refuses that.
             self._original.model_fingerprint = self._model_fingerprint
             return self._original
         assert self._prompt_ids is not None, "prompt_to_encode comes first"
         request = pb.GenerateRequest()
         request.CopyFrom(self._original)
-        request.tokenized.input_ids[:] = [*self._prompt_ids, *received.token_ids]
-        request.resumed_tokens = len(received.token_ids)
+        request.tokenized.input_ids[:] = [*self._prompt_ids, *received]
+        request.resumed_tokens = len(received)
         request.model_fingerprint = self._model_fingerprint
         return request
 
     def take(self, response: pb.GenerateResponse) -> Chunk | None:
-        """A message of the stream; what the caller gets of it. The end of a sequence goes into `completions`."""
+        """A message of the stream; what the caller gets of it. The end of a sequence goes into `completions`.
+
+        Raises ServerError where a replay differs from what was received.
+        """
         self._interrupted_at, self._pause_s = None, FIRST_PAUSE_S
         self._model_fingerprint = response.model_fingerprint or self._model_fingerprint
         self._begun = True
-        if response.HasField("complete"):
-            end = wire.completion(response.request_id, response.complete)
-            self.completions[end.index] = self._joined(end) if self._n == 1 else self._told(end)
-            return None
-        chunk = wire.chunk(response.request_id, response.chunk)
-        return self._recorded(chunk) if self._n == 1 else self._repeated[chunk.index].news(chunk)
-
-    def _told(self, end: Completion) -> Completion:
-        """The end of one of several sequences, which is whole on every connection: the first one counts."""
-        repeated, earlier = self._repeated[end.index], self.completions.get(end.index)
-        if earlier is not None:
-            repeated.check(end.token_ids)
-            return earlier
-        repeated.check(end.token_ids[: len(repeated.token_ids)])
-        cached_tokens = repeated.cached_tokens if repeated.token_ids else end.cached_tokens
-        repeated.token_ids = list(end.token_ids)
-        return replace(end, cached_tokens=cached_tokens, resumes=self._resumes)
-
-    def _recorded(self, chunk: Chunk) -> Chunk:
-        received = self._received
-        if not received.earlier_tokens:
-            received.cached_tokens, received.prompt_tokens = chunk.cached_tokens, chunk.prompt_tokens
-        received.token_ids += chunk.token_ids
-        received.logprobs += chunk.logprobs
-        received.texts.append(chunk.text)
-        # On a resumed call the cache served tokens of the answer too; the caller asked about its prompt.
-        return replace(chunk, cached_tokens=received.cached_tokens)
-
-    def _joined(self, end: Completion) -> Completion:
-        """The whole sequence: GenerateComplete of a resumed call leaves out what was generated before."""
-        received = self._received
-        if not received.earlier_tokens:
-            return replace(end, resumes=self._resumes)
-        return replace(
-            end,
-            text="".join(received.texts[: received.earlier_texts]) + end.text,
-            token_ids=(*received.token_ids[: received.earlier_tokens], *end.token_ids),
-            logprobs=(*received.logprobs[: received.earlier_tokens], *end.logprobs),
-            cached_tokens=received.cached_tokens,
-            resumes=self._resumes,
-        )
+        if not response.HasField("complete"):
+            chunk = wire.chunk(response.request_id, response.chunk)
+            return self._sequences[chunk.index].unseen_part(chunk)
+        end = self._sequences[response.complete.index].finish(wire.completion(response.request_id, response.complete))
+        # A sequence that ended before the connection broke ends again, and keeps its first end.
+        self.completions.setdefault(end.index, replace(end, resumes=self._resumes))
+        return None
 
     def ended(self) -> None:
         """The server closed the stream without an error. Raises ServerError unless every sequence is complete."""
@@ -247,10 +255,8 @@ class ResumableGeneration:
         if self._interrupted_at is None:
             self._interrupted_at = now
             self._resumes += 1
-            self._received.earlier_tokens = len(self._received.token_ids)
-            self._received.earlier_texts = len(self._received.texts)
-        for repeated in self._repeated:
-            repeated.again_tokens = repeated.again_chars = 0
+        for sequence in self._sequences:
+            sequence.interrupted()
         left = self._interrupted_at + self._resume_timeout_s - now
         if left <= 0:
             raise error

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pagekv.client.types import BlockRemoved, BlockStored, EventBatch, TableCleared, Tier
 
+__all__ = ["TableReplica"]
+
 
 class TableReplica:
-    """Blocks by hash. Whenever `apply` returns True they are exactly those of the manager's tables at a step border."""
+    """Blocks by hash: exactly those of the manager's tables at a step boundary, whenever `apply` returns True."""
 
     def __init__(self) -> None:
         # On the device, and in the host pool; a block may be in both.
@@ -17,7 +19,7 @@ class TableReplica:
         self._founded = False
 
     def apply(self, batch: EventBatch) -> bool:
-        """Takes in the next batch, or part of one; True when it ended at a border.
+        """Takes in the next batch, or part of one; True when it ended at a step boundary.
 
         Raises ValueError when a batch is missing, or says what cannot be true of a copy: start again with a new one.
         """

@@ -1,10 +1,17 @@
-"""What the clients take and return: plain values, no protobuf."""
+"""Arguments and results of the clients: plain values, no protobuf."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypedDict
+
+__all__ = [
+    "BlockExplanation", "BlockInfo", "BlockList", "BlockRemoved", "BlockStored", "CacheControls", "CacheReset",
+    "ChatMessage", "Chunk", "Completion", "EventBatch", "GenerateOptions", "MediaHash", "ModelInfo", "Pin",
+    "PositionLogprobs", "PrefixExplanation", "PrefixLookup", "Prompt", "RequestInfo", "RequestList", "SequenceBlocks",
+    "Stats", "TableCleared", "Tier", "TokenLogprob",
+]  # fmt: skip  # one name a line would fill a screen
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 Tier: TypeAlias = Literal["device", "host"]
@@ -38,7 +45,7 @@ class MediaHash:
 
 @dataclass(frozen=True, slots=True)
 class CacheControls:
-    """Whom a request shares cached blocks with, and whether it reads and writes the prefix cache."""
+    """The requests that share cached blocks, and whether this one reads and writes the prefix cache."""
 
     namespace: str = ""
     adapter_id: str = ""
@@ -48,7 +55,7 @@ class CacheControls:
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Keyword arguments of every generating method. What is left out takes the server's default (types.proto)."""
+    """Keyword arguments of every generating method. An option left out takes the server's default (types.proto)."""
 
     # Softmax temperature, 0 to 100; 0 is greedy. Default 1.
     temperature: float
@@ -145,12 +152,12 @@ class Completion:
     completion_tokens: int
     # Prompt tokens served from the prefix cache when the sequence was first admitted.
     cached_tokens: int
-    # What ended it when finish_reason is "stop": one of the two.
+    # One of the two where finish_reason is "stop".
     stop_token_id: int | None = None
     stop_string: str | None = None
-    # How often the server preempted it.
+    # Times that the server preempted the sequence.
     preemptions: int = 0
-    # How often the stream broke and was taken up again.
+    # Times that the stream broke and was resumed.
     resumes: int = 0
     logprobs: tuple[PositionLogprobs, ...] = ()
     # Sum of the natural-log probabilities of token_ids; of beam search only.
@@ -159,7 +166,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is served and with which limits; meanings as in GetModelInfoResponse."""
+    """The model served and its limits; meanings as in GetModelInfoResponse."""
 
     model_id: str
     model_fingerprint: str
@@ -236,7 +243,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class PrefixLookup:
-    """What is cached of a prompt now: leading tokens in device blocks, then further ones in the host pool.
+    """The cached part of a prompt: leading tokens in device blocks, then further ones in the host pool.
 
     `partial_tokens` more are the beginning of a cached block, which a copy of it serves.
     """
@@ -292,7 +299,7 @@ class BlockInfo:
     """One block of the device pool; the hashes are in hex, empty unless it is in the prefix table."""
 
     block_id: int
-    # Sequences and pins that hold it, and how many of them are pins.
+    # Sequences and pins that hold the block.
     ref_count: int
     state: BlockState
     block_hash: str
@@ -346,7 +353,7 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class CacheReset:
-    """What a reset of the prefix cache took away."""
+    """The effect of a reset of the prefix cache."""
 
     removed_blocks: int
     preempted_sequences: int

@@ -1,8 +1,8 @@
 """The executor comes back as a fresh process when its device is lost to this one.
 
 After a fault of a kernel (an illegal address, a failed launch) a CUDA context is dead for good, and every later call of
-the process fails. So the process replaces itself, by exec of its own command line with the address it has. Its id stays
-the same, so whatever watches over it (`pagekv up`, a container, a shell) need not know, however it was started.
+the process fails. So the process replaces itself, by exec of its own command line with the address it has. The process
+id stays the same, so a supervisor (`pagekv up`, a container, a shell) need not know.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 60.0
 
 
 def faults_before() -> int:
-    """Faults in a row that this process comes after; 0 for one that somebody started."""
+    """Faults in a row before this process; 0 for one that was not started by `start_anew`."""
     text = os.environ.get(FAULTS, "")
     return int(text) if text.isdecimal() else 0
 

@@ -1,4 +1,4 @@
-"""What this machine lets the process have: memory and cores."""
+"""The host machine: memory and cores this process may have, settings of its C library and of OpenMP. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ V2_LIMIT_AND_USAGE = ("memory.max", "memory.current")
 def keep_freed_memory() -> None:
     """Lets the C library keep up to a GiB of freed memory for the next allocation, where that library is glibc.
 
-    Else it gives each activation of some megabytes back to the kernel, and every operator of a prefill pays for fresh
+    By default each activation of some megabytes goes back to the kernel, and every operator of a prefill pays for fresh
     pages: a step of 2048 tokens of a 33.6M-parameter model took 88,000 page faults and 437 ms, and takes 0 and 345.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -28,8 +28,19 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
+def shorten_spinning() -> None:
+    """Threads that wait for one another spin for microseconds, not milliseconds. Has no effect once torch is imported.
+
+    Threads spin at every barrier of every operator and hold the cores that the manager, or the thread they wait for,
+    needs. Measured with both processes on two cores: beside other busy processes 510 to 620 output tokens/s with
+    this and once 43 without; on a quiet machine no difference beyond noise (570 to 690 against 550 to 640).
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+
 def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory this process can still get: what the kernel calls available, or less where its control group limits it."""
+    """Bytes this process can still get: MemAvailable of the kernel, or less where a control group limits it."""
     found = kib_field(proc / "meminfo", "MemAvailable")
     return max(0, min([found, *_cgroup_rooms(proc, cgroups)]))
 

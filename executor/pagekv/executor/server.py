@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from pagekv.common.logs import Log, setup_logs
 from pagekv.common.models import ModelNotFound, resolve_model
-from pagekv.common.server import GrpcServer, run_async, spare_the_collector, stop_event, write_port_file
+from pagekv.common.port_file import bound_address, write_port_file
+from pagekv.common.server import GrpcServer, run_async, spare_the_collector, stop_event
 from pagekv.executor.backend.interface import Backend
 from pagekv.executor.config import ExecutorConfig, parse_config
 from pagekv.executor.fresh_process import faults_before, start_anew
@@ -35,7 +36,7 @@ LAST_WORDS_S = 2.0
 MAX_STEP_BYTES = 256 * 2**20
 # How long a thread keeps the interpreter while another waits for it.
 SWITCH_INTERVAL_S = 200e-6
-# --memory-share where it is not given: the GPU's memory is the executor's, a machine's is everybody's.
+# Defaults of --memory-share: the executor has the GPU for itself, and the host's memory in common with others.
 CPU_MEMORY_SHARE = 0.4
 CUDA_MEMORY_SHARE = 0.9
 
@@ -75,16 +76,15 @@ def _load_oracle(config: ExecutorConfig) -> Backend:
     model = read_oracle_model(
         resolve_model(config.model) if config.model else None,
         model_id(config.model),
-        vocab_size=config.vocab_size,
-        max_model_len=config.max_model_len,
-        eos_token_ids=config.eos_token_ids,
+        vocab_size=config.oracle.vocab_size,
+        max_model_len=config.oracle.max_model_len,
+        eos_token_ids=config.oracle.eos_token_ids,
     )
     return OracleBackend(
         model,
         kv_bytes=config.kv_memory or DEFAULT_KV_BYTES,
         max_sequences=config.max_sequences,
-        step_time_s=config.step_time_ms / 1e3,
-        token_time_s=config.token_time_us / 1e6,
+        step_time_s=config.oracle.step_time_ms / 1e3,
     )
 
 
@@ -119,7 +119,7 @@ def _load_cuda(config: ExecutorConfig, directory: Path, gpu: Gpu) -> Backend:
     try:
         device = CudaDevice()
     except RuntimeError as error:
-        # Whatever torch or CuPy cannot do is an error of theirs, and they call it that.
+        # The type of every error of torch and CuPy.
         raise ValueError(f"--backend {config.backend}: the GPU cannot be used: {error}") from error
     return CudaBackend(
         directory,
@@ -135,7 +135,7 @@ def _load_cuda(config: ExecutorConfig, directory: Path, gpu: Gpu) -> Backend:
 
 
 def model_id(name: str) -> str:
-    """The name under which others may look for the model: an absolute directory, or the name as it is."""
+    """The name under which managers find the model: an absolute directory, or the name as given."""
     path = Path(name).expanduser()
     return str(path.resolve()) if name and name != "demo" and path.is_dir() else name
 
@@ -154,18 +154,18 @@ class Executor:
 
     @property
     def address(self) -> str:
-        """Where it listens, or shall: with the port it has instead of 0."""
+        """The address to listen on, with the bound port instead of 0."""
         listen = self._config.listen
-        return f"{listen.rpartition(':')[0]}:{self._grpc.port}" if listen.endswith(":0") else listen
+        return bound_address(listen, self._grpc.port) if self._grpc.port else listen
 
     @property
     def lost_reason(self) -> str:
-        """Why its device is lost to this process; empty while it is not."""
+        """The reason why the device is lost to this process; empty while it is not."""
         return self._session.lost_reason
 
     @property
     def served_s(self) -> float:
-        """Seconds since it began to serve."""
+        """Seconds since serving began."""
         return max(0.0, time.perf_counter() - self._serving_since)
 
     async def run(self, stop: asyncio.Event) -> int:
@@ -175,7 +175,7 @@ class Executor:
         config = self._config
         port = await self._grpc.start()
         if config.port_file:
-            write_port_file(Path(config.port_file), port)
+            write_port_file(Path(config.port_file), {"listen": self.address})
         log.info("listening", address=config.listen, port=port)
         stopped = asyncio.create_task(stop.wait(), name="stop signal")
         loading = asyncio.create_task(self._load(), name="load")
@@ -219,8 +219,8 @@ class Executor:
 
 
 async def serve(config: ExecutorConfig) -> int:
-    """Runs an executor until SIGTERM or SIGINT; returns the exit status. When the device is lost another process takes
-    this one's place, which tries again whatever goes wrong: it comes after one that could serve.
+    """Runs an executor until SIGTERM or SIGINT; returns the exit status. When the device is lost a new process takes
+    the place of this one. The new process tries again on any error, since the one before could serve.
     """
     stop = stop_event()
     executor = Executor(config)
@@ -240,7 +240,7 @@ async def serve(config: ExecutorConfig) -> int:
 
 
 def _say_why(error: Exception) -> bool:
-    """One line of the log for what keeps an executor from starting. False for what nobody expected: no line."""
+    """Logs one line for an error that keeps an executor from starting; False, and no line, for an unexpected one."""
     if isinstance(error, ModelNotFound):
         log.error("cannot start: --model leads nowhere", reason=error)
     elif isinstance(error, ImportError):
@@ -256,8 +256,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `pagekv-executor`."""
     config = parse_config(argv)
     setup_logs("executor", config.log_level, config.log_format)
-    # A result leaves while the compute thread is already in Python code of the next step. With the default of 5 ms the
-    # event loop would wait that long, several times over, for its turn at the interpreter.
+    # Results are sent while the compute thread already runs Python code of the next step. With the default of 5 ms the
+    # event loop would wait so long, several times over, for the interpreter.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     return run_async(lambda: serve(config))
 

@@ -1,4 +1,4 @@
-"""What goes wrong inside the manager itself. Errors for clients are in `pagekv.common.errors`."""
+"""Errors inside the manager itself. Errors for clients are in `pagekv.common.errors`."""
 
 from __future__ import annotations
 

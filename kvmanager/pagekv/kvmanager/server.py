@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pagekv.common.logs import Log, setup_logs
 from pagekv.common.models import ModelNotFound, resolve_model
-from pagekv.common.server import GrpcServer, run_async, spare_the_collector, stop_event, write_port_file
+from pagekv.common.port_file import bound_address, write_port_file
+from pagekv.common.server import GrpcServer, run_async, spare_the_collector, stop_event
 from pagekv.kvmanager.api.cache_service import CacheService
 from pagekv.kvmanager.api.inference_service import InferenceService
 from pagekv.kvmanager.api.served_model import ServedModel
@@ -41,20 +43,27 @@ class ExtraMissing(Exception):
     """A flag needs a package that is not installed; the message says which and how to get it."""
 
 
+@contextmanager
+def needs_extra(flag: str, extra: str) -> Iterator[None]:
+    """Wraps imports that a flag needs. Raises ExtraMissing."""
+    try:
+        yield
+    except ImportError as error:
+        raise ExtraMissing(f"{flag} needs {error.name}: pip install 'pagekv[{extra}]'") from error
+
+
 class Manager:
     """One manager process. States: starting (NOT_SERVING) → serving ⇄ executor lost (NOT_SERVING) → draining → over."""
 
     def __init__(self, config: ManagerConfig, tokenizer: Tokenizer | None) -> None:
-        """`tokenizer` is the one that --tokenizer names; None when it depends on the executor's model. Raises
-        ExtraMissing.
-        """
+        """`tokenizer`: the one that --tokenizer names; None when the executor's model decides. Raises ExtraMissing."""
         self._config = config
         self._given_tokenizer = tokenizer
         self._changed = asyncio.Event()
         self._attached = False
         self._draining = False
         self.engine = EngineLoop(config.engine, on_attached=self._on_attached)
-        self._outlets = Exporters(config.observe.outlets, config.engine)
+        self._exporters = Exporters(config.observe, config.engine)
         self._tracing: Tracing | None = None
         self._http: HttpServer | None = None
         self._state = ServedModel(self.engine)
@@ -75,10 +84,8 @@ class Manager:
 
     def _gateway_service(self, services: list[str]) -> VllmEngine:
         """The service for a gateway, its name added to `services`. Raises ExtraMissing without its stubs."""
-        try:
+        with needs_extra("--gateway-api", "gateway"):
             from pagekv.kvmanager.gateway.service import SERVICE_NAME, VllmEngine
-        except ImportError as error:
-            raise ExtraMissing(f"--gateway-api needs {error.name}: pip install 'pagekv[gateway]'") from error
         services.append(SERVICE_NAME)
         return VllmEngine(self.engine, self._state, lambda: self._attached and not self._draining)
 
@@ -87,18 +94,18 @@ class Manager:
         self._changed.set()
 
     async def run(self, stop: asyncio.Event) -> int:
-        """Serves until `stop` is set; returns the exit status. Raises OSError when it cannot listen or write, and
-        ExtraMissing; then nothing of it is left.
+        """Serves until `stop` is set; returns the exit status. Raises OSError when a port or a file cannot be had, and
+        ExtraMissing; everything opened before is closed then.
         """
         try:
             await self._start()
         except BaseException:
             await self._stop_listening(0)
-            await self._outlets.discard()
+            await self._exporters.discard()
             raise
-        # None of these ends by itself, unless something in it is broken.
+        # No task ends by itself, unless something in it is broken.
         engine = asyncio.create_task(self.engine.run(), name="engine loop")
-        health = asyncio.create_task(self._follow_engine(), name="health")
+        health = asyncio.create_task(self._watch_engine(), name="health")
         stopped = asyncio.create_task(stop.wait(), name="stop signal")
         await asyncio.wait([engine, health, stopped], return_when=asyncio.FIRST_COMPLETED)
         broken = next((task for task in (engine, health) if task.done()), None)
@@ -107,11 +114,11 @@ class Manager:
         await self._grpc.set_serving(False)
         await self.engine.stop(0 if broken else self._config.grace_s)
         await self._stop_listening(LAST_WORDS_S)
-        # The engine too: it may be waiting for an executor that takes its time.
+        # The engine too may still be waiting, for a slow executor.
         for task in (engine, health, stopped):
             task.cancel()
         await asyncio.wait([engine, health, stopped])
-        await self._outlets.close()
+        await self._exporters.close()
         if broken is not None:
             try:
                 await broken
@@ -128,46 +135,38 @@ class Manager:
         port = await self._grpc.start()
         self._start_tracing()
         http_port = await self._start_http()
-        self._open_outlets()
-        observe = self._config.observe
-        for path, bound in ((self._config.port_file, port), (observe.http_port_file, http_port)):
-            if path and bound:
-                write_port_file(Path(path), bound)
-        log.info("listening", address=self._config.listen, port=port, executor=self._config.engine.executor)
+        with needs_extra("--kv-events", "observe"):
+            self._exporters.open(self.engine)
+        config = self._config
+        if config.port_file:
+            listening: dict[str, Any] = {"listen": bound_address(config.listen, port)}
+            if http_port:
+                listening["http"] = bound_address(config.observe.http_listen, http_port)
+            write_port_file(Path(config.port_file), listening | self._exporters.listening())
+        log.info("listening", address=config.listen, port=port, executor=config.engine.executor)
         if http_port:
-            log.info("serving HTTP", address=observe.http_listen, port=http_port)
+            log.info("serving HTTP", address=config.observe.http_listen, port=http_port)
 
     async def _stop_listening(self, grace_s: float) -> None:
-        """Ends what was started, within so many seconds for calls that run. What was not is left alone."""
+        """Closes the ports that were opened; running calls get `grace_s` seconds."""
         await self._grpc.stop(grace_s)
         if self._http is not None:
             await self._http.stop()
         if self._tracing is not None:
             await self._tracing.close()
 
-    def _open_outlets(self) -> None:
-        """Raises OSError when a file or an endpoint cannot be had, ExtraMissing without what they need."""
-        try:
-            self._outlets.open(self.engine)
-        except ImportError as error:
-            raise ExtraMissing(f"--kv-events needs {error.name}: pip install 'pagekv[observe]'") from error
-
     def _start_tracing(self) -> None:
-        """Raises ExtraMissing without what it needs."""
+        """Raises ExtraMissing without OpenTelemetry."""
         if not self._config.observe.otlp_endpoint:
             return
-        try:
+        with needs_extra("--otlp-endpoint", "observe"):
             from pagekv.kvmanager.observe.tracing.otlp import Tracing, otlp_processor
-        except ImportError as error:
-            raise ExtraMissing(f"--otlp-endpoint needs {error.name}: pip install 'pagekv[observe]'") from error
         self._tracing = Tracing(otlp_processor(self._config.observe.otlp_endpoint))
         self.engine.observers.add(RequestSpans(self._tracing.emit))
         log.info("sending spans", endpoint=self._config.observe.otlp_endpoint)
 
     def _page_routes(self) -> list[web.AbstractRouteDef]:
-        """Of the live page, which listens to the engine from now on; none without --page."""
-        if not self._config.observe.page:
-            return []
+        """Routes of the live page, which listens to the engine from now on."""
         from pagekv.kvmanager.page.hub import PageHub
         from pagekv.kvmanager.page.routes import Page
 
@@ -176,15 +175,13 @@ class Manager:
         return Page(self.engine, self._state, hub, show_text=self._config.observe.page_text).routes()
 
     async def _start_http(self) -> int:
-        """Returns the port, 0 without one. Raises OSError when it is taken, ExtraMissing without what it needs."""
+        """Returns the port, 0 without one. Raises OSError when the port is taken, ExtraMissing without aiohttp."""
         observe = self._config.observe
         if not observe.http_listen:
             return 0
-        try:
+        with needs_extra("--http-listen", "observe"):
             from pagekv.kvmanager.observe.http_server import HttpServer
             from pagekv.kvmanager.observe.metrics.prometheus import EngineCollector, metrics_routes
-        except ImportError as error:
-            raise ExtraMissing(f"--http-listen needs {error.name}: pip install 'pagekv[observe]'") from error
         requests = RequestMetrics()
         self.engine.observers.add(requests)
         prefix_cache = self._config.engine.limits.prefix_cache
@@ -196,8 +193,8 @@ class Manager:
         except OSError as error:
             raise OSError(f"--http-listen {observe.http_listen}: {error}") from error
 
-    async def _follow_engine(self) -> None:
-        """Keeps health and tokenizer up with what the engine is attached to."""
+    async def _watch_engine(self) -> None:
+        """Keeps health and tokenizer up with the executor that the engine is attached to."""
         loaded: str | None = None
         serving = False
         while True:

@@ -1,1 +1,1 @@
-"""What every PageKV process shares: error statuses, flags, logs and the gRPC server shell."""
+"""Shared by every PageKV process: error statuses, flags, logs and the gRPC server shell."""

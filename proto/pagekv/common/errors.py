@@ -1,6 +1,6 @@
 """Every error that crosses the wire: one exception class each, and nothing of gRPC.
 
-Whatever raises or catches one imports this module alone, so that a backend or a benchmark runs where neither gRPC nor
+A backend or a benchmark that raises or catches errors imports this module alone, and runs where neither gRPC nor
 google.rpc is installed. `pagekv.common.statuses` has each error's gRPC status.
 """
 
@@ -25,7 +25,7 @@ class AlreadyExists(InvalidRequest):
 
 
 class NotFound(PageKVError):
-    """What was named does not exist."""
+    """A named thing does not exist."""
 
 
 class Overloaded(PageKVError):
@@ -37,7 +37,7 @@ class Overloaded(PageKVError):
 
 
 class LimitExceeded(PageKVError):
-    """What is asked for goes beyond a limit of the deployment now; the message has what is needed and available."""
+    """A limit of the deployment does not allow a request now; the message has the numbers needed and available."""
 
 
 class OutOfMemory(PageKVError):
@@ -45,7 +45,7 @@ class OutOfMemory(PageKVError):
 
 
 class Unavailable(PageKVError):
-    """Not serving now (starting, draining, executor lost); come back in `retry_delay_s` seconds."""
+    """The process does not serve now (starting, draining, executor lost); come back in `retry_delay_s` seconds."""
 
     def __init__(self, message: str, retry_delay_s: float = 1.0) -> None:
         super().__init__(message)

@@ -1,14 +1,28 @@
-"""Command line flags that are environment variables too: `--max-queue 8` is `PAGEKV_MAX_QUEUE=8`; the flag wins."""
+"""Command line flags that are environment variables too: `--max-queue 8` is `PAGEKV_MAX_QUEUE=8`; the flag wins.
+
+A process declares its flags once, as fields of the dataclass that holds their values:
+
+    @dataclass(frozen=True, slots=True)
+    class EngineConfig:
+        max_queue: int = flag("sequences that wait at most; more are refused", default=1024, type=integer(1, 10**6))
+
+`add_flags` adds them to a parser, `from_args` makes the dataclass of what was parsed, and docs/flags.md is written from
+`declarations`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NoReturn, TypeVar, cast
 
 ENV_PREFIX = "PAGEKV_"
+
+
+T = TypeVar("T")
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -36,35 +50,33 @@ class FlagParser(argparse.ArgumentParser):
         default: Any,
         type: Callable[[str], Any] = str,
         needs: str | None = None,
+        group: argparse._ArgumentGroup | None = None,
         **kwargs: Any,
     ) -> None:
-        """Adds `--name`. A default in the help text is written by this method; `default` None means none. `needs`: it
-        is refused on a command line where the flag of that name is not set.
+        """Adds `--name`, to `group` if there is one; with a default of True or False also `--no-name`. The help text
+        ends with the default unless that is None, empty or a switch's. A flag that `needs` another is refused on a
+        command line where the flag of that name is not set.
         """
         if needs is not None:
             self._needs[name] = needs
-        variable = ENV_PREFIX + name.upper().replace("-", "_")
-        if variable in self._env:
-            self._from_env[f"--{name}"] = variable
-            # A string default goes through `type`, so the environment is checked like the command line.
-            default = self._env[variable]
+        variable = variable_of(name)
+        text = self._env.get(variable)
+        if isinstance(default, bool):
+            if text is not None and text.lower() not in _TRUE + _FALSE:
+                self.error(f"environment variable {variable}: must be true or false, got {text!r}")
+            default = default if text is None else is_true(text)
+            kwargs |= {"action": argparse.BooleanOptionalAction}
+        else:
             choices = kwargs.get("choices")
-            if choices is not None and default not in choices:  # which argparse checks on the command line only
-                self.error(f"environment variable {variable}: must be one of {', '.join(choices)}, got {default!r}")
-        shown = "" if default is None or default == "" else f" [{default}]"
-        self.add_argument(f"--{name}", default=default, type=type, help=(help + shown).replace("%", "%%"), **kwargs)
-
-    def switch(self, name: str, help: str, *, default: bool, needs: str | None = None) -> None:
-        """Adds `--name` / `--no-name`; `needs` as with `flag`."""
-        if needs is not None:
-            self._needs[name] = needs
-        variable = ENV_PREFIX + name.upper().replace("-", "_")
-        if variable in self._env:
-            text = self._env[variable].lower()
-            if text not in _TRUE and text not in _FALSE:
-                self.error(f"environment variable {variable}: must be true or false, got {self._env[variable]!r}")
-            default = is_true(text)
-        self.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=default, help=help)
+            if text is not None:
+                self._from_env[f"--{name}"] = variable
+                # A string default goes through `type`, so the environment is checked like the command line.
+                default = text
+                if choices is not None and text not in choices:  # which argparse checks on the command line only
+                    self.error(f"environment variable {variable}: must be one of {', '.join(choices)}, got {text!r}")
+            kwargs |= {"type": type}
+            help = (help + ("" if default is None or default == "" else f" [{default}]")).replace("%", "%%")
+        (group or self).add_argument(f"--{name}", default=default, help=help, **kwargs)
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Parses and exits with status 2 and one line on a bad value."""
@@ -74,8 +86,8 @@ class FlagParser(argparse.ArgumentParser):
         return args
 
     def _refuse_idle_flags(self, args: argparse.Namespace, argv: Sequence[str] | None) -> None:
-        """Those of the command line alone: a variable may be set for many commands, and some have no use for it."""
-        # What is not on the command line keeps the value it has.
+        """Judges the command line alone: a variable may be set for many commands, and some have no use for it."""
+        # A flag that is not on the command line keeps this value.
         before = argparse.Namespace(**{action.dest: _NOT_GIVEN for action in self._actions})
         given = vars(self.parse_args(argv, before))
         for name, other in self._needs.items():
@@ -89,6 +101,76 @@ class FlagParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\nTry '{self.prog} --help'.\n")
 
 
+_FLAG = "flag"
+_GROUP = "group"
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """A flag as a configuration dataclass declares it; arguments as of `FlagParser.flag`."""
+
+    name: str
+    group: str
+    help: str
+    default: Any
+    # From what was parsed to the field's value.
+    make: Callable[[Any], Any] | None
+    arguments: Mapping[str, Any]
+
+
+def flag(help: str, *, default: Any, **arguments: Any) -> Any:
+    """A field of a configuration dataclass that the flag of its name sets; arguments as of `flag_metadata`. The field's
+    default is the flag's, as `type` makes it of a string.
+    """
+    made = arguments.get("type", str)(default) if isinstance(default, str) else default
+    return field(default=made, metadata=flag_metadata(help, default=default, **arguments))
+
+
+def flag_metadata(
+    help: str, *, default: Any, name: str = "", make: Callable[[Any], Any] | None = None, **arguments: Any
+) -> dict[str, Any]:
+    """Metadata of a field that a flag sets. `name` is the flag's where the field has another one, `make` turns what was
+    parsed into the field's value; other arguments are those of `FlagParser.flag`.
+    """
+    return {_FLAG: (name, help, default, make, arguments)}
+
+
+def flag_group(title: str) -> dict[str, str]:
+    """Metadata of a field whose `default_factory` is a configuration dataclass, its flags a group of this title."""
+    return {_GROUP: title}
+
+
+def declarations(config: type[Any], group: str = "") -> Iterator[Declaration]:
+    """Every flag of a configuration dataclass and of the groups in it, in the order of the fields."""
+    for each in fields(config):
+        if _FLAG in each.metadata:
+            name, help, default, make, arguments = each.metadata[_FLAG]
+            yield Declaration(name or each.name.replace("_", "-"), group, help, default, make, arguments)
+        elif _GROUP in each.metadata:
+            yield from declarations(cast("type[Any]", each.default_factory), each.metadata[_GROUP])
+
+
+def add_flags(parser: FlagParser, config: type[Any], group: str = "") -> None:
+    """Adds every flag that `config` declares, to a group of the title `group` if there is one."""
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for each in declarations(config, group):
+        if each.group and each.group not in groups:
+            groups[each.group] = parser.add_argument_group(each.group)
+        parser.flag(each.name, each.help, default=each.default, group=groups.get(each.group), **each.arguments)
+
+
+def from_args(config: type[T], args: argparse.Namespace, **values: Any) -> T:
+    """A `config` of what was parsed; fields without a flag have the value given here, or their default."""
+    for each in fields(cast("Any", config)):
+        if _FLAG in each.metadata:
+            name, _, _, make, _ = each.metadata[_FLAG]
+            value = getattr(args, _dest(name or each.name))
+            values[each.name] = make(value) if make else value
+        elif _GROUP in each.metadata:
+            values[each.name] = from_args(cast("type[Any]", each.default_factory), args)
+    return config(**values)
+
+
 _NOT_GIVEN = object()
 
 
@@ -99,6 +181,11 @@ def _dest(name: str) -> str:
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
+
+
+def variable_of(name: str) -> str:
+    """The environment variable of the flag `--name`."""
+    return ENV_PREFIX + name.upper().replace("-", "_")
 
 
 def is_true(text: str) -> bool:

@@ -50,8 +50,8 @@ def setup_logs(service: str, level: str, fmt: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    # Errors of handlers are logged by the server's interceptor. What gRPC logs besides is a trace for every client
-    # that goes away while it is being written to, which is no error of ours.
+    # Errors of handlers are logged by the server's interceptor. gRPC itself logs a traceback for every client that goes
+    # away while a message is written to it, and that is no error of the server.
     logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 DEMO = "demo"
 _HUB_ID = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][A-Za-z0-9._-]*")
-# What PageKV reads of a model repository; other weight formats beside them would only cost time and disk.
+# The files that PageKV reads of a model repository; other weight formats would only cost time and disk.
 _PATTERNS = ["*.json", "*.safetensors", "*.safetensors.index.json", "*.model", "*.txt", "*.jinja"]
 
 

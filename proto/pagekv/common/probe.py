@@ -18,7 +18,7 @@ from pagekv.common.flags import FlagParser, address, number
 
 def check(target: str, service: str = "", timeout_s: float = 5.0) -> str:
     """The status name of `service` at `target` ("" is the whole server), such as SERVING. Raises grpc.RpcError."""
-    # A proxy configured for the internet is no way to a server of one's own.
+    # A proxy configured for the internet cannot reach a server of the local network.
     with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
         request = health_pb2.HealthCheckRequest(service=service)
         response = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)

@@ -7,7 +7,6 @@ import gc
 import inspect
 import signal
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -20,7 +19,7 @@ from pagekv.common.statuses import abort_with
 
 log = Log(__name__)
 
-# What either process takes in one message. 10 MB prompts must reach validation to be refused with a field name.
+# Bytes of one message that either process takes. 10 MB prompts must reach validation to be refused with a field name.
 MAX_RECEIVE_BYTES = 16 * 2**20
 SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
@@ -34,7 +33,7 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns `PageKVError` from any handler into its status, and anything else into INTERNAL with a logged trace.
+    """Turns `PageKVError` from any handler into its status, and anything else into INTERNAL with a logged traceback.
 
     A handler of streams is an async generator of messages or, where every microsecond counts, a coroutine that calls
     `context.write` by itself, with messages that are serialised already.
@@ -47,7 +46,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         found = await continuation(handler_call_details)
         method = handler_call_details.method
-        # Health and reflection are gRPC's own and raise what they mean.
+        # Health and reflection are gRPC's own and end calls by themselves.
         if found is None or method.startswith("/grpc."):
             return found
         # Any: the type stubs know only blocking handlers, and these are coroutines and async generators.
@@ -140,13 +139,6 @@ class GrpcServer:
         await self.server.stop(grace_s)
 
 
-def write_port_file(path: Path, port: int) -> None:
-    """Writes the port so that a reader sees all of it or no file. Raises OSError."""
-    draft = path.with_name(f".{path.name}.new")
-    draft.write_text(f"{port}\n")
-    draft.replace(path)
-
-
 def stop_event() -> asyncio.Event:
     """An event that SIGTERM and SIGINT set."""
     event = asyncio.Event()
@@ -157,8 +149,8 @@ def stop_event() -> asyncio.Event:
 
 
 def spare_the_collector() -> None:
-    """Takes everything there is by now (modules, pools, models) out of what the garbage collector goes through. To be
-    called once, before serving: a full collection stops the process for as long as a step or several.
+    """Hides all objects made so far (modules, pools, models) from the garbage collector. To be called once, before
+    serving: a full collection over them stops the process for as long as a step or several.
     """
     gc.collect()
     gc.freeze()

@@ -103,7 +103,7 @@ class InProcess:
         """Collects what is in flight; the sequences leave."""
         while self._flying:
             self._collect()
-        self._backend.forget(self.states)
+        self._backend.finish(self.states)
 
     def _collect(self) -> None:
         for index, sampled in self._flying.popleft().collect().items():

@@ -25,7 +25,7 @@ START_TIMEOUT_S = 120.0
 def need_chromium() -> None:
     """Skips the test where there is no Chromium, but in CI, where there has to be."""
     if not (CHROMIUM.exists() and DRIVER.exists()) and not os.environ.get("CI"):
-        pytest.skip("needs Debian's chromium and chromium-driver")
+        pytest.skip("the live page needs a browser: apt-get install chromium chromium-driver")
 
 
 class Browser:

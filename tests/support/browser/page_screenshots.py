@@ -1,13 +1,12 @@
-"""Takes the README's pictures of the live page: a stack with an oracle backend under a small steady load, in Chromium.
+"""Takes the documents' pictures of the live page: an oracle stack under a small steady load, in Chromium.
 
-python tests/support/browser/page_screenshots.py [DIRECTORY]          # kvmanager/screenshots by default
+python tests/support/browser/page_screenshots.py [DIRECTORY]          # docs/screenshots by default
 """
 
 from __future__ import annotations
 
 import random
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -73,24 +72,22 @@ class Load:
 @contextmanager
 def loaded_page(num_blocks: int, step_ms: int, *manager: str) -> Iterator[tuple[Stack, Browser]]:
     """A page of a stack under load, open in a browser."""
-    with tempfile.TemporaryDirectory() as directory:
-        port_file = Path(directory) / "port"
-        http = ["--http-listen", "127.0.0.1:0", "--http-port-file", str(port_file)]
-        executor = [*ORACLE, "--kv-memory", "2GiB", "--step-time-ms", str(step_ms)]
-        with (
-            running_stack(executor, ["--num-device-blocks", str(num_blocks), *http, *manager]) as stack,
-            running_browser() as browser,
-        ):
-            with PageKVClient(stack.target) as client:
-                client.generate(PROMPT, max_tokens=8, ignore_eos=True)
-                client.pin_prefix(PROMPT, 3600)
-            load = Load(stack)
-            try:
-                browser.look(1280, 800)
-                browser.open(f"http://127.0.0.1:{port_file.read_text().strip()}/")
-                yield stack, browser
-            finally:
-                load.stop()
+    executor = [*ORACLE, "--kv-memory", "2GiB", "--step-time-ms", str(step_ms)]
+    http = ["--http-listen", "127.0.0.1:0"]
+    with (
+        running_stack(executor, ["--num-device-blocks", str(num_blocks), *http, *manager]) as stack,
+        running_browser() as browser,
+    ):
+        with PageKVClient(stack.target) as client:
+            client.generate(PROMPT, max_tokens=8, ignore_eos=True)
+            client.pin_prefix(PROMPT, 3600)
+        load = Load(stack)
+        try:
+            browser.look(1280, 800)
+            browser.open(f"http://{stack.manager.http}/")
+            yield stack, browser
+        finally:
+            load.stop()
 
 
 def take(directory: Path) -> None:
@@ -121,4 +118,4 @@ def take(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    take(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "kvmanager" / "screenshots")
+    take(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "screenshots")

@@ -21,7 +21,7 @@ OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_leng
 
 @dataclass
 class Result:
-    """What one sequence's stream carried: chunks joined, and its GenerateComplete."""
+    """The stream of one sequence: chunks joined, and GenerateComplete."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""

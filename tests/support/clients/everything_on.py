@@ -14,14 +14,14 @@ ASKED_FOR = bool(os.environ.get("PAGEKV_TEST_EVERYTHING_ON"))
 
 
 def flags(directory: Path, spans: str) -> list[str]:
-    """Of a manager: sockets and files are in this directory, which no other manager uses; spans go to that URL. Not
+    """Flags of a manager: sockets and files are in `directory`, which no other manager uses; spans go to `spans`. Not
     --page-text, which shows what tests of the page want hidden.
     """
     return [
-        *("--gateway-api", "--page", "--kv-events", "--kv-events-endpoint", f"ipc://{directory}/events"),
+        *("--gateway-api", "--kv-events", "--kv-events-endpoint", f"ipc://{directory}/events"),
         *("--kv-events-replay-endpoint", replays(directory), "--record-steps", str(directory / "steps")),
         *("--record", str(directory / "trace.jsonl"), "--otlp-endpoint", spans),
-        *("--http-listen", "127.0.0.1:0", "--http-port-file", str(directory / "port")),
+        *("--http-listen", "127.0.0.1:0"),
     ]
 
 

@@ -73,14 +73,14 @@ def shared_prefix_prompts(prefixes: int, prefix_words: int, requests: int, seed:
 
 @dataclass
 class LoadResult:
-    """What came of a load. Tokens are those of the prompts, from the answers' `usage`."""
+    """The result of a load. Tokens are those of the prompts, from the answers' `usage`."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completed: int = 0
-    # Of requests that got no answer at all.
+    # Errors of requests that got no answer at all.
     lost: list[str] = field(default_factory=list)
-    # Of streams that broke after their first piece, which nobody can retry but the caller.
+    # Errors of streams that broke after their first piece, which only the caller can retry.
     broken_streams: list[str] = field(default_factory=list)
 
     @property

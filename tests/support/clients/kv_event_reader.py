@@ -89,7 +89,7 @@ class EventReplica:
 
 
 async def replayed(dealer: zmq.asyncio.Socket) -> EventReplica:
-    """What every event there was makes; the socket is connected to the endpoint for replays."""
+    """The tables that all events so far add up to; the socket is connected to the endpoint for replays."""
     replica = EventReplica()
     await dealer.send_multipart((b"", bytes(8)))
     while True:

@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector of a few lines: keeps the spans that it is sent over OTLP/HTTP."""
+"""An OpenTelemetry collector of a few lines: keeps the spans that arrive over OTLP/HTTP."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
 class Collector(ThreadingHTTPServer):
-    """On a free port of its own."""
+    """A collector on a free port."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -41,7 +41,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def collector() -> Iterator[Collector]:
-    """One that listens."""
+    """A collector that listens."""
     server = Collector()
     # A daemon, as one that serves until the process ends must not keep it from ending.
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)

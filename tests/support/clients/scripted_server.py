@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -50,7 +51,7 @@ class ScriptedServer:
 
     port: int = 0
     steps: deque[_Step] = field(default_factory=deque)
-    # What went wrong inside handlers, where an assertion would only reach the client as a status.
+    # Failures inside handlers, where an assertion would only reach the client as a status.
     problems: list[str] = field(default_factory=list)
     # Methods of calls with `Hangs` in their script that are over.
     cancelled: list[str] = field(default_factory=list)
@@ -74,6 +75,13 @@ class ScriptedServer:
         self.port = server.add_insecure_port(f"127.0.0.1:{self.port}")
         server.start()
         self._server = server
+
+    def wait_cancelled(self, method: str) -> None:
+        """Waits until a call of this method that hung is over. Raises AssertionError after a minute."""
+        deadline = time.monotonic() + 60
+        while method not in self.cancelled and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert self.cancelled == [method]
 
     def stop(self) -> None:
         """Drops every connection at once, as a killed process does."""
@@ -111,7 +119,7 @@ class ScriptedServer:
             if isinstance(reply, Fails):
                 _abort(context, reply.error)
             elif isinstance(reply, Hangs):
-                gone.wait(20)
+                gone.wait(120)
                 return
             elif callable(reply):
                 reply()
@@ -165,7 +173,7 @@ def chunk(
     """A GenerateResponse with a chunk; the text of token 7 is "t7 " unless given; `done` tokens came before."""
     return pb.GenerateResponse(
         request_id="req",
-        # As the real server, which says it in the first message of a call.
+        # The real server says it in the first message of a call.
         model_fingerprint="" if done else MODEL,
         chunk=pb.GenerateChunk(
             index=index,

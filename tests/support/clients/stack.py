@@ -8,14 +8,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.clients import everything_on
+
+from pagekv.common.port_file import read_port_file
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCE_ROOTS = ("proto", "kvmanager", "executor", "kernels", "client")
@@ -27,6 +30,11 @@ ORACLE = ("--backend", "oracle", "--model", "demo")
 # manager and the client run on the same few cores, where compute threads that wait for each other take many times as
 # long.
 CPU = ("--model", "demo", "--dtype", "float64", "--threads", "1", "--kv-memory", "512MiB")
+
+
+def port_of(listening: Mapping[str, Any]) -> int:
+    """The gRPC port of a process that wrote this line."""
+    return int(listening["listen"].rpartition(":")[2])
 
 
 def environment() -> dict[str, str]:
@@ -47,6 +55,8 @@ class Process:
     args: Sequence[str]
     directory: Path
     port: int = 0
+    # Address of the HTTP port; empty without one.
+    http: str = ""
     popen: subprocess.Popen[bytes] | None = None
     log: Path = field(init=False)
     watching: tempfile.TemporaryDirectory[str] | None = None
@@ -63,14 +73,14 @@ class Process:
         with self.log.open("ab") as log:
             self.popen = subprocess.Popen(command, env=environment(), stdout=log, stderr=log, cwd=self.directory)
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not port_file.exists():
+        while not (listening := read_port_file(port_file)):
             if self.popen.poll() is not None or time.monotonic() > deadline:
                 raise AssertionError(f"{self.module} did not start:\n{self.tail()}")
             time.sleep(0.01)
-        self.port = int(port_file.read_text())
+        self.port, self.http = port_of(listening), listening.get("http", "")
 
     def _watching(self) -> list[str]:
-        """What is switched on of a manager before what a test asks for."""
+        """Flags that switch everything on for a manager, before those that a test gives."""
         if not everything_on.ASKED_FOR or self.module != MANAGER:
             return []
         if self.watching is not None:

@@ -19,7 +19,7 @@ from pagekv.kvmanager.engine.observer import Observer
 from pagekv.kvmanager.engine.recovery import Fault
 from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.stream import RequestStream
-from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 
 VOCAB = 50
@@ -123,18 +123,9 @@ def config(**changes: object) -> EngineConfig:
         executor="nowhere",
         block_size=4,
         num_device_blocks=0,
-        num_host_blocks=0,
-        max_model_len=0,
         max_queue=100,
         max_unread=1000,
-        priority_aging=256,
-        pipeline_depth=2,
         step_timeout_s=5,
-        step_attempts=3,
-        take_over=False,
-        eviction_policy="slru",
-        protected_share=0.2,
-        max_pinned_share=0.5,
         limits=SchedulerLimits(max_batch_tokens=64, max_running=32, watermark=0.0, prefix_cache=True),
     )
     return replace(base, **changes)  # type: ignore[arg-type]  # tests give what the fields are

@@ -83,43 +83,43 @@ class FakeExecutor:
         self.largest_step = 0
 
     def run(self, plan: StepPlan) -> StepResult:
-        for handle in plan.finished:
-            del self.live[handle]
-        for move in plan.moves:
+        for seq_id in plan.finished:
+            del self.live[seq_id]
+        for move in plan.copies:
             self._copy(move)
         for new in plan.new:
-            assert new.handle not in self.live
+            assert new.seq_id not in self.live
             assert 0 <= new.computed_tokens < len(new.token_ids)
             search = new.sequence.request.search
             wanted = 0 if search is None else search.num_candidates
             identity = new.sequence.request.command.identity
             tokens, table = list(new.token_ids), list(new.block_ids)
-            self.live[new.handle] = _Live(tokens, table, new.computed_tokens, wanted, identity)
-        for handle, block in zip(plan.append_handles, plan.append_blocks, strict=True):
-            self.live[handle].table.append(block)
-        counts = dict(zip(plan.scheduled_handles, plan.scheduled_tokens, strict=True))
-        assert len(counts) == len(plan.scheduled_handles), "a sequence is scheduled twice"
-        shares = [(handle, seq, counts.get(handle, 1)) for handle, seq in self.live.items()]
+            self.live[new.seq_id] = _Live(tokens, table, new.computed_tokens, wanted, identity)
+        for seq_id, block in zip(plan.append_seq_ids, plan.append_blocks, strict=True):
+            self.live[seq_id].table.append(block)
+        counts = dict(zip(plan.scheduled_seq_ids, plan.scheduled_tokens, strict=True))
+        assert len(counts) == len(plan.scheduled_seq_ids), "a sequence is scheduled twice"
+        shares = [(seq_id, seq, counts.get(seq_id, 1)) for seq_id, seq in self.live.items()]
         self._write(shares)
-        prefixes = [(handle, self._read(seq, count)) for handle, seq, count in shares if self._samples(seq, count)]
-        sampled = [(handle, next_token(prefix, self.vocab)) for handle, prefix in prefixes]
+        prefixes = [(seq_id, self._read(seq, count)) for seq_id, seq, count in shares if self._samples(seq, count)]
+        sampled = [(seq_id, next_token(prefix, self.vocab)) for seq_id, prefix in prefixes]
         logprobs = {
-            handle: TokenLogprobs(0, 0.0, tuple(likeliest(prefix, self.vocab, self.live[handle].num_candidates)))
-            for handle, prefix in prefixes
-            if self.live[handle].num_candidates
+            seq_id: TokenLogprobs(0, 0.0, tuple(likeliest(prefix, self.vocab, self.live[seq_id].num_candidates)))
+            for seq_id, prefix in prefixes
+            if self.live[seq_id].num_candidates
         }
         computed = sum(count for _, _, count in shares)
         assert computed == plan.num_tokens
-        for handle, seq, count in shares:
+        for seq_id, seq, count in shares:
             seq.computed += count
-            assert seq.computed <= len(seq.tokens), f"sequence {handle} computes past its tokens"
-        for handle, token in sampled:
-            self.live[handle].tokens.append(token)
+            assert seq.computed <= len(seq.tokens), f"sequence {seq_id} computes past its tokens"
+        for seq_id, token in sampled:
+            self.live[seq_id].tokens.append(token)
         self.steps += 1
         self.computed_tokens += computed
         self.largest_step = max(self.largest_step, computed)
-        handles, tokens = [handle for handle, _ in sampled], [token for _, token in sampled]
-        return StepResult(self.steps, handles, tokens, logprobs, computed, 0, 0)
+        seq_ids, tokens = [seq_id for seq_id, _ in sampled], [token for _, token in sampled]
+        return StepResult(self.steps, seq_ids, tokens, logprobs, computed, 0, 0)
 
     def _copy(self, move: BlockCopy) -> None:
         """A whole block: slots that were never written arrive unwritten."""
@@ -144,9 +144,9 @@ class FakeExecutor:
 
     def _write(self, shares: list[tuple[int, _Live, int]]) -> None:
         written: set[tuple[int, int]] = set()
-        for handle, seq, count in shares:
+        for seq_id, seq, count in shares:
             for position in range(seq.computed, seq.computed + count):
-                assert position // self.block_size < len(seq.table), f"sequence {handle} has no block for {position}"
+                assert position // self.block_size < len(seq.table), f"sequence {seq_id} has no block for {position}"
                 block = seq.table[position // self.block_size]
                 assert 0 <= block < self.num_blocks
                 slot = (block, position % self.block_size)

@@ -15,7 +15,7 @@ from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.pins import Pins
 from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.stream import RequestStream
-from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus, live_request
 from pagekv.kvmanager.scheduling.step_plan import CopyKind, StepPlan
@@ -130,7 +130,6 @@ class Driver:
             self.in_flight.append(plan)
             self.plans.append(plan)
             self._send(plan)
-        self.scheduler.sync()
         return plan
 
     def complete(self) -> bool:
@@ -140,7 +139,6 @@ class Driver:
         plan = self.in_flight.popleft()
         outcome = self.executor.run(plan)
         deliver(self.scheduler.commit(plan, outcome), outcome)
-        self.scheduler.sync()
         return True
 
     def step(self) -> bool:
@@ -176,12 +174,12 @@ class Driver:
 
 def copies(plan: StepPlan) -> list[tuple[int, int]]:
     """Copies on the device, (source, destination)."""
-    return [(move.source, move.destination) for move in plan.moves if move.kind is CopyKind.COPY]
+    return [(move.source, move.destination) for move in plan.copies if move.kind is CopyKind.COPY]
 
 
 def moves(driver: Driver, kind: CopyKind) -> list[tuple[int, int]]:
     """All copies of a kind so far, (source, destination)."""
-    return [(m.source, m.destination) for plan in driver.plans for m in plan.moves if m.kind is kind]
+    return [(m.source, m.destination) for plan in driver.plans for m in plan.copies if m.kind is kind]
 
 
 def output(request: LiveRequest, index: int = 0) -> list[int]:

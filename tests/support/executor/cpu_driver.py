@@ -20,7 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from pagekv.executor.backend.interface import BlockCopies, CopyKind, Sampled, Sampling, Scheduled, SequenceState
+from pagekv.executor.backend.interface import BlockCopies, CopyDirection, Launch, Sampling, Scheduled, SequenceState
 
 VOCAB = 256
 # Wide weights: flat logits would make near ties, and the same token over and over.
@@ -91,7 +91,7 @@ def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
 
 
 def reference(model: Any, prompt: list[int], new: int) -> list[int]:
-    """What transformers' `generate` answers greedily; checks that it is worth comparing with."""
+    """The greedy answer of transformers' `generate`; checks that a comparison with it proves something."""
     with torch.inference_mode():
         ids = torch.tensor([prompt])
         out = model.generate(
@@ -125,7 +125,7 @@ class Driven(Protocol):
     def cache(self) -> Pools: ...
     def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None: ...
     def copy_blocks(self, copies: BlockCopies) -> None: ...
-    def execute(self, scheduled: list[Scheduled]) -> dict[int, Sampled]: ...
+    def launch(self, scheduled: list[Scheduled]) -> Launch: ...
 
 
 class Driver:
@@ -155,7 +155,7 @@ class Driver:
 
     def preempt(self, state: SequenceState) -> None:
         """Drops the sequence's blocks: everything is computed again, elsewhere."""
-        # Poison: whoever still reads here finds out.
+        # Poison: a sequence that still reads here gets NaN.
         self.backend.cache.device[state.block_table] = math.nan
         self.free[:0] = state.block_table
         state.block_table, state.computed_tokens = [], 0
@@ -163,11 +163,11 @@ class Driver:
     def swap_out_and_in(self, state: SequenceState) -> None:
         """Moves the sequence to the host pool and back into other blocks."""
         host = list(range(len(state.block_table)))[::-1]
-        self.backend.copy_blocks(BlockCopies(CopyKind.SWAP_OUT, state.block_table, host))
+        self.backend.copy_blocks(BlockCopies(CopyDirection.SWAP_OUT, state.block_table, host))
         self.backend.cache.device[state.block_table] = math.nan
         self.free[:0] = state.block_table
         state.block_table = [self.free.pop() for _ in host]
-        self.backend.copy_blocks(BlockCopies(CopyKind.SWAP_IN, host, state.block_table))
+        self.backend.copy_blocks(BlockCopies(CopyDirection.SWAP_IN, host, state.block_table))
 
     def step(self, counts: dict[int, int], states: list[SequenceState]) -> None:
         """One step: `counts` tokens of each state by seq_id (0: sits out), as many as it has if that is less."""
@@ -179,7 +179,7 @@ class Driver:
             while len(state.block_table) * self.block_size < state.computed_tokens + count:
                 state.block_table.append(self.free.pop())
             scheduled.append(Scheduled(state, state.computed_tokens, count))
-        sampled = self.backend.execute(scheduled)
+        sampled = self.backend.launch(scheduled).collect()
         assert set(sampled) == {item.state.seq_id for item in scheduled if item.samples}
         for item in scheduled:
             item.state.computed_tokens += item.count

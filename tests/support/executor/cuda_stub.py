@@ -21,7 +21,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from host_build import HostLauncher
+from support.kernels.host_build import HostLauncher
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

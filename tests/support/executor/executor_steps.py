@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
-from pagekv.executor.backend.interface import CopyKind
+from pagekv.executor.backend.interface import BlockCopies, CopyDirection, Sampling, SequenceState
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel
 from pagekv.executor.session.epoch import Epoch
-from pagekv.executor.session.step import ExecutedStep, MemoryOp, NewSequence, Step, StepSampling
+from pagekv.executor.session.step import ExecutedStep, Step
 from pagekv.executor.session.step_check import EpochLimits
 
 EPOCH = 77
 VOCAB = 512
 
 
-def new_sequence(seq_id: int, tokens: list[int], blocks: list[int], computed: int = 0, **fields: Any) -> NewSequence:
-    """A new sequence that is all prompt, greedy; `fields` of NewSequence override."""
+def new_sequence(seq_id: int, tokens: list[int], blocks: list[int], computed: int = 0, **fields: Any) -> SequenceState:
+    """A new sequence that is all prompt, greedy; `fields` of SequenceState override."""
     values: dict[str, Any] = {
         "seq_id": seq_id,
         "token_ids": list(tokens),
         "num_prompt_tokens": len(tokens),
-        "block_ids": list(blocks),
+        "block_table": list(blocks),
         "computed_tokens": computed,
-        "sampling": StepSampling(),
+        "sampling": Sampling(),
     }
-    return NewSequence(**{**values, **fields})
+    return SequenceState(**{**values, **fields})
 
 
-def memory_op(kind: CopyKind | None, sources: list[int], destinations: list[int]) -> MemoryOp:
+def memory_op(kind: CopyDirection | None, sources: list[int], destinations: list[int]) -> BlockCopies:
     """A memory operation."""
-    return MemoryOp(kind, sources, destinations)
+    return BlockCopies(kind, sources, destinations)
+
+
+def checksum(backend: OracleBackend) -> str:
+    """A digest of both pools."""
+    digest = hashlib.sha256()
+    for pool in (backend._device, backend._host):
+        digest.update(pool.tokens.tobytes())
+        digest.update(pool.digests.tobytes())
+    return digest.hexdigest()
 
 
 class World:
@@ -57,7 +67,7 @@ class World:
 
     def run(self, **columns: Any) -> ExecutedStep:
         """Runs the next step."""
-        return self.epoch.run(self.step(**columns))
+        return self.epoch.launch(self.step(**columns)).collect()
 
     def enter(self, seq_id: int, tokens: list[int], blocks: list[int], count: int | None = None) -> ExecutedStep:
         """Runs a step in which one sequence enters and computes `count` tokens (all of them by default), and nobody
@@ -75,4 +85,4 @@ class World:
             for s in self.epoch.live.values()
         ]
         held = {seq_id: frozenset(blocks) for seq_id, blocks in self.epoch.held.items()}
-        return self.backend.checksum(), live, held, self.epoch.next_step
+        return checksum(self.backend), live, held, self.epoch.next_step

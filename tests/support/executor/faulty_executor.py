@@ -81,7 +81,7 @@ def load_backend(config: ExecutorConfig) -> Backend:
         raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
     if os.environ["FAULTY_BACKEND"] == "emulated":
         return emulated(fails_at)
-    return FaultyOracle(OracleModel(), fails_at, config.step_time_ms / 1e3)
+    return FaultyOracle(OracleModel(), fails_at, config.oracle.step_time_ms / 1e3)
 
 
 if __name__ == "__main__":

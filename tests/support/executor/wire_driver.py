@@ -10,10 +10,11 @@ from collections import deque
 from typing import Any
 
 from support.engine.scheduler_driver import Driver
+from support.executor.expected_tokens import expected_tokens
 
 from pagekv.executor.backend.interface import Backend, SequenceState
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel
-from pagekv.executor.oracle.reference import FIRST, choose_token, expected_tokens, extend_chain, likeliest
+from pagekv.executor.oracle.reference import FIRST, choose_token, extend_chain, likeliest
 from pagekv.executor.rpc import wire as executor_wire
 from pagekv.executor.session.epoch import Epoch
 from pagekv.executor.session.step_check import EpochLimits
@@ -70,7 +71,7 @@ class WireExecutor:
         """Runs the oldest step that was sent, which must be that of `plan`."""
         step = executor_wire.step(pb.StepRequest.FromString(self._sent.popleft()))
         self.num_copies += sum(len(op.sources) for op in step.memory_ops)
-        report = self.epoch.run(step)
+        report = self.epoch.launch(step).collect()
         self.largest_step = max(self.largest_step, report.computed_tokens)
         result = executor_wire.step_result(report).SerializeToString()
         outcome = wire.step_outcome(pb.StepResult.FromString(result))
@@ -80,7 +81,7 @@ class WireExecutor:
 
 
 class WireDriver(Driver):
-    """A Driver whose executor is the real one, as far as it goes without a process and a model. It takes exactly as
+    """A Driver whose executor is the real one, as far as it goes without a process and a model; it takes exactly as
     many sequences as the scheduler may have running.
     """
 
@@ -93,7 +94,7 @@ class WireDriver(Driver):
 
 
 def expected_output(command: GenerateCommand, index: int, vocab: int, eos: tuple[int, ...]) -> list[int]:
-    """What a sequence must generate over the oracle, resumed tokens left out."""
+    """The output of a sequence over the oracle, without resumed tokens."""
     sampling, resumed = command.sampling, command.resumed_tokens
     return expected_tokens(
         command.prompt_ids,
@@ -110,7 +111,7 @@ def expected_output(command: GenerateCommand, index: int, vocab: int, eos: tuple
 
 
 def expected_results(command: GenerateCommand, vocab: int, eos: tuple[int, ...]) -> list[list[int]]:
-    """What a beam search must return over the oracle, best first: the search itself, without blocks."""
+    """The results of a beam search over the oracle, best first: the search itself, without blocks."""
     sampling = command.sampling
     ends = sampling.end_ids(eos)
     search = BeamSearch(

@@ -43,7 +43,7 @@ class BlockingStream:
 
 
 class BlockingAsyncClient:
-    """An AsyncPageKVClient with the methods of a PageKVClient, on an event loop that runs in a thread of its own."""
+    """An AsyncPageKVClient with the methods of a PageKVClient, on an event loop in another thread."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._loop = asyncio.new_event_loop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagekv.executor.config import parse_config
+from pagekv.executor.config import OracleConfig, parse_config
 
 
 def test_defaults() -> None:
@@ -13,7 +13,7 @@ def test_defaults() -> None:
     assert (config.dtype, config.threads, config.kv_memory, config.memory_share) == ("auto", 0, 0, None)
     assert (config.kv_dtype, config.cuda_graphs) == ("auto", True)
     assert (config.max_sequences, config.grace_s, config.port_file, config.reflection) == (1024, 10.0, "", True)
-    assert (config.eos_token_ids, config.vocab_size, config.max_model_len) == (None, 0, 0)
+    assert config.oracle == OracleConfig(0.0, 0, 0, None)
 
 
 def test_the_oracle_has_no_model_unless_asked() -> None:
@@ -24,7 +24,7 @@ def test_the_oracle_has_no_model_unless_asked() -> None:
 def test_environment_is_checked_and_the_flag_wins() -> None:
     env = {"PAGEKV_BACKEND": "oracle", "PAGEKV_STEP_TIME_MS": "5", "PAGEKV_EOS": "3, 4", "PAGEKV_REFLECTION": "no"}
     config = parse_config(["--step-time-ms", "7"], env=env)
-    assert (config.backend, config.step_time_ms, config.eos_token_ids, config.reflection) == (
+    assert (config.backend, config.oracle.step_time_ms, config.oracle.eos_token_ids, config.reflection) == (
         "oracle",
         7.0,
         (3, 4),
@@ -45,7 +45,6 @@ def test_environment_is_checked_and_the_flag_wins() -> None:
         (["--memory-share", "nan"], "--memory-share", "from 0.05 to 0.9, got 'nan'"),
         (["--max-sequences", "0"], "--max-sequences", "from 1 to 65536, got '0'"),
         (["--step-time-ms", "inf"], "--step-time-ms", "from 0 to 60000, got 'inf'"),
-        (["--token-time-us", "-1"], "--token-time-us", "from 0 to 1e+06"),
         (["--vocab-size", "many"], "--vocab-size", "got 'many'"),
         (["--eos", "1,x"], "--eos", "token ids joined by commas, none, or auto, got '1,x'"),
         (["--eos", ""], "--eos", "got ''"),

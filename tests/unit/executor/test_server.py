@@ -16,20 +16,28 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.clients.stack import Process, environment
 
+from pagekv.common.port_file import read_port_file
 from pagekv.executor.backend.layout import LAYOUT
 from pagekv.v1 import executor_service_pb2 as pb
 from pagekv.v1 import executor_service_pb2_grpc as pb_grpc
 
 pytestmark = pytest.mark.e2e
 
-# Measured: 0.3 to 0.6 s. The bound allows for a machine that is busy with other things.
-START_BOUND_S = 15.0
+# A start takes 0.3 to 0.6 s; the bound only keeps a test of a process that hangs from lasting for ever.
+START_BOUND_S = 60.0
 
 
 def execute(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60, check=False
     )
+
+
+def wait_for_file(path: Path) -> None:
+    deadline = time.monotonic() + START_BOUND_S
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def steps(epoch: int, count: int) -> Iterator[pb.StepRequest]:
@@ -41,21 +49,19 @@ def steps(epoch: int, count: int) -> Iterator[pb.StepRequest]:
         yield pb.StepRequest(epoch=epoch, step=step)
 
 
-def test_starts_fast_and_sigterm_finishes_the_step_and_exits_0(tmp_path: Path) -> None:
+def test_sigterm_finishes_the_step_under_way_and_exits_0(tmp_path: Path) -> None:
     process = Process("pagekv.executor.server", ["--backend", "oracle", "--step-time-ms", "200"], tmp_path)
     begin = time.perf_counter()
     process.start()
     try:
         process.wait_serving()
-        seconds = time.perf_counter() - begin
-        print(f"the oracle serves after {seconds:.2f} s")
-        assert seconds < START_BOUND_S
+        print(f"the oracle serves after {time.perf_counter() - begin:.2f} s")
         with grpc.insecure_channel(process.target) as channel:
             stub = pb_grpc.ExecutorServiceStub(channel)
             request = pb.AttachRequest(manager_id="test", block_size=16, num_device_blocks=32, layout=LAYOUT)
             epoch = stub.Attach(request).epoch
             assert epoch > time.time_ns() - 10**12
-            call = stub.Run(steps(epoch, 8))
+            call = stub.Run(steps(epoch, 300))
             assert next(call).step == 1
             stopped = threading.Thread(target=process.stop)
             stopped.start()
@@ -64,7 +70,7 @@ def test_starts_fast_and_sigterm_finishes_the_step_and_exits_0(tmp_path: Path) -
                 seen.extend(result.step for result in call)
             assert cast("grpc.Call", caught.value).code() is grpc.StatusCode.UNAVAILABLE
             assert seen[0] == 2
-            assert seen[-1] < 8  # the step under way was reported, those behind it were not run
+            assert seen[-1] < 300  # the step under way was reported, those behind it were not run
             stopped.join(30)
         assert process.popen is not None
         assert process.popen.wait(30) == 0
@@ -165,11 +171,8 @@ def test_sigterm_while_loading_and_answers_until_loaded(tmp_path: Path) -> None:
     )
     popen = subprocess.Popen([sys.executable, "-c", code], env=environment(), stderr=subprocess.PIPE, text=True)
     try:
-        deadline = time.monotonic() + START_BOUND_S
-        while not port_file.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        with grpc.insecure_channel(f"127.0.0.1:{port_file.read_text().strip()}") as channel:
+        wait_for_file(port_file)
+        with grpc.insecure_channel(read_port_file(port_file)["listen"]) as channel:
             health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
             assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
             with pytest.raises(grpc.RpcError, match="still loading its model"):
@@ -184,19 +187,28 @@ def test_sigterm_while_loading_and_answers_until_loaded(tmp_path: Path) -> None:
 
 
 def test_a_step_beyond_the_grace_time_does_not_hold_the_exit(tmp_path: Path) -> None:
-    args = ["--backend", "oracle", "--step-time-ms", "60000", "--grace-s", "0.2"]
-    process = Process("pagekv.executor.server", args, tmp_path)
-    process.start()
+    port_file, begun = tmp_path / "port", tmp_path / "begun"
+    code = (
+        "import sys, time; from pathlib import Path; from pagekv.executor import server\n"
+        "from pagekv.executor.oracle.backend import OracleBackend, OracleModel\n"
+        f"sleep = lambda seconds: (Path({str(begun)!r}).touch(), time.sleep(seconds))\n"
+        "server.load_backend = lambda config: OracleBackend(OracleModel(), step_time_s=600, sleep=sleep)\n"
+        "args = ['--backend', 'oracle', '--listen', '127.0.0.1:0', '--grace-s', '0.2']\n"
+        f"sys.exit(server.main([*args, '--port-file', {str(port_file)!r}]))"
+    )
+    popen = subprocess.Popen([sys.executable, "-c", code], env=environment(), stderr=subprocess.PIPE, text=True)
     try:
-        process.wait_serving()
-        with grpc.insecure_channel(process.target) as channel:
+        wait_for_file(port_file)
+        with grpc.insecure_channel(f"127.0.0.1:{port_file.read_text().strip()}") as channel:
             stub = pb_grpc.ExecutorServiceStub(channel)
             request = pb.AttachRequest(manager_id="test", block_size=16, num_device_blocks=32, layout=LAYOUT)
-            call = stub.Run(steps(stub.Attach(request).epoch, 2))
-            time.sleep(0.2)
+            call = stub.Run(steps(stub.Attach(request, wait_for_ready=True).epoch, 2))
+            wait_for_file(begun)
             assert call.is_active()
-            assert process.stop(START_BOUND_S) == 0
-            assert "in the middle of work" in process.tail()
+            popen.send_signal(signal.SIGTERM)
+            _, log = popen.communicate(timeout=START_BOUND_S)
+        assert popen.returncode == 0, log
+        assert "in the middle of work" in log
     finally:
-        if process.popen is not None and process.popen.poll() is None:
-            process.kill()
+        popen.kill()
+        popen.wait()

@@ -409,7 +409,7 @@ def test_results_are_copied_after_every_step(tmp_path: Path, monkeypatch: pytest
 # --- the rehearsal, in small: real steps over the emulated kernels
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rehearsal_in_small(tmp_path: Path) -> None:
     """An import, a fault of the device and a hang, then the same command again; and tools that are missing."""
     stage = Stage(tmp_path)

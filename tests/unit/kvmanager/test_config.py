@@ -7,8 +7,7 @@ import pytest
 from pagekv.kvmanager.config import ManagerConfig, parse_config
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.observe.flags import ObserveConfig
-from pagekv.kvmanager.observe.outlet_config import OutletConfig
-from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
 DEFAULTS = ManagerConfig(
@@ -27,14 +26,11 @@ DEFAULTS = ManagerConfig(
         num_host_blocks=0,
         max_model_len=0,
         max_queue=1024,
-        max_unread=4096,
         priority_aging=256,
         pipeline_depth=2,
         step_timeout_s=60.0,
-        step_attempts=3,
         take_over=False,
         eviction_policy="slru",
-        protected_share=0.2,
         max_pinned_share=0.5,
         limits=SchedulerLimits(
             max_batch_tokens=2048, max_running=256, watermark=0.01, prefix_cache=True, swap=SwapPolicy("auto")
@@ -63,13 +59,10 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
         "PAGEKV_NUM_HOST_BLOCKS": "9",
         "PAGEKV_PREEMPTION": "swap",
         "PAGEKV_WRITE_BACK": "on",
-        "PAGEKV_PREEMPTION_LIMIT": "7",
         "PAGEKV_MAX_MODEL_LEN": "100",
         "PAGEKV_MAX_QUEUE": "3",
-        "PAGEKV_MAX_UNREAD": "6",
         "PAGEKV_PIPELINE_DEPTH": "1",
         "PAGEKV_STEP_TIMEOUT_S": "2",
-        "PAGEKV_STEP_ATTEMPTS": "4",
         "PAGEKV_TAKE_OVER": "1",
         "PAGEKV_MAX_BATCH_TOKENS": "64",
         "PAGEKV_MAX_RUNNING": "5",
@@ -78,42 +71,62 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
         "PAGEKV_PARTIAL_HITS": "off",
         "PAGEKV_PRIORITY_AGING": "5",
         "PAGEKV_EVICTION_POLICY": "lru",
-        "PAGEKV_PROTECTED_SHARE": "0.5",
         "PAGEKV_MAX_PINNED_SHARE": "0.75",
         "PAGEKV_HTTP_LISTEN": "127.0.0.1:0",
-        "PAGEKV_HTTP_PORT_FILE": "/tmp/http",
         "PAGEKV_HTTP_NAMES": "GPU1.example, gpu1",
-        "PAGEKV_PAGE": "off",
         "PAGEKV_PAGE_TEXT": "on",
         "PAGEKV_GATEWAY_API": "on",
         "PAGEKV_OTLP_ENDPOINT": "http://collector:4318/",
         "PAGEKV_KV_EVENTS": "on",
         "PAGEKV_KV_EVENTS_ENDPOINT": "ipc:///tmp/events",
         "PAGEKV_KV_EVENTS_REPLAY_ENDPOINT": "tcp://[::1]:5558",
-        "PAGEKV_KV_EVENTS_TOPIC": "kv@here",
-        "PAGEKV_KV_EVENTS_BUFFER": "7",
-        "PAGEKV_KV_EVENTS_TOKEN_IDS": "off",
         "PAGEKV_RECORD": "/tmp/trace",
         "PAGEKV_RECORD_STEPS": "/tmp/steps",
     }
-    outlets = OutletConfig(
-        True, "ipc:///tmp/events", "tcp://[::1]:5558", "kv@here", 7, False, "/tmp/trace", "/tmp/steps"
+    observe = ObserveConfig(
+        http_listen="127.0.0.1:0",
+        http_names=("gpu1.example", "gpu1"),
+        page_text=True,
+        gateway_api=True,
+        kv_events=True,
+        kv_events_endpoint="ipc:///tmp/events",
+        kv_events_replay_endpoint="tcp://[::1]:5558",
+        record="/tmp/trace",
+        record_steps="/tmp/steps",
+        otlp_endpoint="http://collector:4318/v1/traces",
     )
-    collector, names = "http://collector:4318/v1/traces", ("gpu1.example", "gpu1")
-    observe = ObserveConfig("127.0.0.1:0", "/tmp/http", True, collector, outlets, False, True, names)
-    limits = SchedulerLimits(
-        64, 5, 0.25, False, partial_hits=False, swap=SwapPolicy("swap"), write_back=True, preemption_limit=7
+    engine = EngineConfig(
+        executor="executor:1",
+        block_size=256,
+        num_device_blocks=7,
+        num_host_blocks=9,
+        max_model_len=100,
+        max_queue=3,
+        priority_aging=5,
+        pipeline_depth=1,
+        step_timeout_s=2.0,
+        take_over=True,
+        eviction_policy="lru",
+        max_pinned_share=0.75,
+        limits=SchedulerLimits(64, 5, 0.25, False, partial_hits=False, swap=SwapPolicy("swap"), write_back=True),
+        block_ages=True,
     )
-    engine = EngineConfig("executor:1", 256, 7, 9, 100, 3, 6, 5, 1, 2.0, 4, True, "lru", 0.5, 0.75, limits, False)
-    expected = ManagerConfig("unix:/run/pagekv", "none", 0.5, "debug", "json", "/tmp/port", False, observe, engine)
+    expected = ManagerConfig(
+        "unix:/run/pagekv", "none", 0.5, "debug", "json", "/tmp/port", False, engine=engine, observe=observe
+    )
     assert parse_config([], env) == expected
     assert parse_config(["--max-queue", "9"], env).engine.max_queue == 9
+
+
+def test_what_no_flag_says_is_decided() -> None:
+    engine = parse_config([], {}).engine
+    decided = (engine.max_unread, engine.step_attempts, engine.protected_share, engine.limits.preemption_limit)
+    assert decided == (4096, 3, 0.2, 3)
 
 
 def test_blocks_have_ages_where_a_page_shows_them() -> None:
     port = ["--http-listen", "127.0.0.1:0"]
     assert parse_config(port, {}).engine.block_ages
-    assert not parse_config([*port, "--no-page"], {}).engine.block_ages
     assert not parse_config([], {}).engine.block_ages
 
 
@@ -126,15 +139,12 @@ def test_blocks_have_ages_where_a_page_shows_them() -> None:
         (["--num-device-blocks", "-1"], {}, "--num-device-blocks: must be a whole number from 0"),
         (["--num-host-blocks", "x"], {}, "--num-host-blocks: must be a whole number from 0"),
         (["--preemption", "drop"], {}, "--preemption: invalid choice: 'drop' (choose from"),
-        (["--preemption-limit", "-1"], {}, "--preemption-limit: must be a whole number from 0 to 1000000"),
         (["--max-batch-tokens", "0"], {}, "--max-batch-tokens: must be a whole number from 1 to 65536"),
         (["--max-running", "x"], {}, "--max-running: must be a whole number from 1 to 65536, got 'x'"),
         (["--max-queue", "0"], {}, "--max-queue: must be a whole number from 1 to 1000000"),
-        (["--max-unread", "0"], {}, "--max-unread: must be a whole number from 1 to 1000000"),
         (["--max-model-len", "-1"], {}, "--max-model-len: must be a whole number from 0"),
         (["--watermark", "nan"], {}, "--watermark: must be a number from 0 to 0.5, got 'nan'"),
         (["--eviction-policy", "fifo"], {}, "--eviction-policy: invalid choice: 'fifo' (choose from"),
-        (["--protected-share", "1.5"], {}, "--protected-share: must be a number from 0 to 1, got '1.5'"),
         (["--pipeline-depth", "3"], {}, "--pipeline-depth: must be a whole number from 1 to 2, got '3'"),
         (["--step-timeout-s", "0"], {}, "--step-timeout-s: must be a number from 0.1 to 3600"),
         (["--otlp-endpoint", "localhost:4318"], {}, "--otlp-endpoint: must be a URL such as http://127.0.0.1:4318"),
@@ -142,18 +152,16 @@ def test_blocks_have_ages_where_a_page_shows_them() -> None:
         (["--http-listen", "unix:/x"], {}, "--http-listen: must be host:port with a port from 0 to 65535, or empty"),
         (["--kv-events-endpoint", "127.0.0.1:5557"], {}, "--kv-events-endpoint: must be tcp://host:port with a port"),
         (["--kv-events-endpoint", "tcp://*:x"], {}, "--kv-events-endpoint: must be tcp://host:port with a port"),
-        (["--kv-events-topic", "x" * 256], {}, "--kv-events-topic: must be up to 255 bytes, has 256"),
-        (["--kv-events-buffer", "0"], {}, "--kv-events-buffer: must be a whole number from 1 to 1000000"),
         (["--grace-s", "-1"], {}, "--grace-s: must be a number from 0 to 3600"),
-        (["--kv-events-topic", "x"], {}, "--kv-events-topic: has no effect without --kv-events"),
         (["--kv-events-endpoint=tcp://*:0"], {}, "--kv-events-endpoint: has no effect without --kv-events"),
         (["--kv-events-replay-endpoint=tcp://*:0"], {}, "--kv-events-replay-endpoint: has no effect without --kv-e"),
-        (["--kv-events-buffer=10000"], {}, "--kv-events-buffer: has no effect without --kv-events"),
-        (["--no-kv-events-token-ids"], {}, "--kv-events-token-ids: has no effect without --kv-events"),
-        (["--http-port-file=p"], {}, "--http-port-file: has no effect without --http-listen"),
         (["--page-text"], {}, "--page-text: has no effect without --http-listen"),
         (["--http-names", "a"], {}, "--http-names: has no effect without --http-listen"),
-        (["--kv-events-topic=x", "--no-kv-events"], {}, "--kv-events-topic: has no effect without --kv-events"),
+        (
+            ["--kv-events-endpoint=tcp://*:0", "--no-kv-events"],
+            {},
+            "--kv-events-endpoint: has no effect without --kv-events",
+        ),
         (["--log-level", "loud"], {}, "--log-level: invalid choice: 'loud'"),
         ([], {"PAGEKV_MAX_QUEUE": "0"}, "--max-queue (from PAGEKV_MAX_QUEUE): must be"),
         ([], {"PAGEKV_LOG_FORMAT": "xml"}, "PAGEKV_LOG_FORMAT: must be one of text, json, got 'xml'"),
@@ -173,13 +181,10 @@ def test_a_bad_value_is_refused_by_name(
     ("argv", "env"),
     [
         # Variables are for many commands.
-        ([], {"PAGEKV_KV_EVENTS_TOPIC": "x", "PAGEKV_HTTP_NAMES": "", "PAGEKV_PAGE_TEXT": "on"}),
-        (["--kv-events"], {"PAGEKV_KV_EVENTS_TOPIC": "x"}),
-        (["--kv-events-topic", "x"], {"PAGEKV_KV_EVENTS": "on"}),
+        ([], {"PAGEKV_KV_EVENTS_ENDPOINT": "tcp://*:0", "PAGEKV_HTTP_NAMES": "", "PAGEKV_PAGE_TEXT": "on"}),
+        (["--kv-events"], {"PAGEKV_KV_EVENTS_ENDPOINT": "tcp://*:0"}),
+        (["--kv-events-endpoint", "tcp://*:0"], {"PAGEKV_KV_EVENTS": "on"}),
         (["--page-text"], {"PAGEKV_HTTP_LISTEN": "127.0.0.1:0"}),
-        # The page is on by default.
-        (["--no-page"], {}),
-        (["--page"], {}),
     ],
 )
 def test_what_is_not_asked_for_on_the_command_line_is_not_refused(argv: list[str], env: dict[str, str]) -> None:

@@ -16,8 +16,10 @@ from typing import cast
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.clients.stack import port_of
 from support.engine import small_tokenizers
 
+from pagekv.common.port_file import read_port_file
 from pagekv.kvmanager import server
 from pagekv.kvmanager.config import ManagerConfig, parse_config
 from pagekv.kvmanager.engine.interface import EngineInfo
@@ -63,11 +65,11 @@ class Running:
         return caught.value
 
 
-def port_of(path: Path) -> int:
+def bound_port(path: Path) -> int:
     """Waits for the port file."""
     for _ in range(2000):
-        if path.exists():
-            return int(path.read_text())
+        if listening := read_port_file(path):
+            return port_of(listening)
         time.sleep(0.005)
     raise AssertionError("no port file was written")
 
@@ -79,7 +81,7 @@ def run(manager_config: ManagerConfig, body: Callable[[Running], Awaitable[None]
         stop = asyncio.Event()
         manager = server.Manager(manager_config, None)
         task = asyncio.create_task(manager.run(stop))
-        port = await asyncio.to_thread(port_of, Path(manager_config.port_file))
+        port = await asyncio.to_thread(bound_port, Path(manager_config.port_file))
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             await body(Running(manager, channel))
             stop.set()
@@ -106,6 +108,23 @@ def test_without_an_executor_it_listens_says_so_and_stops_cleanly(tmp_path: Path
 
     assert run(config(tmp_path), body) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["port"]
+
+
+def test_the_port_file_says_where_everything_listens_and_what_is_recorded(tmp_path: Path) -> None:
+    http, events = ["--http-listen", "127.0.0.1:0"], ["--kv-events", "--kv-events-endpoint", "tcp://127.0.0.1:0"]
+    (tmp_path / "requests").touch()
+
+    async def body(running: Running) -> None:
+        found = read_port_file(tmp_path / "port")
+        assert sorted(found) == ["http", "kv_events", "listen", "recordings"]
+        assert all(0 < int(found[name].removeprefix("127.0.0.1:")) < 2**16 for name in ("listen", "http"))
+        assert found["kv_events"]["endpoint"].startswith("tcp://127.0.0.1:")
+        assert not found["kv_events"]["endpoint"].endswith(":0")
+        assert found["kv_events"]["replay_endpoint"] == ""
+        # One that is there is kept.
+        assert found["recordings"] == [f"{tmp_path}/requests.1"]
+
+    assert run(config(tmp_path, *http, *events, "--record", str(tmp_path / "requests")), body) == 0
 
 
 def test_it_stops_while_an_executor_keeps_it_waiting(tmp_path: Path) -> None:
@@ -150,7 +169,7 @@ def test_health_and_tokenizer_follow_the_executor(tmp_path: Path) -> None:
         assert (await running.stub.GetModelInfo(pb.GetModelInfoRequest())).has_tokenizer
         engine._on_attached(False)
         await running.until_health(NOT_SERVING)
-        # It comes back with a model that has no tokenizer.
+        # An executor comes back with a model that has no tokenizer.
         attach(engine, model(tmp_path / "empty", fingerprint="2"))
         await running.until_health(SERVING)
         info = await running.stub.GetModelInfo(pb.GetModelInfoRequest())
@@ -224,7 +243,7 @@ async def nothing_listens(port: int) -> bool:
 def test_a_start_that_fails_leaves_nothing_and_says_one_thing(
     flag: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Whichever part cannot be had: what was open before it is closed, without a trace in the log or in files."""
+    """Every part that was open already is closed, without a trace in the log or in files."""
     with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         port = free.getsockname()[1]
@@ -237,7 +256,6 @@ def test_a_start_that_fails_leaves_nothing_and_says_one_thing(
             "--record-steps": str(tmp_path / "steps"),
             "--otlp-endpoint": "http://127.0.0.1:9",
             "--port-file": str(tmp_path / "port"),
-            "--http-port-file": str(tmp_path / "http-port"),
             "--executor": NOWHERE,
         }
         wrong = {"--kv-events-endpoint": f"tcp://{address}"}
@@ -258,7 +276,7 @@ def test_a_start_that_fails_leaves_nothing_and_says_one_thing(
 def test_a_start_without_an_extra_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What a missing package ends, after the port for clients was opened, has no other trace either."""
+    """A missing package ends the start after the port for clients was opened, without another trace either."""
     monkeypatch.setitem(sys.modules, "pagekv.kvmanager.observe.http_server", None)
     record, port_file = str(tmp_path / "trace"), str(tmp_path / "port")
     flags = ["--listen", "127.0.0.1:0", "--executor", NOWHERE, "--record", record, "--port-file", port_file]

@@ -28,7 +28,7 @@ class Keys:
 
     def __exit__(self, *_: object) -> None:
         if self._input is not None:
-            # What was typed meanwhile is not for whoever reads next.
+            # Drops keys typed meanwhile, which are not meant for the next reader.
             termios.tcsetattr(self._input, termios.TCSAFLUSH, self._before)
 
     @property

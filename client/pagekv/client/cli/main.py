@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-# gRPC's core library writes notices and warnings of its own to standard error; what matters of them comes as an
-# exception too. It reads this once, while it is imported. The processes that `up` starts have it as well.
+# gRPC's core writes notices and warnings to standard error, although everything that matters is raised as an exception.
+# The variable is read once, while gRPC is imported; processes that `up` starts inherit it.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 from pagekv.client.cli.commands import bench, chat, demo, generate, inspect, plan, prefix, replay, top, up
@@ -21,7 +21,7 @@ EXAMPLES = """\
   pagekv up                                start an executor and a KV-manager here
   pagekv generate "In the beginning"       text from a prompt, as it arrives
   pagekv chat                              a conversation
-  pagekv stats --watch                     the KV pool, the prefix cache and the load
+  pagekv stats                             the KV pool, the prefix cache and the load
   pagekv top                               requests, blocks and rates, refreshing in place
   pagekv explain "In the beginning"        why a prompt hits the prefix cache or misses
   pagekv bench --concurrency 8             measure a running stack
@@ -57,9 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         terminal.error(f"pagekv: {error}")
         return 2
-    except (PageKVError, StackError) as error:
+    except PageKVError as error:
         terminal.error(f"pagekv: {error}")
         return 1
+    except StackError as error:
+        terminal.error(f"pagekv: {error}")
+        return error.exit_status
     except KeyboardInterrupt:
         terminal.clear()
         return 130

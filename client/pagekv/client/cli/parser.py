@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from pagekv.client.channel import DEFAULT_TARGET, DEFAULT_TIMEOUT_S
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.client import PageKVClient
+from pagekv.client.types import CacheControls
 from pagekv.common.flags import FlagParser, address, number
 
 Run: TypeAlias = Callable[[argparse.Namespace, Terminal], int]
 
 
 class UsageError(Exception):
-    """The command line is wrong in a way only the command itself can see; the message says how."""
+    """The command line is wrong in a way that only the command itself can see; the message says how."""
 
 
 class CommandParser(FlagParser):
@@ -40,6 +42,12 @@ def add_command(commands: Subparsers, name: str, help: str, run: Run, *, example
     return parser
 
 
+def add_flags(parser: argparse._ActionsContainer, *flags: tuple[str, Callable[[str], Any], Any, str, str]) -> None:
+    """Adds flags with a value: name, type, default, what stands for the value, help."""
+    for name, kind, default, metavar, help in flags:
+        parser.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=help)
+
+
 def add_target(parser: CommandParser) -> None:
     """--target and --timeout."""
     parser.flag(
@@ -55,6 +63,42 @@ def add_target(parser: CommandParser) -> None:
         metavar="S",
         help=f"seconds to wait at most [{DEFAULT_TIMEOUT_S:g}; no limit while generating]",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """The answer of a command: a value for --json, text for people, a note beside the text, and the exit status."""
+
+    value: Any
+    text: str
+    status: int = 0
+    note: str = ""
+
+
+def add_query(
+    commands: Subparsers,
+    name: str,
+    help: str,
+    ask: Callable[[PageKVClient, argparse.Namespace, Terminal], Shown],
+    *,
+    examples: str = "",
+) -> CommandParser:
+    """A subcommand that asks the manager at --target once and shows the answer."""
+
+    def run(args: argparse.Namespace, terminal: Terminal) -> int:
+        with connect(args) as client:
+            shown = ask(client, args, terminal)
+        if args.json:
+            terminal.json(shown.value)
+            return shown.status
+        terminal.print(shown.text)
+        if shown.note:
+            terminal.note(shown.note)
+        return shown.status
+
+    parser = add_command(commands, name, help, run, examples=examples)
+    add_target(parser)
+    return parser
 
 
 def connect(args: argparse.Namespace) -> PageKVClient:
@@ -77,6 +121,17 @@ def add_prompt(parser: CommandParser) -> None:
     """PROMPT and --token-ids."""
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text; - reads it from standard input")
     parser.add_argument("--token-ids", type=token_ids, metavar="IDS", help="token ids instead of text, such as 5,17,4")
+
+
+def add_identity(parser: CommandParser) -> None:
+    """--namespace and --adapter: whose cached prefixes are meant."""
+    parser.add_argument("--namespace", default="", metavar="NAME", help="in this namespace")
+    parser.add_argument("--adapter", default="", metavar="ID", help="for this adapter")
+
+
+def read_identity(args: argparse.Namespace) -> CacheControls:
+    """The identity given."""
+    return CacheControls(namespace=args.namespace, adapter_id=args.adapter)
 
 
 def read_prompt(args: argparse.Namespace) -> str | list[int]:

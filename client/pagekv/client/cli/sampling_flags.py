@@ -49,7 +49,7 @@ def add_beams(parser: CommandParser) -> None:
 
 
 def options_of(args: argparse.Namespace) -> GenerateOptions:
-    """What was given on the command line; not every command has the flags of beam search."""
+    """The options given on the command line; not every command has the flags of beam search."""
     options: GenerateOptions = {}
     for name in ("max_tokens", "stop", *(flag.replace("-", "_") for flag, _, _ in (*_FLAGS, *_BEAM_FLAGS))):
         value = getattr(args, name, None)
@@ -94,7 +94,7 @@ class Stopwatch:
 
 
 def summary(completion: Completion, watch: Stopwatch) -> str:
-    """One line: tokens, cached tokens, time to first token, rate, and what went on behind it."""
+    """One line: tokens, cached tokens, time to first token, rate, preemptions and resumptions."""
     rate = watch.tokens_per_s(completion.completion_tokens)
     parts = [
         f"{completion.prompt_tokens} prompt tokens ({completion.cached_tokens} cached)",

@@ -42,7 +42,7 @@ class Terminal:
 
     def write(self, text: str) -> None:
         """Result text as it arrives, without a line end."""
-        self._clear()
+        self.clear()
         self.out.write(text)
         self.out.flush()
 
@@ -56,13 +56,11 @@ class Terminal:
 
     def note(self, text: str) -> None:
         """A line for a person, dimmed, on standard error."""
-        self._clear()
-        self.err.write(f"{self.dim(text)}\n")
-        self.err.flush()
+        self.error(self.dim(text))
 
     def error(self, text: str) -> None:
         """A line that says what went wrong, on standard error."""
-        self._clear()
+        self.clear()
         self.err.write(f"{text}\n")
         self.err.flush()
 
@@ -73,14 +71,6 @@ class Terminal:
     def bold(self, text: str) -> str:
         """For standard output."""
         return f"\x1b[1m{text}\x1b[0m" if self._out_styled and text else text
-
-    def faint(self, text: str) -> str:
-        """For standard output."""
-        return f"\x1b[2m{text}\x1b[0m" if self._out_styled and text else text
-
-    def redraw(self, text: str) -> None:
-        """The whole screen of a terminal; otherwise the text and an empty line, below what is there."""
-        self.write(f"\x1b[H\x1b[2J{text}\n" if self._out_styled else f"{text}\n\n")
 
     def status(self, text: str) -> None:
         """Replaces the status line; nothing unless standard error is a terminal."""
@@ -98,10 +88,7 @@ class Terminal:
         self.status(f"[{'█' * filled}{'·' * (_BAR_WIDTH - filled)}] {done}/{total} {text}")
 
     def clear(self) -> None:
-        """Takes the status line away."""
-        self._clear()
-
-    def _clear(self) -> None:
+        """Removes the status line."""
         if self._status:
             self._status = ""
             self.err.write("\r\x1b[K")

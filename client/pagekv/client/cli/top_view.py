@@ -1,32 +1,40 @@
-"""One frame of `pagekv top`, drawn with rich: rates, blocks, requests. Nothing in here asks the manager."""
+"""The frames of `pagekv top`, drawn with rich: rates, blocks, requests."""
 
 from __future__ import annotations
 
+import signal
+import time
 from collections import deque
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from pagekv.client.cli.keypress import Keys
 from pagekv.client.cli.terminal import milliseconds
+from pagekv.client.client import PageKVClient
+from pagekv.client.errors import PageKVError
 from pagekv.client.types import ModelInfo, RequestInfo, RequestList, Stats
 
 # Values that a spark line shows.
 SPARKS = 24
+# Requests to ask for: more than fit on most screens.
+REQUESTS = 200
 _LEVELS = "▁▂▃▄▅▆▇█"
 # Lines of a frame besides the requests: title, rates, blocks and what stands between them.
 _OTHER_LINES = 13
 _ENDLESS = 10_000
 # From these widths on there is room for spark lines, and for sums beside them.
 _NARROW, _WIDE = 56, 80
-# As on the live page: what each state looks like. They differ in lightness, too.
+# Colours of the states, as on the live page; they differ in lightness too.
 _FREE, _CACHED, _HELD = "grey35", "steel_blue", "sky_blue2"
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the manager said at `at`, seconds of a clock that never goes back."""
+    """The manager's state at `at`, in seconds of a monotonic clock."""
 
     at: float
     stats: Stats
@@ -34,7 +42,7 @@ class Look:
 
 
 class TopRates:
-    """Between two looks; None where nothing happened that could have one."""
+    """Rates between successive states; None where nothing was counted."""
 
     def __init__(self) -> None:
         self.hit_rate: deque[float | None] = deque(maxlen=SPARKS)
@@ -44,23 +52,23 @@ class TopRates:
         self._before: Look | None = None
 
     def add(self, look: Look) -> None:
-        """The next look. Counters that went back are those of another manager."""
-        now, before = look.stats, self._before
-        self._before = look
+        """Adds the next state: rates since the one before, or totals for the first one.
+
+        Counters that went back belong to another manager, whose first state this is.
+        """
+        now, before, self._before = look.stats, self._before, look
+        if before is not None and now.steps_total < before.stats.steps_total:
+            before = None
+
+        def grown(name: str) -> int:
+            total: int = getattr(now, name)
+            return total - (getattr(before.stats, name) if before is not None else 0)
+
         self.usage.append(now.kv_usage)
-        if before is None or now.steps_total < before.stats.steps_total:
-            # All there has been so far.
-            self.hit_rate.append(now.prefix_hit_rate if now.prompt_tokens_total else None)
-            self.step_s.append(_share(now.executor_busy_us_total / 1e6, now.steps_total))
-            self.tokens_per_s.append(None)
-            return
-        was = before.stats
-        prompt = now.prompt_tokens_total - was.prompt_tokens_total
-        self.hit_rate.append(_share(now.cached_tokens_total - was.cached_tokens_total, prompt))
-        busy_s = (now.executor_busy_us_total - was.executor_busy_us_total) / 1e6
-        self.step_s.append(_share(busy_s, now.steps_total - was.steps_total))
-        generated = now.generated_tokens_total - was.generated_tokens_total
-        self.tokens_per_s.append(_share(generated, look.at - before.at))
+        self.hit_rate.append(_share(grown("cached_tokens_total"), grown("prompt_tokens_total")))
+        self.step_s.append(_share(grown("executor_busy_us_total") / 1e6, grown("steps_total")))
+        generated = grown("generated_tokens_total")
+        self.tokens_per_s.append(None if before is None else _share(generated, look.at - before.at))
 
 
 def _share(part: float, whole: float) -> float | None:
@@ -103,7 +111,7 @@ class TopFrame:
         yield Text()
         height = options.height or (console.height if console.is_terminal else _ENDLESS)
         room = height - _OTHER_LINES - (2 if stats.num_host_blocks else 0)
-        # On the lowest screens it gives way to a request.
+        # The lowest screens show a request instead.
         has_footer = bool(self._footer) and room > 2
         yield from self._requests(max(1, room - 2 if has_footer else room))
         if has_footer:
@@ -125,7 +133,7 @@ class TopFrame:
         assert look is not None
         stats = look.stats
         table = Table.grid(padding=(0, 2))
-        # Of no block there is no share.
+        # Without an active block there is no share to show.
         filled = _percent(stats.utilization if stats.active_blocks else None)
         rows = [
             ("prefix hit rate", rates.hit_rate, 1.0, _percent, f"{stats.prefix_hit_rate:.0%} in all"),
@@ -190,7 +198,7 @@ def _pool_lines(stats: Stats, width: int) -> RenderResult:
     evicted = f"{pinned}{stats.evicted_blocks_total} evicted so far"
     yield from _pool("Device blocks", stats.num_blocks, parts, evicted, width)
     if stats.num_host_blocks:
-        # What is held may be cached as well.
+        # Held blocks may be cached too.
         cached = min(stats.host_cached_blocks, stats.num_host_blocks - stats.host_held_blocks)
         rest = stats.num_host_blocks - stats.host_held_blocks - cached
         parts = [("held", stats.host_held_blocks, _HELD), ("cached", cached, _CACHED), ("free", rest, _FREE)]
@@ -211,3 +219,47 @@ def _pool(name: str, total: int, parts: list[tuple[str, int, str]], beside: str,
         bar.append("█" * (upto - drawn), style)
         drawn = upto
     yield bar
+
+
+def watch(watcher: TopWatcher, console: Console, every_s: float) -> None:
+    """Shows a frame every so many seconds, until q or KeyboardInterrupt."""
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        # Raises KeyboardInterrupt like Ctrl-C, so that screen and keyboard are given back.
+        signal.signal(signum, signal.default_int_handler)
+    with Keys() as keys:
+        watcher.footer = "q or Ctrl-C ends this" if keys.are_read else "Ctrl-C ends this"
+        # Before the screen is touched: a first frame that fails is an ordinary error.
+        first = watcher.frame(fail=True)
+        live = Live(first, console=console, screen=True, auto_refresh=False)
+        try:
+            # Not by `with`: an interrupt while that draws its first frame would leave the screen as it is.
+            live.start(refresh=True)
+            while not keys.wait_for(b"qQ", every_s):
+                live.update(watcher.frame(), refresh=True)
+        finally:
+            live.stop()
+
+
+class TopWatcher:
+    """Asks the manager for frames, and keeps the counters from which rates are computed."""
+
+    def __init__(self, client: PageKVClient, target: str) -> None:
+        self._client, self._target = client, target
+        self._rates = TopRates()
+        self._look: Look | None = None
+        self._info: ModelInfo | None = None
+        # Last line of every frame.
+        self.footer = ""
+
+    def frame(self, *, fail: bool = False) -> TopFrame:
+        """The present state. A manager that does not answer is named in the frame, or is an error with `fail`."""
+        problem = ""
+        try:
+            self._info = self._client.model_info()
+            self._look = Look(time.monotonic(), self._client.stats(), self._client.list_requests(REQUESTS))
+            self._rates.add(self._look)
+        except PageKVError as error:
+            if fail:
+                raise
+            problem = f"trying again: {error}"
+        return TopFrame(self._target, self._info, self._look, self._rates, problem, self.footer)

@@ -1,14 +1,26 @@
-"""What a process started from here will read of its flags: the last word on its command line, else its variable."""
+"""The flags of child processes that `pagekv up` itself must know: ports that only one of several can have, and the
+vocabulary of an oracle. No other flag is read here.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from pagekv.common.flags import ENV_PREFIX, is_true
+from pagekv.common.models import DEMO, ModelNotFound, resolve_model
+
+# Flags of the manager, and the default of the first.
+EVENTS_FLAG, REPLAY_FLAG = "kv-events-endpoint", "kv-events-replay-endpoint"
+DEFAULT_ENDPOINT = "tcp://127.0.0.1:5557"
+_LAST_PORT = 65535
+# Values of --tokenizer that name none: the executor's model brings one, or there is none.
+_NO_NAMES = (None, "", "auto", "none")
 
 
 def flag_value(name: str, args: Sequence[str], env: Mapping[str, str]) -> str | None:
-    """Of `--name`; None where it is not given."""
+    """The value of `--name` for a process started with `args` in `env`; None where the flag is not given."""
     flag, value = f"--{name}", env.get(_variable(name))
     for word, following in zip(args, [*args[1:], None], strict=False):
         if word == flag:
@@ -18,11 +30,81 @@ def flag_value(name: str, args: Sequence[str], env: Mapping[str, str]) -> str | 
     return value
 
 
-def switch_is_on(name: str, args: Sequence[str], env: Mapping[str, str]) -> bool:
-    """Of `--name`, `--no-name`; False where neither is given."""
-    given = [word == f"--{name}" for word in args if word in (f"--{name}", f"--no-{name}")]
-    return given[-1] if given else is_true(env.get(_variable(name), ""))
-
-
 def _variable(name: str) -> str:
     return ENV_PREFIX + name.upper().replace("-", "_")
+
+
+def event_args(args: Sequence[str], env: Mapping[str, str], pair: int, pairs: int) -> list[str]:
+    """Flags that give manager number `pair` of `pairs`, started with `args` in `env`, separate KV event addresses.
+
+    The first manager (0) has those of its flags; the others get ports above them, or a number behind an ipc path.
+    Raises ValueError where ports run out.
+    """
+    given = [word for word in args if word in ("--kv-events", "--no-kv-events")]
+    publishes = given[-1] == "--kv-events" if given else is_true(env.get(_variable("kv-events"), ""))
+    if not pair or not publishes:
+        return []
+    endpoints = {EVENTS_FLAG: flag_value(EVENTS_FLAG, args, env) or DEFAULT_ENDPOINT}
+    endpoints[REPLAY_FLAG] = flag_value(REPLAY_FLAG, args, env) or ""
+    first, second = map(_tcp_port, endpoints.values())
+    apart = abs(first - second) if first and second else 0
+    # With this distance from pair to pair no two sockets meet.
+    stride = 1 if apart >= pairs else apart + 1
+    moved = {name: _moved(name, endpoint, pair, stride) for name, endpoint in endpoints.items()}
+    return [f"--{name}={endpoint}" for name, endpoint in moved.items() if endpoint != endpoints[name]]
+
+
+def _moved(name: str, endpoint: str, pair: int, stride: int) -> str:
+    """`endpoint` for another pair. Port 0, and what is no address of a socket, is left to the manager."""
+    if endpoint.startswith("ipc://"):
+        return f"{endpoint}-{pair + 1}"
+    port = _tcp_port(endpoint)
+    if not port:
+        return endpoint
+    if port + pair * stride > _LAST_PORT:
+        raise ValueError(f"--{name} {endpoint}: leaves no port for pair {pair + 1}; choose a lower one")
+    return f"{endpoint.rpartition(':')[0]}:{port + pair * stride}"
+
+
+def _tcp_port(endpoint: str) -> int:
+    """The port of tcp://host:port; 0 for any other text."""
+    digits = endpoint.rpartition(":")[2]
+    if not endpoint.startswith("tcp://") or not digits.isascii() or not digits.isdigit() or int(digits) > _LAST_PORT:
+        return 0
+    return int(digits)
+
+
+def is_bare_oracle(executor_args: Sequence[str], env: Mapping[str, str]) -> bool:
+    """Whether the executor pretends a model of no name, which brings no tokenizer."""
+    return flag_value("backend", executor_args, env) == "oracle" and not flag_value("model", executor_args, env)
+
+
+def tokenizer_name(manager_args: Sequence[str], env: Mapping[str, str]) -> str | None:
+    """The tokenizer that the manager is given by name; None for none."""
+    name = flag_value("tokenizer", manager_args, env)
+    return None if name in _NO_NAMES else name
+
+
+def vocabulary_args(executor_args: Sequence[str], manager_args: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """--vocab-size, as the manager's tokenizer has it, for an oracle that has no model and is given no size.
+
+    Nothing for a tokenizer that has to be fetched or cannot be read: the manager says so.
+    """
+    name = tokenizer_name(manager_args, env)
+    if name is None or not is_bare_oracle(executor_args, env) or flag_value("vocab-size", executor_args, env):
+        return []
+    if name != DEMO and not Path(name).expanduser().is_dir():
+        return []
+    try:
+        return [f"--vocab-size={_vocabulary_size(resolve_model(name, weights=False))}"]
+    except (ModelNotFound, OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+
+
+def _vocabulary_size(directory: Path) -> int:
+    """One more than the highest id in tokenizer.json, whose vocabulary is a map to ids or, in Unigram, a list."""
+    data = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = data["model"]["vocab"]
+    ids = range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values()
+    highest: int = max([*ids, *(token["id"] for token in data.get("added_tokens", ()))])
+    return highest + 1

@@ -1,6 +1,6 @@
-"""The gateway `smg` as a process in front of managers: how it is started, and when it serves.
+"""The gateway `smg` as a process in front of managers: how to start it, and when it serves.
 
-It is installed by the extra `gateway` and started by its command line alone. Everything it says over HTTP is its own.
+The extra `gateway` installs it. Only its command line is used; the HTTP API is the gateway's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from pagekv.client.client import PageKVClient
 
-# How it may choose a manager; the gateway has more that need arguments of their own.
+# Ways to choose a manager; the gateway has more, which need further arguments.
 POLICIES = ("cache_aware", "round_robin", "random", "power_of_two", "least_load", "prefix_hash", "consistent_hashing")
 DEFAULT_PORT = 8000
 COMMAND = (sys.executable, "-m", "smg", "launch")
@@ -24,26 +24,26 @@ _ANSWER_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
-    """What to start in front of the managers."""
+    """A gateway to be started in front of the managers."""
 
     # 0 takes a free one.
     port: int = DEFAULT_PORT
     policy: str = POLICIES[0]
-    # Of its own command line (`smg launch --help`).
+    # Further arguments (`smg launch --help`).
     args: Sequence[str] = ()
     command: Sequence[str] = COMMAND
 
 
 def is_installed() -> bool:
-    """Whether the extra is there."""
+    """Whether the extra `gateway` is installed."""
     return importlib.util.find_spec("smg") is not None
 
 
 def gateway_args(config: GatewayConfig, target: str, metrics_target: str, managers: Sequence[str]) -> list[str]:
-    """Its command line to serve at `target`, and metrics at `metrics_target`, in front of `managers` (each host:port).
+    """The command line to serve at `target`, and metrics at `metrics_target`, in front of `managers` (each host:port).
 
-    Its defaults are those of a fleet: three minutes for running requests when it stops, a minute between health checks
-    and before it tries a manager again. On one machine, under Ctrl-C, that is too slow.
+    The gateway's defaults suit a fleet: three minutes for running requests at a stop, a minute between health checks
+    and before a manager is tried again. On one machine, under Ctrl-C, that is too slow.
     """
     (host, _, port), (metrics_host, _, metrics_port) = target.rpartition(":"), metrics_target.rpartition(":")
     return [

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -12,28 +10,27 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import grpc
 
+from pagekv.client.launcher.child_flags import event_args, flag_value
 from pagekv.client.launcher.gateway import COMMAND, GatewayConfig, gateway_args, has_tokenizer, is_installed, serves
-from pagekv.client.launcher.kv_events import PUBLISH_FLAG, REPLAY_FLAG, KvEventEndpoints, endpoints_of_pairs, tcp_port
+from pagekv.common.port_file import read_port_file
 from pagekv.common.probe import check
 
 EXECUTOR_COMMAND = (sys.executable, "-m", "pagekv.executor.server")
 MANAGER_COMMAND = (sys.executable, "-m", "pagekv.kvmanager.server")
-# What a manager logs about a file that it began, as text or as JSON (--log-format).
-_RECORDING = re.compile(
-    r'kvmanager: recording what=\w+ file=(?P<text>.+)|"message": "recording".* "file": (?P<json>.+)}'
-)
-# The last line of argparse's refusals, behind its usage.
-_USAGE_ERROR = re.compile(r"^\S+: error: (?P<reason>.+)")
 # Lines of each child's log that are kept for the report of its death.
 KEPT_LINES = 40
+# Exit status of a process whose command line is wrong.
+USAGE = 2
 _POLL_S = 0.1
 # Seconds that the gateway gets to answer its last callers once the managers are gone.
 _GATEWAY_LAST_S = 1.0
@@ -42,28 +39,33 @@ _GATEWAY_LAST_S = 1.0
 class StackError(Exception):
     """The processes could not be started or one of them died; the message says which, why and what to do."""
 
+    def __init__(self, message: str, exit_status: int = 1) -> None:
+        super().__init__(message)
+        # For the command that started them: 2 where a process refused its command line.
+        self.exit_status = exit_status
+
 
 @dataclass(frozen=True, slots=True)
 class StackConfig:
-    """What to start. Arguments are those of the processes' own command lines."""
+    """The processes to start, with arguments of their own command lines."""
 
     host: str = "127.0.0.1"
-    # 0 takes a free port. Of several pairs these are the first one's; the others take free ones.
+    # Ports of the first pair; 0, and every other pair, takes free ones.
     port: int = 50051
     executor_port: int = 50052
     # Pairs of an executor and a manager.
     replicas: int = 1
     # None: no gateway in front.
     gateway: GatewayConfig | None = None
-    # Of the first manager's live page; where it is taken, as with 0, a free one is. None: no page.
+    # Port of the first manager's live page; 0, or where it is taken: a free one. None: no page is asked for.
     page_port: int | None = None
     manager_args: Sequence[str] = ()
     executor_args: Sequence[str] = ()
-    # Seconds a process gets to stop by itself; its own --grace-s should be less.
+    # Seconds a process gets to stop by itself; --grace-s of the process should be less.
     stop_timeout_s: float = 45.0
     manager_command: Sequence[str] = MANAGER_COMMAND
     executor_command: Sequence[str] = EXECUTOR_COMMAND
-    # Called with (process name, line) from a thread of its own; None keeps lines only for reports.
+    # Called with (process name, line) from another thread; None keeps lines only for reports.
     on_log: Callable[[str, str], None] | None = None
 
 
@@ -72,25 +74,34 @@ class Child:
     """One process and the end of its log. States: running → ended."""
 
     name: str
-    target: str
     popen: subprocess.Popen[str]
     # Whether it serves now.
     ready: Callable[[], bool]
+    # None for the gateway, which writes none.
+    port_file: Path | None
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
     reader: threading.Thread | None = None
 
-    def report(self) -> str:
-        """How it ended, and its last log lines."""
+    @property
+    def listening(self) -> dict[str, Any]:
+        """Addresses and files as in `pagekv.common.port_file`; empty until the process listens."""
+        return {} if self.port_file is None else read_port_file(self.port_file)
+
+    def death(self) -> StackError:
+        """How the process ended, and its last log lines."""
         status = self.popen.wait()
         if self.reader is not None:
             self.reader.join(timeout=2)
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
-        wrong = _USAGE_ERROR.search(self.lines[-1]) if self.lines else None
-        if status == 2 and wrong is not None:
-            # What stands before it is the usage, which is longer than what is kept and names no cause.
-            return f"the {self.name} refuses its command line: {wrong['reason']}"
-        tail = "".join(f"\n  {line}" for line in self.lines)
-        return f"the {self.name} {how}" + (f"; its last lines:{tail}" if tail else " and said nothing")
+        if status == USAGE:
+            # argparse's usage stands before the reason, and is longer than what is kept.
+            reason = [line for line in self.lines if not line.startswith(("usage:", " "))]
+            return StackError(f"the {self.name} refuses its command line: " + "\n".join(reason), exit_status=USAGE)
+        return StackError(f"the {self.name} {how}" + (self.tail() if self.lines else " and said nothing"))
+
+    def tail(self) -> str:
+        """The last lines of the log, as the end of a sentence about the process."""
+        return "; its last lines:" + "".join(f"\n  {line}" for line in self.lines)
 
 
 class Stack:
@@ -103,42 +114,36 @@ class Stack:
         self._config = config
         if config.gateway is not None and config.gateway.command is COMMAND and not is_installed():
             raise StackError("the gateway is not installed: pip install 'pagekv[gateway]'")
-        taken: set[int] = set()
-
-        def target(port: int, flag: str) -> str:
-            found = _usable_port(config.host, port, flag, taken)
-            taken.add(found)
-            return f"{config.host}:{found}"
-
-        self.targets: list[str] = []
-        self.executor_targets: list[str] = []
-        for replica in range(config.replicas):
-            self.targets.append(target(0 if replica else config.port, "--port"))
-            self.executor_targets.append(target(0 if replica else config.executor_port, "--executor-port"))
-        # Of the gateway, empty without one: where it serves, and where Prometheus reads it.
+        # Shared by all calls, so that no two processes are given one port.
+        ports: set[int] = set()
+        target = partial(_usable_target, ports, config.host)
+        self.targets = [target(0 if pair else config.port, "--port") for pair in range(config.replicas)]
+        self.executor_targets = [
+            target(0 if pair else config.executor_port, "--executor-port") for pair in range(config.replicas)
+        ]
+        # Where the gateway serves and where Prometheus reads it; empty without one.
         self.gateway_target = self.gateway_metrics_target = ""
         if config.gateway is not None:
             self.gateway_target = target(config.gateway.port, "--gateway-port")
             self.gateway_metrics_target = target(0, "--gateway-port")
-        # Addresses of the live pages, one a manager; and whether the first one is not where it should be.
-        self.page_targets: list[str] = []
+        # Whether the page is not at the port asked for, which is taken.
         self.page_moved = False
         if config.page_port is not None:
             try:
-                self.page_targets.append(target(config.page_port, "--http-port"))
+                target(config.page_port, "--http-port")
             except StackError:
                 self.page_moved = True
-                self.page_targets.append(target(0, "--http-port"))
-            self.page_targets += [target(0, "--http-port") for _ in range(config.replicas - 1)]
-        # Where the managers publish KV events; empty: they do not.
         try:
-            endpoints = endpoints_of_pairs(config.manager_args, os.environ, config.replicas)
+            self._event_args = [
+                event_args(config.manager_args, os.environ, pair, config.replicas) for pair in range(config.replicas)
+            ]
         except ValueError as error:
             raise StackError(str(error)) from error
-        self.kv_events = [_with_usable_ports(endpoint, taken) for endpoint in endpoints]
+        # For port files; there from `with` on.
+        self._directory: TemporaryDirectory[str]
         # In the order of starting.
         self.children: list[Child] = []
-        # Names of those whose death was told.
+        # Names of processes whose death was reported.
         self._reported: set[str] = set()
 
     @property
@@ -148,10 +153,16 @@ class Stack:
 
     @property
     def executor_target(self) -> str:
-        """Address of its executor."""
+        """Address of the first executor."""
         return self.executor_targets[0]
 
+    @property
+    def has_page(self) -> bool:
+        """Whether the managers were asked to serve the page."""
+        return self._config.page_port is not None
+
     def __enter__(self) -> Self:
+        self._directory = TemporaryDirectory(prefix="pagekv-up-")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -161,32 +172,30 @@ class Stack:
             # Ctrl-C while stopping: nothing may be left running.
             self.kill()
             raise
+        finally:
+            self._directory.cleanup()
 
     def start(self) -> None:
         """Starts all but the gateway; each manager waits for its executor by itself. Raises StackError."""
-        listen, config = "--listen", self._config
-        for number, target in enumerate(self.executor_targets):
-            self._spawn(
-                self._name("executor", number),
-                target,
-                [*config.executor_command, listen, target],
-                config.executor_args,
-                ready=partial(_serves, target),
-            )
-        for number, target in enumerate(self.targets):
-            self._spawn(
-                self._name("manager", number),
-                target,
-                [*config.manager_command, listen, target, "--executor", self.executor_targets[number]],
-                [*self._page_args(number), *config.manager_args, *self._event_args(number)],
-                ready=partial(_serves, target),
-            )
+        config = self._config
+        for pair, target in enumerate(self.executor_targets):
+            self._spawn_server("executor", pair, target, config.executor_command, config.executor_args)
+        for pair, target in enumerate(self.targets):
+            command = [*config.manager_command, "--executor", self.executor_targets[pair]]
+            args = [*self._page_args(pair), *config.manager_args, *self._event_args[pair]]
+            self._spawn_server("manager", pair, target, command, args)
 
-    def _page_args(self, number: int) -> list[str]:
-        return ["--http-listen", self.page_targets[number]] if self.page_targets else []
+    def _page_args(self, pair: int) -> list[str]:
+        if self._config.page_port is None:
+            return []
+        port = 0 if pair or self.page_moved else self._config.page_port
+        return ["--http-listen", f"{self._config.host}:{port}"]
 
-    def _event_args(self, number: int) -> list[str]:
-        return self.kv_events[number].args() if self.kv_events else []
+    def _spawn_server(self, role: str, pair: int, target: str, command: Sequence[str], args: Sequence[str]) -> None:
+        name = self._name(role, pair)
+        port_file = flag_value("port-file", args, {}) or f"{self._directory.name}/{name}"
+        command = [*command, "--listen", target, "--port-file", port_file, *args]
+        self._spawn(name, command, partial(_serves, target), Path(port_file))
 
     def _name(self, role: str, number: int) -> str:
         return role if self._config.replicas == 1 else f"{role} {number + 1}"
@@ -196,61 +205,56 @@ class Stack:
             raise StackError("the gateway needs a tokenizer: serve a model that has one, or name one with --tokenizer")
         args = gateway_args(config, self.gateway_target, self.gateway_metrics_target, self.targets)
         ready = partial(serves, self.gateway_target, len(self.targets))
-        self._spawn("gateway", self.gateway_target, config.command, args, ready=ready)
+        self._spawn("gateway", [*config.command, *args], ready)
 
     def wait_ready(
         self, timeout_s: float, stop: threading.Event | None = None, on_wait: Callable[[str, float], None] | None = None
     ) -> bool:
         """Waits until all are healthy. False when `stop` was set first. Raises StackError on a death or the timeout.
 
-        The gateway is started once all managers serve: it asks them what they serve when it meets them. `on_wait` gets
+        The gateway is started once all managers serve: it asks them what they serve. `on_wait` gets
         the name of the process waited for and the seconds waited.
         """
-        begun = time.monotonic()
-        if not self._wait_for(list(self.children), begun, timeout_s, stop, on_wait):
-            return False
-        if self._config.gateway is None:
-            return True
+        wait_for = partial(self._wait_for, time.monotonic(), timeout_s, stop or threading.Event(), on_wait)
+        ready = wait_for(self.children)
+        if not ready or self._config.gateway is None:
+            return ready
         self._start_gateway(self._config.gateway)
-        return self._wait_for(self.children[-1:], begun, timeout_s, stop, on_wait)
+        return wait_for(self.children[-1:])
 
     def _wait_for(
         self,
-        children: Sequence[Child],
         begun: float,
         timeout_s: float,
-        stop: threading.Event | None,
+        stop: threading.Event,
         on_wait: Callable[[str, float], None] | None,
+        children: Sequence[Child],
     ) -> bool:
         for child in children:
             while not child.ready():
                 waited = time.monotonic() - begun
                 self.check()
                 if waited > timeout_s:
-                    raise StackError(
-                        f"the {child.name} was not ready within {timeout_s:g} s; its last lines:"
-                        + "".join(f"\n  {line}" for line in child.lines)
-                    )
+                    raise StackError(f"the {child.name} was not ready within {timeout_s:g} s{child.tail()}")
                 if on_wait is not None:
                     on_wait(child.name, waited)
-                if stop is not None and stop.wait(_POLL_S):
+                if stop.wait(_POLL_S):
                     return False
-                if stop is None:
-                    time.sleep(_POLL_S)
         return True
 
     def check(self) -> None:
         """Raises StackError when a process has died."""
         for child in self.children:
             if child.popen.poll() is not None:
-                raise StackError(child.report())
+                raise child.death()
 
-    def news(self) -> list[str]:
-        """Of a stack that is ready: reports of the processes that died since the last call, while the others serve on.
+    def new_deaths(self) -> list[str]:
+        """Reports of the processes that died since the last call, of a stack that is ready and whose others serve on.
+
         Raises StackError when no pair is left, or nothing in front of it.
         """
         dead = [child for child in self.children if child.popen.poll() is not None]
-        found = [child.report() for child in dead if child.name not in self._reported]
+        found = [str(child.death()) for child in dead if child.name not in self._reported]
         self._reported.update(child.name for child in dead)
         lost = {child.name.partition(" ")[2] for child in dead}
         if dead and (len(lost) == self._config.replicas or any(child.name == "gateway" for child in dead)):
@@ -273,11 +277,13 @@ class Stack:
         _terminate(executors)
         _wait(executors, self._config.stop_timeout_s)
 
-    def recordings(self) -> list[str]:
-        """Files that the managers said they record to; each has a number behind its name if there was one already."""
-        found = (_RECORDING.search(line) for child in self.children for line in tuple(child.lines))
-        names = (match["text"] or match["json"] for match in found if match)
-        return [json.loads(name) if name.startswith('"') else name for name in names]
+    def listening(self, key: str) -> list[Any]:
+        """The values of this key in the managers' port files, where it is there."""
+        return [
+            child.listening[key]
+            for child in self.children
+            if child.name.startswith("manager") and key in child.listening
+        ]
 
     def kill(self) -> None:
         """Kills all at once; may be called from a signal handler while `stop` waits."""
@@ -286,11 +292,11 @@ class Stack:
                 child.popen.kill()
 
     def _spawn(
-        self, name: str, target: str, command: Sequence[str], args: Sequence[str], *, ready: Callable[[], bool]
+        self, name: str, command: Sequence[str], ready: Callable[[], bool], port_file: Path | None = None
     ) -> None:
         try:
             popen = subprocess.Popen(
-                [*command, *args],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -302,13 +308,13 @@ class Stack:
             )
         except OSError as error:
             raise StackError(f"cannot start the {name}: {error}") from error
-        child = Child(name, target, popen, ready)
+        child = Child(name, popen, ready, port_file)
         child.reader = threading.Thread(target=self._read, args=(child,), name=f"{name}-log", daemon=True)
         child.reader.start()
         self.children.append(child)
 
     def _read(self, child: Child) -> None:
-        # Somebody has to read, or a full pipe would stall the process.
+        # A full pipe would stall the process.
         assert child.popen.stdout is not None
         for line in child.popen.stdout:
             child.lines.append(line.rstrip("\n"))
@@ -350,33 +356,14 @@ def _serves(target: str) -> bool:
         return False
 
 
-def _with_usable_ports(endpoints: KvEventEndpoints, taken: set[int]) -> KvEventEndpoints:
-    """With a free port for each that is 0, so that it is known where to subscribe. Raises StackError where one is not
-    free.
-    """
-
-    def chosen(flag: str, endpoint: str) -> str:
-        port = tcp_port(endpoint)
-        if port is None:
-            return endpoint
-        try:
-            # On every interface: the host may be a name or * that only ZeroMQ knows.
-            found = _usable_port("", port, flag, taken)
-        except StackError as error:
-            raise StackError(f"--{flag} {endpoint}: this port cannot be had; choose another, or 0 for any") from error
-        taken.add(found)
-        return f"{endpoint.rpartition(':')[0]}:{found}"
-
-    return KvEventEndpoints(chosen(PUBLISH_FLAG, endpoints.endpoint), chosen(REPLAY_FLAG, endpoints.replay_endpoint))
-
-
-def _usable_port(host: str, port: int, flag: str, other_than: Collection[int] = ()) -> int:
-    """`port` if it is free, else StackError; a free one for 0."""
-    if port and port in other_than:
+def _usable_target(taken: set[int], host: str, port: int, flag: str) -> str:
+    """`host` with `port`, or with a free one for 0, and adds that to `taken`. Raises StackError unless it is free."""
+    if port and port in taken:
         raise StackError(f"{flag} {port}: two processes cannot have one port; {flag} 0 takes a free one")
-    while True:
+    found = 0
+    while not found or found in taken:
         with socket.socket() as probe:
-            # As gRPC binds: a port in TIME_WAIT is free.
+            # A port in TIME_WAIT is free for gRPC, which binds in this way.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host, port))
@@ -385,6 +372,6 @@ def _usable_port(host: str, port: int, flag: str, other_than: Collection[int] = 
                     f"port {port} of {host} cannot be used ({error.strerror}): is PageKV running already? "
                     f"Choose another with {flag}, or {flag} 0 for a free one"
                 ) from error
-            found: int = probe.getsockname()[1]
-        if found not in other_than:
-            return found
+            found = probe.getsockname()[1]
+    taken.add(found)
+    return f"{host}:{found}"

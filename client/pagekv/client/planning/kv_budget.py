@@ -35,7 +35,7 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class KvBudget:
-    """What `memory` bytes of KV memory on each rank hold."""
+    """Blocks and requests that `memory` bytes of KV memory on each rank hold."""
 
     memory: int
     num_blocks: int

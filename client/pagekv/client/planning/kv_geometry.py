@@ -12,15 +12,7 @@ from pagekv.common.errors import InvalidRequest
 Config: TypeAlias = Mapping[str, Any]
 
 # Bytes of one stored element.
-DTYPE_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int8": 1,
-}
+DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
 DTYPE_ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 # Where neither the flags nor the config say it.
 DEFAULT_DTYPE = "float16"
@@ -42,7 +34,10 @@ _KV_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 @dataclass(frozen=True, slots=True)
 class KvGeometry:
-    """What a KV cache stores of each token. `context`: tokens of one sequence at most. Raises InvalidRequest."""
+    """The keys and values that a KV cache stores for each token. `context`: tokens of one sequence at most.
+
+    Raises InvalidRequest.
+    """
 
     layers: int
     kv_heads: int
@@ -61,7 +56,7 @@ class KvGeometry:
 
 @dataclass(frozen=True, slots=True)
 class GivenGeometry:
-    """What the user says outright; None leaves it to the config."""
+    """Values that the user gives; None leaves one to the config."""
 
     layers: int | None = None
     kv_heads: int | None = None
@@ -77,15 +72,6 @@ def canonical_dtype(name: str) -> str:
     if known not in DTYPE_BYTES:
         raise InvalidRequest("dtype", f"must be one of {', '.join((*DTYPE_BYTES, *DTYPE_ALIASES))}, got {name!r}")
     return known
-
-
-def geometry_from_numbers(given: GivenGeometry) -> KvGeometry:
-    """Without a config. `layers`, `kv_heads` and `head_size` must be given; raises InvalidRequest."""
-    if given.layers is None or given.kv_heads is None or given.head_size is None:
-        raise InvalidRequest("geometry", "needs a model, or all of layers, kv_heads and head_size")
-    return KvGeometry(
-        given.layers, given.kv_heads, given.head_size, given.dtype or DEFAULT_DTYPE, given.context or DEFAULT_CONTEXT
-    )
 
 
 def geometry_from_config(config: Config, given: GivenGeometry) -> tuple[KvGeometry, list[str]]:

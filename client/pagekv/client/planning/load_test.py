@@ -1,4 +1,4 @@
-"""A load generator: random prompts against a running stack, closed loop or Poisson arrivals, and what was measured."""
+"""A load generator: random prompts against a running stack, closed loop or Poisson arrivals, and measurements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pagekv.client.planning.slo import DEFAULT_OBJECTIVES, Objectives
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is sent; all of it is drawn from `seed`."""
+    """The requests to send; all of them are drawn from `seed`."""
 
     requests: int
     # Closed loop: this many at once, each followed by the next. None: open loop at `rate`.
@@ -32,7 +32,7 @@ class Workload:
     seed: int
 
     def shape(self) -> str:
-        """In words, for the head of a report: figures without it mean nothing."""
+        """One line for the head of a report."""
         how = f"closed loop of {self.concurrency}" if self.rate is None else f"Poisson arrivals at {self.rate:g}/s"
         parts = [f"{self.requests} requests", how, f"prompts of {_span(self.prompt_tokens)} tokens"]
         if self.shared_prefix:
@@ -59,7 +59,7 @@ class LoadJob:
 
 @dataclass(slots=True)
 class LoadOutcome:
-    """What became of one request. Times are seconds from when it was due, so queueing in this process counts."""
+    """The result of one request. Times are seconds since the request was due, so queueing in this process counts."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -99,7 +99,7 @@ class LatencySpread:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What was measured. Rates are over the whole run; failed requests count as errors and nowhere else."""
+    """The measurements. Rates are over the whole run; failed requests count as errors and nowhere else."""
 
     seconds: float
     completed: int

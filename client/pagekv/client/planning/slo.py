@@ -1,7 +1,7 @@
-"""Where to look when answers come too late: a request against objectives for its first token and for those after it.
+"""Latency objectives for the first token and for later ones, and the likely cause where a request misses them.
 
-The first token waits for the queue and the prompt, the others for the steps that they share with everybody: two
-latencies with two causes, so one average of both tells nothing (CHECKLIST H8, K6).
+The first token waits for the queue and the prompt, later ones for steps shared with other requests: two latencies with
+two causes, so one average over both tells nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from enum import Enum
 
 
 class Diagnosis(Enum):
-    """What a request's latencies point to; the first that applies, for a late first token delays what follows."""
+    """The likely cause of a request's latencies; the first that applies, since a late first token delays the rest."""
 
     PREFILL = "prefill, admission or chunking"
     DECODE = "decode pressure or KV budget"

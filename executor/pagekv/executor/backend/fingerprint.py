@@ -1,4 +1,4 @@
-"""What makes a model this model: a digest of its configuration and weights that takes milliseconds, not minutes."""
+"""The identity of a model: a digest of configuration and weights that takes milliseconds, not minutes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ SAMPLE_BYTES = 4096
 
 
 def model_fingerprint(directory: Path) -> str:
-    """SHA-256 in hex over config.json and, per safetensors file in order of name, its name, size, header and samples
-    of its weights.
+    """SHA-256 in hex over config.json and name, size, header and samples of the weights of every safetensors file, in
+    order of name.
 
-    Models without safetensors (older formats) are told apart by the names, sizes and samples of their `.bin` files.
-    Raises OSError when a file cannot be read and ValueError when a safetensors header is broken.
+    Of models without safetensors (older formats), names, sizes and samples of `.bin` files count. Raises OSError when a
+    file cannot be read and ValueError when a safetensors header is broken.
     """
     digest = hashlib.sha256(b"pagekv model fingerprint v1\0")
     _frame(digest, (directory / "config.json").read_bytes())
@@ -28,7 +28,7 @@ def model_fingerprint(directory: Path) -> str:
 
 
 def _frame(digest: hashlib._Hash, data: bytes) -> None:
-    """Adds data with its length before it, so that no two sequences of parts read the same."""
+    """Adds data behind its length, so that no two sequences of parts read the same."""
     digest.update(len(data).to_bytes(8, "little"))
     digest.update(data)
 

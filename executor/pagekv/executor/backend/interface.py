@@ -1,20 +1,20 @@
-"""What a backend is: model identity, pools, and one step of computation. No protobuf, no gRPC.
+"""The interface of a backend: model identity, pools, and one step of computation.
 
-The service validates a step against `SequenceState` before it launches it, so a backend may trust what it gets.
+The session checks a step against every `SequenceState` before launching it, so a backend may trust its arguments.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-# Stands in `SequenceState.token_ids` for a token that a launched step samples and nobody has collected yet.
+# Stands in `SequenceState.token_ids` for a token that a launched step samples and that is not collected yet.
 UNKNOWN_TOKEN = -1
 
 
-class CopyKind(Enum):
-    """Which pools a block copy connects."""
+class CopyDirection(Enum):
+    """The pools that a block copy reads and writes: device to device, device to host, host to device."""
 
     COPY = "copy"
     SWAP_OUT = "swap_out"
@@ -23,16 +23,18 @@ class CopyKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlockCopies:
-    """Whole-block copies, pairs by position."""
+    """Whole-block copies, pairs by position. `direction` is None only in an unchecked step whose message names none."""
 
-    kind: CopyKind
+    direction: CopyDirection | None
     sources: list[int]
     destinations: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample one sequence; the neutral values of `StepSampling` in the contract."""
+    """How to sample one sequence: the fields of `StepSampling` in the contract, by default its neutral values. Biases
+    pair with `bias_token_ids` by position.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -45,7 +47,8 @@ class Sampling:
     sequence_index: int = 0
     min_tokens: int = 0
     banned_until_min: tuple[int, ...] = ()
-    logit_bias: dict[int, float] = field(default_factory=dict)
+    bias_token_ids: tuple[int, ...] = ()
+    biases: tuple[float, ...] = ()
     logprobs: int | None = None
 
 
@@ -53,8 +56,8 @@ class Sampling:
 class SequenceState:
     """A live sequence as the executor knows it.
 
-    `token_ids` are all tokens; sampling appends to it, at first UNKNOWN_TOKEN where the step is collected later, so at
-    most the trailing ones are unknown. `computed_tokens` leading positions have keys and values in the blocks of
+    `token_ids` are all tokens. Sampling appends one, UNKNOWN_TOKEN until the step is collected, so only trailing tokens
+    are unknown. `computed_tokens` leading positions have keys and values in the blocks of
     `block_table`; the epoch advances it when it has launched a step. Invariant between steps:
     0 <= computed_tokens < len(token_ids), and computed_tokens <= len(block_table) * block_size.
     """
@@ -94,7 +97,7 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BackendDescription:
-    """What `Describe` answers; the fields of DescribeResponse, same units."""
+    """The answer to `Describe`: fields, names and units as in DescribeResponse."""
 
     model_id: str
     model_fingerprint: str
@@ -118,7 +121,7 @@ class BackendDescription:
 
 
 class Launch(Protocol):
-    """A step on its way."""
+    """A launched step."""
 
     @property
     def ready(self) -> bool:
@@ -140,11 +143,9 @@ class Finished:
 
     @property
     def ready(self) -> bool:
-        """As `Launch.ready`."""
         return True
 
     def collect(self) -> dict[int, Sampled]:
-        """As `Launch.collect`."""
         return self.sampled
 
 
@@ -168,14 +169,14 @@ class Backend(Protocol):
         ...
 
     def launch(self, scheduled: list[Scheduled]) -> Launch:
-        """Computes every scheduled position in one pass, or begins to; launches run in the order of their calls. What
-        it needs of the states it takes before it returns; an UNKNOWN_TOKEN among the scheduled positions is what an
-        earlier launch samples for that sequence.
+        """Computes every scheduled position in one pass, or begins to; launches run in the order of their calls.
+        States may change once it returns. An UNKNOWN_TOKEN among the scheduled positions is the token that an earlier
+        launch samples for that sequence.
         """
         ...
 
-    def forget(self, states: list[SequenceState]) -> None:
-        """These sequences have left and are never scheduled again."""
+    def finish(self, states: list[SequenceState]) -> None:
+        """Ends these sequences, which are never scheduled again."""
         ...
 
     def is_lost(self, error: Exception) -> bool:
@@ -186,19 +187,18 @@ class Backend(Protocol):
 
 
 class SynchronousBackend:
-    """What a backend needs besides, whose `execute` returns what a step sampled."""
+    """The rest of `Backend` for a backend whose `execute` returns the tokens that a step sampled."""
 
     def execute(self, scheduled: list[Scheduled]) -> dict[int, Sampled]:
         """Computes every scheduled position in one pass; returns the sampled token per seq_id that `samples`."""
         raise NotImplementedError
 
     def launch(self, scheduled: list[Scheduled]) -> Launch:
-        """As `Backend.launch`."""
         return Finished(self.execute(scheduled))
 
-    def forget(self, states: list[SequenceState]) -> None:
-        """As `Backend.forget`: nothing is kept of a sequence."""
+    def finish(self, states: list[SequenceState]) -> None:
+        """Nothing is kept of a sequence."""
 
     def is_lost(self, error: Exception) -> bool:
-        """As `Backend.is_lost`: what computes with this process's memory lives as long as the process."""
+        """False: memory of this process lives as long as the process."""
         return False

@@ -21,7 +21,7 @@ def attend(
     causal: bool = False,
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of `query` `[B, H, R, D]` over `key`, `value` `[B, H, N, D]`; the window is the caller's business.
+    """Attention of `query` `[B, H, R, D]` over `key`, `value` `[B, H, N, D]`; a window is not looked at.
 
     `causal`: row i sees keys 0 to i (R == N). `mask`: `[B or 1, 1, R or 1, N]`, added to the scores. Returns the output
     `[B, H, R, D]` and the logarithm of the sum of exponentiated scores `[B, H, R]`, with which parts are merged.

@@ -1,9 +1,9 @@
-"""The plan of one step: the order of its packed rows, and what each row reads from where.
+"""The attention plan of one step: the order of its packed rows, and the blocks that each row reads.
 
-Cost model, measured on 2 cores: attention of a decode is reading its keys and values (a gather copies them, the kernel
-reads the copy from cache), about 1 us per 32 KiB; one more gather and kernel call costs some 40 us. So decodes are
-batched with padding as long as the padding is cheaper than another call, and blocks that several sequences share are
-read once for all their rows where that saves more than the extra call. `CALL_BYTES` is that exchange rate.
+Cost model, measured on 2 cores: attention of a decode reads keys and values (a gather copies them, the kernel reads the
+copy from cache) at about 1 us per 32 KiB; one more gather and kernel call costs some 40 us. So decodes are batched with
+padding as long as padding is cheaper than another call, and blocks that several sequences share are read once for all
+their rows (cascade attention) where that saves more than the extra call. `CALL_BYTES` is the exchange rate.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from pagekv.executor.backend.interface import Scheduled
-from pagekv.executor.cpu.shared_prefixes import SharedRun, shared_runs
+from pagekv.executor.cpu.shared_prefixes import SharedPrefix, shared_prefixes
 
 # Reading this many bytes of keys and values costs as much as one more gather and kernel call.
 CALL_BYTES = 2**20
 # A gather brings at most this much unless one sequence alone needs more: it should still be in cache when read.
 MAX_GATHER_BYTES = 8 * 2**20
-# Rows at a time where a window limits what a chunk sees: bounds the mask and what is read of older tokens.
+# Rows at a time of a chunk under a window: bounds the mask and the older tokens that are read.
 WINDOW_ROWS = 512
 
 
@@ -49,8 +49,8 @@ class WindowedChunk:
 class DecodeGroup:
     """Rows [first, last) are one sequence each; row i sees the slots of `blocks[i]` as `mask` `[S, 1, 1, N]` says.
 
-    `blocks` `[S * n]` is padded with the null block. `unwritten` are places among the gathered keys, then values,
-    `[2 * S * N]`, that hold whatever was there before: they are zeroed, because a mask turns no NaN away.
+    `blocks` `[S * n]` is padded with the null block. `unwritten` are the places among the gathered keys, then values,
+    `[2 * S * N]`, that no step has written: they are zeroed, because a NaN passes any mask.
     """
 
     first: int
@@ -62,7 +62,7 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Rows (a slice, or indices `[R]`) that all see the first `num_keys` slots of `blocks`, besides their part."""
+    """Rows (a slice, or indices `[R]`) that all see the first `num_keys` slots of `blocks`, besides their own part."""
 
     rows: slice | torch.Tensor
     blocks: torch.Tensor
@@ -79,7 +79,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One scheduled sequence and its place: rows [first, first + count). `shared`: leading blocks in shared runs."""
+    """One scheduled sequence in rows [first, first + count). `shared`: leading blocks in shared prefixes."""
 
     item: Scheduled
     first: int
@@ -87,7 +87,7 @@ class _Row:
 
 
 class CpuAttentionPlan:
-    """One step: rows in packed order, where they are written, and per window length what they read."""
+    """One step: rows in packed order, the slots they write, and per window length the blocks they read."""
 
     def __init__(
         self, scheduled: Sequence[Scheduled], block_size: int, null_block: int, block_bytes: int, dtype: torch.dtype
@@ -95,18 +95,18 @@ class CpuAttentionPlan:
         """`block_bytes`: keys and values of one block and one layer."""
         self._block_size, self._null_block, self._block_bytes, self._dtype = block_size, null_block, block_bytes, dtype
         tables = [item.state.block_table[: item.start // block_size] for item in scheduled]
-        self._runs = shared_runs(tables, max(1, CALL_BYTES // block_bytes))
+        self._shared = shared_prefixes(tables, max(1, CALL_BYTES // block_bytes))
         self._rows = self._pack(scheduled)
         self._longest = max(item.start + item.count for item in scheduled)
         self._plans: dict[int | None, Plan] = {}
         self._index_tokens()
 
     def _pack(self, scheduled: Sequence[Scheduled]) -> list[_Row]:
-        """Chunks first, then decodes by what they read alone, so that neighbours make good groups."""
+        """Chunks first, then decodes by how much each reads alone, so that neighbours make good groups."""
         shared = [0] * len(scheduled)
-        for run in self._runs:
-            for member in run.members:
-                shared[member] = max(shared[member], run.last)
+        for prefix in self._shared:
+            for member in prefix.members:
+                shared[member] = max(shared[member], prefix.last)
 
         def place(member: int) -> tuple[bool, int]:
             item = scheduled[member]
@@ -138,11 +138,11 @@ class CpuAttentionPlan:
         self.position_ids = torch.from_numpy(all_positions)[None]
         # Block and offset in it of every row, [T] each.
         self.slots = (torch.from_numpy(np.concatenate(blocks)), torch.from_numpy(all_positions % self._block_size))
-        # Rows whose logits are sampled, and whose they are.
+        # Rows whose logits are sampled, each with its sequence.
         self.sampling = [(row.first + row.item.count - 1, row.item.state) for row in self._rows if row.item.samples]
 
     def reads(self, window: int | None) -> Plan:
-        """What the rows read in a layer with this window; built once per step and distinct window."""
+        """The reads of a layer with this window; built once per step and distinct window."""
         if window is not None and window >= self._longest:
             window = None
         if window not in self._plans:
@@ -160,15 +160,15 @@ class CpuAttentionPlan:
                     rows = slice(row.first, row.first + row.item.count)
                     plan.contexts.append(Context(rows, _ids(row.item.state.block_table[row.shared : last]), own))
         plan.parts += self._decode_groups(None)
-        plan.contexts += [self._context(run) for run in self._runs]
+        plan.contexts += [self._context(prefix) for prefix in self._shared]
         return plan
 
-    def _context(self, run: SharedRun) -> Context:
-        members = sorted((self._rows[self._row_of[member]] for member in run.members), key=lambda row: row.first)
+    def _context(self, prefix: SharedPrefix) -> Context:
+        members = sorted((self._rows[self._row_of[member]] for member in prefix.members), key=lambda row: row.first)
         indices = np.concatenate([np.arange(row.first, row.first + row.item.count) for row in members])
         begin, end = int(indices[0]), int(indices[-1]) + 1
         rows = slice(begin, end) if end - begin == len(indices) else torch.from_numpy(indices)
-        blocks = members[0].item.state.block_table[run.first : run.last]
+        blocks = members[0].item.state.block_table[prefix.first : prefix.last]
         return Context(rows, _ids(blocks), len(blocks) * self._block_size)
 
     def _windowed_plan(self, window: int) -> Plan:

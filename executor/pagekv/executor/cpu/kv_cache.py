@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from pagekv.executor.backend.interface import BlockCopies, CopyKind
+from pagekv.executor.backend.interface import BlockCopies, CopyDirection
 from pagekv.executor.model.kv_geometry import BlockGeometry
 
 
 class KvCache:
     """Device and host pool, both `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_size]`.
 
-    The device pool has one block more than it lends out: the null block, which stays zero. Padded reads go there, so
-    that what they bring is finite whatever other blocks hold.
+    The device pool has one block more than sequences get: the null block, which stays zero and which padding reads, so
+    that padding is finite.
     """
 
     def __init__(
@@ -24,8 +24,8 @@ class KvCache:
         self.null_block = num_device_blocks
         shape = (geometry.num_layers, 2, block_size, geometry.num_kv_heads, geometry.head_size)
         try:
-            # Not zeros, which would write it all (5 GiB took 19 s): the kernel gives the pages when first touched, and
-            # no block is read where it was not written.
+            # Not zeros, which would write every page (5 GiB took 19 s): the kernel gives pages when first touched, and
+            # no slot is read before it is written.
             self.device = torch.empty((num_device_blocks + 1, *shape), dtype=geometry.dtype)
             self.host = torch.empty((num_host_blocks, *shape), dtype=geometry.dtype)
         except RuntimeError as error:
@@ -45,10 +45,9 @@ class KvCache:
 
     def copy(self, copies: BlockCopies) -> None:
         """Copies whole blocks; a destination may be another pair's source, which is read before it is written."""
-        source = self.host if copies.kind is CopyKind.SWAP_IN else self.device
-        destination = self.host if copies.kind is CopyKind.SWAP_OUT else self.device
-        # Indexing with a tensor makes a new tensor: right for the source, and why the destination is assigned by
-        # index_copy_ and not by `destination[ids].copy_(...)`, which would write into a temporary.
+        source = self.host if copies.direction is CopyDirection.SWAP_IN else self.device
+        destination = self.host if copies.direction is CopyDirection.SWAP_OUT else self.device
+        # Indexing with a tensor makes a new tensor, so `destination[ids].copy_(...)` would write into a temporary.
         blocks = source[torch.tensor(copies.sources, dtype=torch.int64)]
         destination.index_copy_(0, torch.tensor(copies.destinations, dtype=torch.int64), blocks)
 

@@ -10,7 +10,7 @@ from pagekv.executor.cpu.attention_plan import CpuAttentionPlan
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.sampler import sample
 from pagekv.executor.cpu.step_attention import PagedStepAttention
-from pagekv.executor.model.attention_interface import forward
+from pagekv.executor.model.attention_interface import LAST_ROW, forward
 
 
 @torch.inference_mode()
@@ -20,8 +20,7 @@ def run_step(model: PreTrainedModel, cache: KvCache, scheduled: list[Scheduled])
         return {}
     block_bytes = cache.geometry.bytes_per_block(cache.block_size) // cache.geometry.num_layers
     plan = CpuAttentionPlan(scheduled, cache.block_size, cache.null_block, block_bytes, cache.geometry.dtype)
-    # Models cannot keep no row at all; one is dropped below.
-    rows = torch.tensor([row for row, _ in plan.sampling] or [0])
+    rows = torch.tensor([row for row, _ in plan.sampling]) if plan.sampling else LAST_ROW
     logits = forward(model, plan.input_ids, plan.position_ids, rows, PagedStepAttention(cache, plan))
     states = [state for _, state in plan.sampling]
     sampled = sample(logits[: len(states)], states)

@@ -7,8 +7,6 @@ id**: logits that differ by rounding, as they do from one batch to another, then
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections import Counter
 from collections.abc import Sequence
 
@@ -17,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from pagekv.executor.backend.interface import Sampled, Sampling, SequenceState
+from pagekv.executor.backend.sampling import banned_tokens, changes_logits, is_plain, uniform
 
 Float64s = npt.NDArray[np.float64]
 
@@ -28,7 +27,7 @@ def sample(logits: torch.Tensor, states: Sequence[SequenceState]) -> list[Sample
     """
     if not states:
         return []
-    # max brings NaN to the top, and of equals the first.
+    # max returns NaN where there is one, and of equals the first.
     best, best_ids = logits.max(dim=-1)
     broken = torch.isnan(best)
     if broken.any():
@@ -36,36 +35,15 @@ def sample(logits: torch.Tensor, states: Sequence[SequenceState]) -> list[Sample
         raise ArithmeticError(f"the logits of sequences {seq_ids} are not numbers")
     greedy_ids: list[int] = best_ids.tolist()
     return [
-        Sampled(token_id) if _is_plain(state) else _sample_row(row, state, token_id)
+        Sampled(token_id) if is_plain(state) else _sample_row(row, state, token_id)
         for row, state, token_id in zip(logits, states, greedy_ids, strict=True)
     ]
-
-
-def _is_plain(state: SequenceState) -> bool:
-    """Greedy with nothing that changes the logits, and nothing to tell about them."""
-    sampling = state.sampling
-    return sampling.temperature == 0 and sampling.logprobs is None and not _changes_logits(state)
-
-
-def _changes_logits(state: SequenceState) -> bool:
-    sampling = state.sampling
-    return bool(
-        sampling.logit_bias
-        or sampling.repetition_penalty != 1
-        or sampling.presence_penalty
-        or sampling.frequency_penalty
-        or _is_banning(state)
-    )
-
-
-def _is_banning(state: SequenceState) -> bool:
-    return len(state.token_ids) - state.num_prompt_tokens < state.sampling.min_tokens
 
 
 def _sample_row(row: torch.Tensor, state: SequenceState, greedy_id: int) -> Sampled:
     sampling = state.sampling
     raw: Float64s = row.double().numpy()
-    logits = adjust(raw, state) if _changes_logits(state) else raw
+    logits = adjust(raw, state) if changes_logits(state) else raw
     if sampling.temperature == 0:
         token_id = int(logits.argmax()) if logits is not raw else greedy_id
     else:
@@ -81,11 +59,9 @@ def _sample_row(row: torch.Tensor, state: SequenceState, greedy_id: int) -> Samp
 def adjust(raw: Float64s, state: SequenceState) -> Float64s:
     """Logits with bias, ban and penalties; a new array."""
     sampling, logits = state.sampling, raw.copy()
-    for token_id, bias in sampling.logit_bias.items():
+    for token_id, bias in zip(sampling.bias_token_ids, sampling.biases, strict=True):
         logits[token_id] += bias
-    # A ban of the whole vocabulary cannot be kept.
-    if _is_banning(state) and len(set(sampling.banned_until_min)) < len(logits):
-        logits[list(sampling.banned_until_min)] = -np.inf
+    logits[list(banned_tokens(state, len(logits)))] = -np.inf
     if sampling.repetition_penalty != 1:
         seen = np.unique(state.token_ids)
         values = logits[seen]
@@ -136,13 +112,6 @@ def draw(weights: Float64s, number: float) -> int:
     token_id = int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
     # Rounding may take the product up to the total.
     return token_id if token_id < len(weights) else int(np.flatnonzero(weights)[-1])
-
-
-def uniform(seed: int, sequence_index: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits, the same for the same arguments in every process and release."""
-    key = struct.pack("<QIQ", seed, sequence_index, position)
-    digest = hashlib.blake2b(key, digest_size=8, person=b"pagekv sampling").digest()
-    return float(int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
 def largest(values: Float64s, count: int) -> npt.NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""Which sequences of a step share leading blocks, so that those are read once for all of them."""
+"""Cascade attention: the leading blocks that sequences of a step share, which are read once for all of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class SharedRun:
+class SharedPrefix:
     """Blocks [first, last) of these members' block tables are the same physical blocks."""
 
     members: list[int]
@@ -15,14 +15,14 @@ class SharedRun:
     last: int
 
 
-def shared_runs(tables: list[list[int]], min_saving: int) -> list[SharedRun]:
-    """The runs worth sharing: reading the run once saves at least `min_saving` block reads.
+def shared_prefixes(tables: list[list[int]], min_saving: int) -> list[SharedPrefix]:
+    """The shared prefixes worth reading once: each saves at least `min_saving` block reads.
 
-    `tables[i]` are the leading blocks that member i sees in full. The runs of a member follow one another from block 0
-    without a gap; what is behind the last belongs to the member alone.
+    `tables[i]` are the leading blocks that member i sees in full. The ranges of a member cover its leading blocks from
+    block 0 without a gap; blocks behind the last range are read for the member alone.
     """
-    runs: list[SharedRun] = []
-    # Members that agree on blocks [0, depth); their runs reach up to `first`.
+    found: list[SharedPrefix] = []
+    # Members that agree on blocks [0, depth); their ranges end at `first`.
     pending = [(list(range(len(tables))), 0, 0)]
     while pending:
         members, first, depth = pending.pop()
@@ -35,11 +35,11 @@ def shared_runs(tables: list[list[int]], min_saving: int) -> list[SharedRun]:
                 continue
             last = _common([tables[member] for member in bucket])
             if (len(bucket) - 1) * (last - first) >= min_saving:
-                runs.append(SharedRun(bucket, first, last))
+                found.append(SharedPrefix(bucket, first, last))
                 pending.append((bucket, last, last))
             else:
                 pending.append((bucket, first, last))
-    return runs
+    return found
 
 
 def _common(tables: list[list[int]]) -> int:

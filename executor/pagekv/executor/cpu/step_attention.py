@@ -14,7 +14,7 @@ Part = tuple[torch.Tensor, torch.Tensor]
 
 
 class PagedStepAttention:
-    """Lives for one step. Implements `StepAttention`."""
+    """The attention of one step. Implements `StepAttention`."""
 
     def __init__(self, cache: KvCache, plan: CpuAttentionPlan) -> None:
         self._cache = cache
@@ -23,7 +23,6 @@ class PagedStepAttention:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
-        """As `StepAttention.attend`."""
         self._cache.write(layer, self._plan.slots, key.transpose(0, 1), value.transpose(0, 1))
         plan = self._plan.reads(scores.window)
         parts: list[Part] = []

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import platform
 from pathlib import Path
 
 import torch
-import transformers
 
 from pagekv.common.errors import OutOfMemory
 from pagekv.common.logs import Log
 from pagekv.executor.backend.fingerprint import model_fingerprint
-from pagekv.executor.backend.interface import BackendDescription, BlockCopies, Launch, Sampled, Scheduled, SequenceState
-from pagekv.executor.backend.layout import LAYOUT
+from pagekv.executor.backend.interface import BackendDescription, BlockCopies, Launch, Scheduled, SequenceState
 from pagekv.executor.cuda.device import Device
 from pagekv.executor.cuda.kernel_attention import kv_geometry, serving_variant
 from pagekv.executor.cuda.pools import HostMemoryError, KvPools
 from pagekv.executor.cuda.preflight import check_room, gib
-from pagekv.executor.cuda.profile import CudaStepProfile, profile_step
+from pagekv.executor.cuda.profile import profile_step
 from pagekv.executor.cuda.runner import StepRunner
 from pagekv.executor.machine import available_bytes
+from pagekv.executor.model.description import ModelBackendInfo, StepProfile
 from pagekv.executor.model.files import read_model_files
 from pagekv.executor.model.loading import LoadedModel, load_model, stored_dtype
 
@@ -27,16 +25,16 @@ log = Log(__name__)
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 KV_DTYPES = ("auto", "fp8")
-# Share of the host's memory that was available after loading that the pinned pool may take: locked memory is
-# nobody else's, and locking much of it takes a while.
+# Share of the host memory available after loading that the pinned pool may take: no other process can use locked
+# memory, and locking much of it takes a while.
 HOST_SHARE = 0.25
 
 
 class CudaBackend:
     """States: loaded; with pools after `allocate`, which may be called again. Implements `Backend`.
 
-    Steps are enqueued and collected later; the next may be launched meanwhile. What a step sampled stays on the device
-    for the next one, so nothing waits for the way to the host and back.
+    Steps are enqueued and collected later; the next may be launched meanwhile. Sampled tokens stay on the device for
+    the next step, so no step waits for the way to the host and back.
     """
 
     def __init__(
@@ -62,96 +60,63 @@ class CudaBackend:
         if kv_dtype not in KV_DTYPES:
             raise ValueError(f"kv_dtype: must be one of {', '.join(KV_DTYPES)}, got {kv_dtype!r}")
         self._device = device
-        self._model_id = model_id
-        self._fingerprint = model_fingerprint(model_path)
+        fingerprint = model_fingerprint(model_path)
         weights = DTYPES[dtype] if dtype != "auto" else _auto_dtype(model_path)
-        self._loaded = _load(model_path, weights, device)
+        self._loaded = loaded = _load(model_path, weights, device)
         kept = weights if kv_dtype == "auto" else torch.float8_e4m3fn
-        device.prepare(serving_variant(model_path, self._loaded, kept, device.launcher))
-        self._geometry = kv_geometry(self._loaded, kept)
-        self._kv_memory = kv_memory
-        self._memory_share = memory_share
-        self._max_sequences = max_sequences
+        device.prepare(serving_variant(model_path, loaded, kept, device.launcher))
         self._graphs = graphs
         self._pools: KvPools | None = None
         self._runner: StepRunner | None = None
-        # Before any pool: what pools may come out of, however often they are replaced.
-        self._available = device.available_bytes()
+        self._info = ModelBackendInfo(
+            backend="cuda",
+            model_id=model_id,
+            fingerprint=fingerprint,
+            loaded=loaded,
+            geometry=kv_geometry(loaded, kept),
+            max_sequences=max_sequences,
+            kv_memory=kv_memory,
+            memory_share=memory_share,
+            available=device.available_bytes(),
+        )
         self._host_bytes = int(HOST_SHARE * available_bytes())
-        self._profiles: dict[tuple[int, int], CudaStepProfile] = {}
         self._bandwidth = device.bandwidth()
 
     def describe(self, block_size: int, token_budget: int) -> BackendDescription:
-        """As `Backend.describe`. Raises OutOfMemory when no step of this size fits."""
-        loaded, geometry = self._loaded, self._geometry
-        profile = self._profile(block_size, token_budget)
-        # The most of all profiles: a later one finds memory that an earlier one left to torch.
-        taken = max(other.activation_bytes for other in self._profiles.values())
-        left = max(0, self._available - taken)
-        device_bytes = self._kv_memory or int(self._memory_share * left)
-        to_host, to_device = self._bandwidth
-        return BackendDescription(
-            model_id=self._model_id,
-            model_fingerprint=self._fingerprint,
-            num_layers=geometry.num_layers,
-            num_kv_heads=geometry.num_kv_heads,
-            head_size=geometry.head_size,
-            kv_dtype=str(geometry.dtype).removeprefix("torch."),
-            vocab_size=loaded.vocab_size,
-            max_model_len=loaded.max_model_len,
-            bytes_per_block=geometry.bytes_per_block(block_size),
-            device_kv_bytes=device_bytes,
-            layout=LAYOUT,
-            backend="cuda",
-            eos_token_ids=loaded.eos_token_ids,
-            max_sequences=self._max_sequences,
-            versions={
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                **self._device.versions,
-            },
-            host_kv_bytes=min(device_bytes, self._host_bytes),
-            device_to_host_bytes_per_s=to_host,
-            host_to_device_bytes_per_s=to_device,
-            prefill_tokens_per_s=profile.prefill_tokens_per_s,
-        )
+        """Raises OutOfMemory when no step of this size fits."""
+        profile, info = self._profile(block_size, token_budget), self._info
+        host_bytes = min(info.device_kv_bytes, self._host_bytes)
+        return info.describe(block_size, profile, host_bytes, self._bandwidth, self._device.versions)
 
-    def _profile(self, block_size: int, token_budget: int) -> CudaStepProfile:
-        key = (block_size, token_budget)
-        if key in self._profiles:
-            return self._profiles[key]
+    def _profile(self, block_size: int, token_budget: int) -> StepProfile:
+        key, info = (block_size, token_budget), self._info
+        if key in info.profiles:
+            return info.profiles[key]
         if self._pools is not None:
             # Pools have taken the memory that a profile needs: one of a step at least as large will do.
-            larger = [profile for (_, budget), profile in self._profiles.items() if budget >= token_budget]
+            larger = [profile for (_, budget), profile in info.profiles.items() if budget >= token_budget]
             if larger:
                 return larger[0]
         try:
             profile = profile_step(
-                self._loaded, self._geometry, block_size, token_budget, self._max_sequences, self._device, self._graphs
+                self._loaded, info.geometry, block_size, token_budget, info.max_sequences, self._device, self._graphs
             )
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise OutOfMemory(f"token_budget: a step of {token_budget} tokens does not fit the GPU: {error}") from error
         if self._pools is None:
-            self._available = min(self._available, profile.available_bytes)
-        log.info(
-            "profiled a step",
-            tokens=token_budget,
-            activation_bytes=profile.activation_bytes,
-            tokens_per_s=profile.prefill_tokens_per_s,
-            available_bytes=self._available,
-        )
-        self._profiles[key] = profile
+            # Less than before by what a first step loads.
+            info.available = min(info.available, self._device.available_bytes())
+        info.add_profile(key, profile)
         return profile
 
     def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None:
-        """As `Backend.allocate`. After an error there are no pools, and nothing is pinned."""
+        """After an error there are no pools, and nothing is pinned."""
         self._device.synchronize()
-        # The old pools go first: both at once might not fit.
+        # The old pools are freed first: both at once might not fit.
         if self._pools is not None:
             self._pools.close()
         self._runner = self._pools = None
-        size = self._geometry.bytes_per_block(block_size)
+        size = self._info.geometry.bytes_per_block(block_size)
         available = self._device.available_bytes()
         if size * num_device_blocks > available:
             raise MemoryError(
@@ -160,9 +125,9 @@ class CudaBackend:
             )
         pools = self._allocate_pools(block_size, num_device_blocks, num_host_blocks)
         try:
-            self._runner = StepRunner(self._loaded, pools, self._device, self._max_sequences, self._graphs)
+            self._runner = StepRunner(self._loaded, pools, self._device, self._info.max_sequences, self._graphs)
         except BaseException as error:
-            # Before its memory is freed, which the driver would still hold as locked.
+            # Before the memory is freed, which the driver would still hold as locked.
             pools.close()
             if isinstance(error, torch.OutOfMemoryError):
                 raise MemoryError(f"what steps need beside {num_device_blocks} device blocks: {error}") from error
@@ -170,10 +135,10 @@ class CudaBackend:
         self._pools = pools
 
     def _allocate_pools(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> KvPools:
-        """Memory that the host cannot give is offered no more: a manager that takes what it is offered comes by with
-        less, and one that was told how much says which flag is too large.
+        """The pools. Host memory that cannot be had is not offered again: a manager without a fixed number of host
+        blocks attaches with fewer, one with --num-host-blocks says that the flag is too large.
         """
-        size = self._geometry.bytes_per_block(block_size) * num_host_blocks
+        size = self._info.geometry.bytes_per_block(block_size) * num_host_blocks
         try:
             available = available_bytes()
             if size > available:
@@ -181,7 +146,7 @@ class CudaBackend:
                     f"{num_host_blocks} host blocks need {size} bytes; {available} are available: give the manager a "
                     "smaller --num-host-blocks, or the executor more memory"
                 )
-            return KvPools(self._geometry, block_size, num_device_blocks, num_host_blocks, self._device)
+            return KvPools(self._info.geometry, block_size, num_device_blocks, num_host_blocks, self._device)
         except HostMemoryError:
             self._host_bytes = min(self._host_bytes, size // 2)
             log.warning("no memory for the host pool: offering less", needed=size, offering=self._host_bytes)
@@ -196,36 +161,30 @@ class CudaBackend:
 
     @property
     def runner(self) -> StepRunner:
-        """What runs the steps. Raises RuntimeError before `allocate`."""
+        """The runner of steps. Raises RuntimeError before `allocate`."""
         if self._runner is None:
             raise RuntimeError("no pools are allocated")
         return self._runner
 
     def copy_blocks(self, copies: BlockCopies) -> None:
-        """As `Backend.copy_blocks`."""
         self.runner.copy(copies)
 
     def launch(self, scheduled: list[Scheduled]) -> Launch:
-        """As `Backend.launch`. Raises ValueError or RuntimeError before anything is touched when an id, a length or a
+        """Raises ValueError or RuntimeError before anything is touched when an id, a length or a
         slot is out of its bounds.
         """
         return self.runner.launch(scheduled)
 
-    def execute(self, scheduled: list[Scheduled]) -> dict[int, Sampled]:
-        """One step, waited for."""
-        return self.launch(scheduled).collect()
-
-    def forget(self, states: list[SequenceState]) -> None:
-        """As `Backend.forget`."""
-        self.runner.forget(states)
+    def finish(self, states: list[SequenceState]) -> None:
+        self.runner.finish(states)
 
     def is_lost(self, error: Exception) -> bool:
-        """As `Backend.is_lost`. The device is asked instead of the error's words: what kills a context (an illegal or
-        misaligned address, a failed launch, an assertion on the device, ...) makes every later call fail, and nothing
-        else does, memory that is short included.
+        """Asks the device instead of reading the error: an error that kills the context (an illegal or misaligned
+        address, a failed launch, an assertion on the device, ...) makes every later call fail, and no other does, lack
+        of memory included.
         """
         if isinstance(error, ArithmeticError):
-            # The host's finding. Asking while another thread records a graph would spoil that.
+            # Found by the host. Asking the device would spoil a graph that another thread records.
             return False
         try:
             self._device.synchronize()

@@ -1,7 +1,7 @@
-"""What the backend needs of a GPU besides tensors and kernels: pinned memory, marks in its stream, graphs, measuring.
+"""The GPU as the backend uses it besides tensors and kernels: pinned memory, marks in its stream, graphs, measuring.
 
-Everything else in this package runs on any device of torch; tests run it on the CPU, with a `Device` of their own and a
-launcher that emulates the kernels.
+The rest of this package runs on any device of torch; tests run it on the CPU, with another `Device` and a launcher that
+emulates the kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COPY_ROUNDS = 4
 
 
 class Mark(Protocol):
-    """A place in the stream."""
+    """A place in the device's stream."""
 
     def wait(self) -> None:
         """Returns when everything enqueued before it is done. Any thread may wait."""
@@ -34,7 +34,7 @@ class Mark(Protocol):
 
 
 class Device(Protocol):
-    """One device and its stream, into which its thread enqueues."""
+    """One device and its stream, into which one thread enqueues."""
 
     @property
     def torch_device(self) -> torch.device:
@@ -61,15 +61,15 @@ class Device(Protocol):
         ...
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A little host memory that the device copies from and to while the host goes on. Raises MemoryError."""
+        """A small page-locked tensor: copies with the device run while the host goes on. Raises MemoryError."""
         ...
 
     def pin(self, tensor: torch.Tensor) -> None:
-        """Makes host memory of any size such memory, until `unpin`. Raises MemoryError."""
+        """Page-locks host memory of any size until `unpin`. Raises MemoryError."""
         ...
 
     def unpin(self, tensor: torch.Tensor) -> None:
-        """Ends what `pin` began."""
+        """Unlocks what `pin` locked."""
         ...
 
     def mark(self) -> Mark:
@@ -121,9 +121,9 @@ class _Event:
 
 
 class CudaDevice:
-    """The GPU that torch calls current, with a stream of its own. Implements `Device`.
+    """The GPU that torch calls current, with a new stream. Implements `Device`.
 
-    Streams are current for one thread: the one that builds it, which is the one that must use it.
+    A stream is current for one thread, so the thread that constructs the device must be the one that uses it.
     """
 
     def __init__(self) -> None:
@@ -134,25 +134,22 @@ class CudaDevice:
         torch.cuda.set_stream(torch.cuda.Stream(self._torch_device))
         self._launcher = CupyLauncher(say=log.info)
         self._streams = CudaStreams()
-        # Graphs run one after the other and what they return is used before the next: those alive share their memory.
-        # Once all are gone, the next begins a pool of its own, since torch gives the old one's memory back.
+        # Graphs run one after the other and their results are used before the next runs, so all share one memory pool.
+        # The first graph after all were discarded begins a new pool, since torch frees the old one.
         self._graph_pool: Any = None
         self._replays: weakref.WeakSet[Callable[[], torch.Tensor]] = weakref.WeakSet()
         self._held_before = 0
 
     @property
     def torch_device(self) -> torch.device:
-        """As `Device.torch_device`."""
         return self._torch_device
 
     @property
     def launcher(self) -> Launcher:
-        """As `Device.launcher`."""
         return self._launcher
 
     @property
     def versions(self) -> dict[str, str]:
-        """As `Device.versions`."""
         import cupy
 
         return {
@@ -162,12 +159,11 @@ class CudaDevice:
         }
 
     def prepare(self, variant: Variant) -> None:
-        """As `Device.prepare`."""
         self._launcher.prepare(variant)
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """As `Device.pinned`. torch keeps freed pinned memory and gives it out again once copies with it are done, so
-        buffers of a step cost no system call.
+        """torch keeps freed pinned memory and reuses it once copies with it are done, so buffers of a step cost no
+        system call.
         """
         try:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -179,43 +175,35 @@ class CudaDevice:
 
     @property
     def streams(self) -> Streams:
-        """As `Device.streams`."""
         return self._streams
 
     def pin(self, tensor: torch.Tensor) -> None:
-        """As `Device.pin`."""
         pin(tensor)
 
     def unpin(self, tensor: torch.Tensor) -> None:
-        """As `Device.unpin`."""
         unpin(tensor)
 
     def mark(self) -> Mark:
-        """As `Device.mark`."""
         return _Event()
 
     def synchronize(self) -> None:
-        """As `Device.synchronize`."""
         torch.cuda.synchronize(self._torch_device)
 
     def available_bytes(self) -> int:
-        """As `Device.available_bytes`."""
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self._torch_device)[0])
 
     def reset_peak(self) -> None:
-        """As `Device.reset_peak`."""
         self.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._torch_device)
         self._held_before = torch.cuda.memory_reserved(self._torch_device)
 
     def peak_bytes(self) -> int:
-        """As `Device.peak_bytes`. Counts what torch reserved, which is what the pool cannot have."""
+        """Counts memory that torch reserved, since the pool cannot have it."""
         return max(0, torch.cuda.max_memory_reserved(self._torch_device) - self._held_before)
 
     def bandwidth(self) -> tuple[int, int]:
-        """As `Device.bandwidth`."""
         host = self.pinned((COPY_BYTES,), torch.uint8)
         device = torch.empty(COPY_BYTES, dtype=torch.uint8, device=self._torch_device)
         return self._copy_rate(host, device), self._copy_rate(device, host)
@@ -231,7 +219,6 @@ class CudaDevice:
         return int(COPY_BYTES / best)
 
     def capture(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """As `Device.capture`."""
         if not self._replays:
             self._graph_pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -241,12 +228,12 @@ class CudaDevice:
             with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
                 result = function()
         except RuntimeError as error:
-            # Ending a recording that ran out of memory may fail too, with an error that hides the reason.
+            # Ending a recording that ran out of memory may fail too, with an error that hides the first one.
             if isinstance(error.__context__, torch.OutOfMemoryError):
                 raise error.__context__ from None
             raise
         finally:
-            # A recording that cannot be ended leaves its own stream current.
+            # After a recording that cannot be ended, its stream is still current.
             torch.cuda.set_stream(stream)
 
         def replay() -> torch.Tensor:

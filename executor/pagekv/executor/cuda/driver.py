@@ -1,4 +1,4 @@
-"""The NVIDIA driver's word on the GPU, asked by ctypes in milliseconds: without torch, CuPy or NumPy."""
+"""The GPU as the NVIDIA driver describes it, asked through ctypes in milliseconds: without torch, CuPy or NumPy."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def no_gpu() -> str:
 
 
 class _Driver:
-    """Calls by name; an error of the driver is a UnusableGpu."""
+    """Calls by name; an error of the driver is an UnusableGpu."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -87,7 +87,7 @@ class _Driver:
             )
 
     def number(self, name: str, *args: Any) -> int:
-        """Of a function whose first argument is where it leaves an int."""
+        """The int that a function writes to its first argument."""
         found = ctypes.c_int()
         self.call(name, ctypes.byref(found), *args)
         return found.value

@@ -24,7 +24,7 @@ MAX_GRAPHS = 64
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """What a graph is recorded for. `items` is `batch` when no sequence has more than one split."""
+    """The shape a graph is recorded for. `items` is `batch` when no sequence has more than one split."""
 
     batch: int
     table_width: int
@@ -44,20 +44,18 @@ class GraphKey:
 
 
 def graph_key(num_sequences: int, table_width: int, num_items: int) -> GraphKey | None:
-    """The smallest key that a batch of decodes fits, `num_items` being those of its own rows; None when it is too large
-    for a graph.
-    """
+    """The smallest key that a batch of decodes with `num_items` work items fits; None when too large for a graph."""
     if not 0 < num_sequences <= MAX_GRAPH_BATCH:
         return None
-    # 1, 2, 4, 8, 16, 32, then multiples of 32: padding computes rows for nobody.
-    batch = _power(num_sequences) if num_sequences <= 32 else -(-num_sequences // 32) * 32
+    # 1, 2, 4, 8, 16, 32, then multiples of 32: rows of padding are computed in vain.
+    batch = next_power(num_sequences) if num_sequences <= 32 else -(-num_sequences // 32) * 32
     # As few shapes as possible, since each is recorded once: fourfold steps in width, twofold in work.
     width = 16
     while width < table_width:
         width *= 4
     # Rows that fill the batch up have an item each, which writes zeros.
     padded = num_items + batch - num_sequences
-    items = batch if num_items == num_sequences else max(2 * batch, _power(padded))
+    items = batch if num_items == num_sequences else max(2 * batch, next_power(padded))
     return GraphKey(batch, width, items)
 
 
@@ -67,7 +65,8 @@ def largest_batch(max_sequences: int) -> int:
     return key.batch if key is not None else 0
 
 
-def _power(number: int) -> int:
+def next_power(number: int) -> int:
+    """The smallest power of two that is at least `number`, which is above 0."""
     return 1 << (number - 1).bit_length()
 
 
@@ -85,13 +84,13 @@ class GraphCache:
         self.num_replayed = 0
 
     def clear(self) -> None:
-        """Forgets everything: memory that graphs read has moved."""
+        """Discards every graph, because memory that graphs read has moved."""
         if self._graphs:
             self._device.synchronize()
         self._graphs.clear()
 
     def run(self, key: GraphKey, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What `forward` returns, computed by it or by a graph of an earlier `forward` of the same key."""
+        """The result of `forward`, computed by it or by a graph of an earlier `forward` of the same key."""
         if key not in self._graphs:
             self._graphs[key] = None
             return forward()
@@ -105,11 +104,11 @@ class GraphCache:
         return graph()
 
     def _record(self, key: GraphKey, forward: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor] | None:
-        """A new graph; None where there can be none, and then there are no older ones either."""
+        """A new graph. None where it cannot be recorded; then all older ones are discarded too."""
         try:
             graph = self._device.capture(forward)
         except torch.OutOfMemoryError as error:
-            # The memory of the graphs there are is what this step needs; those in use are recorded again.
+            # The step needs the memory of the graphs there are; shapes still in use are recorded again.
             log.warning(
                 "no memory to record a CUDA graph: dropping those recorded", graphs=len(self._graphs), error=error
             )
@@ -123,7 +122,7 @@ class GraphCache:
         self._graphs[key] = graph
         self.num_captured += 1
         if len(self._graphs) > MAX_GRAPHS:
-            # What it computed may still be under way.
+            # The graph may still be running.
             self._device.synchronize()
             self._graphs.popitem(last=False)
         return graph

@@ -16,7 +16,7 @@ from pagekv.kernels.variants import UnsupportedVariant, Variant
 
 
 class KernelAttention:
-    """Lives for one step, or for one graph. Implements `StepAttention`."""
+    """The attention of one step, or of one graph. Implements `StepAttention`."""
 
     def __init__(self, paged: PagedAttention, plan: AttentionPlan) -> None:
         self._paged = paged
@@ -25,7 +25,7 @@ class KernelAttention:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
-        """As `StepAttention.attend`; how scores are computed was told to `PagedAttention` when it was made."""
+        """`scores` is not looked at: `PagedAttention` was constructed with it."""
         query, key, value = _rows(query), _rows(key), _rows(value)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         self._paged.write(layer, key, value, self._plan)
@@ -42,7 +42,7 @@ def _rows(heads: torch.Tensor) -> torch.Tensor:
     aligned = not (rows.data_ptr() % 16 or stride[0] * rows.element_size() % 16)
     if stride[1:] == (rows.shape[2], 1) and aligned:
         return rows
-    # By way of one dimension, because torch calls a tensor contiguous whatever the stride of a dimension of one.
+    # Through one dimension, because torch ignores the stride of a dimension of one when asked for contiguity.
     return rows.contiguous().view(-1).view(rows.shape)
 
 
@@ -66,13 +66,7 @@ def make_attention(loaded: LoadedModel, pool: torch.Tensor, launcher: Launcher) 
         features=bool(cap or any(windows)),
     )
     return PagedAttention(
-        launcher,
-        pool,
-        variant,
-        num_heads=loaded.num_heads,
-        scale=scale,
-        windows=windows,
-        soft_cap=cap or 0.0,
+        launcher, pool, variant, num_heads=loaded.num_heads, scale=scale, windows=windows, soft_cap=cap or 0.0
     )
 
 

@@ -1,4 +1,4 @@
-"""Which tokens a sequence has had, on the device, for the sequences whose sampling asks for it."""
+"""Counts of the tokens a sequence has had, on the device, for sequences whose sampling needs them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PenaltyTable:
         self.outputs = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self.seen = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         """A row for one sequence; `begin` must be the first to use it."""
         if not self._free:
             rows, vocab_size = self.outputs.shape
@@ -29,8 +29,8 @@ class PenaltyTable:
             self._free = list(range(rows + added - 1, rows - 1, -1))
         return self._free.pop()
 
-    def give_back(self, row: int) -> None:
-        """The sequence is gone; steps already launched still find their row as it was."""
+    def free(self, row: int) -> None:
+        """Frees a row; steps already launched still find it as it was."""
         self._free.append(row)
 
     def begin(self, rows: torch.Tensor, of_row: torch.Tensor, tokens: torch.Tensor, generated: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ import math
 import numpy.typing as npt
 import torch
 
-from pagekv.executor.backend.interface import BlockCopies, CopyKind
+from pagekv.executor.backend.interface import BlockCopies, CopyDirection
 from pagekv.executor.cuda.device import Device
 from pagekv.executor.model.kv_geometry import BlockGeometry
 from pagekv.kernels.attention import PagedAttention
@@ -20,7 +20,7 @@ class HostMemoryError(MemoryError):
 
 
 class KvPools:
-    """Both `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_size]`. Blocks nobody wrote hold anything.
+    """Both `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_size]`. Unwritten slots hold anything.
 
     States: in use, then closed.
     """
@@ -41,7 +41,7 @@ class KvPools:
         try:
             self.host = self._host_pool((num_host_blocks, *shape), geometry.dtype)
             self._swapper = BlockSwapper(device.streams, self.device, self.host)
-            # Last: whatever fails before leaves nothing pinned.
+            # Last, so that nothing stays pinned when an earlier line raises.
             if num_host_blocks:
                 device.pin(self.host)
         except MemoryError as error:
@@ -65,9 +65,9 @@ class KvPools:
         """Copies whole blocks, after what was enqueued before; `attention` is over the device pool. Steps that touch
         swapped blocks wait for them in `before_step`.
         """
-        if copies.kind is CopyKind.SWAP_OUT:
+        if copies.direction is CopyDirection.SWAP_OUT:
             self._swapper.swap_out(copies.sources, copies.destinations)
-        elif copies.kind is CopyKind.SWAP_IN:
+        elif copies.direction is CopyDirection.SWAP_IN:
             self._swapper.swap_in(copies.sources, copies.destinations)
         else:
             self._swapper.before_compute([*copies.sources, *copies.destinations])
@@ -76,5 +76,5 @@ class KvPools:
             attention.copy_blocks(pairs.to(self._device.torch_device, non_blocking=True))
 
     def before_step(self, blocks: npt.ArrayLike) -> None:
-        """What is enqueued next waits for the swaps under way that touch one of these blocks, and for no other."""
+        """Makes later work wait for the swaps under way that touch one of these blocks, and for no other."""
         self._swapper.before_compute(blocks)

@@ -12,22 +12,20 @@ import torch
 from pagekv.executor.backend.interface import BlockCopies, Sampled, Scheduled, SequenceState
 from pagekv.executor.cuda.device import Device, Mark
 from pagekv.executor.cuda.device_sequences import NO_BLOCK, DeviceSequences
-from pagekv.executor.cuda.graphs import GraphCache, GraphKey, graph_key, largest_batch
+from pagekv.executor.cuda.graphs import GraphCache, GraphKey, graph_key, largest_batch, next_power
 from pagekv.executor.cuda.kernel_attention import KernelAttention, make_attention
 from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.executor.cuda.pools import KvPools
-from pagekv.executor.cuda.sampler import Chosen, sample
+from pagekv.executor.cuda.sampler import SampledRows, sample
 from pagekv.executor.cuda.sampling_inputs import SamplingInputs
 from pagekv.executor.cuda.step_inputs import StepInputs, build_inputs
-from pagekv.executor.model.attention_interface import forward
+from pagekv.executor.model.attention_interface import ALL_ROWS, LAST_ROW, LogitRows, forward
 from pagekv.executor.model.loading import LoadedModel
 from pagekv.kernels.attention_plan import HostPlan, Ints, plan_step
 from pagekv.kernels.decode_plan import num_decode_items
 
 # int32 words of the buffer that inputs are uploaded to, at first; it grows, and graphs are then recorded anew.
 UPLOAD_WORDS = 2**20
-# As transformers' `logits_to_keep`.
-ALL_ROWS = 0
 
 
 class StepRunner:
@@ -42,16 +40,17 @@ class StepRunner:
         where = device.torch_device
         self._penalties = PenaltyTable(loaded.num_logits, where)
         self._live = DeviceSequences(max_sequences, self._penalties)
-        # int32 [max_sequences + 1]: the token each sequence sampled last, by handle.
+        # int32 [max_sequences + 1]: the token each sequence sampled last, by device index.
         self._last_tokens = torch.zeros(max_sequences + 1, dtype=torch.int32, device=where)
-        self._words = torch.zeros(UPLOAD_WORDS, dtype=torch.int32, device=where)
-        # Where every graph leaves its logits: none keeps memory of its own for them.
+        # The latest step's inputs: sections of int32 words, at the offsets of its `HostPlan`.
+        self._inputs = torch.zeros(UPLOAD_WORDS, dtype=torch.int32, device=where)
+        # Every graph writes its logits here: no graph keeps memory for them.
         shape = graph_logits_shape(loaded, max_sequences) if graphs else (0, loaded.num_logits)
         self._graph_logits = torch.empty(shape, dtype=loaded.geometry.dtype, device=where)
 
-    def forget(self, states: list[SequenceState]) -> None:
-        """These sequences have left."""
-        self._live.forget(states)
+    def finish(self, states: list[SequenceState]) -> None:
+        """Frees what is kept of these sequences."""
+        self._live.remove(states)
 
     def copy(self, copies: BlockCopies) -> None:
         """Copies whole blocks, after what was launched before and before what is launched later."""
@@ -70,19 +69,17 @@ class StepRunner:
         self._pools.before_step(tables[tables != NO_BLOCK])
         self._upload(host)
         if key is not None:
-            logits = self.graphs.run(key, self._decodes(host, key))[: len(inputs.sampling)]
+            logits = self.graphs.run(key, self._graph_forward(host, key))[: len(inputs.sampling)]
         else:
-            # Models cannot keep no row at all: where none samples, the last one.
-            count = len(inputs.sampling)
-            rows = self._section(host, "sampled_rows", (count,)).long() if count else 1
+            rows = self._input(host, "sampled_rows", (len(inputs.sampling),)).long() if inputs.sampling else LAST_ROW
             logits = self._forward(host, len(inputs.input_ids), rows)
         if not inputs.sampling:
             return StepOnDevice(self._device.mark(), [], None, [], [])
-        chosen = sample(logits, sampling.chunks(lambda *where: self._section(host, *where)), self._penalties)
-        handles = self._section(host, "sampled_handles", (len(inputs.sampling),))
-        # A sequence whose logits are not numbers is reported; until then it goes on with any token.
-        self._last_tokens.index_copy_(0, handles.long(), chosen.tokens.clamp(min=0).int())
-        return self._bring_back(chosen, sampling)
+        sampled = sample(logits, sampling.chunks(lambda *where: self._input(host, *where)), self._penalties)
+        device_indices = self._input(host, "sampled_indices", (len(inputs.sampling),))
+        # A sequence whose logits are not numbers is reported by `collect`; until then any token will do.
+        self._last_tokens.index_copy_(0, device_indices.long(), sampled.tokens.clamp(min=0).int())
+        return self._download(sampled, sampling)
 
     def _graph_key(self, inputs: StepInputs) -> GraphKey | None:
         if not self.graphs.enabled or not inputs.decodes_only:
@@ -92,7 +89,7 @@ class StepRunner:
         return graph_key(len(batch.context_lens), batch.block_tables.shape[1], items)
 
     def _plan(self, inputs: StepInputs, sampling: SamplingInputs, key: GraphKey | None) -> HostPlan:
-        """The upload. What a graph reads comes first, with a size that follows from the key."""
+        """The step's inputs on the host. Sections that a graph reads come first, in sizes that follow from the key."""
         rows = key.batch if key is not None else len(inputs.input_ids)
         return plan_step(
             inputs.batch,
@@ -105,53 +102,53 @@ class StepRunner:
             capacity=key.capacity() if key is not None else None,
             extra={
                 "input_ids": _padded(inputs.input_ids, rows, 0),
-                "handles": _padded(inputs.handles, rows, self._live.spare),
+                "device_indices": _padded(inputs.device_indices, rows, self._live.spare),
                 "sampled_rows": inputs.sampled_rows,
-                "sampled_handles": inputs.sampled_handles,
+                "sampled_indices": inputs.sampled_indices,
                 **sampling.sections(),
             },
         )
 
     def _upload(self, host: HostPlan) -> None:
-        """The step's only copy to the device. It waits in the stream until the step before has read its own."""
+        """The step's only copy to the device. In stream order, so the step before has read its inputs by then."""
         size = host.words.size
-        if size > self._words.numel():
+        if size > self._inputs.numel():
             self.graphs.clear()
-            self._words = torch.zeros(_power(size), dtype=torch.int32, device=self._device.torch_device)
+            self._inputs = torch.zeros(next_power(size), dtype=torch.int32, device=self._device.torch_device)
         pinned = self._device.pinned((size,), torch.int32)
         pinned.numpy()[:] = host.words
-        self._words[:size].copy_(pinned, non_blocking=True)
+        self._inputs[:size].copy_(pinned, non_blocking=True)
 
-    def _section(
+    def _input(
         self, host: HostPlan, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.int32
     ) -> torch.Tensor:
-        """A section of the upload, on the device."""
+        """A section of the step's inputs, on the device."""
         first, size = host.offsets[name], math.prod(shape) * dtype.itemsize // 4
-        return self._words[first : first + size].view(dtype).view(shape)
+        return self._inputs[first : first + size].view(dtype).view(shape)
 
-    def _decodes(self, host: HostPlan, key: GraphKey) -> Callable[[], torch.Tensor]:
-        """The forward pass of a batch of decodes, reading what it needs from the device only, so that a recording of it
-        serves every step of the same key.
+    def _graph_forward(self, host: HostPlan, key: GraphKey) -> Callable[[], torch.Tensor]:
+        """The forward pass of a batch of decodes. All its inputs are on the device, so a recording of it serves every
+        step of the same key.
         """
 
-        def decodes() -> torch.Tensor:
+        def run() -> torch.Tensor:
             logits = self._forward(host, key.batch, ALL_ROWS)
             if logits.dtype != self._graph_logits.dtype:
-                # A model that computes them in another type than its weights': not rounded, the graph keeps its own.
+                # Some models compute logits in another type than their weights': the graph keeps these, not rounded.
                 return logits
             return self._graph_logits[: key.batch].copy_(logits)
 
-        return decodes
+        return run
 
-    def _forward(self, host: HostPlan, num_rows: int, rows: torch.Tensor | int) -> torch.Tensor:
-        """Logits of these rows, or of the last so many; ALL_ROWS: of every row."""
+    def _forward(self, host: HostPlan, num_rows: int, rows: LogitRows) -> torch.Tensor:
+        """Logits of `rows` of the step's `num_rows` rows."""
         num_partials = host.counts["num_partials"]
         size = self.attention.scratch_bytes(num_partials)
         scratch = torch.empty(size, dtype=torch.uint8, device=self._device.torch_device)
-        plan = host.bind(self._words.data_ptr(), scratch.data_ptr() if num_partials else 0)
-        ids = self._section(host, "input_ids", (num_rows,))
-        fed = self._last_tokens[self._section(host, "handles", (num_rows,)).long()]
-        positions = self._section(host, "positions", (num_rows,))
+        plan = host.bind(self._inputs.data_ptr(), scratch.data_ptr() if num_partials else 0)
+        ids = self._input(host, "input_ids", (num_rows,))
+        fed = self._last_tokens[self._input(host, "device_indices", (num_rows,)).long()]
+        positions = self._input(host, "positions", (num_rows,))
         return forward(
             self._loaded.model,
             torch.where(ids < 0, fed, ids).long()[None],
@@ -160,9 +157,10 @@ class StepRunner:
             KernelAttention(self.attention, plan),
         )
 
-    def _bring_back(self, chosen: Chosen, sampling: SamplingInputs) -> StepOnDevice:
-        tokens = self._to_host(chosen.tokens)
-        logprobs = [(self._to_host(a), self._to_host(b), self._to_host(c)) for a, b, c in chosen.logprobs]
+    def _download(self, sampled: SampledRows, sampling: SamplingInputs) -> StepOnDevice:
+        """The step's only copies to the host, enqueued."""
+        tokens = self._to_host(sampled.tokens)
+        logprobs = [(self._to_host(a), self._to_host(b), self._to_host(c)) for a, b, c in sampled.logprobs]
         return StepOnDevice(self._device.mark(), sampling.states, tokens, sampling.logprobs_of, logprobs)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -176,10 +174,12 @@ class StepOnDevice:
     """A launched step. Implements `Launch`."""
 
     _mark: Mark
-    # Who samples; their tokens, -1 where the logits are not numbers; pinned, and filled once the mark is reached.
+    # The sequences that sample. Their tokens, -1 where the logits are not numbers; pinned, filled once the mark is
+    # reached.
     _states: list[SequenceState]
     _tokens: torch.Tensor | None
-    # Who asked for log-probabilities, and in chunks of them the token's, and ids and log-probabilities of the best.
+    # The sequences that asked for log-probabilities, and in chunks of them that of the token, and ids and
+    # log-probabilities of the best.
     _asking: list[SequenceState]
     _logprobs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
@@ -207,7 +207,7 @@ class StepOnDevice:
 
 
 def graph_logits_shape(loaded: LoadedModel, max_sequences: int) -> tuple[int, int]:
-    """Of the buffer, of the weights' type, that a runner with graphs has for what they compute."""
+    """Shape of the buffer, of the weights' element type, into which every graph writes its logits."""
     return largest_batch(max_sequences), loaded.num_logits
 
 
@@ -215,7 +215,3 @@ def _padded(values: Ints, size: int, filler: int) -> Ints:
     padded = np.full(size, filler, np.int32)
     padded[: len(values)] = values
     return padded
-
-
-def _power(number: int) -> int:
-    return 1 << (number - 1).bit_length()

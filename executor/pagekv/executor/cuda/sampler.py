@@ -1,5 +1,5 @@
 """The sampler on the device: the function of (logits, seed, sequence index, position) and the tokens so far that
-`pagekv.executor.cpu.sampler` describes, for many rows at once and without waiting for the device.
+the CPU backend's sampler describes, for many rows at once and without waiting for the device.
 
 All arithmetic on the rows that are not plainly greedy is in float64, in the order of the CPU sampler, with the same
 number drawn; only `exp` and sums may differ from NumPy's in the last bit. Sums on a GPU are not monotone where they
@@ -16,7 +16,6 @@ from pagekv.executor.cuda.penalties import PenaltyTable
 
 # Columns of `RowChunk.numbers`.
 TEMPERATURE, TOP_P, MIN_P, NUMBER, REPETITION, PRESENCE, FREQUENCY = range(7)
-NUM_NUMBERS = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,7 @@ class RowChunk:
 
     # int64 [R]: which rows of the logits.
     rows: torch.Tensor
-    # float64 [R, NUM_NUMBERS]; the temperature is 1 where `greedy`.
+    # float64 [R, 7]; the temperature is 1 where `greedy`.
     numbers: torch.Tensor
     # bool [R]
     greedy: torch.Tensor
@@ -46,14 +45,14 @@ class RowChunk:
     # int64 [p] rows of the chunk, and as many rows of the penalty table.
     penalised: torch.Tensor | None
     penalty_rows: torch.Tensor | None
-    # int64 [l], and the most that any of them wants to know.
+    # int64 [l], and the most of the likeliest tokens that any row asks for.
     logprob_at: torch.Tensor | None
     num_top: int
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """What rows sampled; on the device."""
+class SampledRows:
+    """Results of the sampled rows of a step, on the device."""
 
     # int64 [R]; -1 where the logits are not numbers.
     tokens: torch.Tensor
@@ -61,8 +60,8 @@ class Chosen:
     logprobs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
-def sample(logits: torch.Tensor, chunks: list[RowChunk], table: PenaltyTable) -> Chosen:
-    """The next token of each row of `logits` `[R, vocab_size]`, and what is asked about it."""
+def sample(logits: torch.Tensor, chunks: list[RowChunk], table: PenaltyTable) -> SampledRows:
+    """The next token of each row of `logits` `[R, vocab_size]`, with log-probabilities where asked for."""
     # NaN counts as the largest; of equals the first.
     tokens = logits.argmax(dim=-1)
     broken = logits.gather(1, tokens[:, None])[:, 0].isnan()
@@ -79,7 +78,7 @@ def sample(logits: torch.Tensor, chunks: list[RowChunk], table: PenaltyTable) ->
             table.count(chunk.penalty_rows, chosen[chunk.penalised])
         if chunk.logprob_at is not None:
             logprobs.append(_logprobs(raw[chunk.logprob_at], chosen[chunk.logprob_at], chunk.num_top))
-    return Chosen(torch.where(broken, -1, tokens), logprobs)
+    return SampledRows(torch.where(broken, -1, tokens), logprobs)
 
 
 def _adjust(raw: torch.Tensor, chunk: RowChunk, table: PenaltyTable) -> torch.Tensor:

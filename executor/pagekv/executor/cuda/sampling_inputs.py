@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,35 +11,27 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Sampling, SequenceState
-from pagekv.executor.cpu.sampler import uniform
+from pagekv.executor.backend.interface import UNKNOWN_TOKEN, SequenceState
+from pagekv.executor.backend.sampling import banned_tokens, is_penalised, is_plain, uniform
 from pagekv.executor.cuda.device_sequences import DeviceSequence
 from pagekv.executor.cuda.penalties import PenaltyTable
-from pagekv.executor.cuda.sampler import NUM_NUMBERS, RowChunk
+from pagekv.executor.cuda.sampler import RowChunk
 from pagekv.kernels.attention_plan import Ints
 
 # Elements of logits at a time that are worked on in float64, at 8 bytes and with some ten tensors of this size.
 CHUNK_ELEMENTS = 4 * 2**20
+# Columns of float64; all others are int32.
+REAL_COLUMNS = ("numbers", "biases")
 # Section name -> view of it: `find(name, shape)` is int32, `find(name, shape, torch.float64)` its words as doubles.
 Find = Callable[..., torch.Tensor]
 
 
 @dataclass(slots=True)
-class _Chunk:
-    """Columns of one chunk while they are gathered."""
+class _ChunkColumns:
+    """A `RowChunk` on the host: its sequences, and its columns under the names of `RowChunk`, none of them empty."""
 
-    rows: list[int] = field(default_factory=list)
-    numbers: list[tuple[float, ...]] = field(default_factory=list)
-    greedy: list[bool] = field(default_factory=list)
-    top_k: list[int] = field(default_factory=list)
-    bias_at: list[tuple[int, int]] = field(default_factory=list)
-    biases: list[float] = field(default_factory=list)
-    ban_at: list[tuple[int, int]] = field(default_factory=list)
-    penalised: list[int] = field(default_factory=list)
-    penalty_rows: list[int] = field(default_factory=list)
-    logprob_at: list[int] = field(default_factory=list)
-    num_top: int = 0
-    samplings: list[Sampling] = field(default_factory=list)
+    states: list[SequenceState] = field(default_factory=list)
+    columns: defaultdict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
 
 
 class SamplingInputs:
@@ -49,30 +42,30 @@ class SamplingInputs:
         self.states = [entry.state for entry in entries]
         self._vocab_size = vocab_size
         self._penalties = penalties
-        self._chunks: list[_Chunk] = []
+        self._chunks: list[_ChunkColumns] = []
         # Rows of the penalty table that begin in this step, and (row, token, times generated).
         self._fresh: list[int] = []
         self._past: list[tuple[int, int, int]] = []
         rows_at_once = max(1, CHUNK_ELEMENTS // vocab_size)
         for row, entry in enumerate(entries):
-            if _is_plain(entry.state):
+            if is_plain(entry.state):
                 continue
-            if not self._chunks or len(self._chunks[-1].rows) == rows_at_once:
-                self._chunks.append(_Chunk())
+            if not self._chunks or len(self._chunks[-1].states) == rows_at_once:
+                self._chunks.append(_ChunkColumns())
             self._add(self._chunks[-1], row, entry)
 
     @property
     def logprobs_of(self) -> list[SequenceState]:
-        """The sequences that ask for log-probabilities, in the order in which `Chosen.logprobs` has them."""
-        return [self.states[chunk.rows[at]] for chunk in self._chunks for at in chunk.logprob_at]
+        """The sequences that ask for log-probabilities, in the order of `SampledRows.logprobs`."""
+        return [chunk.states[at] for chunk in self._chunks for at in chunk.columns.get("logprob_at", ())]
 
-    def _add(self, chunk: _Chunk, row: int, entry: DeviceSequence) -> None:
-        state, at = entry.state, len(chunk.rows)
+    def _add(self, chunk: _ChunkColumns, row: int, entry: DeviceSequence) -> None:
+        state, columns, at = entry.state, chunk.columns, len(chunk.states)
         sampling, position = state.sampling, len(state.token_ids)
-        chunk.rows.append(row)
-        chunk.samplings.append(sampling)
-        chunk.greedy.append(sampling.temperature == 0)
-        chunk.numbers.append(
+        chunk.states.append(state)
+        columns["rows"].append(row)
+        columns["greedy"].append(sampling.temperature == 0)
+        columns["numbers"].append(
             (
                 sampling.temperature or 1.0,
                 sampling.top_p,
@@ -83,26 +76,24 @@ class SamplingInputs:
                 sampling.frequency_penalty,
             )
         )
-        chunk.top_k.append(sampling.top_k if 0 < sampling.top_k < self._vocab_size else self._vocab_size)
-        for token_id, bias in sampling.logit_bias.items():
-            chunk.bias_at.append((at, token_id))
-            chunk.biases.append(bias)
-        # A ban of the whole vocabulary cannot be kept.
-        if _is_banning(state) and len(set(sampling.banned_until_min)) < self._vocab_size:
-            chunk.ban_at += [(at, token_id) for token_id in sampling.banned_until_min]
-        if _is_penalised(sampling):
-            chunk.penalised.append(at)
-            chunk.penalty_rows.append(self._penalty_row(entry))
+        columns["top_k"].append(sampling.top_k if 0 < sampling.top_k < self._vocab_size else self._vocab_size)
+        if sampling.biases:
+            columns["bias_at"] += [(at, token_id) for token_id in sampling.bias_token_ids]
+            columns["biases"] += sampling.biases
+        if sampling.banned_until_min and (banned := banned_tokens(state, self._vocab_size)):
+            columns["ban_at"] += [(at, token_id) for token_id in banned]
+        if is_penalised(sampling):
+            columns["penalised"].append(at)
+            columns["penalty_rows"].append(self._penalty_row(entry))
         if sampling.logprobs is not None:
-            chunk.logprob_at.append(at)
-            chunk.num_top = max(chunk.num_top, min(sampling.logprobs, self._vocab_size))
+            columns["logprob_at"].append(at)
 
     def _penalty_row(self, entry: DeviceSequence) -> int:
         if entry.penalty_row is None:
             state = entry.state
             if UNKNOWN_TOKEN in state.token_ids:
                 raise RuntimeError(f"sequence {state.seq_id} entered with a token that is not known yet")
-            row = entry.penalty_row = self._penalties.take()
+            row = entry.penalty_row = self._penalties.allocate()
             self._fresh.append(row)
             prompt = state.num_prompt_tokens
             self._past += [(row, token, int(at >= prompt)) for at, token in enumerate(state.token_ids)]
@@ -112,19 +103,9 @@ class SamplingInputs:
         """The arrays to upload."""
         sections: dict[str, npt.NDArray[Any]] = {}
         for number, chunk in enumerate(self._chunks):
-            columns: dict[str, npt.NDArray[Any]] = {
-                "rows": np.array(chunk.rows, np.int32),
-                "numbers": np.array(chunk.numbers, np.float64).view(np.int32),
-                "greedy": np.array(chunk.greedy, np.int32),
-                "top_k": np.array(chunk.top_k, np.int32),
-                "bias_at": np.array(chunk.bias_at, np.int32),
-                "biases": np.array(chunk.biases, np.float64).view(np.int32),
-                "ban_at": np.array(chunk.ban_at, np.int32),
-                "penalised": np.array(chunk.penalised, np.int32),
-                "penalty_rows": np.array(chunk.penalty_rows, np.int32),
-                "logprob_at": np.array(chunk.logprob_at, np.int32),
-            }
-            sections |= {f"{name} {number}": column for name, column in columns.items() if column.size}
+            for name, values in chunk.columns.items():
+                column = np.array(values, np.float64 if name in REAL_COLUMNS else np.int32)
+                sections[f"{name} {number}"] = column.view(np.int32)
         if self._fresh:
             sections |= {"fresh": np.array(self._fresh, np.int32), "past": np.array(self._past, np.int32)}
         return sections
@@ -136,47 +117,34 @@ class SamplingInputs:
             self._penalties.begin(find("fresh", (len(self._fresh),)).long(), past[:, 0], past[:, 1], past[:, 2].int())
         return [self._chunk(chunk, number, find) for number, chunk in enumerate(self._chunks)]
 
-    def _chunk(self, chunk: _Chunk, number: int, find: Find) -> RowChunk:
-        def ints(name: str, *shape: int) -> torch.Tensor | None:
-            return find(f"{name} {number}", shape).long() if shape[0] else None
+    def _chunk(self, chunk: _ChunkColumns, number: int, find: Find) -> RowChunk:
+        def column(name: str) -> torch.Tensor:
+            values = chunk.columns[name]
+            shape = (len(values), *np.shape(values[0]))
+            if name in REAL_COLUMNS:
+                return find(f"{name} {number}", shape, torch.float64)
+            return find(f"{name} {number}", shape).long()
 
-        count, num_biases, num_penalised = len(chunk.rows), len(chunk.biases), len(chunk.penalised)
-        random = [sampling for sampling in chunk.samplings if sampling.temperature]
-        limited = [top_k for top_k in chunk.top_k if top_k < self._vocab_size]
+        def optional(name: str) -> torch.Tensor | None:
+            return column(name) if name in chunk.columns else None
+
+        samplings = [state.sampling for state in chunk.states]
+        random = [sampling for sampling in samplings if sampling.temperature]
+        limited = [top_k for top_k in chunk.columns["top_k"] if top_k < self._vocab_size]
         return RowChunk(
-            rows=find(f"rows {number}", (count,)).long(),
-            numbers=find(f"numbers {number}", (count, NUM_NUMBERS), torch.float64),
-            greedy=find(f"greedy {number}", (count,)).bool(),
+            rows=column("rows"),
+            numbers=column("numbers"),
+            greedy=column("greedy").bool(),
             any_random=bool(random),
             any_top_p=any(sampling.top_p < 1 for sampling in random),
             any_min_p=any(sampling.min_p > 0 for sampling in random),
-            top_k=ints("top_k", count) if limited else None,
+            top_k=column("top_k") if limited else None,
             max_top_k=max(limited, default=0),
-            bias_at=ints("bias_at", num_biases, 2),
-            biases=find(f"biases {number}", (num_biases,), torch.float64) if num_biases else None,
-            ban_at=ints("ban_at", len(chunk.ban_at), 2),
-            penalised=ints("penalised", num_penalised),
-            penalty_rows=ints("penalty_rows", num_penalised),
-            logprob_at=ints("logprob_at", len(chunk.logprob_at)),
-            num_top=chunk.num_top,
+            bias_at=optional("bias_at"),
+            biases=optional("biases"),
+            ban_at=optional("ban_at"),
+            penalised=optional("penalised"),
+            penalty_rows=optional("penalty_rows"),
+            logprob_at=optional("logprob_at"),
+            num_top=max((min(sampling.logprobs or 0, self._vocab_size) for sampling in samplings), default=0),
         )
-
-
-def _is_plain(state: SequenceState) -> bool:
-    """Greedy with nothing that changes the logits, and nothing to tell about them."""
-    sampling = state.sampling
-    return not (
-        sampling.temperature
-        or sampling.logprobs is not None
-        or sampling.logit_bias
-        or _is_penalised(sampling)
-        or (_is_banning(state) and sampling.banned_until_min)
-    )
-
-
-def _is_penalised(sampling: Sampling) -> bool:
-    return bool(sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty)
-
-
-def _is_banning(state: SequenceState) -> bool:
-    return len(state.token_ids) - state.num_prompt_tokens < state.sampling.min_tokens

@@ -1,4 +1,4 @@
-"""One step's inputs as arrays: what the kernels plan with, which tokens go in, and which rows sample."""
+"""One step's inputs as arrays: the batch that the kernels plan, its tokens, and the rows that sample."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class StepInputs:
     """Rows are in the order of the scheduled sequences. T rows, S sequences, R of which sample."""
 
     batch: StepBatch
-    # int32 [T]; UNKNOWN_TOKEN where the device knows it: the last token that the sequence of this handle sampled.
+    # int32 [T]; UNKNOWN_TOKEN where only the device knows it: the token that the sequence sampled last.
     input_ids: Ints
-    # int32 [T]: the handle of each row's sequence.
-    handles: Ints
-    # Those that sample, and int32 [R]: which row, and the handle.
+    # int32 [T]: the device index of each row's sequence.
+    device_indices: Ints
+    # The sequences that sample, and int32 [R]: the row and the device index of each.
     sampling: list[DeviceSequence]
     sampled_rows: Ints
-    sampled_handles: Ints
+    sampled_indices: Ints
 
     @property
     def decodes_only(self) -> bool:
-        """Every row is a generated token that is followed by another."""
+        """Every row is a generated token, and every row samples."""
         return bool(self.batch.decodes.all()) and len(self.sampling) == len(self.batch.decodes)
 
 
@@ -38,7 +38,7 @@ def build_inputs(scheduled: Sequence[Scheduled], live: DeviceSequences, block_si
     starts = np.array([item.start for item in scheduled], np.int32)
     counts = np.array([item.count for item in scheduled], np.int32)
     prompts = np.array([item.state.num_prompt_tokens for item in scheduled], np.int32)
-    own_handles = np.array([entry.handle for entry in entries], np.int32)
+    own_indices = np.array([entry.device_index for entry in entries], np.int32)
     query_start = np.zeros(len(scheduled) + 1, np.int32)
     np.cumsum(counts, out=query_start[1:])
     context_lens = starts + counts
@@ -55,21 +55,21 @@ def build_inputs(scheduled: Sequence[Scheduled], live: DeviceSequences, block_si
         batch=StepBatch(
             query_start=query_start,
             context_lens=context_lens,
-            block_tables=live.tables(own_handles, int(-(-context_lens.max() // block_size))),
+            block_tables=live.tables(own_indices, int(-(-context_lens.max() // block_size))),
             # Generated tokens that come one at a time. Prompts, however they are cut, take the prefill kernel, and so
             # does what is computed again in chunks after a recompute, though it was a decode the first time.
             decodes=(counts == 1) & (starts >= prompts),
         ),
         input_ids=input_ids,
-        handles=np.repeat(own_handles, counts),
+        device_indices=np.repeat(own_indices, counts),
         sampling=[entry for entry, sampled in zip(entries, samples, strict=True) if sampled],
         sampled_rows=query_start[1:][samples] - 1,
-        sampled_handles=own_handles[samples],
+        sampled_indices=own_indices[samples],
     )
 
 
 def _check_unknown(input_ids: Ints, query_start: Ints, scheduled: Sequence[Scheduled]) -> None:
-    """Only the last token of a sequence may be unknown: that is the one its handle holds."""
+    """Only the last token of a sequence may be unknown: the device keeps one per sequence."""
     unknown = np.flatnonzero(input_ids == UNKNOWN_TOKEN)
     if not len(unknown):
         return

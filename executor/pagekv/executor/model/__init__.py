@@ -1,1 +1,1 @@
-"""Transformers models as the backends run them: loading, attention interface, the shape of keys and values."""
+"""Transformers models as the backends run them: loading, attention interface, description."""

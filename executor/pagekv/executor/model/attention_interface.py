@@ -16,6 +16,12 @@ from transformers import AttentionInterface, PreTrainedModel
 
 ATTENTION_NAME = "pagekv"
 
+# The rows of a step whose logits are kept: their indices, int64 [R], R > 0, or one of the numbers below, which
+# transformers calls `logits_to_keep`. No model can keep no row at all.
+LogitRows = torch.Tensor | int
+ALL_ROWS = 0
+LAST_ROW = 1
+
 
 @dataclass(frozen=True, slots=True)
 class Scores:
@@ -86,12 +92,10 @@ def forward(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
     position_ids: torch.Tensor,
-    rows: torch.Tensor | int,
+    rows: LogitRows,
     attention: StepAttention,
 ) -> torch.Tensor:
-    """Logits `[R, vocab_size]` of `rows` `[R]` of packed tokens and positions `[1, T]`. R may not be 0; 0
-    instead of a tensor: of all of them.
-    """
+    """Logits `[R, vocab_size]` of the rows kept, from packed token ids and positions `[1, T]`."""
     output = model(
         input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows, paged=attention
     )

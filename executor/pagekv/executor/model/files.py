@@ -1,7 +1,5 @@
-"""A model directory read before torch is there to load it: the shape of its heads, the size of its weights.
-
-Read from config.json and the headers of the safetensors files, in milliseconds. Fields that they leave open
-are None.
+"""A model directory read without torch, in milliseconds: the shape of the heads and the size of the weights, from
+config.json and the headers of the safetensors files.
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ from typing import Any
 
 from pagekv.executor.backend.fingerprint import MAX_HEADER_BYTES
 
-# Model types whose heads are hidden_size / num_attention_heads elements where config.json has no head_dim. Others have
-# a size of their own then.
+# Model types whose heads are hidden_size / num_attention_heads elements where config.json has no head_dim. Other types
+# have another default.
 HEADS_SHARE_HIDDEN_SIZE = frozenset(
     (
         "gpt2",
@@ -41,7 +39,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class StoredModel:
-    """The language model in a directory."""
+    """The language model in a directory; None where the files do not say."""
 
     model_type: str
     dtype: str | None
@@ -80,7 +78,7 @@ def _head_size(text: Mapping[str, Any], heads: int | None) -> int | None:
 
 
 def _num_weights(directory: Path, config: Mapping[str, Any], text: Mapping[str, Any]) -> int | None:
-    """Elements of the language model, without those that loading may leave out. None: no such files, or quantised."""
+    """Elements of the language model, without tensors that loading may skip. None: no such files, or quantised."""
     if config.get("quantization_config") is not None:
         return None
     layers, counted = _count(text, "num_hidden_layers", "n_layer"), 0

@@ -1,4 +1,4 @@
-"""Loads a model directory and finds out what its attention looks like, by asking it."""
+"""Loads a model directory; a forward pass of two tokens shows what its attention looks like."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from transformers.utils import logging as transformers_logging
 from pagekv.executor.model.attention_interface import ATTENTION_NAME, Scores, UnsupportedAttention, forward
 from pagekv.executor.model.kv_geometry import BlockGeometry
 
-# Rotary embeddings whose frequencies follow the longest sequence of a batch, once that exceeds the original context.
+# Rotary embeddings whose frequencies depend on the longest sequence of a batch, once that exceeds the original context.
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run and what the manager must know of it."""
+    """A model ready to run, with sizes and bounds."""
 
     model: PreTrainedModel
     geometry: BlockGeometry
@@ -82,7 +82,7 @@ def load_model(directory: Path, dtype: torch.dtype, device: torch.device | str =
 
 
 def _refuse_unsupported(directory: Path, config: Any) -> None:
-    """What can be told from the configuration, before gigabytes are read."""
+    """Refuses what the configuration shows, before gigabytes are read. Raises ValueError."""
     text = config.get_text_config()
     kind = f"{directory}: models of type {config.model_type!r}"
     if getattr(config, "quantization_config", None) is not None:
@@ -106,7 +106,7 @@ class _Call:
 
 @dataclass
 class _Probe:
-    """A `StepAttention` that notes how it is called and computes nothing."""
+    """A `StepAttention` that records calls and computes nothing."""
 
     calls: dict[int, _Call] = field(default_factory=dict)
     vocab_size: int = 0

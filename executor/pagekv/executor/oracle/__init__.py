@@ -1,1 +1,1 @@
-"""A backend without a model: it checks every slot that a step reads, and its tokens are known in advance."""
+"""A backend without a model: every slot that a step reads is checked, and the tokens are known in advance."""

@@ -1,11 +1,11 @@
-"""The oracle backend: no model and no torch, but it knows whether every KV decision of the manager was right.
+"""The oracle backend: no model and no torch, but every KV decision of the manager is judged.
 
-Its "keys and values" are, per slot, a token id and a 64-bit digest of the sequence up to it. Every step it writes the
-slots of the positions it computes, then reads, through the block tables, every slot that attention would read, and
-fails when one holds anything but this sequence's own prefix. The next token is a function of what it read.
+"Keys and values" are, per slot, a token id and a 64-bit digest of the sequence up to there. A step writes the slots of
+the positions it computes, then reads, through the block tables, every slot that attention would read, and fails when
+one holds anything but the prefix of its sequence. The next token is a function of the digests read.
 
-Full blocks that a sequence has found right once are read again only after a write to one of them, by whomever: every
-write leaves its number on its blocks. So a step takes time by its sequences and, a little, by their blocks.
+Full blocks that a sequence has found right once are read again only after a write to one of them: every write sets its
+number on its blocks. So the time of a step grows with its sequences and, a little, with their blocks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from pagekv.executor.backend.interface import (
     BackendDescription,
     BlockCopies,
-    CopyKind,
+    CopyDirection,
     Finished,
     Launch,
     Sampled,
@@ -31,11 +31,9 @@ from pagekv.executor.backend.interface import (
 )
 from pagekv.executor.backend.layout import LAYOUT
 from pagekv.executor.oracle.expected_slots import ExpectedSlots, Numbers, spread
-from pagekv.executor.oracle.reference import Words, choose_token, choose_tokens, expected_tokens, likeliest
+from pagekv.executor.oracle.reference import Words, choose_token, choose_tokens, likeliest
 
-__all__ = ["DEFAULT_KV_BYTES", "OracleBackend", "OracleModel", "SlotError", "expected_tokens"]
-
-# What an unwritten slot holds.
+# Contents of an unwritten slot.
 POISON_TOKEN = 0xFFFF_FFFF
 POISON_DIGEST = 0x5EED_0FDE_ADBE_EF00
 BYTES_PER_SLOT = 4 + 8
@@ -44,12 +42,12 @@ DEFAULT_KV_BYTES = BYTES_PER_SLOT * 2**20
 
 
 class SlotError(Exception):
-    """A sequence would read a slot that does not hold its own prefix."""
+    """A sequence would read a slot that does not hold the sequence's prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class OracleModel:
-    """What the oracle says it is. Without a model directory, `model_id` is empty."""
+    """The model in whose name the oracle answers. Without a model directory, `model_id` is empty."""
 
     model_id: str = ""
     vocab_size: int = 512
@@ -84,11 +82,9 @@ class _Due:
 
     @property
     def ready(self) -> bool:
-        """As `Launch.ready`."""
         return False
 
     def collect(self) -> dict[int, Sampled]:
-        """As `Launch.collect`."""
         if (left := self.end - time.perf_counter()) > 0:
             self.sleep(left)
         return self.sampled
@@ -128,7 +124,7 @@ class OracleBackend:
     def describe(self, block_size: int, token_budget: int) -> BackendDescription:
         """Identity and bounds; nothing is measured, so the budget does not matter."""
         model = self._model
-        # Another fingerprint than the model's own: the oracle goes on in other words than the model would.
+        # Another fingerprint than the model's: the oracle generates other tokens than the model would.
         identity = f"oracle {model.fingerprint} {model.vocab_size} {model.eos_token_ids}"
         return BackendDescription(
             model_id=model.model_id,
@@ -161,16 +157,16 @@ class OracleBackend:
 
     def copy_blocks(self, copies: BlockCopies) -> None:
         """Copies tokens and digests of whole blocks."""
-        source = self._host if copies.kind is CopyKind.SWAP_IN else self._device
-        destination = self._host if copies.kind is CopyKind.SWAP_OUT else self._device
+        source = self._host if copies.direction is CopyDirection.SWAP_IN else self._device
+        destination = self._host if copies.direction is CopyDirection.SWAP_OUT else self._device
         self._writes += 1
         destination.tokens[copies.destinations] = source.tokens[copies.sources]
         destination.digests[copies.destinations] = source.digests[copies.sources]
         destination.written[copies.destinations] = self._writes
 
     def launch(self, scheduled: list[Scheduled]) -> Launch:
-        """As `Backend.launch`. Judged at once; where steps have a time the result is there later, and behind the step
-        that runs no more than one waits.
+        """The step is judged at once. Where steps have a time, the result comes later, and the call returns when the
+        step before begins: at most one step waits behind the one that runs.
         """
         lasts = self._step_time_s + self._token_time_s * sum(item.count for item in scheduled)
         if not lasts:
@@ -195,21 +191,13 @@ class OracleBackend:
         self._write(rows, starts, ends)
         return self._sample_all(scheduled, rows, ends, self._read(rows, ends))
 
-    def checksum(self) -> str:
-        """A digest of both pools, for tests that nothing was touched."""
-        digest = hashlib.sha256()
-        for pool in (self._device, self._host):
-            digest.update(pool.tokens.tobytes())
-            digest.update(pool.digests.tobytes())
-        return digest.hexdigest()
-
-    def forget(self, states: list[SequenceState]) -> None:
-        """Drops what is known of sequences that are gone."""
+    def finish(self, states: list[SequenceState]) -> None:
+        """Frees the rows of these sequences."""
         for state in states:
-            self._rows.forget(state)
+            self._rows.remove(state)
 
     def is_lost(self, error: Exception) -> bool:
-        """As `Backend.is_lost`: there is no device."""
+        """False: there is no device."""
         return False
 
     def _write(self, rows: Numbers, starts: Numbers, ends: Numbers) -> None:
@@ -223,7 +211,7 @@ class OracleBackend:
     def _read(self, rows: Numbers, ends: Numbers) -> Words:
         """The sum of the digests each sequence reads, shape [len(rows)], all of them found right."""
         known = self._rows
-        self._forget_rewritten(rows[known.found[rows] > 0])
+        self._invalidate_rewritten(rows[known.found[rows] > 0])
         of_rows, positions, firsts = spread(rows, known.found[rows], ends)
         slots = known.slots(of_rows, positions)
         tokens = self._device.tokens.reshape(-1)[slots]
@@ -236,8 +224,8 @@ class OracleBackend:
         self._note_found(rows, ends)
         return sums
 
-    def _forget_rewritten(self, rows: Numbers) -> None:
-        """Has those read from the start again of whose blocks one has been written to since they were found right."""
+    def _invalidate_rewritten(self, rows: Numbers) -> None:
+        """Rows with a block that was written to since it was found right are read from the start again."""
         if not len(rows):
             return
         known, size = self._rows, self._block_size
@@ -247,7 +235,7 @@ class OracleBackend:
         known.found[rewritten] = known.found_sum[rewritten] = 0
 
     def _note_found(self, rows: Numbers, ends: Numbers) -> None:
-        """Every full block was found right: new ones count from now on."""
+        """Keeps that every full block of these rows was found right, up to `ends`."""
         known = self._rows
         known.found_after[rows] = self._writes
         full = ends - ends % self._block_size
@@ -274,7 +262,7 @@ class OracleBackend:
         )
 
     def _sample_all(self, scheduled: list[Scheduled], rows: Numbers, ends: Numbers, read: Words) -> dict[int, Sampled]:
-        """A token for everyone whose last known token was computed, by what it read, shape [len(scheduled)]."""
+        """A token for each sequence whose last known token was computed. `read`: sums of digests, [len(scheduled)]."""
         known = self._rows
         lengths = np.array([len(item.state.token_ids) for item in scheduled], np.int64)
         sampling = np.flatnonzero(ends == lengths)

@@ -1,6 +1,6 @@
-"""What the slots of every live sequence must hold, and where they are: one row per sequence, in columns.
+"""Expected contents and places of the slots of every live sequence, in columns with one row per sequence.
 
-A step of many decodes is a few vector operations over them, so it takes about as long as checking its message does.
+A step of many decodes is a few vector operations over columns, which takes about as long as checking its message.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ MIN_ROWS, MIN_WIDTH = 64, 256
 
 
 def spread(rows: Numbers, begins: Numbers, ends: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-    """Positions [begin, end) of each row, one behind the other: the row and the position of every one, and where each
-    row's first one is. None may be empty where the last is used.
+    """Positions [begin, end) of each row, concatenated: row and position of every element, and the index of each row's
+    first element. With an empty range the last result is of no use.
     """
     counts = ends - begins
     firsts = np.cumsum(counts) - counts
@@ -27,7 +27,7 @@ def spread(rows: Numbers, begins: Numbers, ends: Numbers) -> tuple[Numbers, Numb
 
 
 class ExpectedSlots:
-    """Grows with the sequences. Columns are written here alone, but for those of what was found."""
+    """Columns grow with the sequences. Only this class writes them, except `found`, `found_sum` and `found_after`."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -43,13 +43,13 @@ class ExpectedSlots:
         self.length = np.zeros(MIN_ROWS, np.int64)
         self._chain = np.zeros(MIN_ROWS, np.uint64)
         # Leading positions, of full blocks, that were found right; the sum of their digests; and the number of the
-        # latest write before that. The oracle's to change.
+        # latest write before that. Written by the oracle.
         self.found = np.zeros(MIN_ROWS, np.int64)
         self.found_sum = np.zeros(MIN_ROWS, np.uint64)
         self.found_after = np.zeros(MIN_ROWS, np.int64)
         # The token sampled last: what an UNKNOWN_TOKEN is.
         self.latest = np.zeros(MIN_ROWS, np.int64)
-        # Whether `choose_tokens` can sample, and what of the sampling it takes.
+        # Whether `choose_tokens` can sample for the row, and its arguments.
         self.plain = np.zeros(MIN_ROWS, np.bool_)
         self.drawing = np.zeros(MIN_ROWS, np.bool_)
         self.seed = np.zeros(MIN_ROWS, np.uint64)
@@ -63,20 +63,20 @@ class ExpectedSlots:
         return row
 
     def state(self, row: int) -> SequenceState:
-        """Whose row it is."""
+        """The sequence of a row."""
         state = self._states[row]
         assert state is not None
         return state
 
-    def forget(self, state: SequenceState) -> None:
-        """The sequence is gone."""
+    def remove(self, state: SequenceState) -> None:
+        """Frees the row of a sequence, where it has one."""
         row = self._row_of.pop(state.seq_id, None)
         if row is not None:
             self._states[row] = None
             self._free.append(row)
 
     def _enter(self, state: SequenceState) -> int:
-        self.forget(state)
+        self.remove(state)
         if not self._free:
             self._add_rows()
         row = self._row_of[state.seq_id] = self._free.pop()
@@ -102,7 +102,7 @@ class ExpectedSlots:
             self._grow_by_one(rows[one], lengths[one])
 
     def slots(self, rows: Numbers, positions: Numbers) -> Numbers:
-        """Where these positions are: block * block_size + offset."""
+        """Slots of these positions: block * block_size + offset."""
         size = self._block_size
         return self.blocks[rows, positions // size] * size + positions % size
 
@@ -122,7 +122,7 @@ class ExpectedSlots:
     def _grow_one(self, row: int, end: int) -> None:
         state, begin, size = self.state(row), int(self.length[row]), self._block_size
         tokens = state.token_ids[begin:end]
-        # Only the last token of a sequence may be unknown, and what is before it was covered when that was sampled.
+        # Only the last token of a sequence may be unknown, and those before were covered when it was sampled.
         assert tokens[-1] != UNKNOWN_TOKEN
         self.tokens[row, begin:end] = tokens
         self.digests[row, begin:end], self._chain[row] = extend_chain(int(self._chain[row]), tokens)
@@ -161,7 +161,7 @@ class ExpectedSlots:
         ):
             old = getattr(self, name)
             new = np.empty((num_rows, columns), old.dtype)
-            # No more than is known: what is never written takes no memory.
+            # Only known elements: pages that are never written take no memory.
             for row in self._row_of.values():
                 known = -(-int(self.length[row]) // per_position)
                 new[row, :known] = old[row, :known]

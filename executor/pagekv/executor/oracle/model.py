@@ -1,4 +1,4 @@
-"""What the oracle takes from a model directory: sizes and end-of-sequence ids. No weights are read."""
+"""Sizes and end-of-sequence ids of a model directory, for the oracle. No weights are read."""
 
 from __future__ import annotations
 

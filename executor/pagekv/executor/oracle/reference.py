@@ -1,8 +1,8 @@
-"""The oracle's arithmetic: what a slot must hold and which token follows, as pure functions of the token sequence.
+"""The oracle's arithmetic: digests of slots and the next token, as pure functions of the token sequence.
 
 Position p of a sequence has the digest mix(h_p) with h_p = h_(p-1) * FACTOR + mix(token_p) in 64 bits, so it stands for
 the whole sequence up to p. The sum of the digests of positions 0..p stands for what attention reads at p, and the next
-token is a function of it. Nothing here knows of blocks; `expected_tokens` is what tests hold outputs against.
+token is a function of it. Nothing here knows of blocks.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def mix_all(values: Words) -> Words:
 
 
 def extend_chain(state: int, token_ids: Sequence[int]) -> tuple[Words, int]:
-    """Digests of the positions of `token_ids` that follow a chain in `state` (FIRST for an empty one), and its new
-    state; digests have shape [len(token_ids)].
+    """Digests `[len(token_ids)]` of positions that continue a chain in `state` (FIRST for an empty chain), and the
+    chain's new state.
     """
     if len(token_ids) <= 8:
         # Decodes come one token at a time, where an array costs more than it saves.
@@ -123,50 +123,9 @@ def choose_tokens(
 def likeliest(token: int, drawn: int, vocab_size: int, count: int) -> tuple[tuple[int, float], ...]:
     """The `count` likeliest tokens with log-probabilities, best first, where `token` was chosen by the number `drawn`.
 
-    Made-up but deterministic: the chosen one leads, and the next ids follow it. How likely it is differs from prefix to
-    prefix by about as much as two ranks do, so that the beams of a search take continuations from each other. Every
-    sum of them is exact in float32 and float64 alike.
+    Made up but deterministic: the chosen token comes first, then the ids after it. The first log-probability differs
+    from prefix to prefix by about as much as two ranks do, so that the beams of a search take continuations from each
+    other. Every sum of log-probabilities is exact in float32 and float64.
     """
     logprob = -(drawn % 1024) / 4096
     return tuple(((token + rank) % vocab_size, logprob - rank / 8) for rank in range(min(count, vocab_size)))
-
-
-def expected_tokens(
-    prompt_ids: Sequence[int],
-    max_tokens: int,
-    *,
-    vocab_size: int,
-    eos_token_ids: Sequence[int] = (),
-    stop_token_ids: Sequence[int] = (),
-    ignore_eos: bool = False,
-    min_tokens: int = 0,
-    temperature: float = 0.0,
-    seed: int = 0,
-    sequence_index: int = 0,
-) -> list[int]:
-    """What a sequence must generate whatever happens around it: up to `max_tokens` tokens, the one that ends it
-    included. `eos_token_ids` are the oracle's, in its order; the rest is as in the request.
-    """
-    ends = {*stop_token_ids, *(() if ignore_eos else eos_token_ids)}
-    state, read, known = FIRST, 0, len(prompt_ids)
-    for token in prompt_ids:
-        state = (state * FACTOR + mix(token)) & MASK
-        read = (read + mix(state)) & MASK
-    output: list[int] = []
-    while len(output) < max_tokens:
-        token, _ = choose_token(
-            read,
-            known + len(output),
-            vocab_size=vocab_size,
-            eos_token_ids=eos_token_ids,
-            banned=sorted(ends) if len(output) < min_tokens else (),
-            temperature=temperature,
-            seed=seed,
-            sequence_index=sequence_index,
-        )
-        output.append(token)
-        if token in ends and len(output) >= min_tokens:
-            break
-        state = (state * FACTOR + mix(token)) & MASK
-        read = (read + mix(state)) & MASK
-    return output

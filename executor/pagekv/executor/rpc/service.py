@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from pagekv.common.errors import InvalidRequest, PageKVError
 from pagekv.common.logs import Log
 from pagekv.executor.rpc import wire
-from pagekv.executor.session.session import AttachOrder, Session, StepFailed
+from pagekv.executor.session.session import Session, StepFailed
 from pagekv.executor.session.step_stream import StepStream
 from pagekv.v1 import executor_service_pb2 as pb
 from pagekv.v1 import executor_service_pb2_grpc as pb_grpc
@@ -23,7 +23,9 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ExecutorService"].full_name
 
 
 class ExecutorService(pb_grpc.ExecutorServiceServicer):
-    """The servicer. Errors are raised as `PageKVError`; the server's interceptor makes statuses of them."""
+    """The servicer; comments in executor_service.proto are the contract of each call. Errors are raised as
+    `PageKVError`; the server's interceptor makes statuses of them.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -33,25 +35,14 @@ class ExecutorService(pb_grpc.ExecutorServiceServicer):
         pb_grpc.add_ExecutorServiceServicer_to_server(self, server)
 
     async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:
-        """See the contract."""
         return wire.describe_response(await self._session.describe(request.block_size, request.token_budget))
 
     async def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachResponse:
-        """See the contract."""
-        order = AttachOrder(
-            manager_id=request.manager_id,
-            block_size=request.block_size,
-            num_device_blocks=request.num_device_blocks,
-            num_host_blocks=request.num_host_blocks,
-            layout=request.layout,
-            take_over=request.take_over,
-        )
-        return pb.AttachResponse(epoch=await self._session.attach(order))
+        return pb.AttachResponse(epoch=await self._session.attach(wire.attach_order(request)))
 
     async def Run(self, request_iterator: AsyncIterator[pb.StepRequest], context: Any) -> AsyncIterator[pb.StepResult]:
-        """See the contract."""
         stream = self._session.open_stream()
-        # Also when the client goes away while a result is being written, where no `finally` of ours would run soon.
+        # A client that goes away while a result is being written would keep the `finally` below from running soon.
         context.add_done_callback(lambda _: self._session.close_stream(stream))
         reader = asyncio.create_task(self._read(request_iterator, stream), name="steps")
         try:
@@ -66,7 +57,7 @@ class ExecutorService(pb_grpc.ExecutorServiceServicer):
             self._session.close_stream(stream)
 
     async def _read(self, requests: AsyncIterator[pb.StepRequest], stream: StepStream) -> None:
-        """Takes steps in until there are no more; whatever goes wrong ends the stream."""
+        """Takes steps in until there are no more; an error ends the stream."""
         try:
             async for request in requests:
                 await self._session.submit(stream, wire.step(request))

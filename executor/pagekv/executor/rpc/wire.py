@@ -1,16 +1,32 @@
-"""Messages of executor_service.proto to and from the executor's own types. Checks nothing: that is `step_check`."""
+"""Messages of executor_service.proto to and from the executor's own types. Checks nothing: `step_check` does."""
 
 from __future__ import annotations
 
-from pagekv.executor.backend.interface import BackendDescription, CopyKind, Sampled
-from pagekv.executor.session.step import ExecutedStep, MemoryOp, NewSequence, Step, StepSampling
+from dataclasses import asdict, fields
+
+from pagekv.executor.backend.interface import (
+    BackendDescription,
+    BlockCopies,
+    CopyDirection,
+    Sampled,
+    Sampling,
+    SequenceState,
+)
+from pagekv.executor.session.session import AttachOrder
+from pagekv.executor.session.step import NO_SAMPLING, ExecutedStep, Step
 from pagekv.v1 import executor_service_pb2 as pb
 
-_KINDS: dict[int, CopyKind] = {
-    pb.MEMORY_OP_KIND_COPY: CopyKind.COPY,
-    pb.MEMORY_OP_KIND_SWAP_OUT: CopyKind.SWAP_OUT,
-    pb.MEMORY_OP_KIND_SWAP_IN: CopyKind.SWAP_IN,
+_DIRECTIONS: dict[int, CopyDirection] = {
+    pb.MEMORY_OP_KIND_COPY: CopyDirection.COPY,
+    pb.MEMORY_OP_KIND_SWAP_OUT: CopyDirection.SWAP_OUT,
+    pb.MEMORY_OP_KIND_SWAP_IN: CopyDirection.SWAP_IN,
 }
+_ATTACH_FIELDS = tuple(field.name for field in fields(AttachOrder))
+
+
+def attach_order(message: pb.AttachRequest) -> AttachOrder:
+    """The attachment a message asks for."""
+    return AttachOrder(*(getattr(message, name) for name in _ATTACH_FIELDS))
 
 
 def step(message: pb.StepRequest) -> Step:
@@ -20,9 +36,19 @@ def step(message: pb.StepRequest) -> Step:
         step=message.step,
         finished_seqs=list(message.finished_seqs),
         memory_ops=[
-            MemoryOp(_KINDS.get(op.kind), list(op.sources), list(op.destinations)) for op in message.memory_ops
+            BlockCopies(_DIRECTIONS.get(op.kind), list(op.sources), list(op.destinations)) for op in message.memory_ops
         ],
-        new_seqs=[_new_sequence(new) for new in message.new_seqs],
+        new_seqs=[
+            SequenceState(
+                seq_id=new.seq_id,
+                token_ids=list(new.token_ids),
+                num_prompt_tokens=new.num_prompt_tokens,
+                block_table=list(new.block_ids),
+                computed_tokens=new.computed_tokens,
+                sampling=_sampling(new.sampling) if new.HasField("sampling") else NO_SAMPLING,
+            )
+            for new in message.new_seqs
+        ],
         append_seqs=list(message.append_seqs),
         append_blocks=list(message.append_blocks),
         scheduled_seqs=list(message.scheduled_seqs),
@@ -30,19 +56,8 @@ def step(message: pb.StepRequest) -> Step:
     )
 
 
-def _new_sequence(message: pb.NewSequence) -> NewSequence:
-    return NewSequence(
-        seq_id=message.seq_id,
-        token_ids=list(message.token_ids),
-        num_prompt_tokens=message.num_prompt_tokens,
-        block_ids=list(message.block_ids),
-        computed_tokens=message.computed_tokens,
-        sampling=_sampling(message.sampling) if message.HasField("sampling") else None,
-    )
-
-
-def _sampling(message: pb.StepSampling) -> StepSampling:
-    return StepSampling(
+def _sampling(message: pb.StepSampling) -> Sampling:
+    return Sampling(
         temperature=message.temperature,
         top_p=message.top_p,
         top_k=message.top_k,
@@ -53,9 +68,9 @@ def _sampling(message: pb.StepSampling) -> StepSampling:
         seed=message.seed,
         sequence_index=message.sequence_index,
         min_tokens=message.min_tokens,
-        banned_until_min=list(message.banned_until_min),
-        bias_token_ids=list(message.bias_token_ids),
-        biases=list(message.biases),
+        banned_until_min=tuple(message.banned_until_min),
+        bias_token_ids=tuple(message.bias_token_ids),
+        biases=tuple(message.biases),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
     )
 
@@ -88,25 +103,5 @@ def _logprobs(seq_id: int, chosen: float, sampled: Sampled) -> pb.SampledLogprob
 
 
 def describe_response(description: BackendDescription) -> pb.DescribeResponse:
-    """The message that describes a backend."""
-    return pb.DescribeResponse(
-        model_id=description.model_id,
-        model_fingerprint=description.model_fingerprint,
-        num_layers=description.num_layers,
-        num_kv_heads=description.num_kv_heads,
-        head_size=description.head_size,
-        kv_dtype=description.kv_dtype,
-        vocab_size=description.vocab_size,
-        max_model_len=description.max_model_len,
-        bytes_per_block=description.bytes_per_block,
-        device_kv_bytes=description.device_kv_bytes,
-        host_kv_bytes=description.host_kv_bytes,
-        device_to_host_bytes_per_s=description.device_to_host_bytes_per_s,
-        host_to_device_bytes_per_s=description.host_to_device_bytes_per_s,
-        prefill_tokens_per_s=description.prefill_tokens_per_s,
-        layout=description.layout,
-        backend=description.backend,
-        versions=description.versions,
-        eos_token_ids=description.eos_token_ids,
-        max_sequences=description.max_sequences,
-    )
+    """The message that describes a backend; its fields have the same names."""
+    return pb.DescribeResponse(**asdict(description))

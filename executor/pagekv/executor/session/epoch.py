@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pagekv.executor.backend.interface import (
     UNKNOWN_TOKEN,
     Backend,
-    BlockCopies,
     Finished,
     Launch,
     Sampled,
@@ -25,11 +24,11 @@ from pagekv.executor.session.step_check import CheckedStep, EpochLimits, check_s
 
 @dataclass(slots=True)
 class Epoch:
-    """State of one epoch. Owned by the compute thread, except `over`, which the event loop sets to fence it, and what
-    collecting a step changes: the times of reports and tokens that are unknown.
+    """State of one epoch. Owned by the compute thread, except `over`, which the event loop sets to fence the epoch, and
+    what collecting a step changes: the times of reports, and unknown tokens.
 
-    `over` goes from False to True once and never back; whoever launches steps looks at it before each one. `failed`
-    does the same for collecting: no step behind one that failed is reported.
+    `over` goes from False to True once and never back: no further step is launched. `failed` does the same for
+    collecting: no step behind one that failed is reported.
     """
 
     epoch: int
@@ -46,14 +45,9 @@ class Epoch:
     # perf_counter_ns at the end of the step before; 0: no step yet.
     _last_end: int = 0
 
-    def run(self, step: Step) -> ExecutedStep:
-        """Launches a step and collects it. Raises as both."""
-        return self.launch(step).collect()
-
     def launch(self, step: Step) -> LaunchedStep:
         """Checks and applies a step and hands it to the backend. Raises InvalidRequest or StaleEpoch before anything is
-        touched; any other exception comes from the backend and leaves state and memory undefined: the epoch is over
-        then.
+        touched; after any other exception, from the backend, state and memory are undefined: the epoch is over.
         """
         begin = time.perf_counter_ns()
         checked = check_step(step, self.epoch, self.next_step, self.live, self.held, self.limits)
@@ -64,23 +58,20 @@ class Epoch:
         return LaunchedStep(self, step.step, begin, checked.num_tokens, launch, sampling)
 
     def _apply(self, checked: CheckedStep) -> None:
-        """In the order of the contract: leave, copy, enter, append."""
+        """Changes state in the order of the contract: finish, copy, enter, append."""
         if checked.finished:
-            self.backend.forget([self.live[seq_id] for seq_id in checked.finished])
+            self.backend.finish([self.live[seq_id] for seq_id in checked.finished])
         for seq_id in checked.finished:
             del self.live[seq_id], self.held[seq_id]
         for copies in checked.copies:
-            self._copy(copies)
+            if copies.sources:
+                self.backend.copy_blocks(copies)
         for state in checked.new:
             self.live[state.seq_id] = state
             self.held[state.seq_id] = set(state.block_table)
         for seq_id, block in checked.appends:
             self.live[seq_id].block_table.append(block)
             self.held[seq_id].add(block)
-
-    def _copy(self, copies: BlockCopies) -> None:
-        if copies.sources:
-            self.backend.copy_blocks(copies)
 
     def report(self, step: int, begin: int, num_tokens: int, sampled: dict[int, Sampled]) -> ExecutedStep:
         """The report of a step that ends now. A step launched while the one before ran begins when that one ends."""
@@ -99,7 +90,7 @@ class Epoch:
 
     @staticmethod
     def _advance(scheduled: list[Scheduled]) -> list[tuple[SequenceState, int]]:
-        """Moves every sequence on by what is computed; those that sample, with the index of their unknown token."""
+        """Counts scheduled positions as computed; returns sequences that sample with the index of the unknown token."""
         sampling = []
         for item in scheduled:
             state = item.state
@@ -112,7 +103,7 @@ class Epoch:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step the backend has. Collected once, in the order of launching."""
+    """A step that the backend computes. Collected once, in the order of launching."""
 
     _epoch: Epoch
     _step: int
@@ -120,12 +111,11 @@ class LaunchedStep:
     _begin: int
     _num_tokens: int
     _launch: Launch
-    # Who samples, in the order the sequences entered the epoch, and where in `token_ids` the token goes.
+    # Sequences that sample, in the order they entered the epoch, and the index in `token_ids` of the new token.
     _sampling: list[tuple[SequenceState, int]]
 
     @property
     def ready(self) -> bool:
-        """As `Launch.ready`."""
         return self._launch.ready
 
     def collect(self) -> ExecutedStep:

@@ -1,11 +1,13 @@
-"""The bounds of a sequence's sampling fields: those that types.proto states for clients, and for log-probabilities, of
-which beam search needs more, that of executor_service.proto."""
+"""The bounds of a sequence's sampling fields, as types.proto states them for clients. The bound of log-probabilities is
+that of executor_service.proto, since beam search needs more of them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pagekv.common.errors import InvalidRequest
 from pagekv.executor.backend.interface import Sampling
-from pagekv.executor.session.step import StepSampling
 
 MAX_LOGPROBS = 128
 MAX_BIASES = 1024
@@ -13,8 +15,14 @@ MAX_BIASES = 1024
 MAX_BANNED = 1024
 
 
-def check_sampling(path: str, sampling: StepSampling, vocab_size: int, max_model_len: int) -> Sampling:
-    """The checked form; `path` is the proto path of the message, for refusals. Raises InvalidRequest."""
+def check_columns(path: str, column: Sequence[object], name: str, other: Sequence[object]) -> None:
+    """Raises InvalidRequest where a column has not as many entries as `other`, called `name`, with which it pairs."""
+    if len(column) != len(other):
+        raise InvalidRequest(path, f"must have {len(other)} entries, as {name}, has {len(column)}")
+
+
+def check_sampling(path: str, sampling: Sampling, vocab_size: int, max_model_len: int) -> None:
+    """Raises InvalidRequest for a field out of its bounds; `path` is the proto path of the message."""
     # A bound written as `low <= value <= high` refuses NaN and infinities too.
     number_bounds = (
         ("temperature", sampling.temperature, 0, 100),
@@ -35,36 +43,20 @@ def check_sampling(path: str, sampling: StepSampling, vocab_size: int, max_model
             raise InvalidRequest(f"{path}.{name}", f"must be above 0, got {value}")
     _check_ids(f"{path}.banned_until_min", sampling.banned_until_min, MAX_BANNED, vocab_size)
     _check_biases(path, sampling, vocab_size)
-    return Sampling(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        seed=sampling.seed,
-        sequence_index=sampling.sequence_index,
-        min_tokens=sampling.min_tokens,
-        banned_until_min=tuple(sampling.banned_until_min),
-        logit_bias=dict(zip(sampling.bias_token_ids, sampling.biases, strict=True)),
-        logprobs=sampling.logprobs,
-    )
 
 
-def _check_biases(path: str, sampling: StepSampling, vocab_size: int) -> None:
+def _check_biases(path: str, sampling: Sampling, vocab_size: int) -> None:
     ids, biases = sampling.bias_token_ids, sampling.biases
     _check_ids(f"{path}.bias_token_ids", ids, MAX_BIASES, vocab_size)
     if len(set(ids)) != len(ids):
         raise InvalidRequest(f"{path}.bias_token_ids", "must name every token id at most once")
-    if len(biases) != len(ids):
-        raise InvalidRequest(f"{path}.biases", f"must have {len(ids)} entries, as bias_token_ids, has {len(biases)}")
+    check_columns(f"{path}.biases", biases, "bias_token_ids", ids)
     for index, bias in enumerate(biases):
         if not -100 <= bias <= 100:
             raise InvalidRequest(f"{path}.biases[{index}]", f"must be from -100 to 100, got {bias}")
 
 
-def _check_ids(path: str, ids: list[int], most: int, vocab_size: int) -> None:
+def _check_ids(path: str, ids: tuple[int, ...], most: int, vocab_size: int) -> None:
     if len(ids) > most:
         raise InvalidRequest(path, f"must have at most {most} entries, has {len(ids)}")
     for index, token in enumerate(ids):

@@ -1,9 +1,18 @@
-"""Who drives the executor: one manager at a time, by epoch. Lives on the event loop; backend work goes to the
-compute thread, waiting for launched steps to a second one, so that the next step is prepared while one runs.
+"""The session of the manager that drives the executor: one manager at a time, by epoch.
 
 At most one epoch is current. `attach` fences the one before it (its stream ends with ABORTED, its queued steps are
-dropped, a step under way is finished) and only then replaces the pools. An epoch takes one Run stream; when that ends,
-for whatever reason, the epoch is over.
+dropped, a step under way is finished) and only then replaces the pools. An epoch takes one Run stream; the end of
+the stream, for any reason, ends the epoch.
+
+The session lives on the event loop; two threads work for it, so that a step is prepared while the one before runs:
+
+    event loop:      submit 1 | submit 2                      | report 1 | submit 3          | report 2
+    compute thread:           | launch 1  launch 2            |          | launch 3          |
+    collect thread:           |           collect 1 (waits)   | collect 2 (waits)            | collect 3 (waits)
+
+The compute thread makes every call of the backend, in the order of the steps. A launched step that is not ready goes to
+the collect thread. One that is ready (a refusal, an error, a backend that computes at once) is collected where it was
+launched, unless the collect thread still has steps before it: then it queues behind them.
 """
 
 from __future__ import annotations
@@ -15,14 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from pagekv.common.errors import (
-    FailedPrecondition,
-    InvalidRequest,
-    OutOfMemory,
-    PageKVError,
-    StaleEpoch,
-    Unavailable,
-)
+from pagekv.common.errors import FailedPrecondition, InvalidRequest, OutOfMemory, PageKVError, StaleEpoch, Unavailable
 from pagekv.common.logs import Log
 from pagekv.executor.backend.interface import Backend, BackendDescription
 from pagekv.executor.session.epoch import Epoch, LaunchedStep
@@ -64,10 +66,11 @@ class Session:
 
     def __init__(self, compute: WorkerThread, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self._compute = compute
-        # From the first step on that is not ready when launched.
+        # Started by the first step that is not ready when launched.
         self._collector: WorkerThread | None = None
-        # Jobs given to the collector, counted on the compute thread, and those done, counted on its own.
-        self._num_posted = self._num_collected = 0
+        # Jobs of the collect thread: given to it, counted on the compute thread alone, and done, counted on the collect
+        # thread alone. Equal: it has nothing to do, and only the compute thread can change that.
+        self._num_given = self._num_done = 0
         self._clock_ns = clock_ns
         self._loop = asyncio.get_running_loop()
         self._backend: Backend | None = None
@@ -80,19 +83,19 @@ class Session:
         # Streams that have not ended.
         self._streams: set[StepStream] = set()
         self._attaching = asyncio.Lock()
-        # Set when the device is lost to this process, and why: nothing is answered any more.
+        # Set when the device is lost to this process, after which nothing is answered; and why.
         self.lost = asyncio.Event()
         self.lost_reason = ""
 
     def serve(self, backend: Backend, model_id: str = "") -> None:
-        """The backend is loaded: from now on calls are answered. `model_id` is the name under which managers find the
-        model, where the backend knows only a directory of this machine; empty: as the backend says.
+        """Answers calls from now on with a loaded backend. `model_id` is the name under which managers find the model,
+        where the backend knows only a directory of this machine; empty: as the backend says.
         """
         self._backend = backend
         self._model_id = model_id
 
     async def describe(self, block_size: int, token_budget: int) -> BackendDescription:
-        """What is loaded and measured. Raises InvalidRequest, or Unavailable while loading."""
+        """The loaded model and measured memory. Raises InvalidRequest, or Unavailable while loading."""
         backend = self._serving()
         _check_block_size(block_size)
         _check_range("token_budget", token_budget, 1, MAX_STEP_TOKENS)
@@ -129,7 +132,7 @@ class Session:
         current = self._current
         if current is None or current.over or order.take_over or current.manager_id == order.manager_id:
             return
-        if any(stream.host is current for stream in self._streams):
+        if any(stream.opened_in is current for stream in self._streams):
             raise FailedPrecondition(
                 f"manager {current.manager_id!r} drives this executor in epoch {current.epoch}; "
                 f"stop it, or attach with take_over"
@@ -149,7 +152,7 @@ class Session:
     def _open_epoch(self, backend: Backend, order: AttachOrder, description: BackendDescription) -> int:
         if self._closed:
             raise Unavailable("the executor is shutting down")
-        # Rises within the process whatever the clock does, and across restarts as the clock does.
+        # Rises within the process even if the clock goes back, and across restarts as the clock does.
         self._last_epoch = max(self._clock_ns(), self._last_epoch + 1)
         limits = EpochLimits(
             block_size=order.block_size,
@@ -175,19 +178,14 @@ class Session:
         epoch.over = True
         if self._current is epoch:
             self._current = None
-        for stream in [stream for stream in self._streams if epoch in (stream.host, stream.bound)]:
+        for stream in [stream for stream in self._streams if epoch in (stream.opened_in, stream.epoch)]:
             stream.deliver(reason)
             self._streams.discard(stream)
 
     # -- streams
 
-    @property
-    def num_streams(self) -> int:
-        """Run calls that have not ended."""
-        return len(self._streams)
-
     def open_stream(self) -> StepStream:
-        """A Run call has begun; which epoch it belongs to, its first step will say. Raises Unavailable."""
+        """Begins a Run call; its first step says which epoch it belongs to. Raises Unavailable."""
         self._serving()
         stream = StepStream(self._current)
         self._streams.add(stream)
@@ -195,28 +193,28 @@ class Session:
 
     async def submit(self, stream: StepStream, step: Step) -> None:
         """Queues a step; waits while too many are in flight. Raises StaleEpoch or FailedPrecondition."""
-        epoch = stream.bound or self._bind(stream, step.epoch)
+        epoch = stream.epoch or self._bind(stream, step.epoch)
         await stream.wait_for_room()
         self._compute.post(lambda: self._run(epoch, stream, step))
 
     def finish_input(self, stream: StepStream) -> None:
-        """No more steps will come: the stream ends after the last result."""
-        epoch = stream.bound
+        """Ends the stream after its last result: no more steps will come."""
+        epoch = stream.epoch
 
         def end() -> None:
-            # A fenced epoch dropped steps, so this is no clean end: its stream gets the reason instead.
+            # A fenced epoch dropped steps, so this is no clean end: the stream gets the reason instead.
             if epoch is None or not epoch.over:
                 self._report(stream, None)
 
         self._compute.post(lambda: self._in_order(end, True))
 
     def close_stream(self, stream: StepStream) -> None:
-        """The Run call is over, and with it the epoch it was bound to. Idempotent."""
+        """Ends a Run call, and with it the epoch it is bound to. Idempotent."""
         if stream.closed:
             return
         stream.closed = True
         self._streams.discard(stream)
-        epoch = stream.bound
+        epoch = stream.epoch
         if epoch is not None and self._current is epoch:
             log.info("the manager's stream ended", manager=epoch.manager_id, epoch=epoch.epoch)
             self._end_epoch(epoch, StaleEpoch(f"the stream of epoch {epoch.epoch} ended: attach again"))
@@ -227,9 +225,9 @@ class Session:
         if current is None or current.epoch != number:
             now = "none is open" if current is None else f"the epoch now is {current.epoch}"
             raise StaleEpoch(f"epoch: {number} is over, {now}: attach again")
-        if any(other.bound is current for other in self._streams):
+        if any(other.epoch is current for other in self._streams):
             raise FailedPrecondition(f"epoch {number} has a stream already")
-        stream.host = stream.bound = current
+        stream.opened_in = stream.epoch = current
         return current
 
     def _run(self, epoch: Epoch, stream: StepStream, step: Step) -> None:
@@ -247,16 +245,16 @@ class Session:
         self._in_order(lambda: self._collect(epoch, stream, step, launched), ready)
 
     def _in_order(self, job: Callable[[], None], ready: bool) -> None:
-        """On the compute thread: runs a job after those before it: here and now where that means no waiting."""
-        if ready and self._num_posted == self._num_collected:
+        """On the compute thread: runs a job after those before it, at once where the job is ready and none is left."""
+        if ready and self._num_given == self._num_done:
             job()
             return
 
         def counted() -> None:
             job()
-            self._num_collected += 1
+            self._num_done += 1
 
-        self._num_posted += 1
+        self._num_given += 1
         self._collector = self._collector or WorkerThread("collect")
         self._collector.post(counted)
 
@@ -285,7 +283,9 @@ class Session:
             self._lose(outcome)
 
     async def _ask(self, backend: Backend, function: Callable[[], T]) -> T:
-        """The result or error of a method of the backend, called on the compute thread after the steps before."""
+        """Calls a method of the backend on the compute thread, after the steps posted before; returns or raises as it
+        does.
+        """
 
         def ask() -> T:
             try:
@@ -299,7 +299,7 @@ class Session:
         return await self._compute.call(ask)
 
     def _lose(self, error: object) -> None:
-        """On either thread: the device is lost, which is told after everything reported before."""
+        """On either thread: sets `lost`, after everything reported before is delivered."""
 
         def lose() -> None:
             if not self.lost.is_set():
@@ -314,7 +314,7 @@ class Session:
         try:
             self._loop.call_soon_threadsafe(stream.deliver, outcome)
         except RuntimeError:
-            # The loop is closed: the process is exiting and nobody waits for the result.
+            # The loop is closed: the process is exiting.
             log.debug("a result came after the end", outcome=type(outcome).__name__)
 
     # -- the end
@@ -356,7 +356,7 @@ def _check_range(field: str, value: int, low: int, high: int) -> None:
 
 
 def _check_fit(order: AttachOrder, description: BackendDescription) -> None:
-    """What only the backend knows: its layout and how much fits. Raises InvalidRequest or OutOfMemory."""
+    """Checks what depends on the backend: layout and memory. Raises InvalidRequest or OutOfMemory."""
     if order.layout != description.layout:
         raise InvalidRequest("layout", f"must be {description.layout!r}, got {order.layout[:64]!r}")
     for field, blocks, size in (

@@ -4,48 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pagekv.executor.backend.interface import CopyKind, Sampled
+from pagekv.executor.backend.interface import BlockCopies, Sampled, Sampling, SequenceState
 
-
-@dataclass(frozen=True, slots=True)
-class MemoryOp:
-    """Whole-block copies as asked for; `kind` is None when the message names none that is known."""
-
-    kind: CopyKind | None
-    sources: list[int]
-    destinations: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class StepSampling:
-    """The fields of `StepSampling` in the contract."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int = 0
-    sequence_index: int = 0
-    min_tokens: int = 0
-    banned_until_min: list[int] = field(default_factory=list)
-    bias_token_ids: list[int] = field(default_factory=list)
-    biases: list[float] = field(default_factory=list)
-    logprobs: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class NewSequence:
-    """A sequence that enters; `sampling` is None when the message has none."""
-
-    seq_id: int
-    token_ids: list[int]
-    num_prompt_tokens: int
-    block_ids: list[int]
-    computed_tokens: int
-    sampling: StepSampling | None
+# The `sampling`, compared by identity, of a new sequence whose message has none. Refused.
+NO_SAMPLING = Sampling()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +17,8 @@ class Step:
     epoch: int
     step: int
     finished_seqs: list[int] = field(default_factory=list)
-    memory_ops: list[MemoryOp] = field(default_factory=list)
-    new_seqs: list[NewSequence] = field(default_factory=list)
+    memory_ops: list[BlockCopies] = field(default_factory=list)
+    new_seqs: list[SequenceState] = field(default_factory=list)
     append_seqs: list[int] = field(default_factory=list)
     append_blocks: list[int] = field(default_factory=list)
     scheduled_seqs: list[int] = field(default_factory=list)
@@ -65,7 +27,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class ExecutedStep:
-    """What one step produced. `sampled` is by seq_id, in the order the sequences entered the epoch."""
+    """The result of one step. `sampled` is by seq_id, in the order the sequences entered the epoch."""
 
     epoch: int
     step: int

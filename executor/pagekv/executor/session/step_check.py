@@ -11,17 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pagekv.common.errors import InvalidRequest, StaleEpoch
-from pagekv.executor.backend.interface import BlockCopies, CopyKind, Scheduled, SequenceState
-from pagekv.executor.session.sampling_check import check_sampling
-from pagekv.executor.session.step import MemoryOp, NewSequence, Step
+from pagekv.executor.backend.interface import BlockCopies, CopyDirection, Scheduled, SequenceState
+from pagekv.executor.session.sampling_check import check_columns, check_sampling
+from pagekv.executor.session.step import NO_SAMPLING, Step
 
-# Tokens one step may compute at most, whatever was profiled.
+# Tokens one step may compute at most, even where more were profiled.
 MAX_STEP_TOKENS = 65536
 
 
 @dataclass(frozen=True, slots=True)
 class EpochLimits:
-    """What ids and lengths of an epoch are checked against."""
+    """Bounds of ids and lengths in an epoch."""
 
     block_size: int
     num_device_blocks: int
@@ -38,14 +38,14 @@ class EpochLimits:
 
 @dataclass(slots=True)
 class CheckedStep:
-    """A step that broke no rule, in the form it is applied in. The states in `new` are fresh objects."""
+    """A step that broke no rule, in the form it is applied in."""
 
     finished: list[int]
-    copies: list[BlockCopies] = field(default_factory=list)
-    new: list[SequenceState] = field(default_factory=list)
+    copies: list[BlockCopies]
+    new: list[SequenceState]
     # (seq_id, block), in order.
     appends: list[tuple[int, int]] = field(default_factory=list)
-    # In the order the sequences entered the epoch; those that sit out are left out.
+    # In the order the sequences entered the epoch; without those that compute no token.
     scheduled: list[Scheduled] = field(default_factory=list)
     num_tokens: int = 0
 
@@ -88,10 +88,12 @@ class _Check:
         self._appended: dict[int, dict[int, None]] = {}
 
     def run(self) -> CheckedStep:
-        checked = CheckedStep(finished=self._step.finished_seqs)
+        checked = CheckedStep(self._step.finished_seqs, self._step.memory_ops, self._step.new_seqs)
         self._check_finished()
-        checked.copies = [self._copies(f"memory_ops[{i}]", op) for i, op in enumerate(self._step.memory_ops)]
-        checked.new = [self._enter(i, new) for i, new in enumerate(self._step.new_seqs)]
+        for index, copies in enumerate(self._step.memory_ops):
+            self._check_copies(f"memory_ops[{index}]", copies)
+        for index, state in enumerate(self._step.new_seqs):
+            self._check_new(index, state)
         staying = len(self._live) - len(self._finished) + len(checked.new)
         if staying > self._limits.max_sequences:
             raise InvalidRequest(
@@ -111,21 +113,20 @@ class _Check:
 
     # -- memory operations
 
-    def _copies(self, path: str, op: MemoryOp) -> BlockCopies:
+    def _check_copies(self, path: str, op: BlockCopies) -> None:
         device, host = self._limits.num_device_blocks, self._limits.num_host_blocks
-        if op.kind is None:
+        if op.direction is None:
             raise InvalidRequest(f"{path}.kind", "must be COPY, SWAP_OUT or SWAP_IN")
-        if op.kind is not CopyKind.COPY and not host:
-            raise InvalidRequest(f"{path}.kind", f"must be COPY: there is no host pool to {op.kind.value} with")
-        if len(op.sources) != len(op.destinations):
-            raise InvalidRequest(
-                f"{path}.destinations", f"must have {len(op.sources)} entries, as sources, has {len(op.destinations)}"
-            )
-        _check_blocks(f"{path}.sources", op.sources, host if op.kind is CopyKind.SWAP_IN else device)
-        _check_blocks(f"{path}.destinations", op.destinations, host if op.kind is CopyKind.SWAP_OUT else device)
+        if op.direction is not CopyDirection.COPY and not host:
+            raise InvalidRequest(f"{path}.kind", f"must be COPY: there is no host pool to {op.direction.value} with")
+        check_columns(f"{path}.destinations", op.destinations, "sources", op.sources)
+        _check_blocks(f"{path}.sources", op.sources, host if op.direction is CopyDirection.SWAP_IN else device)
+        _check_blocks(
+            f"{path}.destinations", op.destinations, host if op.direction is CopyDirection.SWAP_OUT else device
+        )
         if (index := _first_repeated(op.destinations)) is not None:
             raise InvalidRequest(f"{path}.destinations[{index}]", f"names block {op.destinations[index]} twice")
-        if op.kind is CopyKind.COPY:
+        if op.direction is CopyDirection.COPY:
             # All pairs of one operation may be copied at once, so a chain inside it would have no defined result.
             sources = set(op.sources)
             for index, block in enumerate(op.destinations):
@@ -134,15 +135,14 @@ class _Check:
                         f"{path}.destinations[{index}]",
                         f"must not be a source of the same operation, got block {block}",
                     )
-        return BlockCopies(op.kind, op.sources, op.destinations)
 
     # -- entering sequences
 
-    def _enter(self, index: int, new: NewSequence) -> SequenceState:
+    def _check_new(self, index: int, new: SequenceState) -> None:
         path, limits = f"new_seqs[{index}]", self._limits
         if new.seq_id in self._new or (new.seq_id in self._live and new.seq_id not in self._finished):
             raise InvalidRequest(f"{path}.seq_id", f"must not be in use by a live sequence, got {new.seq_id}")
-        tokens, table = new.token_ids, new.block_ids
+        tokens, table = new.token_ids, new.block_table
         if not 1 <= len(tokens) <= limits.max_model_len:
             raise InvalidRequest(
                 f"{path}.token_ids", f"must have from 1 to {limits.max_model_len} entries, has {len(tokens)}"
@@ -171,27 +171,17 @@ class _Check:
                 f"must be from 0 to {most} (below {len(tokens)} tokens, within {len(table)} blocks of "
                 f"{limits.block_size}), got {new.computed_tokens}",
             )
-        if new.sampling is None:
+        if new.sampling is NO_SAMPLING:
             raise InvalidRequest(f"{path}.sampling", "must be set")
-        sampling = check_sampling(f"{path}.sampling", new.sampling, limits.vocab_size, limits.max_model_len)
-        state = SequenceState(
-            seq_id=new.seq_id,
-            token_ids=tokens,
-            num_prompt_tokens=new.num_prompt_tokens,
-            block_table=table,
-            computed_tokens=new.computed_tokens,
-            sampling=sampling,
-        )
-        self._new[new.seq_id] = (index, state)
+        check_sampling(f"{path}.sampling", new.sampling, limits.vocab_size, limits.max_model_len)
+        self._new[new.seq_id] = (index, new)
         self._new_held[new.seq_id] = set(table)
-        return state
 
     # -- appended blocks
 
     def _check_appends(self) -> list[tuple[int, int]]:
         seqs, blocks = self._step.append_seqs, self._step.append_blocks
-        if len(seqs) != len(blocks):
-            raise InvalidRequest("append_blocks", f"must have {len(seqs)} entries, as append_seqs, has {len(blocks)}")
+        check_columns("append_blocks", blocks, "append_seqs", seqs)
         _check_blocks("append_blocks", blocks, self._limits.num_device_blocks)
         for index, (seq_id, block) in enumerate(zip(seqs, blocks, strict=True)):
             state = self._state(f"append_seqs[{index}]", seq_id)
@@ -217,15 +207,12 @@ class _Check:
             raise InvalidRequest(path, f"must be a live sequence, got {seq_id}")
         return self._live[seq_id]
 
-    # -- who computes what
+    # -- scheduled tokens
 
     def _counts(self) -> dict[int, int]:
         """Tokens to compute by seq_id, for the sequences that the step names."""
         seqs, tokens = self._step.scheduled_seqs, self._step.scheduled_tokens
-        if len(seqs) != len(tokens):
-            raise InvalidRequest(
-                "scheduled_tokens", f"must have {len(seqs)} entries, as scheduled_seqs, has {len(tokens)}"
-            )
+        check_columns("scheduled_tokens", tokens, "scheduled_seqs", seqs)
         counts: dict[int, int] = {}
         for index, (seq_id, count) in enumerate(zip(seqs, tokens, strict=True)):
             state = self._state(f"scheduled_seqs[{index}]", seq_id)
@@ -241,7 +228,7 @@ class _Check:
         return counts
 
     def _schedule(self, checked: CheckedStep, counts: dict[int, int]) -> None:
-        """Fills `scheduled`, checking that every computed position has a slot that nobody else writes."""
+        """Fills `scheduled`, checking that every computed position has a slot that no other sequence writes."""
         block_size, max_len = self._limits.block_size, self._limits.max_model_len
         states = [state for seq_id, state in self._live.items() if seq_id not in self._finished]
         states += checked.new

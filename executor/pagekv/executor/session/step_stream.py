@@ -15,13 +15,13 @@ MAX_IN_FLIGHT = 8
 class StepStream:
     """States: open, then ended, by an error, by a clean end of input or by `close`. Used on the event loop only.
 
-    `host` is the epoch that was current when the call began: as long as the stream is open, that epoch counts as
-    held, though no step has come yet. `bound` is the epoch its first step named.
+    `opened_in` is the epoch that was current when the call began: while the stream is open that epoch counts as held,
+    though no step has come yet. `epoch` is the one that the first step named, None before.
     """
 
-    def __init__(self, host: Epoch | None) -> None:
-        self.host = host
-        self.bound: Epoch | None = None
+    def __init__(self, opened_in: Epoch | None) -> None:
+        self.opened_in = opened_in
+        self.epoch: Epoch | None = None
         self.closed = False
         self._room = asyncio.Semaphore(MAX_IN_FLIGHT)
         # Reports in order, then an exception or None: the end.
@@ -37,7 +37,7 @@ class StepStream:
         self._outcomes.put_nowait(outcome)
 
     async def reports(self) -> AsyncIterator[ExecutedStep]:
-        """What the steps produced, in order. Raises the error that ended the stream."""
+        """Results of the steps, in order. Raises the error that ended the stream."""
         while (outcome := await self._outcomes.get()) is not None:
             if isinstance(outcome, Exception):
                 raise outcome

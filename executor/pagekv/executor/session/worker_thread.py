@@ -1,5 +1,5 @@
-"""A thread with a queue: the one that calls the backend, or the one that collects its steps. Jobs run strictly in the
-order they were posted, with nothing in between.
+"""A thread with a queue, for calling the backend or for collecting steps. Jobs run strictly in the order they were
+posted, with nothing in between.
 """
 
 from __future__ import annotations
@@ -28,13 +28,8 @@ class WorkerThread:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    @property
-    def num_queued(self) -> int:
-        """Jobs that have not begun."""
-        return self._jobs.qsize()
-
     def post(self, job: Callable[[], None]) -> None:
-        """Queues a job that reports for itself and must not raise. Callers bound what they queue."""
+        """Queues a job that reports its own result and must not raise. Callers bound the queue."""
         self._jobs.put(job)
 
     async def call(self, function: Callable[[], T]) -> T:

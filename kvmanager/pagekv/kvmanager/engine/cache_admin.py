@@ -12,16 +12,17 @@ from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.engine.capacity import blocks_needed, total_tokens
 from pagekv.kvmanager.engine.explain import KnownAdapters, explain_prefix
 from pagekv.kvmanager.engine.miss_counters import MissCounters
+from pagekv.kvmanager.engine.observer import Observer
 from pagekv.kvmanager.engine.views import ExplainedPrefix, PinResult, PrefixMatch, ResetCounts
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events.log import TableLog
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
-from pagekv.kvmanager.kvcache.pins import Holder, Pins
+from pagekv.kvmanager.kvcache.pins import Pins
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
-from pagekv.kvmanager.scheduling.sequence import Seq
+from pagekv.kvmanager.scheduling.step_plan import Admitted
 
 
 class CacheAdmin:
@@ -49,20 +50,21 @@ class CacheAdmin:
         self._adapters = KnownAdapters()
         self._timer: asyncio.TimerHandle | None = None
 
-    def adopt(self, pool: BlockPool, host: HostPool, fingerprint: str, holder: Holder | None = None) -> None:
-        """Takes the pools of a new epoch, empty and with this log, for the model with this fingerprint. `holder` holds
-        and frees pinned blocks; None: the pool itself.
+    def adopt(self, pool: BlockPool, host: HostPool, fingerprint: str, observer: Observer | None = None) -> None:
+        """Takes the pools of a new epoch, empty and with this log, for the model with this fingerprint. `observer`
+        is told of pins.
         """
         self.pool = pool
         self._host = host
-        self.pins = Pins(pool, self._max_pinned_share, self._clock, holder)
+        observer = observer or Observer()
+        self.pins = Pins(pool, self._max_pinned_share, self._clock, observer.pinned, observer.unpinned)
         self._fingerprint = fingerprint
         self._arm()
-        self.log.follow(pool.table, host)
+        self.log.attach(pool.table, host)
 
     def step_boundary(self, step: int) -> None:
         """The table is consistent, with `step` steps completed."""
-        self.log.border(step)
+        self.log.step_boundary(step)
 
     def close(self, error: Exception) -> None:
         """Ends every watch with `error`; no lease ends any more."""
@@ -85,10 +87,11 @@ class CacheAdmin:
         """A request was accepted."""
         self._adapters.note(identity.namespace, identity.adapter_id)
 
-    def count_admission(self, sequence: Seq) -> None:
-        """A sequence got its blocks for the first time."""
-        reads_cache = self._prefix_cache and sequence.request.command.identity.read
-        self.counters.count(sequence, self.pool, self.log, reads_cache)
+    def count_admissions(self, admitted: Iterable[Admitted]) -> None:
+        """Sequences got their blocks for the first time."""
+        for each in admitted:
+            reads_cache = self._prefix_cache and each.sequence.request.command.identity.read
+            self.counters.count(each, self.pool.block_size, self.log, reads_cache)
 
     # -- prefixes
 

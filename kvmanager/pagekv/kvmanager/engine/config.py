@@ -1,43 +1,81 @@
-"""Settings of the engine loop; `pagekv.kvmanager.config` fills them from the flags."""
+"""The engine loop's configuration and its flags."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.common.flags import address, flag, flag_group, integer, number, power_of_two
+from pagekv.kvmanager.kvcache.eviction_policy import DEFAULT_POLICY, DEFAULT_PROTECTED_SHARE, POLICIES
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Checked values; meanings and bounds as in `pagekv-manager --help`."""
+    """Checked values."""
 
-    executor: str
-    block_size: int
-    # 0: as many as the executor's measured memory holds.
-    num_device_blocks: int
-    # 0: as many as the executor allows.
-    num_host_blocks: int
-    # 0: the model's own limit.
-    max_model_len: int
-    # Sequences waiting, preempted ones included, beyond which requests are refused.
-    max_queue: int
-    # Sequences that have ended and whose readers have not gone, beyond which requests are refused.
-    max_unread: int
-    # Later arrivals that one level of priority is worth; 0: priority alone decides.
-    priority_aging: int
-    # Steps in flight, 1 or 2.
-    pipeline_depth: int
-    # A step without an answer for this long means the executor is lost.
-    step_timeout_s: float
-    # Epochs that a request's step may fail in, with no token in between, before the request ends.
-    step_attempts: int
-    # Attach even if another manager's stream lives.
-    take_over: bool
-    # One of eviction_policy.POLICIES, and the share of the pool, 0 to 1, that `slru` protects at most.
-    eviction_policy: str
-    protected_share: float
-    # Share of the pool, 0 to 1, that pins may hold.
-    max_pinned_share: float
-    limits: SchedulerLimits
-    # Record when each block entered the prefix table.
+    executor: str = flag(
+        "address of the executor to drive", default="127.0.0.1:50052", type=address, metavar="HOST:PORT"
+    )
+    block_size: int = flag(
+        "tokens in one block: a power of two from 1 to 256", default=16, type=power_of_two(1, 256), metavar="TOKENS"
+    )
+    num_device_blocks: int = flag(
+        "blocks in the device pool; 0: as many as fit what the executor measured",
+        default=0,
+        type=integer(0, 2**31 - 1),
+        metavar="N",
+    )
+    num_host_blocks: int = flag(
+        "blocks in the host pool, which takes what preempted sequences had; 0: as many as the executor allows",
+        default=0,
+        type=integer(0, 2**31 - 1),
+        metavar="N",
+    )
+    max_model_len: int = flag(
+        "tokens of prompt and output together; 0: as the model allows",
+        default=0,
+        type=integer(0, 2**31 - 1),
+        metavar="TOKENS",
+    )
+    # Preempted sequences wait too.
+    max_queue: int = flag(
+        "sequences that wait at most; more are refused", default=1024, type=integer(1, 10**6), metavar="N"
+    )
+    # Sequences that have ended and whose readers have not gone, beyond which requests are refused: four times as many
+    # as may wait, so that only clients that do not read meet this bound.
+    max_unread: int = 4096
+    priority_aging: int = flag(
+        "0 to 1000000: fewer later requests than this pass a waiting one for each level of priority they are ahead; "
+        "0: any number",
+        default=256,
+        type=integer(0, 10**6),
+        metavar="N",
+    )
+    pipeline_depth: int = flag("steps sent ahead: 1 or 2", default=2, type=integer(1, 2), metavar="N")
+    step_timeout_s: float = flag(
+        "seconds, 0.1 to 3600, after which an executor that does not answer a step counts as lost",
+        default=60.0,
+        type=number(0.1, 3600),
+        metavar="SECONDS",
+    )
+    # Epochs that a request's step may fail in, with no token in between, before the request ends with an error: a
+    # request that breaks the executor must not do so for ever, and one that was merely beside it must survive.
+    step_attempts: int = 3
+    take_over: bool = flag("attach even while another manager drives the executor", default=False)
+    eviction_policy: str = flag(
+        "which cached blocks go first; lru: the least recently used; slru: the same, but those that were hit after "
+        "those that were not",
+        default=DEFAULT_POLICY,
+        choices=POLICIES,
+    )
+    # Share of the pool, 0 to 1, that `slru` protects at most.
+    protected_share: float = DEFAULT_PROTECTED_SHARE
+    max_pinned_share: float = flag(
+        "share of the pool, 0 to 1, that PinPrefix may keep from eviction",
+        default=0.5,
+        type=number(0, 1),
+        metavar="SHARE",
+    )
+    limits: SchedulerLimits = field(default_factory=SchedulerLimits, metadata=flag_group("scheduling"))
+    # Record when each block entered the prefix table, for the live page.
     block_ages: bool = False

@@ -16,11 +16,11 @@ def step_request(plan: StepPlan, epoch: int, step: int, eos_token_ids: Iterable[
         epoch=epoch,
         step=step,
         finished_seqs=plan.finished,
-        memory_ops=_memory_ops(plan.moves),
+        memory_ops=_memory_ops(plan.copies),
         new_seqs=[_new_sequence(new, eos_token_ids) for new in plan.new],
-        append_seqs=plan.append_handles,
+        append_seqs=plan.append_seq_ids,
         append_blocks=plan.append_blocks,
-        scheduled_seqs=plan.scheduled_handles,
+        scheduled_seqs=plan.scheduled_seq_ids,
         scheduled_tokens=plan.scheduled_tokens,
     )
 
@@ -62,7 +62,7 @@ def _memory_ops(moves: list[BlockCopy]) -> list[pb.MemoryOp]:
 def _new_sequence(new: NewSeq, eos_token_ids: Iterable[int]) -> pb.NewSequence:
     sequence = new.sequence
     return pb.NewSequence(
-        seq_id=new.handle,
+        seq_id=new.seq_id,
         token_ids=new.token_ids,
         num_prompt_tokens=sequence.num_prompt,
         block_ids=new.block_ids,
@@ -97,7 +97,7 @@ def step_outcome(result: pb.StepResult) -> StepResult:
     tokens = dict(zip(result.sampled_seqs, result.sampled_tokens, strict=False)) if result.logprobs else {}
     return StepResult(
         step=result.step,
-        sampled_handles=list(result.sampled_seqs),
+        sampled_seq_ids=list(result.sampled_seqs),
         sampled_tokens=list(result.sampled_tokens),
         logprobs={
             row.seq_id: TokenLogprobs(

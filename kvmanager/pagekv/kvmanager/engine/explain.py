@@ -62,7 +62,7 @@ class _Explainer:
         # Compared by tokens alone, so only up to the first medium.
         plain = min((span.position for span in media), default=len(token_ids)) // size
         # By other adapter: how many leading blocks are cached for it. The longest is kept.
-        reach = [(len(pool.table.follow(other, chunks[:plain])), adapter) for adapter, other in other_roots]
+        reach = [(len(pool.table.match_tokens(other, chunks[:plain])), adapter) for adapter, other in other_roots]
         self._elsewhere = max(reach, default=(0, ""), key=lambda pair: pair[0])
 
     def blocks(self, start: int, end: int) -> Iterator[ExplainedBlock]:

@@ -75,8 +75,6 @@ class EngineLoop:
         self._failed = FailedSteps(config.step_attempts)
         # Whether the latest step committed left work to do.
         self._work_left = False
-        # Another one may be set before `run`.
-        self.make_scheduler: Callable[..., Scheduler] = Scheduler
 
     # -- the task
 
@@ -120,11 +118,11 @@ class EngineLoop:
         pool = BlockPool(model.num_device_blocks, config.block_size, order, self._cache.log, clock)
         host = HostPool(model.num_host_blocks, config.block_size, self._cache.log)
         if state.scheduler is None:
-            state.scheduler = self.make_scheduler(pool, limits, model.eos_token_ids, self._cache.count_admission, host)
+            state.scheduler = Scheduler(pool, limits, model.eos_token_ids, host, self.observers)
         else:
             self._in_flight.end_epoch()
             state.scheduler.lose_executor(pool, limits, model.eos_token_ids, host)
-        self._cache.adopt(pool, host, model.model_fingerprint, state.scheduler)
+        self._cache.adopt(pool, host, model.model_fingerprint, self.observers)
         state.model = model
         state.epochs += 1
         state.attached = True
@@ -180,6 +178,7 @@ class EngineLoop:
                 ahead = scheduler.schedule() if len(self._in_flight) < self._config.pipeline_depth else None
                 self._cache.step_boundary(self._totals.steps_total)
                 if ahead is not None:
+                    self._cache.count_admissions(ahead.admitted)
                     self.observers.planned(ahead)
                     self._in_flight.add(ahead)
                     await link.send(ahead, self._config.step_timeout_s)
@@ -310,4 +309,4 @@ class EngineLoop:
     def _remove_if_finished(self, request: LiveRequest, end: RequestEnd) -> None:
         if self._live.remove_if_finished(request):
             self.observers.ended(request, end)
-            self._state.serving().forget(request)
+            self._state.serving().remove(request)

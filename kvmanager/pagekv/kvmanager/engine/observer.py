@@ -10,7 +10,13 @@ from enum import Enum
 
 from pagekv.common.logs import Log
 from pagekv.kvmanager.engine.interface import EngineInfo
-from pagekv.kvmanager.scheduling.sequence import LiveRequest
+from pagekv.kvmanager.errors import InvariantError
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.host_pool import HostPool
+from pagekv.kvmanager.kvcache.prefix_table import Blocks
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
+from pagekv.kvmanager.scheduling.listener import SchedulerListener
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
 from pagekv.kvmanager.scheduling.step_plan import Committed, StepPlan, StepResult
 
 log = Log(__name__)
@@ -24,7 +30,7 @@ class RequestEnd(Enum):
     FAILED = "failed"  # with an error
 
 
-class Observer:
+class Observer(SchedulerListener):
     """Does nothing; observers override the methods they need. Arguments are live objects: copy what is needed before
     returning. An observer that raises is dropped.
     """
@@ -49,6 +55,12 @@ class Observer:
 
     def ended(self, request: LiveRequest, end: RequestEnd) -> None:
         """A request ended; its sequences hold no blocks."""
+
+    def pinned(self, blocks: Blocks) -> None:
+        """A pin holds these blocks from now on."""
+
+    def unpinned(self, blocks: Blocks) -> None:
+        """The pin of these blocks has ended."""
 
 
 class Observers(Observer):
@@ -82,6 +94,38 @@ class Observers(Observer):
 
     def ended(self, request: LiveRequest, end: RequestEnd) -> None:
         self._tell("ended", request, end)
+
+    def pinned(self, blocks: Blocks) -> None:
+        self._tell("pinned", blocks)
+
+    def unpinned(self, blocks: Blocks) -> None:
+        self._tell("unpinned", blocks)
+
+    def epoch_began(
+        self, pool: BlockPool, host: HostPool, limits: SchedulerLimits, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        self._tell("epoch_began", pool, host, limits, eos_token_ids)
+
+    def adding(self, request: LiveRequest) -> None:
+        self._tell("adding", request)
+
+    def scheduled(self, plan: StepPlan | None) -> None:
+        self._tell("scheduled", plan)
+
+    def committing(self, plan: StepPlan, result: StepResult) -> None:
+        self._tell("committing", plan, result)
+
+    def finishing(self, sequence: Seq) -> None:
+        self._tell("finishing", sequence)
+
+    def preempting_all(self) -> None:
+        self._tell("preempting_all")
+
+    def clearing_cache(self) -> None:
+        self._tell("clearing_cache")
+
+    def failed(self, error: InvariantError) -> None:
+        self._tell("failed", error)
 
     def _tell(self, what: str, *told: object) -> None:
         for observer in self._all:

@@ -13,8 +13,8 @@ def deliver(committed: Committed, outcome: StepResult) -> list[Seq]:
     for sequence, token in zip(committed.sequences, committed.token_ids, strict=True):
         sequence.request.stream.push_token(sequence.index, token, sequence.cached_tokens or 0, sequence.preemptions)
     if outcome.logprobs:
-        for sequence, handle in zip(committed.sequences, committed.handles, strict=True):
-            logprobs = outcome.logprobs.get(handle)
+        for sequence, seq_id in zip(committed.sequences, committed.seq_ids, strict=True):
+            logprobs = outcome.logprobs.get(seq_id)
             if logprobs is not None:
                 sequence.request.stream.push_logprobs(sequence.index, logprobs)
     ended = [request.sequences[0] for request in committed.searched]

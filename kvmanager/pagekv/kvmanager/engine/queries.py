@@ -66,14 +66,12 @@ class EngineQueries:
 
     def block_tables(self, request_id: str) -> list[SequenceView] | None:
         """Block tables of a live request; None when there is no such request, or no executor yet."""
-        if self._state.scheduler is not None:
-            self._state.scheduler.sync()
         request = self._state.live.get(request_id)
         return None if request is None else snapshots.sequence_views(request, self._state.config.block_size)
 
     def list_requests(self, limit: int) -> tuple[list[RequestView], int]:
         """Up to `limit` live requests, running ones first, by arrival; and how many are live."""
-        self._state.serving().sync()
+        self._state.serving()
         live = self._state.live.all()
         return snapshots.request_views(live, limit), len(live)
 

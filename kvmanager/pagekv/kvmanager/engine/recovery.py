@@ -35,10 +35,10 @@ class FailedSteps:
         """Counts a failed attempt of the step that was due; `running` are the sequences that held blocks then. Removes
         and returns the requests of the step that have had all their attempts.
         """
-        took_part = {*plan.sampling.tolist(), *(new.handle for new in plan.new)}
-        for handle, tokens in zip(plan.scheduled_handles, plan.scheduled_tokens, strict=True):
-            (took_part.add if tokens else took_part.discard)(handle)
-        requests = {sequence.request for sequence in running if sequence.handle in took_part}
+        took_part = {*plan.sampling.tolist(), *(new.seq_id for new in plan.new)}
+        for seq_id, tokens in zip(plan.scheduled_seq_ids, plan.scheduled_tokens, strict=True):
+            (took_part.add if tokens else took_part.discard)(seq_id)
+        requests = {sequence.request for sequence in running if sequence.seq_id in took_part}
         # Requests that ended meanwhile, or were not in this step, start again from 0.
         self._attempts = {request: self._attempts.get(request, 0.0) + fault.value for request in requests}
         spent = [request for request, attempts in self._attempts.items() if attempts >= self._most]

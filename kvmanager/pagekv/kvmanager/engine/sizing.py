@@ -7,7 +7,7 @@ from dataclasses import replace
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.executor_client import AttachRefused, ExecutorDescription
 from pagekv.kvmanager.engine.interface import EngineInfo
-from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 
 
 def size_model(description: ExecutorDescription, config: EngineConfig) -> EngineInfo:

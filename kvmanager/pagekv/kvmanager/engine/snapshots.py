@@ -63,9 +63,9 @@ def collect_stats(state: EngineState) -> EngineStats:
         host_cached_blocks=host.num_cached,
         host_held_blocks=host.num_held,
         swap_preemptions_total=counters.swap_preemptions,
-        swapped_out_blocks_total=counters.swaps.swapped_out,
-        swapped_in_blocks_total=counters.swaps.swapped_in,
-        written_back_blocks_total=counters.swaps.written_back,
+        swapped_out_blocks_total=counters.swapped_out,
+        swapped_in_blocks_total=counters.swapped_in,
+        written_back_blocks_total=counters.written_back,
         host_evicted_blocks_total=host.evictions,
         unread_sequences=state.live.num_unread,
     )
@@ -82,7 +82,6 @@ def utilization(scheduler: Scheduler) -> float:
     """
     size = scheduler.pool.block_size
     slots = scheduler.pool.num_active * size
-    scheduler.sync()
     empty = sum(len(sequence.block_table) * size - sequence.num_computed for sequence in scheduler.running)
     return 1.0 - empty / slots if slots else 1.0
 
@@ -93,7 +92,7 @@ def sequence_views(request: LiveRequest, block_size: int) -> list[SequenceView]:
         SequenceView(
             index=sequence.index,
             state="running" if sequence.state is SeqStatus.DRAINING else sequence.state.value,
-            num_tokens=len(sequence.token_ids),
+            num_tokens=sequence.num_tokens,
             computed_tokens=sequence.num_computed,
             block_ids=list(sequence.block_table),
             block_hashes=sequence.digests[: min(len(sequence.block_table), sequence.num_computed // block_size)],

@@ -1,4 +1,4 @@
-"""Identity of a block: a SHA-256 chain over everything its keys and values depend on (DESIGN 5, CHECKLIST E1, E2, E8).
+"""Identity of a block: a SHA-256 chain over everything its keys and values depend on (DESIGN 5).
 
     root  = SHA-256(msgpack([model fingerprint, namespace, adapter id]))       HMAC-SHA-256 with a cluster secret
     block = SHA-256(parent digest + token ids as little-endian uint32 + msgpack(media keys, only if there are any))
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 DIGEST_BYTES = 32
 TOKEN_BYTES = 4
-# Of a block without media: sha256(parent digest + token bytes).digest().
+# Digest of a block without media: sha256(parent digest + token bytes).digest().
 sha256 = hashlib.sha256
 # One media key: where the span starts relative to the block (negative when it began before), and its digest.
 MediaKeys = list[tuple[int, str]]
@@ -47,7 +47,7 @@ def root_digest(model_fingerprint: str, namespace: str, adapter_id: str, secret:
 def media_keys(media: Sequence[MediaSpan], start: int, end: int) -> MediaKeys:
     """Keys of the media that overlap token positions [start, end), in order of position.
 
-    Which span is which is told by where it starts; how far it reaches shows in the keys of the blocks behind.
+    A span is identified by its start; how far it reaches shows in the keys of the blocks behind.
     """
     overlapping = [span for span in media if span.position < end and span.position + span.length > start]
     return [(span.position - start, span.digest) for span in sorted(overlapping, key=lambda span: span.position)]
@@ -73,8 +73,8 @@ def chain_digests(
     if not media:
         # The floor of every cold prompt: nothing in this loop but the hash itself.
         append = digests.append
-        for (chunk,) in struct.iter_unpack(f"{stride}s", memoryview(tokens)[: starts.stop]):
-            parent = sha256(parent + chunk).digest()
+        for (block,) in struct.iter_unpack(f"{stride}s", memoryview(tokens)[: starts.stop]):
+            parent = sha256(parent + block).digest()
             append(parent)
         return digests
     for index, start in enumerate(starts, first_block):
@@ -90,7 +90,7 @@ def short_hash(digest: bytes) -> int:
 
 
 def short_hashes(digests: Sequence[bytes]) -> NDArray[np.uint64]:
-    """`short_hash` of each."""
+    """`short_hash` of each digest, [n]."""
     return np.frombuffer(b"".join(digests), ">u8")[:: DIGEST_BYTES // 8]
 
 

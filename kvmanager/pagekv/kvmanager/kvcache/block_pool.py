@@ -1,11 +1,11 @@
-"""The device pool: who holds which block, and what is evicted next. What blocks hold is the prefix table's matter.
+"""The device pool: how many hold each block, and which is evicted next. The prefix table knows what blocks contain.
 
-States of a block (a column of parallel arrays, not an object; DESIGN 5, CHECKLIST D, F, G):
+States of a block (a column of parallel arrays, not an object; DESIGN 5):
 
     free      ref_count 0, not in the table     in the free queue
     cached    ref_count 0, in the table         in the free queue: can be hit, or evicted
-    active    ref_count > 0, not in the table   private to its holder, who may write to it
-    shared    ref_count > 0, in the table       read by any number of sequences, written by nobody again
+    active    ref_count > 0, not in the table   private to its holder, which may write to it
+    shared    ref_count > 0, in the table       read by any number of sequences, never written again
 
 Moves: `allocate` free|cached → active (evicting), `publish_chain` and `publish_after` active → shared, `touch` and
 `share` +1 and out of the free queue, `free` -1 and, at 0, into the free queue. All take blocks in batches: a few vector
@@ -21,18 +21,18 @@ import numpy as np
 
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.eviction_policy import EvictionOrder, LruOrder
-from pagekv.kvmanager.kvcache.prefix_table import Added, Blocks, Chunks, PrefixTable
-from pagekv.kvmanager.kvcache.prefix_trie import FIRST
+from pagekv.kvmanager.kvcache.prefix_table import Blocks, BlockTokens, PrefixTable
+from pagekv.kvmanager.kvcache.prefix_trie import Node
 
 
 class TableListener(Protocol):
-    """Who wants to know what enters and leaves the prefix table. Digests are 32 bytes."""
+    """Receives every insertion into and removal from the prefix table. Digests are 32 bytes."""
 
     # Whether `stored` is to be called.
     watched: bool
 
     def stored(
-        self, digests: Sequence[bytes], parents: Sequence[bytes], chunks: Chunks, *, text: bool, first: bool
+        self, digests: Sequence[bytes], parents: Sequence[bytes], tokens: BlockTokens, *, text: bool, first: bool
     ) -> None: ...
 
     def removed(self, digests: Sequence[bytes]) -> None: ...
@@ -41,7 +41,7 @@ class TableListener(Protocol):
 
 
 class BlockPool:
-    """Fixed pool of `num_blocks` blocks of `block_size` tokens. Nothing in here grows with requests."""
+    """Fixed pool of `num_blocks` blocks of `block_size` tokens. No structure grows with the number of requests."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class BlockPool:
         log: TableListener | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """`order` is that of eviction, least recently used by default; it starts with every block in it. `clock` is for
-        ages of cached blocks, see `PrefixTable`.
+        """`order`: the eviction order, least recently used by default; it starts with every block in it. `clock` gives
+        cached blocks an age, see `PrefixTable`.
         """
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -61,8 +61,6 @@ class BlockPool:
         self._free = order if order is not None else LruOrder(num_blocks)
         self._log = log
         self._num_cached_free = 0
-        # Called with published blocks just before they are given away.
-        self.on_evict: Callable[[Blocks], None] | None = None
         self.evictions = 0
         self.hash_alarms = 0
 
@@ -75,7 +73,7 @@ class BlockPool:
 
     @property
     def num_cached_free(self) -> int:
-        """Of the free blocks, those that can still be hit."""
+        """Free blocks that can still be hit."""
         return self._num_cached_free
 
     @property
@@ -98,84 +96,86 @@ class BlockPool:
         return self._ref_count
 
     def num_unheld(self, blocks: Blocks) -> int:
-        """How many of these blocks nobody holds: what touching them takes from the free ones."""
+        """How many of these blocks nobody holds: so many fewer are free once they are touched."""
         return len(blocks) - int(np.count_nonzero(self._ref_count[blocks]))
 
     # -- prefix table
 
-    def match(self, digests: Sequence[bytes], chunks: Chunks) -> list[int]:
-        """Longest leading run of cached blocks; changes nothing but the alarm counter. `chunks` are the token ids
-        behind `digests`, at least as many.
+    def match(self, digests: Sequence[bytes], tokens: BlockTokens) -> list[int]:
+        """Longest leading run of cached blocks; changes nothing but the alarm counter. `tokens` has the token ids of at
+        least as many blocks as there are digests.
         """
-        blocks, alarm = self.table.match(digests, chunks)
-        self.hash_alarms += alarm
+        blocks, collided = self.table.match(digests, tokens)
+        self.hash_alarms += collided
         return blocks
 
-    def note_collision(self, digest: bytes) -> None:
-        """Raises the alarm if a digest that the walk did not find is in the table: it stands for another content."""
+    def count_collision(self, digest: bytes) -> None:
+        """Raises the alarm if a digest whose tokens were not found is in the table: it stands for another content."""
         self.hash_alarms += self.table.lookup(digest) is not None
 
     def publish_after(
         self,
         blocks: Sequence[int],
         digests: Sequence[bytes],
-        parents: Sequence[int],
+        parents: Sequence[Node],
         parent_digests: Sequence[bytes],
-        chunks: Chunks,
+        tokens: BlockTokens,
     ) -> list[int]:
-        """Enters full, held blocks of text into the prefix table, each after another one; see
-        `PrefixTable.add_after`. Returns the positions of those left out, which `publish_chain` can judge.
+        """Enters full, held blocks without media into the prefix table, one each of several sequences; see
+        `PrefixTable.add_after`. Returns the positions of blocks that are left out, for `publish_chain` to judge.
         """
         self._check_held(np.array(blocks, np.int32))
-        left_out = self.table.add_after(blocks, digests, parents, parent_digests, chunks)
+        left_out = self.table.add_after(blocks, digests, parents, parent_digests, tokens)
         if self._log is not None and self._log.watched:
-            if left_out or FIRST in parents:
-                for place in sorted(set(range(len(blocks))).difference(left_out)):
-                    one, first = slice(place, place + 1), parents[place] == FIRST
-                    self._log.stored(digests[one], parent_digests[one], chunks[one], text=True, first=first)
+            firsts = [isinstance(parent, bytes) for parent in parents]
+            if left_out or any(firsts):
+                for at in sorted(set(range(len(blocks))).difference(left_out)):
+                    one = slice(at, at + 1)
+                    self._log.stored(digests[one], parent_digests[one], tokens[one], text=True, first=firsts[at])
             else:
-                self._log.stored(digests, parent_digests, chunks, text=True, first=False)
+                self._log.stored(digests, parent_digests, tokens, text=True, first=False)
         return left_out
 
     def publish_chain(
-        self, blocks: Blocks, digests: Sequence[bytes], parent: bytes, chunks: Chunks, *, first: bool, media: bool
-    ) -> list[int]:
+        self, blocks: Blocks, digests: Sequence[bytes], parent: bytes, tokens: BlockTokens, *, first: bool, media: bool
+    ) -> bool:
         """Enters consecutive full, held blocks of one sequence, at least one, into the prefix table, the first one
-        after the digest `parent`; see `PrefixTable.add_chain`. Returns the positions of those whose digest collided
-        with that of another content, also in the alarm counter.
+        after the digest `parent`; see `PrefixTable.add_chain`. False after a hash collision, which raises the alarm:
+        the sequence must publish nothing more.
         """
         self._check_held(blocks)
-        added = self.table.add_chain(blocks, digests, parent, chunks, first=first, media=media)
-        self._note(added)
-        if self._log is not None and self._log.watched:
-            entered, parents = added.entered, [parent, *digests[:-1]]
-            first = first and entered[:1] == [0]
-            told = _pick(digests, entered), _pick(parents, entered), chunks[entered]
-            self._log.stored(*told, text=not media, first=first)
-        return added.collided
-
-    def _note(self, added: Added) -> None:
-        self.hash_alarms += len(added.collided)
-        if added.superseded:
-            self._num_cached_free -= len(added.superseded)
-            self._free.forget(np.array(added.superseded, np.int32))
+        entered, superseded, collided = self.table.add_chain(blocks, digests, parent, tokens, first=first, media=media)
+        self.hash_alarms += collided
+        if superseded:
+            self._num_cached_free -= len(superseded)
+            self._free.invalidate(np.array(superseded, np.int32))
+        if entered and self._log is not None and self._log.watched:
+            parents = [parent, *digests[:-1]]
+            self._log.stored(
+                [digests[at] for at in entered],
+                [parents[at] for at in entered],
+                tokens[entered],
+                text=not media,
+                first=first and entered[0] == 0,
+            )
+        return not collided
 
     def _check_held(self, blocks: Blocks) -> None:
         if self.num_unheld(blocks):
             raise InvariantError(f"publish of blocks that nobody holds, among {blocks[:8].tolist()}")
 
     def clear_prefix_table(self) -> int:
-        """Forgets every cached block; returns how many. Held blocks stay held and become private."""
+        """Removes every block from the prefix table; returns how many. Held blocks stay held and become private."""
         if self._log is not None:
             self._log.cleared()
-        self._free.forget(np.flatnonzero(self.table.published).astype(np.int32))
+        self._free.invalidate(np.flatnonzero(self.table.published).astype(np.int32))
         self._num_cached_free = 0
         return self.table.clear()
 
     # -- holding
 
     def touch(self, blocks: Blocks) -> None:
-        """`share` for a prefix hit, of a prompt's cached blocks from its first on, which the eviction order counts."""
+        """`share` for a prefix hit on a prompt's cached blocks, from its first on; the eviction order counts hits."""
         self.share(blocks)
         self._free.hit(blocks)
 
@@ -187,9 +187,9 @@ class BlockPool:
             self._num_cached_free -= int(np.count_nonzero(self.table.published[unheld]))
         self._ref_count[blocks] += 1
 
-    def allocate(self, count: int) -> Blocks | None:
+    def allocate(self, count: int, on_evict: Callable[[Blocks], None] | None = None) -> Blocks | None:
         """Takes `count` blocks from the head of the free queue, evicting cached ones; None, and nothing taken, when
-        there are not so many.
+        fewer are free. `on_evict` is called with the blocks to be evicted while the prefix table still has them.
         """
         if count > len(self._free):
             return None
@@ -197,11 +197,11 @@ class BlockPool:
         cached = blocks[self.table.published[blocks]]
         if len(cached):
             self.evictions += len(cached)
-            if self.on_evict is not None:
-                self.on_evict(cached)
-            # More than were asked for where a block that stays follows one that goes.
+            if on_evict is not None:
+                on_evict(cached)
+            # Blocks that follow an evicted one leave the table with it, and may remain free, or held.
             cached, digests = self.table.remove(cached)
-            self._free.forget(cached)
+            self._free.invalidate(cached)
             self._num_cached_free -= self.num_unheld(cached)
             if self._log is not None:
                 self._log.removed(digests)
@@ -210,7 +210,7 @@ class BlockPool:
 
     def free(self, blocks: Blocks) -> None:
         """Takes one holder off each block of a sequence's table, last block first: on equal age the deepest block is
-        evicted first, so a chain never has a hole before its tail (CHECKLIST G4, G5, Z16).
+        evicted first, so a chain never has a hole before its tail.
         """
         left = self._ref_count[blocks] - 1
         if len(left) and left.min() < 0:
@@ -243,7 +243,3 @@ class BlockPool:
         cached_free = int(np.count_nonzero(self.table.published[unheld]))
         if cached_free != self._num_cached_free:
             raise InvariantError(f"{cached_free} cached free blocks, counter says {self._num_cached_free}")
-
-
-def _pick(digests: Sequence[bytes], places: Sequence[int]) -> list[bytes]:
-    return [digests[place] for place in places]

@@ -1,4 +1,4 @@
-"""In what order free blocks are given away: the eviction policies (DESIGN 5, CHECKLIST G3 to G6, G9, G10).
+"""Eviction policies: the order in which free blocks are given away (DESIGN 5).
 
 Every policy keeps a chain whole from its front: as blocks are freed deepest first, and a hit on a block is a hit on all
 blocks before it, no block goes before the cached ones that follow it. None looks at a clock, so equal histories evict
@@ -27,34 +27,30 @@ _PROMPTS_PROTECTED = 8
 
 
 class EvictionOrder(Protocol):
-    """Free blocks, the next to go first. Starts with every block in it."""
+    """Free blocks, the next to be evicted first. Starts with every block in it."""
 
     def __len__(self) -> int: ...
-
-    def __contains__(self, block: int) -> bool: ...
 
     def __iter__(self) -> Iterator[int]: ...
 
     def append(self, blocks: Blocks) -> None:
-        """Blocks that became free, deepest of a chain first: the earlier one goes the sooner."""
+        """Adds blocks that became free, the deepest of a chain first; earlier ones are evicted sooner."""
         ...
 
     def remove(self, blocks: Blocks) -> None:
-        """Free blocks that were hit and are held again."""
+        """Removes free blocks that are held again."""
         ...
 
     def pop(self, count: int) -> Blocks:
-        """Takes the next `count`, which there are."""
+        """Removes and returns the next `count` blocks; at least so many are free."""
         ...
 
     def hit(self, blocks: Blocks) -> None:
-        """A prefix hit has proven these blocks useful: all of a prompt's cached blocks from the first one on, which
-        are held by now.
-        """
+        """Counts a prefix hit on these blocks: all of a prompt's cached blocks from the first one on, held by now."""
         ...
 
-    def forget(self, blocks: Blocks) -> None:
-        """Blocks, free or held, whose content is void."""
+    def invalidate(self, blocks: Blocks) -> None:
+        """The content of these blocks, free or held, is void."""
         ...
 
 
@@ -71,23 +67,23 @@ class LruOrder(FreeQueue):
     """Least recently used first."""
 
     def hit(self, blocks: Blocks) -> None:
-        """Recency is all that counts."""
+        """Does nothing: only recency counts."""
 
-    def forget(self, blocks: Blocks) -> None:
-        """Nothing was remembered."""
+    def invalidate(self, blocks: Blocks) -> None:
+        """Does nothing: no hits are remembered."""
 
 
 class SegmentedLruOrder:
     """Segmented LRU (Karedla, Love and Wherry, Computer 27(3), 1994), with a bound on what one prompt can protect.
 
     States of a free block: on probation, or protected. A block that was hit since it was filled is proven, and is
-    protected when it becomes free; all others are on probation and go first. So whatever is read only once, one long
-    context or a scan, passes through probation and leaves the protected blocks alone. At most `protected_share` of the
-    pool is protected: the least recently used of more falls back to the tail of probation and has to prove itself
-    again, which is how prefixes that went out of use leave.
+    protected when it becomes free; all others are on probation and go first. So content that is read only once, one
+    long context or a scan, passes through probation and leaves the protected blocks alone. At most `protected_share` of
+    the pool is protected: beyond that the least recently used block falls back to the tail of probation and has to
+    prove itself again, so prefixes that went out of use leave.
 
     Only the first blocks of a prompt can be proven, as many as an eighth of the protected ones: otherwise the second
-    turn of one long context would push everything else out. What follows them is on probation, as under plain LRU.
+    turn of one long context would push everything else out. Deeper blocks are on probation, as under plain LRU.
     """
 
     def __init__(self, num_blocks: int, protected_share: float = DEFAULT_PROTECTED_SHARE) -> None:
@@ -96,28 +92,25 @@ class SegmentedLruOrder:
         self.depth = min(self.capacity, max(1, self.capacity // _PROMPTS_PROTECTED))
         self._probation = FreeQueue(num_blocks)
         self._protected = self._probation.beside(self.capacity)
-        # Of a free block it says in which queue it is, of a held one in which it will be.
+        # Which queue a free block is in, and which one a held block will join.
         self._proven = np.zeros(num_blocks, np.bool_)
 
     def __len__(self) -> int:
         return len(self._probation) + len(self._protected)
 
-    def __contains__(self, block: int) -> bool:
-        return block in self._probation or block in self._protected
-
     def __iter__(self) -> Iterator[int]:
-        """In the order in which they would go now."""
+        """In the present eviction order."""
         return chain(self._probation, self._protected)
 
     @property
     def num_protected(self) -> int:
-        """Free blocks that go last; at most `capacity`."""
+        """Free blocks that are evicted last; at most `capacity`."""
         return len(self._protected)
 
     def append(self, blocks: Blocks) -> None:
         """Puts blocks that became free at the tail of their segment, in order."""
         unproven, proven = self._divided(blocks)
-        # First those on probation: should the blocks before them in their chain fall back at once, they come after.
+        # Probation first: blocks before them in their chain may fall back at once, and must come after them.
         if len(unproven):
             self._probation.append(unproven)
         excess = len(self._protected) + len(proven) - self.capacity
@@ -132,7 +125,7 @@ class SegmentedLruOrder:
             self._protected.append(proven)
 
     def remove(self, blocks: Blocks) -> None:
-        """Takes free blocks out from wherever they are."""
+        """Removes free blocks from either segment."""
         unproven, proven = self._divided(blocks)
         if len(unproven):
             self._probation.remove(unproven)
@@ -140,7 +133,7 @@ class SegmentedLruOrder:
             self._protected.remove(proven)
 
     def _divided(self, blocks: Blocks) -> tuple[Blocks, Blocks]:
-        """Those that are not proven and those that are, each in order."""
+        """The unproven and the proven blocks, each in order."""
         proven = self._proven[blocks]
         count = np.count_nonzero(proven)
         if count == 0:
@@ -150,7 +143,7 @@ class SegmentedLruOrder:
         return blocks[~proven], blocks[proven]
 
     def pop(self, count: int) -> Blocks:
-        """Takes `count` blocks, those on probation first. Raises IndexError when there are not so many."""
+        """Takes `count` blocks, from probation first. Raises IndexError when fewer are free."""
         if count > len(self):
             raise IndexError(f"{count} blocks wanted, {len(self)} are free")
         unproven = self._probation.pop(min(count, len(self._probation)))
@@ -164,8 +157,8 @@ class SegmentedLruOrder:
         """Proves the first `depth` of the blocks."""
         self._proven[blocks[: self.depth]] = True
 
-    def forget(self, blocks: Blocks) -> None:
-        """Whatever enters these blocks next has to prove itself; those that are protected fall back."""
+    def invalidate(self, blocks: Blocks) -> None:
+        """The next content of these blocks has to prove itself; protected blocks fall back to probation."""
         proven = blocks[self._proven[blocks]]
         if not len(proven):
             return

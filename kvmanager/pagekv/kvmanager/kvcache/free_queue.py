@@ -1,10 +1,11 @@
-"""Free blocks in the order they are given away, least recently used first (CHECKLIST D2, D3).
+"""Free blocks in the order they are given away, least recently used first.
 
-Blocks join at the tail, are taken from the head and leave from anywhere, in batches, each in amortised constant time
-per block. Instead of links between neighbours the queue is an array of entries in order of joining, and every block
-knows the position of its one valid entry. Leaving from the middle only voids that position: the entry is skipped when
-it surfaces, and cleared with all others like it when the array is full. So a batch costs a few vector operations, where
-a linked list costs several Python steps per block; order and complexity are the same. 10 bytes a block.
+Blocks join at the tail, are taken from the head and are removed from anywhere, in batches, each in amortised constant
+time per block. Instead of links between neighbours the queue is an array of entries in order of joining, and every
+block knows the position of its one valid entry. Removal from the middle only voids that position: the entry is skipped
+when it reaches the head, and cleared with all other void entries when the array is full. So a batch costs a few vector
+operations, where a linked list costs several Python steps per block; order and complexity are the same. 10 bytes a
+block.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ class FreeQueue:
     """States of a block id: in the queue, or out of it. Arrays of block ids are int32."""
 
     def __init__(self, num_blocks: int, *, full: bool = True) -> None:
-        """With ids 0 to num_blocks - 1 in order, or empty."""
+        """With block ids 0 to num_blocks - 1 in order, or empty."""
         self._begin(num_blocks, np.full(num_blocks, _OUT, np.int32), 0)
         if full:
             self.append(np.arange(num_blocks, dtype=np.int32))
 
     def _begin(self, capacity: int, position: NDArray[np.int32], offset: int) -> None:
-        # Room for half as many joins as there can be blocks between two clearings, which is what makes these cheap.
+        # Room for half as many further joins as there can be blocks, so clearings are rare enough to be cheap.
         self._entries = np.empty(capacity + (capacity + 1) // 2, np.int32)
         self._position = position
         # The position of entry i is offset + i.
@@ -38,15 +39,12 @@ class FreeQueue:
     def beside(self, capacity: int) -> FreeQueue:
         """A second queue, empty, for at most `capacity` of the same blocks, none of which may ever be in both."""
         other = FreeQueue.__new__(FreeQueue)
-        # One column of positions serves both: those of the second queue are behind all of the first one.
+        # One column of positions serves both queues: positions of the second lie behind all of the first.
         other._begin(capacity, self._position, self._offset + len(self._entries))
         return other
 
     def __len__(self) -> int:
         return self._length
-
-    def __contains__(self, block: int) -> bool:
-        return 0 <= int(self._position[block]) - self._offset < len(self._entries)
 
     def __iter__(self) -> Iterator[int]:
         """Head to tail."""
@@ -63,12 +61,12 @@ class FreeQueue:
         self._length += len(blocks)
 
     def remove(self, blocks: NDArray[np.int32]) -> None:
-        """Takes blocks that are in the queue out from wherever they are."""
+        """Removes blocks that are in the queue, from anywhere."""
         self._position[blocks] = _OUT
         self._length -= len(blocks)
 
     def pop(self, count: int) -> NDArray[np.int32]:
-        """Takes `count` blocks from the head, in order. Raises IndexError when there are not so many."""
+        """Takes `count` blocks from the head, in order. Raises IndexError when the queue has fewer."""
         if count > self._length:
             raise IndexError(f"{count} blocks wanted, {self._length} are free")
         if self._length == self._tail - self._head:
@@ -94,7 +92,7 @@ class FreeQueue:
         return blocks
 
     def _positions(self, start: int, end: int) -> NDArray[np.int32]:
-        """Those of the entries [start, end)."""
+        """Positions of the entries [start, end)."""
         return np.arange(self._offset + start, self._offset + end, dtype=np.int32)
 
     def _valid_entries(self) -> NDArray[np.int32]:

@@ -1,4 +1,4 @@
-"""The host pool: which block of host memory keeps which content, who needs it, and what makes room next (DESIGN 5).
+"""The host pool: which block of host memory keeps which content, how many need it, what is evicted next (DESIGN 5).
 
 The manager owns this map exactly as it owns the device's; the executor only copies. A host block has a key, the digest
 of a full block, so that any sequence with the same prefix can get it back; or none, and then it is private to the one
@@ -6,7 +6,7 @@ preempted sequence that holds it. Token ids are compared on every hit.
 
     free      ref_count 0, no key      in the free queue
     cached    ref_count 0, keyed       in the free queue: can be hit, or evicted
-    held      ref_count > 0            by preempted sequences that will want it back
+    held      ref_count > 0            needed by preempted sequences when they return
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NO_BLOCK = -1
 
 
 class HostLog(Protocol):
-    """Who wants to know which keys come and go one by one. Digests are 32 bytes."""
+    """Receives every key that enters or leaves the host pool. Digests are 32 bytes."""
 
     def host_stored(self, digest: bytes, parent: bytes, tokens: NDArray[np.uint32]) -> None: ...
 
@@ -40,7 +40,7 @@ class HostPool:
         self._ref_count = np.zeros(num_blocks, np.int32)
         self._free = FreeQueue(num_blocks)
         self._key: list[bytes | None] = [None] * num_blocks
-        # Of keyed blocks: the digest of the block or chain root before it, which need not be here.
+        # Digest of the block or chain root before each keyed block; that block need not be in the host pool.
         self._parent: list[bytes] = [b""] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._tokens = np.zeros((num_blocks, block_size), np.uint32)
@@ -72,7 +72,7 @@ class HostPool:
     # -- asking
 
     def key(self, block: int) -> bytes | None:
-        """The digest of what the block holds; None unless it can be hit."""
+        """The digest of the content; None unless the block can be hit."""
         return self._key[block]
 
     def keyed_blocks(self) -> NDArray[np.int32]:
@@ -112,13 +112,13 @@ class HostPool:
     # -- holding
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """Adds a holder to each block, none twice; nobody can evict them any more."""
+        """Adds a holder to each block, none named twice; held blocks are not evicted."""
         wanted = np.array(blocks, np.int32)
         self._free.remove(wanted[self._ref_count[wanted] == 0])
         self._ref_count[wanted] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Takes a holder off each block, none twice; at 0 it is the last to be evicted of those free by then."""
+        """Takes a holder off each block, none named twice; a block without holders joins the tail of the free queue."""
         held = np.array(blocks, np.int32)
         left = self._ref_count[held] - 1
         if len(left) and left.min() < 0:
@@ -129,20 +129,20 @@ class HostPool:
     def keep(
         self, digests: Sequence[bytes | None], tokens: NDArray[np.uint32], parents: Sequence[bytes]
     ) -> tuple[list[int], list[int]]:
-        """For each of these contents in order a block, held once more: the one that has it, or else one to be filled,
-        which evicts what was used least recently. Ends early when all blocks are held. Returns the blocks, and the
+        """Holds a block for each of these contents, in order: the block that has the content, or else one to be filled,
+        which evicts the least recently used content. Ends early when all blocks are held. Returns the blocks, and the
         positions of those to be filled.
 
-        They are keyed by `digests`, each once, with token ids, [n, block_size], and the digest before it; None, or a
-        digest that belongs to another content already: private. `tokens` and `parents` end early where no digest
-        follows.
+        Blocks are keyed by `digests`, each digest once, with the token ids, [n, block_size], and the digest before. A
+        block whose digest is None, or stands for another content already, is private. `tokens` and `parents` end early
+        where no digest follows.
         """
         found = self.find(digests, tokens)
         blocks: list[int] = []
         fresh: list[int] = []
         while (begin := len(blocks)) < len(found):
             end = begin
-            # One that was found may have made room since, for one of these.
+            # A block that was found may have been evicted since, for one of these contents.
             while end < len(found) and found[end] != NO_BLOCK and self._key[found[end]] == digests[end]:
                 end += 1
             if end > begin:
@@ -152,14 +152,16 @@ class HostPool:
             end += 1
             while end < len(found) and found[end] == NO_BLOCK:
                 end += 1
-            taken = self._take(digests[begin:end], tokens[begin:end], parents[begin:end])
+            taken = self._allocate(digests[begin:end], tokens[begin:end], parents[begin:end])
             fresh += range(begin, begin + len(taken))
             blocks += taken
             if len(taken) < end - begin:
                 break
         return blocks, fresh
 
-    def _take(self, digests: Sequence[bytes | None], tokens: NDArray[np.uint32], parents: Sequence[bytes]) -> list[int]:
+    def _allocate(
+        self, digests: Sequence[bytes | None], tokens: NDArray[np.uint32], parents: Sequence[bytes]
+    ) -> list[int]:
         """Blocks to be filled with the first of these contents, as many as there are."""
         taken = self._free.pop(min(len(digests), len(self._free)))
         self._ref_count[taken] = 1
@@ -167,7 +169,7 @@ class HostPool:
         keyed: list[int] = []
         block_of, log = self._block_of, self._log
         for position, (block, digest) in enumerate(zip(blocks, digests, strict=False)):
-            evicted = self._forget(block)
+            evicted = self._remove_key(block)
             if evicted is not None:
                 self.evictions += 1
                 if log is not None:
@@ -182,14 +184,14 @@ class HostPool:
         return blocks
 
     def clear(self) -> None:
-        """Forgets every key. Held blocks stay held, by those who know them. The log hears of it from the device's pool,
-        which is cleared next.
+        """Removes every key. Held blocks stay held and become private. The log is told by the device's pool, which is
+        cleared next.
         """
         for block in list(self._block_of.values()):
-            self._forget(block)
+            self._remove_key(block)
 
-    def _forget(self, block: int) -> bytes | None:
-        """The key that it had."""
+    def _remove_key(self, block: int) -> bytes | None:
+        """Returns the key that the block had."""
         key = self._key[block]
         if key is not None:
             del self._block_of[key]

@@ -1,4 +1,4 @@
-"""Pins: leases on cached prefixes. A pin holds blocks as a sequence does, so nothing it holds can be evicted."""
+"""Pins: leases on cached prefixes. A pin holds blocks as a sequence does, so they cannot be evicted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -21,42 +20,40 @@ MIN_LEASE_S, MAX_LEASE_S = 1, 86_400
 
 @dataclass(frozen=True, slots=True)
 class PinLease:
-    """One lease. Ends at `expires_at` (seconds of the clock) or before."""
+    """One lease, which ends at `expires_at` (seconds of the clock) or before."""
 
     pin_id: str
     blocks: Blocks
     expires_at: float
 
 
-class Holder(Protocol):
-    """Who adds a holder to blocks, and takes it off again."""
-
-    def share(self, blocks: Blocks) -> None: ...
-
-    def free(self, blocks: Blocks) -> None: ...
+def _ignore(blocks: Blocks) -> None:
+    pass
 
 
 class Pins:
-    """The pins of one pool. A live request must always be able to finish, so they never take what it may still need."""
+    """The pins of one pool. They never take blocks that a live request may still need, so it can always finish."""
 
     def __init__(
         self,
         pool: BlockPool,
         max_share: float,
         clock: Callable[[], float] = time.monotonic,
-        holder: Holder | None = None,
+        pinned: Callable[[Blocks], None] = _ignore,
+        unpinned: Callable[[Blocks], None] = _ignore,
     ) -> None:
-        """Pinned blocks are at most the share `max_share`, 0 to 1, of the pool; `clock` gives seconds. `holder` is
-        asked to hold blocks; None: the pool itself.
+        """Pinned blocks are at most the share `max_share`, 0 to 1, of the pool; `clock` gives seconds. `pinned` and
+        `unpinned` are called with the blocks of each pin that begins and ends.
         """
         self._pool = pool
-        self._holder: Holder = pool if holder is None else holder
+        self._pinned = pinned
+        self._unpinned = unpinned
         self._max_share = max_share
         self._clock = clock
         self._pins: dict[str, PinLease] = {}
-        # (expires_at, pin id), also of some that have ended before.
+        # (expires_at, pin id), also of some pins that ended earlier.
         self._expiries: list[tuple[float, str]] = []
-        # How many pins hold each block, [num_blocks]. Not to be changed by others.
+        # Pins that hold each block, [num_blocks]. Read only for others.
         self.holders = np.zeros(pool.num_blocks, np.int32)
         # Blocks held by at least one pin.
         self.num_blocks = 0
@@ -66,11 +63,11 @@ class Pins:
 
     @property
     def next_expiry(self) -> float | None:
-        """When `expire` has something to do, or thinks so; seconds of the clock."""
+        """When to call `expire` next, in seconds of the clock; it may then find nothing to do. None: never."""
         return self._expiries[0][0] if self._expiries else None
 
     def pin(self, blocks: Sequence[int], lease_s: float, largest_need: int) -> str:
-        """Holds cached blocks for `lease_s` seconds and returns the handle of the pin.
+        """Holds cached blocks for `lease_s` seconds and returns the id of the pin.
 
         `largest_need` is how many blocks a live request may come to need. Raises LimitExceeded, with nothing held, when
         there are too many pins, when their blocks would pass the share, or when that request could no longer finish.
@@ -91,25 +88,27 @@ class Pins:
                 f"with this prefix {pinned} of {total} blocks would be pinned, and a live request may need "
                 f"{largest_need}"
             )
-        self._holder.share(held)
+        self._pool.share(held)
         self.holders[held] += 1
         self.num_blocks = pinned
         pin = PinLease(f"pin-{secrets.token_hex(8)}", held, self._clock() + lease_s)
         self._pins[pin.pin_id] = pin
         heapq.heappush(self._expiries, (pin.expires_at, pin.pin_id))
+        self._pinned(held)
         return pin.pin_id
 
     def unpin(self, pin_id: str) -> int:
-        """Ends a pin; returns how many blocks it held, 0 when there is no such pin (any more)."""
+        """Ends a pin; returns how many blocks it held, 0 when there is no such pin."""
         pin = self._pins.pop(pin_id, None)
         if pin is None:
             return 0
-        self._holder.free(pin.blocks)
+        self._pool.free(pin.blocks)
         self.holders[pin.blocks] -= 1
         self.num_blocks -= int(np.count_nonzero(self.holders[pin.blocks] == 0))
         if len(self._expiries) > 2 * len(self._pins) + 64:
             self._expiries = [(pin.expires_at, pin.pin_id) for pin in self._pins.values()]
             heapq.heapify(self._expiries)
+        self._unpinned(pin.blocks)
         return len(pin.blocks)
 
     def expire(self) -> int:

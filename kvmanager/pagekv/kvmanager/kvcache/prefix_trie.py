@@ -1,57 +1,48 @@
-"""Which cached block goes on after another: prefixes found by token ids alone, and the longest common run inside the
-next block, which is what a hit on a part of a block copies (DESIGN 5, CHECKLIST J4, Z10).
+"""A trie over cached blocks: finds a prompt's cached prefix by its token ids, without hashing anything (DESIGN 5).
 
-The children of a parent, a block or the root of a chain, are kept in the order of their tokens. The child that shares
-most leading tokens with a chunk then stands beside the place where the chunk itself would go: O(log children)
-comparisons, and never a look at the rest of the table.
+A node is a cached block or the root of its chain; the path from a root to a block spells a cached prefix. `match` walks
+down that path. `longest_run` finds the child that shares most leading tokens with what comes next, which is what a hit
+on a part of a block copies.
 
-States of a block id:
+Almost every block is the only child of its parent. Two int32 columns, parent and only child by block id, therefore hold
+nearly all of the trie in 8 bytes a block, and a chain is entered, compared and removed in a few vector operations.
+Nodes with several children, and all roots, have a list of children in the order of their tokens instead: binary search
+finds the child with given tokens, and the one that shares most of them stands beside that place.
 
-    absent   not in the index
-    child    of a block or a root, and found through it
-    orphan   its parent left first; not found again until it has left too and come back
-
-Two int32 columns hold them, because almost every block is the only child of its parent: each block's parent and its
-child. Children that have siblings, and those of roots, stand in their parent's family besides. An absent block can have
-children: it may hold something that is not to be found, and still be followed by blocks that are.
+A block enters after its parent and is removed with it at the latest, so every block can be reached from its root.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pagekv.kvmanager.errors import InvariantError
 
-# What `add` is told instead of a parent block when the parent is a root.
-FIRST = -1
-
 _TOKEN_BITS = 32
-# The parent column holds the parent of an only child, one of these, or _MEMBER - n for the members of family n.
-# Family n is that of block n, or from num_blocks on that of a root.
+# In the parent column: the parent is a root, see `_root_of`; the block is not in the trie.
+_ROOT = -1
 _ABSENT = -2
-_ORPHAN = -3
-_MEMBER = -4
-# The child column holds the only child, or one of these.
+# In the column of only children: there is no child; there are several, see `_children_of`.
 _NONE = -1
 _SEVERAL = -2
-# So many blocks are faster one by one than with NumPy.
-_FEW = 24
-# Blocks that `follow` walks along before it first compares their tokens.
+# Blocks that `match` walks along before it compares their tokens, all at once.
 _STRIDE = 256
 
-Column = NDArray[np.int32]
+# A block id, or the digest of a chain's root.
+Node = int | bytes
 
 
 class PrefixTrie:
-    """The children of every block and root.
+    """The parent and the children of every cached block.
 
     `tokens` is [num_blocks, block_size] uint32 in C order and stays the caller's. A block's row must hold its tokens
-    from the call that adds it to the call that removes it. Columns of block ids are int32.
+    from the call that adds the block to the one that removes it. Arrays of block ids are int32.
     """
 
     def __init__(self, num_blocks: int, tokens: NDArray[np.uint32]) -> None:
@@ -59,298 +50,243 @@ class PrefixTrie:
             raise ValueError(
                 f"tokens: must be [{num_blocks}, block size] uint32 in C order, got {list(tokens.shape)} {tokens.dtype}"
             )
-        self._num_blocks = num_blocks
         self._tokens = tokens
         self._row_bytes = tokens.shape[1] * tokens.itemsize
         self._bytes = tokens.data.cast("B")
         self._parent = np.full(num_blocks, _ABSENT, np.int32)
-        # One more than there are blocks: as an index FIRST is the last, and what follows a root always is a family.
-        self._child = np.full(num_blocks + 1, _NONE, np.int32)
-        self._child[FIRST] = _SEVERAL
+        self._child = np.full(num_blocks, _NONE, np.int32)
         # The same memory, faster to read one number at a time.
         self._parent_at = self._parent.data
         self._child_at = self._child.data
-        # Of blocks with two children or more and of roots: their children, ordered by the bytes of their rows. Any
-        # order would do in which equal beginnings stand together.
-        self._families: dict[int, array[int]] = {}
-        # Roots that have children, and family numbers of roots that no longer do.
-        self._family_of_root: dict[bytes, int] = {}
-        self._root_of_family: dict[int, bytes] = {}
-        self._unused_families: list[int] = []
+        self._root_of: dict[int, bytes] = {}
+        # Ordered by the bytes of their rows. Any order would do in which equal beginnings stand together.
+        self._children_of: dict[Node, array[int]] = {}
 
     def __contains__(self, block: int) -> bool:
         return self._parent_at[block] != _ABSENT
 
     # -- changing
 
-    def add(self, blocks: Column, parents: Column, roots: Sequence[bytes]) -> None:
-        """Enters absent blocks: block i after block `parents[i]`, which may be one of them too, or if that is FIRST
-        after the root with the digest `roots[i]`.
-
-        Raises InvariantError, and changes nothing, when a block is not absent.
+    def add(self, block: int, parent: Node) -> None:
+        """Enters an absent block after its parent. Raises InvariantError, and changes nothing, when the block is in the
+        trie or the parent is a block that is not.
         """
-        if len(blocks) <= _FEW:
-            self._add_few(blocks.tolist(), parents.tolist(), roots)
-            return
-        present = (self._parent[blocks] != _ABSENT).nonzero()[0]
-        if len(present):
-            raise InvariantError(f"block {blocks[present[0]]} is among the continuations already")
-        before = self._child[parents]
-        self._parent[blocks] = parents
-        self._child[parents] = blocks
-        taken = (before != _NONE).nonzero()[0]
-        if len(taken):
-            self._child[parents[taken]] = before[taken]
-        # Where a parent has another child, from before or from this batch, or is a root.
-        rest = (self._child[parents] != blocks).nonzero()[0].tolist()
-        for position in rest:
-            self._attach(int(blocks[position]), int(parents[position]), roots[position])
+        if block in self:
+            raise InvariantError(f"block {block} is in the prefix trie already")
+        self._attach(block, parent)
 
-    def remove(self, blocks: Column) -> list[tuple[int, int]]:
-        """Takes blocks out, each named once, and returns the children that stay, as orphans, with the parents they had.
+    def add_after(self, blocks: Sequence[int], parents: Sequence[Node]) -> None:
+        """`add` for each block and the parent at its position."""
+        parent_at, child_at = self._parent_at, self._child_at
+        for block, parent in zip(blocks, parents, strict=True):
+            # The usual case inline, as every decoding sequence comes here once a block.
+            if (
+                isinstance(parent, int)
+                and child_at[parent] == _NONE
+                and parent_at[parent] != _ABSENT
+                and parent_at[block] == _ABSENT
+            ):
+                parent_at[block], child_at[parent] = parent, block
+            else:
+                self.add(block, parent)
 
-        A block that was never added only loses its children. Whatever gets another content must pass here, or its
-        children would be found after the new content. Cheapest where chains leave deepest block first.
+    def add_chain(self, blocks: NDArray[np.int32], parent: Node) -> None:
+        """Enters absent blocks, at least one: the first after `parent`, each other one after the block before it.
+        Raises as `add` does.
         """
-        if len(blocks) <= _FEW:
-            ids = blocks.tolist()
-            return self._cut(ids, ids)
-        if self._parent_at[blocks[1]] == blocks[0]:
-            blocks = blocks[::-1]
-        # Inside a stretch in which each block is the only child of the next one both columns just forget. What is left
-        # are its ends: the children of the deepest block, and the parent of the topmost.
-        ends = (self._parent[blocks[:-1]] != blocks[1:]).nonzero()[0]
-        deepest, topmost = [int(blocks[0])], [int(blocks[-1])]
-        if len(ends):
-            deepest, topmost = deepest + blocks[ends + 1].tolist(), blocks[ends].tolist() + topmost
-        orphans = self._cut(deepest, topmost)
-        self._parent[blocks] = _ABSENT
-        self._child[blocks] = _NONE
-        return orphans
+        present = self._parent[blocks] != _ABSENT
+        if present.any():
+            raise InvariantError(f"block {blocks[present.argmax()]} is in the prefix trie already")
+        self._attach(int(blocks[0]), parent)
+        self._parent[blocks[1:]] = blocks[:-1]
+        self._child[blocks[:-1]] = blocks[1:]
+
+    def remove(self, blocks: NDArray[np.int32]) -> list[int]:
+        """Removes blocks, each named once, and all blocks that follow them; returns those that were not named. Absent
+        blocks are passed over.
+        """
+        unnamed: list[int] = []
+        while len(blocks):
+            parents, children = self._parent[blocks], self._child[blocks]
+            self._parent[blocks] = _ABSENT
+            self._child[blocks] = _NONE
+            parent_stays = (parents >= 0) & (self._parent[np.maximum(parents, 0)] != _ABSENT)
+            for at in (parent_stays | (parents == _ROOT)).nonzero()[0].tolist():
+                self._detach(int(blocks[at]), int(parents[at]))
+            child_stays = (children >= 0) & (self._parent[np.maximum(children, 0)] != _ABSENT)
+            below: list[int] = children[child_stays].tolist()
+            for at in (children == _SEVERAL).nonzero()[0].tolist():
+                below += (child for child in self._children_of.pop(int(blocks[at])) if child in self)
+            unnamed += below
+            blocks = np.array(below, np.int32)
+        return unnamed
 
     def replace(self, old: int, new: int) -> None:
-        """Puts `new`, which is absent, has no children and holds the same tokens, where `old` is: after its parent and
-        before its children. Raises InvariantError, and changes nothing, when it is not so.
+        """Puts `new`, which is absent and holds the same tokens, where `old` is: after its parent and before its
+        children. Raises InvariantError, and changes nothing, when it is not so.
         """
-        if old not in self or new in self or self._child_at[new] != _NONE or self._row(old) != self._row(new):
-            raise InvariantError(f"block {new} cannot take the place of block {old} among the continuations")
+        if old not in self or new in self or self._row(old) != self._row(new):
+            raise InvariantError(f"block {new} cannot take the place of block {old} in the prefix trie")
         parent, child = self._parent_at[old], self._child_at[old]
         self._parent_at[new], self._parent_at[old] = parent, _ABSENT
-        if parent >= 0:
-            self._child_at[parent] = new
-        elif parent <= _MEMBER:
-            members = self._families[_MEMBER - parent]
-            members[members.index(old, bisect_left(members, self._row(old), key=self._row))] = new
         self._child_at[new], self._child_at[old] = child, _NONE
+        node: Node = parent
+        if parent == _ROOT:
+            node = self._root_of[new] = self._root_of.pop(old)
+        if node in self._children_of:
+            siblings = self._children_of[node]
+            siblings[self._place(siblings, old)] = new
+        else:
+            self._child_at[parent] = new
         if child == _SEVERAL:
-            members = self._families[new] = self._families.pop(old)
-            for member in members:
-                self._parent_at[member] = _MEMBER - new
-        elif child != _NONE:
-            self._parent_at[child] = new
+            self._children_of[new] = self._children_of.pop(old)
+        for follower in self._children(new):
+            self._parent_at[follower] = new
 
     def clear(self) -> None:
-        """Takes every block out."""
+        """Removes every block."""
         self._parent[:] = _ABSENT
-        self._child[:FIRST] = _NONE
-        self._families.clear()
-        self._family_of_root.clear()
-        self._root_of_family.clear()
-        self._unused_families.clear()
+        self._child[:] = _NONE
+        self._root_of.clear()
+        self._children_of.clear()
 
-    # -- asking
+    # -- reading
 
-    def parent(self, block: int) -> int:
-        """The parent block; FIRST when that is a root or not known."""
+    def parent(self, block: int) -> Node | None:
+        """The block or root before this block; None when the block is not in the trie."""
         parent = self._parent_at[block]
-        if parent <= _MEMBER:
-            parent = _MEMBER - parent
-        return parent if 0 <= parent < self._num_blocks else FIRST
+        return parent if parent >= 0 else self._root_of.get(block)
 
-    def parents(self) -> Column:
-        """`parent` of every block, [num_blocks]."""
-        parents = np.where(self._parent <= _MEMBER, _MEMBER - self._parent, self._parent)
-        return np.where((parents >= 0) & (parents < self._num_blocks), parents, FIRST).astype(np.int32)
+    def parents(self) -> NDArray[np.int32]:
+        """The parent block of every block, [num_blocks]; -1 where that is a root or the block is not in the trie."""
+        return np.maximum(self._parent, _ROOT)
 
-    def follow(self, root: bytes, chunks: NDArray[np.uint32]) -> list[int]:
-        """The longest run of blocks, each a child of the one before and the first of a root, that hold `chunks`,
-        [n, block_size].
+    def roots(self) -> dict[int, bytes]:
+        """The root of every block that follows one."""
+        return self._root_of.copy()
+
+    def match(self, root: bytes, tokens: NDArray[np.uint32]) -> list[int]:
+        """The longest run of blocks, the first after `root` and each other one after the block before it, that hold
+        `tokens`, [n, block_size].
         """
         found: list[int] = []
-        family = self._family_of_root.get(root)
-        stride = _STRIDE
-        while family is not None and len(found) < len(chunks):
-            walked = self._only_children(family, min(stride, len(chunks) - len(found)))
-            if walked:
-                differs = self._tokens.take(walked, axis=0) != chunks[len(found) : len(found) + len(walked)]
+        node: Node = root
+        while len(found) < len(tokens):
+            run = self._only_children(node, min(_STRIDE, len(tokens) - len(found)))
+            if run:
+                differs = self._tokens.take(run, axis=0) != tokens[len(found) : len(found) + len(run)]
                 if differs.any():
-                    return found + walked[: int(differs.argmax()) // differs.shape[1]]
-                stride *= 2
+                    return found + run[: int(differs.argmax()) // differs.shape[1]]
             else:
-                twin = self._twin(family, chunks[len(found)].tobytes())
-                if twin is None:
+                row, children = tokens[len(found)].tobytes(), self._children(node)
+                place = bisect_left(children, row, key=self._row)
+                if place == len(children) or self._row(children[place]) != row:
                     break
-                walked = [twin]
-            found += walked
-            family = walked[-1]
+                run = [children[place]]
+            found += run
+            node = run[-1]
         return found
 
-    def longest_run(self, parent: int | bytes, chunk: NDArray[np.uint32]) -> tuple[int, int]:
-        """The child of a block, or of the root with this digest, that shares most leading tokens with `chunk`, and how
-        many; (-1, 0) when no child shares the first.
+    def longest_run(self, parent: Node, tokens: NDArray[np.uint32]) -> tuple[int, int]:
+        """The child of `parent` that shares most leading tokens with `tokens`, and how many; (-1, 0) when no child
+        shares the first.
 
-        Of children that share as many it is the first in the family's order, so equal histories give equal answers.
-        Tokens of `chunk` beyond a block are ignored.
+        Of children that share as many it is the first in the order of their tokens, so equal histories give equal
+        answers. Tokens beyond a block are ignored.
         """
-        family = self._family_of_root.get(parent) if isinstance(parent, bytes) else int(parent)
-        if family is None:
-            return -1, 0
-        wanted = chunk.tobytes()[: self._row_bytes]
-        only = self._child_at[family] if family < self._num_blocks else _SEVERAL
-        if only == _NONE:
-            return -1, 0
-        if only != _SEVERAL:
-            nearest: Sequence[int] = (only,)
-        else:
-            members = self._families[family]
-            place = bisect_left(members, wanted, key=self._row)
-            nearest = members[max(place - 1, 0) : place + 1]
+        wanted = tokens.tobytes()[: self._row_bytes]
+        children = self._children(parent)
+        place = bisect_left(children, wanted, key=self._row)
         best, longest = -1, 0
-        for block in nearest:
+        for block in children[max(place - 1, 0) : place + 1]:
             run = _common_tokens(self._row(block), wanted)
             if run > longest:
                 best, longest = block, run
         return best, longest
 
-    def _only_children(self, family: int, limit: int) -> list[int]:
-        """At most so many blocks that follow one another, each an only child."""
-        walked: list[int] = []
-        if family >= self._num_blocks:
-            return walked
-        child_at, block = self._child_at, family
-        for _ in range(limit):
-            block = child_at[block]
-            if block < 0:
-                break
-            walked.append(block)
-        return walked
+    # -- parts
 
-    def _twin(self, family: int, row: bytes) -> int | None:
-        """The member of a family with these tokens."""
-        members = self._families.get(family, ())
-        place = bisect_left(members, row, key=self._row)
-        return members[place] if place < len(members) and self._row(members[place]) == row else None
+    def _only_children(self, node: Node, limit: int) -> list[int]:
+        """At most `limit` blocks that follow `node` and one another, each an only child of a block."""
+        run: list[int] = []
+        if isinstance(node, int):
+            child_at, block = self._child_at, node
+            for _ in range(limit):
+                block = child_at[block]
+                if block < 0:
+                    break
+                run.append(block)
+        return run
+
+    def _children(self, node: Node) -> Sequence[int]:
+        """In the order of their tokens."""
+        only = self._child_at[node] if isinstance(node, int) else _SEVERAL
+        if only >= 0:
+            return (only,)
+        return self._children_of.get(node, ())
 
     def _row(self, block: int) -> bytes:
         return bytes(self._bytes[block * self._row_bytes : (block + 1) * self._row_bytes])
 
-    # -- one block
+    def _place(self, siblings: array[int], block: int) -> int:
+        """Where a block stands; bisection finds the first of those with the same tokens."""
+        return siblings.index(block, bisect_left(siblings, self._row(block), key=self._row))
 
-    def _add_few(self, blocks: list[int], parents: list[int], roots: Sequence[bytes]) -> None:
-        for block in blocks:
-            if self._parent_at[block] != _ABSENT:
-                raise InvariantError(f"block {block} is among the continuations already")
-        for position, block in enumerate(blocks):
-            self._attach(block, parents[position], roots[position])
-
-    def _attach(self, block: int, parent: int, root: bytes) -> None:
-        """Makes a block the child of a block or, if that is FIRST, of a root."""
-        if parent == FIRST:
-            parent = self._root_family(root)
+    def _attach(self, block: int, parent: Node) -> None:
+        """Makes an absent block a child of `parent`."""
+        if isinstance(parent, bytes):
+            self._parent_at[block] = _ROOT
+            self._root_of[block] = parent
+            siblings = self._children_of.setdefault(parent, array("i"))
         else:
-            other = self._child_at[parent]
-            if other == _NONE:
-                self._parent_at[block] = parent
+            if parent not in self:
+                raise InvariantError(f"block {block} follows block {parent}, which is not in the prefix trie")
+            self._parent_at[block] = parent
+            only = self._child_at[parent]
+            if only == _NONE:
                 self._child_at[parent] = block
                 return
-            if other != _SEVERAL:
-                self._families[parent] = array("i", [other])
-                self._parent_at[other] = _MEMBER - parent
+            if only != _SEVERAL:
                 self._child_at[parent] = _SEVERAL
-        self._parent_at[block] = _MEMBER - parent
-        insort_right(self._families[parent], block, key=self._row)
+                self._children_of[parent] = array("i", [only])
+            siblings = self._children_of[parent]
+        insort_right(siblings, block, key=self._row)
 
-    def _root_family(self, root: bytes) -> int:
-        """The number of a root's family, which is made if there is none."""
-        family = self._family_of_root.get(root)
-        if family is None:
-            count = self._num_blocks + len(self._root_of_family)
-            family = self._unused_families.pop() if self._unused_families else count
-            self._family_of_root[root] = family
-            self._root_of_family[family] = root
-            self._families[family] = array("i")
-        return family
-
-    def _cut(self, deepest: list[int], topmost: list[int]) -> list[tuple[int, int]]:
-        """Frees the children of the deepest block of each stretch of a chain, and the parent of its topmost block.
-        Returns the children and the parents they had, without those that are the topmost of a stretch themselves.
-        """
-        orphans: list[tuple[int, int]] = []
-        for block, top in zip(deepest, topmost, strict=True):
-            child = self._child_at[block]
-            if child != _NONE:
-                members = self._families.pop(block) if child == _SEVERAL else (child,)
-                for child in members:
-                    self._parent_at[child] = _ORPHAN
-                    orphans.append((child, block))
-                self._child_at[block] = _NONE
-            parent = self._parent_at[top]
-            self._parent_at[top] = _ABSENT
-            if parent >= 0:
-                self._child_at[parent] = _NONE
-            elif parent <= _MEMBER:
-                self._leave_family(top, _MEMBER - parent)
-        return [(child, block) for child, block in orphans if self._parent_at[child] == _ORPHAN]
-
-    def _leave_family(self, block: int, family: int) -> None:
-        """Takes a member out. One that is left becomes its parent's only child; the family of a root ends empty."""
-        members = self._families[family]
-        # Bisection finds the first of those with the same tokens.
-        del members[members.index(block, bisect_left(members, self._row(block), key=self._row))]
-        if family < self._num_blocks:
-            if len(members) == 1:
-                self._parent_at[members[0]] = family
-                self._child_at[family] = members[0]
-                del self._families[family]
-        elif not members:
-            del self._families[family]
-            del self._family_of_root[self._root_of_family.pop(family)]
-            self._unused_families.append(family)
+    def _detach(self, block: int, parent: int) -> None:
+        """Takes a block off the children of a parent that stays."""
+        node: Node = self._root_of.pop(block) if parent == _ROOT else parent
+        siblings = self._children_of.get(node)
+        if siblings is None:
+            self._child_at[parent] = _NONE
+            return
+        del siblings[self._place(siblings, block)]
+        if parent == _ROOT:
+            if not siblings:
+                del self._children_of[node]
+        elif len(siblings) == 1:
+            self._child_at[parent] = siblings[0]
+            del self._children_of[node]
 
     # -- proof
 
-    def check_integrity(self, published: Mapping[int, int | bytes]) -> None:
-        """Recomputes the index from the blocks that should be in it, each with its parent block or root.
-
-        Each may be an orphan all the same: a parent that left may have come back as another block. Raises
-        InvariantError with the numbers.
+    def check_integrity(self, blocks: AbstractSet[int]) -> None:
+        """Compares both directions, from parents and from children, for the blocks that should be in the trie. Raises
+        InvariantError.
         """
-        children: dict[int, list[int]] = {}
-        for block, parent in enumerate(self._parent.tolist()):
-            if (parent == _ABSENT) == (block in published):
-                raise InvariantError(f"block {block} has the parent {parent}, published {published.get(block)!r}")
-            if parent in (_ABSENT, _ORPHAN):
-                continue
-            family = _MEMBER - parent if parent <= _MEMBER else parent
-            if self._root_of_family.get(family, family) != published[block]:
-                raise InvariantError(f"block {block} is in family {family}, its parent is {published[block]!r}")
-            if (parent <= _MEMBER) != (family in self._families):
-                raise InvariantError(f"block {block} has the parent {parent}, families are {sorted(self._families)}")
-            children.setdefault(family, []).append(block)
-        for block, child in enumerate(self._child[:FIRST].tolist()):
-            found = children.get(block, [])
-            if child != (_NONE if not found else found[0] if len(found) == 1 else _SEVERAL):
-                raise InvariantError(f"block {block} has the child {child}, those that name it as parent are {found}")
-        for family, members in self._families.items():
-            if sorted(members) != children.get(family) or (family < self._num_blocks and len(members) < 2):
-                raise InvariantError(f"family {family}: {members.tolist()}, by their parents {children.get(family)}")
-            if members.tolist() != sorted(members, key=self._row):
-                raise InvariantError(f"family {family} is out of order: {members.tolist()}")
-        numbers = {family for family in self._families if family >= self._num_blocks}
-        if numbers != self._root_of_family.keys() or len(self._family_of_root) != len(numbers):
-            raise InvariantError(f"{len(numbers)} families of roots, {len(self._family_of_root)} roots")
-        if self._child[FIRST] != _SEVERAL:
-            raise InvariantError(f"the child of FIRST reads {self._child[FIRST]}, must be {_SEVERAL}")
+        children: dict[Node, list[int]] = {}
+        for block in range(len(self._parent)):
+            parent = self.parent(block)
+            if (block in self) != (block in blocks) or (parent is None) == (block in self):
+                raise InvariantError(f"block {block} has the parent {parent!r}, is to be there: {block in blocks}")
+            if parent is not None:
+                children.setdefault(parent, []).append(block)
+        for node in {*range(len(self._child)), *self._children_of, *children}:
+            found, named = self._children(node), children.get(node, [])
+            if list(found) != sorted(found, key=self._row) or sorted(found) != named:
+                raise InvariantError(f"node {node!r} has the children {list(found)}, {named} name it as parent")
+        listed = {node for node, named in children.items() if isinstance(node, bytes) or len(named) > 1}
+        if self._children_of.keys() != listed or len(self._root_of) != (self._parent == _ROOT).sum():
+            raise InvariantError(f"{len(self._children_of)} nodes have lists of children, {len(listed)} should have")
 
 
 def _common_tokens(row: bytes, wanted: bytes) -> int:

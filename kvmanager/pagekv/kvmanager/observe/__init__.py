@@ -1,1 +1,1 @@
-"""What the manager shows to others: HTTP port, metrics, tracing, KV events, recordings."""
+"""Observability: HTTP port, metrics, tracing, KV events, recordings."""

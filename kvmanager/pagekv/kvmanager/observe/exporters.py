@@ -1,21 +1,20 @@
-"""What the manager publishes and records for other programs while it serves: KV events, requests, decisions.
+"""KV events and recordings (requests, decisions) that the manager writes for other programs while it serves.
 
-None of it can end serving: what breaks is logged and over.
+An exporter that breaks is logged and closed; serving goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pagekv.common.logs import Log
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.observe.outlet_config import OutletConfig
+from pagekv.kvmanager.observe.flags import ObserveConfig
 from pagekv.kvmanager.observe.recording.file import RecordingFile
-from pagekv.kvmanager.observe.recording.step_recorder import RecordedScheduler, StepRecorder
+from pagekv.kvmanager.observe.recording.step_recorder import StepRecorder
 from pagekv.kvmanager.observe.recording.workload_recorder import WorkloadRecorder
 
 if TYPE_CHECKING:
@@ -27,36 +26,28 @@ log = Log(__name__)
 class Exporters:
     """States: made → open (`open`) → closed (`close`)."""
 
-    def __init__(self, config: OutletConfig, planning: EngineConfig) -> None:
+    def __init__(self, config: ObserveConfig, planning: EngineConfig) -> None:
         """`planning` is the configuration of the engine whose decisions may be recorded."""
         self._config = config
         self._planning = planning
         self._files: list[RecordingFile] = []
-        self._trace: WorkloadRecorder | None = None
+        self._workload: WorkloadRecorder | None = None
         self._publisher: KvEventPublisher | None = None
         self._publishing: asyncio.Task[None] | None = None
 
     def open(self, engine: EngineLoop) -> None:
-        """Before the engine runs; adds to its observers. Raises OSError when a file or an endpoint cannot be had, and
-        ImportError without ZeroMQ; then `discard` is what is left to do.
+        """Adds observers to an engine that does not run yet. Raises OSError when a file or an endpoint cannot be
+        had, and ImportError without ZeroMQ; the caller then calls `discard`.
         """
         if self._config.kv_events:
             self._start_publishing(engine)
         self._start_recording(engine)
 
     def _start_publishing(self, engine: EngineLoop) -> None:
-        from pagekv.kvmanager.observe.kv_events.publisher import KvEventPublisher, KvEventSettings
+        from pagekv.kvmanager.observe.kv_events.publisher import KvEventPublisher
 
         config = self._config
-        self._publisher = KvEventPublisher(
-            KvEventSettings(
-                endpoint=config.kv_events_endpoint,
-                replay_endpoint=config.kv_events_replay_endpoint,
-                topic=config.kv_events_topic,
-                buffer=config.kv_events_buffer,
-                token_ids=config.kv_events_token_ids,
-            )
-        )
+        self._publisher = KvEventPublisher(config.kv_events_endpoint, config.kv_events_replay_endpoint)
         self._publisher.bind()
         engine.observers.add(self._publisher)
         self._publishing = asyncio.create_task(self._publish(self._publisher, engine), name="KV events")
@@ -64,8 +55,8 @@ class Exporters:
     def _start_recording(self, engine: EngineLoop) -> None:
         config, planning = self._config, self._planning
         if config.record:
-            self._trace = WorkloadRecorder(self._recording(config.record, "requests"))
-            engine.observers.add(self._trace)
+            self._workload = WorkloadRecorder(self._recording(config.record, "requests"))
+            engine.observers.add(self._workload)
         if config.record_steps:
             recorder = StepRecorder(
                 self._recording(config.record_steps, "steps"),
@@ -73,7 +64,7 @@ class Exporters:
                 protected_share=planning.protected_share,
                 aging=planning.priority_aging,
             )
-            engine.make_scheduler = partial(RecordedScheduler, recorder)
+            engine.observers.add(recorder)
 
     def _recording(self, path: str, what: str) -> RecordingFile:
         try:
@@ -90,21 +81,33 @@ class Exporters:
         except Exception:
             log.exception("no more KV events")
 
+    def listening(self) -> dict[str, Any]:
+        """Endpoints of KV events and names of recordings, with the keys of `pagekv.common.port_file`."""
+        found: dict[str, Any] = {}
+        if self._publisher is not None:
+            found["kv_events"] = {
+                "endpoint": self._publisher.endpoint,
+                "replay_endpoint": self._publisher.replay_endpoint,
+            }
+        if self._files:
+            found["recordings"] = [str(file.path) for file in self._files]
+        return found
+
     async def discard(self) -> None:
-        """As `close`, where serving never began: no file is left of it."""
+        """As `close` where serving never began: recordings are removed."""
         await self.close()
         for file in self._files:
             file.discard()
 
     async def close(self) -> None:
-        """After the engine has stopped. Idempotent."""
+        """To be called after the engine has stopped. Idempotent."""
         if self._publishing is not None:
             self._publishing.cancel()
             await asyncio.wait([self._publishing])
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
-        if self._trace is not None:
-            self._trace.close()
+        if self._workload is not None:
+            self._workload.close()
         for file in self._files:
             await asyncio.to_thread(file.close)

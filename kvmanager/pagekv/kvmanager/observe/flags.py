@@ -1,86 +1,16 @@
-"""Flags of what the manager shows to others beside its gRPC services. All of it is off by default, without a port the
-page too.
-"""
+"""Flags of the HTTP port, the gateway's API, KV events, recordings and tracing. Everything is off by default."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from urllib.parse import urlsplit, urlunsplit
 
-from pagekv.common.flags import FlagParser, tcp_address
-from pagekv.kvmanager.observe import outlet_config
-from pagekv.kvmanager.observe.outlet_config import OutletConfig
+from pagekv.common.flags import flag, tcp_address
 
 # A host name without a port.
 _NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
-
-
-@dataclass(frozen=True, slots=True)
-class ObserveConfig:
-    """Checked values; meanings and bounds as in `pagekv-manager --help`. Empty: off."""
-
-    http_listen: str = ""
-    http_port_file: str = ""
-    gateway_api: bool = False
-    otlp_endpoint: str = ""
-    outlets: OutletConfig = field(default_factory=OutletConfig)
-    page: bool = True
-    page_text: bool = False
-    http_names: tuple[str, ...] = ()
-
-    @property
-    def serves_page(self) -> bool:
-        """The page needs a port."""
-        return self.page and bool(self.http_listen)
-
-
-def add_flags(parser: FlagParser) -> None:
-    """Adds them to the manager's."""
-    parser.flag(
-        "http-listen",
-        "address to serve HTTP on; port 0 takes a free one; empty: none",
-        default="",
-        type=tcp_address,
-        metavar="HOST:PORT",
-    )
-    parser.flag(
-        "http-port-file",
-        "file to write the bound HTTP port to once listening",
-        default="",
-        needs="http-listen",
-        metavar="PATH",
-    )
-    parser.flag(
-        "http-names",
-        "names that the HTTP port answers to besides this machine's, with commas between them",
-        default=(),
-        type=_names,
-        needs="http-listen",
-        metavar="NAME,...",
-    )
-    parser.switch("page", "serve the live page at / of the HTTP port", default=True)
-    parser.switch(
-        "page-text",
-        "the live page shows what blocks hold, which is what others sent",
-        default=False,
-        needs="http-listen",
-    )
-    parser.switch(
-        "gateway-api",
-        "also serve vllm.grpc.engine.VllmEngine, for an OpenAI gateway in front (needs pagekv[gateway])",
-        default=False,
-    )
-    outlet_config.add_flags(parser)
-    parser.flag(
-        "otlp-endpoint",
-        "OpenTelemetry collector to send spans of every request to, over OTLP/HTTP; without a path /v1/traces is "
-        "added; empty: none",
-        default="",
-        type=_collector,
-        metavar="URL",
-    )
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -105,15 +35,78 @@ def _collector(text: str) -> str:
     return urlunsplit(parts._replace(path="/v1/traces")) if parts.path in ("", "/") else text
 
 
-def from_args(args: argparse.Namespace) -> ObserveConfig:
-    """What was parsed."""
-    return ObserveConfig(
-        http_listen=args.http_listen,
-        http_port_file=args.http_port_file,
-        gateway_api=args.gateway_api,
-        otlp_endpoint=args.otlp_endpoint,
-        outlets=outlet_config.from_args(args),
-        page=args.page,
-        page_text=args.page_text,
-        http_names=args.http_names,
+def zmq_endpoint(text: str) -> str:
+    """A type for `tcp://host:port`, or `ipc://path`; empty for none."""
+    kind, found, rest = text.partition("://")
+    host, _, port = rest.rpartition(":")
+    is_tcp = kind == "tcp" and host and port.isascii() and port.isdigit() and int(port) <= 65535
+    if text and not (found and (is_tcp or (kind == "ipc" and rest))):
+        raise argparse.ArgumentTypeError(
+            f"must be tcp://host:port with a port from 0 to 65535, or ipc://path, got {text!r}"
+        )
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class ObserveConfig:
+    """Checked values. Empty: off."""
+
+    http_listen: str = flag(
+        "address to serve HTTP on: the live page and /metrics; port 0 takes a free one; empty: none",
+        default="",
+        type=tcp_address,
+        metavar="HOST:PORT",
+    )
+    # Against DNS rebinding a request has to name this host as its own: behind another name the page needs this flag.
+    http_names: tuple[str, ...] = flag(
+        "names that the HTTP port answers to besides this machine's, with commas between them",
+        default="",
+        type=_names,
+        needs="http-listen",
+        metavar="NAME,...",
+    )
+    page_text: bool = flag(
+        "the live page shows what blocks hold, which is what others sent", default=False, needs="http-listen"
+    )
+    gateway_api: bool = flag(
+        "also serve vllm.grpc.engine.VllmEngine, for an OpenAI gateway in front (needs pagekv[gateway])",
+        default=False,
+    )
+    kv_events: bool = flag(
+        "publish what enters and leaves the prefix tables over ZeroMQ as vLLM's KV events; every namespace's, with "
+        "token ids (needs pagekv[observe])",
+        default=False,
+    )
+    kv_events_endpoint: str = flag(
+        "where to publish them; port 0 takes a free one",
+        default="tcp://127.0.0.1:5557",
+        type=zmq_endpoint,
+        metavar="tcp://HOST:PORT",
+        needs="kv-events",
+    )
+    kv_events_replay_endpoint: str = flag(
+        "where subscribers ask for events that they missed; empty: nowhere",
+        default="",
+        type=zmq_endpoint,
+        metavar="tcp://HOST:PORT",
+        needs="kv-events",
+    )
+    record: str = flag(
+        "file to write a workload trace to, as JSONL in Mooncake's format, with salted hashes in place of "
+        "prompts; a file that is there is kept, and this one gets a number behind its name",
+        default="",
+        metavar="FILE",
+    )
+    record_steps: str = flag(
+        "file to write every decision to, for `pagekv replay --steps`; it holds the token ids of all prompts and "
+        "outputs; as with --record a file that is there is kept",
+        default="",
+        metavar="FILE",
+    )
+    otlp_endpoint: str = flag(
+        "OpenTelemetry collector to send spans of every request to, over OTLP/HTTP; without a path /v1/traces is "
+        "added; empty: none",
+        default="",
+        type=_collector,
+        metavar="URL",
     )

@@ -1,9 +1,9 @@
-"""The manager's HTTP port: who may ask, and an orderly start and end. What it serves comes as routes from elsewhere.
+"""The manager's HTTP port: which requests are answered, and an orderly start and end. Routes come from elsewhere.
 
 Browsers send requests to loopback ports for any page that asks them to, so a request has to name this host as its own
-(against DNS rebinding), and one that another site's page makes is refused. Metrics are for no browser: where not only
-this machine can ask, they are answered by any name. There is no login: it listens on loopback unless told otherwise,
-and whoever can reach it can read what it serves.
+(against DNS rebinding), and a request that another site's page makes is refused. Metrics are not for browsers: where
+other machines can ask, /metrics is answered under any name. There is no login: the port is on loopback unless a flag
+says otherwise, and everybody who can reach the port can read all of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from aiohttp import web
 MAX_BODY_BYTES = 4 * 2**20
 # Seconds that open responses get to end.
 SHUTDOWN_S = 1.0
-# Below this errors are JSON, as answers are.
+# Errors below this path are JSON, as answers are.
 API = "/api/"
 METRICS = "/metrics"
 
@@ -36,7 +36,7 @@ class HttpServer:
     """States: built, `start`ed, stopped."""
 
     def __init__(self, listen: str, routes: Iterable[web.AbstractRouteDef], names: Iterable[str] = ()) -> None:
-        """`listen` is host:port; port 0 takes a free one. `names`: what it is called besides, in lower case."""
+        """`listen` is host:port; port 0 takes a free one. `names`: further names of the server, in lower case."""
         host, _, port = listen.rpartition(":")
         self._host, self._port = host.strip("[]"), int(port)
         self._names = frozenset(names)
@@ -88,7 +88,7 @@ class HttpServer:
             return False
         if host.lower() in self._names:
             return True
-        # A Prometheus asks by whatever name its targets have.
+        # Prometheus asks by the names of its targets, whatever they are.
         everywhere = request.path == METRICS and not is_loopback(self._host)
         return everywhere or may_name(host, self._host)
 
@@ -97,7 +97,7 @@ def may_name(host: str, listen: str) -> bool:
     """Whether a request that names `host` may have meant the server that listens on `listen`.
 
     A name of the domain name system can be made to mean any address; an address, or a name with no dot in it, such as a
-    container's, cannot belong to another site. Who listens on loopback is reached by its names alone.
+    container's, cannot belong to another site. A server on loopback answers to the names of loopback alone.
     """
     if is_loopback(listen):
         return is_loopback(host)

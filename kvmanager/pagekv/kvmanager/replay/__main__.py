@@ -1,4 +1,4 @@
-"""`python -m pagekv.kvmanager.replay`: what `pagekv replay` starts."""
+"""`python -m pagekv.kvmanager.replay`, which `pagekv replay` starts."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from pagekv.kvmanager.replay.trace import TraceRecord
 
 
 def distinct_blocks(records: Sequence[TraceRecord], options: ReplayOptions) -> int:
-    """A pool of so many blocks never evicts."""
+    """Blocks with which a pool never evicts."""
     return -(-options.tokens_per_id // options.block_size) * distinct_prefixes(records)
 
 
@@ -74,14 +74,16 @@ def replay_cache(
 
 
 def _use(pool: BlockPool, root: bytes, tokens: bytes) -> int:
-    """Reads one prompt through the pool and lets it go; returns hits. What no longer fits is the prompt's end."""
+    """Takes blocks for one prompt and frees them again; returns hits. Where the pool is too small the prompt's end is
+    left out.
+    """
     size = pool.block_size
     chunks = np.frombuffer(tokens, np.uint32).reshape(-1, size)
-    hits = pool.table.follow(root, chunks)
+    hits = pool.table.match_tokens(root, chunks)
     parent = pool.table.digest(hits[-1]) if hits else root
     assert parent is not None
     digests = chain_digests(parent, tokens[len(hits) * size * TOKEN_BYTES :], size)
-    # What the walk does not find: blocks whose parent was evicted and came back.
+    # The walk misses blocks whose parent was evicted and came back.
     found = pool.match(digests, chunks[len(hits) :])
     hits += found
     held = np.array(hits, np.int32)

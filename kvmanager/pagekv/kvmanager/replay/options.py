@@ -1,13 +1,19 @@
-"""What one replay is asked to do, checked."""
+"""The options of one replay, checked."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from pagekv.kvmanager.kvcache.eviction_policy import DEFAULT_POLICY, EvictionOrder, make_order
+from pagekv.common.flags import flag, flag_group, integer, number
+from pagekv.kvmanager.kvcache.eviction_policy import (
+    DEFAULT_POLICY,
+    DEFAULT_PROTECTED_SHARE,
+    EvictionOrder,
+    make_order,
+)
 from pagekv.kvmanager.kvcache.eviction_policy import POLICIES as EVICTION_POLICIES
 from pagekv.kvmanager.replay.cost_model import StepCost
-from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 
 # How to treat prefixes: an eviction policy of the pool, or `none`, which switches the prefix cache off.
 NO_CACHE = "none"
@@ -15,29 +21,43 @@ POLICIES = (*EVICTION_POLICIES, NO_CACHE)
 MODES = ("timed", "cache")
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayOptions:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedOptions:
+    """Options of timed mode alone."""
+
+    speed: float = flag("arrivals come so many times as fast", default=1.0, type=number(1e-6, 1e6), metavar="X")
+    max_batch_tokens: int = flag(
+        "tokens computed in one step at most", default=2048, type=integer(1, 65536), metavar="TOKENS"
+    )
+    max_running: int = flag("sequences in steps at most", default=256, type=integer(1, 65536), metavar="N")
+    watermark: float = flag(
+        "share of the pool that admission leaves free", default=0.01, type=number(0, 0.5), metavar="SHARE"
+    )
+    pipeline_depth: int = flag("steps planned ahead, 1 or 2", default=2, type=integer(1, 2), metavar="N")
+    cost: StepCost = field(
+        default_factory=StepCost,
+        metadata=flag_group(
+            "cost of a simulated step, a sum (defaults: an 8B model in bfloat16 on an 80 GB accelerator, by data sheet)"
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions(TimedOptions):
     """The same for every row of a report."""
 
     block_size: int
-    # Prompt tokens behind one hash id of the trace.
+    # Prompt tokens behind one hash id of the workload trace.
     tokens_per_id: int
     # Cache mode: also blocks that a prompt fills only in part count, and are cached, like the trace's last ids.
     partial_blocks: bool
-    # Of the pool, at most, under `slru`.
-    protected_share: float
-    # Timed mode.
-    speed: float
-    max_batch_tokens: int
-    max_running: int
-    watermark: float
-    pipeline_depth: int
-    cost: StepCost
+    # Share of the pool, 0 to 1, that `slru` protects at most.
+    protected_share: float = DEFAULT_PROTECTED_SHARE
 
     def limits(self, policy: str) -> SchedulerLimits:
         """The scheduler's bounds under a policy."""
         return SchedulerLimits(self.max_batch_tokens, self.max_running, self.watermark, policy != NO_CACHE)
 
     def order(self, policy: str, num_blocks: int) -> EvictionOrder:
-        """Free blocks of a pool in the order of a policy; without a cache any will do."""
+        """Free blocks of a pool in the order of a policy; without a cache any order will do."""
         return make_order(DEFAULT_POLICY if policy == NO_CACHE else policy, num_blocks, self.protected_share)

@@ -1,10 +1,11 @@
-"""What a replay found out: one row per policy and capacity, as a table for people and as JSON."""
+"""The figures of a replay: one row per policy and capacity, as a table, as JSON and as a picture."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: array[float]) -> Spread | None:
-        """None of no values."""
+        """None where there are no values."""
         if not values:
             return None
         seconds = np.frombuffer(values, dtype=np.float64)
@@ -34,7 +35,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """What only a replay in simulated time can tell."""
+    """Figures that only a replay in simulated time has."""
 
     ttft_s: Spread | None
     inter_token_s: Spread | None
@@ -64,14 +65,14 @@ class Row:
     unbounded: bool
     requests: int
     hit_blocks: int
-    # Blocks that count: full prompt blocks, in cache mode partial last ones too (see README.md).
+    # Blocks that count: full prompt blocks, in cache mode partial last ones too (docs/cli.md).
     prompt_blocks: int
     hit_tokens: int
     prompt_tokens: int
     evictions: int
     # None in cache mode.
     timing: StepTiming | None
-    # Of this machine, for the replay itself.
+    # Seconds that the replay took on this machine.
     wall_s: float
 
     @property
@@ -131,3 +132,44 @@ def duration(seconds: float | None) -> str:
         return f"{seconds:.0f} s" if seconds >= 100 else f"{seconds:.1f} s"
     value = seconds * 1000
     return f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms"
+
+
+def draw(path: Path, title: str, rows: Sequence[Row]) -> None:
+    """Writes hit rate over capacity, and in timed mode the time to first token below it, as .png, .pdf or else SVG.
+    Needs matplotlib. Raises OSError.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
+
+    policies = list(dict.fromkeys(row.policy for row in rows))
+    capacities = sorted({row.blocks for row in rows})
+    spreads = [(row, row.timing.ttft_s) for row in rows if row.timing is not None and row.timing.ttft_s is not None]
+    panels = 2 if spreads else 1
+    figure = Figure(figsize=(7.5, 3.2 * panels), layout="constrained")
+    figure.suptitle(title)
+    axes = figure.subplots(panels, squeeze=False)[:, 0]
+    rates = axes[0]
+    rates.set_title("prefix hits / prompt blocks", loc="left")
+    rates.yaxis.set_major_formatter(PercentFormatter(1.0))
+    for policy in policies:
+        points = sorted((row.blocks, row.block_hit_rate) for row in rows if row.policy == policy)
+        rates.plot(*zip(*points, strict=True), marker="o", label=policy)
+    if spreads:
+        waits = axes[1]
+        waits.set_title("time to first token, simulated", loc="left")
+        waits.yaxis.set_major_formatter(FuncFormatter(lambda seconds, _: duration(seconds)))
+        for policy in policies:
+            for name in ("p50", "p99"):
+                points = sorted((row.blocks, getattr(spread, name)) for row, spread in spreads if row.policy == policy)
+                if points:
+                    waits.plot(*zip(*points, strict=True), marker="o", label=f"{policy} {name}")
+    for each in axes:
+        each.set_xscale("log")
+        each.set_xticks(capacities, [f"{blocks:,}" for blocks in capacities])
+        each.xaxis.set_minor_locator(NullLocator())
+        each.set_xlabel("capacity in blocks")
+        each.set_ylim(bottom=0)
+        each.grid(axis="y")
+        each.legend()
+    kind = path.suffix.lower().removeprefix(".")
+    figure.savefig(path, format=kind if kind in ("png", "pdf") else "svg")

@@ -1,7 +1,7 @@
-"""An executor that only keeps count: it learns everything from step plans, as a real one does, and answers by a clock.
+"""An executor that only keeps count: learns everything from step plans, as a real one does, and answers by a clock.
 
-Every sequence it holds computes one token a step unless the plan lists it with another number, so sums over all of them
-are kept up to date by what a plan changes, and a step costs no work per running sequence but for its sampled token.
+Every sequence computes one token a step unless the plan lists it with another number, so sums over all sequences are
+updated by the changes in a plan, and a step costs no work per running sequence but for its sampled token.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class _Held:
 
     offset: int
     slots: int
-    # Known when it came; more once it decodes.
+    # Known tokens when the sequence came; more once it decodes.
     tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class BegunStep:
-    """What a step does, all of it known when it is planned."""
+    """A step's work, all of it known when the step is planned."""
 
     plan: StepPlan
-    # Those of plan.sampling, by position.
+    # Requests of the sequences in plan.sampling, by position.
     requests: NDArray[np.intp]
     seconds: float
     # Slots in block tables that no known token needs: the unused ends of last blocks.
@@ -56,14 +56,14 @@ class SimulatedExecutor:
         self._cost = cost
         self._block_size = block_size
         self._arrivals = arrivals
-        # By request: when its latest token came; before the first one, when it arrived.
+        # By request: seconds, the latest token; before the first one, the arrival.
         self._last_token_s = np.array(arrivals)
         self._has_token = np.zeros(len(arrivals), np.bool_)
-        # By handle: whose it is.
+        # By seq_id: the index of the request.
         self._request = np.zeros(64, np.intp)
         self._admitted = bytearray(len(arrivals))
         self._held: dict[int, _Held] = {}
-        # Handles that have sampled: past their known tokens, so each computes one more position a step.
+        # Seq_ids that have sampled: past their known tokens, so each computes one more position a step.
         self._decoding: set[int] = set()
         # Sums over _held of computed positions, slots and tokens; a decoding sequence's tokens are its computed ones.
         self._computed = 0
@@ -72,38 +72,38 @@ class SimulatedExecutor:
         self._decisions = hashlib.sha256()
 
     def begin(self, plan: StepPlan) -> BegunStep:
-        """Takes in a plan. Call right after `schedule`, when the pool stands as this step leaves it."""
+        """Takes in a plan; to be called right after `schedule`, while the pool is as this step leaves it."""
         self._digest(plan)
-        for handle in plan.finished:
-            held = self._held.pop(handle)
+        for seq_id in plan.finished:
+            held = self._held.pop(seq_id)
             computed = held.offset + self.steps
             self._computed -= computed
             self._slots -= held.slots
             self._tokens -= max(held.tokens, computed)
-            self._decoding.discard(handle)
+            self._decoding.discard(seq_id)
         for new in plan.new:
             slots = len(new.block_ids) * self._block_size
-            self._held[new.handle] = _Held(new.computed_tokens - self.steps, slots, len(new.token_ids))
+            self._held[new.seq_id] = _Held(new.computed_tokens - self.steps, slots, len(new.token_ids))
             self._computed += new.computed_tokens
             self._slots += slots
             self._tokens += len(new.token_ids)
             index = new.sequence.request.arrival
-            if new.handle >= len(self._request):
-                self._request = np.resize(self._request, 2 * new.handle)
-            self._request[new.handle] = index
+            if new.seq_id >= len(self._request):
+                self._request = np.resize(self._request, 2 * new.seq_id)
+            self._request[new.seq_id] = index
             if not self._admitted[index]:
                 self._admitted[index] = 1
                 self.hit_blocks += new.computed_tokens // self._block_size
                 self.hit_tokens += new.computed_tokens
-        for handle in plan.append_handles:
-            self._held[handle].slots += self._block_size
-        self._slots += len(plan.append_handles) * self._block_size
+        for seq_id in plan.append_seq_ids:
+            self._held[seq_id].slots += self._block_size
+        self._slots += len(plan.append_seq_ids) * self._block_size
         decodes, idle_kv = len(self._decoding), 0
-        for handle, count in zip(plan.scheduled_handles, plan.scheduled_tokens, strict=True):
-            held = self._held[handle]
+        for seq_id, count in zip(plan.scheduled_seq_ids, plan.scheduled_tokens, strict=True):
+            held = self._held[seq_id]
             if count == 0:
                 idle_kv += held.offset + self.steps
-            if handle in self._decoding:
+            if seq_id in self._decoding:
                 decodes -= 1
             held.offset += count - 1
         self._decoding.update(plan.sampling.tolist())
@@ -116,7 +116,7 @@ class SimulatedExecutor:
 
     def finish(self, step: BegunStep, now_s: float) -> StepResult:
         """The outcome of a begun step that completes at `now_s`."""
-        handles = step.plan.sampling
+        seq_ids = step.plan.sampling
         requests = step.requests
         waited = now_s - self._last_token_s[requests]
         later = self._has_token[requests]
@@ -124,19 +124,19 @@ class SimulatedExecutor:
         self.ttft_s.frombytes(waited[~later].tobytes())
         self._has_token[requests] = True
         self._last_token_s[requests] = now_s
-        self.generated_tokens += len(handles)
+        self.generated_tokens += len(seq_ids)
         tokens = output_tokens(requests)
         computed, microseconds = step.plan.num_tokens, round(step.seconds * 1e6)
-        return StepResult(self.steps, handles.tolist(), tokens.tolist(), {}, computed, microseconds, 0)
+        return StepResult(self.steps, seq_ids.tolist(), tokens.tolist(), {}, computed, microseconds, 0)
 
     def decisions(self) -> str:
         """SHA-256, in hexadecimal, over every plan so far: equal replays made equal decisions."""
         return self._decisions.hexdigest()
 
     def _digest(self, plan: StepPlan) -> None:
-        columns = [plan.finished, plan.append_handles, plan.append_blocks]
-        columns += [plan.scheduled_handles, plan.scheduled_tokens, plan.sampling.tolist()]
-        columns += [[new.handle, new.computed_tokens, *new.block_ids] for new in plan.new]
+        columns = [plan.finished, plan.append_seq_ids, plan.append_blocks]
+        columns += [plan.scheduled_seq_ids, plan.scheduled_tokens, plan.sampling.tolist()]
+        columns += [[new.seq_id, new.computed_tokens, *new.block_ids] for new in plan.new]
         for column in columns:
             # Lengths before values, so that no two plans give the same bytes.
             self._decisions.update(array("q", [len(column), *column]).tobytes())

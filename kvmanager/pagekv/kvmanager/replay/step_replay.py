@@ -25,7 +25,7 @@ from pagekv.kvmanager.observe.recording.step_recorder import COLUMNS, FORMAT, SA
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.logprobs import TokenLogprobs
 from pagekv.kvmanager.request.stream import RequestStream
-from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus, live_request
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
@@ -131,8 +131,8 @@ class _Replay:
             "plan": self._plan,
             "commit": self._commit,
             "finish": self._finish,
-            "share": lambda blocks: self._now().share(_blocks(blocks)),
-            "free": lambda blocks: self._now().free(_blocks(blocks)),
+            "share": lambda blocks: self._now().pool.share(_blocks(blocks)),
+            "free": lambda blocks: self._now().pool.free(_blocks(blocks)),
             "preempt": lambda: self._now().preempt_all(),
             "clear": lambda: self._now().clear_prefix_cache(),
         }
@@ -216,12 +216,12 @@ class _Replay:
             if before != now:
                 raise StepsError(f"{step}: {name}: recorded {_shown(before)}, derived {_shown(now)}")
 
-    def _commit(self, step: int, handles: bytes | None, tokens: bytes, candidates: list[Any]) -> None:
+    def _commit(self, step: int, seq_ids: bytes | None, tokens: bytes, candidates: list[Any]) -> None:
         plan = self._in_flight.popleft()
-        sampled = plan.sampling.tolist() if handles is None else numbers(handles)
+        sampled = plan.sampling.tolist() if seq_ids is None else numbers(seq_ids)
         likeliest = {
-            handle: TokenLogprobs(0, 0.0, tuple((token, logprob) for token, logprob in top))
-            for handle, top in candidates
+            seq_id: TokenLogprobs(0, 0.0, tuple((token, logprob) for token, logprob in top))
+            for seq_id, top in candidates
         }
         self._now().commit(plan, StepResult(step, sampled, numbers(tokens), likeliest, plan.num_tokens, 0, 0))
 

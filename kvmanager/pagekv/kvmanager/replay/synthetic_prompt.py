@@ -2,7 +2,7 @@
 
 Every token of a span is the span's hash id. So two prompts agree precisely as far as their hash ids agree, whatever the
 block size, and spans with different ids share not even one token. Outputs are not hashed in traces: each request's are
-unlike anything else, and what a next turn repeats of them has hash ids of its own.
+unlike anything else, and a next turn that repeats them has hash ids of its own.
 
     0 .. 2**30 - 1      hash ids          2**31 .. 2**32 - 1   outputs, by request
     2**30 .. 2**31 - 1  prompts of traces without hash ids, by request
@@ -48,7 +48,7 @@ def prompt_ids(record: TraceRecord, index: int, tokens_per_id: int) -> list[int]
 
 
 def prompt_bytes(record: TraceRecord, tokens_per_id: int, length: int) -> bytes:
-    """`length` token ids of the prompt as `block_hash.token_bytes` gives them; more than it has repeat the last id."""
+    """`length` token ids of the prompt as `block_hash.token_bytes` gives them; the last id is repeated to fill up."""
     ids = np.asarray(record.hash_ids, dtype="<u4")
     spans = np.repeat(ids, tokens_per_id)[:length]
     tail = np.full(length - len(spans), ids[-1], dtype="<u4")

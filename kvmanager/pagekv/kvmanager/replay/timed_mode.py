@@ -26,7 +26,7 @@ from pagekv.kvmanager.scheduling.sequence import LiveRequest, live_request
 
 
 def enough_blocks(records: Sequence[TraceRecord], options: ReplayOptions) -> int:
-    """A pool of so many blocks never evicts and never preempts."""
+    """Blocks with which a pool never evicts and never preempts."""
     size = options.block_size
     total = -(-options.tokens_per_id // size) * distinct_prefixes(records)
     for record in records:
@@ -47,7 +47,7 @@ def replay_timed(
     begun = time.perf_counter()
     unbounded = num_blocks is None
     num_blocks = num_blocks or enough_blocks(records, options)
-    # Of equal times the first in the file comes first.
+    # Records of equal times stay in the order of the file.
     in_order = sorted(records, key=lambda record: record.arrival_s)
     fitting = [record for record in in_order if _fits(record, num_blocks, options.block_size)]
     replay = _TimedReplay(fitting, options, policy, num_blocks)
@@ -82,7 +82,7 @@ def replay_timed(
 
 
 def _fits(record: TraceRecord, num_blocks: int, block_size: int) -> bool:
-    # The manager's own rule: the last token's keys and values are never needed.
+    # As the manager judges: the last token's keys and values are never needed.
     return -(-(record.input_length + record.output_length - 1) // block_size) <= num_blocks
 
 
@@ -103,7 +103,7 @@ class _TimedReplay:
         self._in_flight: deque[BegunStep] = deque()
 
     def run(self, progress: Callable[[int], None]) -> None:
-        """Until every request has all its tokens."""
+        """Plans and commits steps until every request has all its tokens."""
         while True:
             self._arrive()
             while len(self._in_flight) < self._options.pipeline_depth and self._plan():
@@ -132,7 +132,7 @@ class _TimedReplay:
         record = self._records[index]
         prompt = prompt_ids(record, index, self._options.tokens_per_id)
         command = GenerateCommand(f"r{index}", prompt, SamplingParams(max_tokens=record.output_length))
-        # Nobody reads the stream: what is generated is counted by the executor.
+        # Nobody reads the stream: the executor counts the generated tokens.
         return live_request(command, RequestStream(command.request_id, 1), index, self._root, 0)
 
     def _plan(self) -> bool:

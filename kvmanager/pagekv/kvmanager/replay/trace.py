@@ -4,8 +4,8 @@
               and, as `pagekv-manager --record` writes it, "block_size": tokens that an id stands for instead
     Azure     TIMESTAMP,ContextTokens,GeneratedTokens
 
-Two records share a prefix as far as their hash ids agree. The last id covers what is left, so there are
-ceil(input_length / tokens per id) of them.
+Two records share a prefix as far as their hash ids agree. The last id covers the rest of the prompt, so there
+are ceil(input_length / tokens per id) ids.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 FORMATS = ("auto", "mooncake", "azure")
 MAX_LENGTH = 2**24
 MAX_HASH_ID = 2**53 - 1
-# Ids stand for token ids in a replay, and those are uint32 with room for ids of other kinds (see prompt.py). Where a
+# Ids are token ids in a replay, which are uint32 with room for ids of other kinds (see synthetic_prompt.py). Where a
 # trace has larger ones, all of its ids are numbered anew.
 _MAX_TOKEN = 2**30 - 1
 DEFAULT_TOKENS_PER_ID = 512
@@ -30,7 +31,7 @@ _AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 class TraceError(ValueError):
-    """The trace cannot be read; the message names the file, the line (from 1) and the field."""
+    """A workload trace cannot be replayed; the message names the file, the line (from 1) and the field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +42,12 @@ class TraceRecord:
     arrival_s: float
     input_length: int
     output_length: int
-    # Empty when the trace knows nothing about shared prefixes.
+    # Empty when the workload trace says nothing about shared prefixes.
     hash_ids: tuple[int, ...]
 
 
 def block_size_of(path: Path) -> int | None:
-    """Tokens that a hash id of a trace stands for, where its first line says so. Raises OSError."""
+    """Tokens that a hash id stands for, where the first line of a workload trace says so. Raises OSError."""
     with path.open("rb") as lines:
         try:
             value = json.loads(lines.readline(MAX_LENGTH).lstrip(b"\xef\xbb\xbf"))
@@ -89,18 +90,13 @@ def _read(name: str, lines: Iterable[str], form: str, tokens_per_id: int, limit:
     except _BadLine as error:
         raise TraceError(f"{name}: line {error.number}: {error}") from error
     start = records[0].arrival_s if records else 0.0
-    ids: Iterator[tuple[int, ...]] = (r.hash_ids for r in records)
-    if any(i > _MAX_TOKEN for r in records for i in r.hash_ids):
-        ids = _numbered(ids)
-    return [
-        TraceRecord(r.arrival_s - start, r.input_length, r.output_length, i) for r, i in zip(records, ids, strict=True)
-    ]
-
-
-def _numbered(ids: Iterable[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    numbers: dict[int, int] = {}
-    for each in ids:
-        yield tuple(numbers.setdefault(i, len(numbers)) for i in each)
+    records = [replace(record, arrival_s=record.arrival_s - start) for record in records]
+    if any(i > _MAX_TOKEN for record in records for i in record.hash_ids):
+        numbers: dict[int, int] = {}
+        for index, record in enumerate(records):
+            ids = tuple(numbers.setdefault(i, len(numbers)) for i in record.hash_ids)
+            records[index] = replace(record, hash_ids=ids)
+    return records
 
 
 class _BadLine(Exception):
@@ -113,7 +109,7 @@ _Lines = Iterator[tuple[int, str]]
 
 
 def _mooncake(first: tuple[int, str], rest: _Lines, tokens_per_id: int) -> Iterator[TraceRecord]:
-    for number, line in _chain(first, rest):
+    for number, line in chain([first], rest):
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -164,20 +160,9 @@ def _azure(first: tuple[int, str], rest: _Lines) -> Iterator[TraceRecord]:
             ) from error
         if arrival.tzinfo is None:
             arrival = arrival.replace(tzinfo=UTC)
-        lengths = (_number(text) for text in row[1:])
-        input_length, output_length = (
-            _length(number, field, length) for field, length in zip(header[1:], lengths, strict=True)
-        )
-        yield TraceRecord(arrival.timestamp(), input_length, output_length, ())
-
-
-def _chain(first: tuple[int, str], rest: _Lines) -> _Lines:
-    yield first
-    yield from rest
-
-
-def _number(text: str) -> int | str:
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else text
+        lengths = [int(text) if text.isascii() and text.isdigit() and len(text) < 20 else text for text in row[1:]]
+        checked = [_length(number, field, length) for field, length in zip(header[1:], lengths, strict=True)]
+        yield TraceRecord(arrival.timestamp(), checked[0], checked[1], ())
 
 
 def _length(number: int, field: str, value: Any) -> int:

@@ -1,4 +1,4 @@
-"""Who comes in: forks, admissions from the waiting queue, and the sequences of a request that return together.
+"""What enters the running order: forks, the waiting queue, and the sequences of a request that return together.
 
 Sequences of one request that were preempted, or beams of one search, come back together. What they shared they share
 again: leading full blocks that the first of them brings back or computes, which the others hold meanwhile. Sequences
@@ -9,28 +9,30 @@ request. One by one they share all the same. Only beams, which decide together, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 from itertools import takewhile
 
-import numpy as np
-
-from pagekv.kvmanager.scheduling.block_tables import Arrival
-from pagekv.kvmanager.scheduling.running_queue import RunningQueue, key
-from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_HANDLE, LiveRequest, Seq, SeqStatus
-from pagekv.kvmanager.scheduling.step_plan import StepPlan
+from pagekv.kvmanager.scheduling.block_tables import Arrival, BlockTables
+from pagekv.kvmanager.scheduling.counters import SchedulerCounters
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
+from pagekv.kvmanager.scheduling.running_queue import RunningQueue
+from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_SEQ_ID, LiveRequest, Seq, SeqStatus, key
+from pagekv.kvmanager.scheduling.shared_prefill import pair_arrivals
+from pagekv.kvmanager.scheduling.step_builder import StepBuilder
+from pagekv.kvmanager.scheduling.waiting_queue import WaitingQueue
 
 # Steps after which a head of the queue that did not fit looks for newly cached blocks, even if none became free.
 RETRY_STEPS = 16
-# Steps, of a request in all, for which the head of the queue waits until what was preempted with it fits too; meanwhile
-# nobody behind it is admitted.
+# Steps, in all of a request's life, for which the head of the queue waits until what was preempted with it fits too;
+# meanwhile nothing behind it is admitted.
 PATIENCE_STEPS = 16
 
 
 @dataclass(slots=True)
 class _Blocked:
-    """The head of the queue did not fit: it is not looked at again until enough blocks are free, or some steps later,
-    for others may have published what it needs.
+    """A head of the queue that did not fit: not looked at again until enough blocks are free, or some steps later, for
+    others may have published what it needs.
     """
 
     sequence: Seq
@@ -42,184 +44,158 @@ class _Blocked:
 
 
 class Admission:
-    """Plans entries into the running order; `running` is that of the present epoch."""
+    """Plans entries into the running order of one epoch."""
 
-    def __init__(self, running: RunningQueue, on_admission: Callable[[Seq], None]) -> None:
-        """`on_admission` is called with every sequence that gets its blocks for the first time, before it publishes."""
+    def __init__(
+        self,
+        running: RunningQueue,
+        tables: BlockTables,
+        waiting: WaitingQueue,
+        limits: SchedulerLimits,
+        counters: SchedulerCounters,
+    ) -> None:
         self._running = running
-        self._on_admission = on_admission
-        # Requests whose sequence 0 runs and others wait for its prompt.
-        self.forking: list[LiveRequest] = []
+        self._tables = tables
+        self._waiting = waiting
+        self._limits = limits
+        self._counters = counters
         self._blocked: _Blocked | None = None
 
-    def new_epoch(self, running: RunningQueue) -> None:
-        """What waits for a fork goes on waiting for it."""
-        self._running = running
-        self._blocked = None
-
-    def forget(self, request: LiveRequest) -> None:
-        """The request has ended."""
-        if request in self.forking:
-            self.forking.remove(request)
-
-    # -- forks
-
-    def plan_forks(self, plan: StepPlan, budget: int, sampling: list[int]) -> None:
+    def plan_forks(self, step: StepBuilder) -> None:
         """Forks every request whose prompt has been computed by an earlier step. Where slots, budget or blocks do not
         suffice for all sequences of a request, they queue, and share the prompt's full blocks when they come in.
         """
-        running = self._running
-        for request in list(self.forking):
+        running, tables = self._running, self._tables
+        for request in self._waiting.forking[:]:
             parent = request.sequences[0]
-            if parent.state is SeqStatus.RUNNING and not running.rows.decoding[parent.handle]:
+            if parent.state is SeqStatus.RUNNING and not running.batch.decoding[parent.seq_id]:
                 continue  # its prompt is under way
-            self.forking.remove(request)
-            children = [s for s in request.sequences if s.state is SeqStatus.FORKING]
-            room = min(budget - plan.num_tokens, running.limits.max_running - len(running.order))
-            fits = len(children) <= room and running.pool.num_free - len(children) >= running.watermark(request)
-            if children and parent.state in HOLDING and fits and running.tables.fork(parent, children):
-                running.num_forking -= len(children)
+            children = self._waiting.take_children(request)
+            room = min(step.room, self._limits.max_running - len(running.order))
+            fits = len(children) <= room and tables.pool.num_free - len(children) >= self._watermark(request)
+            if children and parent.state in HOLDING and fits and tables.fork(parent, children):
                 for child in children:
                     child.cached_tokens = parent.cached_tokens
-                    running.hold(child)
-                    running.enter(plan, child, budget, sampling)
+                    running.add(child)
+                    step.add_new(child)
             else:
-                running.queue(children)
+                for child in children:
+                    self._waiting.push(child)
 
-    # -- admissions
+    def plan_returns(self, step: StepBuilder) -> None:
+        """Enters the members of the order that are not at the executor, as far as budget and sequence slots go: beams
+        that a decision has given their next token, and sequences admitted together.
+        """
+        running = self._running
+        for sequence in running.returning[:]:
+            # More beams may hold blocks than fit into the executor at once. Each leaves after a step, so the others
+            # follow; and while there are as many nothing else is admitted, so what stays there leaves a slot.
+            if not step.room or step.num_at_executor >= self._limits.max_running:
+                return
+            if running.shared_prefill.is_ready(sequence):
+                step.add_new(sequence)
 
-    def plan_admissions(self, plan: StepPlan, budget: int, sampling: list[int]) -> None:
-        """Admits what waits in order; the first that does not fit blocks those behind it (no starvation)."""
-        running, waiting = self._running, self._running.waiting
-        while (head := waiting.head()) is not None and plan.num_tokens < budget:
-            arrivals = self._admit(head, plan)
+    def plan_admissions(self, step: StepBuilder) -> None:
+        """Admits from the waiting queue in order; the first that does not fit blocks the others, so none starves."""
+        running, waiting = self._running, self._waiting
+        while step.room and (head := waiting.head()) is not None:
+            arrivals = self._admit(head, step)
             if not arrivals:
                 return
             for arrival in arrivals:
                 waiting.pop()
-                running.hold(arrival.sequence)
-            if len(arrivals) == 1 and running.followers.is_ready(head):
-                running.enter(plan, head, budget, sampling)
+                running.add(arrival.sequence)
+            if len(arrivals) == 1 and running.shared_prefill.is_ready(head):
+                step.add_new(head)
             else:
-                running.returning = sorted([*running.returning, *(a.sequence for a in arrivals)], key=key)
-                self.plan_returns(plan, budget, sampling)
-            if head.index == 0 and any(s.state is SeqStatus.FORKING for s in head.request.sequences):
-                self.forking.append(head.request)
+                for arrival in arrivals:
+                    running.add_returning(arrival.sequence)
+                self.plan_returns(step)
+            if head.index == 0:
+                waiting.expect_fork(head.request)
 
-    def plan_returns(self, plan: StepPlan, budget: int, sampling: list[int]) -> None:
-        """Enters those that hold blocks and are not at the executor, as far as budget and sequence slots go: beams that
-        a decision has given their next token, and what was admitted together.
+    def _admit(self, head: Seq, step: StepBuilder) -> list[Arrival]:
+        """Takes blocks for the head of the queue and the sequences that come in with it; none, and nothing taken, when
+        there is no room.
         """
-        running = self._running
-        for sequence in list(running.returning):
-            # More beams may hold blocks than fit into the executor at once. Each leaves after a step, so the others
-            # follow; and while there are as many nothing else is admitted, so what stays there leaves a slot.
-            there = len(running.rows.decoding_rows()) + len(running.prefilling) + len(plan.beams)
-            if plan.num_tokens >= budget or there >= running.limits.max_running:
-                return
-            if running.followers.is_ready(sequence):
-                running.returning.remove(sequence)
-                running.enter(plan, sequence, budget, sampling)
-
-    def _admit(self, head: Seq, plan: StepPlan) -> list[Arrival]:
-        """Takes blocks for the head of the queue and what comes in with it; none, and nothing taken, when there is no
-        room.
-        """
-        group = self._unit(head)
+        group = self._group(head)
         # A preempted sequence is recomputed from its tokens, so those still promised must arrive first.
-        if any(sequence.handle != NO_HANDLE for sequence in group):
+        if any(sequence.seq_id != NO_SEQ_ID for sequence in group):
             return []
-        arrivals = self._admit_together(group, plan)
+        arrivals = self._admit_together(group, step)
         if not arrivals and len(group) > 1 and self._come_apart(group):
-            arrivals = self._admit_together([head], plan)
+            arrivals = self._admit_together([head], step)
         for arrival in arrivals:
-            self._note(arrival)
+            self._note(arrival, step)
         return arrivals
 
-    def _come_apart(self, group: list[Seq]) -> bool:
-        """Whether sequences that did not fit together have waited for it long enough."""
-        running, request = self._running, group[0].request
-        request.steps_at_head += 1
-        if request.search is None:
-            never = len(group) > running.limits.max_running or not running.order
-            request.apart = never or request.steps_at_head >= PATIENCE_STEPS
-            return request.apart
-        # Beams that an empty pool cannot hold.
-        return not running.order
-
-    def _admit_together(self, group: list[Seq], plan: StepPlan) -> list[Arrival]:
-        """Takes blocks for all of these; none, and nothing taken, when they would not leave the watermark, or there
-        are not so many slots.
-        """
-        running, head = self._running, group[0]
-        request = head.request
-        # Beams leave the executor after every step, so they can take turns in one slot.
-        slots = len(group) if request.search is None else 1
-        if len(running.order) + slots > running.limits.max_running:
-            return []
-        watermark, blocked = running.watermark(request), self._blocked
-        if blocked is not None and blocked.sequence is head and blocked.count == len(group):
-            blocked.steps_left -= 1
-            # With nothing planned there may be no later step to look again in.
-            if plan.num_tokens and blocked.steps_left and running.pool.num_free < blocked.free_needed + watermark:
-                return []
-        self._blocked = None
-        arrivals = self._arrivals(group)
-        missing = running.tables.admit(arrivals, watermark)
-        if missing:
-            self._blocked = _Blocked(head, len(group), running.pool.num_free + missing - watermark, RETRY_STEPS)
-            return []
-        return arrivals
-
-    def _unit(self, head: Seq) -> list[Seq]:
+    def _group(self, head: Seq) -> list[Seq]:
         """The waiting sequences of the head's request that have been admitted before; only the head where it has not,
         or where they come one by one.
         """
-        running, request = self._running, head.request
-        if len(request.sequences) == 1 or request.apart or (running.order and running.is_alone(request)):
+        request = head.request
+        alone = bool(self._running.order) and self._running.is_alone(request)
+        if len(request.sequences) == 1 or request.apart or alone:
             return [head]
         waiting = sorted((s for s in request.sequences if s.state is SeqStatus.WAITING), key=key)
         return list(takewhile(lambda s: s.cached_tokens is not None, waiting)) or [head]
 
-    def _arrivals(self, group: list[Seq]) -> list[Arrival]:
-        """With whom each of them shares its leading blocks."""
-        request = group[0].request
-        if len(request.sequences) == 1 or not self._running.limits.fork_sharing:
-            return [Arrival(sequence) for sequence in group]
-        size = self._running.pool.block_size
-        holders = sorted((s for s in request.sequences if s.state in HOLDING), key=key)
-        arrivals = []
-        for sequence in group:
-            arrival = Arrival(sequence)
-            if holders and request.search is None:
-                # The last prompt position is computed by each for itself.
-                arrival = Arrival(sequence, holders[0], (len(request.command.prompt_ids) - 1) // size)
-            else:
-                # Beams share what they had in common before they parted.
-                for holder in holders:
-                    shared = _common_tokens(sequence, holder) // size
-                    if shared > arrival.shared:
-                        arrival = Arrival(sequence, holder, shared)
-            arrivals.append(arrival)
-            holders.append(sequence)
+    def _admit_together(self, group: list[Seq], step: StepBuilder) -> list[Arrival]:
+        """Takes blocks for all of these; none, and nothing taken, when they would not leave the watermark, or there
+        are not so many slots.
+        """
+        head, pool = group[0], self._tables.pool
+        request = head.request
+        # Beams leave the executor after every step, so they can take turns in one slot.
+        slots = len(group) if request.search is None else 1
+        if len(self._running.order) + slots > self._limits.max_running:
+            return []
+        watermark, blocked = self._watermark(request), self._blocked
+        if blocked is not None and blocked.sequence is head and blocked.count == len(group):
+            blocked.steps_left -= 1
+            # With nothing planned there may be no later step to look again in.
+            if step.plan.num_tokens and blocked.steps_left and pool.num_free < blocked.free_needed + watermark:
+                return []
+        self._blocked = None
+        if len(request.sequences) == 1 or not self._limits.fork_sharing:
+            arrivals = [Arrival(sequence) for sequence in group]
+        else:
+            arrivals = pair_arrivals(group, pool.block_size)
+        missing = self._tables.admit(arrivals, watermark)
+        if missing:
+            self._blocked = _Blocked(head, len(group), pool.num_free + missing - watermark, RETRY_STEPS)
+            return []
         return arrivals
 
-    def _note(self, arrival: Arrival) -> None:
-        """After an admission: who waits for whom, and what a first one found."""
-        running, sequence, sibling = self._running, arrival.sequence, arrival.sibling
+    def _watermark(self, request: LiveRequest) -> int:
+        """Blocks that an admission of this request leaves free."""
+        # With no other running it protects nobody, and insisting on it could block a large prompt for ever.
+        if self._running.is_alone(request):
+            return 0
+        return math.ceil(self._limits.watermark * self._tables.pool.num_blocks)
+
+    def _come_apart(self, group: list[Seq]) -> bool:
+        """Whether sequences that did not fit together have waited for it long enough."""
+        empty, request = not self._running.order, group[0].request
+        request.steps_at_head += 1
+        if request.search is None:
+            never = len(group) > self._limits.max_running or empty
+            request.apart = never or request.steps_at_head >= PATIENCE_STEPS
+            return request.apart
+        # Beams that an empty pool cannot hold.
+        return empty
+
+    def _note(self, arrival: Arrival, step: StepBuilder) -> None:
+        """After an admission: which sibling the sequence waits for, and what it found if it is the first admission."""
+        sequence, sibling = arrival.sequence, arrival.sibling
         if sibling is not None and arrival.shared:
-            running.followers.follow(sequence, sibling, arrival.shared * running.pool.block_size)
+            end = arrival.shared * self._tables.pool.block_size
+            self._running.shared_prefill.wait_for(sibling, sequence, end)
             if sequence.cached_tokens is None:
                 sequence.cached_tokens = sibling.cached_tokens
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.num_computed, sequence.num_prompt)
-            running.counters.prompt_tokens += sequence.num_prompt
-            running.counters.cached_tokens += sequence.cached_tokens
-            self._on_admission(sequence)
-
-
-def _common_tokens(one: Seq, other: Seq) -> int:
-    """Leading tokens that two sequences share, without the last, which each computes for itself."""
-    length = min(len(one.token_ids), len(other.token_ids)) - 1
-    differs = np.array(one.token_ids[:length], np.uint32) != np.array(other.token_ids[:length], np.uint32)
-    return int(differs.argmax()) if differs.any() else length
+            self._counters.prompt_tokens += sequence.num_prompt
+            self._counters.cached_tokens += sequence.cached_tokens
+            # Before the sequence publishes its own blocks.
+            step.plan.admitted.append(self._tables.admitted(sequence))

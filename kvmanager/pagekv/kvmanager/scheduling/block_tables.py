@@ -1,7 +1,7 @@
 """How sequences hold blocks: what an admission reuses and takes, what is published, fork and copy-on-write.
 
 A published block is never written again: a sequence that has to write into a block others may read, or that starts in
-the middle of one, gets a copy first (CHECKLIST J1, J3, J4). Copies run before the step computes anything.
+the middle of one, gets a copy first. Copies run before the step computes anything.
 """
 
 from __future__ import annotations
@@ -13,36 +13,35 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pagekv.kvmanager.errors import InvariantError
-from pagekv.kvmanager.kvcache.block_hash import TOKEN_BYTES, chain_digests, sha256
+from pagekv.kvmanager.kvcache.block_hash import TOKEN_BYTES, chain_digests, media_keys, sha256
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
-from pagekv.kvmanager.kvcache.prefix_table import Blocks, Chunks
-from pagekv.kvmanager.kvcache.prefix_trie import FIRST
+from pagekv.kvmanager.kvcache.prefix_table import Blocks, BlockTokens
+from pagekv.kvmanager.kvcache.prefix_trie import Node
+from pagekv.kvmanager.scheduling.counters import SchedulerCounters
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.sequence import Seq
-from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind
-from pagekv.kvmanager.scheduling.swapping import SwapCounters, Swapper, SwapPolicy
+from pagekv.kvmanager.scheduling.step_plan import Admitted, BlockCopy, CopyKind
+from pagekv.kvmanager.scheduling.swapping import Swapper
 
 _NO_BLOCKS = np.empty(0, np.int32)
 
 
 @dataclass(slots=True)
 class Arrival:
-    """A sequence to admit, and with whom it shares leading blocks: another of its request that holds blocks, or comes
-    before it in the same admission. `shared` is how many.
+    """A sequence to admit, and what it reuses: blocks of a sibling, or cached blocks; then host blocks, or tokens of a
+    cached block to copy.
     """
 
     sequence: Seq
+    # Another sequence of the request that holds blocks, or comes before in the same admission, and how many leading
+    # blocks the two share; `admit` sets `shared` to 0 if more is cached.
     sibling: Seq | None = None
     shared: int = 0
-
-
-@dataclass(slots=True)
-class _Take:
-    """What an arrival reuses: cached blocks of the device, then host blocks or tokens of a cached block to copy."""
-
-    sequence: Seq
+    # The rest is found by `admit`.
     hits: Blocks = field(default_factory=lambda: _NO_BLOCKS)
-    kept: list[int] = field(default_factory=list)
+    host_blocks: list[int] = field(default_factory=list)
+    # The cached block whose first `copied` tokens are copied; -1: none.
     source: int = -1
     copied: int = 0
     num_fresh: int = 0
@@ -50,33 +49,17 @@ class _Take:
 
 
 class BlockTables:
-    """The one place where blocks are taken for sequences and given back."""
+    """The one place where blocks are allocated for sequences and given back, for the pools of one epoch."""
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        host: HostPool,
-        swap_counters: SwapCounters,
-        *,
-        prefix_cache: bool,
-        partial_hits: bool,
-        fork_sharing: bool = True,
-        write_back: bool = False,
-    ) -> None:
-        """`prefix_cache`: reuse blocks across requests. `partial_hits`: also the beginning of a block, by copying.
-        `fork_sharing` is another matter: the sequences of one request hold blocks together (CHECKLIST J6).
-        `write_back`: what is evicted from the device goes to the host pool.
-        """
+    def __init__(self, pool: BlockPool, host: HostPool, limits: SchedulerLimits, counters: SchedulerCounters) -> None:
         self.pool = pool
+        self.host = host
         self._block_size = pool.block_size
-        self._prefix_cache = prefix_cache
-        self._partial_hits = partial_hits
-        self._fork_sharing = fork_sharing
-        # What the next step has to copy, in order.
-        self._moves: list[BlockCopy] = []
-        self._swapper = Swapper(pool, host, self._moves, swap_counters, shared=prefix_cache)
-        if write_back and prefix_cache:
-            pool.on_evict = self._swapper.write_back
+        self._limits = limits
+        # Copies that the next step has to make, in order.
+        self._copies: list[BlockCopy] = []
+        self._swapper = Swapper(pool, host, self._copies, counters, shared=limits.prefix_cache)
+        self._on_evict = self._swapper.write_back if limits.write_back and limits.prefix_cache else None
         # Published blocks that this very step computes: they can be hit, for a layer writes all of a step's keys and
         # values before it attends, but not copied, for copies come before everything else.
         self._being_computed: list[Blocks] = []
@@ -85,100 +68,128 @@ class BlockTables:
         """From now on what is published belongs to the next step."""
         self._being_computed.clear()
 
-    def take_moves(self) -> list[BlockCopy]:
-        """What a step that has been planned must copy, in order."""
-        moves = self._moves[:]
-        self._moves.clear()
-        return moves
+    def take_copies(self) -> list[BlockCopy]:
+        """Copies that the step just planned must make, in order."""
+        copies = self._copies[:]
+        self._copies.clear()
+        return copies
 
     # -- taking
 
+    def allocate(self, count: int) -> Blocks | None:
+        """`count` blocks; None, and nothing taken, when there are not so many. Evicted ones may go to the host pool."""
+        return self.pool.allocate(count, self._on_evict)
+
     def admit(self, arrivals: Sequence[Arrival], keep_free: int) -> int:
-        """Takes for each sequence the cached prefix, or what it shares with another of its request if that is as much,
-        and blocks for every other known token. Returns 0, or how many blocks more would have to be free; then nothing
-        has changed. `keep_free` blocks are left free.
+        """Gives each sequence the cached prefix, or what it shares with a sibling if that is as much, and blocks for
+        every other known token. Returns 0, or how many blocks more would have to be free; then nothing has changed.
+        `keep_free` blocks are left free.
+        """
+        for arrival in arrivals:
+            self._look_up(arrival)
+        missing = self._reserve(arrivals, keep_free)
+        if not missing:
+            for arrival in arrivals:
+                self._commit(arrival)
+        return missing
+
+    def _look_up(self, arrival: Arrival) -> None:
+        """Finds what the arrival can reuse."""
+        sequence, size = arrival.sequence, self._block_size
+        known, identity = sequence.num_tokens, sequence.request.command.identity
+        reads = self._limits.prefix_cache and identity.read
+        if reads:
+            # At least one token is computed, or there would be no logits to sample from.
+            arrival.hits = self._match(sequence, (known - 1) // size)
+        if arrival.shared < len(arrival.hits):
+            arrival.shared = 0
+        if arrival.shared:
+            arrival.hits = _NO_BLOCKS
+        first = arrival.shared or len(arrival.hits)
+        arrival.num_fresh = -(-known // size) - first
+        arrival.num_computed = first * size
+        if self.host.num_blocks:
+            arrival.host_blocks, computed = self._swapper.match(sequence, first)
+            if arrival.host_blocks:
+                arrival.num_computed = computed
+        copies = reads and self._limits.partial_hits and not identity.media
+        if copies and not arrival.host_blocks and not arrival.shared:
+            arrival.source, arrival.copied = self._partial_hit(sequence, arrival.hits)
+
+    def _reserve(self, arrivals: Sequence[Arrival], keep_free: int) -> int:
+        """Holds everything that is reused, so that nothing of it is given away for something else. Returns 0, or how
+        many blocks are missing, with nothing held.
         """
         pool = self.pool
-        takes = [self._look_up(arrival) for arrival in arrivals]
-        needed = sum(take.num_fresh for take in takes)
-        hits = [take.hits for take in takes if len(take.hits)]
+        needed = sum(arrival.num_fresh for arrival in arrivals)
+        hits = [arrival.hits for arrival in arrivals if len(arrival.hits)]
         unheld = pool.num_unheld(np.unique(np.concatenate(hits)) if len(hits) > 1 else hits[0]) if hits else 0
         spare = pool.num_free - needed - keep_free - unheld
         if spare < 0:
             return -spare
-        # First of all nothing that is needed may be given away.
-        for take in takes:
-            if len(take.hits):
+        for arrival in arrivals:
+            if len(arrival.hits):
                 # Only a prompt that comes again proves its blocks; a sequence that returns after preemption does not.
-                (pool.touch if take.sequence.cached_tokens is None else pool.share)(take.hits)
-            # Neither may what is written back now take their place.
-            self._swapper.host.hold(take.kept)
-        for take in takes:
-            if take.copied and not pool.ref_count(take.source):
-                # The source of a copy must be kept until it is copied; if that is one too many, do without.
-                take.copied = take.copied if spare else 0
-                spare -= 1 if take.copied else 0
-            if take.copied:
-                pool.share(np.array([take.source], np.int32))
-        for take, arrival in zip(takes, arrivals, strict=True):
-            self._take(take, arrival)
+                (pool.touch if arrival.sequence.cached_tokens is None else pool.share)(arrival.hits)
+            self.host.hold(arrival.host_blocks)
+        for arrival in arrivals:
+            if arrival.copied and not pool.ref_count(arrival.source):
+                # The source of a copy is held until it is copied, which takes one more free block; without, no copy.
+                if spare:
+                    spare -= 1
+                else:
+                    arrival.copied = 0
+            if arrival.copied:
+                pool.share(np.array([arrival.source], np.int32))
         return 0
 
-    def _look_up(self, arrival: Arrival) -> _Take:
-        """What an arrival can reuse; changes nothing but `arrival.shared`, which is 0 if more is cached."""
-        sequence, size = arrival.sequence, self._block_size
-        known = len(sequence.token_ids)
-        reads = self._prefix_cache and sequence.request.command.identity.read
-        take = _Take(sequence)
-        if reads:
-            # At least one token is computed, or there would be no logits to sample from.
-            take.hits = self._match(sequence, (known - 1) // size)
-        if arrival.shared < len(take.hits):
-            arrival.shared = 0
-        if arrival.shared:
-            take.hits = _NO_BLOCKS
-        first = arrival.shared or len(take.hits)
-        take.num_fresh = -(-known // size) - first
-        take.num_computed = first * size
-        if self._swapper.host.num_blocks:
-            take.kept, computed = self._swapper.match(sequence, first)
-            if take.kept:
-                take.num_computed = computed
-        copies = reads and self._partial_hits and not sequence.request.command.identity.media
-        if copies and not take.kept and not arrival.shared:
-            take.source, take.copied = self._partial_hit(sequence, take.hits)
-        return take
-
-    def _take(self, take: _Take, arrival: Arrival) -> None:
-        """Allocates, and lists the copies."""
-        pool, sequence = self.pool, take.sequence
-        begin = take.hits
+    def _commit(self, arrival: Arrival) -> None:
+        """Allocates what was reserved, lists the copies and fills the block table."""
+        pool, sequence = self.pool, arrival.sequence
+        begin = arrival.hits
         if arrival.shared:
             assert arrival.sibling is not None
             begin = np.array(arrival.sibling.block_table[: arrival.shared], np.int32)
             pool.share(begin)
-            if self._prefix_cache:
+            if self._limits.prefix_cache:
                 self._extend_digests(sequence)
-        fresh = pool.allocate(take.num_fresh)
+        fresh = self.allocate(arrival.num_fresh)
         if fresh is None:
-            raise InvariantError(f"{take.num_fresh} blocks were free and could not be allocated")
-        if take.copied:
-            self._moves.append(BlockCopy(CopyKind.COPY, take.source, int(fresh[0])))
-            pool.free(np.array([take.source], np.int32))
-        self._swapper.swap_in(take.kept, fresh[: len(take.kept)].tolist())
-        self._swapper.host.release(take.kept)
-        self._swapper.drop(sequence)
+            raise InvariantError(f"{arrival.num_fresh} blocks were free and could not be allocated")
+        if arrival.copied:
+            self._copies.append(BlockCopy(CopyKind.COPY, arrival.source, int(fresh[0])))
+            pool.free(np.array([arrival.source], np.int32))
+        self._swapper.swap_in(arrival.host_blocks, fresh[: len(arrival.host_blocks)].tolist())
+        self.host.release(arrival.host_blocks)
+        self._swapper.release(sequence)
         sequence.block_table = array("i", begin.tobytes())
         sequence.block_table.frombytes(fresh.tobytes())
         sequence.num_published = len(begin)
-        sequence.num_computed = take.num_computed + take.copied
+        sequence.num_computed = arrival.num_computed + arrival.copied
+
+    def admitted(self, sequence: Seq) -> Admitted:
+        """How a prompt fared at the prefix cache; to be asked after its first admission, before it publishes."""
+        size, hits, identity = self._block_size, sequence.num_published, sequence.request.command.identity
+        if not (self._limits.prefix_cache and identity.read) or hits == sequence.num_tokens // size:
+            return Admitted(sequence, hits, None, 0)
+        self._extend_digests(sequence)
+        digest = sequence.digests[hits]
+        if self.pool.table.lookup(digest) is not None:
+            # The last block, of which one token has to be computed all the same.
+            return Admitted(sequence, hits, None, 0)
+        start, end = hits * size, (hits + 1) * size
+        if media_keys(identity.media, start, end):
+            return Admitted(sequence, hits, digest, 0)
+        parent = sequence.block_table[hits - 1] if hits else sequence.request.root
+        tokens = np.array(sequence.token_ids[start:end], np.uint32)
+        return Admitted(sequence, hits, digest, self.pool.table.longest_run(parent, tokens)[1])
 
     def _match(self, sequence: Seq, most: int) -> Blocks:
-        """Longest leading run of cached blocks, at most `most`; brings `digests` along."""
+        """Longest leading run of cached blocks, at most `most`; brings `sequence.digests` along."""
         size, table, digests = self._block_size, self.pool.table, sequence.digests
         chunks = sequence.chunks(size, 0, most)
         text = min(most, sequence.first_media // size)
-        blocks = table.follow(sequence.request.root, chunks[:text])
+        blocks = table.match_tokens(sequence.request.root, chunks[:text])
         found = len(blocks)
         digests += table.digests(blocks[len(digests) :])
         if found < most:
@@ -187,13 +198,13 @@ class BlockTables:
                 # From the media on by digest.
                 blocks += self.pool.match(digests[found:most], chunks[found:])
             else:
-                self.pool.note_collision(digests[found])
+                self.pool.count_collision(digests[found])
         return np.array(blocks, np.int32)
 
     def _partial_hit(self, sequence: Seq, hits: Blocks) -> tuple[int, int]:
-        """The block that shares most tokens behind the hits, and how many of them need not be computed."""
+        """The cached block that shares most tokens behind the hits, and how many tokens; -1 and 0 if none does."""
         start = len(hits) * self._block_size
-        end = min(len(sequence.token_ids) - 1, start + self._block_size)
+        end = min(sequence.num_tokens - 1, start + self._block_size)
         wanted = np.array(sequence.token_ids[start:end], np.uint32)
         if not len(wanted):
             return -1, 0
@@ -213,14 +224,14 @@ class BlockTables:
         size = self._block_size
         last = len(parent.request.command.prompt_ids) - 1
         shared = last // size
-        copies = self.pool.allocate(len(children)) if self._fork_sharing else None
+        copies = self.allocate(len(children)) if self._limits.fork_sharing else None
         if copies is None:
             return False
         table = parent.block_table
         for child, copy in zip(children, copies.tolist(), strict=True):
             self.pool.share(np.array(table[:shared], np.int32))
             if last % size:
-                self._moves.append(BlockCopy(CopyKind.COPY, table[shared], copy))
+                self._copies.append(BlockCopy(CopyKind.COPY, table[shared], copy))
             child.block_table = table[:shared]
             child.block_table.append(copy)
             child.digests = parent.digests[:shared]
@@ -233,10 +244,10 @@ class BlockTables:
         copy of everything where sequences share none. All of them, or none: False, and nothing has changed, when there
         are not enough blocks.
         """
-        # Leading blocks of each parent that its child shares, and those behind them.
-        shares = [parent.num_computed // self._block_size if self._fork_sharing else 0 for parent in parents]
+        # Leading blocks of each parent that the child shares, and the blocks behind these.
+        shares = [parent.num_computed // self._block_size if self._limits.fork_sharing else 0 for parent in parents]
         sources = [parent.block_table[shared:] for parent, shared in zip(parents, shares, strict=True)]
-        copies = self.pool.allocate(sum(map(len, sources)))
+        copies = self.allocate(sum(map(len, sources)))
         if copies is None:
             return False
         fresh = iter(copies.tolist())
@@ -245,9 +256,9 @@ class BlockTables:
             self.pool.share(child.blocks())
             for source in copied:
                 child.block_table.append(next(fresh))
-                self._moves.append(BlockCopy(CopyKind.COPY, source, child.block_table[-1]))
+                self._copies.append(BlockCopy(CopyKind.COPY, source, child.block_table[-1]))
             child.num_computed = parent.num_computed
-            # Of copies too: they must not be offered, for they may come to be given back before they are made.
+            # Copies count as published: they must not be offered, for they may be given back before they are made.
             child.num_published = parent.num_published
         return True
 
@@ -258,66 +269,62 @@ class BlockTables:
         step being planned.
         """
         size = self._block_size
-        first, full = sequence.num_published, min(len(sequence.token_ids), sequence.num_computed) // size
+        first, full = sequence.num_published, min(sequence.num_tokens, sequence.num_computed) // size
         if full <= first:
             return
         sequence.num_published = full
-        if not (self._prefix_cache and sequence.publishes):
+        if not (self._limits.prefix_cache and sequence.publishes):
             return
         self._extend_digests(sequence)
         digests, blocks = sequence.digests, sequence.blocks()[first:full]
         chunks = sequence.chunks(size, first, full)
-        # What comes before the media is told by its tokens, like any other text.
-        border = min(max(first, sequence.first_media // size), full)
-        for begin, end, media in ((first, border, False), (border, full, True)):
+        # Blocks before the media are told apart by their tokens, like any other text.
+        text = min(max(first, sequence.first_media // size), full)
+        for begin, end, media in ((first, text, False), (text, full, True)):
             if begin < end and sequence.publishes:
                 parent = digests[begin - 1] if begin else sequence.request.root
                 if not self._is_entered(sequence, begin - 1, parent):
                     sequence.publishes = False
                     break
                 here = slice(begin - first, end - first)
-                collided = self.pool.publish_chain(
+                sequence.publishes = self.pool.publish_chain(
                     blocks[here], digests[begin:end], parent, chunks[here], first=begin == 0, media=media
                 )
-                sequence.publishes = not collided
-        if computed_now and self._partial_hits:
+        if computed_now and self._limits.partial_hits:
             self._being_computed.append(blocks)
 
     def _is_entered(self, sequence: Seq, index: int, digest: bytes) -> bool:
-        """Whether what the table has under a digest really is the sequence's logical block: its own, or another copy of
-        the same prefix, which is told by its tokens. Then the next block can be entered after it. -1 is the root.
+        """Whether the table has the sequence's logical block `index` under its digest: that very block, or another copy
+        of the same prefix, as its tokens tell. Then the next block can be entered after it. -1 is the root.
         """
         if index < 0:
             return True
         entry = self.pool.table.lookup(digest)
         if entry is None or entry == sequence.block_table[index] or index * self._block_size >= sequence.first_media:
             return entry is not None
-        walked = self.pool.table.follow(sequence.request.root, sequence.chunks(self._block_size, 0, index + 1))
+        walked = self.pool.table.match_tokens(sequence.request.root, sequence.chunks(self._block_size, 0, index + 1))
         return len(walked) == index + 1 and walked[-1] == entry
 
-    def grow(self, sequences: Sequence[Seq], blocks: Blocks, chunks: Chunks) -> None:
-        """Appends one block to each table, [n], whose last one is full by then with token ids `chunks`,
-        [n, block_size], and publishes that one. What a decoding sequence does once in block_size steps.
+    def append_blocks(self, sequences: Sequence[Seq], blocks: Blocks, chunks: BlockTokens) -> None:
+        """Appends one block, [n], to each table, whose last block is full with token ids `chunks`, [n, block_size], and
+        publishes that last block. Each decoding sequence needs this once in block_size steps.
         """
         size, stride = self._block_size, TOKEN_BYTES * self._block_size
         raw = chunks.tobytes()
-        prefix_cache = self._prefix_cache
+        prefix_cache = self._limits.prefix_cache
         ready: list[int] = []
         offered: list[int] = []
-        before: list[int] = []
+        before: list[Node] = []
         digests: list[bytes] = []
         parents: list[bytes] = []
         for position, (sequence, block) in enumerate(zip(sequences, blocks.tolist(), strict=True)):
-            table, tokens = sequence.block_table, sequence.token_ids
+            table = sequence.block_table
             index = len(table) - 1
             full = index * size + size
             chunk = raw[position * stride : (position + 1) * stride]
-            missing = full - len(tokens)
-            if missing > 0:
-                tokens.frombytes(chunk[-TOKEN_BYTES * missing :])
             if prefix_cache and sequence.publishes and sequence.num_published == index:
                 if full > sequence.first_media:
-                    self._publish_again(sequence, index)
+                    self.publish(sequence)
                 else:
                     known = sequence.digests
                     # With blocks of one token the next may be known, and have its digest, already.
@@ -327,28 +334,22 @@ class BlockTables:
                     known.append(digest)
                     ready.append(position)
                     offered.append(table[index])
-                    before.append(table[index - 1] if index else FIRST)
+                    before.append(table[index - 1] if index else parent)
                     digests.append(digest)
                     parents.append(parent)
             sequence.num_published = index + 1
             table.append(block)
         if ready:
             for place in self.pool.publish_after(offered, digests, before, parents, chunks[ready]):
+                # Not simply the next block: `publish` finds out what stands before it.
                 sequence = sequences[ready[place]]
-                self._publish_again(sequence, sequence.num_published - 1)
-
-    def _publish_again(self, sequence: Seq, index: int) -> None:
-        """`publish` for the logical block `index`, which is full: the way of prompts, which wants to know how far it
-        has come, for the few blocks that are not simply the next one.
-        """
-        sequence.num_published = index
-        sequence.num_computed = (index + 1) * self._block_size
-        self.publish(sequence)
+                sequence.num_published -= 1
+                self.publish(sequence)
 
     def _extend_digests(self, sequence: Seq) -> None:
         """Brings `digests` up to the full blocks of the known tokens."""
         size = self._block_size
-        full, done = len(sequence.token_ids) // size, len(sequence.digests)
+        full, done = sequence.num_tokens // size, len(sequence.digests)
         if done < full:
             parent = sequence.digests[-1] if done else sequence.request.root
             new = sequence.token_ids[done * size : full * size].tobytes()
@@ -356,29 +357,30 @@ class BlockTables:
 
     # -- giving back
 
-    def swap_out(self, group: Sequence[Seq], policy: SwapPolicy) -> None:
+    def swap_out(self, group: Sequence[Seq]) -> None:
         """Before `free`: keeps in the host pool what these sequences have computed, if the policy is for it, as far as
         there is room.
         """
-        if policy.mode != "recompute" and self._swapper.host.num_blocks:
+        policy = self._limits.swap
+        if policy.mode != "recompute" and self.host.num_blocks:
             for sequence in group:
                 self.publish(sequence)
             if policy.swaps(*self._swapper.cost(group)):
                 self._swapper.swap_out(group)
 
-    def drop_swapped(self, sequence: Seq) -> None:
-        """Gives back what the host pool keeps for a sequence."""
-        self._swapper.drop(sequence)
+    def release_swapped(self, sequence: Seq) -> None:
+        """Releases what the host pool keeps for a sequence."""
+        self._swapper.release(sequence)
 
     def free(self, sequence: Seq) -> None:
         """Publishes what is full by now and gives every block back, last block first."""
         self.publish(sequence)
-        self.forget(sequence)
+        self.discard(sequence)
 
-    def forget(self, sequence: Seq) -> None:
-        """Gives every block back."""
-        # Moves into them that are listed already stay: whoever gets these blocks next has his own listed behind, and
-        # a swap-out may have read them in between.
+    def discard(self, sequence: Seq) -> None:
+        """Gives every block back without publishing."""
+        # Copies into these blocks that are already listed stay listed: the next owner's copies come later in the list,
+        # and a listed swap-out may still read them.
         self.pool.free(sequence.blocks())
         sequence.block_table = array("i")
         sequence.num_published = 0

@@ -1,22 +1,27 @@
 """Sequences that decode, as a struct of arrays: a step touches columns, not one Python object per sequence.
 
-A row is named by the sequence's handle, which is its name at the executor too. A row is opened at admission, decodes
-from the chunk that completes the known tokens, and is kept after its sequence has left until no step in flight samples
-it: a late token then finds the row it was meant for, never that of a newcomer.
+Measured in one process in turns, planning and committing a step that fills no block: 32, 256 and 1,024 decodes take 19,
+23 and 87 us in columns, 9, 56 and 365 us in a loop over objects.
 
-    opened → decoding → (draining) → left → free
+A row's number is the seq_id, the sequence's number at the executor too. A row is opened at admission, decodes from the
+chunk that completes the known tokens, and is kept after its sequence was removed until no step in flight samples it: a
+late token then finds the row it was meant for, never that of a newcomer.
+
+    opened → decoding → (draining) → removed → free
 """
 
 from __future__ import annotations
 
 import heapq
+from array import array
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pagekv.kvmanager.errors import InvariantError
-from pagekv.kvmanager.scheduling.sequence import NO_HANDLE, Seq
+from pagekv.kvmanager.kvcache.block_hash import TOKEN_BYTES
+from pagekv.kvmanager.scheduling.sequence import NO_SEQ_ID, Seq
 
 Rows = NDArray[np.intp]
 _T = TypeVar("_T", bound=np.generic)
@@ -25,18 +30,22 @@ _NEVER = np.iinfo(np.int32).max
 
 
 class DecodeBatch:
-    """Columns by handle. Counts are tokens, int32; invariant of a decoding row: computed == known + pending - 1, and
-    then known >= computed, because no more than one token is promised when the next step is planned.
+    """Columns by seq_id, the owner of counts and tokens of the sequences in it. Counts are tokens, int32.
+
+    Invariant of a decoding row: computed == known + pending - 1, and known >= computed when a step is planned, because
+    no more than one token is promised then.
     """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._sequences: list[Seq | None] = []
-        # Free handles, smallest first: rows stay close together.
+        # Known tokens; those behind the latest full block may be in the ring alone.
+        self._token_ids: list[array[int]] = []
+        # Free rows, smallest first: rows in use stay close together.
         self._free: list[int] = []
-        # Handles whose sequence left while a step in flight samples them.
-        self._leaving: set[int] = set()
-        # Handle to the ids that end it besides end-of-sequence.
+        # Rows whose sequence was removed while a step in flight samples them.
+        self._removed: set[int] = set()
+        # Token ids that end a sequence besides end-of-sequence.
         self._stops: dict[int, tuple[int, ...]] = {}
         self._decoding_rows: Rows | None = None
         self.known = np.zeros(0, np.int32)
@@ -44,14 +53,14 @@ class DecodeBatch:
         self.pending = np.zeros(0, np.int32)
         # Positions that the block table has slots for.
         self.slots = np.zeros(0, np.int32)
-        # Position of the last token that is ever computed; the one behind it is sampled and ends the sequence.
+        # Position of the last token that is ever computed; the token behind it is sampled and ends the sequence.
         self.last_input = np.zeros(0, np.int32)
         # Known tokens from which a stop token, and end-of-sequence, end the sequence.
         self.stops_from = np.zeros(0, np.int32)
         self.eos_from = np.zeros(0, np.int32)
-        # In steps until it leaves.
+        # True while the sequence decodes one token per step.
         self.decoding = np.zeros(0, np.bool_)
-        # Its tokens still count: not finished.
+        # Tokens of the sequence still count: it has not finished.
         self.alive = np.zeros(0, np.bool_)
         # The latest tokens: position p at [(p // block_size) % 2, p % block_size], so a block's tokens stay until the
         # block behind it is full.
@@ -59,9 +68,10 @@ class DecodeBatch:
         self._grow(64)
 
     def _grow(self, capacity: int) -> None:
-        for handle in range(len(self._sequences), capacity):
-            heapq.heappush(self._free, handle)
+        for seq_id in range(len(self._sequences), capacity):
+            heapq.heappush(self._free, seq_id)
         self._sequences += [None] * (capacity - len(self._sequences))
+        self._token_ids += [array("I")] * (capacity - len(self._token_ids))
         self.known = _grown(self.known, capacity)
         self.computed = _grown(self.computed, capacity)
         self.pending = _grown(self.pending, capacity)
@@ -76,106 +86,125 @@ class DecodeBatch:
     # -- life of a row
 
     def open(self, sequence: Seq) -> None:
-        """Gives the sequence a handle."""
+        """Gives the sequence a seq_id."""
         if not self._free:
             self._grow(2 * len(self._sequences))
-        handle = sequence.handle = heapq.heappop(self._free)
-        self._sequences[handle] = sequence
-        self.alive[handle] = True
-        self.pending[handle] = 0
-        self.known[handle] = 0
+        seq_id = heapq.heappop(self._free)
+        self._sequences[seq_id] = sequence
+        self._token_ids[seq_id] = sequence.token_ids
+        self.known[seq_id] = sequence.num_tokens
+        self.computed[seq_id] = sequence.num_computed
+        self.pending[seq_id] = 0
+        self.alive[seq_id] = True
+        sequence.seq_id, sequence.batch = seq_id, self
 
     def start_decoding(self, sequence: Seq) -> None:
-        """From now on the row counts: every known token is computed or in a planned step, and a token is promised."""
-        handle, known, size = sequence.handle, len(sequence.token_ids), self._block_size
+        """The sequence takes part in every step: each known token is computed or planned, and a token is promised."""
+        seq_id, known, size = sequence.seq_id, len(sequence.token_ids), self._block_size
         sampling = sequence.request.command.sampling
-        self.known[handle] = self.computed[handle] = known
-        self.pending[handle] = 1
-        self.slots[handle] = len(sequence.block_table) * size
-        self.last_input[handle] = sequence.max_total - 1
-        least = self.stops_from[handle] = sequence.num_prompt + sampling.min_tokens
-        self.eos_from[handle] = _NEVER if sampling.ignore_eos else least
+        self.pending[seq_id] = 1
+        self.slots[seq_id] = len(sequence.block_table) * size
+        self.last_input[seq_id] = sequence.max_total - 1
+        least = self.stops_from[seq_id] = sequence.num_prompt + sampling.min_tokens
+        self.eos_from[seq_id] = _NEVER if sampling.ignore_eos else least
         if sampling.stop_token_ids:
-            self._stops[handle] = sampling.stop_token_ids
+            self._stops[seq_id] = sampling.stop_token_ids
         start = max(0, known - 1) // size * size
         latest = np.frombuffer(sequence.token_ids, np.uint32, known - start, 4 * start)
-        self._tail[handle, start // size & 1, : len(latest)] = latest
-        self.decoding[handle] = True
+        self._tail[seq_id, start // size & 1, : len(latest)] = latest
+        self.decoding[seq_id] = True
         self._decoding_rows = None
 
     def expect_candidates(self, sequence: Seq) -> None:
-        """A beam: the executor will answer once, and the token it answers with does not count."""
-        self.pending[sequence.handle] = 1
-        self.alive[sequence.handle] = False
+        """The executor will answer a beam once, and the token in the answer does not count."""
+        self.pending[sequence.seq_id] = 1
+        self.alive[sequence.seq_id] = False
 
     def stop_decoding(self, sequence: Seq) -> None:
-        """It takes part in no further step; promised tokens still come."""
-        self.decoding[sequence.handle] = False
+        """The sequence takes part in no further step; promised tokens still come."""
+        self.decoding[sequence.seq_id] = False
         self._decoding_rows = None
 
-    def leave(self, sequence: Seq, *, finished: bool) -> None:
-        """Ends the sequence's stay; with nothing promised its handle is free at once, else once that has come.
+    def remove(self, sequence: Seq, *, finished: bool) -> None:
+        """Ends the sequence's stay; with nothing promised its row is free at once, else once that has come.
 
         Tokens promised to a finished sequence are dropped, those of a preempted one still count.
         """
-        handle = sequence.handle
-        self.sync(sequence)
+        seq_id = sequence.seq_id
         self.stop_decoding(sequence)
         if finished:
-            self.alive[handle] = False
-            self._stops.pop(handle, None)
-        if self.pending[handle]:
-            self._leaving.add(handle)
+            self.alive[seq_id] = False
+            self._stops.pop(seq_id, None)
+        if self.pending[seq_id]:
+            self._removed.add(seq_id)
         else:
-            self._close(handle)
+            self._free_row(seq_id)
 
-    def _close(self, handle: int) -> None:
-        sequence = self._sequences[handle]
+    def _free_row(self, seq_id: int) -> None:
+        sequence = self._sequences[seq_id]
         assert sequence is not None
-        self._sync_tokens(sequence)
-        sequence.num_pending = 0
-        sequence.handle = NO_HANDLE
-        self._leaving.discard(handle)
-        self._sequences[handle] = None
-        self.alive[handle] = False
-        self._stops.pop(handle, None)
-        heapq.heappush(self._free, handle)
+        self.token_ids(seq_id)
+        sequence.seq_id, sequence.batch = NO_SEQ_ID, None
+        sequence.num_computed = int(self.computed[seq_id])
+        self._removed.discard(seq_id)
+        self._sequences[seq_id] = None
+        self.alive[seq_id] = False
+        self._stops.pop(seq_id, None)
+        heapq.heappush(self._free, seq_id)
 
     def settle(self) -> None:
-        """Frees the handles of those that left and are promised nothing any more."""
-        if self._leaving:
-            for handle in [handle for handle in self._leaving if not self.pending[handle]]:
-                self._close(handle)
+        """Frees the rows of removed sequences that are promised nothing any more."""
+        if self._removed:
+            for seq_id in [seq_id for seq_id in self._removed if not self.pending[seq_id]]:
+                self._free_row(seq_id)
 
     def clear(self) -> None:
-        """The executor is gone: what was promised never comes, and nobody has a row."""
-        for handle, sequence in enumerate(self._sequences):
+        """The executor is lost: what was promised never comes, and every row is free."""
+        for seq_id, sequence in enumerate(self._sequences):
             if sequence is not None:
-                self.pending[handle] = 0
+                self.pending[seq_id] = 0
                 self.stop_decoding(sequence)
-                self._close(handle)
+                self._free_row(seq_id)
 
     # -- whole steps
 
-    def of(self, rows: Rows) -> list[Seq]:
+    def sequences(self, rows: Rows) -> list[Seq]:
         """The sequences in these rows, ascending, which must be in use."""
         at = span(rows)
         found = self._sequences[at] if isinstance(at, slice) else map(self._sequences.__getitem__, at.tolist())
         return list(found)  # type: ignore[arg-type]  # free rows alone have None
 
     def decoding_rows(self) -> Rows:
-        """Handles that decode, ascending. Not to be changed by the caller."""
+        """Rows that decode, ascending. Not to be changed by the caller."""
         if self._decoding_rows is None:
             self._decoding_rows = np.flatnonzero(self.decoding)
         return self._decoding_rows
 
+    def exhausted(self, rows: Rows) -> Rows:
+        """Decoding rows whose last token is promised already."""
+        at = span(rows)
+        last = self.computed[at] >= self.last_input[at]
+        return rows[last] if np.count_nonzero(last) else rows[:0]
+
+    def full(self, rows: Rows) -> Rows:
+        """Decoding rows that need a block for their next position."""
+        at = span(rows)
+        full = self.computed[at] == self.slots[at]
+        return rows[full] if np.count_nonzero(full) else rows[:0]
+
+    def promise(self, rows: Rows) -> None:
+        """One more position is computed in each of these rows, ascending, and a token promised."""
+        at = span(rows)
+        self.computed[at] += 1
+        self.pending[at] += 1
+
     def append(self, rows: Rows, tokens: NDArray[np.uint32]) -> NDArray[np.int32]:
-        """Takes in one promised token per row; returns how many each row knows now, not to be changed. Rows of finished
-        sequences are not to be given.
+        """Adds one token to each row, none of a finished sequence; returns how many each row knows now, not to be
+        changed.
         """
         room = 2 * self._block_size
         at = span(rows)
-        # Two blocks of latest tokens a row, used in turn: a ring.
+        # A ring: two blocks of latest tokens a row, used in turn.
         self._tail.reshape(-1)[rows * room + (self.known[at] & (room - 1))] = tokens
         self.known[at] += 1
         return self.known[at]
@@ -190,51 +219,53 @@ class DecodeBatch:
                 found.append(position)
         return found
 
-    def completed_blocks(self, rows: Rows) -> NDArray[np.uint32]:
-        """Tokens of the block that ends at each row's computed position, [len(rows), block_size]."""
-        halves = self._tail.reshape(-1, self._block_size)
-        tokens: NDArray[np.uint32] = halves[2 * rows + ((self.computed[rows] // self._block_size - 1) & 1)]
+    def complete_blocks(self, rows: Rows) -> NDArray[np.uint32]:
+        """Tokens of the block that ends at each row's computed position, [len(rows), block_size], in any order of rows;
+        from now on these tokens are no longer in the ring alone.
+        """
+        size = self._block_size
+        ends = self.computed[rows]
+        tokens: NDArray[np.uint32] = self._tail.reshape(-1, size)[2 * rows + ((ends // size - 1) & 1)]
+        raw = tokens.tobytes()
+        for place, (row, end) in enumerate(zip(rows.tolist(), ends.tolist(), strict=True), 1):
+            missing = end - len(self._token_ids[row])
+            if missing > 0:
+                stop = place * TOKEN_BYTES * size
+                self._token_ids[row].frombytes(raw[stop - TOKEN_BYTES * missing : stop])
         return tokens
 
     # -- single rows
 
-    def sync(self, sequence: Seq) -> None:
-        """Writes counts and tokens of a row back to its sequence, if it decodes or did."""
-        handle = sequence.handle
-        if self.known[handle]:
-            self._sync_tokens(sequence)
-            sequence.num_computed = int(self.computed[handle])
-            sequence.num_pending = int(self.pending[handle])
-
-    def _sync_tokens(self, sequence: Seq) -> None:
-        handle, size = sequence.handle, self._block_size
-        known = int(self.known[handle])
-        while (have := len(sequence.token_ids)) < known:
+    def token_ids(self, seq_id: int) -> array[int]:
+        """Every token that the row knows."""
+        tokens, known, size = self._token_ids[seq_id], int(self.known[seq_id]), self._block_size
+        while (have := len(tokens)) < known:
             end = min(known, (have // size + 1) * size)
             begin = have % size
-            sequence.token_ids.frombytes(self._tail[handle, have // size & 1, begin : begin + end - have].tobytes())
+            tokens.frombytes(self._tail[seq_id, have // size & 1, begin : begin + end - have].tobytes())
+        return tokens
 
     # -- proof
 
     def check_integrity(self, here: list[Seq]) -> None:
-        """Checks the rows against the sequences that are at the executor; raises InvariantError."""
+        """Compares the rows with the sequences that are at the executor; raises InvariantError."""
         for sequence in here:
-            handle = sequence.handle
-            if handle == NO_HANDLE or self._sequences[handle] is not sequence:
-                raise InvariantError(f"sequence {sequence.key} has handle {handle}, which is not its own")
-        holders = {sequence.handle for sequence in here}
-        used = {handle for handle, sequence in enumerate(self._sequences) if sequence is not None}
-        if used != holders | self._leaving or used & set(self._free):
-            raise InvariantError(f"handles {sorted(used)} are used, {sorted(holders | self._leaving)} should be")
-        for handle in np.flatnonzero(self.decoding).tolist():
-            known, computed, pending = int(self.known[handle]), int(self.computed[handle]), int(self.pending[handle])
-            if handle not in holders or computed != known + pending - 1:
-                raise InvariantError(f"row {handle} decodes with {known} known, {computed} computed, {pending} pending")
+            seq_id = sequence.seq_id
+            if seq_id == NO_SEQ_ID or self._sequences[seq_id] is not sequence:
+                raise InvariantError(f"sequence {sequence.key} has seq_id {seq_id}, which is not its own")
+        holders = {sequence.seq_id for sequence in here}
+        used = {seq_id for seq_id, sequence in enumerate(self._sequences) if sequence is not None}
+        if used != holders | self._removed or used & set(self._free):
+            raise InvariantError(f"seq_ids {sorted(used)} are used, {sorted(holders | self._removed)} should be")
+        for seq_id in np.flatnonzero(self.decoding).tolist():
+            known, computed, pending = int(self.known[seq_id]), int(self.computed[seq_id]), int(self.pending[seq_id])
+            if seq_id not in holders or computed != known + pending - 1:
+                raise InvariantError(f"row {seq_id} decodes with {known} known, {computed} computed, {pending} pending")
 
 
 def span(rows: Rows) -> Rows | slice:
-    """What to index columns with for these ascending rows: a slice if they are consecutive, as in steady state, which
-    needs no gathering.
+    """An index into columns for these ascending rows: a slice, which needs no gathering, where they are consecutive, as
+    in steady state.
     """
     if len(rows) and rows[-1] - rows[0] + 1 == len(rows):
         return slice(int(rows[0]), int(rows[-1]) + 1)

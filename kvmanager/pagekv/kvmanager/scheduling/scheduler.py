@@ -1,4 +1,4 @@
-"""Who computes what in the next step: continuous batching with chunked prefill under a token budget (DESIGN 5).
+"""Plans each step: continuous batching with chunked prefill under a token budget (DESIGN 5).
 
 A step is planned from what will be true once the steps in flight are done: every sampled token they promise is
 counted though its value is unknown, so step N + 1 can be planned while step N runs. When a promised token turns out to
@@ -8,34 +8,39 @@ Order within a step: decodes first; then beams and forks; then prefills under wa
 queue while budget, sequence slots and blocks last. Only decodes and beams need blocks beyond those taken at admission,
 so only they preempt, and the victim, the last of the running order, never stands before the one that needs the block.
 
-Sequences that decode live in `SequenceRows`, so that a step costs a fixed number of vector operations and Python work
-only for the few that cross a block border, begin or end.
+Sequences that decode live in the columns of `DecodeBatch`, so that a step costs a fixed number of vector operations and
+Python work only for the few that fill a block, begin or end.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
-from pagekv.kvmanager.kvcache.prefix_table import Blocks
 from pagekv.kvmanager.scheduling.admission import Admission
-from pagekv.kvmanager.scheduling.beam_scheduler import begin_search, give_blocks, take_candidates
+from pagekv.kvmanager.scheduling.beam_scheduler import BeamScheduler, begin_search
+from pagekv.kvmanager.scheduling.block_tables import BlockTables
+from pagekv.kvmanager.scheduling.counters import SchedulerCounters
 from pagekv.kvmanager.scheduling.decode_batch import Rows, span
-from pagekv.kvmanager.scheduling.running_queue import RunningQueue, SchedulerCounters, SchedulerLimits, key
-from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_HANDLE, LiveRequest, Seq, SeqStatus
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
+from pagekv.kvmanager.scheduling.listener import SchedulerListener
+from pagekv.kvmanager.scheduling.preemption import Preemption
+from pagekv.kvmanager.scheduling.running_queue import RunningQueue
+from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_SEQ_ID, LiveRequest, Seq, SeqStatus, key
+from pagekv.kvmanager.scheduling.step_builder import StepBuilder
 from pagekv.kvmanager.scheduling.step_plan import Committed, StepPlan, StepResult
-from pagekv.kvmanager.scheduling.stop_check import find_endings
+from pagekv.kvmanager.scheduling.stop_check import check_stop
 from pagekv.kvmanager.scheduling.waiting_queue import WaitingQueue
 
 
 class Scheduler:
-    """Owns the queues and, through `tables`, every block. Single-threaded; `schedule` and `commit` alternate freely,
-    with at most two steps in flight.
+    """Owns the queues and, through its block tables, every block. Single-threaded; `schedule` and `commit` alternate
+    freely, with at most two steps in flight.
     """
 
     def __init__(
@@ -43,34 +48,29 @@ class Scheduler:
         pool: BlockPool,
         limits: SchedulerLimits,
         eos_token_ids: Iterable[int],
-        on_admission: Callable[[Seq], None] = lambda sequence: None,
         host: HostPool | None = None,
+        listener: SchedulerListener | None = None,
     ) -> None:
-        """`on_admission` is called with every sequence that gets its blocks for the first time, before it publishes.
-        `host` is where sequences are swapped out to; None: nowhere.
-        """
+        """Sequences are swapped out to `host`; None: nowhere."""
+        self._listener = SchedulerListener() if listener is None else listener
         self.counters = SchedulerCounters()
         self.waiting = WaitingQueue()
-        host = HostPool(0, pool.block_size) if host is None else host
-        self._running = RunningQueue(pool, host, limits, self.waiting, self.counters)
-        self._rows = self._running.rows
+        self._begin_epoch(pool, limits, eos_token_ids, host)
+
+    def _begin_epoch(
+        self, pool: BlockPool, limits: SchedulerLimits, eos_token_ids: Iterable[int], host: HostPool | None
+    ) -> None:
+        waiting, counters = self.waiting, self.counters
+        self.pool = pool
+        self.host = HostPool(0, pool.block_size) if host is None else host
+        self.limits = limits
         self._eos = tuple(eos_token_ids)
-        self._admission = Admission(self._running, on_admission)
-
-    @property
-    def pool(self) -> BlockPool:
-        """The pool of the present epoch."""
-        return self._running.pool
-
-    @property
-    def host(self) -> HostPool:
-        """The host pool of the present epoch."""
-        return self._running.host
-
-    @property
-    def limits(self) -> SchedulerLimits:
-        """The bounds of the present epoch."""
-        return self._running.limits
+        self._tables = tables = BlockTables(pool, self.host, limits, counters)
+        self._running = running = RunningQueue(pool.block_size)
+        self.preemption = Preemption(running, tables, waiting, limits, counters)
+        self._admission = Admission(running, tables, waiting, limits, counters)
+        self._beams = BeamScheduler(running, tables, waiting, self.preemption, counters)
+        self._listener.epoch_began(pool, self.host, limits, self._eos)
 
     @property
     def running(self) -> list[Seq]:
@@ -80,178 +80,189 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that hold no blocks: those in the queue and those that wait for a fork."""
-        return len(self.waiting) + self._running.num_forking
-
-    # -- entering
+        return len(self.waiting) + self.waiting.num_forking
 
     def add(self, request: LiveRequest) -> None:
         """Queues a request: its sequence 0; the others follow by fork."""
+        self._listener.adding(request)
         if request.command.sampling.beam_width:
             begin_search(request, self._eos)
-        self.waiting.push(request.sequences[0])
-        self._running.num_forking += len(request.sequences) - 1
+        self.waiting.add(request)
 
     # -- planning
 
     def schedule(self) -> StepPlan | None:
         """Plans the next step, or None when there is nothing to do now."""
-        running, budget = self._running, self._running.limits.max_batch_tokens
-        plan = StepPlan(finished=running.leaving)
-        running.tables.begin_step()
-        if running.returning:
-            give_blocks(running)
-        decodes = self._plan_decodes(plan, budget)
-        plan.num_tokens = len(decodes)
-        sampling: list[int] = []
-        under_way = list(running.prefilling)
-        if running.returning:
-            self._admission.plan_returns(plan, budget, sampling)
-        if self._admission.forking:
-            self._admission.plan_forks(plan, budget, sampling)
-        for sequence in under_way:
-            running.plan_chunk(plan, sequence, budget, sampling)
-        self._admission.plan_admissions(plan, budget, sampling)
-        plan.moves = running.tables.take_moves()
-        plan.sampling = np.sort(np.concatenate([decodes, np.array(sampling, np.intp)])) if sampling else decodes
-        if not (plan.num_tokens or plan.finished or plan.moves):
-            return None
-        running.leaving = list(plan.beams)
-        plan.preempted, running.preempted = running.preempted, []
+        try:
+            plan = self._plan()
+        except InvariantError as error:
+            self._listener.scheduled(None)
+            self._listener.failed(error)
+            raise
+        self._listener.scheduled(plan)
         return plan
 
-    def _plan_decodes(self, plan: StepPlan, budget: int) -> Rows:
-        """One token for every sequence whose last token is known or promised; returns their handles, ascending."""
-        rows_of = self._rows
-        rows = rows_of.decoding_rows()
+    def _plan(self) -> StepPlan | None:
+        running = self._running
+        step = StepBuilder(running, self._tables, self.limits.max_batch_tokens)
+        if running.returning:
+            self._beams.allocate_slots()
+        self._plan_decodes(step)
+        under_way = running.prefilling[:]
+        if running.returning:
+            self._admission.plan_returns(step)
+        if self.waiting.forking:
+            self._admission.plan_forks(step)
+        for sequence in under_way:
+            step.add_chunk(sequence)
+        self._admission.plan_admissions(step)
+        plan = step.finish()
+        if plan is not None:
+            plan.preempted = self.preemption.take_preempted()
+        return plan
+
+    def _plan_decodes(self, step: StepBuilder) -> None:
+        """One token for every sequence whose last token is known or promised."""
+        batch = self._running.batch
+        rows = batch.decoding_rows()
         if not len(rows):
-            return rows
-        at = span(rows)
-        last = rows_of.computed[at] >= rows_of.last_input[at]
-        if np.count_nonzero(last):
-            # The last token it may have is promised already: leave the executor, keep the blocks until it is here.
-            for sequence in rows_of.of(rows[last]):
-                sequence.state = SeqStatus.DRAINING
-                rows_of.stop_decoding(sequence)
-                plan.finished.append(sequence.handle)
-            rows = rows_of.decoding_rows()
+            return
+        exhausted = batch.exhausted(rows)
+        if len(exhausted):
+            for sequence in batch.sequences(exhausted):
+                self._running.drain(sequence)
+            rows = batch.decoding_rows()
         others: list[int] = []
-        if len(rows) > budget:
-            rows, others = self._first_in_order(budget)
-        at = span(rows)
-        full = rows_of.computed[at] == rows_of.slots[at]
-        if np.count_nonzero(full) and self._grow(plan, rows[full]):
-            rows = rows[rows_of.decoding[rows]]
-            at = span(rows)
-        for handle in others:
-            if rows_of.decoding[handle]:
-                self._sit_out(plan, handle)
-        rows_of.computed[at] += 1
-        rows_of.pending[at] += 1
-        return rows
+        if len(rows) > step.room:
+            rows, others = self._first_in_order(step.room)
+        full = batch.full(rows)
+        if len(full) and self._allocate_slots(step, full):
+            rows = rows[batch.decoding[rows]]
+        for seq_id in others:
+            if batch.decoding[seq_id]:
+                step.add_pause(seq_id)
+        step.add_decodes(rows)
 
     def _first_in_order(self, count: int) -> tuple[Rows, list[int]]:
-        """The first `count` of the running order that decode, ascending by handle, and the others."""
-        handles = [s.handle for s in self.running if self._rows.decoding[s.handle]]
-        return np.array(sorted(handles[:count]), np.intp), handles[count:]
+        """Rows of the first `count` of the running order that decode, ascending, and seq_ids of the others."""
+        seq_ids = [s.seq_id for s in self.running if self._running.batch.decoding[s.seq_id]]
+        return np.array(sorted(seq_ids[:count]), np.intp), seq_ids[count:]
 
-    def _grow(self, plan: StepPlan, rows: Rows) -> bool:
+    def _allocate_slots(self, step: StepBuilder, rows: Rows) -> bool:
         """One more block for each of these decodes, whose tables are full; True if that preempted sequences."""
-        chunks = self._rows.completed_blocks(rows)
-        sequences = self._rows.of(rows)
-        running = self._running
-        blocks = running.pool.allocate(len(rows))
-        exhausted = blocks is None
+        batch = self._running.batch
+        sequences = batch.sequences(rows)
+        blocks = self._tables.allocate(len(rows))
+        preempts = blocks is None
         if blocks is None:
-            # In running order, so that of another request nobody is preempted after it got its block.
-            order = sorted(range(len(rows)), key=lambda position: sequences[position].key)
-            got = [(position, block) for position in order if (block := running.block_for(sequences[position])) >= 0]
-            for position, block in got:
-                if sequences[position].state is not SeqStatus.RUNNING:
-                    # Another sequence of its request found no block, and they wait together.
-                    running.pool.free(np.array([block], np.int32))
-            got = [(position, block) for position, block in got if sequences[position].state is SeqStatus.RUNNING]
-            kept = [position for position, _ in got]
-            rows, chunks, sequences = rows[kept], chunks[kept], [sequences[position] for position in kept]
-            blocks = np.array([block for _, block in got], np.int32)
-        running.tables.grow(sequences, blocks, chunks)
-        self._rows.slots[rows] += running.pool.block_size
-        plan.append_handles += rows.tolist()
-        plan.append_blocks += blocks.tolist()
-        return exhausted
+            found = self._allocate_one_by_one(sequences)
+            sequences = list(found)
+            rows = np.array([sequence.seq_id for sequence in sequences], np.intp)
+            blocks = np.array(list(found.values()), np.int32)
+        self._tables.append_blocks(sequences, blocks, batch.complete_blocks(rows))
+        batch.slots[rows] += self.pool.block_size
+        step.add_blocks(rows.tolist(), blocks)
+        return preempts
 
-    @staticmethod
-    def _sit_out(plan: StepPlan, handle: int) -> None:
-        plan.scheduled_handles.append(handle)
-        plan.scheduled_tokens.append(0)
+    def _allocate_one_by_one(self, sequences: list[Seq]) -> dict[Seq, int]:
+        """A block for each of these sequences, in running order, so that none of another request is preempted after it
+        got its block; the sequences still running in the end, with their blocks.
+        """
+        found: dict[Seq, int] = {}
+        for sequence in sorted(sequences, key=key):
+            block = self.preemption.block_for(sequence)
+            if block >= 0:
+                found[sequence] = block
+        for sequence in [sequence for sequence in found if sequence.state is not SeqStatus.RUNNING]:
+            # Another sequence of its request found no block, and they wait together.
+            self.pool.free(np.array([found.pop(sequence)], np.int32))
+        return found
 
     # -- results
 
-    def commit(self, plan: StepPlan, outcome: StepResult) -> Committed:
+    def commit(self, plan: StepPlan, result: StepResult) -> Committed:
         """Takes in a step's tokens and finishes sequences that ended. Tokens for sequences that have finished since
-        are dropped. Raises InvariantError when the outcome does not answer the plan.
+        are dropped. Raises InvariantError when the result does not answer the plan.
         """
-        rows_of, rows = self._rows, plan.sampling
-        handles, sampled = outcome.sampled_handles, outcome.sampled_tokens
-        if len(handles) != len(sampled):
-            raise InvariantError(f"step {outcome.step} sampled {len(sampled)} tokens for {len(handles)} sequences")
+        self._listener.committing(plan, result)
+        try:
+            return self._commit(plan, result)
+        except InvariantError as error:
+            self._listener.failed(error)
+            raise
+
+    def _commit(self, plan: StepPlan, result: StepResult) -> Committed:
+        batch, rows = self._running.batch, plan.sampling
+        seq_ids, sampled = result.sampled_seq_ids, result.sampled_tokens
+        if len(seq_ids) != len(sampled):
+            raise InvariantError(f"step {result.step} sampled {len(sampled)} tokens for {len(seq_ids)} sequences")
         kept = rows.tolist()
-        if handles != kept:
+        if seq_ids != kept:
             # The executor reports them in the order they came to it.
-            order = sorted(range(len(handles)), key=handles.__getitem__)
-            if [handles[position] for position in order] != kept:
-                odd = sorted(set(handles) ^ set(kept))[:8]
-                raise InvariantError(f"step {outcome.step} sampled other sequences than planned, such as {odd}")
+            order = sorted(range(len(seq_ids)), key=seq_ids.__getitem__)
+            if [seq_ids[position] for position in order] != kept:
+                odd = sorted(set(seq_ids) ^ set(kept))[:8]
+                raise InvariantError(f"step {result.step} sampled other sequences than planned, such as {odd}")
             sampled = [sampled[position] for position in order]
         # Through an array, which takes a third of the time of np.array.
         tokens = np.frombuffer(array("I", sampled), np.uint32)
         at = span(rows)
-        rows_of.pending[at] -= 1
-        alive = rows_of.alive[at]
+        batch.pending[at] -= 1
+        alive = batch.alive[at]
         if np.count_nonzero(alive) < len(rows):
             rows, tokens = rows[alive], tokens[alive]  # without the one token too many
             kept, sampled = rows.tolist(), tokens.tolist()
-        known = rows_of.append(rows, tokens)
+        known = batch.append(rows, tokens)
         self.counters.generated_tokens += len(rows)
-        sequences = rows_of.of(rows)
-        endings = find_endings(rows_of, rows, tokens, known, self._eos)
+        sequences = batch.sequences(rows)
+        endings = check_stop(batch, rows, tokens, known, self._eos)
         for position in endings:
-            self.finish(sequences[position])
-        searched = take_candidates(self._running, plan, outcome) if plan.beams else []
-        rows_of.settle()
+            self._finish(sequences[position])
+        searched = self._beams.take_candidates(plan, result) if plan.beams else []
+        batch.settle()
         return Committed(sequences, kept, sampled, endings, searched)
 
-    # -- leaving
+    # -- endings
 
     def finish(self, sequence: Seq) -> None:
         """Ends a sequence in any state; its blocks are free for the very next step. Idempotent."""
-        running, state = self._running, sequence.state
-        if state is SeqStatus.FORKING:
-            running.num_forking -= 1
-        elif state is SeqStatus.WAITING:
-            if sequence.handle != NO_HANDLE:
-                self._rows.leave(sequence, finished=True)
-            sequence.state = SeqStatus.FINISHED
-            running.tables.drop_swapped(sequence)
-            self.waiting.forget()
-        elif state is not SeqStatus.FINISHED:
-            running.release(sequence)
-        sequence.state = SeqStatus.FINISHED
-        if sequence.index == 0 and state is SeqStatus.WAITING:
-            # Nobody computes the prompt for the others any more.
-            running.queue(s for s in sequence.request.sequences if s.state is SeqStatus.FORKING)
+        self._listener.finishing(sequence)
+        self._finish(sequence)
 
-    def forget(self, request: LiveRequest) -> None:
-        """All its sequences have finished. They point at it: without pointing back, so that what they hold goes with
-        the last of them, and not when the garbage collector comes.
+    def _finish(self, sequence: Seq) -> None:
+        state = sequence.state
+        if state in HOLDING:
+            self._running.remove(sequence, SeqStatus.FINISHED)
+            self._tables.free(sequence)
+        elif state is not SeqStatus.FINISHED:
+            if sequence.seq_id != NO_SEQ_ID:
+                self._running.batch.remove(sequence, finished=True)
+            self._tables.release_swapped(sequence)
+            self.waiting.remove(sequence)
+            if state is SeqStatus.WAITING and sequence.index == 0:
+                # Nothing computes the prompt for the others any more.
+                for child in self.waiting.take_children(sequence.request):
+                    self.waiting.push(child)
+
+    def remove(self, request: LiveRequest) -> None:
+        """Drops a request of which every sequence has finished. They point at it: without pointing back, so that what
+        they hold goes with the last of them, and not when the garbage collector comes.
         """
-        self._admission.forget(request)
+        self.waiting.take_children(request)
         request.sequences = []
 
     def preempt_all(self) -> None:
         """Makes running sequences give their blocks back and wait; they are recomputed. Those whose last token is in
         flight keep theirs until it has come.
         """
-        self._running.preempt_all()
+        self._listener.preempting_all()
+        self.preemption.preempt_all()
+
+    def clear_prefix_cache(self) -> int:
+        """Empties both tiers of the prefix cache; returns how many device blocks it had. Held blocks stay held."""
+        self._listener.clearing_cache()
+        self.host.clear()
+        return self.pool.clear_prefix_table()
 
     def lose_executor(
         self,
@@ -263,39 +274,17 @@ class Scheduler:
         """A new epoch with empty pools: everything running waits again and is recomputed from its tokens. Tokens that
         steps in flight promised never come and will be sampled again, the same ones.
         """
-        host = HostPool(0, pool.block_size) if host is None else host
-        lost = self._running
-        lost.lose()
-        pool.evictions += lost.pool.evictions
-        pool.hash_alarms += lost.pool.hash_alarms
-        host.evictions += lost.host.evictions
-        host.hash_alarms += lost.host.hash_alarms
-        self._running = RunningQueue(pool, host, limits, self.waiting, self.counters)
-        self._running.num_forking = lost.num_forking
-        self._rows = self._running.rows
-        self._eos = tuple(eos_token_ids)
-        self._admission.new_epoch(self._running)
-
-    def share(self, blocks: Blocks) -> None:
-        """A holder that is no sequence, a pin, takes hold of cached blocks."""
-        self.pool.share(blocks)
-
-    def free(self, blocks: Blocks) -> None:
-        """It lets them go."""
-        self.pool.free(blocks)
-
-    def clear_prefix_cache(self) -> int:
-        """Forgets what is cached in both tiers; returns how many blocks of the device were. What is held stays held."""
-        self.host.clear()
-        return self.pool.clear_prefix_table()
-
-    # -- views
-
-    def sync(self) -> None:
-        """Brings the counts and tokens of every running sequence up to date; between steps they live in columns."""
-        for sequence in self.running:
-            if sequence.handle != NO_HANDLE:
-                self._rows.sync(sequence)
+        lost, lost_pool, lost_host = self._running, self.pool, self.host
+        lost.batch.clear()
+        for sequence in lost.order:
+            self._tables.discard(sequence)
+            sequence.candidates = None
+            self.waiting.push(sequence)
+        self._begin_epoch(pool, limits, eos_token_ids, host)
+        self.pool.evictions += lost_pool.evictions
+        self.pool.hash_alarms += lost_pool.hash_alarms
+        self.host.evictions += lost_host.evictions
+        self.host.hash_alarms += lost_host.hash_alarms
 
     # -- proof
 
@@ -303,7 +292,6 @@ class Scheduler:
         """Recomputes block counts and queue lengths from the live sequences and the blocks of each pin; raises
         InvariantError.
         """
-        self.sync()
         sequences = list(live)
         held = [s for s in sequences if s.state in HOLDING]
         self.pool.check_integrity([*(s.block_table for s in held), *pins])
@@ -311,23 +299,14 @@ class Scheduler:
         self.host.check_integrity([s.swapped.held() for s in sequences if s.swapped and s.swapped.pool is self.host])
         if sorted(held, key=key) != self.running:
             raise InvariantError(f"{len(held)} sequences hold blocks, the running order has {len(self.running)}")
-        waiting = sum(1 for s in sequences if s.state is SeqStatus.WAITING)
-        if waiting != len(self.waiting):
-            raise InvariantError(f"{waiting} sequences wait, the waiting queue counts {len(self.waiting)}")
-        forking = {s.request.arrival for s in sequences if s.state is SeqStatus.FORKING}
-        if self._running.num_forking != sum(1 for s in sequences if s.state is SeqStatus.FORKING):
-            raise InvariantError(f"{self._running.num_forking} sequences are counted that wait for a fork")
-        parents = {request.arrival for request in self._admission.forking}
-        parents |= {s.request.arrival for s in sequences if s.index == 0 and s.state is SeqStatus.WAITING}
-        if not forking <= parents:
-            raise InvariantError(f"requests {sorted(forking - parents)} wait for a fork that nobody makes")
+        self._check_waiting(sequences)
         # Beams are at the executor only while they compute, and those that return are not there yet.
         returning = self._running.returning
-        self._rows.check_integrity(
-            [s for s in held if s.handle != NO_HANDLE or (s.request.search is None and s not in returning)]
+        self._running.batch.check_integrity(
+            [s for s in held if s.seq_id != NO_SEQ_ID or (s.request.search is None and s not in returning)]
         )
         for s in held:
-            covered = -(-max(len(s.token_ids), s.num_computed) // self.pool.block_size)
+            covered = -(-max(s.num_tokens, s.num_computed) // self.pool.block_size)
             if not s.num_computed <= s.num_total <= s.max_total or covered not in (
                 len(s.block_table),
                 len(s.block_table) + 1,
@@ -336,3 +315,15 @@ class Scheduler:
                     f"sequence {s.key}: {s.num_computed} computed of {s.num_total} (at most {s.max_total}) in "
                     f"{len(s.block_table)} blocks of {self.pool.block_size}"
                 )
+
+    def _check_waiting(self, sequences: list[Seq]) -> None:
+        waiting = sum(1 for s in sequences if s.state is SeqStatus.WAITING)
+        if waiting != len(self.waiting):
+            raise InvariantError(f"{waiting} sequences wait, the waiting queue counts {len(self.waiting)}")
+        forking = [s.request.arrival for s in sequences if s.state is SeqStatus.FORKING]
+        if self.waiting.num_forking != len(forking):
+            raise InvariantError(f"{self.waiting.num_forking} sequences are counted that wait for a fork")
+        parents = {request.arrival for request in self.waiting.forking}
+        parents |= {s.request.arrival for s in sequences if s.index == 0 and s.state is SeqStatus.WAITING}
+        if not parents.issuperset(forking):
+            raise InvariantError(f"requests {sorted({*forking} - parents)} wait for a fork that nobody makes")

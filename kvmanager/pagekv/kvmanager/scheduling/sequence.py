@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,10 @@ from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.beam_search import BeamSearch
 
-NO_HANDLE = -1
+if TYPE_CHECKING:
+    from pagekv.kvmanager.scheduling.decode_batch import DecodeBatch
+
+NO_SEQ_ID = -1
 # A position behind every other.
 NEVER = 2**40
 
@@ -32,7 +36,7 @@ class SeqStatus(Enum):
     FINISHED = "finished"  # holds nothing
 
 
-# Of those that have a block table.
+# States of sequences that have a block table.
 HOLDING = (SeqStatus.RUNNING, SeqStatus.DRAINING)
 
 
@@ -45,17 +49,17 @@ class LiveRequest:
     arrival: int
     # Parent digest of its first block: 32 bytes.
     root: bytes
-    # Those of beam search are its live beams, best first.
+    # During a beam search its live beams, best first.
     sequences: list[Seq] = field(default_factory=list)
     search: BeamSearch | None = None
     # Steps, in all, for which sequences that were preempted together stood at the head of the queue and did not fit.
     steps_at_head: int = 0
-    # Its sequences did not fit together, and come and go one by one from now on.
+    # The sequences did not fit together, and come and go one by one from now on.
     apart: bool = False
 
     @property
     def preemptions(self) -> int:
-        """Those of the sequence that was preempted most often."""
+        """How often the sequence was preempted that was so most often."""
         return max(sequence.preemptions for sequence in self.sequences)
 
 
@@ -63,11 +67,11 @@ class LiveRequest:
 class Swapped:
     """What the host pool keeps for a preempted sequence, which holds these blocks."""
 
-    # Only there do the block ids mean anything: pools live as long as an epoch.
+    # The pool of the block ids: pools live as long as an epoch.
     pool: HostPool
     # Host block by logical block. NO_BLOCK: others held it on the device, where its digest may still find it.
     blocks: list[int]
-    # Positions that they hold together.
+    # Positions that the blocks hold together.
     num_computed: int
 
     def held(self) -> list[int]:
@@ -82,22 +86,22 @@ class Seq:
     num_computed <= len(token_ids) + num_pending, and len(block_table) == ceil(max(known, num_computed) / block_size)
     where known is len(token_ids): blocks exist for what is known or being computed and for nothing else.
 
-    While it decodes, `SequenceRows` has the true counts and the latest tokens; `SequenceRows.sync` writes them back.
+    Counts and tokens have one owner: the sequence itself, or, while it has a `seq_id`, its row in the decode batch.
+    The properties ask the owner.
     """
 
     request: LiveRequest
     index: int
-    # uint32: compact, and NumPy can look at them without a copy.
-    token_ids: array[int]
+    _token_ids: array[int]
     # Prompt tokens that are truly prompt: resumed tokens count as output.
     num_prompt: int
     # token_ids may grow to this length.
     max_total: int
     # (rank, arrival, index): smaller runs first and is preempted last.
     key: tuple[int, int, int]
-    # Its full blocks go into the prefix table.
+    # Full blocks go into the prefix table.
     publishes: bool = True
-    # First position that stands for a medium: from its block on, tokens alone do not tell blocks apart.
+    # First position that stands for a medium: from that block on, tokens alone do not tell blocks apart.
     first_media: int = NEVER
     state: SeqStatus = SeqStatus.WAITING
     # int32.
@@ -106,36 +110,63 @@ class Seq:
     digests: list[bytes] = field(default_factory=list)
     # Leading blocks of block_table that were hits or have been offered to the prefix table.
     num_published: int = 0
-    # Positions whose keys and values are written by steps planned so far, in flight or done.
-    num_computed: int = 0
-    # Sampled tokens promised by steps in flight.
-    num_pending: int = 0
-    # Name of this stay at the executor, and its row; kept after leaving until no step in flight samples it.
-    handle: int = NO_HANDLE
+    _num_computed: int = 0
+    # The sequence's number at the executor and its row in the batch; kept after it was preempted or has finished until
+    # no step in flight samples it.
+    seq_id: int = NO_SEQ_ID
+    # None without a seq_id.
+    batch: DecodeBatch | None = None
     # None until first admitted.
     cached_tokens: int | None = None
     preemptions: int = 0
-    # Of a sequence that waits after it was swapped out.
+    # Set while the sequence waits after it was swapped out.
     swapped: Swapped | None = None
-    # Of a beam that waits for the others of its search: (token id, log-probability), likeliest first.
+    # Set while a beam waits for the others of its search: (token id, log-probability), likeliest first.
     candidates: list[tuple[int, float]] | None = None
+
+    @property
+    def token_ids(self) -> array[int]:
+        """Known tokens, uint32: compact, and NumPy can look at them without a copy."""
+        return self._token_ids if self.batch is None else self.batch.token_ids(self.seq_id)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known."""
+        return len(self._token_ids) if self.batch is None else int(self.batch.known[self.seq_id])
+
+    @property
+    def num_computed(self) -> int:
+        """Positions whose keys and values are written by steps planned so far, in flight or done."""
+        return self._num_computed if self.batch is None else int(self.batch.computed[self.seq_id])
+
+    @num_computed.setter
+    def num_computed(self, count: int) -> None:
+        if self.batch is None:
+            self._num_computed = count
+        else:
+            self.batch.computed[self.seq_id] = count
+
+    @property
+    def num_pending(self) -> int:
+        """Sampled tokens promised by steps in flight."""
+        return 0 if self.batch is None else int(self.batch.pending[self.seq_id])
 
     @property
     def num_total(self) -> int:
         """Tokens known or promised."""
-        return len(self.token_ids) + self.num_pending
+        return self.num_tokens + self.num_pending
 
     @property
     def num_output(self) -> int:
         """Tokens generated, resumed ones included."""
-        return len(self.token_ids) - self.num_prompt
+        return self.num_tokens - self.num_prompt
 
     def branch(self, index: int) -> Seq:
         """Another sequence with the same past, which holds nothing yet."""
         return Seq(
             request=self.request,
             index=index,
-            token_ids=self.token_ids[:],
+            _token_ids=self.token_ids[:],
             num_prompt=self.num_prompt,
             max_total=self.max_total,
             key=(*self.key[:2], index),
@@ -156,6 +187,11 @@ class Seq:
         return view.reshape(-1, block_size).copy()
 
 
+def key(sequence: Seq) -> tuple[int, int, int]:
+    """Sorts by `Seq.key`."""
+    return sequence.key
+
+
 def live_request(
     command: GenerateCommand, stream: RequestStream, arrival: int, root: bytes, priority_aging: int
 ) -> LiveRequest:
@@ -173,7 +209,7 @@ def live_request(
         Seq(
             request=request,
             index=index,
-            token_ids=tokens[:],
+            _token_ids=tokens[:],
             num_prompt=num_prompt,
             max_total=num_prompt + command.sampling.max_tokens,
             key=(rank, arrival, index),

@@ -1,38 +1,40 @@
-"""Sequences that came back together and share blocks which one of them has yet to compute.
+"""Sequences of one request that share blocks which one of them has yet to compute.
 
-Of the sequences of a request one computes what is common; the others hold the same blocks meanwhile and enter the
-executor once all they share is computed by a planned step. If the one that computes it leaves before, another takes its
-place.
+One sequence computes what is common; the others hold the same blocks meanwhile and enter the executor once all they
+share is computed by a planned step. If the one that computes leaves before, another takes its place.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from pagekv.kvmanager.scheduling.sequence import Seq
+import numpy as np
+
+from pagekv.kvmanager.scheduling.block_tables import Arrival
+from pagekv.kvmanager.scheduling.sequence import HOLDING, Seq, key
 
 
 class _Lead(NamedTuple):
-    """Who computes what a follower shares, and the position behind the last that it shares."""
+    """The sequence that computes what a follower shares, and the position behind the last shared one."""
 
     leader: Seq
     end: int
 
 
 class SharedPrefill:
-    """Of the sequences of one epoch. `num_computed` of a follower counts what its leader has yet to compute."""
+    """Followers and leaders of one epoch. `num_computed` of a follower counts what its leader has yet to compute."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._leads: dict[Seq, _Lead] = {}
 
-    def follow(self, sequence: Seq, leader: Seq, end: int) -> None:
-        """From now on the sequence waits until positions before `end`, in blocks that it shares, are computed."""
+    def wait_for(self, leader: Seq, sequence: Seq, end: int) -> None:
+        """Makes `sequence` wait until positions before `end`, in blocks that it shares with `leader`, are computed."""
         if self._written(leader) < end:
             self._leads[sequence] = _Lead(leader, end)
 
     def is_ready(self, sequence: Seq) -> bool:
-        """Whether planned steps compute all that it counts as computed."""
+        """Whether planned steps compute all that the sequence counts as computed."""
         lead = self._leads.get(sequence)
         if lead is None:
             return True
@@ -49,8 +51,8 @@ class SharedPrefill:
         return written
 
     def hand_over(self, sequence: Seq) -> None:
-        """Before a sequence leaves: it counts only what is truly computed, and of its followers the one that shares
-        most with it computes what it would have.
+        """Called before a sequence leaves: it counts only what is truly computed, and the follower that shares most
+        with it computes what it would have.
         """
         if not self._leads:
             return
@@ -76,3 +78,33 @@ class SharedPrefill:
     def _count(self, sequence: Seq, computed: int) -> None:
         sequence.num_computed = computed
         sequence.num_published = min(sequence.num_published, computed // self._block_size)
+
+
+def pair_arrivals(group: list[Seq], block_size: int) -> list[Arrival]:
+    """Pairs each sequence of one request with a sibling whose leading blocks it can share: one that holds blocks, or
+    comes before it in `group`.
+    """
+    request = group[0].request
+    holders = sorted((s for s in request.sequences if s.state in HOLDING), key=key)
+    arrivals = []
+    for sequence in group:
+        arrival = Arrival(sequence)
+        if holders and request.search is None:
+            # Each computes the last prompt position for itself.
+            arrival = Arrival(sequence, holders[0], (len(request.command.prompt_ids) - 1) // block_size)
+        else:
+            # Beams share what they had in common before they parted.
+            for holder in holders:
+                shared = _common_tokens(sequence, holder) // block_size
+                if shared > arrival.shared:
+                    arrival = Arrival(sequence, holder, shared)
+        arrivals.append(arrival)
+        holders.append(sequence)
+    return arrivals
+
+
+def _common_tokens(one: Seq, other: Seq) -> int:
+    """Leading tokens that two sequences share, without the last, which each computes for itself."""
+    length = min(one.num_tokens, other.num_tokens) - 1
+    differs = np.array(one.token_ids[:length], np.uint32) != np.array(other.token_ids[:length], np.uint32)
+    return int(differs.argmax()) if differs.any() else length

@@ -14,7 +14,7 @@ from pagekv.kvmanager.request.command import FinishReason
 from pagekv.kvmanager.request.logprobs import TokenLogprobs
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
 
-_NOBODY = np.empty(0, np.intp)
+NOBODY = np.empty(0, np.intp)
 
 
 class CopyKind(Enum):
@@ -38,31 +38,45 @@ class NewSeq:
     """A sequence that enters the executor, as it stood when the step was planned."""
 
     sequence: Seq
-    handle: int
+    seq_id: int
     token_ids: array[int]
     block_ids: array[int]
     computed_tokens: int
+
+
+class Admitted(NamedTuple):
+    """A sequence that got its blocks for the first time, and how its prompt fared at the prefix cache then."""
+
+    sequence: Seq
+    # Leading blocks that were found on the device.
+    hit_blocks: int
+    # Digest of the first full block that was not in the prefix table; None where there is none.
+    missed: bytes | None
+    # Leading tokens of the missed block that a cached block after the same prefix has, too.
+    shared_tokens: int
 
 
 @dataclass(slots=True)
 class StepPlan:
     """One step, in the order the executor applies it. Columns of equal length pair by position."""
 
-    finished: list[int]
+    finished: list[int] = field(default_factory=list)
     # Blocks to copy, one after the other, before anything is computed.
-    moves: list[BlockCopy] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
     new: list[NewSeq] = field(default_factory=list)
-    append_handles: list[int] = field(default_factory=list)
+    append_seq_ids: list[int] = field(default_factory=list)
     append_blocks: list[int] = field(default_factory=list)
     # Sequences that do not compute exactly one token in this step.
-    scheduled_handles: list[int] = field(default_factory=list)
+    scheduled_seq_ids: list[int] = field(default_factory=list)
     scheduled_tokens: list[int] = field(default_factory=list)
-    # Handles of those that sample in this step, ascending. Stays with the manager.
-    sampling: NDArray[np.intp] = field(default_factory=lambda: _NOBODY)
-    # Of those, beams: not the sampled token counts but the likeliest ones. Handle to sequence; stays with the manager.
-    beams: dict[int, Seq] = field(default_factory=dict)
     num_tokens: int = 0
-    # Preempted since the plan before; True where something was kept in the host pool. Stays with the manager.
+
+    # The rest stays with the manager. Seq_ids of the sequences that sample in this step, ascending.
+    sampling: NDArray[np.intp] = field(default_factory=lambda: NOBODY)
+    # Members of `sampling` that are beams: not the sampled token counts but the likeliest ones.
+    beams: dict[int, Seq] = field(default_factory=dict)
+    admitted: list[Admitted] = field(default_factory=list)
+    # Preempted since the plan before; True where something was kept in the host pool.
     preempted: list[tuple[Seq, bool]] = field(default_factory=list)
 
 
@@ -71,7 +85,7 @@ class StepResult:
     """What the executor reports of a step."""
 
     step: int
-    sampled_handles: list[int]
+    sampled_seq_ids: list[int]
     sampled_tokens: list[int]
     logprobs: dict[int, TokenLogprobs]
     computed_tokens: int
@@ -92,8 +106,8 @@ class Committed:
     """What a step brought: one token each for these sequences, and which of them end with it, by position."""
 
     sequences: list[Seq]
-    # Their handles in that step.
-    handles: list[int]
+    # The sequences' numbers in that step.
+    seq_ids: list[int]
     token_ids: list[int]
     endings: dict[int, Ending]
     # Requests whose beam search is done.

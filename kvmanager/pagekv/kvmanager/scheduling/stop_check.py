@@ -10,15 +10,15 @@ from pagekv.kvmanager.scheduling.decode_batch import DecodeBatch, Rows, span
 from pagekv.kvmanager.scheduling.step_plan import Ending
 
 
-def find_endings(
-    rows_of: DecodeBatch, rows: Rows, tokens: NDArray[np.uint32], known: NDArray[np.int32], eos: tuple[int, ...]
+def check_stop(
+    batch: DecodeBatch, rows: Rows, tokens: NDArray[np.uint32], known: NDArray[np.int32], eos: tuple[int, ...]
 ) -> dict[int, Ending]:
     """Which rows end with the token they just got, by position in `rows`. `known`: how many tokens each has now."""
-    full = known > rows_of.last_input[span(rows)]
+    full = known > batch.last_input[span(rows)]
     is_eos = _is_any(tokens, eos)
     if np.count_nonzero(is_eos):
-        is_eos &= known >= rows_of.eos_from[rows]
-    stopped = rows_of.stopped(rows, tokens, known)
+        is_eos &= known >= batch.eos_from[rows]
+    stopped = batch.stopped(rows, tokens, known)
     if not (stopped or np.count_nonzero(full | is_eos)):
         return {}
     endings = {position: Ending(FinishReason.LENGTH) for position in np.flatnonzero(full).tolist()}

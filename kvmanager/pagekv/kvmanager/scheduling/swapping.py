@@ -1,4 +1,4 @@
-"""Two tiers: what leaves device blocks for the host pool, and what comes back (DESIGN 5, CHECKLIST I).
+"""Two tiers: what leaves device blocks for the host pool, and what comes back (DESIGN 5).
 
 A preempted sequence's full blocks go to the host pool under their digests, unless they are there already or others hold
 them on the device; its partial tail goes under no key. The sequences of one request go together, and what they share is
@@ -23,43 +23,35 @@ import numpy as np
 
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
-from pagekv.kvmanager.kvcache.prefix_table import Blocks, Chunks
+from pagekv.kvmanager.kvcache.prefix_table import Blocks, BlockTokens
+from pagekv.kvmanager.scheduling.counters import SchedulerCounters
 from pagekv.kvmanager.scheduling.sequence import Seq, Swapped
 from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind
 
 _NO_BLOCKS = np.empty(0, np.int32)
 
 
-@dataclass(slots=True)
-class SwapCounters:
-    """Blocks copied, cumulative."""
-
-    swapped_out: int = 0
-    swapped_in: int = 0
-    written_back: int = 0
-
-
 class Swapper:
-    """Lists moves between the pools of one epoch."""
+    """Lists copies between the pools of one epoch."""
 
     def __init__(
-        self, pool: BlockPool, host: HostPool, moves: list[BlockCopy], counters: SwapCounters, *, shared: bool
+        self, pool: BlockPool, host: HostPool, copies: list[BlockCopy], counters: SchedulerCounters, *, shared: bool
     ) -> None:
-        """`moves` is where copies are listed, and the caller's. `shared`: contents are kept under their digests, for
-        every sequence with the same prefix; else each for the sequence that held them.
+        """Copies are added to the caller's list `copies`. `shared`: contents are kept under their digests, for every
+        sequence with the same prefix; else each for the sequence that held them.
         """
         self.host = host
         self._pool = pool
-        self._moves = moves
+        self._copies = copies
         self._counters = counters
         self._shared = shared
 
     # -- out
 
     def cost(self, group: Sequence[Seq]) -> tuple[int, int, int]:
-        """What swapping these sequences would take: blocks to copy out now, blocks to copy in later, and the tokens
-        that would have to be computed again instead. Blocks that others hold count for nothing, those that several of
-        these hold count once.
+        """Cost of swapping these sequences: blocks to copy out now, blocks to copy in later, and the tokens that would
+        have to be computed again instead. Blocks held by others count for nothing, blocks held by several of these
+        count once.
         """
         size = self._pool.block_size
         out = back = tokens = 0
@@ -78,7 +70,7 @@ class Swapper:
 
     def swap_out(self, group: Sequence[Seq]) -> None:
         """Keeps what these sequences have computed, as far as the host pool has room, before their blocks are freed.
-        What several of them hold is copied once, and all of them hold the copy.
+        A block held by several is copied once, and all of them hold the copy.
         """
         # Host block by device block.
         kept = dict.fromkeys(self._elsewhere(group), NO_BLOCK)
@@ -113,9 +105,9 @@ class Swapper:
         blocks: list[int] = sequence.block_table[: -(-sequence.num_computed // self._pool.block_size)].tolist()
         return blocks
 
-    def _contents(self, sequence: Seq, places: list[int]) -> tuple[list[bytes | None], Chunks, list[bytes]]:
-        """Of the logical blocks `places`, ascending, as `HostPool.keep` takes them: digests, None of those that are
-        private, which come last; and of the others the token ids and the digests before them.
+    def _contents(self, sequence: Seq, places: list[int]) -> tuple[list[bytes | None], BlockTokens, list[bytes]]:
+        """Contents of the logical blocks `places`, ascending, as `HostPool.keep` takes them: digests, None for private
+        blocks, which come last; and, for the others, the token ids and the digests before them.
         """
         size = self._pool.block_size
         shares = self._shared and sequence.publishes
@@ -131,9 +123,9 @@ class Swapper:
         """Keeps the contents of published device blocks that are about to be given away."""
         table, sources = self._pool.table, blocks.tolist()
         digests: list[bytes | None] = [*table.digests(sources)]
-        tokens, parents = table.chunks(blocks), table.parents(sources)
+        tokens, parents = table.tokens(blocks), table.parents(sources)
         begin = 0
-        # Nobody holds them any longer than this takes, so of more than there is room for the last ones stay.
+        # Each copy is held only as long as this takes: where there is not room for all, the last ones stay.
         while begin < len(sources) and (room := self.host.num_free):
             part = slice(begin, begin + room)
             found, fresh = self.host.keep(digests[part], tokens[part], parents[part])
@@ -143,17 +135,17 @@ class Swapper:
             begin += room
 
     def _copy(self, kind: CopyKind, sources: list[int], destinations: list[int]) -> None:
-        """Lists the copies of blocks into others, as many."""
-        self._moves += map(BlockCopy._make, zip(repeat(kind, len(sources)), sources, destinations, strict=True))
+        """Lists copies of blocks into as many others."""
+        self._copies += map(BlockCopy._make, zip(repeat(kind, len(sources)), sources, destinations, strict=True))
 
     # -- in
 
     def match(self, sequence: Seq, first: int) -> tuple[list[int], int]:
-        """Host blocks that hold the sequence from logical block `first` on without a gap, and the position behind what
-        they hold. At least one known token is left to compute.
+        """Host blocks that hold the sequence from logical block `first` on without a gap, and the position behind the
+        last one held. At least one known token is left to compute.
         """
         size = self._pool.block_size
-        end = limit = len(sequence.token_ids) - 1
+        end = limit = sequence.num_tokens - 1
         own = self._own(sequence)
         kept = [] if own is None else own.blocks
         if own is not None and first < len(kept) and kept[-1] != NO_BLOCK and own.num_computed % size:
@@ -181,17 +173,17 @@ class Swapper:
         return blocks, min(end, (first + len(blocks)) * size)
 
     def swap_in(self, host_blocks: list[int], device_blocks: list[int]) -> None:
-        """Lists the copies into device blocks, as many."""
+        """Lists copies into as many device blocks."""
         self._copy(CopyKind.SWAP_IN, host_blocks, device_blocks)
         self._counters.swapped_in += len(host_blocks)
 
-    def drop(self, sequence: Seq) -> None:
-        """The sequence does not need what was kept for it any more. Under their digests the contents stay for others
-        as long as there is room.
+    def release(self, sequence: Seq) -> None:
+        """Releases what was kept for the sequence. Under their digests the contents stay for others as long as there is
+        room.
         """
         own = self._own(sequence)
         if own is not None:
-            # The deepest first, so that it is evicted first: without the blocks before it, it is of no use.
+            # The deepest first, so that it is evicted first: it is of no use without the blocks before it.
             self.host.release(own.held()[::-1])
         sequence.swapped = None
 
@@ -206,7 +198,7 @@ MODES = ("auto", "swap", "recompute")
 
 @dataclass(frozen=True, slots=True)
 class SwapPolicy:
-    """`mode` is one of MODES. The rest is what the executor measured; 0 where it did not."""
+    """`mode` is one of MODES. The other figures are measured by the executor; 0 where it did not."""
 
     mode: str = "recompute"
     block_bytes: int = 0
@@ -215,8 +207,8 @@ class SwapPolicy:
     prefill_tokens_per_s: int = 0
 
     def swaps(self, blocks_out: int, blocks_in: int, tokens: int) -> bool:
-        """Whether a victim is swapped of which `blocks_out` blocks have to be copied now and `blocks_in` later, or else
-        `tokens` tokens computed again.
+        """Whether a victim is swapped, which copies `blocks_out` blocks now and `blocks_in` later, rather than that
+        `tokens` tokens are computed again.
         """
         if self.mode != "auto":
             return self.mode == "swap"

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import io
-import os
-import pty
-import signal
-import subprocess
-import sys
-import termios
-import time
 from collections import deque
 
 import pytest
 from rich.console import Console
 from support.clients.scripted_server import Fails, ScriptedServer
-from support.clients.stack import environment
 
 from pagekv.client import FailedPrecondition, PageKVClient
-from pagekv.client.cli.commands import top
-from pagekv.client.cli.main import main
-from pagekv.client.cli.top_view import Look, TopFrame, TopRates, spark
+from pagekv.client.cli.top_view import Look, TopFrame, TopRates, TopWatcher, spark
 from pagekv.client.types import ModelInfo, RequestInfo, RequestList, Stats
 from pagekv.client.wire import flat
 from pagekv.v1 import cache_service_pb2 as cache_pb
@@ -115,86 +105,12 @@ def test_a_spark_line_leaves_out_what_is_not_known() -> None:
     assert spark(deque([2.0, 4.0])) == "▅█"
 
 
-def answers(server: ScriptedServer) -> None:
-    server.expect("GetModelInfo", INFO)
-    server.expect("GetStats", STATS)
-    server.expect("ListRequests", LISTED)
-
-
-def test_without_a_terminal_it_is_one_frame(server: ScriptedServer, capsys: pytest.CaptureFixture[str]) -> None:
-    answers(server)
-    assert main(["top", "--target", server.target]) == 0
-    out = capsys.readouterr().out
-    assert "request-0" in out
-    assert "\x1b" not in out
-
-
-def test_ctrl_c_is_the_way_to_end_it(
-    server: ScriptedServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers(server)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm-256color")
-
-    def interrupt(seconds: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(time, "sleep", interrupt)
-    monkeypatch.setattr("rich.console.Console.is_terminal", True)
-    assert main(["top", "--target", server.target]) == 0
-    out = capsys.readouterr().out
-    # The screen that was there before is back, and the cursor.
-    assert out.index("\x1b[?1049h") < out.index("request-0") < out.index("\x1b[?1049l")
-    assert "\x1b[?25h" in out
-
-
-@pytest.mark.parametrize("way_out", ["q", "ctrl-c", "terminated", "no stdin"])
-def test_however_it_ends_the_terminal_is_as_it_was(server: ScriptedServer, way_out: str) -> None:
-    answers(server)
-    keyboard, screen = pty.openpty()
-    try:
-        before = termios.tcgetattr(screen)
-        env = environment() | {"TERM": "xterm-256color"}
-        command = [sys.executable, "-m", "pagekv.client.cli.main", "top", "--every", "60", "--target", server.target]
-        stdin = subprocess.DEVNULL if way_out == "no stdin" else screen
-        with subprocess.Popen(command, stdin=stdin, stdout=screen, stderr=screen, env=env) as popen:
-            shown = b""
-            while b"Ctrl-C ends this" not in shown:
-                shown += os.read(keyboard, 65536)
-            assert (b"q or Ctrl-C ends this" in shown) == (way_out != "no stdin")
-            assert (termios.tcgetattr(screen) == before) == (way_out == "no stdin")
-            if way_out == "q":
-                os.write(keyboard, b"xq")
-            else:
-                popen.send_signal(signal.SIGINT if way_out == "ctrl-c" else signal.SIGTERM)
-            assert popen.wait(10) == 0
-        assert termios.tcgetattr(screen) == before
-        while b"\x1b[?1049l" not in shown:
-            shown += os.read(keyboard, 65536)
-    finally:
-        os.close(keyboard)
-        os.close(screen)
-
-
-def test_nobody_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["top", "--target", "127.0.0.1:1", "--timeout", "2"]) == 1
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "cannot reach PageKV at 127.0.0.1:1" in captured.err
-
-
-def test_without_rich_it_says_how_to_get_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert main(["top"]) == 2
-    assert "pip install 'pagekv[top]'" in capsys.readouterr().err
-
-
 def test_a_manager_that_goes_is_waited_for(server: ScriptedServer) -> None:
     with PageKVClient(server.target) as client:
-        watcher = top._Watcher(client, server.target)
-        answers(server)
+        watcher = TopWatcher(client, server.target)
+        server.expect("GetModelInfo", INFO)
+        server.expect("GetStats", STATS)
+        server.expect("ListRequests", LISTED)
         watcher.frame(fail=True)
         server.expect("GetModelInfo", Fails(FailedPrecondition("not now")))
         frame = watcher.frame()

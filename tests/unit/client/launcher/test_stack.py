@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import os
+import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from support.clients.stand_ins import config
 
-from pagekv.client.cli.commands import up
-from pagekv.client.cli.main import main, make_parser
-from pagekv.client.cli.terminal import Terminal
 from pagekv.client.launcher.gateway import GatewayConfig
-from pagekv.client.launcher.stack import Child, Stack, StackConfig, StackError
-from pagekv.common.logs import _Formatter
-from pagekv.kvmanager.observe.recording.file import RecordingFile
-
-FAKE = Path(__file__).with_name("fake_process.py")
-
-
-@pytest.fixture
-def journal(tmp_path: Path) -> Path:
-    path = tmp_path / "journal"
-    path.touch()
-    return path
-
-
-def config(journal: Path, executor: str = "serve", manager: str = "serve", **changes: object) -> StackConfig:
-    values: dict[str, object] = {
-        "port": 0,
-        "executor_port": 0,
-        "executor_command": [sys.executable, str(FAKE), executor, str(journal)],
-        "manager_command": [sys.executable, str(FAKE), manager, str(journal)],
-    }
-    return StackConfig(**(values | changes))  # type: ignore[arg-type]  # checked by the test's own use
+from pagekv.client.launcher.stack import Stack, StackError
 
 
 def is_alive(pid: int) -> bool:
@@ -63,17 +39,21 @@ def test_both_start_and_the_manager_stops_first(journal: Path) -> None:
     waited: list[str] = []
     with stack:
         stack.start()
-        assert stack.wait_ready(20, on_wait=lambda name, seconds: waited.append(name))
+        assert stack.wait_ready(120, on_wait=lambda name, seconds: waited.append(name))
         stack.check()
         pids = [child.popen.pid for child in stack.children]
     assert not any(is_alive(pid) for pid in pids)
     lines = journal.read_text().splitlines()
     assert lines[-2:] == ["manager stopped", "executor stopped"]
-    assert ("executor", f"hello from executor --listen {stack.executor_target} --backend=oracle") in logs
-    assert (
-        "manager",
-        f"hello from manager --listen {stack.target} --executor {stack.executor_target} --block-size=8",
-    ) in logs
+    told = dict(line for line in logs if line[1].startswith("hello from"))
+    assert re.fullmatch(
+        rf"hello from executor --listen {stack.executor_target} --port-file \S+ --backend=oracle", told["executor"]
+    )
+    assert re.fullmatch(
+        rf"hello from manager --executor {stack.executor_target} --listen {stack.target} --port-file \S+ "
+        "--block-size=8",
+        told["manager"],
+    )
     assert "executor" in waited
 
 
@@ -81,17 +61,17 @@ def test_a_process_that_dies_at_the_start_is_reported_with_its_last_words(journa
     with Stack(config(journal, manager="die")) as stack:
         stack.start()
         with pytest.raises(StackError, match=r"manager exited with status 7; its last lines:\n(.*\n)*  error: out of"):
-            stack.wait_ready(20)
+            stack.wait_ready(120)
     assert journal.read_text().splitlines()[-1] == "executor stopped"
 
 
 def test_a_process_that_dies_later_is_noticed(journal: Path) -> None:
     with Stack(config(journal, executor="dielater")) as stack:
         stack.start()
-        stack.wait_ready(20)
+        stack.wait_ready(120)
         with journal.open("a") as file:
             file.write("now die\n")
-        stack.children[0].popen.wait(10)
+        stack.children[0].popen.wait(60)
         with pytest.raises(StackError, match="executor exited with status 3"):
             stack.check()
 
@@ -99,9 +79,9 @@ def test_a_process_that_dies_later_is_noticed(journal: Path) -> None:
 def test_a_killed_process_is_reported_by_signal(journal: Path) -> None:
     with Stack(config(journal)) as stack:
         stack.start()
-        stack.wait_ready(20)
+        stack.wait_ready(120)
         stack.children[1].popen.kill()
-        stack.children[1].popen.wait(10)
+        stack.children[1].popen.wait(60)
         with pytest.raises(StackError, match="manager was killed by SIGKILL"):
             stack.check()
 
@@ -109,16 +89,19 @@ def test_a_killed_process_is_reported_by_signal(journal: Path) -> None:
 def test_a_deaf_process_is_killed_in_the_end(journal: Path) -> None:
     with Stack(config(journal, manager="deaf", stop_timeout_s=0.3)) as stack:
         stack.start()
-        stack.wait_ready(20)
-    assert [child.popen.returncode for child in stack.children] == [0, -signal.SIGKILL]
+        stack.wait_ready(120)
+    executor, manager = (child.popen.returncode for child in stack.children)
+    assert manager == -signal.SIGKILL
+    # In time or not, which is a matter of the machine.
+    assert executor in (0, -signal.SIGKILL)
 
 
 def test_a_start_that_takes_too_long(journal: Path) -> None:
-    # `sleep` never serves health.
-    with Stack(config(journal, manager_command=["sleep", "60", "#"])) as stack:
+    sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with Stack(config(journal, executor_command=sleeper)) as stack:
         stack.start()
-        with pytest.raises(StackError, match="the manager"):
-            stack.wait_ready(0.5)
+        with pytest.raises(StackError, match="the executor was not ready within 0 s; its last lines:"):
+            stack.wait_ready(0)
 
 
 def test_a_command_that_does_not_exist(journal: Path) -> None:
@@ -134,7 +117,7 @@ def test_waiting_ends_when_asked(journal: Path) -> None:
     stop.set()
     with Stack(config(journal)) as stack:
         stack.start()
-        assert not stack.wait_ready(20, stop)
+        assert not stack.wait_ready(120, stop)
 
 
 def test_a_taken_port_is_a_clear_error(journal: Path) -> None:
@@ -148,42 +131,10 @@ def test_a_taken_port_is_a_clear_error(journal: Path) -> None:
         Stack(config(journal, port=50000 + os.getpid() % 1000, executor_port=50000 + os.getpid() % 1000))
 
 
-def test_signals_ask_first_and_kill_second(journal: Path) -> None:
-    with Stack(config(journal, manager="deaf")) as stack:
-        stack.start()
-        stack.wait_ready(20)
-        before = signal.getsignal(signal.SIGINT)
-        with up.StopSignals(stack) as signals:
-            os.kill(os.getpid(), signal.SIGINT)
-            assert signals.asked.wait(5)
-            assert stack.children[1].popen.poll() is None
-            os.kill(os.getpid(), signal.SIGINT)
-            assert stack.children[1].popen.wait(5) == -signal.SIGKILL
-        assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_up_refuses_taken_ports_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        assert main(["up", "--port", str(taken.getsockname()[1])]) == 1
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert "is PageKV running already?" in err
-
-
-def test_flags_go_to_the_process_that_knows_them() -> None:
-    command = ["up", "--model", "m", "--backend=oracle", "--block-size", "8", "--executor-args=--threads 2"]
-    args = make_parser().parse([*command, "--manager-args", "--max-queue 4 --no-prefix-cache"])
-    made = up.stack_config(args, Terminal(), "127.0.0.1", 1, 2)
-    assert made.executor_args == ["--model=m", "--backend=oracle", "--threads", "2"]
-    assert made.manager_args == ["--block-size=8", "--max-queue", "4", "--no-prefix-cache"]
-
-
 def test_several_pairs_have_ports_of_their_own_and_their_executors_stop_last(journal: Path) -> None:
     with Stack(config(journal, replicas=2)) as stack:
         stack.start()
-        assert stack.wait_ready(20)
+        assert stack.wait_ready(120)
         names = [child.name for child in stack.children]
     assert names == ["executor 1", "executor 2", "manager 1", "manager 2"]
     assert len({*stack.targets, *stack.executor_targets}) == 4
@@ -191,30 +142,47 @@ def test_several_pairs_have_ports_of_their_own_and_their_executors_stop_last(jou
     assert stopped == ["manager stopped"] * 2 + ["executor stopped"] * 2
 
 
-def test_each_manager_is_told_where_to_publish_after_all_else_it_is_told(journal: Path) -> None:
-    with Stack(config(journal, replicas=2, manager_args=["--kv-events"])) as stack:
+def test_each_manager_publishes_at_an_address_of_its_own_and_says_so(journal: Path) -> None:
+    events = ["--kv-events", "--kv-events-endpoint", "tcp://127.0.0.1:7000"]
+    with Stack(config(journal, replicas=2, manager_args=events)) as stack:
         stack.start()
-        assert stack.wait_ready(20)
-        first, second = (child.lines[0] for child in stack.children if child.name.startswith("manager"))
-    assert first.endswith(" --kv-events --kv-events-endpoint=tcp://127.0.0.1:5557")
-    assert second.endswith(" --kv-events --kv-events-endpoint=tcp://127.0.0.1:5558")
+        assert stack.wait_ready(120)
+        assert [at["endpoint"] for at in stack.listening("kv_events")] == [
+            "tcp://127.0.0.1:7000", "tcp://127.0.0.1:7001",
+        ]  # fmt: skip
+        assert stack.listening("recordings") == []
+
+
+def test_ports_that_run_out_are_refused_with_the_flag(journal: Path) -> None:
+    events = ["--kv-events", "--kv-events-endpoint=tcp://127.0.0.1:65535"]
+    with pytest.raises(StackError, match=r"--kv-events-endpoint tcp://127\.0\.0\.1:65535: leaves no port for pair 2"):
+        Stack(config(journal, replicas=2, manager_args=events))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_files_that_a_manager_records_to_are_known(journal: Path, own: bool) -> None:
+    port_file = ["--port-file", str(journal.with_name("ports"))] if own else []
+    with Stack(config(journal, manager_args=["--record", "a file", *port_file])) as stack:
+        stack.start()
+        assert stack.wait_ready(120)
+        assert stack.listening("recordings") == [["a file"]]
 
 
 def test_of_several_pairs_one_may_die(journal: Path) -> None:
     with Stack(config(journal, replicas=2)) as stack:
         stack.start()
-        assert stack.wait_ready(20)
-        assert stack.news() == []
+        assert stack.wait_ready(120)
+        assert stack.new_deaths() == []
         first, second = stack.children[0].popen, stack.children[3].popen
         first.kill()
         first.wait()
-        (report,) = stack.news()
+        (report,) = stack.new_deaths()
         assert report.startswith("the executor 1 was killed by SIGKILL")
-        assert stack.news() == []
+        assert stack.new_deaths() == []
         second.kill()
         second.wait()
         with pytest.raises(StackError, match="the manager 2 was killed by SIGKILL"):
-            stack.news()
+            stack.new_deaths()
 
 
 def test_a_gateway_that_is_not_installed_is_a_clear_error(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +208,7 @@ def test_the_gateway_is_started_once_the_managers_serve_and_killed_if_it_lingers
     with Stack(config(journal, replicas=2, gateway=gateway, on_log=keep)) as stack:
         stack.start()
         assert len(stack.children) == 4
-        assert stack.wait_ready(20)
+        assert stack.wait_ready(120)
         while not any(line.startswith("gateway: [") for line in logs):
             time.sleep(0.01)
     told = next(line for line in logs if line.startswith("gateway: ["))
@@ -254,51 +222,27 @@ def test_the_page_has_the_port_asked_for_or_a_free_one_where_that_is_taken(journ
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        stack = Stack(config(journal, page_port=port, replicas=2))
-        assert stack.page_moved
-    assert len({*stack.page_targets, f"127.0.0.1:{port}", *stack.targets}) == 5
-    again = Stack(config(journal, page_port=port))
-    assert (again.page_targets, again.page_moved) == ([f"127.0.0.1:{port}"], False)
-    with again:
+        with Stack(config(journal, page_port=port, replicas=2)) as stack:
+            stack.start()
+            assert stack.wait_ready(120)
+            assert stack.page_moved
+            # The stand-in says the 0 that it was told, a manager the port that it took.
+            assert stack.listening("http") == ["127.0.0.1:0"] * 2
+    with Stack(config(journal, page_port=port)) as again:
         again.start()
-        assert again.wait_ready(30)
-    assert f"--http-listen 127.0.0.1:{port}" in again.children[1].lines[0]
+        assert again.wait_ready(120)
+        assert (again.listening("http"), again.page_moved) == ([f"127.0.0.1:{port}"], False)
 
 
-@pytest.mark.parametrize("as_json", [False, True])
-def test_files_that_a_manager_records_to_are_known(
-    as_json: bool, journal: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As the manager's own code logs them: the second time there is a file of that name."""
-    caplog.set_level(logging.INFO)
-    for name in ("trace", "trace", "a name"):
-        RecordingFile(tmp_path / name, "requests").close()
-    stack, formatter = Stack(config(journal)), _Formatter("kvmanager", as_json)
-    with subprocess.Popen([sys.executable, "-c", ""], text=True) as popen:
-        child = Child("manager", stack.target, popen, lambda: True)
-    child.lines.extend(["hello", *map(formatter.format, caplog.records)])
-    stack.children.append(child)
-    assert stack.recordings() == [str(tmp_path / name) for name in ("trace", "trace.1", "a name")]
-
-
-def test_up_serves_no_page_where_the_manager_has_its_own_address_or_cannot(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def page_port(*flags: str) -> int | None:
-        args = make_parser().parse(["up", *flags])
-        return up.stack_config(args, Terminal(), "127.0.0.1", 0, 0).page_port
-
-    monkeypatch.delenv("PAGEKV_HTTP_LISTEN", raising=False)
-    assert page_port() == 8080
-    assert page_port("--http-port", "0") == 0
-    assert page_port("--no-http") is None
-    assert page_port("--manager-args=--http-listen=127.0.0.1:9") is None
-    for missing in up.HTTP_NEEDS:
-        monkeypatch.setattr(up, "find_spec", lambda name, missing=missing: None if name == missing else name)
-        assert page_port() is None
-        assert f"no live page: it needs {missing}: pip install" in capsys.readouterr().err
-    monkeypatch.setenv("PAGEKV_HTTP_LISTEN", "127.0.0.1:9")
-    assert page_port() is None
+@pytest.mark.parametrize("words", ["argument --block-size: must be a power of two", "two\nlines"])
+def test_a_usage_error_is_passed_through_without_the_usage(journal: Path, words: str) -> None:
+    script = f"import sys; print('usage: x [-h]\\n  [--y]', {words!r}, sep='\\n', file=sys.stderr); sys.exit(2)"
+    with Stack(config(journal, manager_command=[sys.executable, "-c", script])) as stack:
+        stack.start()
+        with pytest.raises(StackError) as caught:
+            stack.wait_ready(120)
+    assert str(caught.value) == f"the manager refuses its command line: {words}"
+    assert caught.value.exit_status == 2
 
 
 def test_of_a_gateways_usage_only_what_is_wrong_is_told(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,4 +251,6 @@ def test_of_a_gateways_usage_only_what_is_wrong_is_told(journal: Path, monkeypat
         stack.start()
         with pytest.raises(StackError) as caught:
             stack.wait_ready(60)
-    assert str(caught.value) == "the gateway refuses its command line: unrecognized arguments: --nonsense"
+    assert str(caught.value).startswith("the gateway refuses its command line: ")
+    assert str(caught.value).endswith(" error: unrecognized arguments: --nonsense")
+    assert caught.value.exit_status == 2

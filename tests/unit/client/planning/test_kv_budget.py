@@ -48,7 +48,6 @@ lengths = st.integers(1, 2**20)
     ],
 )
 def test_bytes_per_token_of_known_shapes(geometry: KvGeometry, expected: int) -> None:
-    """CHECKLIST C1."""
     assert bytes_per_token(geometry) == expected
 
 
@@ -66,33 +65,31 @@ def test_bytes_per_token_of_known_shapes(geometry: KvGeometry, expected: int) ->
     ],
 )
 def test_footprints_of_known_shapes(geometry: KvGeometry, context: int, batch: int, gib: float) -> None:
-    """CHECKLIST C2."""
     assert footprint(geometry, 16, 1, context, batch).bytes_per_rank == gib * GIB
 
 
 @pytest.mark.parametrize(("kv_heads", "shown"), [(64, "10.00"), (8, "1.25"), (1, "0.16")])
 def test_fewer_kv_heads_shrink_a_4k_context(kv_heads: int, shown: str) -> None:
-    """CHECKLIST C3 and C17: 80 layers as MHA, GQA and MQA."""
+    """80 layers as MHA, GQA and MQA."""
     geometry = KvGeometry(layers=80, kv_heads=kv_heads, head_size=128)
     assert f"{footprint(geometry, 16, 1, 4096, 1).bytes_per_rank / GIB:.2f}" == shown
 
 
 def test_llama_13b_takes_800_kib_a_token() -> None:
-    """CHECKLIST C4: 1.68 GB for 2048 tokens, not the 3 GB that 1.5 MB a token would make."""
+    """1.68 GB for 2048 tokens, not the 3 GB that 1.5 MB a token would make."""
     llama_13b = KvGeometry(layers=40, kv_heads=40, head_size=128)
     assert bytes_per_token(llama_13b) == 800 * KIB
     assert f"{footprint(llama_13b, 16, 1, 2048, 1).bytes_per_rank / 1e9:.2f}" == "1.68"
 
 
 def test_a_reservation_of_4096_for_200_tokens_idles_3896() -> None:
-    """CHECKLIST C5."""
     geometry = KvGeometry(layers=32, kv_heads=8, head_size=128, context=4096)
     found = waste(geometry, 16, [200])
     assert found.reserved_bytes - found.live_bytes == 3896 * bytes_per_token(geometry)
 
 
 def test_reserving_the_context_leaves_most_of_it_unused_and_paging_does_not() -> None:
-    """CHECKLIST C7: 10.00 GiB reserved, 1.82 live, 81.8 % unused. C9: paged under 4 %."""
+    """10.00 GiB reserved, 1.82 live, 81.8 % unused; paged under 4 %."""
     found = waste(GQA_80, 16, [600, 1250, 4000, 128])
     assert found.reserved_bytes == 10 * GIB
     assert f"{found.live_bytes / GIB:.2f}" == "1.82"
@@ -103,19 +100,17 @@ def test_reserving_the_context_leaves_most_of_it_unused_and_paging_does_not() ->
 
 @pytest.mark.parametrize(("tokens", "slots", "unused"), [(505, 512, 7), (1000, 1008, 8), (4096, 4096, 0)])
 def test_only_the_last_block_of_a_sequence_has_unused_slots(tokens: int, slots: int, unused: int) -> None:
-    """CHECKLIST C10."""
     tail = tail_of(tokens, 16)
     assert (tail.slots, tail.unused) == (slots, unused)
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(1, 1), (16, 1), (17, 2), (2048, 128), (131072, 8192)])
 def test_blocks_of_a_sequence(tokens: int, blocks: int) -> None:
-    """CHECKLIST C11."""
     assert blocks_for(tokens, 16) == blocks
 
 
 def test_six_full_8k_contexts_fit_in_8_gib_of_each_of_two_ranks() -> None:
-    """CHECKLIST C12: 320 KiB x 8192 / 2 = 1.25 GiB, x 1.04 = 1.30 GiB."""
+    """320 KiB x 8192 / 2 = 1.25 GiB, x 1.04 = 1.30 GiB."""
     found = capacity(GQA_80, 16, 2, 8 * GIB, 0.04)
     assert found.full_context_requests == 6
     assert found.request_bytes / GIB == pytest.approx(1.30)
@@ -130,14 +125,13 @@ def test_memory_for_exactly_one_request_admits_it() -> None:
 
 
 def test_fp8_halves_the_bytes_of_float16() -> None:
-    """CHECKLIST C18."""
     fp8 = KvGeometry(layers=80, kv_heads=8, head_size=128, dtype="float8_e4m3fn")
     assert 2 * bytes_per_token(fp8) == bytes_per_token(GQA_80)
     assert capacity(fp8, 16, 1, 10 * GIB, 0).num_blocks == 2 * capacity(GQA_80, 16, 1, 10 * GIB, 0).num_blocks
 
 
 def test_a_shared_1000_token_prefix_saves_97_4_percent_not_99() -> None:
-    """CHECKLIST F11: only the 62 full blocks are shared; each request has the last 8 tokens in a block of its own."""
+    """Only the 62 full blocks are shared; each request has the last 8 tokens in another block."""
     found = prefix_saving(100, 1000, 16)
     assert (found.full_blocks, found.tail_tokens) == (62, 8)
     assert (found.blocks_unshared, found.blocks_shared) == (6300, 162)
@@ -146,7 +140,7 @@ def test_a_shared_1000_token_prefix_saves_97_4_percent_not_99() -> None:
 
 
 def test_a_prefix_that_ends_with_a_block_is_shared_whole() -> None:
-    """CHECKLIST F11: 1008 tokens do reach 99.0 %."""
+    """1008 tokens do reach 99.0 %."""
     found = prefix_saving(100, 1008, 16)
     assert found.saved == found.saved_if_tail_were_shared == pytest.approx(0.99)
 
@@ -155,13 +149,12 @@ def test_a_prefix_that_ends_with_a_block_is_shared_whole() -> None:
     ("kv_heads", "tp", "per_rank"), [(8, 1, 8), (8, 2, 4), (8, 8, 1), (8, 3, 8), (1, 4, 1), (8, 16, 1)]
 )
 def test_kv_heads_are_sharded_or_replicated_over_ranks(kv_heads: int, tp: int, per_rank: int) -> None:
-    """CHECKLIST M1."""
     assert shard_kv_heads(kv_heads, tp).kv_heads == per_rank
 
 
 @given(kv_heads=st.integers(1, 128), tp=ranks)
 def test_ranks_hold_every_kv_head_and_none_more_than_all(kv_heads: int, tp: int) -> None:
-    """CHECKLIST M1: together at least one copy, on a rank never more than there are."""
+    """Together at least one copy, on a rank never more than there are."""
     per_rank = shard_kv_heads(kv_heads, tp).kv_heads
     assert per_rank * tp >= kv_heads
     assert 1 <= per_rank <= kv_heads
@@ -169,7 +162,6 @@ def test_ranks_hold_every_kv_head_and_none_more_than_all(kv_heads: int, tp: int)
 
 @given(tokens=lengths, block_size=block_sizes)
 def test_tail_waste_is_less_than_a_block(tokens: int, block_size: int) -> None:
-    """CHECKLIST C10."""
     tail = tail_of(tokens, block_size)
     assert 0 <= tail.unused < block_size
     assert tail.tokens + tail.unused == tail.slots == tail.blocks * block_size
@@ -179,7 +171,7 @@ def test_tail_waste_is_less_than_a_block(tokens: int, block_size: int) -> None:
 def test_admitted_requests_have_their_blocks(
     geometry: KvGeometry, block_size: int, tp: int, memory: int, overhead: float
 ) -> None:
-    """CHECKLIST C12: what is admitted fits in blocks and in memory; without overhead not one more would."""
+    """Admitted requests fit in blocks and in memory; without overhead not one more would."""
     found = capacity(geometry, block_size, tp, memory, overhead)
     needed = blocks_for(geometry.context, block_size)
     assert found.full_context_requests * needed <= found.num_blocks
@@ -191,7 +183,6 @@ def test_admitted_requests_have_their_blocks(
 def test_a_footprint_is_the_tokens_and_their_tails(
     geometry: KvGeometry, block_size: int, context: int, batch: int
 ) -> None:
-    """CHECKLIST C2 and C10."""
     found = footprint(geometry, block_size, 1, context, batch)
     slots = batch * (context + tail_of(context, block_size).unused)
     assert (
@@ -205,7 +196,7 @@ def test_a_footprint_is_the_tokens_and_their_tails(
 def test_paging_takes_at_most_a_block_more_than_reserving(
     geometry: KvGeometry, block_size: int, data: st.DataObject
 ) -> None:
-    """CHECKLIST C7: and both take at least what is live."""
+    """Both take at least the live bytes."""
     sequences = data.draw(st.lists(st.integers(1, geometry.context), min_size=1, max_size=8))
     found = waste(geometry, block_size, sequences)
     assert found.live_bytes <= found.reserved_bytes
@@ -219,7 +210,7 @@ def test_paging_takes_at_most_a_block_more_than_reserving(
 def test_sharing_a_prefix_never_costs_and_never_beats_one_copy(
     requests: int, prefix_tokens: int, block_size: int
 ) -> None:
-    """CHECKLIST F11: at least the blocks of one copy stay; a prefix below one block saves nothing (F14)."""
+    """At least the blocks of one copy stay; a prefix below one block saves nothing."""
     found = prefix_saving(requests, prefix_tokens, block_size)
     assert blocks_for(prefix_tokens, block_size) <= found.blocks_shared <= found.blocks_unshared
     assert 0 <= found.saved <= found.saved_if_tail_were_shared < 1

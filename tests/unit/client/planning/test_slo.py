@@ -1,4 +1,4 @@
-"""CHECKLIST H8: which of its two latencies says where to look, with the source's three requests."""
+"""Each of a request's two latencies points to another cause; three published examples."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagekv.executor.backend.interface import BlockCopies, CopyKind
+from pagekv.executor.backend.interface import BlockCopies, CopyDirection
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.model.kv_geometry import BlockGeometry
 
@@ -30,14 +30,14 @@ def test_a_block_is_one_contiguous_slab(cache: KvCache) -> None:
     assert cache.num_bytes == 13 * GEOMETRY.bytes_per_block(BLOCK_SIZE)
 
 
-@pytest.mark.parametrize("kind", CopyKind)
-def test_copies_arrive_and_touch_nothing_else(cache: KvCache, kind: CopyKind) -> None:
+@pytest.mark.parametrize("kind", CopyDirection)
+def test_copies_arrive_and_touch_nothing_else(cache: KvCache, kind: CopyDirection) -> None:
     """Writing into the temporary that indexing makes would lose them."""
     sources, destinations = [0, 3, 1], [5, 2, 4]
     before = {"device": cache.device.clone(), "host": cache.host.clone()}
     cache.copy(BlockCopies(kind, sources, destinations))
-    source = before["host" if kind is CopyKind.SWAP_IN else "device"]
-    changed = "host" if kind is CopyKind.SWAP_OUT else "device"
+    source = before["host" if kind is CopyDirection.SWAP_IN else "device"]
+    changed = "host" if kind is CopyDirection.SWAP_OUT else "device"
     before[changed][destinations] = source[sources]
     assert torch.equal(cache.device, before["device"])
     assert torch.equal(cache.host, before["host"])
@@ -45,9 +45,9 @@ def test_copies_arrive_and_touch_nothing_else(cache: KvCache, kind: CopyKind) ->
 
 def test_a_swap_there_and_back_is_bit_exact(cache: KvCache) -> None:
     before = cache.device.clone()
-    cache.copy(BlockCopies(CopyKind.SWAP_OUT, [2, 4], [1, 0]))
+    cache.copy(BlockCopies(CopyDirection.SWAP_OUT, [2, 4], [1, 0]))
     cache.device[[2, 4]] = 0
-    cache.copy(BlockCopies(CopyKind.SWAP_IN, [1, 0], [2, 4]))
+    cache.copy(BlockCopies(CopyDirection.SWAP_IN, [1, 0], [2, 4]))
     assert torch.equal(cache.device, before)
 
 

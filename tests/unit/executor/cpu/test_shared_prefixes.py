@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagekv.executor.cpu.shared_prefixes import SharedRun, shared_runs
+from pagekv.executor.cpu.shared_prefixes import SharedPrefix, shared_prefixes
 
 # Two blocks to choose from at each depth: prefixes collide all the time, and a table is a path in a tree.
 tables = st.lists(st.lists(st.integers(0, 1), max_size=6), max_size=8).map(
@@ -24,7 +24,7 @@ def hash_path(path: list[int]) -> int:
 @given(tables=tables, min_saving=st.integers(1, 6))
 @settings(max_examples=300, deadline=None)
 def test_runs_follow_one_another_and_are_really_shared(tables: list[list[int]], min_saving: int) -> None:
-    runs = shared_runs(tables, min_saving)
+    runs = shared_prefixes(tables, min_saving)
     for run in runs:
         assert len(run.members) >= 2
         assert len({tuple(tables[member][run.first : run.last]) for member in run.members}) == 1
@@ -38,7 +38,7 @@ def test_runs_follow_one_another_and_are_really_shared(tables: list[list[int]], 
 @given(tables=tables)
 @settings(max_examples=200, deadline=None)
 def test_with_no_price_every_block_is_read_once(tables: list[list[int]]) -> None:
-    runs = shared_runs(tables, 1)
+    runs = shared_prefixes(tables, 1)
     shared = sum(run.last - run.first for run in runs)
     alone = sum(
         len(table) - max([run.last for run in runs if member in run.members], default=0)
@@ -47,16 +47,16 @@ def test_with_no_price_every_block_is_read_once(tables: list[list[int]]) -> None
     assert shared + alone == len({block for table in tables for block in table})
 
 
-def test_a_short_common_start_does_not_hide_long_shared_runs() -> None:
+def test_a_short_common_start_does_not_hide_long_shared_prefixes() -> None:
     """Two families behind one common block: sharing that block alone would not pay."""
     one, two = [1, *range(10, 20)], [1, *range(20, 30)]
-    assert sorted(shared_runs([one, two, one, two], 8), key=lambda run: run.members) == [
-        SharedRun([0, 2], 0, 11),
-        SharedRun([1, 3], 0, 11),
+    assert sorted(shared_prefixes([one, two, one, two], 8), key=lambda run: run.members) == [
+        SharedPrefix([0, 2], 0, 11),
+        SharedPrefix([1, 3], 0, 11),
     ]
 
 
 def test_nested_runs() -> None:
     base = list(range(10))
-    runs = shared_runs([[*base, 50, 51], [*base, 50, 51], base, [99]], 2)
-    assert runs == [SharedRun([0, 1, 2], 0, 10), SharedRun([0, 1], 10, 12)]
+    runs = shared_prefixes([[*base, 50, 51], [*base, 50, 51], base, [99]], 2)
+    assert runs == [SharedPrefix([0, 1, 2], 0, 10), SharedPrefix([0, 1], 10, 12)]

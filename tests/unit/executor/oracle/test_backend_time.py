@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from support.executor.executor_steps import VOCAB, World, new_sequence
+from support.executor.expected_tokens import expected_tokens
 
+from pagekv.executor.backend.interface import Sampling
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel, SlotError
-from pagekv.executor.oracle.reference import expected_tokens
-from pagekv.executor.session.step import StepSampling
 
 PROMPT = list(range(100, 110))
 
@@ -53,7 +53,7 @@ def test_sequences_that_are_sampled_one_by_one_are_known_ahead_too(columns: dict
         model = OracleModel(vocab_size=VOCAB)
         world.epoch.backend = backend = OracleBackend(model, step_time_s=100.0, sleep=lambda _: None)
         backend.allocate(4, 32, 0)
-        new = new_sequence(1, PROMPT, [5, 9, 2, 7], sampling=StepSampling(**columns))
+        new = new_sequence(1, PROMPT, [5, 9, 2, 7], sampling=Sampling(**columns))
         launched = [world.epoch.launch(world.step(new_seqs=[new], scheduled_seqs=[1], scheduled_tokens=[10]))]
         for _ in range(4):
             if not ahead:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pagekv.executor.backend.interface import BlockCopies, CopyKind, Sampling, Scheduled, SequenceState
+from pagekv.executor.backend.interface import BlockCopies, CopyDirection, Sampling, Scheduled, SequenceState
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel, SlotError
 from pagekv.executor.oracle.reference import FIRST, extend_chain
 
@@ -33,11 +33,11 @@ class History:
         for seq_id in [seq_id for seq_id in self.live if self.rng.random() < 0.1]:
             state = self.live.pop(seq_id)
             if self.rng.random() < 0.7:
-                self.backend.forget([state])
+                self.backend.finish([state])
 
     def copy(self) -> None:
-        kind, count = self.rng.choice(list(CopyKind)), self.rng.randint(1, 2)
-        careful = kind is not CopyKind.SWAP_OUT and self.rng.random() < 0.85
+        kind, count = self.rng.choice(list(CopyDirection)), self.rng.randint(1, 2)
+        careful = kind is not CopyDirection.SWAP_OUT and self.rng.random() < 0.85
         room = self.unheld() if careful else list(range(NUM_BLOCKS))
         if len(room) >= count:
             sources = self.rng.sample(range(NUM_BLOCKS), count)

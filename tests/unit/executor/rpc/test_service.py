@@ -12,12 +12,14 @@ from typing import Any, cast
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
+from support.executor.executor_steps import checksum
+from support.executor.expected_tokens import expected_tokens
 
 from pagekv.common.server import GrpcServer
 from pagekv.common.statuses import STATUS_DETAILS_KEY
 from pagekv.executor.backend.interface import Sampled, Scheduled
 from pagekv.executor.backend.layout import LAYOUT
-from pagekv.executor.oracle.backend import OracleBackend, OracleModel, expected_tokens
+from pagekv.executor.oracle.backend import OracleBackend, OracleModel
 from pagekv.executor.rpc.service import SERVICE_NAME, ExecutorService
 from pagekv.executor.session.session import Session
 from pagekv.executor.session.step_stream import MAX_IN_FLIGHT
@@ -280,7 +282,7 @@ def test_another_manager_is_refused_while_a_stream_lives() -> None:
         epoch = await it.attach("first")
         call = it.run()
         await call.wait_for_connection()
-        await until(lambda: it.session.num_streams == 1)  # headers reach the handler a moment after they leave
+        await until(lambda: len(it.session._streams) == 1)  # headers reach the handler a moment after they leave
         for _ in range(2):  # before the first step, and after it
             error = await refusal(it.attach("second"))
             assert error.code() is Code.FAILED_PRECONDITION
@@ -290,7 +292,7 @@ def test_another_manager_is_refused_while_a_stream_lives() -> None:
                 await call.write(entering(epoch))
                 await read(call)
         call.cancel()
-        await until(lambda: it.session.num_streams == 0)
+        await until(lambda: not it.session._streams)
         assert await it.attach("second") > epoch
 
     served(test)
@@ -349,10 +351,10 @@ def test_a_stale_step_in_a_live_stream_is_aborted_and_touches_nothing() -> None:
         call = it.run()
         await call.write(entering(epoch))
         await read(call)
-        before = it.backend.checksum()
+        before = checksum(it.backend)
         await call.write(pb.StepRequest(epoch=epoch - 1, step=2))
         assert (await end_of(call))[0] is Code.ABORTED
-        assert it.backend.checksum() == before
+        assert checksum(it.backend) == before
 
     served(test)
 
@@ -369,12 +371,12 @@ def test_a_bad_step_ends_the_stream_after_good_results_and_touches_nothing() -> 
         await call.write(pb.StepRequest(epoch=epoch, step=3))
         it.backend.gate.set()
         assert (await read(call)).step == 1
-        before = it.backend.checksum()
+        before = checksum(it.backend)
         error = await refusal(call.read())
         assert error.code() is Code.INVALID_ARGUMENT
         assert field_of(error) == "new_seqs[0].block_ids[5]"
         assert "below 50, got 50" in (error.details() or "")
-        assert it.backend.checksum() == before
+        assert checksum(it.backend) == before
         assert it.backend.journal == ["allocate 50", "step"]  # the step after the bad one never ran
         again = it.run()
         await again.write(pb.StepRequest(epoch=epoch, step=2))
@@ -409,7 +411,7 @@ def test_reading_stops_when_too_many_steps_are_in_flight() -> None:
             await call.write(pb.StepRequest(epoch=epoch, step=step, scheduled_seqs=[1], scheduled_tokens=[0]))
         await asyncio.to_thread(it.backend.begun.wait, 10)
         await asyncio.sleep(0.05)
-        assert it.compute.num_queued < MAX_IN_FLIGHT
+        assert it.compute._jobs.qsize() < MAX_IN_FLIGHT
         it.backend.gate.set()
         assert [(await read(call)).step for _ in range(40)] == list(range(1, 41))
 

@@ -7,13 +7,14 @@ import random
 from collections.abc import Awaitable, Callable
 
 import pytest
+from support.executor.executor_steps import new_sequence
 
 from pagekv.common.errors import FailedPrecondition, StaleEpoch
 from pagekv.executor.backend.interface import Sampled, Scheduled
 from pagekv.executor.backend.layout import LAYOUT
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel
 from pagekv.executor.session.session import AttachOrder, Session
-from pagekv.executor.session.step import NewSequence, Step, StepSampling
+from pagekv.executor.session.step import Step
 from pagekv.executor.session.step_stream import StepStream
 from pagekv.executor.session.worker_thread import WorkerThread
 
@@ -79,9 +80,8 @@ def test_attaches_at_once_get_different_epochs_and_the_last_one_holds() -> None:
 
 async def feed(session: Session, stream: StepStream, epoch: int, seq_id: int, rng: random.Random) -> None:
     """Eight steps of one sequence, then the end of input."""
-    new = NewSequence(seq_id, [1], 1, [0], 0, StepSampling())
     for step in range(1, 9):
-        await session.submit(stream, Step(epoch, step, new_seqs=[new] if step == 1 else []))
+        await session.submit(stream, Step(epoch, step, new_seqs=[new_sequence(seq_id, [1], [0])] if step == 1 else []))
         await asyncio.sleep(rng.choice([0, 0, 0.0005]))
     session.finish_input(stream)
 
@@ -114,6 +114,6 @@ def test_managers_that_take_over_from_each_other_never_share_the_pools() -> None
                 owner = manager
             assert manager == owner
         assert fenced > 0
-        assert session.num_streams == 0
+        assert not session._streams
 
     in_session(test)

@@ -70,7 +70,7 @@ class LateBackend(OracleBackend):
         self.launched[number].set()
         return Waiting(self, number, [item.state.seq_id for item in scheduled if item.samples])
 
-    def forget(self, states: list[SequenceState]) -> None:
+    def finish(self, states: list[SequenceState]) -> None:
         self.left += [state.seq_id for state in states]
 
 

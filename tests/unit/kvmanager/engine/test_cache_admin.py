@@ -21,6 +21,7 @@ from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
+from pagekv.kvmanager.scheduling.step_plan import StepPlan
 
 BLOCKS, SIZE = 16, 4
 ANY = CacheIdentity()
@@ -34,8 +35,11 @@ class WatchedDriver(Driver):
         self.clock = Clock()
         self.admin = CacheAdmin(True, 0.5, lambda: None, self.clock)
         self.pool = BlockPool(BLOCKS, SIZE, log=self.admin.log)
-        self.scheduler = Scheduler(self.pool, self.scheduler.limits, (), self.admin.count_admission)
+        self.scheduler = Scheduler(self.pool, self.scheduler.limits, ())
         self.admin.adopt(self.pool, self.scheduler.host, "model")
+
+    def _send(self, plan: StepPlan) -> None:
+        self.admin.count_admissions(plan.admitted)
 
     def lose_executor(self) -> None:
         self.pool = BlockPool(BLOCKS, SIZE, log=self.admin.log)

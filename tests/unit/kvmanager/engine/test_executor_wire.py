@@ -135,6 +135,6 @@ def test_an_outcome_with_log_probabilities() -> None:
             idle_us=7,
         )
     )
-    assert (outcome.step, outcome.sampled_handles, outcome.sampled_tokens) == (3, [7, 8], [70, 80])
+    assert (outcome.step, outcome.sampled_seq_ids, outcome.sampled_tokens) == (3, [7, 8], [70, 80])
     assert outcome.logprobs == {8: TokenLogprobs(80, -0.5, ((81, -0.25), (80, -0.5)))}
     assert (outcome.computed_tokens, outcome.execute_us, outcome.idle_us) == (5, 6, 7)

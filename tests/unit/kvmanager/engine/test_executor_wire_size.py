@@ -23,6 +23,6 @@ def test_the_messages_of_256_decodes_are_under_2_kilobytes() -> None:
 @pytest.mark.parametrize("running", [16, 128])
 def test_a_step_in_which_no_block_begins_names_nobody(running: int) -> None:
     plans = decode_plans(running, 32, spread=False)
-    sizes = {len(step_request(plan, 2**60, 5, ()).SerializeToString()) for plan in plans if not plan.append_handles}
+    sizes = {len(step_request(plan, 2**60, 5, ()).SerializeToString()) for plan in plans if not plan.append_seq_ids}
     assert len(sizes) == 1
     assert sizes.pop() < 16

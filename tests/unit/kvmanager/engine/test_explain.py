@@ -18,7 +18,7 @@ class Bench:
         self.clock = Clock()
         self.log = TableLog(self.clock)
         self.pool = BlockPool(num_blocks, block_size, log=self.log)
-        self.log.follow(self.pool.table)
+        self.log.attach(self.pool.table)
 
     def explain(
         self,
@@ -89,9 +89,9 @@ def test_never_seen() -> None:
 def test_evicted_says_when() -> None:
     bench = Bench()
     cache(bench.pool, [*range(4)])
-    bench.log.border(10)
+    bench.log.step_boundary(10)
     evict_all(bench.pool)
-    bench.log.border(22)
+    bench.log.step_boundary(22)
     bench.clock.now += 3.4
     (block,) = bench.explain([*range(4)]).blocks
     assert (block.outcome, block.reason) == (BlockOutcome.EVICTED, "evicted 12 steps and 3.4 s ago")
@@ -102,7 +102,7 @@ def test_cleared_says_when() -> None:
     bench = Bench()
     cache(bench.pool, [*range(4)])
     bench.pool.clear_prefix_table()
-    bench.log.border(3)
+    bench.log.step_boundary(3)
     (block,) = bench.explain([*range(4)]).blocks
     assert (block.outcome, block.reason) == (BlockOutcome.CLEARED, "the table was cleared 3 steps and 0.0 s ago")
 

@@ -31,7 +31,7 @@ def test_tokens_come_through_and_blocks_go_back(monkeypatch: pytest.MonkeyPatch)
     "bend",
     [
         lambda outcome: replace(outcome, computed_tokens=outcome.computed_tokens + 1),
-        lambda outcome: replace(outcome, sampled_handles=[999], sampled_tokens=[1]),
+        lambda outcome: replace(outcome, sampled_seq_ids=[999], sampled_tokens=[1]),
         lambda outcome: replace(outcome, sampled_tokens=[]),
         lambda outcome: replace(outcome, step=outcome.step + 1),
     ],

@@ -9,7 +9,7 @@ from pagekv.common.errors import ComputationFailed
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.recovery import RECONNECT_FIRST_S, RECONNECT_LAST_S, UNREACHABLE_S, Fault, Reconnect
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
-from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 
 POISON = [9, 9, 9]
 

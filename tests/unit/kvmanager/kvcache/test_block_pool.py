@@ -1,3 +1,5 @@
+"""The device pool: holders, the free queue, eviction and what they do to the prefix table."""
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -5,12 +7,12 @@ from numpy.typing import NDArray
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
-from pagekv.kvmanager.kvcache.prefix_trie import FIRST
+from pagekv.kvmanager.kvcache.eviction_policy import LruOrder
 
 ROOT = root_digest("model", "", "")
 
 
-def chunks(tokens: list[int], block_size: int) -> NDArray[np.uint32]:
+def rows_of(tokens: list[int], block_size: int) -> NDArray[np.uint32]:
     full = len(tokens) // block_size * block_size
     return np.array(tokens[:full], np.uint32).reshape(-1, block_size)
 
@@ -22,7 +24,7 @@ def publish(pool: BlockPool, blocks: list[int], tokens: list[int]) -> list[bytes
     begin = next((i for i in range(len(digests)) if pool.table.digest(blocks[i]) is None), len(digests))
     if begin < len(digests):
         parent = digests[begin - 1] if begin else ROOT
-        rows = chunks(tokens, pool.block_size)[begin:]
+        rows = rows_of(tokens, pool.block_size)[begin:]
         pool.publish_chain(
             ids(blocks[begin : len(digests)]), digests[begin:], parent, rows, first=not begin, media=False
         )
@@ -42,9 +44,9 @@ def ids(blocks: list[int]) -> NDArray[np.int32]:
 def match(pool: BlockPool, tokens: list[int]) -> list[int]:
     """Both ways to find cached blocks, which must agree."""
     digests = chain_digests(ROOT, token_bytes(tokens), pool.block_size)
-    rows = chunks(tokens, pool.block_size)
+    rows = rows_of(tokens, pool.block_size)
     found = pool.match(digests, rows)
-    assert pool.table.follow(ROOT, rows) == found
+    assert pool.table.match_tokens(ROOT, rows) == found
     return found
 
 
@@ -67,7 +69,7 @@ def test_longest_hit_stops_at_the_first_miss() -> None:
 
 
 def test_the_match_rounds_down_to_whole_blocks() -> None:
-    """CHECKLIST E7: seven common tokens at block size 4 hit four."""
+    """Seven common tokens at block size 4 hit four."""
     pool = BlockPool(4, 4)
     blocks = held(pool, 2)
     publish(pool, blocks, [1, 2, 3, 4, 5, 6, 7, 8])
@@ -75,7 +77,7 @@ def test_the_match_rounds_down_to_whole_blocks() -> None:
 
 
 def test_evictable_is_not_evicted() -> None:
-    """CHECKLIST F6: a block nobody holds stays hittable until its memory is taken."""
+    """A block nobody holds stays hittable until its memory is taken."""
     pool = BlockPool(2, 2)
     blocks = held(pool, 1)
     publish(pool, blocks, [1, 2])
@@ -89,7 +91,7 @@ def test_evictable_is_not_evicted() -> None:
 
 
 def test_deepest_block_of_a_chain_is_evicted_first() -> None:
-    """CHECKLIST G4, G5, Z16."""
+    """A chain never has a hole before its tail."""
     pool = BlockPool(3, 1)
     blocks = held(pool, 3)
     publish(pool, blocks, [1, 2, 3])
@@ -101,7 +103,7 @@ def test_deepest_block_of_a_chain_is_evicted_first() -> None:
 
 
 def test_least_recently_used_chain_goes_first_and_a_held_one_never() -> None:
-    """CHECKLIST G2, G3: freed in the order A, B, C with D held, A goes."""
+    """Freed in the order A, B, C with D held, A goes."""
     pool = BlockPool(4, 1)
     a, b, c, d = ([block] for block in held(pool, 4))
     for token, blocks in enumerate((a, b, c, d)):
@@ -115,7 +117,7 @@ def test_least_recently_used_chain_goes_first_and_a_held_one_never() -> None:
 
 
 def test_touch_saves_a_hit_from_eviction() -> None:
-    """CHECKLIST F2: touched before anything is allocated."""
+    """Touched before anything is allocated."""
     pool = BlockPool(2, 1)
     blocks = held(pool, 1)
     publish(pool, blocks, [7])
@@ -127,8 +129,9 @@ def test_touch_saves_a_hit_from_eviction() -> None:
 
 
 def test_vllm_worked_example() -> None:
-    """CHECKLIST golden for F1 to F3: the free queue after two requests, then a third that shares twelve tokens."""
-    pool = BlockPool(10, 4)
+    """vLLM's worked example: the free queue after two requests, then a third that shares twelve tokens."""
+    order = LruOrder(10)
+    pool = BlockPool(10, 4, order)
     shared = list(range(1, 13))
     first = held(pool, 4)
     publish(pool, first, [*shared, 13, 14, 15])
@@ -143,11 +146,11 @@ def test_vllm_worked_example() -> None:
     assert second == [0, 1, 5, 6]
     pool.free(ids(first))
     pool.free(ids(second))
-    assert list(pool._free) == [7, 8, 9, 4, 3, 2, 6, 5, 1, 0]
+    assert list(order) == [7, 8, 9, 4, 3, 2, 6, 5, 1, 0]
     hits = match(pool, [*shared, *range(200, 217)])
     assert hits == [0, 1, 2]
     pool.touch(ids(hits))
-    assert list(pool._free) == [7, 8, 9, 4, 3, 6, 5]
+    assert list(order) == [7, 8, 9, 4, 3, 6, 5]
     assert held(pool, 5) == [7, 8, 9, 4, 3]
     assert pool.evictions == 1
 
@@ -162,12 +165,12 @@ def test_duplicates_are_not_merged() -> None:
 
 
 def test_hash_collision_is_a_miss_and_an_alarm() -> None:
-    """CHECKLIST E9: with a constant hash, token comparison is what keeps outputs right."""
+    """With a constant hash, token comparison is what keeps outputs right."""
     pool = BlockPool(4, 2)
     constant = b"\0" * 32
-    pool.publish_chain(ids(held(pool, 1)), [constant], ROOT, chunks([1, 2], 2), first=True, media=False)
-    assert pool.match([constant], chunks([1, 2], 2)) == [0]
-    assert pool.match([constant], chunks([3, 4], 2)) == []
+    pool.publish_chain(ids(held(pool, 1)), [constant], ROOT, rows_of([1, 2], 2), first=True, media=False)
+    assert pool.match([constant], rows_of([1, 2], 2)) == [0]
+    assert pool.match([constant], rows_of([3, 4], 2)) == []
     assert pool.hash_alarms == 1
 
 
@@ -203,12 +206,23 @@ def test_a_block_tells_for_how_long_its_content_is_cached() -> None:
     assert pool.table.age_s(copies[0]) == 0.0
 
 
-def test_ages_are_kept_only_for_who_asks() -> None:
+def test_without_a_clock_blocks_have_no_age() -> None:
     pool = BlockPool(4, 2)
     blocks = held(pool, 1)
     publish(pool, blocks, [1, 2])
     assert pool.table.age_s(blocks[0]) is None
-    assert pool.table._entered_at.nbytes == 0
+
+
+def test_evicted_blocks_are_shown_while_the_table_still_has_them() -> None:
+    pool = BlockPool(3, 2)
+    blocks = held(pool, 2)
+    digests = publish(pool, blocks, [1, 2, 3, 4])
+    pool.free(ids(blocks))
+    shown: list[list[bytes]] = []
+    pool.allocate(2, lambda evicted: shown.append(pool.table.digests(evicted.tolist())))
+    assert shown == [digests[1:]]
+    assert pool.allocate(2, lambda evicted: shown.append([])) is None
+    assert len(shown) == 1
 
 
 def test_misuse_is_a_broken_invariant() -> None:
@@ -216,31 +230,9 @@ def test_misuse_is_a_broken_invariant() -> None:
     with pytest.raises(InvariantError, match="nobody holds"):
         pool.free(ids([0]))
     with pytest.raises(InvariantError, match="nobody holds"):
-        pool.publish_chain(ids([0]), [b"x" * 32], ROOT, chunks([1], 1), first=True, media=False)
+        pool.publish_chain(ids([0]), [b"x" * 32], ROOT, rows_of([1], 1), first=True, media=False)
     with pytest.raises(InvariantError, match="nobody holds"):
-        pool.publish_after([0], [b"x" * 32], [FIRST], [ROOT], chunks([1], 1))
-
-
-def test_blocks_after_others_enter_only_in_the_simple_case() -> None:
-    """What sequences that decode publish: each block after the sequence's own one, or else left out and unchanged."""
-    pool = BlockPool(8, 1)
-    blocks = held(pool, 8)
-    digests = publish(pool, blocks[:2], [1, 2])
-    news = [bytes([number]) * 32 for number in range(5)]
-    left_out = pool.publish_after(
-        blocks[2:7],
-        [news[0], digests[1], news[2], news[3], news[0]],
-        [blocks[1], blocks[0], FIRST, blocks[0], blocks[1]],
-        [digests[1], digests[0], ROOT, digests[1], digests[1]],
-        chunks([3, 2, 7, 3, 3], 1),
-    )
-    # There already; the parent digest is another block's; there since this call.
-    assert left_out == [1, 3, 4]
-    assert [pool.table.lookup(digest) for digest in news] == [blocks[2], None, blocks[4], None, None]
-    assert pool.table.follow(ROOT, chunks([1, 2, 3], 1)) == blocks[:3]
-    assert pool.table.follow(ROOT, chunks([7], 1)) == [blocks[4]]
-    assert pool.num_published == 4
-    pool.check_integrity([blocks])
+        pool.publish_after([0], [b"x" * 32], [ROOT], [ROOT], rows_of([1], 1))
 
 
 @pytest.mark.parametrize("damage", ["ref", "table", "gauge"])

@@ -1,4 +1,4 @@
-"""The host pool: what it keeps under which key, who holds it, and that a batch is the same as one after the other."""
+"""The host pool: keys, holders and eviction, and that a batch is the same as one block after the other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
 
-# A digest, by a number, and one of the contents that have it: more than one collide. None: no key.
+# A digest, by a number, and one of the contents that have it: several contents collide. None: no key.
 Content = tuple[int, int] | None
 
 
@@ -22,12 +22,12 @@ def digest(number: int) -> bytes:
 
 
 def rows(contents: list[Content]) -> NDArray[np.uint32]:
-    """Token ids, two a block, of those that have a key, which come first."""
+    """Token ids, two a block, of the contents that have a key, which come first."""
     return np.array([content for content in contents if content is not None], np.uint32).reshape(-1, 2)
 
 
 def keep(pool: HostPool, contents: list[Content]) -> tuple[list[int], list[int]]:
-    """Those without a key come last; each follows on the digest before its own."""
+    """Contents without a key come last; each follows the digest before its own."""
     digests = [None if content is None else digest(content[0]) for content in contents]
     parents = [digest(content[0] + 100) for content in contents if content is not None]
     return pool.keep(digests, rows(contents), parents)
@@ -82,7 +82,7 @@ def test_what_makes_room_for_another_is_not_there_any_more() -> None:
 
 
 def test_a_colliding_digest_is_a_miss_an_alarm_and_private() -> None:
-    """CHECKLIST E9, for the second tier too."""
+    """Token comparison protects the second tier too."""
     pool = HostPool(3, 2)
     first, _ = keep(pool, [(0, 0)])
     assert find(pool, [(0, 1)]) == [NO_BLOCK]
@@ -121,7 +121,7 @@ Event = tuple[str, bytes] | tuple[str, bytes, bytes, tuple[int, ...]]
 
 
 class Log:
-    """What came and went, in order."""
+    """Keys that entered and left, in order."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []

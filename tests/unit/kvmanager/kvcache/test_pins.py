@@ -1,4 +1,4 @@
-"""Pins: leases on cached prefixes (CHECKLIST F7, K5)."""
+"""Pins: leases on cached prefixes."""
 
 from __future__ import annotations
 
@@ -31,6 +31,28 @@ def test_a_pinned_prefix_survives_pressure_and_goes_when_its_pin_does() -> None:
     assert (len(pins), pins.num_blocks, pool.num_active, pool.num_cached_free) == (0, 0, 0, 3)
     evict_all(pool)
     assert pool.num_published == 0
+
+
+def test_every_pin_that_begins_or_ends_is_reported_with_its_blocks() -> None:
+    pool, clock = BlockPool(20, SIZE), Clock()
+    seen: list[tuple[str, list[int]]] = []
+    pins = Pins(
+        pool,
+        0.5,
+        clock,
+        pinned=lambda blocks: seen.append(("pinned", blocks.tolist())),
+        unpinned=lambda blocks: seen.append(("unpinned", blocks.tolist())),
+    )
+    long, short = cache(pool, [1] * 12), cache(pool, [2] * 4)
+    with pytest.raises(LimitExceeded):
+        pins.pin(long, 60, largest_need=18)
+    pins.pin(long, 10, 0)
+    pins.pin(short, 60, 0)
+    clock.now += 10
+    pins.expire()
+    pins.end_all()
+    pins.end_all()
+    assert seen == [("pinned", long), ("pinned", short), ("unpinned", long), ("unpinned", short)]
 
 
 def test_unpinning_again_or_what_never_was_is_no_error() -> None:
@@ -79,7 +101,7 @@ def test_pinned_blocks_are_limited_to_a_share_of_the_pool() -> None:
         pins.pin(second, 60, 0)
     assert (len(pins), pins.num_blocks, pool.num_active) == (1, 3, 3)
     pins.pin(second[:2], 60, 0)
-    # What is pinned already takes nothing more.
+    # Blocks that are pinned already take nothing more.
     pins.pin(first, 60, 0)
     assert pins.num_blocks == 5
 

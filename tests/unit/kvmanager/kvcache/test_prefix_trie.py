@@ -1,8 +1,10 @@
+"""The prefix trie: alone, and against a dictionary of entries that is searched from end to end."""
+
 from __future__ import annotations
 
 import os
+import tracemalloc
 from dataclasses import dataclass
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,10 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from numpy.typing import NDArray
 
 from pagekv.kvmanager.errors import InvariantError
-from pagekv.kvmanager.kvcache import prefix_trie as continuations
-from pagekv.kvmanager.kvcache.prefix_trie import FIRST, PrefixTrie
+from pagekv.kvmanager.kvcache.prefix_trie import Node, PrefixTrie
 
-ROOTS = [b"one root", b"another"]
+ROOT, OTHER = ROOTS = [b"one root", b"another"]
 NUM_BLOCKS = 40
 
 
@@ -23,13 +24,16 @@ def column(ids: list[int]) -> NDArray[np.int32]:
     return np.array(ids, np.int32)
 
 
-def chunk(tokens: list[int] | list[list[int]]) -> NDArray[np.uint32]:
-    return np.array(tokens, np.uint32)
+def tokens(ids: list[int] | list[list[int]]) -> NDArray[np.uint32]:
+    return np.array(ids, np.uint32)
 
 
-def index(rows: list[list[int]]) -> PrefixTrie:
-    """An index over blocks that hold these tokens, none of them in it."""
-    return PrefixTrie(len(rows), np.array(rows, np.uint32))
+def trie_of(rows: list[list[int]], parents: dict[int, Node]) -> PrefixTrie:
+    """A trie over blocks that hold these tokens, with those of `parents` in it, in that order."""
+    trie = PrefixTrie(len(rows), tokens(rows))
+    for block, parent in parents.items():
+        trie.add(block, parent)
+    return trie
 
 
 def common(a: list[int], b: list[int]) -> int:
@@ -40,163 +44,151 @@ def common(a: list[int], b: list[int]) -> int:
 
 
 def test_the_child_with_the_longest_run_is_found() -> None:
-    """CHECKLIST J4: the sources' example copies three tokens of a block of four."""
-    them = index([[1, 2, 3, 4], [5, 6, 7, 8], [5, 6, 9, 9], [5, 1, 1, 1], [9, 9, 9, 9]])
-    them.add(column([0, 1, 2, 3, 4]), column([FIRST, 0, 0, 0, 0]), ROOTS[:1] * 5)
-    assert them.longest_run(0, chunk([5, 6, 7, 1])) == (1, 3)
-    assert them.longest_run(0, chunk([5, 6, 9, 1])) == (2, 3)
-    assert them.longest_run(0, chunk([5, 1, 0, 0])) == (3, 2)
-    assert them.longest_run(0, chunk([5, 6, 7, 8])) == (1, 4)
-    assert them.longest_run(0, chunk([4, 6, 7, 8])) == (-1, 0)
-    assert them.longest_run(ROOTS[0], chunk([1, 2, 9, 9])) == (0, 2)
-    assert them.longest_run(ROOTS[1], chunk([1, 2, 9, 9])) == (-1, 0)
-    assert them.longest_run(4, chunk([1, 2, 9, 9])) == (-1, 0)
+    """A partial hit: three tokens of a block of four are copied."""
+    rows = [[1, 2, 3, 4], [5, 6, 7, 8], [5, 6, 9, 9], [5, 1, 1, 1], [9, 9, 9, 9]]
+    trie = trie_of(rows, {0: ROOT, 1: 0, 2: 0, 3: 0, 4: 0})
+    assert trie.longest_run(0, tokens([5, 6, 7, 1])) == (1, 3)
+    assert trie.longest_run(0, tokens([5, 6, 9, 1])) == (2, 3)
+    assert trie.longest_run(0, tokens([5, 1, 0, 0])) == (3, 2)
+    assert trie.longest_run(0, tokens([5, 6, 7, 8])) == (1, 4)
+    assert trie.longest_run(0, tokens([4, 6, 7, 8])) == (-1, 0)
+    assert trie.longest_run(ROOT, tokens([1, 2, 9, 9])) == (0, 2)
+    assert trie.longest_run(OTHER, tokens([1, 2, 9, 9])) == (-1, 0)
+    assert trie.longest_run(4, tokens([1, 2, 9, 9])) == (-1, 0)
 
 
-def test_a_run_is_no_longer_than_what_is_asked_for() -> None:
-    them = index([[1, 2, 3, 4]])
-    them.add(column([0]), column([FIRST]), ROOTS[:1])
-    assert them.longest_run(ROOTS[0], chunk([1, 2])) == (0, 2)
-    assert them.longest_run(ROOTS[0], chunk([1, 2, 3, 4, 5])) == (0, 4)
-    assert them.longest_run(ROOTS[0], chunk([])) == (-1, 0)
+def test_a_run_is_no_longer_than_the_tokens_that_are_given() -> None:
+    trie = trie_of([[1, 2, 3, 4]], {0: ROOT})
+    assert trie.longest_run(ROOT, tokens([1, 2])) == (0, 2)
+    assert trie.longest_run(ROOT, tokens([1, 2, 3, 4, 5])) == (0, 4)
+    assert trie.longest_run(ROOT, tokens([])) == (-1, 0)
 
 
 def test_token_ids_are_compared_whole() -> None:
     """Neighbours in order share bytes; a run counts whole tokens."""
     rows = [[0x01020304, 7], [0x01020305, 7], [0x02020304, 7], [0xFFFFFFFF, 7]]
-    them = index(rows)
-    them.add(column([0, 1, 2, 3]), column([FIRST] * 4), ROOTS[:1] * 4)
+    trie = trie_of(rows, dict.fromkeys(range(4), ROOT))
     for block, row in enumerate(rows):
-        assert them.longest_run(ROOTS[0], chunk([row[0], 0])) == (block, 1)
-    assert them.longest_run(ROOTS[0], chunk([0x01020306, 7])) == (-1, 0)
+        assert trie.longest_run(ROOT, tokens([row[0], 0])) == (block, 1)
+    assert trie.longest_run(ROOT, tokens([0x01020306, 7])) == (-1, 0)
 
 
-def test_a_chain_is_followed_by_its_tokens() -> None:
-    """CHECKLIST F1: the leading run; what stands behind a hole is not found."""
+def test_a_chain_is_matched_by_its_tokens() -> None:
+    """The leading run is found; what follows a removed block goes with it."""
     rows = [[i, i + 1] for i in range(0, 1200, 2)]
-    them = index([*rows, [2, 9], [90, 91]])
+    trie = trie_of([*rows, [2, 9], [90, 91]], {})
     chain = list(range(600))
-    them.add(column(chain), column([FIRST, *chain[:-1]]), ROOTS[:1] * 600)
-    assert them.follow(ROOTS[0], chunk(rows)) == chain
-    assert them.follow(ROOTS[0], chunk(rows[:7])) == chain[:7]
-    assert them.follow(ROOTS[1], chunk(rows)) == []
-    assert them.follow(ROOTS[0], chunk([*rows[:300], [2, 9], *rows[301:]])) == chain[:300]
-    # A second child of the first block, which is then no longer followed without looking.
-    them.add(column([600, 601]), column([0, 600]), ROOTS[:1] * 2)
-    assert them.follow(ROOTS[0], chunk([[0, 1], [2, 9], [90, 91], [90, 91]])) == [0, 600, 601]
-    assert them.follow(ROOTS[0], chunk(rows)) == chain
-    assert them.remove(column([300])) == [(301, 300)]
-    assert them.follow(ROOTS[0], chunk(rows)) == chain[:300]
+    trie.add_chain(column(chain), ROOT)
+    assert trie.match(ROOT, tokens(rows)) == chain
+    assert trie.match(ROOT, tokens(rows[:7])) == chain[:7]
+    assert trie.match(OTHER, tokens(rows)) == []
+    assert trie.match(ROOT, tokens([*rows[:300], [2, 9], *rows[301:]])) == chain[:300]
+    trie.add(600, 0)
+    trie.add(601, 600)
+    assert trie.match(ROOT, tokens([[0, 1], [2, 9], [90, 91], [90, 91]])) == [0, 600, 601]
+    assert trie.match(ROOT, tokens(rows)) == chain
+    assert sorted(trie.remove(column([300]))) == chain[301:]
+    assert trie.match(ROOT, tokens(rows)) == chain[:300]
+    trie.check_integrity({*chain[:300], 600, 601})
 
 
-def test_children_of_an_evicted_block_are_named_and_not_found_after_what_takes_its_place() -> None:
-    tokens = np.array([[1, 1], [2, 2], [3, 3]], np.uint32)
-    them = PrefixTrie(3, tokens)
-    them.add(column([0, 1, 2]), column([FIRST, 0, 0]), ROOTS[:1] * 3)
-    assert them.remove(column([0])) == [(1, 0), (2, 0)]
-    assert (them.parent(1), 1 in them, 0 in them) == (FIRST, True, False)
-    tokens[0] = [7, 7]
-    them.add(column([0]), column([FIRST]), ROOTS[1:])
-    assert them.longest_run(0, chunk([2, 2])) == (-1, 0)
-    assert them.longest_run(ROOTS[1], chunk([7, 7])) == (0, 2)
-    them.check_integrity({0: ROOTS[1], 1: 0, 2: 0})
+def test_what_takes_the_place_of_a_removed_block_has_none_of_its_children() -> None:
+    rows = tokens([[1, 1], [2, 2], [3, 3]])
+    trie = PrefixTrie(3, rows)
+    for block, parent in ((0, ROOT), (1, 0), (2, 0)):
+        trie.add(block, parent)
+    assert sorted(trie.remove(column([0]))) == [1, 2]
+    assert (trie.parent(1), 1 in trie, 0 in trie) == (None, False, False)
+    rows[0] = [7, 7]
+    trie.add(0, OTHER)
+    assert trie.longest_run(0, tokens([2, 2])) == (-1, 0)
+    assert trie.longest_run(OTHER, tokens([7, 7])) == (0, 2)
+    assert trie.roots() == {0: OTHER}
+    trie.check_integrity({0})
 
 
-def test_a_block_that_was_never_added_can_leave() -> None:
-    """A block with media has no place in the index: its tokens do not identify it. Those after it may have one."""
-    them = index([[1, 1], [2, 2], [3, 3]])
-    assert them.remove(column([2])) == []
-    them.add(column([1]), column([0]), ROOTS[:1])
-    assert them.parent(1) == 0
-    assert them.longest_run(0, chunk([2, 3])) == (1, 1)
-    assert them.remove(column([0])) == [(1, 0)]
-    assert them.longest_run(0, chunk([2, 3])) == (-1, 0)
+def test_a_block_that_was_never_added_can_be_removed() -> None:
+    """A block with media is never added: its tokens do not identify it."""
+    trie = trie_of([[1, 1]], {})
+    assert trie.remove(column([0])) == []
+    trie.check_integrity(set())
 
 
-def test_what_is_in_already_is_refused_and_nothing_changes() -> None:
-    them = index([[i] for i in range(NUM_BLOCKS)])
-    them.add(column([5]), column([FIRST]), ROOTS[:1])
-    for blocks in ([6, 5], list(range(NUM_BLOCKS))):
-        with pytest.raises(InvariantError, match="block 5 is"):
-            them.add(column(blocks), column([FIRST] * len(blocks)), ROOTS[:1] * len(blocks))
-        them.check_integrity({5: ROOTS[0]})
+def test_misuse_is_refused_and_changes_nothing() -> None:
+    trie = trie_of([[i] for i in range(NUM_BLOCKS)], {5: ROOT})
+    with pytest.raises(InvariantError, match="block 5 is in the prefix trie already"):
+        trie.add(5, OTHER)
+    with pytest.raises(InvariantError, match="block 5 is in the prefix trie already"):
+        trie.add_chain(column([6, 5]), ROOT)
+    for again, parent in ((5, 6), (5, 5), (8, 7)):
+        with pytest.raises(InvariantError):
+            trie.add_after([again], [parent])
+    with pytest.raises(InvariantError, match="block 8 follows block 7, which is not"):
+        trie.add(8, 7)
+    with pytest.raises(InvariantError, match="block 8 follows block 7, which is not"):
+        trie.add_chain(column([8, 9]), 7)
+    trie.check_integrity({5})
 
 
 def test_only_a_copy_takes_a_place() -> None:
-    them = index([[1], [1], [2], [1], [1]])
-    them.add(column([0, 4]), column([FIRST, 3]), ROOTS[:1] * 2)
-    for old, new in ((0, 2), (1, 3), (0, 4), (0, 3)):
+    trie = trie_of([[1], [1], [2], [3], [1]], {0: ROOT, 3: 0, 4: OTHER})
+    for old, new in ((0, 2), (1, 3), (0, 4), (1, 0)):
         with pytest.raises(InvariantError, match="cannot take the place"):
-            them.replace(old, new)
-        them.check_integrity({0: ROOTS[0], 4: 3})
-    them.replace(0, 1)
-    them.check_integrity({1: ROOTS[0], 4: 3})
+            trie.replace(old, new)
+        trie.check_integrity({0, 3, 4})
+    trie.replace(0, 1)
+    assert trie.match(ROOT, tokens([[1], [3]])) == [1, 3]
+    trie.check_integrity({1, 3, 4})
 
 
-def test_rows_must_be_what_the_index_reads() -> None:
-    for tokens in (np.zeros((3, 2), np.uint32), np.zeros((4, 2), np.int64), np.zeros((4, 4), np.uint32)[:, ::2]):
+def test_rows_must_be_what_the_trie_reads() -> None:
+    for rows in (np.zeros((3, 2), np.uint32), np.zeros((4, 2), np.int64), np.zeros((4, 4), np.uint32)[:, ::2]):
         with pytest.raises(ValueError, match="tokens: must be"):
-            PrefixTrie(4, tokens)  # type: ignore[arg-type]  # the mistake under test
+            PrefixTrie(4, rows)  # type: ignore[arg-type]  # the mistake under test
 
 
-def test_a_chain_costs_8_bytes_a_block() -> None:
-    """Memory per block in the usual case, every block the only child of the one before."""
+def test_a_chain_costs_8_bytes_a_block_and_leaves_nothing_behind() -> None:
     count = 100_000
-    them = PrefixTrie(count, np.zeros((count, 1), np.uint32))
-    chain = np.arange(count, dtype=np.int32)
-    them.add(chain, chain - 1, ROOTS[:1] * count)
-    columns = (them._parent, them._child)
-    assert sum(part.nbytes for part in columns) <= 8 * count + 64
-    assert all(part.nbytes == memoryview(part).nbytes for part in (them._parent_at, them._child_at))
-    # Nothing else grows: one family, that of the root.
-    assert (len(them._families), len(them._family_of_root), len(them._root_of_family)) == (1, 1, 1)
-    assert them.remove(chain[::-1].copy()) == []
-    assert (len(them._families), len(them._family_of_root), len(them._root_of_family)) == (0, 0, 0)
+    chain, rows = np.arange(count, dtype=np.int32), np.zeros((count, 1), np.uint32)
+    tracemalloc.start()
+    try:
+        trie = PrefixTrie(count, rows)
+        trie.add_chain(chain, ROOT)
+        assert tracemalloc.get_traced_memory()[0] <= 8 * count + 5000
+        assert trie.remove(chain[::-1].copy()) == []
+        for turn in range(5):
+            for block in range(300):
+                trie.add(block, b"%d" % (300 * turn + block))
+            trie.remove(chain[:300])
+        assert tracemalloc.get_traced_memory()[0] <= 8 * count + 50_000
+    finally:
+        tracemalloc.stop()
 
 
-def test_families_leave_nothing_behind() -> None:
-    count = 300
-    them = index([[i] for i in range(count)])
-    for turn in range(4):
-        roots = [b"%d" % (turn * count + block) for block in range(count)]
-        them.add(column(list(range(count))), column([FIRST] * count), roots)
-        them.check_integrity(dict(enumerate(roots)))
-        them.remove(column(list(range(count))))
-        assert not them._families
-        assert not them._family_of_root
-        assert len(them._unused_families) == count
+def test_check_integrity_compares_with_the_blocks_that_should_be_there() -> None:
+    trie = trie_of([[1], [2], [3], [4], [5]], {0: ROOT, 1: 0, 2: 0, 3: 1})
+    trie.check_integrity({0, 1, 2, 3})
+    for wrong in ({0, 1, 2}, {0, 1, 2, 3, 4}, {0, 1, 2, 4}):
+        with pytest.raises(InvariantError):
+            trie.check_integrity(wrong)
 
 
-@pytest.mark.parametrize("damage", ["parent", "child", "family", "order", "root", "slot"])
-def test_check_integrity_sees_damage(damage: str) -> None:
-    them = index([[1], [2], [3], [4], [5]])
-    them.add(column([0, 1, 2, 3]), column([FIRST, 0, 0, 1]), ROOTS[:1] * 4)
-    right: dict[int, int | bytes] = {0: ROOTS[0], 1: 0, 2: 0, 3: 1}
-    them.check_integrity(right)
-    if damage == "parent":
-        them._parent[3] = 2
-    elif damage == "child":
-        them._child[4] = 3
-    elif damage == "family":
-        del them._families[0][0]
-    elif damage == "order":
-        them._families[0].reverse()
-    elif damage == "root":
-        them._family_of_root[b"stray"] = 77
-    else:
-        them._child[FIRST] = 0
-    with pytest.raises(InvariantError):
-        them.check_integrity(right)
-    with pytest.raises(InvariantError):
-        index([[1]]).check_integrity({0: ROOTS[0]})
+def test_check_integrity_sees_children_out_of_order() -> None:
+    rows = tokens([[1], [2], [3]])
+    trie = PrefixTrie(3, rows)
+    for block, parent in ((0, ROOT), (1, 0), (2, 0)):
+        trie.add(block, parent)
+    rows[1] = 9
+    with pytest.raises(InvariantError, match="has the children"):
+        trie.check_integrity({0, 1, 2})
 
 
 @dataclass
 class Entry:
-    """A block as the model knows it; no parent: an orphan."""
+    """A block as the model knows it."""
 
     row: list[int]
-    parent: int | bytes | None
+    parent: Node
 
 
 class Model:
@@ -205,25 +197,22 @@ class Model:
     def __init__(self) -> None:
         self.entries: dict[int, Entry] = {}
 
-    def remove(self, blocks: list[int]) -> list[tuple[int, int]]:
+    def remove(self, blocks: list[int]) -> list[int]:
         gone = set(blocks)
+        while more := {b for b, entry in self.entries.items() if b not in gone and entry.parent in gone}:
+            gone |= more
         self.entries = {block: entry for block, entry in self.entries.items() if block not in gone}
-        orphans = []
-        for block, entry in self.entries.items():
-            if isinstance(entry.parent, int) and entry.parent in gone:
-                orphans.append((block, entry.parent))
-                entry.parent = None
-        return sorted(orphans)
+        return sorted(gone - set(blocks))
 
-    def children(self, parent: int | bytes) -> list[int]:
+    def children(self, parent: Node) -> list[int]:
         return [block for block, entry in self.entries.items() if entry.parent == parent]
 
-    def longest(self, parent: int | bytes, wanted: list[int]) -> int:
+    def longest(self, parent: Node, wanted: list[int]) -> int:
         return max((common(self.entries[child].row, wanted) for child in self.children(parent)), default=0)
 
-    def follow(self, root: bytes, rows: list[list[int]]) -> list[list[int]]:
+    def match(self, root: bytes, rows: list[list[int]]) -> list[list[int]]:
         """Rows of the longest run; where two children hold the same tokens any of them will do, so all are tried."""
-        parents: list[int | bytes] = [root]
+        parents: list[Node] = [root]
         for position, row in enumerate(rows):
             parents = [child for parent in parents for child in self.children(parent) if self.entries[child].row == row]
             if not parents:
@@ -231,17 +220,14 @@ class Model:
         return rows
 
 
-class ContinuationsMachine(RuleBasedStateMachine):
-    """Chains and loose batches come, anything leaves, ids are used again; two tokens, so that prefixes collide."""
+class TrieMachine(RuleBasedStateMachine):
+    """Chains and single blocks come, anything leaves, ids are used again; two tokens, so that prefixes collide."""
 
-    @initialize(block_size=st.integers(1, 4), few=st.sampled_from([1, 4, 1000]), stride=st.sampled_from([1, 256]))
-    def start(self, block_size: int, few: int, stride: int) -> None:
-        # Small batches and large ones take different ways, which must lead to the same place.
-        self.bounds = mock.patch.multiple(continuations, _FEW=few, _STRIDE=stride)
-        self.bounds.start()
+    @initialize(block_size=st.integers(1, 4))
+    def start(self, block_size: int) -> None:
         self.size = block_size
         self.tokens = np.zeros((NUM_BLOCKS, block_size), np.uint32)
-        self.index = PrefixTrie(NUM_BLOCKS, self.tokens)
+        self.trie = PrefixTrie(NUM_BLOCKS, self.tokens)
         self.model = Model()
         # Children of one parent mostly differ in the table, but need not here.
         self.row = st.lists(st.integers(0, 1), min_size=block_size, max_size=block_size)
@@ -249,83 +235,76 @@ class ContinuationsMachine(RuleBasedStateMachine):
     def absent(self) -> list[int]:
         return [block for block in range(NUM_BLOCKS) if block not in self.model.entries]
 
-    def enter(self, blocks: list[int], parents: list[int], roots: list[bytes], rows: list[list[int]]) -> None:
-        for block, parent, root, row in zip(blocks, parents, roots, rows, strict=True):
-            self.tokens[block] = row
-            self.model.entries[block] = Entry(row, root if parent == FIRST else parent)
-        self.index.add(column(blocks), column(parents), roots)
+    def present(self) -> st.SearchStrategy[Node]:
+        parents: list[Node] = [*ROOTS, *self.model.entries]
+        return st.sampled_from(parents)
+
+    def enter(self, data: st.DataObject, block: int, parent: Node) -> None:
+        row = data.draw(self.row)
+        self.tokens[block] = row
+        self.model.entries[block] = Entry(row, parent)
 
     @rule(data=st.data())
     def add_chain(self, data: st.DataObject) -> None:
         absent = self.absent()
         assume(absent)
+        parent = data.draw(self.present())
         blocks = data.draw(st.permutations(absent))[: data.draw(st.integers(1, 12))]
-        first = data.draw(st.sampled_from([FIRST, FIRST, *(b for b in range(NUM_BLOCKS) if b not in blocks)]))
-        rows = [data.draw(self.row) for _ in blocks]
-        self.enter(blocks, [first, *blocks[:-1]], [data.draw(st.sampled_from(ROOTS))] * len(blocks), rows)
+        for block, before in zip(blocks, [parent, *blocks[:-1]], strict=True):
+            self.enter(data, block, before)
+        self.trie.add_chain(column(blocks), parent)
 
     @rule(data=st.data())
-    def add_batch(self, data: st.DataObject) -> None:
-        """Each after any block, in the batch or not, in the index or not."""
+    def add(self, data: st.DataObject) -> None:
         absent = self.absent()
         assume(absent)
-        blocks = data.draw(st.permutations(absent))[: data.draw(st.integers(1, 10))]
-        parents = []
-        for position in range(len(blocks)):
-            others = [block for block in range(NUM_BLOCKS) if block not in blocks[position:]]
-            parents.append(data.draw(st.sampled_from([FIRST, *others])))
-        order = data.draw(st.permutations(range(len(blocks))))
-        self.enter(
-            [blocks[i] for i in order],
-            [parents[i] for i in order],
-            [data.draw(st.sampled_from(ROOTS)) for _ in order],
-            [data.draw(self.row) for _ in order],
-        )
+        block = data.draw(st.sampled_from(absent))
+        parent = data.draw(self.present())
+        self.enter(data, block, parent)
+        self.trie.add_after([block], [parent])
 
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
-        blocks = data.draw(st.permutations(range(NUM_BLOCKS)))[: data.draw(st.integers(1, 12))]
-        self.leave(blocks)
+        self.leave(data.draw(st.permutations(range(NUM_BLOCKS)))[: data.draw(st.integers(1, 12))])
 
     @rule(data=st.data(), deepest_first=st.booleans())
     def remove_chain(self, data: st.DataObject, deepest_first: bool) -> None:
         assume(self.model.entries)
         chain = [data.draw(st.sampled_from(sorted(self.model.entries)))]
-        while children := [child for child in self.model.children(chain[-1]) if child not in chain]:
+        while children := self.model.children(chain[-1]):
             chain.append(data.draw(st.sampled_from(children)))
         self.leave(chain[::-1] if deepest_first else chain)
 
     @rule(data=st.data())
     def replace(self, data: st.DataObject) -> None:
         """Another copy of a block takes its place."""
-        parents = {entry.parent for entry in self.model.entries.values()}
-        childless = [block for block in self.absent() if block not in parents]
-        assume(childless and self.model.entries)
+        absent = self.absent()
+        assume(absent and self.model.entries)
         old = data.draw(st.sampled_from(sorted(self.model.entries)))
-        new = data.draw(st.sampled_from(childless))
+        new = data.draw(st.sampled_from(absent))
         self.tokens[new] = self.tokens[old]
-        self.index.replace(old, new)
+        self.trie.replace(old, new)
         self.model.entries[new] = self.model.entries.pop(old)
         for entry in self.model.entries.values():
-            if entry.parent == old and isinstance(entry.parent, int):
+            if entry.parent == old:
                 entry.parent = new
 
     def leave(self, blocks: list[int]) -> None:
         wanted = self.model.remove(blocks)
-        assert sorted(self.index.remove(column(blocks))) == wanted
+        assert sorted(self.trie.remove(column(blocks))) == wanted
         # The next content of an id has nothing to do with the last.
-        self.tokens[blocks] = 7
+        self.tokens[blocks + wanted] = 7
 
     @rule()
     def clear(self) -> None:
         self.model.entries.clear()
-        self.index.clear()
+        self.trie.clear()
 
     @rule(data=st.data())
-    def ask(self, data: st.DataObject) -> None:
+    def longest_run(self, data: st.DataObject) -> None:
         wanted = data.draw(st.lists(st.integers(0, 1), max_size=self.size))
         for parent in [*ROOTS, *range(NUM_BLOCKS)]:
-            block, run = self.index.longest_run(parent, chunk(wanted))
+            block, run = self.trie.longest_run(parent, tokens(wanted))
             assert run == self.model.longest(parent, wanted)
             if run:
                 assert block in self.model.children(parent)
@@ -334,33 +313,30 @@ class ContinuationsMachine(RuleBasedStateMachine):
                 assert block == -1
 
     @rule(data=st.data(), root=st.sampled_from(ROOTS))
-    def follow(self, data: st.DataObject, root: bytes) -> None:
+    def match(self, data: st.DataObject, root: bytes) -> None:
         rows = data.draw(st.lists(self.row, min_size=1, max_size=4))
-        found = self.index.follow(root, chunk(rows))
+        found = self.trie.match(root, tokens(rows))
         assert [self.model.entries[block].row for block in found] == rows[: len(found)]
         assert [self.model.entries[block].parent for block in found] == [root, *found[:-1]][: len(found)]
         unique = {(str(entry.parent), tuple(entry.row)) for entry in self.model.entries.values()}
         if len(unique) == len(self.model.entries):
-            assert rows[: len(found)] == self.model.follow(root, rows)
+            assert rows[: len(found)] == self.model.match(root, rows)
 
     @invariant()
     def consistent(self) -> None:
-        if not hasattr(self, "index"):
+        if not hasattr(self, "trie"):
             return
-        self.index.check_integrity(
-            {b: e.parent if e.parent is not None else b"" for b, e in self.model.entries.items()}
-        )
-        for block, entry in self.model.entries.items():
-            assert self.index.parent(block) == (entry.parent if isinstance(entry.parent, int) else FIRST)
-        assert self.index.parents().tolist() == [self.index.parent(block) for block in range(NUM_BLOCKS)]
-
-    def teardown(self) -> None:
-        if hasattr(self, "bounds"):
-            self.bounds.stop()
+        entries = self.model.entries
+        self.trie.check_integrity(entries.keys())
+        parents = {block: entry.parent for block, entry in entries.items()}
+        assert {block: self.trie.parent(block) for block in range(NUM_BLOCKS) if block in self.trie} == parents
+        assert self.trie.roots() == {block: parent for block, parent in parents.items() if isinstance(parent, bytes)}
+        blocks = [parent if isinstance(parent := parents.get(b), int) else -1 for b in range(NUM_BLOCKS)]
+        assert self.trie.parents().tolist() == blocks
 
 
-TestContinuationsMachine = ContinuationsMachine.TestCase
-TestContinuationsMachine.settings = settings(
+TestTrieMachine = TrieMachine.TestCase
+TestTrieMachine.settings = settings(
     max_examples=int(os.environ.get("PAGEKV_TEST_EXAMPLES", "40")),
     stateful_step_count=25,
     deadline=None,
@@ -375,9 +351,8 @@ TestContinuationsMachine.settings = settings(
 )
 def test_any_tokens_compare_like_a_search_through_all(rows: list[list[int]], wanted: list[int], taken: int) -> None:
     wanted = [*rows[0][:taken], *wanted[taken:]]
-    them = index(rows)
-    them.add(column(list(range(len(rows)))), column([FIRST] * len(rows)), ROOTS[:1] * len(rows))
-    block, run = them.longest_run(ROOTS[0], chunk(wanted))
+    trie = trie_of(rows, dict.fromkeys(range(len(rows)), ROOT))
+    block, run = trie.longest_run(ROOT, tokens(wanted))
     assert run == max(common(row, wanted) for row in rows)
     if run:
         assert common(rows[block], wanted) == run

@@ -1,5 +1,5 @@
-"""What is in kvmanager/observe, Prometheus' configuration, alert rules and the dashboard: valid, tested, and about
-metrics that there are.
+"""The files in kvmanager/observe (Prometheus' configuration, alert rules, the dashboard): valid, tested, and about
+metrics that exist.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ METRIC = re.compile(r"\b(?:vllm:|pagekv[_:])[a-z_]+")
 
 
 def promtool(*args: str, text: str = "") -> None:
-    """Must succeed; `text` is what it reads as /dev/stdin."""
+    """Runs promtool, which must succeed; `text` is its /dev/stdin."""
     tool = shutil.which("promtool")
     if tool is None and "CI" not in os.environ:
-        pytest.skip("promtool is not installed: Debian's package prometheus has it")
+        pytest.skip("alert rules need promtool: apt-get install prometheus")
     assert tool is not None, "promtool is not installed: Debian's package prometheus has it"
     done = subprocess.run([tool, *args], input=text, capture_output=True, text=True, cwd=OBSERVE)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def known_metrics() -> set[str]:
-    """Those of METRICS.md, whose table is held against the registry elsewhere, and what the rules record."""
+    """Metrics of docs/metrics.md, whose table is held against the registry elsewhere, and what the rules record."""
     known = set()
-    for name, kind in re.findall(r"^\| `([a-z:_0-9]+)[^`]*` \| (\w+) \|", (KVMANAGER / "METRICS.md").read_text(), re.M):
+    page = KVMANAGER.parent / "docs" / "metrics.md"
+    for name, kind in re.findall(r"^\| `([a-z:_0-9]+)[^`]*` \| (\w+) \|", page.read_text(), re.M):
         known |= {f"{name}_{part}" for part in ("bucket", "sum", "count")} if kind == "histogram" else {name}
     return known | {rule["record"] for rule in rules() if "record" in rule}
 
@@ -51,7 +52,7 @@ def test_prometheus_takes_its_configuration() -> None:
 
 
 def test_the_rules_are_valid_and_do_what_they_say() -> None:
-    """More than 80 % held for ten minutes (G12, O9); a hit rate under 50 % and which of the causes it has (K2, O9)."""
+    """More than 80 % of the pool held for ten minutes is an alert, and so is a hit rate under 50 %, with its cause."""
     promtool("check", "rules", "rules.yml")
     promtool("test", "rules", "rules_test.yml")
 

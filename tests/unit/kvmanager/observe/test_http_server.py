@@ -1,4 +1,4 @@
-"""The HTTP port: who is answered, and that a taken port is an error."""
+"""The HTTP port: requests that are answered, and a taken port."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from pagekv.kvmanager.page import hub as hub_module
 from pagekv.kvmanager.page.block_states import device_bytes, host_bytes
 from pagekv.kvmanager.page.frame import PoolFrame, request_rows
 from pagekv.kvmanager.page.hub import MAX_VIEWERS, PageHub, Viewer
-from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
 

@@ -201,13 +201,11 @@ def test_nothing_of_the_page_is_loaded_from_elsewhere() -> None:
         assert "//" not in "".join(line.split("// ")[0] for line in text.splitlines()), file.name
 
 
-def test_the_page_can_be_left_out() -> None:
-    async def body(*flags: str) -> int:
-        ports = ["--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0"]
-        manager = Manager(parse_config([*ports, *flags], {}), None)
+def test_the_page_is_there_with_the_http_port() -> None:
+    async def body() -> int:
+        manager = Manager(parse_config(["--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0"], {}), None)
         return len(manager._page_routes())
 
-    assert asyncio.run(body("--no-page")) == 0
     assert asyncio.run(body()) > 10
 
 

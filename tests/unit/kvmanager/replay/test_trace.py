@@ -1,4 +1,4 @@
-"""Trace readers: what the samples hold, and bad lines refused with their number and field."""
+"""Readers of workload traces: the samples, and bad lines refused with their number and field."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def sequences(*computed: int) -> list[Seq]:
 def test_a_follower_is_ready_when_all_it_shares_is_computed() -> None:
     leader, follower = sequences(0, 40)
     followers = SharedPrefill(4)
-    followers.follow(follower, leader, 40)
+    followers.wait_for(leader, follower, 40)
     for computed, ready in ((0, False), (36, False), (40, True)):
         leader.num_computed = computed
         assert followers.is_ready(follower) is ready
@@ -32,7 +32,7 @@ def test_a_follower_is_ready_when_all_it_shares_is_computed() -> None:
 def test_nobody_follows_one_that_has_computed_it_all() -> None:
     leader, follower = sequences(40, 40)
     followers = SharedPrefill(4)
-    followers.follow(follower, leader, 40)
+    followers.wait_for(leader, follower, 40)
     followers.hand_over(leader)
     assert followers.is_ready(follower)
     assert follower.num_computed == 40
@@ -42,8 +42,8 @@ def test_a_follower_of_a_follower_waits_for_both() -> None:
     """What the one between counts as computed is not yet."""
     first, second, third = sequences(8, 40, 24)
     followers = SharedPrefill(4)
-    followers.follow(second, first, 40)
-    followers.follow(third, second, 24)
+    followers.wait_for(first, second, 40)
+    followers.wait_for(second, third, 24)
     assert not followers.is_ready(third)
     first.num_computed = 24
     assert followers.is_ready(third)
@@ -53,8 +53,8 @@ def test_a_follower_of_a_follower_waits_for_both() -> None:
 def test_the_follower_that_shares_most_takes_over() -> None:
     leader, short, long = sequences(12, 20, 40)
     followers = SharedPrefill(4)
-    followers.follow(short, leader, 20)
-    followers.follow(long, leader, 40)
+    followers.wait_for(leader, short, 20)
+    followers.wait_for(leader, long, 40)
     followers.hand_over(leader)
     assert followers.is_ready(long)
     assert (long.num_computed, long.num_published) == (12, 3)
@@ -68,8 +68,8 @@ def test_one_between_two_leaves() -> None:
     """It counts only what is truly computed, and its follower waits for the one before."""
     first, second, third = sequences(8, 40, 40)
     followers = SharedPrefill(4)
-    followers.follow(second, first, 24)
-    followers.follow(third, second, 40)
+    followers.wait_for(first, second, 24)
+    followers.wait_for(second, third, 40)
     followers.hand_over(second)
     assert (second.num_computed, second.num_published) == (8, 2)
     # Of what it shared with the one that left it may share 24 positions with the first alone.

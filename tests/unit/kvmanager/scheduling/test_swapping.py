@@ -41,7 +41,7 @@ def right(request: LiveRequest, index: int = 0) -> bool:
 
 
 def test_a_preempted_sequence_comes_back_without_being_computed_again() -> None:
-    """CHECKLIST I2: one copy a block each way, a partial tail included, and not one token computed twice."""
+    """One copy a block each way, a partial tail included, and not one token computed twice."""
     driver = Driver(num_blocks=8, block_size=4, host_blocks=8, preemption="swap", depth=1)
     request = started(driver, list(range(10)), steps=2, max_tokens=6)
     table = list(request.sequences[0].block_table)
@@ -75,7 +75,7 @@ def test_what_the_device_has_evicted_comes_from_the_host() -> None:
     assert request.sequences[0].preemptions == 1
     counters = driver.scheduler.counters
     assert (counters.preemptions, counters.swap_preemptions) == (1, 1)
-    assert (counters.swaps.swapped_out, counters.swaps.swapped_in) == (3, 3)
+    assert (counters.swapped_out, counters.swapped_in) == (3, 3)
 
 
 def test_only_blocks_that_are_not_there_yet_are_copied() -> None:
@@ -102,7 +102,7 @@ def test_blocks_that_others_hold_stay_where_they_are() -> None:
     second = started(driver, [*shared, 30, 31, 32, 33, 34], steps=2, max_tokens=8)
     (victim,) = second.sequences
     assert victim.cached_tokens == 8
-    driver.scheduler._running.preempt(victim)
+    driver.scheduler.preemption.preempt(victim)
     assert victim.swapped is not None
     assert victim.swapped.blocks[:2] == [NO_BLOCK, NO_BLOCK]
     driver.drain()
@@ -174,7 +174,7 @@ def test_another_request_hits_what_a_victim_left_in_the_host_pool() -> None:
 
 
 def test_what_a_victim_left_is_evicted_from_its_end() -> None:
-    """CHECKLIST F: a block without those before it can never be hit again."""
+    """A block without those before it can never be hit again."""
     driver = Driver(num_blocks=8, block_size=4, host_blocks=4, preemption="swap", depth=1)
     prompt = list(range(16))
     request = started(driver, prompt, max_tokens=2)
@@ -195,7 +195,7 @@ def test_write_back_keeps_what_the_device_evicts() -> None:
     for start in (30, 60):
         driver.submit(list(range(start, start + 15)), max_tokens=1)
         driver.drain()
-    assert driver.scheduler.counters.swaps.written_back >= 3
+    assert driver.scheduler.counters.written_back >= 3
     again = driver.submit(list(range(12)), max_tokens=2)
     driver.drain()
     assert again.sequences[0].cached_tokens == 8
@@ -239,7 +239,7 @@ def test_a_whole_group_comes_back_with_its_sharing() -> None:
     [(4, 4, 63, False), (4, 4, 65, True), (0, 4, 33, True), (0, 4, 31, False), (0, 0, 0, False)],
 )
 def test_auto_takes_what_costs_less(out: int, back: int, tokens: int, swaps: bool) -> None:
-    """CHECKLIST I5: a block of 2 MB costs 2 ms each way at 1 GB/s, as much as 8 tokens of prefill at 4,000 a second."""
+    """A block of 2 MB costs 2 ms each way at 1 GB/s, as much as 8 tokens of prefill at 4,000 a second."""
     policy = SwapPolicy("auto", 2_000_000, 10**9, 10**9, 4_000)
     assert policy.swaps(out, back, tokens) is swaps
 
@@ -256,7 +256,7 @@ def test_auto_recomputes_where_nothing_was_measured() -> None:
 def swap_cost(driver: Driver, request: LiveRequest) -> tuple[int, int, int]:
     """Of all its sequences that hold blocks, as `auto` is asked: published first."""
     group = [s for s in request.sequences if s.state is SeqStatus.RUNNING]
-    tables = driver.scheduler._running.tables
+    tables = driver.scheduler._tables
     for sequence in group:
         tables.publish(sequence)
     return tables._swapper.cost(group)
@@ -300,12 +300,12 @@ def shared_in_the_group(driver: Driver) -> LiveRequest:
 def test_only_what_would_really_move_counts(
     given: Callable[[Driver], LiveRequest], cost: tuple[int, int, int], block_bytes: int, swaps: bool
 ) -> None:
-    """CHECKLIST I5: a block takes `block_bytes` / 10 seconds each way, a token one; the decision hangs on it."""
+    """A block takes `block_bytes` / 10 seconds each way, a token one; the decision hangs on it."""
     driver = Driver(num_blocks=32, block_size=4, host_blocks=32, preemption="swap", depth=1)
     request = given(driver)
     assert swap_cost(driver, request) == cost
-    running = driver.scheduler._running
-    running.limits = replace(running.limits, swap=SwapPolicy("auto", block_bytes, 10, 10, 1))
-    running.preempt(request.sequences[0])
+    tables = driver.scheduler._tables
+    tables._limits = replace(tables._limits, swap=SwapPolicy("auto", block_bytes, 10, 10, 1))
+    driver.scheduler.preemption.preempt(request.sequences[0])
     assert (request.sequences[0].swapped is not None) is swaps
     driver.drain()

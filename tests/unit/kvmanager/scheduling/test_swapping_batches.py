@@ -15,12 +15,13 @@ from support.engine.scheduler_driver import Driver
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
-from pagekv.kvmanager.kvcache.prefix_table import Blocks, Chunks
+from pagekv.kvmanager.kvcache.prefix_table import Blocks, BlockTokens
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.stream import RequestStream
+from pagekv.kvmanager.scheduling.counters import SchedulerCounters
 from pagekv.kvmanager.scheduling.sequence import Seq, Swapped, live_request
 from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind
-from pagekv.kvmanager.scheduling.swapping import SwapCounters, Swapper
+from pagekv.kvmanager.scheduling.swapping import Swapper
 
 ROOT = root_digest("model", "", "")
 
@@ -34,12 +35,12 @@ class Written(NamedTuple):
     end: int
     digest: bytes | None
     parent: bytes
-    tokens: Chunks
+    tokens: BlockTokens
     # Others hold it too, and its digest finds it.
     elsewhere: bool
 
 
-def keep(host: HostPool, digest: bytes | None, tokens: Chunks, parent: bytes) -> tuple[int, bool]:
+def keep(host: HostPool, digest: bytes | None, tokens: BlockTokens, parent: bytes) -> tuple[int, bool]:
     """A host block that holds this content, held, and whether it has yet to be filled; NO_BLOCK: no room."""
     blocks, fresh = host.keep([digest], tokens, [parent])
     return (blocks[0], bool(fresh)) if blocks else (NO_BLOCK, False)
@@ -82,7 +83,7 @@ class CheckedSwapper(Swapper):
         return cost
 
     def swap_out(self, group: Sequence[Seq]) -> None:
-        host, moves, copies = deepcopy(self.host), self._moves[:], dict[int, int]()
+        host, moves, copies = deepcopy(self.host), self._copies[:], dict[int, int]()
         kept: dict[Seq, list[int]] = {sequence: [] for sequence in group}
         computed: dict[Seq, int] = {}
         full: set[Seq] = set()
@@ -106,7 +107,7 @@ class CheckedSwapper(Swapper):
             computed[w.sequence] = w.end
         super().swap_out(group)
         assert state(self.host) == state(host)
-        assert self._moves == moves
+        assert self._copies == moves
         for sequence, blocks in kept.items():
             wanted = (blocks, computed[sequence]) if set(blocks) - {NO_BLOCK} else None
             swapped = sequence.swapped
@@ -116,7 +117,7 @@ class CheckedSwapper(Swapper):
             self.checks["elsewhere"] += NO_BLOCK in blocks
 
     def write_back(self, blocks: Blocks) -> None:
-        host, moves, table = deepcopy(self.host), self._moves[:], self._pool.table
+        host, moves, table = deepcopy(self.host), self._copies[:], self._pool.table
         for device in blocks.tolist():
             parent, tokens = table.parent(device), np.array([table.token_ids(device)], np.uint32)
             assert parent is not None
@@ -128,7 +129,7 @@ class CheckedSwapper(Swapper):
             host.release([block])
         super().write_back(blocks)
         assert state(self.host) == state(host)
-        assert self._moves == moves
+        assert self._copies == moves
         self.checks["write_back"] += len(blocks) > 1
 
     def match(self, sequence: Seq, first: int) -> tuple[list[int], int]:
@@ -187,7 +188,7 @@ def history(rng: random.Random) -> None:
                 identity = CacheIdentity(read=rng.random() < 0.8, write=rng.random() < 0.8)
                 driver.submit(prompt, tokens, n=n, identity=identity)
         elif move < 0.5 and driver.scheduler.running:
-            driver.scheduler._running.preempt_behind(driver.scheduler.running[0])
+            driver.scheduler.preemption.preempt_behind(driver.scheduler.running[0])
         elif move < 0.55:
             driver.scheduler.preempt_all()
         elif move < 0.6:
@@ -225,6 +226,6 @@ def test_a_return_finds_what_is_there_block_by_block() -> None:
         if own:
             computed = rng.randint((len(own) - 1) * size + 1, min(len(own) * size, len(tokens)))
             sequence.swapped = Swapped(host, own, computed)
-        swapper = CheckedSwapper(BlockPool(1, size), host, [], SwapCounters(), shared=rng.random() < 0.8)
+        swapper = CheckedSwapper(BlockPool(1, size), host, [], SchedulerCounters(), shared=rng.random() < 0.8)
         # Around the last of its own blocks most can go wrong.
         swapper.match(sequence, min(max(0, len(own) + rng.randint(-3, 2)), len(tokens) // size))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pagekv.client.aio import AsyncPageKVClient
 from pagekv.client.cli.commands.up import describe
-from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_target
+from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_flags, add_target
 from pagekv.client.cli.terminal import Terminal, milliseconds, table
 from pagekv.client.planning.load_test import LatencySpread, LoadReport, Workload, make_jobs, run_jobs
 from pagekv.client.planning.slo import Diagnosis, Objectives
@@ -55,30 +55,20 @@ def add(commands: Subparsers) -> None:
     load.add_argument(
         "--rate", type=number(0.001, 1e5), metavar="R", help="requests a second, Poisson arrivals, instead"
     )
-    parser.add_argument("--requests", type=integer(1, 10**6), default=64, metavar="N", help="requests to send [64]")
-    tokens = span(1, 2**20)
-    parser.add_argument(
-        "--prompt-tokens", type=tokens, default=(64, 256), metavar="LO:HI", help="own tokens of a prompt [64:256]"
+    tokens, limit = span(1, 2**20), number(0.001, 1e7)
+    add_flags(
+        parser,
+        ("requests", integer(1, 10**6), 64, "N", "requests to send [64]"),
+        ("prompt-tokens", tokens, (64, 256), "LO:HI", "own tokens of a prompt [64:256]"),
+        ("output-tokens", tokens, (64, 64), "LO:HI", "tokens to generate [64]"),
+        ("shared-prefix", integer(0, 2**20), 0, "N", "tokens that all prompts begin with [0]"),
+        ("text", Path, None, "FILE", "take prompts from this text instead of random token ids"),
+        ("temperature", number(0, 100), 0.0, "X", "[0: greedy]"),
+        ("seed", integer(0, 2**63 - 1), None, "N", "of the workload [random]"),
+        ("max-ttft-ms", limit, 500.0, "MS", "objective for the first token [500]"),
+        ("max-inter-token-ms", limit, 50.0, "MS", "objective for the mean gap after it [50]"),
     )
-    parser.add_argument(
-        "--output-tokens", type=tokens, default=(64, 64), metavar="LO:HI", help="tokens to generate [64]"
-    )
-    parser.add_argument(
-        "--shared-prefix", type=integer(0, 2**20), default=0, metavar="N", help="tokens that all prompts begin with [0]"
-    )
-    parser.add_argument(
-        "--text", type=Path, metavar="FILE", help="take prompts from this text instead of random token ids"
-    )
-    parser.add_argument("--temperature", type=number(0, 100), default=0.0, metavar="X", help="[0: greedy]")
-    parser.add_argument("--seed", type=integer(0, 2**63 - 1), metavar="N", help="of the workload [random]")
-    limit = number(0.001, 1e7)
-    parser.add_argument(
-        "--max-ttft-ms", type=limit, default=500.0, metavar="MS", help="objective for the first token [500]"
-    )
-    parser.add_argument(
-        "--max-inter-token-ms", type=limit, default=50.0, metavar="MS", help="objective for the mean gap after it [50]"
-    )
-    parser.add_argument("--reset-cache", action="store_true", help="forget every cached prefix first")
+    parser.add_argument("--reset-cache", action="store_true", help="remove every cached prefix first")
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
@@ -97,7 +87,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if args.json:
         terminal.json(
             {
-                "workload": {**asdict(workload), "shape": workload.shape()},
+                "workload": asdict(workload) | {"shape": workload.shape()},
                 "model": asdict(info),
                 "report": asdict(report),
             }

@@ -25,7 +25,7 @@ PROMPTS = (
     "And it came to pass in those days, that the king",
     "hacker: n. A person who enjoys",
 )
-# Long enough to fill many blocks, so that its second run shows what the prefix cache saves.
+# Fills many blocks, so that the second run shows what the prefix cache saves.
 LONG_PROMPT = (
     "And it came to pass, when the king heard the words of the book, that he rent his clothes, and said unto his "
     "servants, Go ye, enquire of the LORD for me, and for the people, and for all the land, concerning the words of "
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     begun = time.monotonic()
     stack = Stack(stack_config(args, terminal, "127.0.0.1", 0, 0))
     for signum in (signal.SIGTERM, signal.SIGHUP):
-        # As Ctrl-C: an exception that ends what is streaming, and leaving `with` stops the stack.
+        # Raises KeyboardInterrupt like Ctrl-C: the stream ends, and leaving `with` stops the stack.
         signal.signal(signum, signal.default_int_handler)
     with stack:
         stack.start()
@@ -98,7 +98,7 @@ def _show(client: PageKVClient, args: argparse.Namespace, terminal: Terminal, re
             f"{stats.active_blocks} of {stats.num_blocks} blocks in use, "
             f"{stats.cached_free_blocks} free ones hold cached prefixes."
         )
-        terminal.print("Next: pagekv up, and in a second terminal pagekv chat, pagekv stats --watch, pagekv bench.")
+        terminal.print("Next: pagekv up, and in a second terminal pagekv chat, pagekv stats, pagekv bench.")
     else:
         terminal.json(
             {

@@ -71,7 +71,7 @@ def stream_text(
                 watch.see(chunk)
                 terminal.write(chunk.text)
         except BaseException:
-            # What was written stays a line of its own above the error, or above the shell's prompt after Ctrl-C.
+            # The text so far keeps its own line above the error, or above the shell's prompt after Ctrl-C.
             terminal.print()
             raise
         completion = stream.completion

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from pagekv.client.cli.parser import CommandParser, Subparsers, UsageError, add_command
+from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_flags
 from pagekv.client.cli.terminal import Terminal, table
 from pagekv.client.errors import InvalidRequest
 from pagekv.client.planning.kv_budget import (
@@ -37,7 +37,6 @@ from pagekv.client.planning.kv_geometry import (
     KvGeometry,
     canonical_dtype,
     geometry_from_config,
-    geometry_from_numbers,
 )
 from pagekv.common.flags import integer, number, power_of_two, size_in_bytes
 from pagekv.common.models import ModelNotFound, resolve_model
@@ -63,64 +62,31 @@ def add(commands: Subparsers) -> None:
         commands, "plan", "compute the memory of a KV cache, and the requests that fit", run, examples=EXAMPLES
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a model directory, a config.json, demo, or a hub id")
-    _add_shape(parser)
-    group = parser.add_argument_group("deployment")
-    group.add_argument(
-        "--block-size", type=power_of_two(1, 256), default=16, metavar="N", help="tokens in one block [16]"
+    add_flags(
+        parser.add_argument_group("shape of the model"),
+        ("layers", integer(1, MAX_LAYERS), None, "N", "attention layers"),
+        ("kv-heads", integer(1, MAX_KV_HEADS), None, "N", "KV heads of a layer"),
+        ("head-size", integer(1, MAX_HEAD_SIZE), None, "N", "elements of a head's vector"),
+        ("dtype", _dtype, None, "TYPE", f"of the KV cache, such as fp8 [the model's, else {DEFAULT_DTYPE}]"),
+        ("context", integer(1, MAX_TOKENS), None, "N",
+         f"tokens of a sequence at most [the model's, else {DEFAULT_CONTEXT}]"),
+    )  # fmt: skip  # laid out as a table
+    add_flags(
+        parser.add_argument_group("deployment"),
+        ("block-size", power_of_two(1, 256), 16, "N", "tokens in one block [16]"),
+        ("tp", integer(1, 1024), 1, "N", "tensor-parallel ranks [1]"),
+        ("memory", size_in_bytes(1, 2**60), None, "SIZE", "KV memory of one rank, such as 8GiB"),
+        ("overhead", number(0, 10), 0.04, "X", "what a request takes beyond its tokens, as a share [0.04]"),
     )
-    group.add_argument("--tp", type=integer(1, 1024), default=1, metavar="N", help="tensor-parallel ranks [1]")
-    group.add_argument(
-        "--memory", type=size_in_bytes(1, 2**60), metavar="SIZE", help="KV memory of one rank, such as 8GiB"
-    )
-    group.add_argument(
-        "--overhead",
-        type=number(0, 10),
-        default=0.04,
-        metavar="X",
-        help="what a request takes beyond its tokens, as a share [0.04]",
-    )
-    group = parser.add_argument_group("questions")
-    group.add_argument(
-        "--contexts",
-        type=numbers(1, MAX_TOKENS),
-        metavar="N,N",
-        help="footprints at these lengths [4096, 32768 and 131072 up to the context, and the context]",
-    )
-    group.add_argument(
-        "--batches",
-        type=numbers(1, 10**6),
-        default=(1, 8, 32, 128),
-        metavar="N,N",
-        help="and at so many sequences [1,8,32,128]",
-    )
-    group.add_argument(
-        "--lengths",
-        type=numbers(1, MAX_TOKENS),
-        metavar="N,N",
-        help="waste of sequences of these lengths, reserved and paged",
-    )
-    group.add_argument(
-        "--shared-prefix", type=integer(1, MAX_TOKENS), metavar="N", help="blocks saved where requests share N tokens"
-    )
-    group.add_argument(
-        "--requests", type=integer(1, 10**9), default=100, metavar="N", help="requests that share the prefix [100]"
-    )
-
-
-def _add_shape(parser: CommandParser) -> None:
-    group = parser.add_argument_group("shape of the model")
-    group.add_argument("--layers", type=integer(1, MAX_LAYERS), metavar="N", help="attention layers")
-    group.add_argument("--kv-heads", type=integer(1, MAX_KV_HEADS), metavar="N", help="KV heads of a layer")
-    group.add_argument("--head-size", type=integer(1, MAX_HEAD_SIZE), metavar="N", help="elements of a head's vector")
-    group.add_argument(
-        "--dtype", type=_dtype, metavar="TYPE", help=f"of the KV cache, such as fp8 [the model's, else {DEFAULT_DTYPE}]"
-    )
-    group.add_argument(
-        "--context",
-        type=integer(1, MAX_TOKENS),
-        metavar="N",
-        help=f"tokens of a sequence at most [the model's, else {DEFAULT_CONTEXT}]",
-    )
+    add_flags(
+        parser.add_argument_group("questions"),
+        ("contexts", numbers(1, MAX_TOKENS), None, "N,N",
+         "footprints at these lengths [4096, 32768 and 131072 up to the context, and the context]"),
+        ("batches", numbers(1, 10**6), (1, 8, 32, 128), "N,N", "and at so many sequences [1,8,32,128]"),
+        ("lengths", numbers(1, MAX_TOKENS), None, "N,N", "waste of sequences of these lengths, reserved and paged"),
+        ("shared-prefix", integer(1, MAX_TOKENS), None, "N", "blocks saved where requests share N tokens"),
+        ("requests", integer(1, 10**9), 100, "N", "requests that share the prefix [100]"),
+    )  # fmt: skip  # laid out as a table
 
 
 def numbers(low: int, high: int) -> Callable[[str], tuple[int, ...]]:
@@ -169,16 +135,15 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
             }
         )
         return 0
-    parts = [
-        _model_text(geometry, shard, args.block_size, args.tp),
-        _group(terminal, f"KV cache{_of_rank(args.tp)}, by context and sequences", _grid_text(grid)),
-        _group(terminal, f"memory{_of_rank(args.tp)}", _memory_text(geometry, grid, fits, weights, args.tp)),
-    ]
-    if wasted is not None:
-        parts.append(_group(terminal, "waste", _waste_text(wasted, geometry.context)))
-    if saving is not None:
-        parts.append(_group(terminal, "shared prefix", _saving_text(saving, args.block_size)))
-    terminal.print("\n\n".join(parts))
+    of_rank = " of each rank" if args.tp > 1 else ""
+    groups = {
+        f"KV cache{of_rank}, by context and sequences": _grid_text(grid),
+        f"memory{of_rank}": _memory_text(geometry, fits, weights, args.tp),
+        "waste": wasted and _waste_text(wasted, geometry.context),
+        "shared prefix": saving and _saving_text(saving, args.block_size),
+    }
+    texts = [f"{terminal.bold(title)}\n{text}" for title, text in groups.items() if text is not None]
+    terminal.print("\n\n".join([_model_text(geometry, shard, args.block_size, args.tp), *texts]))
     for note in notes:
         terminal.note(note)
     return 0
@@ -189,22 +154,19 @@ def _geometry(model: str | None, given: GivenGeometry) -> tuple[KvGeometry, int 
     if model is None:
         if given.layers is None or given.kv_heads is None or given.head_size is None:
             raise UsageError("MODEL, or all of --layers, --kv-heads and --head-size, are required")
-        return geometry_from_numbers(given), None, []
+        dtype, context = given.dtype or DEFAULT_DTYPE, given.context or DEFAULT_CONTEXT
+        return KvGeometry(given.layers, given.kv_heads, given.head_size, dtype, context), None, []
     path = Path(model).expanduser()
     if not path.is_file():
         try:
             path = resolve_model(model, weights=False) / "config.json"
         except ModelNotFound as error:
             raise UsageError(str(error)) from error
-    geometry, notes = _from_config(path, given)
-    return geometry, weight_bytes(path.parent), notes
-
-
-def _from_config(path: Path, given: GivenGeometry) -> tuple[KvGeometry, list[str]]:
     try:
-        return geometry_from_config(_read_json(path), given)
+        geometry, notes = geometry_from_config(_read_json(path), given)
     except InvalidRequest as error:
         raise UsageError(f"{path}: {error}") from error
+    return geometry, weight_bytes(path.parent), notes
 
 
 def _read_json(path: Path) -> dict[str, object]:
@@ -252,14 +214,6 @@ def size_text(num_bytes: int) -> str:
     return f"{value:,.2f} {unit}"
 
 
-def _of_rank(tp: int) -> str:
-    return " of each rank" if tp > 1 else ""
-
-
-def _group(terminal: Terminal, title: str, text: str) -> str:
-    return f"{terminal.bold(title)}\n{text}"
-
-
 def _model_text(geometry: KvGeometry, shard: Shard, block_size: int, tp: int) -> str:
     token, rank_token = bytes_per_token(geometry), bytes_per_token(geometry, shard.kv_heads)
     heads = _count(geometry.kv_heads, "KV head")
@@ -287,13 +241,7 @@ def _grid_text(grid: Sequence[Sequence[Footprint]]) -> str:
     return _right(rows, header)
 
 
-def _memory_text(
-    geometry: KvGeometry,
-    grid: Sequence[Sequence[Footprint]],
-    fits: KvBudget | None,
-    weights: int | None,
-    tp: int,
-) -> str:
+def _memory_text(geometry: KvGeometry, fits: KvBudget | None, weights: int | None, tp: int) -> str:
     """Weights and KV cache are two budgets: the one does not come out of the other."""
     rows = []
     if weights is None:

@@ -1,4 +1,4 @@
-"""`pagekv explain`, `pin`, `unpin` and `watch`: the prefix cache from close by."""
+"""`pagekv explain`, `pin`, `unpin` and `watch`: the prefix cache in detail."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from dataclasses import asdict, replace
 from itertools import groupby
 
 from pagekv.client.cli.parser import (
-    CommandParser,
+    Shown,
     Subparsers,
     add_command,
+    add_identity,
     add_prompt,
+    add_query,
     add_target,
     connect,
+    read_identity,
     read_prompt,
 )
 from pagekv.client.cli.terminal import Terminal, table
@@ -32,7 +35,7 @@ from pagekv.client.types import (
 )
 from pagekv.common.flags import integer
 
-# What the server explains in one call.
+# Blocks that the server explains in one call, at most.
 PAGE = 10_000
 # Block ids shown of a run that is not consecutive, and digits of a hash.
 SHOWN_IDS = 8
@@ -47,28 +50,23 @@ WATCH_EXAMPLES = """\
 
 def add(commands: Subparsers) -> None:
     """Adds the subcommands."""
-    parser = add_command(
-        commands,
-        "explain",
-        "say block by block why a prompt hits the cache or misses",
-        explain,
+    parser = add_query(
+        commands, "explain", "say block by block why a prompt hits the cache or misses", explain,
         examples='  pagekv explain "In the beginning God created the heaven"\n',
-    )
-    _add_identified_prompt(parser)
-    parser = add_command(
-        commands,
-        "pin",
-        "keep what is cached of a prompt from eviction",
-        pin,
+    )  # fmt: skip
+    add_prompt(parser)
+    add_identity(parser)
+    parser = add_query(
+        commands, "pin", "keep what is cached of a prompt from eviction", pin,
         examples='  pagekv pin "You are a helpful assistant." --lease 3600\n',
-    )
-    _add_identified_prompt(parser)
+    )  # fmt: skip
+    add_prompt(parser)
+    add_identity(parser)
     parser.add_argument(
         "--lease", type=integer(1, 86_400), default=600, metavar="S", help="for so many seconds, up to a day [600]"
     )
-    parser = add_command(commands, "unpin", "end a pin before its lease is over", unpin)
+    parser = add_query(commands, "unpin", "end a pin before its lease is over", unpin)
     parser.add_argument("pin_id", metavar="PIN_ID")
-    add_target(parser)
     parser = add_command(
         commands, "watch", "show what enters and leaves the prefix tables, until Ctrl-C", watch, examples=WATCH_EXAMPLES
     )
@@ -79,30 +77,14 @@ def add(commands: Subparsers) -> None:
     )
 
 
-def _add_identified_prompt(parser: CommandParser) -> None:
-    add_prompt(parser)
-    add_target(parser)
-    parser.add_argument("--namespace", default="", metavar="NAME", help="in this namespace")
-    parser.add_argument("--adapter", default="", metavar="ID", help="for this adapter")
-
-
-def _identity(args: argparse.Namespace) -> CacheControls:
-    return CacheControls(namespace=args.namespace, adapter_id=args.adapter)
-
-
-def explain(args: argparse.Namespace, terminal: Terminal) -> int:
+def explain(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
     """ExplainPrefix of the whole prompt; blocks with the same story share a row."""
-    with connect(args) as client:
-        found = _explain_all(client, read_prompt(args), _identity(args))
-    if args.json:
-        terminal.json(found)
-        return 0
+    found = _explain_all(client, read_prompt(args), read_identity(args))
     share = found.cached_tokens / max(found.prompt_tokens, 1)
-    terminal.print(f"{found.cached_tokens} of {found.prompt_tokens} tokens cached in full blocks ({share:.0%})")
     runs = (list(run) for _, run in groupby(enumerate(found.blocks), key=lambda item: _story(item[1])))
     rows = [_row([index for index, _ in run], [block for _, block in run]) for run in runs]
-    terminal.print(table(rows, ("blocks", "tokens", "outcome", "why"), width=terminal.out_columns))
-    return 0
+    head = f"{found.cached_tokens} of {found.prompt_tokens} tokens cached in full blocks ({share:.0%})"
+    return Shown(found, f"{head}\n{table(rows, ('blocks', 'tokens', 'outcome', 'why'), width=terminal.out_columns)}")
 
 
 def _explain_all(client: PageKVClient, prompt: Prompt, cache: CacheControls) -> PrefixExplanation:
@@ -114,9 +96,8 @@ def _explain_all(client: PageKVClient, prompt: Prompt, cache: CacheControls) -> 
 
 
 def _story(block: BlockExplanation) -> tuple[str, str]:
-    """Blocks in a row with equal ones are told as one."""
-    same = {"hit": "", "unreachable": ""}
-    return block.outcome, same.get(block.outcome, block.reason)
+    """Equal for neighbouring blocks that are told in one row."""
+    return block.outcome, "" if block.outcome in ("hit", "unreachable") else block.reason
 
 
 def _row(indices: list[int], blocks: list[BlockExplanation]) -> tuple[str, str, str, str]:
@@ -137,28 +118,19 @@ def _ids(ids: list[int]) -> str:
     return shown if len(ids) <= SHOWN_IDS else f"{shown} and {len(ids) - SHOWN_IDS} more"
 
 
-def pin(args: argparse.Namespace, terminal: Terminal) -> int:
+def pin(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
     """PinPrefix; exit status 1 when nothing of the prompt was cached."""
-    with connect(args) as client:
-        made = client.pin_prefix(read_prompt(args), args.lease, cache=_identity(args))
-    if args.json:
-        terminal.json(made)
-    elif made.pin_id:
-        terminal.print(f"{made.pin_id}: {made.pinned_tokens} tokens pinned for {args.lease} s")
-    else:
-        terminal.print("nothing pinned: no full block of this prompt is cached; generate from it first")
-    return 0 if made.pin_id else 1
+    made = client.pin_prefix(read_prompt(args), args.lease, cache=read_identity(args))
+    if not made.pin_id:
+        return Shown(made, "nothing pinned: no full block of this prompt is cached; generate from it first", status=1)
+    return Shown(made, f"{made.pin_id}: {made.pinned_tokens} tokens pinned for {args.lease} s")
 
 
-def unpin(args: argparse.Namespace, terminal: Terminal) -> int:
+def unpin(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
     """UnpinPrefix."""
-    with connect(args) as client:
-        tokens = client.unpin_prefix(args.pin_id)
-    if args.json:
-        terminal.json({"unpinned_tokens": tokens})
-    else:
-        terminal.print(f"{tokens} tokens unpinned" if tokens else "no such pin, or its lease was over")
-    return 0
+    tokens = client.unpin_prefix(args.pin_id)
+    text = f"{tokens} tokens unpinned" if tokens else "no such pin, or its lease was over"
+    return Shown({"unpinned_tokens": tokens}, text)
 
 
 def watch(args: argparse.Namespace, terminal: Terminal) -> int:
@@ -166,7 +138,7 @@ def watch(args: argparse.Namespace, terminal: Terminal) -> int:
     ended = 0
     blocks: Counter[Tier] = Counter()
     with connect(args) as client:
-        # JSON is for scripts, which can leave out what they do not want.
+        # Scripts read JSON, and can skip fields that they do not want.
         watched = client.watch_events(token_ids=args.tokens or args.json, snapshot_only=args.limit == 1)
         for batch in watched:
             if args.json:

@@ -1,4 +1,4 @@
-"""`pagekv replay`: a recorded workload on the manager's own scheduler, in a process of its own, with no server."""
+"""`pagekv replay`: replays a recorded workload on the manager's scheduler, in another process and without a server."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pagekv.client.cli.terminal import Terminal
 from pagekv.client.errors import PageKVError
 
 COMMAND = (sys.executable, "-m", "pagekv.kvmanager.replay")
-# What the replay imports beyond the light client.
+# Modules that the replay imports beyond those of the light client.
 NEEDED = ("numpy", "msgpack")
 
 
 def add(commands: Subparsers) -> None:
-    """Adds the subcommand. Its flags, --help included, are those of the process it starts."""
+    """Adds the subcommand. All flags, --help included, are for the process that does the work."""
     parser = add_command(commands, "replay", "replay a recorded workload without a model, to size a deployment", run)
     # With no character that starts an option, everything is an argument to hand on.
     parser.prefix_chars = "\0"
@@ -37,5 +37,5 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
             child.send_signal(signal.SIGINT)
             child.wait()
             raise
-    # As a shell reports a process that a signal ended.
+    # The number that a shell reports for a process that a signal ended.
     return status if status >= 0 else 128 - status

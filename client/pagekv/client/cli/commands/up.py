@@ -5,20 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import signal
 import threading
-from dataclasses import asdict
 from importlib.util import find_spec
-from types import FrameType
 
 from pagekv.client.channel import DEFAULT_TARGET
-from pagekv.client.cli.parser import CommandParser, Subparsers, UsageError, add_command
+from pagekv.client.cli.parser import CommandParser, Subparsers, UsageError, add_command, add_flags
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.client import PageKVClient
-from pagekv.client.launcher.child_flags import flag_value
+from pagekv.client.launcher.child_flags import flag_value, is_bare_oracle, tokenizer_name, vocabulary_args
 from pagekv.client.launcher.gateway import DEFAULT_PORT, POLICIES, GatewayConfig
-from pagekv.client.launcher.oracle_flags import is_bare_oracle, tokenizer_name, vocabulary_args
 from pagekv.client.launcher.stack import Stack, StackConfig
+from pagekv.client.launcher.supervisor import supervise
 from pagekv.client.types import ModelInfo
 from pagekv.common.flags import integer, number
 
@@ -30,12 +27,11 @@ EXAMPLES = """\
   pagekv up --replicas 3 --policy cache_aware --threads 1 --kv-memory 256MiB
   pagekv up --executor-args="--threads 2" --manager-args="--max-queue 64"
 """
-# Flags handed on, and to whom. What is not given is not handed on, so the processes' own PAGEKV_* variables count.
+# Flags that are passed to a process if they are given; the processes read PAGEKV_* variables for the others.
 _TO_EXECUTOR = ("model", "backend", "dtype", "threads", "kv-memory")
 _TO_MANAGER = ("block-size", "num-device-blocks", "max-model-len", "max-queue", "tokenizer")
-# What the manager imports for its HTTP port: pagekv[observe] has it.
+# Modules that the manager imports for its HTTP port; the extra `observe` brings them.
 HTTP_NEEDS = ("aiohttp", "prometheus_client")
-_STEP_S = 0.2
 
 
 def add(commands: Subparsers) -> None:
@@ -45,72 +41,46 @@ def add(commands: Subparsers) -> None:
     )
     port = integer(0, 65535)
     parser.flag("host", "address to listen on", default="127.0.0.1", metavar="HOST")
-    parser.flag(
-        "port",
-        "port for clients; 0 takes a free one; of several replicas the first one's",
-        default=50051,
-        type=port,
-        metavar="PORT",
-    )
+    words = "port for clients; 0 takes a free one; of several replicas the first one's"
+    parser.flag("port", words, default=50051, type=port, metavar="PORT")
     parser.flag("executor-port", "port of the executor; 0 takes a free one", default=50052, type=port, metavar="PORT")
-    _add_page_flags(parser)
-    _add_gateway_flags(parser)
-    add_stack_flags(parser)
-
-
-def _add_page_flags(parser: CommandParser) -> None:
     group = parser.add_argument_group("the live page (pip install 'pagekv[observe]')")
-    group.add_argument(
-        "--http-port",
-        type=integer(0, 65535),
-        default=8080,
-        metavar="PORT",
-        help="port of the page and of Prometheus metrics; 0, or where it is taken: a free one [8080]",
-    )
+    words = "port of the page and of Prometheus metrics; 0, or where it is taken: a free one [8080]"
+    add_flags(group, ("http-port", port, 8080, "PORT", words))
     group.add_argument("--no-http", action="store_true", help="serve neither")
-
-
-def _add_gateway_flags(parser: CommandParser) -> None:
     group = parser.add_argument_group("OpenAI endpoint and replicas (the gateway smg: pip install 'pagekv[gateway]')")
     group.add_argument("--gateway", action="store_true", help="start a gateway that speaks OpenAI's HTTP API, too")
-    group.add_argument("--gateway-port", type=integer(0, 65535), metavar="PORT", help="its port; 0: a free one [8000]")
-    group.add_argument(
-        "--replicas",
-        type=integer(1, 64),
-        default=1,
-        metavar="N",
-        help="pairs of executor and KV-manager behind the gateway; more than 1 implies --gateway [1]",
-    )
+    add_flags(
+        group,
+        ("gateway-port", port, None, "PORT", "its port; 0: a free one [8000]"),
+        ("replicas", integer(1, 64), 1, "N",
+         "pairs of executor and KV-manager behind the gateway; more than 1 implies --gateway [1]"),
+        ("gateway-args", _words, None, "ARGS", "any other of its flags (smg launch --help), quoted"),
+    )  # fmt: skip  # laid out as a table
     group.add_argument("--policy", choices=POLICIES, help=f"how it chooses a pair [{POLICIES[0]}]")
-    group.add_argument(
-        "--gateway-args",
-        type=_words,
-        metavar="ARGS",
-        help="any other of its flags (smg launch --help), quoted",
-    )
+    add_stack_flags(parser)
 
 
 def add_stack_flags(parser: CommandParser) -> None:
     """The flags that `up` and `demo` share."""
     group = parser.add_argument_group("model and memory (see pagekv-executor --help, pagekv-manager --help)")
-    group.add_argument("--model", metavar="NAME", help="a model directory, a hub id, or demo [demo]")
-    group.add_argument("--backend", metavar="NAME", help="cpu, cuda, oracle or auto [auto]")
-    group.add_argument("--dtype", metavar="TYPE", help="element type of weights and KV memory")
-    group.add_argument("--threads", metavar="N", help="compute threads")
-    group.add_argument("--kv-memory", metavar="SIZE", help="memory for the KV pool, such as 512MiB")
-    group.add_argument("--block-size", metavar="N", help="tokens in one block")
-    group.add_argument("--num-device-blocks", metavar="N", help="blocks in the device pool")
-    group.add_argument("--max-model-len", metavar="N", help="tokens of prompt and output together")
-    group.add_argument("--max-queue", metavar="N", help="sequences that wait at most")
-    group.add_argument("--tokenizer", metavar="NAME", help="where the tokenizer is, if not with the model")
-    group.add_argument(
-        "--executor-args", type=_words, default=[], metavar="ARGS", help="any other of its flags, quoted"
+    add_flags(
+        group,
+        ("model", str, None, "NAME", "a model directory, a hub id, or demo [demo]"),
+        ("backend", str, None, "NAME", "cpu, cuda, oracle or auto [auto]"),
+        ("dtype", str, None, "TYPE", "element type of weights and KV memory"),
+        ("threads", str, None, "N", "compute threads"),
+        ("kv-memory", str, None, "SIZE", "memory for the KV pool, such as 512MiB"),
+        ("block-size", str, None, "N", "tokens in one block"),
+        ("num-device-blocks", str, None, "N", "blocks in the device pool"),
+        ("max-model-len", str, None, "N", "tokens of prompt and output together"),
+        ("max-queue", str, None, "N", "sequences that wait at most"),
+        ("tokenizer", str, None, "NAME", "where the tokenizer is, if not with the model"),
+        ("executor-args", _words, [], "ARGS", "any other flags of the executor, quoted"),
+        ("manager-args", _words, [], "ARGS", "any other flags of the KV-manager, quoted"),
     )
-    group.add_argument("--manager-args", type=_words, default=[], metavar="ARGS", help="any other of its flags, quoted")
     parser.add_argument("--verbose", action="store_true", help="show the logs of both processes")
-    parser.add_argument(
-        "--start-timeout", type=number(1, 86400), default=600.0, metavar="S", help="seconds to get ready [600]"
-    )
+    add_flags(parser, ("start-timeout", number(1, 86400), 600.0, "S", "seconds to get ready [600]"))
 
 
 def _words(text: str) -> list[str]:
@@ -121,7 +91,7 @@ def _words(text: str) -> list[str]:
 
 
 def stack_config(args: argparse.Namespace, terminal: Terminal, host: str, port: int, executor_port: int) -> StackConfig:
-    """What the flags ask for. Raises UsageError when the other-flags arguments set an address."""
+    """The stack that the flags ask for. Raises UsageError when the other-flags arguments set an address."""
     for name in ("executor_args", "manager_args"):
         if any(word.partition("=")[0] in ("--listen", "--executor") for word in getattr(args, name)):
             raise UsageError(f"--{name.replace('_', '-')}: set addresses with --host, --port and --executor-port")
@@ -134,20 +104,15 @@ def stack_config(args: argparse.Namespace, terminal: Terminal, host: str, port: 
         terminal.note(f"{process:8} | {line}")
 
     gateway = _gateway(args)
-    page_port = _page_port(args, terminal)
     executor_args = [*given(_TO_EXECUTOR), *args.executor_args]
-    manager_args = [
-        *(["--gateway-api"] if gateway else []),
-        *given(_TO_MANAGER),
-        *args.manager_args,
-    ]
+    manager_args = [*(["--gateway-api"] if gateway else []), *given(_TO_MANAGER), *args.manager_args]
     if gateway and is_bare_oracle(executor_args, os.environ) and tokenizer_name(manager_args, os.environ) is None:
         raise UsageError(
             "--gateway needs a tokenizer, and --backend oracle has none of its own: add --tokenizer demo, or --model "
             "demo for its vocabulary and context too"
         )
     return StackConfig(
-        page_port=page_port,
+        page_port=_page_port(args, terminal),
         host=host,
         port=port,
         executor_port=executor_port,
@@ -171,15 +136,10 @@ def _gateway(args: argparse.Namespace) -> GatewayConfig | None:
     return None
 
 
-def _has_own_page(args: argparse.Namespace) -> bool:
-    """Whether the manager's own flags or variables say what it serves."""
-    return flag_value("http-listen", args.manager_args, os.environ) is not None
-
-
 def _page_port(args: argparse.Namespace, terminal: Terminal) -> int | None:
     """Port for the live page; None for none, or where the manager's own flags or variables say what it serves."""
     port: int | None = getattr(args, "http_port", None)
-    if port is None or args.no_http or _has_own_page(args):
+    if port is None or args.no_http or flag_value("http-listen", args.manager_args, os.environ) is not None:
         return None
     if missing := [name for name in HTTP_NEEDS if find_spec(name) is None]:
         terminal.note(f"no live page: it needs {' and '.join(missing)}: pip install 'pagekv[observe]'")
@@ -187,40 +147,16 @@ def _page_port(args: argparse.Namespace, terminal: Terminal) -> int | None:
     return port
 
 
-class StopSignals:
-    """SIGINT, SIGTERM and SIGHUP set `asked`; the second one kills the stack. For the main thread, in `with`."""
-
-    _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def __init__(self, stack: Stack) -> None:
-        self._stack = stack
-        self.asked = threading.Event()
-
-    def __enter__(self) -> StopSignals:
-        self._before = {signum: signal.signal(signum, self._handle) for signum in self._SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)
-
-    def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if self.asked.is_set():
-            self._stack.kill()
-        self.asked.set()
-
-
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    """Runs until a signal (exit status 0) or until nothing is left that serves (1)."""
+    """Runs until a signal (exit status 0), or until nothing is left that serves, which is a StackError."""
     stack = Stack(stack_config(args, terminal, args.host, args.port, args.executor_port))
-    with StopSignals(stack) as signals, stack:
-        stack.start()
-        if wait_ready(stack, args, terminal, signals.asked):
-            _announce(stack, args, terminal)
-            while not signals.asked.wait(_STEP_S):
-                for report in stack.news():
-                    terminal.note(f"{report}\nthe other pairs go on")
-        terminal.note("stopping: running streams may finish (Ctrl-C again kills)")
+    supervise(
+        stack,
+        wait_ready=lambda asked: wait_ready(stack, args, terminal, asked),
+        on_ready=lambda: _announce(stack, args, terminal),
+        on_death=lambda report: terminal.note(f"{report}\nthe other pairs go on"),
+        on_stop=lambda: terminal.note("stopping: running streams may finish (Ctrl-C again kills)"),
+    )
     if not args.json:
         terminal.note("stopped")
     return 0
@@ -253,39 +189,38 @@ def describe(info: ModelInfo) -> str:
 def _announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> None:
     with PageKVClient(stack.target) as client:
         info = client.model_info()
+    # An HTTP address that the manager's own flags set may be for metrics alone.
+    pages = [f"http://{address}/" for address in stack.listening("http")] if stack.has_page else []
+    events: list[dict[str, str]] = stack.listening("kv_events")
+    recordings = [path for paths in stack.listening("recordings") for path in paths]
+    openai = f"http://{stack.gateway_target}/v1" if stack.gateway_target else ""
     if args.json:
-        processes = {child.name: child.popen.pid for child in stack.children}
-        addresses: dict[str, object] = {"target": stack.target, "executor": stack.executor_target}
-        if stack.gateway_target:
-            addresses |= {"openai": f"http://{stack.gateway_target}/v1", "targets": stack.targets}
-        if stack.page_targets:
-            # As with the targets: the first one's, and those of all.
-            urls = [f"http://{target}/" for target in stack.page_targets]
-            addresses |= {"page": urls[0], "pages": urls}
-        if stack.kv_events:
-            addresses |= {"kv_events": [asdict(endpoints) for endpoints in stack.kv_events]}
-        if recordings := stack.recordings():
-            addresses |= {"recordings": recordings}
-        terminal.json({**addresses, "pids": processes})
+        found: dict[str, object] = {"target": stack.target, "executor": stack.executor_target}
+        found |= {"openai": openai, "targets": stack.targets} if openai else {}
+        # The first manager's, and those of all.
+        found |= {"page": pages[0], "pages": pages} if pages else {}
+        found |= {"kv_events": events} if events else {}
+        found |= {"recordings": recordings} if recordings else {}
+        terminal.json({**found, "pids": {child.name: child.popen.pid for child in stack.children}})
         return
     where = "" if stack.target == DEFAULT_TARGET else f" --target {stack.target}"
     what = '"In the beginning"' if info.has_tokenizer else "--token-ids 1,2,3"
-    terminal.print(f"PageKV is ready at {terminal.bold(stack.target)}")
-    terminal.print(f"  {describe(info)}")
-    terminal.print(f"  try: {terminal.bold(f'pagekv generate{where} {what}')}")
-    terminal.print(f"  or:  pagekv stats{where}")
-    if stack.gateway_target:
-        terminal.print(f"  OpenAI endpoint: {terminal.bold(f'http://{stack.gateway_target}/v1')}")
+    lines = [
+        f"PageKV is ready at {terminal.bold(stack.target)}",
+        f"  {describe(info)}",
+        f"  try: {terminal.bold(f'pagekv generate{where} {what}')}",
+        f"  or:  pagekv stats{where}",
+    ]
+    if openai:
+        lines.append(f"  OpenAI endpoint: {terminal.bold(openai)}")
     if len(stack.targets) > 1:
-        terminal.print(f"  in front of {len(stack.targets)} managers: {', '.join(stack.targets)}")
-    if stack.page_targets:
+        lines.append(f"  in front of {len(stack.targets)} managers: {', '.join(stack.targets)}")
+    if pages:
         if stack.page_moved:
             terminal.note(f"port {args.http_port} is taken, so the page has another one; --http-port chooses it")
-        pages = "  ".join(f"http://{target}/" for target in stack.page_targets)
-        terminal.print(f"  watch the blocks: {terminal.bold(pages)}")
-    for endpoints in stack.kv_events:
-        replay = f", again at {endpoints.replay_endpoint}" if endpoints.replay_endpoint else ""
-        terminal.print(f"  KV events at {endpoints.endpoint}{replay}")
-    for path in stack.recordings():
-        terminal.print(f"  recording to {path}")
-    terminal.print("Ctrl-C stops it.")
+        lines.append(f"  watch the blocks: {terminal.bold('  '.join(pages))}")
+    for at in events:
+        again = f", again at {at['replay_endpoint']}" if at["replay_endpoint"] else ""
+        lines.append(f"  KV events at {at['endpoint']}{again}")
+    lines += [f"  recording to {path}" for path in recordings]
+    terminal.print("\n".join([*lines, "Ctrl-C stops it."]))

@@ -1,7 +1,7 @@
-"""The net change of the prefix tables between two borders: what enters and leaves them, and nothing that did both.
+"""The net change of the prefix tables between two step boundaries, without blocks that entered and left again.
 
-Some blocks enter in almost every step, so what is told of them goes on as it came, in columns, and is looked at once,
-when a reader takes it.
+Blocks enter in almost every step, so changes are passed on as they came, in columns, and are settled once, when a
+reader takes them.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import NamedTuple
 
 
 class Tier(IntEnum):
-    """Whose table: numbers as in the contract."""
+    """The pool that a table belongs to; numbers as in the contract."""
 
     DEVICE = 1
     HOST = 2
 
 
-# A digest may be in both tables.
+# A digest may be in the tables of both tiers.
 Key = tuple[Tier, bytes]
 
 
 class Removed(NamedTuple):
-    """Blocks that left a table; digests are 32 bytes. Nothing in here may change."""
+    """Blocks that left a table; digests are 32 bytes. Not to be changed."""
 
     tier: Tier
     digests: Sequence[bytes]
@@ -39,15 +39,15 @@ class Stored(NamedTuple):
     digests: Sequence[bytes]
     # Digest of the block or chain root before each.
     parents: Sequence[bytes]
-    # Token ids as uint32, one block's after the other's.
+    # Token ids as uint32, block by block.
     tokens: bytes
-    # On the device: their tokens and parents alone lead to them, without media.
+    # On the device: tokens and parents alone identify the blocks, as none has media.
     text: bool = True
-    # On the device: the first of them begins a chain, and its parent is the chain's root. None of the others does.
+    # On the device: the first of the blocks, and no other, begins a chain; its parent is the chain's root.
     first: bool = False
 
     def cut(self, start: int, end: int) -> Stored:
-        """Those from one place to another."""
+        """The blocks at positions [start, end)."""
         if start == 0 and end >= len(self.digests):
             return self
         size = len(self.tokens) // len(self.digests)
@@ -66,8 +66,8 @@ class Stored(NamedTuple):
 
 
 def join(found: Sequence[Stored]) -> Stored:
-    """All of them, of which there is at least one, in one; they are alike in tier. Where some have media and others do
-    not, or begin chains, `text` and `first` say nothing.
+    """Joins at least one batch of one tier into one. `text` and `first` of the result mean nothing where the batches
+    differ in them.
     """
     return found[0]._replace(
         digests=[*chain.from_iterable([stored.digests for stored in found])],
@@ -77,8 +77,8 @@ def join(found: Sequence[Stored]) -> Stored:
 
 
 class Diff:
-    """Applied to the tables of one border it gives those of a later one: first forget everything, in both tiers, if
-    `cleared`, then what was removed, then add what was stored, in order.
+    """Leads from the tables at one step boundary to those at a later one: if `cleared`, both tiers are emptied first;
+    then removals apply, then insertions, in order.
     """
 
     __slots__ = ("cleared", "removed", "size", "stored")
@@ -87,26 +87,26 @@ class Diff:
         self.cleared = False
         self.removed: list[Removed] = []
         self.stored: list[Stored] = []
-        # Blocks that came or went; that everything went is one more.
+        # Blocks that entered or left; `cleared` counts as one more.
         self.size = 0
 
     def store(self, stored: Stored) -> None:
-        """Blocks that were not in the table enter it."""
+        """Adds blocks that were not in the table."""
         self.stored.append(stored)
         self.size += len(stored.digests)
 
     def remove(self, removed: Removed) -> None:
-        """Blocks of the table leave it."""
+        """Removes blocks of the table."""
         self.removed.append(removed)
         self.size += len(removed.digests)
 
     def clear(self) -> None:
-        """Everything leaves, in both tiers."""
+        """Removes everything, in both tiers."""
         self.cleared = True
         self.removed, self.stored, self.size = [], [], 1
 
     def extend(self, later: Diff) -> None:
-        """Goes on with what happened from here on."""
+        """Appends the changes between this boundary and a later one."""
         if later.cleared:
             self.clear()
         self.removed += later.removed
@@ -114,15 +114,15 @@ class Diff:
         self.size += later.size - later.cleared
 
     def settle(self) -> None:
-        """Takes out what came and went, or went and came back: a digest stands for its tokens and everything before
-        them, so that is no change.
+        """Drops blocks that entered and left again, or left and came back: a digest stands for its tokens and all
+        tokens before them, so neither is a change.
         """
         for tier in {removed.tier for removed in self.removed}:
             gone = Counter(chain.from_iterable(removed.digests for removed in self.removed if removed.tier is tier))
             came = [stored for stored in self.stored if stored.tier is tier]
             if all(gone.keys().isdisjoint(stored.digests) for stored in came):
                 continue
-            # Whatever happened in between, each was in the table or not at first, and is now.
+            # Insertions and removals of one digest alternate, so their difference tells the net change.
             here = Counter(chain.from_iterable(stored.digests for stored in came))
             left, entered = gone - here, here - gone
             self.removed = [removed for removed in self.removed if removed.tier is not tier]

@@ -1,8 +1,8 @@
-"""What enters and leaves the prefix tables of both tiers: told to watchers at every step border, and remembered once it
-is gone from the device.
+"""A log of the prefix tables of both tiers: changes go to watches at every step boundary, and digests that left the
+device's table are remembered.
 
-The pools call `stored`, `removed` and so on as they go; the engine loop calls `border` whenever a step was planned or
-committed, which is when the tables are what they claim to be. Without watchers only removals from the device cost
+The pools call `stored`, `removed` and so on at every change; the engine loop calls `step_boundary` after each step it
+planned or committed, which is when the tables are consistent. Without watches only removals from the device cost
 anything: an entry in a dictionary each.
 """
 
@@ -20,14 +20,14 @@ from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch, take_snapshot
 from pagekv.kvmanager.kvcache.host_pool import HostPool
-from pagekv.kvmanager.kvcache.prefix_table import Chunks, PrefixTable
+from pagekv.kvmanager.kvcache.prefix_table import BlockTokens, PrefixTable
 
 MAX_WATCHES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class RemovedAgo:
-    """How long ago a digest left the table, and whether everything else left with it (`cleared`) or it was evicted."""
+    """How long ago a digest left the table, and whether all others left with it (`cleared`) or it was evicted alone."""
 
     cleared: bool
     steps: int
@@ -35,7 +35,7 @@ class RemovedAgo:
 
 
 class TableLog:
-    """Implements `block_pool.TableLog` and `host_pool.HostLog` for the pools of one epoch after another."""
+    """Implements `block_pool.TableListener` and `host_pool.HostLog` for the pools of one epoch after another."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` gives seconds."""
@@ -44,30 +44,28 @@ class TableLog:
         self._table: PrefixTable | None = None
         self._host: HostPool | None = None
         self._watches: list[TableWatch] = []
-        # Whether anybody wants to know what enters the tables.
+        # Whether there are watches, so that insertions matter.
         self.watched = False
-        # Since the last border.
+        # Changes since the latest step boundary.
         self._pending = Diff()
         self._step = 0
-        # Of the removals since the last border.
+        # What the removals since the latest step boundary share.
         self._removal: Removal | None = None
 
     @property
     def num_watches(self) -> int:
-        """Watchers."""
+        """Watches that have not ended."""
         return len(self._watches)
 
-    def follow(self, table: PrefixTable, host: HostPool | None = None) -> None:
-        """From now on the log is that of this table and host pool, which are empty. What was in those before counts as
-        cleared.
-        """
+    def attach(self, table: PrefixTable, host: HostPool | None = None) -> None:
+        """Makes this the log of a new, empty table and host pool. The content of the former ones counts as cleared."""
         if (self._table is not None and len(self._table)) or (self._host is not None and self._host.num_cached):
             self.cleared()
         self._table = table
         self._host = host
 
     def removed_ago(self, digest: bytes) -> RemovedAgo | None:
-        """When a digest last left the table, if that is remembered; a digest that is back has left it, too."""
+        """When a digest last left the table, also if it is back by now; None when that is not remembered."""
         removal = self._history.find(digest)
         if removal is None:
             return None
@@ -76,13 +74,13 @@ class TableLog:
     # -- called by the pool
 
     def stored(
-        self, digests: Sequence[bytes], parents: Sequence[bytes], chunks: Chunks, *, text: bool, first: bool
+        self, digests: Sequence[bytes], parents: Sequence[bytes], tokens: BlockTokens, *, text: bool, first: bool
     ) -> None:
-        """Blocks entered the device's table, each after the block or chain root with the digest at its place in
-        `parents`; `text`: without media; `first`: the first of them after a chain root, which no other is.
+        """Blocks entered the device's table, each after the block or chain root with the digest at its position in
+        `parents`; `text`: no block has media; `first`: the first block, and no other, follows a chain root.
         """
         if digests:
-            self._pending.store(Stored(Tier.DEVICE, digests, parents, chunks.tobytes(), text, first))
+            self._pending.store(Stored(Tier.DEVICE, digests, parents, tokens.tobytes(), text, first))
 
     def removed(self, digests: Sequence[bytes]) -> None:
         """Blocks were evicted from the device."""
@@ -93,7 +91,7 @@ class TableLog:
             self._pending.remove(Removed(Tier.DEVICE, digests))
 
     def host_stored(self, digest: bytes, parent: bytes, tokens: NDArray[np.uint32]) -> None:
-        """A block entered the host's table. Other than on the device, the block before it may be missing."""
+        """A block entered the host's table. Unlike on the device, its parent may be missing."""
         if self._watches:
             self._pending.store(Stored(Tier.HOST, [digest], [parent], tokens.tobytes()))
 
@@ -103,7 +101,7 @@ class TableLog:
             self._pending.remove(Removed(Tier.HOST, [digest]))
 
     def cleared(self) -> None:
-        """Everything is about to leave the device's table, and has left the host's or leaves it with it."""
+        """Everything is about to leave the tables of both tiers, or has left the host's already."""
         if self._table is not None:
             self._history.add(self._table.newest_digests(), Removal(self._step, self._clock(), cleared=True))
         if self._watches:
@@ -111,8 +109,8 @@ class TableLog:
 
     # -- called by the engine loop
 
-    def border(self, step: int) -> None:
-        """The tables are consistent; `step` steps are completed. Watchers get what changed."""
+    def step_boundary(self, step: int) -> None:
+        """The tables are consistent; `step` steps are completed. Watches receive what changed."""
         self._step = step
         self._removal = None
         if self._watches and self._pending.size:
@@ -121,17 +119,17 @@ class TableLog:
                 watch.push(diff)
 
     def watch(self) -> TableWatch:
-        """A watch that begins with the tables as they are. Raises LimitExceeded when there are too many."""
+        """A watch that begins with the tables as they are. Raises LimitExceeded when there are too many watches."""
         if len(self._watches) >= MAX_WATCHES:
             raise LimitExceeded(f"{MAX_WATCHES} readers watch the prefix table, which is the most there can be")
-        self.border(self._step)
+        self.step_boundary(self._step)
         snapshot = iter(()) if self._table is None else take_snapshot(self._table, self._host)
-        watch = TableWatch(snapshot, self._leave)
+        watch = TableWatch(snapshot, self._remove)
         self._watches.append(watch)
         self.watched = True
         return watch
 
-    def _leave(self, watch: TableWatch) -> None:
+    def _remove(self, watch: TableWatch) -> None:
         self._watches.remove(watch)
         self.watched = bool(self._watches)
         if not self.watched:
@@ -143,7 +141,7 @@ class TableLog:
             watch.fail(error)
 
 
-# Digests in one generation. Two are kept, so at least this many of the newest are known and at most twice as many.
+# Digests in one generation. Two generations are kept: at least this many of the newest, at most twice as many.
 GENERATION = 32_768
 
 
@@ -151,11 +149,11 @@ GENERATION = 32_768
 class Removal:
     """When blocks left the table, and whether everything else left with them."""
 
-    # Steps completed by then.
+    # Steps completed before.
     step: int
     # Seconds of the log's clock.
     at: float
-    # True: the whole table was forgotten; False: the memory was needed.
+    # True: the whole table was cleared; False: the memory was needed.
     cleared: bool
 
 
@@ -164,7 +162,7 @@ class RemovalHistory:
 
     def __init__(self, generation: int = GENERATION) -> None:
         self._generation = generation
-        # No digest is ever dropped by itself: that would cost a second structure to know the oldest.
+        # Whole generations are dropped: dropping single digests would need a second structure that knows the oldest.
         self._young: dict[bytes, Removal] = {}
         self._old: dict[bytes, Removal] = {}
 

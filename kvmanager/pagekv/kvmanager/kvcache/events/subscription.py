@@ -1,4 +1,4 @@
-"""One reader of the prefix tables' changes. It never makes the engine loop wait."""
+"""A reader of the prefix tables' changes, which never makes the engine loop wait."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ from pagekv.kvmanager.kvcache.events.batch import Diff, Stored, Tier
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.prefix_table import PrefixTable, TableColumns
 
-# Changes that a reader may leave unread, those that come to nothing among them: some tens of megabytes.
+# Changes that a reader may leave unread, including changes that cancel out: some tens of megabytes.
 MAX_UNREAD = 131_072
 
-
-# Every block in the tables at the border where the watch began, each by itself, the device's first, parents before
-# children there.
+# Every block in the tables at the step boundary where the watch began, one by one: first the device's, parents before
+# children, then the host's.
 Snapshot = Iterator[Stored]
 
 
 class TableWatch:
-    """States: open → ended, by `close` (the reader went) or `fail` (told to the reader).
+    """States: open → ended, by `close` (the reader is gone) or `fail` (the reader gets an error).
 
-    What a reader has not taken yet grows into one net change, so a slow one sees fewer borders, each of them whole.
+    Unread changes become one net change when they are taken, so a slow reader sees fewer step boundaries, each whole.
     """
 
     def __init__(self, snapshot: Snapshot, on_end: Callable[[TableWatch], None], max_unread: int = MAX_UNREAD) -> None:
-        """`on_end` is called once, when it leaves the open state."""
+        """`on_end` is called once, when the watch leaves the open state."""
         self._snapshot = snapshot
-        # Of one border after the other, and their sizes added up.
+        # Changes from one step boundary to the next, and the sum of their sizes.
         self._unread: list[Diff] = []
         self._size = 0
         self._max_unread = max_unread
@@ -40,7 +39,7 @@ class TableWatch:
         self._on_end: Callable[[TableWatch], None] | None = on_end
 
     def push(self, diff: Diff) -> None:
-        """Adds what changed up to a step border; called by the engine loop."""
+        """Adds the changes up to a step boundary; called by the engine loop."""
         self._unread.append(diff)
         self._size += diff.size
         if self._size > self._max_unread:
@@ -49,13 +48,15 @@ class TableWatch:
             self._ready.set()
 
     def take_snapshot(self, limit: int) -> list[Stored]:
-        """The next blocks of the snapshot, `limit` at most and fewer only at its end; raises what ended the watch."""
+        """The next blocks of the snapshot, `limit` at most, fewer only at the end; raises the error that ended the
+        watch.
+        """
         if self._error is not None:
             raise self._error
         return list(islice(self._snapshot, limit))
 
     async def take(self) -> Diff:
-        """Waits for changes; raises what ended the watch."""
+        """Waits for changes; raises the error that ended the watch."""
         while not (taken := self.take_unread()).size:
             if self._error is not None:
                 raise self._error
@@ -64,7 +65,7 @@ class TableWatch:
         return taken
 
     def take_unread(self) -> Diff:
-        """What changed by now, which may be nothing."""
+        """The changes so far, possibly none."""
         taken = Diff()
         for diff in self._unread:
             taken.extend(diff)
@@ -73,13 +74,13 @@ class TableWatch:
         return taken
 
     def fail(self, error: Exception) -> None:
-        """Ends it with an error for the reader, in place of what is unread."""
+        """Ends the watch with an error for the reader, in place of the unread changes."""
         self._error = error
         self.close()
         self._ready.set()
 
     def close(self) -> None:
-        """Ends it and forgets what is unread. Idempotent."""
+        """Ends the watch and discards what is unread. Idempotent."""
         self._unread, self._size = [], 0
         self._snapshot = iter(())
         if self._on_end is not None:
@@ -88,26 +89,26 @@ class TableWatch:
 
 
 def take_snapshot(table: PrefixTable, host: HostPool | None = None) -> Snapshot:
-    """Every block in the tables now, the device's first, parents before children there. In the host pool a block's
+    """Every block in the tables now: first the device's, parents before children, then the host's, where a block's
     parent may come later, or not at all.
 
-    What is costly happens when the iterator is read, a block at a time, from a copy that is made here.
+    Only the copy of the columns is made here; blocks are put together one by one as the iterator is read.
     """
     device = _parents_first(table.columns())
     return device if host is None or not host.num_cached else chain(device, _host_blocks(host))
 
 
 def _parents_first(columns: TableColumns) -> Snapshot:
-    told = np.zeros(len(columns.published), np.bool_).data
-    parents, loose, media = columns.parents.data, columns.loose_parents, columns.media
+    written = np.zeros(len(columns.published), np.bool_).data
+    parents, by_digest, media = columns.parents.data, columns.parent_digest_of, columns.media
     for block in np.flatnonzero(columns.published).tolist():
         chain = []
-        while block >= 0 and not told[block]:
-            told[block] = True
+        while block >= 0 and not written[block]:
+            written[block] = True
             chain.append(block)
             block = parents[block]
         for link in reversed(chain):
-            parent = loose.get(link) or columns.digests[parents[link]]
+            parent = by_digest.get(link) or columns.digests[parents[link]]
             digest = columns.digests[link]
             assert digest is not None
             assert parent is not None

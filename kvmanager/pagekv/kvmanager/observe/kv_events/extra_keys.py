@@ -1,8 +1,8 @@
-"""What a block's tokens do not say of its identity: namespace, adapter and media, for event formats that name them.
+"""Namespace, adapter and media of blocks, which event formats name beside the tokens: vLLM's extra keys.
 
-A block is known by its digest alone, which covers them without naming them. They are learned from the requests that
-bring them, and handed from parent to child: at every border the parent of a block that enters the device's table is
-there, and blocks of the host pool have been on the device. Blocks of no namespace, adapter and media cost nothing.
+A block is known by its digest, which covers the extra keys without naming them. Requests bring extra keys, and a block
+has its parent's: at every step boundary the parent of a block that enters the device's table is there, and blocks of
+the host pool have been on the device. Blocks of no namespace, adapter and media cost nothing.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ MAX_ROOTS = 65_536
 MAX_MEDIA_BLOCKS = 65_536
 
 
-class BlockIdentity(NamedTuple):
-    """Whose a block is; `first` of its chain, where its parent is the root, which is no block."""
+class BlockExtraKeys(NamedTuple):
+    """The extra keys of one block; `first` of its chain, where its parent is the root, which is no block."""
 
     namespace: str = ""
     adapter_id: str = ""
     first: bool = False
-    # Media that overlap it: where each starts relative to the block, and its digest.
+    # Media that overlap the block: where each starts relative to the block, and its digest.
     media: tuple[tuple[int, str], ...] = ()
 
 
 _NOBODYS = "", ""
-# Of blocks of which there is nothing to be said; always this object.
-PLAIN = BlockIdentity()
-_PLAIN_FIRST = BlockIdentity(first=True)
+# Blocks with no extra keys; always this object.
+PLAIN = BlockExtraKeys()
+_PLAIN_FIRST = BlockExtraKeys(first=True)
 
 
-class EventIdentities:
-    """Told of requests as they come, and of the tables' changes as they are read."""
+class ExtraKeys:
+    """Extra keys of the blocks in the tables, from the requests that come and the tables' changes that are read."""
 
     def __init__(self) -> None:
         self._roots: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
@@ -45,14 +45,14 @@ class EventIdentities:
         self._of: dict[Key, tuple[str, str]] = {}
 
     def note_request(self, root: bytes, identity: CacheIdentity) -> None:
-        """A request came whose chains begin with this digest."""
+        """Notes a request whose chains begin with the digest `root`."""
         self._roots[root] = identity.namespace, identity.adapter_id
         self._roots.move_to_end(root)
         if len(self._roots) > MAX_ROOTS:
             self._roots.popitem(last=False)
 
     def note_media(self, digests: Sequence[bytes], block_size: int, identity: CacheIdentity) -> None:
-        """The full blocks of a sequence that carries media."""
+        """Notes the full blocks of a sequence that carries media."""
         for index, digest in enumerate(digests):
             keys = media_keys(identity.media, index * block_size, (index + 1) * block_size)
             if keys:
@@ -61,13 +61,13 @@ class EventIdentities:
         while len(self._media) > MAX_MEDIA_BLOCKS:
             self._media.popitem(last=False)
 
-    def stored(self, tier: Tier, digests: Sequence[bytes], parents: Sequence[bytes]) -> list[BlockIdentity]:
-        """Blocks entered a table, on the device parents first."""
+    def stored(self, tier: Tier, digests: Sequence[bytes], parents: Sequence[bytes]) -> list[BlockExtraKeys]:
+        """Extra keys of blocks that entered a table; on the device parents come first."""
         if not self._of and not self._media and self._roots.keys().isdisjoint(parents):
             return [PLAIN] * len(digests)
         return [self._stored((tier, digest), parent) for digest, parent in zip(digests, parents, strict=True)]
 
-    def _stored(self, key: Key, parent: bytes) -> BlockIdentity:
+    def _stored(self, key: Key, parent: bytes) -> BlockExtraKeys:
         whose = self._roots.get(parent)
         first = whose is not None
         if whose is None and self._of:
@@ -79,14 +79,14 @@ class EventIdentities:
         media = self._media.get(key[1]) if self._media else None
         if whose is _NOBODYS and media is None:
             return _PLAIN_FIRST if first else PLAIN
-        return BlockIdentity(*whose, first, tuple(media or ()))
+        return BlockExtraKeys(*whose, first, tuple(media or ()))
 
     def removed(self, tier: Tier, digests: Iterable[bytes]) -> None:
-        """Blocks left a table; to be told after what entered in the same batch."""
+        """Removes blocks that left a table; to be called after `stored` of the same batch."""
         if self._of:
             for digest in digests:
                 self._of.pop((tier, digest), None)
 
     def cleared(self) -> None:
-        """Everything left both tables."""
+        """Removes all blocks: both tables are empty."""
         self._of.clear()

@@ -1,13 +1,13 @@
 """KV events over ZeroMQ, as vLLM publishes them (`ZmqEventPublisher`), for routers, indexers and viewers made for it.
 
 A PUB socket sends three frames a batch: topic, sequence number (8 bytes, big-endian, from 0) and events, as
-`kv_event_format` packs them. A ROUTER socket sends batches again: asked with a sequence number (8 bytes behind an empty
-frame) it answers with every batch from there on that it still has, an empty frame before the three, and ends with the
-number -1 and no events.
+`vllm_format` packs them. A ROUTER socket sends batches again: asked with a sequence number (8 bytes behind an empty
+frame) the socket answers with every kept batch from there on, an empty frame before the three, and ends with the number
+-1 and no events.
 
-It reads the tables as any watcher does, so the engine loop never waits for it, and it never waits for a subscriber: one
-that reads too slowly misses batches, sees that by their numbers, and asks for them. Nothing is read from subscribers
-but topics and sequence numbers of bounded size.
+The publisher reads the tables as any watcher does, so the engine loop never waits for it, and never waits for a
+subscriber: a subscriber that reads too slowly misses batches, sees that by their numbers, and asks for them. Nothing is
+read from subscribers but topics and sequence numbers of bounded size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Protocol
 
 import zmq
@@ -29,15 +28,17 @@ from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.kvmanager.engine.observer import Observer
 from pagekv.kvmanager.engine.queries import EngineQueries
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
-from pagekv.kvmanager.observe.kv_events.extra_keys import EventIdentities
+from pagekv.kvmanager.observe.kv_events.extra_keys import ExtraKeys
 from pagekv.kvmanager.observe.kv_events.vllm_format import Events, KvEventFormat, pack
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import StepPlan
 
 log = Log(__name__)
 
-# Batches that wait for one slow subscriber before it misses any, and bytes of batches kept for replay.
+# Batches that wait for one slow subscriber before it misses any; batches kept for replay, as many as vLLM keeps, and
+# their bytes, since a batch may be large.
 MAX_UNSENT = 256
+MAX_REPLAY_BATCHES = 10_000
 MAX_REPLAY_BYTES = 256 * 2**20
 # Replays at once, messages that wait for one slow asker, and seconds that it may take none in.
 MAX_REPLAYS = 8
@@ -47,14 +48,16 @@ REPLAY_PATIENCE_S = 10.0
 SNAPSHOT_PIECE = 256
 REPLAY_PIECE = 8
 RETRY_S = 1.0
-# Between one batch and the next, which has what all steps until then brought: how far a reader may be behind while
-# there is much to tell. To make and send a batch takes some tenths of a millisecond, whatever is in it.
+# Seconds between one batch and the next, which has the changes of all steps until then: how far a reader may be behind
+# while much changes. To make and send a batch takes some tenths of a millisecond, however small it is.
 PAUSE_S = 0.2
+# Topic of every batch: vLLM's default.
+_TOPIC = b""
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
 class WatchedEngine(Protocol):
-    """What of the engine loop is needed."""
+    """The part of the engine loop that is needed."""
 
     async def wait_ready(self) -> EngineInfo: ...
 
@@ -62,27 +65,15 @@ class WatchedEngine(Protocol):
     def queries(self) -> EngineQueries: ...
 
 
-@dataclass(frozen=True, slots=True)
-class KvEventSettings:
-    """As the flags have them; `replay_endpoint` empty: no replays; `buffer`: batches that can be replayed."""
-
-    endpoint: str
-    replay_endpoint: str = ""
-    topic: str = ""
-    buffer: int = 10_000
-    token_ids: bool = True
-
-
 class KvEventPublisher(Observer):
     """States: made → bound (`bind`) → publishing (`run`) → closed (`close`)."""
 
-    def __init__(self, settings: KvEventSettings, clock: Callable[[], float] = time.time) -> None:
-        """`clock` gives seconds since 1970."""
-        self._settings = settings
+    def __init__(self, endpoint: str, replay_endpoint: str = "", clock: Callable[[], float] = time.time) -> None:
+        """Endpoints as the flags have them; no replays with an empty one. `clock` gives seconds since 1970."""
+        self._asked_for = endpoint, replay_endpoint
         self._clock = clock
-        self._topic = settings.topic.encode()
-        self._identities = EventIdentities()
-        self._format = KvEventFormat(self._identities, token_ids=settings.token_ids)
+        self._extra_keys = ExtraKeys()
+        self._format = KvEventFormat(self._extra_keys)
         self._block_size = 0
         self._numbers = itertools.count()
         # Number and bytes of the batches that can be replayed, oldest first.
@@ -92,7 +83,7 @@ class KvEventPublisher(Observer):
         self._context = zmq.Context()
         self._pub: zmq.Socket[bytes] | None = None
         self._router: zmq.asyncio.Socket | None = None
-        # Where it listens, with the port that was free if the settings ask for one.
+        # Bound addresses, with the port that was free where port 0 was asked for; empty before `bind`.
         self.endpoint = self.replay_endpoint = ""
 
     # -- observer
@@ -101,33 +92,34 @@ class KvEventPublisher(Observer):
         self._block_size = model.block_size
 
     def submitted(self, request: LiveRequest) -> None:
-        self._identities.note_request(request.root, request.command.identity)
+        self._extra_keys.note_request(request.root, request.command.identity)
 
     def planned(self, plan: StepPlan) -> None:
         for new in plan.new:
             identity = new.sequence.request.command.identity
             if identity.media:
-                self._identities.note_media(new.sequence.digests, self._block_size, identity)
+                self._extra_keys.note_media(new.sequence.digests, self._block_size, identity)
 
     # -- sockets
 
     def bind(self) -> None:
-        """Raises OSError, naming the flag, when an endpoint cannot be had."""
+        """Opens the sockets. Raises OSError, naming the flag, when an endpoint cannot be had."""
+        endpoint, replay_endpoint = self._asked_for
         pub = self._context.socket(zmq.PUB)
         pub.setsockopt(zmq.SNDHWM, MAX_UNSENT)
-        self.endpoint = _bind(pub, "--kv-events-endpoint", self._settings.endpoint)
+        self.endpoint = _bind(pub, "--kv-events-endpoint", endpoint)
         self._pub = pub
-        if self._settings.replay_endpoint:
+        if replay_endpoint:
             router = zmq.asyncio.Context(self._context).socket(zmq.ROUTER)
             router.setsockopt(zmq.SNDHWM, MAX_UNSENT_REPLAYS)
             router.setsockopt(zmq.RCVHWM, MAX_REPLAYS)
-            # Says when an asker cannot take more, or is gone, instead of dropping what is sent to it.
+            # An error when an asker cannot take more, or is gone; by default its messages are dropped in silence.
             router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self.replay_endpoint = _bind(router, "--kv-events-replay-endpoint", self._settings.replay_endpoint)
+            self.replay_endpoint = _bind(router, "--kv-events-replay-endpoint", replay_endpoint)
             self._router = router
 
     def close(self) -> None:
-        """What subscribers have not got within a moment is dropped."""
+        """Closes the sockets; messages that are not sent within 100 ms are dropped."""
         for task in self._replays:
             task.cancel()
         for socket in (self._pub, self._router):
@@ -144,7 +136,7 @@ class KvEventPublisher(Observer):
                 try:
                     watch = engine.queries.watch_events()
                     try:
-                        await self._follow(watch)
+                        await self._publish_changes(watch)
                     finally:
                         watch.close()
                 except FellBehind as error:
@@ -157,7 +149,7 @@ class KvEventPublisher(Observer):
         finally:
             replays.cancel()
 
-    async def _follow(self, watch: TableWatch) -> None:
+    async def _publish_changes(self, watch: TableWatch) -> None:
         self._publish([self._format.beginning()])
         while blocks := watch.take_snapshot(SNAPSHOT_PIECE):
             self._publish(self._format.snapshot(blocks))
@@ -173,13 +165,13 @@ class KvEventPublisher(Observer):
         for events in batches:
             number, payload = next(self._numbers), pack(self._clock(), events)
             # PUB drops what a subscriber has no room for, so this never waits.
-            self._pub.send(self._topic, zmq.NOBLOCK | zmq.SNDMORE)
+            self._pub.send(_TOPIC, zmq.NOBLOCK | zmq.SNDMORE)
             self._pub.send(number.to_bytes(8, "big"), zmq.NOBLOCK | zmq.SNDMORE)
             self._pub.send(payload, zmq.NOBLOCK)
             if self._router is not None:
                 self._sent.append((number, payload))
                 self._sent_bytes += len(payload)
-                while len(self._sent) > self._settings.buffer or self._sent_bytes > MAX_REPLAY_BYTES:
+                while len(self._sent) > MAX_REPLAY_BATCHES or self._sent_bytes > MAX_REPLAY_BYTES:
                     self._sent_bytes -= len(self._sent.popleft()[1])
 
     # -- replays
@@ -193,17 +185,17 @@ class KvEventPublisher(Observer):
                 log.debug("a replay was asked for wrongly", frames=[len(frame) for frame in frames])
                 continue
             if len(self._replays) == MAX_REPLAYS:
-                continue  # whoever asks has to ask again
+                continue  # the asker has to ask again
             first = int.from_bytes(frames[2], "big")
             task = asyncio.create_task(self._replay(frames[0], first), name="KV event replay")
             self._replays.add(task)
             task.add_done_callback(self._replays.discard)
 
     async def _replay(self, asker: bytes, first: int) -> None:
-        """Everything from number `first` on, as it is now, and the end. Gives up when the asker takes nothing in."""
+        """Sends all kept batches from number `first` on, and the end. Gives up when the asker takes nothing in."""
         batches = [(number, payload) for number, payload in self._sent if number >= first]
         for count, (number, payload) in enumerate(batches, 1):
-            if not await self._answer(asker, self._topic, number.to_bytes(8, "big"), payload):
+            if not await self._answer(asker, _TOPIC, number.to_bytes(8, "big"), payload):
                 return
             if count % REPLAY_PIECE == 0:
                 await asyncio.sleep(0)
@@ -221,14 +213,14 @@ class KvEventPublisher(Observer):
                     return False
                 await asyncio.sleep(0.01)
             except zmq.ZMQError:
-                return False  # it is gone
+                return False  # the asker is gone
 
 
 def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, flag: str, endpoint: str) -> str:
     """Returns the endpoint bound."""
     # Subscriptions and sequence numbers are all that may come in.
     socket.setsockopt(zmq.MAXMSGSIZE, 1024)
-    # A peer that is gone without a word is noticed, and what waits for it dropped.
+    # A peer that is gone without a word is noticed, and the messages that wait for it are dropped.
     socket.setsockopt(zmq.HEARTBEAT_IVL, 10_000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30_000)
     if "[" in endpoint:

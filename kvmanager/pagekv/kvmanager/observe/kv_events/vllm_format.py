@@ -7,8 +7,8 @@ as msgpack `[seconds since 1970, [event, ...], data parallel rank]`.
     AllBlocksCleared
 
 Fields and their order are those of `vllm/distributed/kv_events.py` in vLLM 0.33, which readers that decode by position
-or refuse unknown keys need. Hashes are the first 64 bits of ours. A parent of null begins a chain. `medium` is GPU for
-the device's pool, whatever the device is, and CPU for the host's, because readers know no other words.
+or refuse unknown keys need. Hashes are the first 64 bits of the digests. A parent of null begins a chain. `medium` is
+GPU for the device's pool, whatever the device is, and CPU for the host's, because readers know no other words.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import numpy as np
 
 from pagekv.kvmanager.kvcache.block_hash import TOKEN_BYTES, short_hashes
 from pagekv.kvmanager.kvcache.events.batch import Diff, Stored, Tier, join
-from pagekv.kvmanager.observe.kv_events.extra_keys import PLAIN, BlockIdentity, EventIdentities
+from pagekv.kvmanager.observe.kv_events.extra_keys import PLAIN, BlockExtraKeys, ExtraKeys
 
-# Tokens in one batch, so that none takes the event loop for long or grows beyond some hundreds of kilobytes.
+# Tokens in one batch at most, so that no batch takes the event loop for long or exceeds some hundreds of kilobytes.
 MAX_BATCH_TOKENS = 16_384
 _MEDIUM = {Tier.DEVICE: "GPU", Tier.HOST: "CPU"}
 # All layers are one group, and every block holds all of its tokens' keys and values.
@@ -45,13 +45,11 @@ class Events(NamedTuple):
 class KvEventFormat:
     """Turns changes into batches of packed events."""
 
-    def __init__(self, identities: EventIdentities, *, token_ids: bool) -> None:
-        """`token_ids`: False leaves them out; readers then see which blocks there are and how they follow on."""
-        self._identities = identities
-        self._token_ids = token_ids
+    def __init__(self, extra_keys: ExtraKeys) -> None:
+        self._known = extra_keys
 
     def beginning(self) -> Events:
-        """What a stream begins with: whatever a reader thought there was, is gone."""
+        """The first batch of a stream: all blocks that a reader knew of are gone."""
         return Events(1, _CLEARED)
 
     def snapshot(self, found: Sequence[Stored]) -> Iterator[Events]:
@@ -65,12 +63,12 @@ class KvEventFormat:
                     yield self._stored(blocks.cut(start, start + most))
 
     def changed(self, diff: Diff) -> Iterator[Events]:
-        """Batches that make one border's tables those of the next. What is removed comes first: readers that do not
-        tell the tiers apart then keep a block that moved from one to the other.
+        """Batches that turn the tables of one step boundary into those of the next. Removals come first: readers that
+        do not tell the tiers apart then keep a block that moved from one to the other.
         """
         count, packed = 0, bytearray()
         if diff.cleared:
-            self._identities.cleared()
+            self._known.cleared()
             count, packed = 1, packed + _CLEARED
         for tier in Tier if diff.removed else ():
             gone = [*chain.from_iterable(removed.digests for removed in diff.removed if removed.tier is tier)]
@@ -84,19 +82,17 @@ class KvEventFormat:
         if count:
             yield Events(count, packed)
         for tier, digests in diff.removed:
-            self._identities.removed(tier, digests)
+            self._known.removed(tier, digests)
 
     def _stored(self, blocks: Stored) -> Events:
-        """Blocks that follow one another are one event."""
+        """Events that store these blocks; a run of blocks, each the parent of the next, is one event."""
         tier, digests, parents = blocks.tier, blocks.digests, blocks.parents
         count = len(digests)
         ids = np.frombuffer(blocks.tokens, np.uint32).reshape(count, -1)
         size = ids.shape[1]
-        if not self._token_ids:
-            ids = ids[:, :0]
-        names = self._identities.stored(tier, digests, parents)
+        names = self._known.stored(tier, digests, parents)
         hashes, before = short_hashes(digests), short_hashes(parents)
-        single, fields = _single(tier, size, self._token_ids)
+        single, fields = _single(tier, size)
         singles = bytearray(single) * count
         rows = np.frombuffer(singles, fields)
         rows["hash"], rows["parent"], rows["tokens"]["id"] = hashes, before, ids
@@ -119,7 +115,7 @@ class KvEventFormat:
 
 
 def _pack_stored(
-    tier: Tier, hashes: list[int], parent: int | None, token_ids: list[int], size: int, names: list[BlockIdentity]
+    tier: Tier, hashes: list[int], parent: int | None, token_ids: list[int], size: int, names: list[BlockExtraKeys]
 ) -> bytes:
     packed: bytes = msgpack.packb(
         {
@@ -131,7 +127,7 @@ def _pack_stored(
             "lora_id": None,
             "medium": _MEDIUM[tier],
             "lora_name": names[0].adapter_id or None,
-            "extra_keys": [_extra_keys(identity) for identity in names],
+            "extra_keys": [_extra_keys(block) for block in names],
             "group_idx": _GROUP,
             "kv_cache_spec_kind": _KIND,
         }
@@ -140,30 +136,30 @@ def _pack_stored(
 
 
 @lru_cache
-def _single(tier: Tier, size: int, token_ids: bool) -> tuple[bytes, np.dtype[np.void]]:
-    """An event of one block of `size` tokens that follows another, every number at its widest; and where they are."""
-    shown, most = size if token_ids else 0, 2**64 - 1
-    event = _pack_stored(tier, [most], most - 1, [2**32 - 1] * shown, size, [PLAIN])
-    # A token id behind a byte that says what it is.
+def _single(tier: Tier, size: int) -> tuple[bytes, np.dtype[np.void]]:
+    """A packed event of one block of `size` tokens with a parent, every number at its widest; and where fields are."""
+    most = 2**64 - 1
+    event = _pack_stored(tier, [most], most - 1, [2**32 - 1] * size, size, [PLAIN])
+    # A token id behind msgpack's type byte.
     token = np.dtype({"names": ["id"], "formats": [">u4"], "offsets": [1], "itemsize": 1 + TOKEN_BYTES})
-    tokens = msgpack.packb([2**32 - 1] * shown)
+    tokens = msgpack.packb([2**32 - 1] * size)
     fields = {
         "hash": (">u8", event.index(most.to_bytes(8, "big"))),
         "parent": (">u8", event.index((most - 1).to_bytes(8, "big"))),
-        "tokens": ((token, (shown,)), event.index(tokens) + len(tokens) - token.itemsize * shown),
+        "tokens": ((token, (size,)), event.index(tokens) + len(tokens) - token.itemsize * size),
     }
     formats, offsets = zip(*fields.values(), strict=True)
     return event, np.dtype({"names": [*fields], "formats": formats, "offsets": offsets, "itemsize": len(event)})
 
 
-def _extra_keys(identity: BlockIdentity) -> list[Any] | None:
-    """What besides tokens and parent made the block's hash, as vLLM has it: the adapter, each medium with its place,
-    and in the first block of a chain the namespace, which is vLLM's cache salt.
+def _extra_keys(block: BlockExtraKeys) -> list[Any] | None:
+    """The extra keys of a block in vLLM's form: the adapter, each medium with its place, and in the first block of a
+    chain the namespace, which is vLLM's cache salt.
     """
-    keys: list[Any] = [identity.adapter_id] if identity.adapter_id else []
-    keys += [[digest, start] for start, digest in identity.media]
-    if identity.first and identity.namespace:
-        keys.append(identity.namespace)
+    keys: list[Any] = [block.adapter_id] if block.adapter_id else []
+    keys += [[digest, start] for start, digest in block.media]
+    if block.first and block.namespace:
+        keys.append(block.namespace)
     return keys or None
 
 

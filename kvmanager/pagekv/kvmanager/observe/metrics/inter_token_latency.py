@@ -1,93 +1,58 @@
 """Seconds between the tokens of each sequence, for all sequences of a step at once.
 
 In steady state the same sequences get a token in every step, so all of them have waited for as long: one observation
-with a weight. Where the step before had others, the times of their latest tokens are read from a column by handle, and
-only for a sequence that enters the executor is anything done one by one.
+with a weight. Times are kept only for sequences that had no token in the latest step.
 """
 
 from __future__ import annotations
 
-import math
-from array import array
-from collections.abc import Iterable
-
-import numpy as np
-
 from pagekv.kvmanager.observe.metrics.histogram import Histogram
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
-from pagekv.kvmanager.scheduling.step_plan import NewSeq
-
-_NONE = np.empty(0, np.int64)
 
 
 class InterTokenLatency:
-    """A sequence that comes back after a preemption or a lost executor has waited since its latest token, too."""
+    """Feeds a histogram. A sequence that comes back after a preemption or a lost executor has waited since its latest
+    token, too.
+    """
 
     def __init__(self, histogram: Histogram) -> None:
         """`histogram` takes the gaps."""
         self._histogram = histogram
-        # Seconds, by handle: the latest token of its owner, NaN before the first.
-        self._last = np.full(64, math.nan)
-        # By handle: who had it last.
-        self._owners: list[Seq | None] = [None] * 64
-        self._handles: dict[Seq, int] = {}
-        # Latest tokens of sequences whose handle has gone to another.
-        self._away: dict[Seq, float] = {}
-        # The step before gave these a token at that time, which is not in the column yet.
-        self._latest: list[int] = []
-        self._latest_rows = _NONE
+        # Sequences that got a token in the latest step, in its order, and when that was.
+        self._latest: list[Seq] = []
+        self._latest_set: set[Seq] = set()
         self._latest_at = 0.0
+        # Seconds: the latest token of every other live sequence that has one.
+        self._last: dict[Seq, float] = {}
 
-    def open(self, new: Iterable[NewSeq]) -> None:
-        """Sequences that entered the executor with the step whose tokens are taken next."""
-        self._settle()
-        for entered in new:
-            sequence, handle = entered.sequence, entered.handle
-            while handle >= len(self._owners):
-                self._last = np.append(self._last, np.full(len(self._owners), math.nan))
-                self._owners += [None] * len(self._owners)
-            last = self._leave(sequence)
-            owner = self._owners[handle]
-            if owner is not None:
-                self._away[owner] = self._leave(owner)
-            self._last[handle] = last
-            # Beams come and go, and none of their tokens is final before the end.
-            if sequence.request.search is None:
-                self._owners[handle] = sequence
-                self._handles[sequence] = handle
-
-    def take(self, handles: list[int], now: float) -> list[int]:
-        """A token for each of these, ascending; returns the positions of those that got their first."""
-        if not handles:
+    def take(self, sequences: list[Seq], now: float) -> list[int]:
+        """Counts a token for each sequence; returns the positions of the sequences that got their first."""
+        if not sequences:
             return []
-        if handles == self._latest:
-            self._histogram.observe(now - self._latest_at, len(handles))
-            self._latest_at = now
-            return []
-        self._settle()
-        # Through an array, which takes a third of the time.
-        rows = np.frombuffer(array("q", handles), np.int64)
-        gaps = now - self._last[rows]
-        first = np.isnan(gaps)
-        self._histogram.observe_all(gaps[~first])
-        self._latest, self._latest_rows, self._latest_at = handles, rows, now
-        positions: list[int] = np.flatnonzero(first).tolist()
-        return positions
+        first: list[int] = []
+        before = self._latest_set
+        if sequences == self._latest:
+            stayed = len(sequences)
+        else:
+            self._latest, self._latest_set = sequences, set(sequences)
+            self._last |= dict.fromkeys(before - self._latest_set, self._latest_at)
+            stayed = len(before & self._latest_set)
+            for position, sequence in enumerate(sequences) if stayed < len(sequences) else ():
+                if sequence not in before:
+                    last = self._last.pop(sequence, None)
+                    if last is None:
+                        first.append(position)
+                    else:
+                        self._histogram.observe(now - last)
+        if stayed:
+            self._histogram.observe(now - self._latest_at, stayed)
+        self._latest_at = now
+        return first
 
-    def forget(self, request: LiveRequest) -> None:
-        """It has ended."""
+    def finish(self, request: LiveRequest) -> None:
+        """Removes a request that has ended."""
         for sequence in request.sequences:
-            self._leave(sequence)
-
-    def _settle(self) -> None:
-        """Writes the column."""
-        self._last[self._latest_rows] = self._latest_at
-        self._latest, self._latest_rows = [], _NONE
-
-    def _leave(self, sequence: Seq) -> float:
-        """Takes a sequence out; the time of its latest token."""
-        handle = self._handles.pop(sequence, None)
-        if handle is None:
-            return self._away.pop(sequence, math.nan)
-        self._owners[handle] = None
-        return float(self._last[handle])
+            self._last.pop(sequence, None)
+            if sequence in self._latest_set:
+                self._latest_set.remove(sequence)
+                self._latest = []

@@ -1,4 +1,4 @@
-"""Times and sizes of requests and steps, as histograms. Names, buckets and meanings are those of METRICS.md.
+"""Times and sizes of requests and steps, as histograms. Names, buckets and meanings are those of docs/metrics.md.
 
 A step costs two observations of its own and one of its tokens together; Python work for a single sequence is done
 only when it enters, gets its first token, or ends.
@@ -16,7 +16,7 @@ from pagekv.kvmanager.observe.metrics.inter_token_latency import InterTokenLaten
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import Committed, StepPlan, StepResult
 
-# vLLM's bounds, with finer ones below for small models and fast requests. Seconds.
+# Seconds: vLLM's bounds, with finer ones below for small models and fast requests.
 LATENCY = (
     *(0.01, 0.025, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60),
     *(120, 240, 480, 960, 1920, 7680),
@@ -32,14 +32,14 @@ INTER_TOKEN = (
 STEP = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 60)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000)
 
-# What became of each sequence; vLLM's words.
+# How a sequence ended, in vLLM's words.
 REASONS = ("stop", "length", "abort", "error")
 _REST = {RequestEnd.FINISHED: "stop", RequestEnd.ABORTED: "abort", RequestEnd.FAILED: "error"}
 
 
 @dataclass(slots=True)
 class _Progress:
-    """Of one request; seconds on the clock."""
+    """Times of one request, in seconds on the clock."""
 
     submitted: float
     scheduled: float | None = None
@@ -49,7 +49,7 @@ class _Progress:
 
 
 class RequestMetrics(Observer):
-    """One per manager. Histograms by name, and `finished`: sequences by reason, cumulative."""
+    """Histograms by name, and `finished`: sequences by reason, cumulative."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` gives seconds."""
@@ -66,7 +66,7 @@ class RequestMetrics(Observer):
         self.generation_tokens = Histogram(TOKENS)
         self.step_seconds = Histogram(STEP)
         self.step_tokens = Histogram(TOKENS)
-        self._gaps = InterTokenLatency(self.inter_token_latency)
+        self._inter_token = InterTokenLatency(self.inter_token_latency)
 
     def submitted(self, request: LiveRequest) -> None:
         self._live[request] = _Progress(self._clock())
@@ -85,9 +85,7 @@ class RequestMetrics(Observer):
         now = self._clock()
         self.step_seconds.observe(outcome.execute_us * 1e-6)
         self.step_tokens.observe(outcome.computed_tokens)
-        if plan.new:
-            self._gaps.open(plan.new)
-        for position in self._gaps.take(committed.handles, now):
+        for position in self._inter_token.take(committed.sequences, now):
             self._first_token(committed.sequences[position].request, now)
         for position, ending in committed.endings.items():
             self._count(committed.sequences[position].request, ending.reason.value)
@@ -111,11 +109,11 @@ class RequestMetrics(Observer):
             progress.ended += 1
 
     def ended(self, request: LiveRequest, end: RequestEnd) -> None:
-        self._gaps.forget(request)
+        self._inter_token.finish(request)
         progress = self._live.pop(request, None)
         if progress is None:
             return
-        # A stop string is found by the reader, and no step tells of it.
+        # A stop string is found by the reader of the stream, and no step reports it.
         self.finished[_REST[end]] += request.command.n - progress.ended
         if end is not RequestEnd.FINISHED:
             return

@@ -1,8 +1,8 @@
-"""A file that is written while serving goes on: by a thread of its own, and never at the expense of a step.
+"""A recording: a file that a thread of its own writes while serving goes on, and never at the expense of a step.
 
 States: open → over, by `close` or because the disk is full, too slow or gone. Then one line of the log says so, and
-what is written from then on is dropped. The file holds whole records; when the process is killed, those that wait are
-lost, some hundredths of a second of them.
+later records are dropped. The file holds whole records; when the process is killed, the waiting ones are lost, some
+hundredths of a second of them.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ log = Log(__name__)
 
 # Bytes that wait for the disk before the recording is given up.
 MAX_UNWRITTEN = 64 * 2**20
-# Between two writes: to wake the thread costs more than a record does, and then it is in the event loop's way.
+# Seconds between two writes: waking the thread costs more than a record, and a thread that runs delays the event loop.
 PAUSE_S = 0.02
 CLOSE_TIMEOUT_S = 5.0
 
-# A record, or what makes it once its turn has come.
+# A record, or a function that makes it when its turn has come.
 Record = bytes | Callable[[], bytes]
 
 
 class RecordingFile:
-    """One recording. Nobody but its owner may read it."""
+    """One recording, which only its owner may read."""
 
     def __init__(self, path: Path, what: str) -> None:
-        """`what` names it in the log. What is at `path` already is kept: then this file has a number behind its name.
-        Raises OSError.
+        """`what` names the recording in the log. A file at `path` is kept: then the recording has a number behind its
+        name. Raises OSError.
         """
         self._what = what
         self.path, self._file = _create(path)
         self._records: queue.SimpleQueue[tuple[Record, int] | None] = queue.SimpleQueue()
-        # Of `write` and of the thread, which each change their own.
+        # Bytes: `write` alone changes the first, the thread the second.
         self._added = self._done = 0
         # Bytes in the file.
         self._length = 0
@@ -50,7 +50,7 @@ class RecordingFile:
         log.info("recording", what=what, file=self.path)
 
     def write(self, record: Record, size: int) -> None:
-        """Adds a record of about `size` bytes. Never waits."""
+        """Adds a record of about `size` bytes; never waits."""
         if self.over:
             return
         self._added += size
@@ -66,7 +66,7 @@ class RecordingFile:
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def discard(self) -> None:
-        """Closes it and removes the file, unless it is a device or a pipe that was there before."""
+        """Closes and removes the file, unless it is a device or a pipe that was there before."""
         self.close()
         if self.path.is_file():
             self.path.unlink()
@@ -89,13 +89,13 @@ class RecordingFile:
                 self._done += sum(size for _, size in waiting)
                 if not self.over:
                     time.sleep(PAUSE_S)
-        except Exception as error:  # of the disk, or of what makes a record
+        except Exception as error:  # the disk's, or of a function that makes a record
             self._give_up(error)
         finally:
             os.close(self._file)
 
     def _take(self) -> list[tuple[Record, int]]:
-        """What waits, once there is something; nothing at the end."""
+        """The waiting records, once there are any; empty at the end."""
         waiting = []
         while (item := self._records.get()) is not None:
             waiting.append(item)

@@ -1,12 +1,12 @@
-"""`--record`: the requests that came, as a trace in Mooncake's format, a JSON object a line, in order of arrival.
+"""`--record`: a workload trace of the requests in Mooncake's format, one JSON object a line, in order of arrival.
 
     {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...], "block_size": tokens}
 
 The timestamp counts from the beginning of the recording. There is one hash id for every `block_size` tokens of the
 prompt, a partial last block included; two prompts have equal ids exactly as far as they are equal, in namespace,
-adapter and media too. An id says nothing about what it stands for: it is 53 bits of a SHA-256 chain that begins with a
-secret of this recording, which is kept nowhere. The output is that of a request's longest sequence. Requests that ended
-without a token are left out.
+adapter and media too. An id says nothing about the tokens it stands for: it is 53 bits of a SHA-256 chain that begins
+with a secret of this recording, which is kept nowhere. The output is that of a request's longest sequence. Requests
+that ended without a token are left out.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from pagekv.kvmanager.observe.recording.file import RecordingFile
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 
-# Requests that have ended and wait for an earlier one, so that lines come in order of arrival. With more the earlier
-# one comes later.
+# Requests that have ended and wait for an earlier one, so that lines come in order of arrival. Beyond this number they
+# are written, and the earlier one comes after them.
 MAX_WAITING = 4096
 # Blocks hashed before the thread lets others run.
 _PIECE = 256
@@ -44,7 +44,7 @@ _PIECE = 256
 class _Entry:
     command: GenerateCommand
     milliseconds: int
-    # None: not over yet.
+    # Tokens; None while the request goes on.
     output_length: int | None = None
 
 
@@ -59,7 +59,7 @@ class WorkloadRecorder(Observer):
         self._salt = secrets.token_bytes(32)
         self._block_size = 0
         self._live: dict[LiveRequest, _Entry] = {}
-        # By arrival, those that have ended among them.
+        # In order of arrival; live requests, and those that wait for an earlier one.
         self._entries: deque[_Entry] = deque()
 
     def attached(self, model: EngineInfo, epoch: int) -> None:
@@ -86,7 +86,7 @@ class WorkloadRecorder(Observer):
             self._flush()
 
     def close(self) -> None:
-        """Writes what has ended. To be called before the file is closed."""
+        """Writes the requests that have ended. To be called before the file is closed."""
         self._flush()
 
     def _flush(self) -> None:
@@ -98,9 +98,9 @@ class WorkloadRecorder(Observer):
     def _write(self, entry: _Entry) -> None:
         if entry.output_length:
             make = partial(
-                trace_line, entry.command, entry.milliseconds, entry.output_length, self._block_size, self._salt
+                workload_line, entry.command, entry.milliseconds, entry.output_length, self._block_size, self._salt
             )
-            # Beside the line itself the prompt is kept until it is written.
+            # The prompt is kept until the line is written.
             self._file.write(make, 100 + 16 * len(entry.command.prompt_ids))
 
 
@@ -112,8 +112,10 @@ def _output_length(request: LiveRequest) -> int:
     return max(outputs, default=0)
 
 
-def trace_line(command: GenerateCommand, milliseconds: int, output_length: int, block_size: int, salt: bytes) -> bytes:
-    """A line of the trace."""
+def workload_line(
+    command: GenerateCommand, milliseconds: int, output_length: int, block_size: int, salt: bytes
+) -> bytes:
+    """A line of the workload trace."""
     line = {
         "timestamp": milliseconds,
         "input_length": len(command.prompt_ids),
@@ -138,5 +140,5 @@ def hash_ids(command: GenerateCommand, block_size: int, salt: bytes) -> list[int
             end = len(prompt)
             digests.append(block_digest(parent, tail, media_keys(identity.media, end // block_size * block_size, end)))
         time.sleep(0)
-    # What every reader of JSON takes for a whole number.
+    # 53 bits: every reader of JSON takes them for a whole number.
     return [int.from_bytes(digest[:8], "big") >> 11 for digest in digests]

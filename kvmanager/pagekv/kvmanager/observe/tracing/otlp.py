@@ -1,7 +1,7 @@
 """Requests as OpenTelemetry spans, sent to a collector over OTLP/HTTP from a thread of its own.
 
-What the collector does not take in time is dropped, never waited for: the queue of the exporter's thread is bounded.
-Spans hold counts, times and the request's id; no text and no tokens.
+Spans that the collector does not take in time are dropped: the queue of the exporter's thread is bounded, and nothing
+waits for it. Spans hold counts, times and the request's id; no text and no tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pagekv.kvmanager.observe.tracing.spans import TracedRequest
 
 _ROOT = "generate"
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
-# Seconds that what is queued gets to leave at the end.
+# Seconds that queued spans get to leave at the end.
 FLUSH_S = 5.0
 
 
@@ -35,7 +35,7 @@ def otlp_processor(endpoint: str) -> SpanProcessor:
 
 
 class Tracing:
-    """Nothing in it is global. Which requests are sampled follows their callers and OTEL_TRACES_SAMPLER.
+    """Turns ended requests into spans. No state is global; callers and OTEL_TRACES_SAMPLER decide which are sampled.
 
     Spans are made whole, when their times are known already: a tracer that starts and ends them costs eight times as
     much (112 against 14 us for a request with three spans below its own), and the next step waits for it.
@@ -45,14 +45,14 @@ class Tracing:
         """`processor` gets every span."""
         name = os.environ.get("OTEL_SERVICE_NAME", "pagekv-manager")
         resource = Resource.create({SERVICE_NAME: name})
-        # For what OpenTelemetry's variables say of sampling and ids.
+        # Reads OpenTelemetry's variables for sampling and ids.
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._processor = processor
         self._scope = InstrumentationScope("pagekv.kvmanager")
         self._propagator = TraceContextTextMapPropagator()
 
     def emit(self, trace: TracedRequest) -> None:
-        """The spans of a request that has ended, below the span that its caller named."""
+        """Sends the spans of a request that has ended, below the span that its caller named."""
         context, command = Context(), trace.request.command
         if command.trace_parent:
             context = self._propagator.extract({"traceparent": command.trace_parent}, context)
@@ -97,7 +97,7 @@ class Tracing:
         return SpanContext(trace_id, self._provider.id_generator.generate_span_id(), False, _SAMPLED)
 
     async def close(self) -> None:
-        """Sends what is queued, for a while."""
+        """Sends queued spans for at most FLUSH_S seconds."""
         thread = threading.Thread(target=self._processor.shutdown, name="last spans", daemon=True)
         thread.start()
         await asyncio.to_thread(thread.join, FLUSH_S)

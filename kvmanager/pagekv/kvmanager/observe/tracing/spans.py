@@ -1,4 +1,4 @@
-"""What a request did and when: queued, prefill chunks, decode, preempted or swapped out. No OpenTelemetry in here.
+"""The phases of a request and their times: queued, prefill chunks, decode, preempted, swapped out. No OpenTelemetry.
 
 A step in which nothing begins or ends costs two calls; spans are handed on when their request has ended.
 """
@@ -15,7 +15,7 @@ from pagekv.kvmanager.engine.observer import Observer, RequestEnd
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
 from pagekv.kvmanager.scheduling.step_plan import Committed, NewSeq, StepPlan, StepResult
 
-# Of one request; more are counted and dropped.
+# Spans of one request at most; more are counted and dropped.
 MAX_SPANS = 256
 
 # Wall clock that never steps back: nanoseconds since 1970.
@@ -23,20 +23,20 @@ _OFFSET_NS = time.time_ns() - time.monotonic_ns()
 
 
 def wall_ns() -> int:
-    """Now."""
+    """The time now, in nanoseconds since 1970."""
     return _OFFSET_NS + time.monotonic_ns()
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something one sequence of a request did from `start` to `end`, nanoseconds since 1970."""
+    """One phase of one sequence, from `start` to `end`, nanoseconds since 1970."""
 
     name: str
     start: int
     end: int
-    # Its index within the request.
+    # Index of the sequence within the request.
     sequence: int
-    # Of a chunk, those computed; of a decode, those that came, the first one included. Else 0.
+    # Tokens computed by a prefill chunk, or sampled during a decode, the first one included; else 0.
     tokens: int = 0
 
 
@@ -51,12 +51,12 @@ class TracedRequest:
     how: RequestEnd = RequestEnd.FINISHED
     spans: list[Span] = field(default_factory=list)
     dropped: int = 0
-    # Why its sequences ended, those that did in a step.
+    # In the order in which sequences ended; stop strings, which no step reports, are left out.
     finish_reasons: list[str] = field(default_factory=list)
     first_token: int = 0
 
     def add(self, span: Span) -> None:
-        """Unless there are too many."""
+        """Adds a span unless there are too many."""
         if len(self.spans) < MAX_SPANS:
             self.spans.append(span)
         else:
@@ -65,21 +65,21 @@ class TracedRequest:
 
 @dataclass(slots=True, eq=False)
 class _Progress:
-    """Of one sequence; a beam search has one for all of its beams."""
+    """The present phase of one sequence; a beam search has one for all of its beams."""
 
     trace: TracedRequest
     index: int
-    # Name of the span that is under way since then.
+    # Name of the span under way, and when it began.
     doing: str
     since: int
-    # Tokens it had when it entered the executor.
+    # Tokens that the sequence had when it entered the executor.
     had: int = 0
-    # Of this stay at the executor: known tokens that are not planned yet.
+    # Known tokens of this stay at the executor that are not planned yet.
     left: int = 0
     stays: int = 0
 
     def turn(self, doing: str, now: int, tokens: int = 0) -> None:
-        """Ends the present span, unless it has those of its chunks instead, and begins another."""
+        """Ends the present span and begins another; a prefill has the spans of its chunks instead."""
         if self.doing not in (_PREFILL, _OVER):
             self.trace.add(Span(self.doing, self.since, now, self.index, tokens))
         self.doing, self.since = doing, now
@@ -102,7 +102,7 @@ _PREEMPTED, _SWAPPED, _LOST, _OVER = "preempted", "swapped", "executor lost", ""
 
 
 class RequestSpans(Observer):
-    """Follows every request, and hands it on when it has ended."""
+    """Notes the phases of every request, and hands it on when it has ended."""
 
     def __init__(self, emit: Callable[[TracedRequest], None], clock: Callable[[], int] = wall_ns) -> None:
         """`emit` must neither block nor raise. `clock` gives nanoseconds since 1970."""
@@ -111,9 +111,9 @@ class RequestSpans(Observer):
         self._model = ""
         self._traces: dict[LiveRequest, TracedRequest] = {}
         self._progress: dict[LiveRequest, dict[int, _Progress]] = {}
-        # By handle: those with prompt left to plan.
+        # By seq_id: sequences with prompt left to plan.
         self._prefilling: dict[int, _Progress] = {}
-        # Of each step in flight.
+        # One list for each step in flight.
         self._chunks: deque[list[_Chunk]] = deque()
         self._latest_commit = 0
 
@@ -133,7 +133,7 @@ class RequestSpans(Observer):
             return
         now = self._clock()
         for sequence, swapped in plan.preempted:
-            self._leave(sequence, _SWAPPED if swapped else _PREEMPTED, now)
+            self._end_phase(sequence, _SWAPPED if swapped else _PREEMPTED, now)
         for new in plan.new:
             self._enter(new, now)
         if self._prefilling:
@@ -150,18 +150,18 @@ class RequestSpans(Observer):
         progress.left = len(new.token_ids) - new.computed_tokens
         progress.had = len(new.token_ids)
         progress.stays += 1
-        self._prefilling[new.handle] = progress
+        self._prefilling[new.seq_id] = progress
 
     def _cut(self, plan: StepPlan, chunks: list[_Chunk], now: int) -> None:
-        """Notes what the step computes of prompts."""
-        tokens_of = dict(zip(plan.scheduled_handles, plan.scheduled_tokens, strict=True))
-        for handle, progress in list(self._prefilling.items()):
-            tokens = tokens_of.get(handle, 1)
+        """Notes the parts of prompts that the step computes."""
+        tokens_of = dict(zip(plan.scheduled_seq_ids, plan.scheduled_tokens, strict=True))
+        for seq_id, progress in list(self._prefilling.items()):
+            tokens = tokens_of.get(seq_id, 1)
             progress.left -= tokens
             if tokens:
                 chunks.append(_Chunk(progress, progress.stays, now, tokens, progress.left <= 0))
             if progress.left <= 0:
-                del self._prefilling[handle]
+                del self._prefilling[seq_id]
 
     def committed(self, plan: StepPlan, outcome: StepResult, committed: Committed) -> None:
         chunks = self._chunks.popleft() if self._chunks else []
@@ -169,14 +169,14 @@ class RequestSpans(Observer):
         self._latest_commit = now
         for chunk in chunks:
             progress = chunk.progress
-            # Steps run one after the other, so this one began when that before it was done.
+            # Steps run one after the other, so a step begins when the one before it is done.
             progress.trace.add(Span(_CHUNK, max(chunk.planned, before), now, progress.index, chunk.tokens))
             if chunk.is_last and chunk.stay == progress.stays and progress.doing == _PREFILL:
                 progress.turn(_DECODE, now)
                 progress.trace.first_token = progress.trace.first_token or now
         for position, ending in committed.endings.items():
             sequence = committed.sequences[position]
-            self._leave(sequence, _OVER, now)
+            self._end_phase(sequence, _OVER, now)
             trace = self._traces.get(sequence.request)
             if trace is not None:
                 trace.finish_reasons.append(ending.reason.value)
@@ -199,7 +199,7 @@ class RequestSpans(Observer):
             return
         trace.end, trace.how = self._clock(), end
         for sequence in request.sequences:
-            self._leave(sequence, _OVER, trace.end)
+            self._end_phase(sequence, _OVER, trace.end)
         for progress in self._progress.pop(request).values():
             progress.turn(_OVER, trace.end)
         self._emit(trace)
@@ -208,13 +208,13 @@ class RequestSpans(Observer):
         of_request = self._progress.get(sequence.request, {})
         return of_request.get(0 if sequence.request.search is not None else sequence.index)
 
-    def _leave(self, sequence: Seq, doing: str, now: int) -> None:
-        """A sequence leaves the executor, its counts up to date."""
+    def _end_phase(self, sequence: Seq, doing: str, now: int) -> None:
+        """Begins the phase `doing` of a sequence that leaves the executor, its counts up to date."""
         progress = self._of(sequence)
         if progress is None or progress.doing in (doing, _OVER):
             return
-        for handle, other in list(self._prefilling.items()):
+        for seq_id, other in list(self._prefilling.items()):
             if other is progress:
-                del self._prefilling[handle]
-        decoded = len(sequence.token_ids) - progress.had if progress.doing == _DECODE else 0
+                del self._prefilling[seq_id]
+        decoded = sequence.num_tokens - progress.had if progress.doing == _DECODE else 0
         progress.turn(doing, now, decoded)

@@ -7,10 +7,9 @@ import json
 import sys
 
 import pytest
-from support.clients.scripted_server import Fails, ScriptedServer, chunk, complete
+from support.clients.scripted_server import ScriptedServer, chunk, complete
 
 from pagekv.client.cli.main import main
-from pagekv.common import errors
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
 
@@ -69,20 +68,6 @@ def test_generate_several(server: ScriptedServer, target: str, capsys: pytest.Ca
     assert texts == ["t4 ", "t5 "]
 
 
-def test_how_often_it_was_preempted_is_told(
-    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    server.expect("Generate", chunk(4), complete(4, preemptions=2))
-    assert main(["generate", "x"]) == 0
-    assert capsys.readouterr().err.endswith(" · preempted 2 times · length]\n")
-    server.expect("Generate", complete(5, index=1, preemptions=3), complete(4, index=0))
-    assert main(["generate", "x", "--n", "2"]) == 0
-    assert capsys.readouterr().err.splitlines() == [
-        "--- 0: 1 token · length",
-        "--- 1: 1 token · length · preempted 3 times",
-    ]
-
-
 def test_generate_with_beam_search(server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]) -> None:
     sent: list[pb.GenerateRequest] = []
     best = complete(4, 5, reason=types_pb2.FINISH_REASON_STOP, stop_token_id=5, cumulative_logprob=-1.5)
@@ -113,52 +98,3 @@ def test_token_ids_are_shown_where_there_is_no_text(
     server.expect("Generate", chunk(4, 5, text=""), complete(4, 5, text=""))
     assert main(["generate", "--token-ids", "1"]) == 0
     assert capsys.readouterr().out == "4 5\n"
-
-
-def test_chat_keeps_the_history(
-    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent: list[list[tuple[str, str]]] = []
-
-    def check(request: pb.GenerateRequest) -> None:
-        sent.append([(message.role, message.content) for message in request.chat.messages])
-
-    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\n/reset\nthree\n/exit\nnever\n"))
-    server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="m", has_chat_template=True))
-    for token in (4, 5, 6):
-        server.expect("Generate", chunk(token, cached=token), complete(token, cached=token), check=check)
-    assert main(["chat", "--system", "be brief"]) == 0
-    system = ("system", "be brief")
-    assert sent == [
-        [system, ("user", "one")],
-        [system, ("user", "one"), ("assistant", "t4 "), ("user", "two")],
-        [system, ("user", "three")],
-    ]
-    out, err = capsys.readouterr()
-    assert out == "t4 \nt5 \nt6 \n"
-    assert "(5 cached)" in err
-
-
-def test_chat_json_and_a_failing_turn(
-    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
-    server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="m", has_chat_template=True))
-    server.expect("Generate", chunk(4), complete(4))
-    server.expect("Generate", Fails(errors.InvalidRequest("chat", "too long")))
-    assert main(["chat", "--json"]) == 1
-    out, err = capsys.readouterr()
-    assert json.loads(out)["text"] == "t4 "
-    assert err == "pagekv: chat: too long\n"
-
-
-def test_chat_needs_a_template(server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]) -> None:
-    server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="m"))
-    assert main(["chat"]) == 2
-    assert "m has no chat template" in capsys.readouterr().err
-
-
-def test_finish_reasons_are_shown(server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]) -> None:
-    server.expect("Generate", complete(4, reason=types_pb2.FINISH_REASON_ABORT))
-    assert main(["generate", "x"]) == 0
-    assert capsys.readouterr().err.endswith("abort]\n")

@@ -140,7 +140,7 @@ def test_ctrl_c_ends_a_watch_without_a_word(target: str, server: ScriptedServer)
         assert process.stdout is not None
         assert process.stdout.readline() == f"1 {TABLE}\n"
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=120)
     # gRPC's own threads may complain on their way out; what we print has no such mark before it.
     ours = [line for line in err.splitlines() if not re.match(r"[EIW]\d{4} \d\d:\d\d", line)]
     assert (process.returncode, out, ours) == (130, "", [])

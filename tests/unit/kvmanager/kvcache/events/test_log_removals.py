@@ -1,4 +1,4 @@
-"""What left the prefix table, remembered in bounded memory."""
+"""The history of removals from the prefix table, in bounded memory."""
 
 from __future__ import annotations
 

@@ -20,16 +20,16 @@ from support.engine.engine_harness import Bench, command, expect, read, run, unt
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.kvcache.block_hash import short_hash
 from pagekv.kvmanager.observe.kv_events import publisher as kv_event_publisher
-from pagekv.kvmanager.observe.kv_events.publisher import KvEventPublisher, KvEventSettings
+from pagekv.kvmanager.observe.kv_events.publisher import KvEventPublisher
 from pagekv.kvmanager.observe.kv_events.vllm_format import Events
 
 Body = Callable[[EngineLoop, Bench, KvEventPublisher], Awaitable[None]]
 EIGHT = [*range(8)]
 
 
-def published(monkeypatch: pytest.MonkeyPatch, settings: KvEventSettings, body: Body, **config: int) -> None:
+def published(monkeypatch: pytest.MonkeyPatch, directory: Path, body: Body, **config: int) -> None:
     """Runs a test beside an engine whose events are published."""
-    publisher = KvEventPublisher(settings, clock=lambda: 7.5)
+    publisher = KvEventPublisher(f"ipc://{directory}/events", f"ipc://{directory}/replay", clock=lambda: 7.5)
     # So that there are many batches.
     monkeypatch.setattr(kv_event_publisher, "PAUSE_S", 0.001)
 
@@ -46,12 +46,8 @@ def published(monkeypatch: pytest.MonkeyPatch, settings: KvEventSettings, body: 
     run(monkeypatch, with_publisher, observers=[publisher], **config)
 
 
-def settings(directory: Path, **fields: object) -> KvEventSettings:
-    return KvEventSettings(f"ipc://{directory}/events", f"ipc://{directory}/replay", **fields)  # type: ignore[arg-type]  # by name
-
-
 class Subscriber:
-    """What vLLM's example subscriber does: SUB for what comes, a DEALER with an empty frame for what was missed."""
+    """As vLLM's example subscriber: SUB for new batches, a DEALER with an empty frame for missed ones."""
 
     def __init__(self, publisher: KvEventPublisher, topic: bytes = b"", most_unread: int = 1000) -> None:
         context = zmq.asyncio.Context.instance()
@@ -65,7 +61,7 @@ class Subscriber:
         self.next = 0
 
     async def follow(self) -> None:
-        """Applies what comes for ever; asks for what it misses."""
+        """Applies batches for ever; asks for missed ones."""
         while True:
             _, number, payload = await self.sub.recv_multipart()
             if int.from_bytes(number, "big") > self.next:
@@ -112,14 +108,14 @@ def test_frames_numbers_and_replay_are_vllms(monkeypatch: pytest.MonkeyPatch, tm
         await until(lambda: len(publisher._sent) > 3)
         answer = await subscriber.replayed(0)
         assert all(len(frames) == 4 and frames[0] == b"" for frames in answer)
-        assert [frames[1] for frames in answer] == [b"kv@here"] * (len(answer) - 1) + [b""]
+        assert [frames[1] for frames in answer] == [b""] * len(answer)
         assert [int.from_bytes(frames[2], "big") for frames in answer[:-1]] == [*range(len(answer) - 1)]
         assert answer[-1] == [b"", b"", b"\xff" * 8, b""]
         first = decode(answer[0][3])
         assert (first.ts, first.events, first.data_parallel_rank) == (7.5, [AllBlocksCleared()], 0)
         assert await subscriber.replayed(len(answer) + 99) == answer[-1:]
         assert (await subscriber.replayed(2))[0] == answer[2]
-        # What is not a request is not answered, and harms nobody.
+        # Malformed requests are not answered, and harm nobody.
         for frames in ((b"x",), (b"", b"short"), (b"", b"8 bytes!", b"more"), (b"y", b"8 bytes!")):
             await subscriber.dealer.send_multipart(frames)
         again = await subscriber.replayed(1)  # with what was sent meanwhile
@@ -127,17 +123,17 @@ def test_frames_numbers_and_replay_are_vllms(monkeypatch: pytest.MonkeyPatch, tm
         assert [int.from_bytes(frames[2], "big") for frames in again[:-1]] == [*range(1, len(again))]
         subscriber.close()
 
-    published(monkeypatch, settings(tmp_path, topic="kv@here"), body)
+    published(monkeypatch, tmp_path, body)
 
 
 def test_a_subscriber_that_joins_late_and_asks_for_the_rest_holds_the_managers_tables(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """CHECKLIST K7. Evictions, a reset and a lost executor on the way, and a topic that somebody else's begins like."""
+    """Evictions, a reset and a lost executor on the way; a subscriber to another topic gets nothing."""
 
     async def body(engine: EngineLoop, bench: Bench, publisher: KvEventPublisher) -> None:
         await work(engine)
-        subscriber, deaf = Subscriber(publisher, b"kv@"), Subscriber(publisher, b"kv@other")
+        subscriber, deaf = Subscriber(publisher), Subscriber(publisher, b"kv@other")
         following = [asyncio.create_task(one.follow()) for one in (subscriber, deaf)]
         # Subscriptions take a moment; what goes by meanwhile is asked for.
         for number in range(100):
@@ -161,7 +157,7 @@ def test_a_subscriber_that_joins_late_and_asks_for_the_rest_holds_the_managers_t
         subscriber.close()
         deaf.close()
 
-    published(monkeypatch, settings(tmp_path, topic="kv@here"), body, num_device_blocks=24)
+    published(monkeypatch, tmp_path, body, num_device_blocks=24)
 
 
 def test_replays_reach_back_as_far_as_the_buffer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -173,7 +169,8 @@ def test_replays_reach_back_as_far_as_the_buffer(monkeypatch: pytest.MonkeyPatch
         assert numbers == [*range(numbers[0], numbers[0] + 3)]
         subscriber.close()
 
-    published(monkeypatch, settings(tmp_path, buffer=3), body)
+    monkeypatch.setattr(kv_event_publisher, "MAX_REPLAY_BATCHES", 3)
+    published(monkeypatch, tmp_path, body)
 
 
 def test_neither_a_subscriber_nor_an_asker_that_reads_nothing_holds_anything_up(
@@ -203,7 +200,7 @@ def test_neither_a_subscriber_nor_an_asker_that_reads_nothing_holds_anything_up(
         stuck.close()
         keen.close()
 
-    published(monkeypatch, settings(tmp_path), body)
+    published(monkeypatch, tmp_path, body)
 
 
 def test_a_stream_that_could_not_be_published_in_time_begins_anew(
@@ -225,7 +222,7 @@ def test_a_stream_that_could_not_be_published_in_time_begins_anew(
         assert set(subscriber.replica.blocks["GPU"]) == device_hashes(engine)
         subscriber.close()
 
-    published(monkeypatch, settings(tmp_path), body)
+    published(monkeypatch, tmp_path, body)
 
 
 def test_radixview_draws_the_managers_tree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -233,7 +230,7 @@ def test_radixview_draws_the_managers_tree(monkeypatch: pytest.MonkeyPatch, tmp_
 
     async def body(engine: EngineLoop, bench: Bench, publisher: KvEventPublisher) -> None:
         tree, stop = CacheTree(), threading.Event()
-        publishers = PublisherSet(4, (RankPublisher(0, publisher.endpoint, "kv@here"),))
+        publishers = PublisherSet(4, (RankPublisher(0, publisher.endpoint, ""),))
         viewer = threading.Thread(target=listen, args=(publishers, stop), kwargs={"tree": tree})
         viewer.start()
         try:
@@ -256,12 +253,12 @@ def test_radixview_draws_the_managers_tree(monkeypatch: pytest.MonkeyPatch, tmp_
             stop.set()
             await asyncio.to_thread(viewer.join)
 
-    published(monkeypatch, settings(tmp_path, topic="kv@here"), body)
+    published(monkeypatch, tmp_path, body)
 
 
 def test_an_endpoint_that_cannot_be_had_is_named(tmp_path: Path) -> None:
     for wrong in ("tcp://203.0.113.1:5557", f"ipc://{tmp_path}/none/such"):
-        publisher = KvEventPublisher(KvEventSettings(wrong))
+        publisher = KvEventPublisher(wrong)
         with pytest.raises(OSError, match=f"--kv-events-endpoint {wrong}: "):
             publisher.bind()
         publisher.close()
@@ -269,7 +266,7 @@ def test_an_endpoint_that_cannot_be_had_is_named(tmp_path: Path) -> None:
 
 def test_port_0_takes_a_free_one() -> None:
     async def body() -> None:
-        publisher = KvEventPublisher(KvEventSettings("tcp://127.0.0.1:0", "tcp://127.0.0.1:0"))
+        publisher = KvEventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
         publisher.bind()
         ports = [int(endpoint.rpartition(":")[2]) for endpoint in (publisher.endpoint, publisher.replay_endpoint)]
         assert min(ports) > 0

@@ -24,17 +24,17 @@ from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
 from pagekv.kvmanager.kvcache.events.log import TableLog
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.pins import Pins
-from pagekv.kvmanager.observe.kv_events.extra_keys import EventIdentities
+from pagekv.kvmanager.observe.kv_events.extra_keys import ExtraKeys
 from pagekv.kvmanager.observe.kv_events.vllm_format import MAX_BATCH_TOKENS, Events, KvEventFormat, pack
 
 ROOT = root_digest("model", "", "")
 SIZE = 4
 
 
-def made(token_ids: bool = True, **roots: CacheIdentity) -> tuple[KvEventFormat, EventIdentities]:
-    identities = EventIdentities()
+def made(**roots: CacheIdentity) -> tuple[KvEventFormat, ExtraKeys]:
+    identities = ExtraKeys()
     identities.note_request(ROOT, CacheIdentity())
-    return KvEventFormat(identities, token_ids=token_ids), identities
+    return KvEventFormat(identities), identities
 
 
 def chain(diff: Diff, root: bytes, prompt: list[int], tier: Tier = Tier.DEVICE, first: int = 0) -> list[bytes]:
@@ -81,7 +81,7 @@ def test_blocks_that_follow_one_another_are_one_event() -> None:
 
 
 def test_events_of_single_blocks_are_like_all_others() -> None:
-    """They are made all together. Whatever the numbers: some are small."""
+    """Single blocks are packed all together, with numbers of every size."""
     form, _ = made()
     diff = Diff()
     known = chain(diff, ROOT, [1] * 4)
@@ -116,15 +116,6 @@ def test_removals_come_first_and_name_the_medium() -> None:
     cleared.clear()
     assert decoded(form.changed(cleared)) == [AllBlocksCleared()]
     assert decoded(form.changed(Diff())) == []
-
-
-def test_token_ids_can_be_withheld() -> None:
-    form, _ = made(token_ids=False)
-    diff = Diff()
-    chain(diff, ROOT, [1] * 8)
-    (stored,) = decoded(form.changed(diff))
-    assert isinstance(stored, BlockStored)
-    assert (stored.token_ids, stored.block_size, len(stored.block_hashes)) == ([], 4, 2)
 
 
 def test_large_changes_come_in_batches_of_bounded_size() -> None:
@@ -192,11 +183,11 @@ class PublishedDriver(Driver):
         self.pool = BlockPool(num_blocks, self.block_size, log=self.log)
         self.pins = Pins(self.pool, max_share=1.0)
         self.host = HostPool(self.host_blocks, self.block_size, self.log)
-        self.log.follow(self.pool.table, self.host)
+        self.log.attach(self.pool.table, self.host)
 
     def check(self) -> None:
         super().check()
-        self.log.border(len(self.plans))
+        self.log.step_boundary(len(self.plans))
         for request in self.requests:
             self.identities.note_request(request.root, request.command.identity)
         for events in self.form.changed(self.watch.take_unread()):
@@ -225,7 +216,7 @@ def test_a_strict_reader_holds_both_tables_and_knows_whose_each_block_is(seed: i
         driver.drain()
         tokens = token_bytes(list(request.sequences[0].token_ids))
         whose.update((short_hash(digest), identity) for digest in chain_digests(request.root, tokens, 4))
-    assert driver.scheduler.counters.swaps.written_back
+    assert driver.scheduler.counters.written_back
     for block_hash, (adapter, _) in driver.replica.names.items():
         assert adapter == (whose[block_hash].adapter_id or None)
     firsts = [

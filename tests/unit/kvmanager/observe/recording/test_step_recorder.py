@@ -9,7 +9,6 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,12 @@ from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.pins import Pins
 from pagekv.kvmanager.observe.recording.file import RecordingFile
-from pagekv.kvmanager.observe.recording.step_recorder import COLUMNS, RecordedScheduler, StepRecorder
+from pagekv.kvmanager.observe.recording.step_recorder import COLUMNS, StepRecorder
 from pagekv.kvmanager.replay.cli import main as replay
 from pagekv.kvmanager.replay.step_replay import StepsError, StepsReport, replay_steps
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
-from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
+from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
 EIGHT = [*range(8)]
@@ -56,19 +56,22 @@ class RecordedDriver(Driver):
         super().__init__(*sizes, **options)
         self.memory = Memory()
         share = self.protected_share
-        recorder = StepRecorder(
+        self.recorder = StepRecorder(
             self.memory,  # type: ignore[arg-type]  # as much of a file as is used
             eviction_policy="lru" if share is None else "slru",
             protected_share=share or 0.0,
             aging=self.priority_aging,
         )
-        self.scheduler = RecordedScheduler(recorder, self.pool, self.scheduler.limits, self.eos, host=self.host)
-        self.pins = Pins(self.pool, 1.0, holder=self.scheduler)
+        self.scheduler = Scheduler(self.pool, self.scheduler.limits, self.eos, self.host, self.recorder)
+        self.pins = self._new_pins()
+
+    def _new_pins(self) -> Pins:
+        return Pins(self.pool, 1.0, pinned=self.recorder.pinned, unpinned=self.recorder.unpinned)
 
     def _new_pool(self, num_blocks: int) -> None:
         super()._new_pool(num_blocks)
-        if hasattr(self, "memory"):
-            self.pins = Pins(self.pool, 1.0, holder=self.scheduler)
+        if hasattr(self, "recorder"):
+            self.pins = self._new_pins()
 
 
 class RecordedMachine(SchedulerMachine):
@@ -144,7 +147,7 @@ def recording(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     class Recorded(EngineLoop):
         def __init__(self, *args: Any, **fields: Any) -> None:
             super().__init__(*args, **fields)
-            self.make_scheduler = partial(RecordedScheduler, recorder)
+            self.observers.add(recorder)
 
     monkeypatch.setattr("support.engine.engine_harness.EngineLoop", Recorded)
     monkeypatch.setattr("support.engine.engine_harness.DESCRIPTION", replace(DESCRIPTION, host_kv_bytes=64))
@@ -291,7 +294,7 @@ def test_a_broken_invariant_happens_again(tmp_path: Path) -> None:
     assert plan is not None
     outcome = driver.executor.run(plan)
     with pytest.raises(InvariantError, match="sampled other sequences"):
-        driver.scheduler.commit(plan, replace(outcome, sampled_handles=[77]))
+        driver.scheduler.commit(plan, replace(outcome, sampled_seq_ids=[77]))
     driver.lose_executor()
     driver.drain()
     path = tmp_path / "steps"
@@ -314,7 +317,7 @@ def test_a_full_disk_changes_nothing_but_the_recording(monkeypatch: pytest.Monke
     class Recorded(EngineLoop):
         def __init__(self, *args: Any, **fields: Any) -> None:
             super().__init__(*args, **fields)
-            self.make_scheduler = partial(RecordedScheduler, recorder)
+            self.observers.add(recorder)
 
     monkeypatch.setattr("support.engine.engine_harness.EngineLoop", Recorded)
     run(monkeypatch, body)

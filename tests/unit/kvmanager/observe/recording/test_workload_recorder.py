@@ -1,4 +1,4 @@
-"""--record: what a trace says of the requests, and that those it is for can read it."""
+"""--record: a workload trace of the requests, which the programs that it is for can read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request's trace says it did: held against what the engine was made to do."""
+"""Spans of requests, held against what the engine was made to do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import RequestEnd
 from pagekv.kvmanager.observe.tracing.spans import MAX_SPANS, RequestSpans, Span, TracedRequest, wall_ns
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
-from pagekv.kvmanager.scheduling.running_queue import SchedulerLimits
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
 PROMPT = list(range(1, 31))
@@ -39,7 +39,7 @@ def run(monkeypatch: pytest.MonkeyPatch, body: Body, **changes: object) -> dict[
 
 
 def names(trace: TracedRequest, sequence: int = 0) -> list[str]:
-    """What a sequence did, in order."""
+    """Names of a sequence's spans, in order."""
     return [span.name for span in sorted(spans(trace, sequence), key=lambda s: (s.start, s.end))]
 
 

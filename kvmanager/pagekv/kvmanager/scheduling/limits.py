@@ -1,0 +1,57 @@
+"""Settings of the scheduler: bounds of a step and of admission, and the fate of preempted and evicted blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pagekv.common.flags import flag, flag_metadata, integer, number
+from pagekv.kvmanager.scheduling.swapping import MODES, SwapPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Bounds of a step and of admission."""
+
+    max_batch_tokens: int = flag(
+        "tokens computed in one step at most", default=2048, type=integer(1, 65536), metavar="TOKENS"
+    )
+    max_running: int = flag(
+        "sequences that take part in steps at most", default=256, type=integer(1, 65536), metavar="N"
+    )
+    watermark: float = flag(
+        "share of the pool, 0 to 0.5, that new requests leave free for running ones to grow",
+        default=0.01,
+        type=number(0, 0.5),
+        metavar="SHARE",
+    )
+    prefix_cache: bool = flag("reuse the blocks of equal prompt prefixes", default=True)
+    partial_hits: bool = flag(
+        "also reuse the beginning of a cached block, by copying it (with --prefix-cache)", default=True
+    )
+    fork_sharing: bool = flag(
+        "the sequences of one request (n, beam_width) share blocks, whatever --prefix-cache says of other requests",
+        default=True,
+    )
+    swap: SwapPolicy = field(
+        default_factory=SwapPolicy,
+        metadata=flag_metadata(
+            "what becomes of the blocks of preempted sequences; swap: copied to the host pool; recompute: dropped and "
+            "computed again; auto: what costs less by the executor's measurements",
+            name="preemption",
+            default="auto",
+            make=SwapPolicy,
+            choices=MODES,
+        ),
+    )
+    write_back: bool = flag(
+        "blocks that the device evicts go to the host pool and serve later hits from there (with --prefix-cache)",
+        default=False,
+    )
+    # Preemptions after which a request is passed over as a victim, as long as another one can be found: few enough that
+    # no request is starved by the others, enough that the last one to come, which has computed least, is taken first.
+    preemption_limit: int = 3
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether anything can come to be kept in the host pool."""
+        return self.write_back or self.swap.mode != "recompute"

@@ -1,0 +1,43 @@
+"""Calls that a scheduler makes about itself, so that its decisions can be recorded and derived again."""
+
+from __future__ import annotations
+
+from pagekv.kvmanager.errors import InvariantError
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.host_pool import HostPool
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
+from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
+
+
+class SchedulerListener:
+    """Does nothing; listeners override what they need. Each method is called before the scheduler decides anything.
+
+    Arguments are live objects: copy what you need before returning.
+    """
+
+    def epoch_began(
+        self, pool: BlockPool, host: HostPool, limits: SchedulerLimits, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        """The scheduler has new, empty pools."""
+
+    def adding(self, request: LiveRequest) -> None:
+        """`Scheduler.add` was called."""
+
+    def scheduled(self, plan: StepPlan | None) -> None:
+        """`Scheduler.schedule` was called, and returns this."""
+
+    def committing(self, plan: StepPlan, result: StepResult) -> None:
+        """`Scheduler.commit` was called."""
+
+    def finishing(self, sequence: Seq) -> None:
+        """`Scheduler.finish` was called."""
+
+    def preempting_all(self) -> None:
+        """`Scheduler.preempt_all` was called."""
+
+    def clearing_cache(self) -> None:
+        """`Scheduler.clear_prefix_cache` was called."""
+
+    def failed(self, error: InvariantError) -> None:
+        """The latest `schedule` or `commit` raised this."""

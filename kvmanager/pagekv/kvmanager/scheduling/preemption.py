@@ -1,0 +1,111 @@
+"""Which sequences give their blocks back when there are none left, and how.
+
+The victim is the last of the running order, never one before the sequence in need. The sequences of one request, or the
+beams of one search, are preempted together, and what they share is copied once. Only sequences that have not fitted
+together before are preempted one by one.
+"""
+
+from __future__ import annotations
+
+from pagekv.kvmanager.scheduling.block_tables import BlockTables
+from pagekv.kvmanager.scheduling.counters import SchedulerCounters
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
+from pagekv.kvmanager.scheduling.running_queue import RunningQueue
+from pagekv.kvmanager.scheduling.sequence import HOLDING, LiveRequest, Seq, SeqStatus, key
+from pagekv.kvmanager.scheduling.waiting_queue import WaitingQueue
+
+
+class Preemption:
+    """Victim choice of one epoch."""
+
+    def __init__(
+        self,
+        running: RunningQueue,
+        tables: BlockTables,
+        waiting: WaitingQueue,
+        limits: SchedulerLimits,
+        counters: SchedulerCounters,
+    ) -> None:
+        self._running = running
+        self._tables = tables
+        self._waiting = waiting
+        self._limits = limits
+        self._counters = counters
+        # Since the latest plan, and whether something was kept in the host pool.
+        self._preempted: list[tuple[Seq, bool]] = []
+
+    def take_preempted(self) -> list[tuple[Seq, bool]]:
+        """Sequences preempted since the last call; True where something was kept in the host pool."""
+        preempted, self._preempted = self._preempted, []
+        return preempted
+
+    def block_for(self, sequence: Seq) -> int:
+        """One block for a sequence, preempting from the end of the order; -1 when that reached the sequence itself,
+        which then waits.
+        """
+        while sequence.state is SeqStatus.RUNNING:
+            blocks = self._tables.allocate(1)
+            if blocks is not None:
+                return int(blocks[0])
+            if not self.preempt_behind(sequence):
+                self._preempt_own(sequence.request)
+        return -1
+
+    def preempt_behind(self, sequence: Seq) -> bool:
+        """Preempts the last request behind this sequence's, passing over requests preempted often enough while there is
+        another. False when none is behind. The front of the order is never preempted so.
+        """
+        last = None
+        for other in reversed(self._running.order):
+            if other.request is sequence.request or other.key < sequence.key:
+                break
+            if _may_be_preempted(other):
+                if other.request.preemptions < self._limits.preemption_limit:
+                    last = other
+                    break
+                last = last or other
+        if last is not None:
+            self.preempt(last, apart=last.request.apart)
+        return last is not None
+
+    def _preempt_own(self, request: LiveRequest) -> None:
+        """Nothing is behind a request that needs a block: the request waits whole until those before it have made room.
+        The first of the order has outgrown the pool, and goes on with one sequence less, as does a request that came
+        back one by one.
+        """
+        candidates = [s for s in self._running.order if _may_be_preempted(s)]
+        if candidates[0].request is request and request.search is None:
+            request.apart = True
+        self.preempt(candidates[-1], apart=request.apart)
+
+    def preempt(self, sequence: Seq, *, apart: bool = False) -> None:
+        """Frees every block of a request, or of the one sequence `apart`; its sequences wait, and go on from what they
+        find cached or swapped out. Tokens in flight still count, unless they are beams: those compute them again.
+        """
+        group = [sequence] if apart else sequence.request.sequences
+        members = sorted((s for s in group if s.state in HOLDING and _may_be_preempted(s)), key=key)
+        for member in reversed(members):
+            self._counters.preemptions += 1
+            member.preemptions += 1
+            member.candidates = None
+            self._running.remove(member, SeqStatus.WAITING)
+        # All at once, before any of them frees its blocks, so that shared blocks are copied once.
+        self._tables.swap_out(members)
+        for member in reversed(members):
+            self._tables.free(member)
+            self._counters.swap_preemptions += member.swapped is not None
+            self._preempted.append((member, member.swapped is not None))
+            self._waiting.push(member)
+
+    def preempt_all(self) -> None:
+        """Preempts every sequence but those whose last token is in flight."""
+        for sequence in reversed(self._running.order[:]):
+            if sequence.state is not SeqStatus.WAITING and _may_be_preempted(sequence):
+                self.preempt(sequence)
+
+
+def _may_be_preempted(sequence: Seq) -> bool:
+    """A draining sequence gives its blocks back by itself very soon, unless it is a beam, which may have to wait for
+    others.
+    """
+    return sequence.state is SeqStatus.RUNNING or sequence.request.search is not None

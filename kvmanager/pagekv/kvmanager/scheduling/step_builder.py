@@ -1,0 +1,92 @@
+"""The step being planned: what it computes so far, and what is left of its token budget."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pagekv.kvmanager.kvcache.prefix_table import Blocks
+from pagekv.kvmanager.scheduling.block_tables import BlockTables
+from pagekv.kvmanager.scheduling.decode_batch import Rows
+from pagekv.kvmanager.scheduling.running_queue import RunningQueue
+from pagekv.kvmanager.scheduling.sequence import Seq
+from pagekv.kvmanager.scheduling.step_plan import NOBODY, NewSeq, StepPlan
+
+
+class StepBuilder:
+    """Fills one StepPlan. Decodes come first; everything else is added sequence by sequence."""
+
+    def __init__(self, running: RunningQueue, tables: BlockTables, budget: int) -> None:
+        """`budget`: tokens computed in the step at most."""
+        self.plan = StepPlan()
+        self._running = running
+        self._tables = tables
+        self._budget = budget
+        self._decodes: Rows = NOBODY
+        # Seq_ids of other sequences that sample.
+        self._sampling: list[int] = []
+        tables.begin_step()
+
+    @property
+    def room(self) -> int:
+        """Tokens left of the budget."""
+        return self._budget - self.plan.num_tokens
+
+    @property
+    def num_at_executor(self) -> int:
+        """Sequences at the executor in this step."""
+        return len(self._running.batch.decoding_rows()) + len(self._running.prefilling) + len(self.plan.beams)
+
+    def add_decodes(self, rows: Rows) -> None:
+        """One token for each of these sequences, ascending."""
+        self._running.batch.promise(rows)
+        self._decodes = rows
+        self.plan.num_tokens += len(rows)
+
+    def add_blocks(self, seq_ids: list[int], blocks: Blocks) -> None:
+        """One more block for each of these sequences."""
+        self.plan.append_seq_ids += seq_ids
+        self.plan.append_blocks += blocks.tolist()
+
+    def add_pause(self, seq_id: int) -> None:
+        """A sequence at the executor computes nothing in this step."""
+        self.plan.scheduled_seq_ids.append(seq_id)
+        self.plan.scheduled_tokens.append(0)
+
+    def add_new(self, sequence: Seq) -> None:
+        """A member of the running order enters the executor, with its first chunk."""
+        self._running.enter(sequence)
+        tokens, table = sequence.token_ids[:], sequence.block_table[:]
+        self.plan.new.append(NewSeq(sequence, sequence.seq_id, tokens, table, sequence.num_computed))
+        self.add_chunk(sequence)
+
+    def add_chunk(self, sequence: Seq) -> None:
+        """As many of the known tokens as there is room for."""
+        plan, seq_id = self.plan, sequence.seq_id
+        remaining = sequence.num_tokens - sequence.num_computed
+        chunk = min(remaining, self.room)
+        if not chunk:
+            self.add_pause(seq_id)
+            return
+        if chunk != 1:
+            plan.scheduled_seq_ids.append(seq_id)
+            plan.scheduled_tokens.append(chunk)
+        sequence.num_computed += chunk
+        plan.num_tokens += chunk
+        if chunk == remaining:
+            self._sampling.append(seq_id)
+            self._running.end_prefill(sequence)
+            if sequence.request.search is not None:
+                plan.beams[seq_id] = sequence
+        # Steps run in order and a layer writes the whole step's keys and values before it attends, so the blocks of
+        # this chunk can be hit by the very next admission, even within this step.
+        self._tables.publish(sequence, computed_now=True)
+
+    def finish(self) -> StepPlan | None:
+        """The plan; None when there is nothing to do."""
+        plan = self.plan
+        plan.finished = self._running.take_finished(plan.beams)
+        plan.copies = self._tables.take_copies()
+        plan.sampling = self._decodes
+        if self._sampling:
+            plan.sampling = np.sort(np.concatenate([self._decodes, np.array(self._sampling, np.intp)]))
+        return plan if plan.num_tokens or plan.finished or plan.copies else None

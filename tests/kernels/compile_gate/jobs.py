@@ -1,0 +1,92 @@
+"""The gate's compilations: every kernel variant for every architecture, with every compiler that users have."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from compile_gate.ptxas_log import Usage
+from pagekv.kernels import launch_config as geometry
+from pagekv.kernels.sources import translation_unit
+from pagekv.kernels.variants import Kernel, Variant
+
+# Compute capability -> bytes of shared memory that a thread block may have (CUDA C++ programming guide).
+ARCHITECTURES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+COMPILERS = (12, 13)  # CUDA major versions, each with an NVRTC of its own
+GROUP_SIZES = (1, 4, 8, 16, 64)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One compilation."""
+
+    kernel: Kernel
+    variant: Variant
+    arch: int
+    cuda: int
+    """Version of the NVRTC that compiles: one of COMPILERS."""
+
+    @property
+    def label(self) -> str:
+        """The variant as far as the kernel depends on it."""
+        return self.kernel.label(self.variant)
+
+    @property
+    def text(self) -> str:
+        return translation_unit(self.kernel.source)
+
+    def options(self) -> list[str]:
+        return [f"--gpu-architecture=sm_{self.arch}", *self.plain_options()]
+
+    def plain_options(self) -> list[str]:
+        """The options, the architecture apart."""
+        return ["--ptxas-options=-v", *self.kernel.options(self.variant)]
+
+    def digest(self) -> str:
+        """Names what is compiled, the architecture and the compiler apart."""
+        return hashlib.sha256("\0".join([*self.plain_options(), self.text]).encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        return f"{self.kernel.name} {self.label} sm_{self.arch} CUDA {self.cuda}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a job: the kernel's usage, or what the compiler said instead."""
+
+    job: Job
+    usage: Usage | None
+    error: str = ""
+    warnings: str = ""
+
+
+def jobs(architectures: Sequence[int], kernels: Iterable[Kernel], variants: Iterable[Variant]) -> list[Job]:
+    """Every distinct compilation: variants that a kernel does not tell apart are compiled once."""
+    distinct: dict[tuple[object, ...], Job] = {}
+    variants = list(variants)
+    for kernel in kernels:
+        for variant in variants:
+            for arch, cuda in product(architectures, COMPILERS):
+                key = (kernel.name, *kernel.macros_of(variant).values(), arch, cuda)
+                distinct.setdefault(key, Job(kernel, variant, arch, cuda))
+    return list(distinct.values())
+
+
+def launch_limits(kernel: Kernel, variant: Variant) -> tuple[int, int]:
+    """Most dynamic shared memory and most threads that the kernel is started with, over the widths of a group."""
+    shapes = []
+    for group_size in GROUP_SIZES:
+        match kernel.name:
+            case "pagekv_cache_write":
+                shapes.append(geometry.cache_write(variant, 1, group_size, 1))
+            case "pagekv_block_copy":
+                shapes.append(geometry.block_copy(1, 1 << 20))
+            case "pagekv_decode":
+                shapes.append(geometry.decode(variant, 1, group_size, 1))
+            case "pagekv_merge":
+                shapes.append(geometry.merge(variant, 1, group_size))
+            case "pagekv_prefill":
+                shapes.append(geometry.prefill(variant, 1, group_size, 1))
+    return max(shape.shared_bytes for shape in shapes), max(shape.threads for shape in shapes)

@@ -1,0 +1,253 @@
+"""Kernels compiled for the CPU with g++ and run by `host_cuda.h`: the launcher of tests without a GPU.
+
+    launcher = HostLauncher()                   # or HostLauncher(reversed_order=True)
+    launcher.launch("pagekv_decode", variant, grid, threads, shared_bytes, params)
+
+It is a `pagekv.kernels.launcher.Launcher` whose addresses are those of NumPy arrays or CPU tensors, and it returns when
+the kernel has ended. `HostKernelError` says what the kernel did wrong: a barrier not reached by all, a wrong address,
+undefined arithmetic, a loop that does not end. `edit` changes the kernel's text first, to prove that a fault is noticed
+(`planted_faults.py`).
+
+With PAGEKV_HOST_SANITIZE=1, in a process that has libasan preloaded (`sanitizer_environment`), kernels are compiled
+with AddressSanitizer: accesses outside of any array are errors too, and so are those to what
+`launcher.forbidden(array)` names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagekv.kernels.params import Struct
+from pagekv.kernels.sources import translation_unit
+from pagekv.kernels.variants import KERNELS, Variant
+
+HERE = Path(__file__).resolve().parent
+CACHE = Path(os.environ.get("PAGEKV_HOST_KERNELS", HERE.parents[2] / "build" / "host-kernels"))
+SANITIZE = os.environ.get("PAGEKV_HOST_SANITIZE") == "1"
+
+# What every kernel is compiled with, and the library depends on.
+HEADERS = ("host_cuda.h", "host_fibers.h", "host_builtins.h")
+FLAGS = [
+    *("-std=c++17", "-O1", "-g1", "-shared", "-fPIC", "-fno-strict-aliasing"),
+    *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-psabi"),
+    "-ffp-contract=off",  # one rounding per operation, as the twins assume; kernels that want a fused one say fmaf
+    *("-fsanitize=undefined", "-fsanitize-undefined-trap-on-error", "-ftrivial-auto-var-init=pattern"),
+]
+SANITIZER_FLAGS = [
+    *("-fsanitize=address", "-fsanitize-recover=address", "-fno-omit-frame-pointer"),
+    *("--param", "asan-instrumentation-with-call-threshold=1000000"),  # checks in line: their reports are host_cuda.h's
+]
+
+Edit = Callable[[str], str]
+
+
+class HostKernelError(RuntimeError):
+    """A kernel that does what a GPU does not allow; the message says what and where."""
+
+
+class HostBuildError(RuntimeError):
+    """A kernel that g++ does not compile, or no g++; the message is the compiler's."""
+
+
+class _Launch(ctypes.Structure):
+    """`host_run::Launch`."""
+
+    _fields_ = [
+        ("params", ctypes.c_void_p),
+        ("params_bytes", ctypes.c_uint64),
+        ("shared_bytes", ctypes.c_uint64),
+        ("grid", ctypes.c_uint32 * 3),
+        ("threads", ctypes.c_uint32),
+        ("reversed", ctypes.c_uint32),
+        ("seconds", ctypes.c_uint32),
+    ]
+
+
+class HostLauncher:
+    """Runs kernels on the CPU, one thread block after the other."""
+
+    # A library has one shared memory and one set of fibers.
+    _lock = threading.Lock()
+
+    def __init__(self, *, reversed_order: bool = False, edit: Edit | None = None, seconds: int = 60) -> None:
+        """`reversed_order`: blocks, warps and threads run last to first. `seconds`: of CPU time, of a launch."""
+        self.reversed_order = reversed_order
+        self.edit = edit
+        self.seconds = seconds
+
+    def launch(
+        self,
+        kernel: str,
+        variant: Variant,
+        grid: tuple[int, int, int],
+        threads: int,
+        shared_bytes: int,
+        params: Struct,
+    ) -> None:
+        """Runs a kernel to its end. Raises HostKernelError, and HostBuildError where it does not compile."""
+        source = translation_unit(KERNELS[kernel].source)
+        text = self.edit(source) if self.edit else source
+        macros = tuple(f"-D{name}={value}" for name, value in KERNELS[kernel].macros_of(variant).items())
+        self.run_text(kernel, text, macros, grid, threads, shared_bytes, params)
+
+    def run_text(
+        self,
+        kernel: str,
+        text: str,
+        macros: Sequence[str],
+        grid: tuple[int, int, int],
+        threads: int,
+        shared_bytes: int,
+        params: Struct,
+    ) -> None:
+        """The same with a kernel of the caller's, from one text."""
+        library = load(text, kernel, tuple(macros))
+        launch = _Launch(
+            params=params.ctypes.data,
+            params_bytes=params.nbytes,
+            shared_bytes=shared_bytes,
+            grid=grid,
+            threads=threads,
+            reversed=self.reversed_order,
+            seconds=self.seconds,
+        )
+        with self._lock:
+            error = library.pagekv_host_launch(ctypes.byref(launch))
+        if error:
+            raise HostKernelError(f"{kernel}: {_with_line(error.decode(errors='replace'), library._name)}")
+
+    @contextmanager
+    def forbidden(self, *arrays: npt.NDArray[Any]) -> Iterator[None]:
+        """Contiguous arrays that no kernel may touch meanwhile; noticed by AddressSanitizer alone.
+
+        In units of 8 bytes: what is left of an array that begins or ends within one stays accessible.
+        """
+        if not SANITIZE:
+            yield
+            return
+        runtime = ctypes.CDLL(None)
+        with ExitStack() as stack:
+            for array in arrays:
+                if not array.flags.c_contiguous:
+                    raise ValueError("arrays: must be contiguous")
+                begin = -(-array.ctypes.data // 8) * 8
+                size = max(0, (array.ctypes.data + array.nbytes) // 8 * 8 - begin)
+                address, length = ctypes.c_void_p(begin), ctypes.c_size_t(size)
+                # By name as text: two underscores begin a private name in a class.
+                getattr(runtime, "__asan_poison_memory_region")(address, length)
+                stack.callback(getattr(runtime, "__asan_unpoison_memory_region"), address, length)
+            yield
+
+
+def _with_line(error: str, library: str) -> str:
+    """Adds the line of the kernel's text where an error names an offset in the library."""
+    offset = re.search(r"at offset (0x[0-9a-f]+)|\.so\+(0x[0-9a-f]+)", error)
+    if offset and (tool := shutil.which("addr2line")):
+        command = [tool, "-Cipfse", library, offset[1] or offset[2]]
+        return f"{error}\n{subprocess.run(command, capture_output=True, text=True).stdout.strip()}"
+    return error
+
+
+@cache
+def compiler() -> tuple[str, str]:
+    """Path and version of g++."""
+    path = shutil.which("g++")
+    if path is None:
+        raise HostBuildError("g++ is missing: tests run the kernels with it (Debian, Ubuntu: apt-get install g++)")
+    version = subprocess.run([path, "-dumpfullversion", "-dumpmachine"], capture_output=True, text=True, check=True)
+    return path, version.stdout.replace("\n", " ")
+
+
+@cache
+def load(text: str, kernel: str, macros: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """A kernel's library, compiled unless one of the same text and flags is in the cache.
+
+    Raises HostBuildError where it does not compile.
+    """
+    library = ctypes.CDLL(str(build(text, kernel, macros)))
+    library.pagekv_host_launch.restype = ctypes.c_char_p
+    library.pagekv_host_launch.argtypes = [ctypes.c_void_p]
+    return library
+
+
+def build(text: str, kernel: str, macros: tuple[str, ...] = ()) -> Path:
+    """The file behind `load`."""
+    path, version = compiler()
+    flags = [*FLAGS, *(SANITIZER_FLAGS if SANITIZE else ()), f"-I{HERE}", *macros]
+    whole = f'#include "host_cuda.h"\n{text}\n#line 1 "end of {kernel}"\nPAGEKV_HOST_KERNEL({kernel})\n'
+    headers = [(HERE / name).read_text(encoding="utf-8") for name in HEADERS]
+    key = hashlib.sha256("\0".join([version, *flags, *headers, whole]).encode()).hexdigest()[:32]
+    library = CACHE / f"{kernel}-{key}.so"
+    if not library.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+            source = Path(folder) / f"{kernel}.cc"
+            source.write_text(whole, encoding="utf-8")
+            made = Path(folder) / "library.so"
+            # Not with the sanitizer preloaded, which would watch the compiler.
+            environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+            command = [path, *flags, "-o", made, source]
+            result = subprocess.run(command, env=environment, capture_output=True, text=True)
+            if result.returncode:
+                raise HostBuildError(f"{kernel} does not compile with g++:\n{result.stderr}")
+            made.replace(library)  # at once, so that a test beside this one never loads half a file
+    return library
+
+
+def sanitizer_environment() -> dict[str, str]:
+    """The environment of a process whose launchers use AddressSanitizer."""
+    path, _ = compiler()
+    runtime = subprocess.run([path, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    library = Path(runtime.stdout.strip())
+    if not library.is_absolute():
+        raise HostBuildError("libasan is missing: it comes with g++ (Debian, Ubuntu: libgcc-dev depends on it)")
+    options = {
+        "detect_leaks": 0,  # Python's
+        "halt_on_error": 0,  # an error ends the launch and not the process
+        "suppress_equal_pcs": 0,  # the same place may fail again in the next example
+        "allocator_may_return_null": 1,
+        "symbolize": 0,
+    }
+    return {
+        **os.environ,
+        "PAGEKV_HOST_SANITIZE": "1",
+        "LD_PRELOAD": str(library.resolve()),
+        "ASAN_OPTIONS": ":".join(f"{name}={value}" for name, value in options.items()),
+        "PYTHONMALLOC": "malloc",
+    }
+
+
+def address(array: npt.NDArray[Any] | None) -> int:
+    """Where an array begins, as a structure's pointer; 0 for none."""
+    return 0 if array is None else int(array.ctypes.data)
+
+
+# Bytes on both sides of an array that nothing else uses, so that a kernel with a planted fault, which writes beside its
+# arrays, fails its check and does not bring the test process down. None under AddressSanitizer, which has to see that.
+GUARD_BYTES = 0 if SANITIZE else 1 << 20
+
+
+def aligned_empty(shape: int | tuple[int, ...], dtype: npt.DTypeLike, alignment: int = 256) -> npt.NDArray[Any]:
+    """An array that begins at a multiple of `alignment`, as GPU allocations do, filled with 0xff bytes."""
+    dtype = np.dtype(dtype)
+    size = int(np.prod(shape)) * dtype.itemsize
+    raw = np.empty(size + alignment + 2 * GUARD_BYTES, np.uint8)
+    start = GUARD_BYTES + -(raw.ctypes.data + GUARD_BYTES) % alignment
+    array = raw[start : start + size]
+    array[:] = 0xFF
+    return array.view(dtype).reshape(shape)

@@ -1,0 +1,57 @@
+"""`pagekv chat`: what it sends and prints, for people and for scripts."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import pytest
+from support.clients.scripted_server import Fails, ScriptedServer, chunk, complete
+
+from pagekv.client.cli.main import main
+from pagekv.common import errors
+from pagekv.v1 import inference_service_pb2 as pb
+
+
+def test_chat_keeps_the_history(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[list[tuple[str, str]]] = []
+
+    def check(request: pb.GenerateRequest) -> None:
+        sent.append([(message.role, message.content) for message in request.chat.messages])
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\n/reset\nthree\n/exit\nnever\n"))
+    server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="m", has_chat_template=True))
+    for token in (4, 5, 6):
+        server.expect("Generate", chunk(token, cached=token), complete(token, cached=token), check=check)
+    assert main(["chat", "--system", "be brief"]) == 0
+    system = ("system", "be brief")
+    assert sent == [
+        [system, ("user", "one")],
+        [system, ("user", "one"), ("assistant", "t4 "), ("user", "two")],
+        [system, ("user", "three")],
+    ]
+    out, err = capsys.readouterr()
+    assert out == "t4 \nt5 \nt6 \n"
+    assert "(5 cached)" in err
+
+
+def test_chat_json_and_a_failing_turn(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
+    server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="m", has_chat_template=True))
+    server.expect("Generate", chunk(4), complete(4))
+    server.expect("Generate", Fails(errors.InvalidRequest("chat", "too long")))
+    assert main(["chat", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["text"] == "t4 "
+    assert err == "pagekv: chat: too long\n"
+
+
+def test_chat_needs_a_template(server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="m"))
+    assert main(["chat"]) == 2
+    assert "m has no chat template" in capsys.readouterr().err

@@ -1,0 +1,39 @@
+"""`pagekv demo`: what it asks of the stack that it started, and when it has failed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from support.clients.scripted_server import ScriptedServer, chunk, complete
+
+from pagekv.client import PageKVClient
+from pagekv.client.cli.commands import demo
+from pagekv.client.cli.main import make_parser
+from pagekv.client.cli.terminal import Terminal
+from pagekv.v1 import cache_service_pb2 as cache_pb
+from pagekv.v1 import inference_service_pb2 as pb
+
+
+@pytest.mark.parametrize(
+    ("cached", "again", "status"), [(16, 7, 0), (0, 7, 1), (16, 8, 1)], ids=["works", "no hit", "differs"]
+)
+@pytest.mark.parametrize("flags", [[], ["--json"]], ids=["people", "json"])
+def test_the_second_run_has_to_hit_the_cache_and_say_the_same(
+    server: ScriptedServer, capsys: pytest.CaptureFixture[str], flags: list[str], cached: int, again: int, status: int
+) -> None:
+    args: Any = make_parser().parse(["demo", "--prompt", "x", *flags])
+    server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="m", block_size=16))
+    server.expect("Generate", chunk(4), complete(4))
+    server.expect("Generate", chunk(7, prompt=40), complete(7, prompt=40))
+    server.expect("Generate", chunk(again, prompt=40, cached=cached), complete(again, prompt=40, cached=cached))
+    server.expect("GetStats", cache_pb.GetStatsResponse(generated_tokens_total=3, steps_total=2))
+    with PageKVClient(server.target) as client:
+        assert demo._show(client, args, Terminal(), 0.5) == status
+    out, err = capsys.readouterr()
+    if flags:
+        assert json.loads(out)["cached_tokens"] == [0, cached]
+    else:
+        assert f"the texts are {'equal' if again == 7 else 'DIFFERENT'}" in out
+    assert ("did not come from the prefix cache, or differed" in err) == (status == 1)

@@ -1,0 +1,159 @@
+"""Small commands that look into a running stack: what they print for people and for scripts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import grpc
+import pytest
+from support.clients.scripted_server import Fails, ScriptedServer
+
+from pagekv.client.cli.main import main
+from pagekv.v1 import cache_service_pb2 as cache_pb
+from pagekv.v1 import inference_service_pb2 as pb
+
+STATS = cache_pb.GetStatsResponse(
+    block_size=16,
+    num_blocks=100,
+    free_blocks=75,
+    cached_free_blocks=20,
+    active_blocks=25,
+    kv_usage=0.25,
+    utilization=0.9,
+    prefix_hit_rate=0.5,
+    prompt_tokens_total=200,
+    cached_tokens_total=100,
+    executor_attached=True,
+    executor_busy_us_total=3,
+    executor_idle_us_total=1,
+    published_blocks=45,
+    pinned_blocks=8,
+    pins=2,
+    watchers=1,
+    block_hit_rate=0.4,
+    misses_never_seen_total=5,
+    misses_evicted_total=4,
+    misses_cleared_total=3,
+    misses_diverged_total=2,
+    misses_partial_tail_total=1,
+    num_host_blocks=20,
+    host_cached_blocks=21,
+    host_held_blocks=22,
+    swap_preemptions_total=23,
+    swapped_out_blocks_total=24,
+    swapped_in_blocks_total=25,
+    written_back_blocks_total=26,
+    host_evicted_blocks_total=27,
+    unread_sequences=3,
+)
+
+
+def test_stats_for_people_and_scripts(server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    server.expect("GetStats", STATS)
+    assert main(["stats"]) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "100 of 16 tokens",
+        "25 (25.0%), slots filled 90.0%\n",
+        "75, of these 20 still cached",
+        "50.0% of tokens, 40.0% of blocks",
+        "8 by 2 pins",
+        "45, watched by 1",
+        "20 blocks, 22 held by preempted sequences, 21 cached, 27 evicted",
+        "5 never seen, 4 evicted, 3 cleared, 2 diverged, 1 partial tail",
+        "200, 100 of them cached",
+        "attached, busy 75.0%",
+    ):
+        assert words in out
+    server.expect("GetStats", STATS)
+    assert main(["stats", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["prefix_hit_rate"] == 0.5
+
+
+def test_stats_warn_of_a_pool_with_nothing_to_evict(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.expect("GetStats", cache_pb.GetStatsResponse(kv_usage=0.81))
+    assert main(["stats"]) == 0
+    assert "0 (81.0%), slots filled 0.0%; above 80% new work preempts rather than evicts" in capsys.readouterr().out
+
+
+def test_stats_watch_is_top_for_people_and_lines_for_scripts(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.expect("GetModelInfo", pb.GetModelInfoResponse())
+    server.expect("GetStats", STATS)
+    server.expect("ListRequests", cache_pb.ListRequestsResponse())
+    assert main(["stats", "--watch"]) == 0
+    assert "blocks in use" in capsys.readouterr().out
+    server.expect("GetStats", STATS)
+    server.expect("GetStats", STATS)
+    server.expect("GetStats", Fails(grpc.StatusCode.INTERNAL))
+    assert main(["stats", "--json", "--watch", "0.1"]) == 1
+    assert [json.loads(line)["num_blocks"] for line in capsys.readouterr().out.splitlines()] == [100, 100]
+
+
+@pytest.mark.parametrize(("status", "code"), [("SERVING", 0), ("NOT_SERVING", 1)])
+def test_health(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str], status: str, code: int
+) -> None:
+    from grpc_health.v1 import health_pb2
+
+    reply = health_pb2.HealthCheckResponse(status=status)
+    server.expect("Check", reply)
+    assert main(["health"]) == code
+    assert capsys.readouterr().out == f"{target} {status}\n"
+    server.expect("Check", reply)
+    assert main(["health", "--json"]) == code
+    assert json.loads(capsys.readouterr().out) == {"target": target, "status": status}
+
+
+BLOCK = cache_pb.BlockInfo(block_id=3, ref_count=2, state=cache_pb.BLOCK_STATE_ACTIVE, block_hash="ab" * 32, pins=1)
+
+
+SMALL = [
+    ("model", "GetModelInfo", pb.GetModelInfoResponse(model_id="m", vocab_size=9, has_tokenizer=True), "ids, text\n"),
+    ("lookup hi", "LookupPrefix", cache_pb.LookupPrefixResponse(prompt_tokens=8, device_tokens=4, block_ids=[7]),
+     "4 of 8 tokens cached (50%): 4 on the device, 0 on the host\nblocks 7\n"),
+    ("blocks", "ListBlocks", cache_pb.ListBlocksResponse(blocks=[BLOCK]),
+     "    3  active     2     1  abababababababab  -\n"),
+    ("blocks", "ListBlocks", cache_pb.ListBlocksResponse(), "no such blocks\n"),
+    ("block-table r", "GetBlockTable",
+     cache_pb.GetBlockTableResponse(sequences=[cache_pb.SequenceBlocks(state="running", block_ids=[5, 2])]),
+     "sequence 0: running, 0 tokens, 0 computed; blocks 5 2\n"),
+    ("reset-cache --force", "ResetPrefixCache", cache_pb.ResetPrefixCacheResponse(removed_blocks=4),
+     "4 blocks removed; 0 sequences preempted, 0 pins ended\n"),
+    ("pin hi --lease 60", "PinPrefix", cache_pb.PinPrefixResponse(pin_id="pin-1", pinned_tokens=32),
+     "pin-1: 32 tokens pinned for 60 s\n"),
+    ("unpin pin-1", "UnpinPrefix", cache_pb.UnpinPrefixResponse(unpinned_tokens=32), "32 tokens unpinned\n"),
+    ("unpin pin-1", "UnpinPrefix", cache_pb.UnpinPrefixResponse(), "no such pin, or its lease was over\n"),
+    ("abort r", "Abort", pb.AbortResponse(aborted=["r"]), "aborted: r\n"),
+    ("tokenize hi", "Tokenize", pb.TokenizeResponse(token_ids=[4, 5]), "4,5\n"),
+    ("detokenize 4,5", "Detokenize", pb.DetokenizeResponse(text="hi"), "hi\n"),
+]  # fmt: skip  # laid out as a table
+
+
+@pytest.mark.parametrize(("command", "method", "reply", "shown"), SMALL)
+def test_small_commands(
+    server: ScriptedServer,
+    target: str,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    method: str,
+    reply: Any,
+    shown: str,
+) -> None:
+    server.expect(method, reply)
+    assert main(command.split()) == 0
+    assert shown in capsys.readouterr().out
+    server.expect(method, reply)
+    assert main([*command.split(), "--json"]) == 0
+    assert isinstance(json.loads(capsys.readouterr().out), dict)
+
+
+def test_abort_of_nothing_is_exit_status_1(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.expect("Abort", pb.AbortResponse())
+    assert main(["abort", "gone"]) == 1

@@ -1,0 +1,46 @@
+"""The flags of sampling, and the line that sums a generation up."""
+
+from __future__ import annotations
+
+import pytest
+from support.clients.scripted_server import ScriptedServer, chunk, complete
+
+from pagekv.client.cli.main import main, make_parser
+from pagekv.client.cli.sampling_flags import Stopwatch, options_of
+from pagekv.client.types import Chunk
+from pagekv.v1 import types_pb2
+
+
+def test_how_often_it_was_preempted_is_told(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.expect("Generate", chunk(4), complete(4, preemptions=2))
+    assert main(["generate", "x"]) == 0
+    assert capsys.readouterr().err.endswith(" · preempted 2 times · length]\n")
+    server.expect("Generate", complete(5, index=1, preemptions=3), complete(4, index=0))
+    assert main(["generate", "x", "--n", "2"]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "--- 0: 1 token · length",
+        "--- 1: 1 token · length · preempted 3 times",
+    ]
+
+
+def test_finish_reasons_are_shown(server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    server.expect("Generate", complete(4, reason=types_pb2.FINISH_REASON_ABORT))
+    assert main(["generate", "x"]) == 0
+    assert capsys.readouterr().err.endswith("abort]\n")
+
+
+def test_what_is_not_given_is_not_sent() -> None:
+    args = make_parser().parse(["generate", "x", "--max-tokens", "3", "--top-k", "0", "--ignore-eos", "--timeout", "9"])
+    assert options_of(args) == {"max_tokens": 3, "top_k": 0, "ignore_eos": True, "timeout": 9.0}
+
+
+def test_rates_leave_the_first_message_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([10.0, 10.5, 12.5])
+    monkeypatch.setattr("pagekv.client.cli.sampling_flags.time.perf_counter", lambda: next(now))
+    watch = Stopwatch()
+    assert (watch.ttft_s, watch.tokens_per_s(5)) == (None, None)
+    watch.see(Chunk("r", 0, (1, 2), "", 3, 2, 0))
+    watch.see(Chunk("r", 0, (3, 4, 5, 6), "", 3, 6, 0))
+    assert (watch.ttft_s, watch.tokens_per_s(6)) == (0.5, 2.0)

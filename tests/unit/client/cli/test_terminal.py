@@ -1,0 +1,38 @@
+"""Styles, tables and times."""
+
+from __future__ import annotations
+
+import io
+
+from pagekv.client.cli.terminal import Terminal, milliseconds, table
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_styles_only_on_a_terminal_that_wants_them() -> None:
+    for make, env, styled in ((Screen, {}, True), (Screen, {"NO_COLOR": "1"}, False), (io.StringIO, {}, False)):
+        out, err = make(), make()
+        terminal = Terminal(out, err, env)
+        terminal.note("note")
+        terminal.print(terminal.bold("loud"))
+        terminal.progress(1, 2, "half")
+        terminal.error("wrong")
+        shown = out.getvalue() + err.getvalue()
+        assert ("\x1b" in shown) is styled
+        assert ("[██████████████··············] 1/2 half" in shown) is styled
+        # The bar is wiped off before anything else is written.
+        assert err.getvalue().endswith("\r\x1b[Kwrong\n" if styled else "note\nwrong\n")
+
+
+def test_tables_and_times() -> None:
+    assert table([("a", 10), ("bcd", 2)], ("name", "n"), indent=" ") == " name   n\n a     10\n bcd    2"
+    assert table([]) == ""
+    rows = [("a", "one two three four five six"), ("b", "seven")]
+    assert table(rows, width=24) == "a  one two three four\n   five six\nb  seven"
+    assert table(rows, width=10) == table(rows)
+    assert [milliseconds(s) for s in (None, 0.0001234, 0.00123, 0.123, 12.3)] == [
+        "-", "0.12 ms", "1.2 ms", "123 ms", "12300 ms",
+    ]  # fmt: skip  # several entries a line: one each would fill a screen

@@ -1,0 +1,75 @@
+"""The gateway's command line, and how it is known to serve."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+from support.clients.scripted_server import ScriptedServer, free_port
+
+from pagekv.client.launcher.gateway import GatewayConfig, gateway_args, has_tokenizer, serves
+from pagekv.v1 import inference_service_pb2 as pb
+
+
+def test_flags_of_the_user_come_after_those_for_one_machine() -> None:
+    config = GatewayConfig(policy="random", args=["--health-check-interval-secs=60"])
+    args = gateway_args(config, "127.0.0.1:1", "127.0.0.1:2", ["127.0.0.1:3", "127.0.0.1:4"])
+    assert args[:5] == [
+        "--host=127.0.0.1",
+        "--port=1",
+        "--prometheus-host=127.0.0.1",
+        "--prometheus-port=2",
+        "--policy=random",
+    ]
+    assert args.index("--health-check-interval-secs=5") < args.index("--health-check-interval-secs=60")
+    assert args[-3:] == ["--worker-urls", "grpc://127.0.0.1:3", "grpc://127.0.0.1:4"]
+
+
+@pytest.fixture
+def answers() -> Iterator[dict[str, Any]]:
+    """Answers of an HTTP server by path; "target" is its address."""
+    by_path: dict[str, Any] = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            known = self.path in by_path
+            self.send_response(200 if known else 404)
+            self.end_headers()
+            self.wfile.write(json.dumps(by_path.get(self.path)).encode())
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        by_path["target"] = f"127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield by_path
+        server.shutdown()
+        thread.join()
+
+
+def test_it_serves_once_it_has_models_and_knows_enough_healthy_managers(answers: dict[str, Any]) -> None:
+    target = answers["target"]
+    assert not serves(target, 1)
+    answers["/readiness"] = {"healthy_workers": 1}
+    assert not serves(target, 1)
+    answers["/v1/models"] = {"data": []}
+    assert not serves(target, 1)
+    answers["/v1/models"] = {"data": [{"id": "demo"}]}
+    assert serves(target, 1)
+    assert not serves(target, 2)
+
+
+def test_nothing_that_listens_does_not_serve() -> None:
+    assert not serves(f"127.0.0.1:{free_port()}", 1)
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_a_manager_is_asked_for_its_tokenizer(server: ScriptedServer, has: bool) -> None:
+    server.expect("GetModelInfo", pb.GetModelInfoResponse(has_tokenizer=has))
+    assert has_tokenizer(server.target) is has

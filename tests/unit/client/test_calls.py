@@ -1,0 +1,106 @@
+"""Calls with one answer, of both clients: requests as sent, results as typed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+from support.clients.scripted_server import Fails, ScriptedServer
+
+from pagekv.client import (
+    AsyncPageKVClient,
+    BlockExplanation,
+    CacheControls,
+    CacheReset,
+    PageKVClient,
+    Pin,
+)
+from pagekv.client.types import PrefixLookup, RequestInfo, RequestList, SequenceBlocks
+from pagekv.v1 import cache_service_pb2 as cache_pb
+from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.v1 import types_pb2
+
+
+def test_the_other_calls(server: ScriptedServer, client: PageKVClient) -> None:
+    def is_equal(wanted: Any) -> Any:
+        def check(request: Any) -> None:
+            assert request == wanted
+
+        return check
+
+    server.expect("Abort", pb.AbortResponse(aborted=["a"]), check=is_equal(pb.AbortRequest(request_ids=["a", "b"])))
+    assert client.abort("a", "b") == ["a"]
+    server.expect("Tokenize", pb.TokenizeResponse(token_ids=[1, 2]), check=is_equal(pb.TokenizeRequest(text="hi")))
+    assert client.tokenize("hi") == [1, 2]
+    detokenize = pb.DetokenizeRequest(token_ids=[1, 2])
+    server.expect("Detokenize", pb.DetokenizeResponse(text="hi"), check=is_equal(detokenize))
+    assert client.detokenize([1, 2]) == "hi"
+    server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="m", eos_token_ids=[0], has_tokenizer=True))
+    info = client.model_info()
+    assert (info.model_id, info.eos_token_ids, info.has_tokenizer, info.block_size) == ("m", (0,), True, 0)
+    server.expect("GetStats", cache_pb.GetStatsResponse(num_blocks=9, kv_usage=0.5, executor_attached=True))
+    stats = client.stats()
+    assert (stats.num_blocks, stats.kv_usage, stats.executor_attached) == (9, 0.5, True)
+    lookup = cache_pb.LookupPrefixRequest(tokenized=types_pb2.TokenizedInput(input_ids=[1, 2]))
+    lookup.cache.namespace = "n"
+    server.expect("LookupPrefix", cache_pb.LookupPrefixResponse(prompt_tokens=2, block_ids=[4]), check=is_equal(lookup))
+    assert client.lookup_prefix([1, 2], cache=CacheControls("n")) == PrefixLookup(2, 0, 0, (4,), 0)
+    sequence = cache_pb.SequenceBlocks(state="running", num_tokens=4, block_ids=[1], block_hashes=["ff"])
+    table = cache_pb.GetBlockTableRequest(request_id="r")
+    server.expect("GetBlockTable", cache_pb.GetBlockTableResponse(sequences=[sequence]), check=is_equal(table))
+    assert client.block_table("r") == [SequenceBlocks(0, "running", 4, 0, (1,), ("ff",))]
+    live = cache_pb.RequestInfo(request_id="r", state="waiting", priority=-1, prompt_tokens=7)
+    some = cache_pb.ListRequestsRequest(limit=5)
+    server.expect("ListRequests", cache_pb.ListRequestsResponse(requests=[live], total=9), check=is_equal(some))
+    assert client.list_requests(5) == RequestList([RequestInfo("r", "waiting", -1, 0, 7, 0, 0, 0, 0, 0, 0)], 9)
+    block = cache_pb.BlockInfo(block_id=3, ref_count=1, state=cache_pb.BLOCK_STATE_ACTIVE)
+    listing = cache_pb.ListBlocksRequest(start=3, limit=1, state=cache_pb.BLOCK_STATE_ACTIVE)
+    server.expect("ListBlocks", cache_pb.ListBlocksResponse(blocks=[block], next_start=4), check=is_equal(listing))
+    blocks = client.list_blocks(3, 1, "active")
+    assert (blocks.blocks[0].state, blocks.blocks[0].ref_count, blocks.next_start) == ("active", 1, 4)
+    server.expect("ListBlocks", cache_pb.ListBlocksResponse())
+    assert client.list_blocks().next_start is None
+    reset = cache_pb.ResetPrefixCacheRequest(force=True)
+    server.expect("ResetPrefixCache", cache_pb.ResetPrefixCacheResponse(removed_blocks=5), check=is_equal(reset))
+    assert client.reset_prefix_cache(force=True) == CacheReset(5, 0, 0)
+    explain = cache_pb.ExplainPrefixRequest(text="hi", start=2, limit=3)
+    explain.cache.adapter_id = "a"
+    reply = cache_pb.ExplainPrefixResponse(
+        blocks=[
+            cache_pb.BlockExplanation(end=4, outcome=cache_pb.BLOCK_OUTCOME_HIT, block_id=0, block_hash="ff"),
+            cache_pb.BlockExplanation(start=4, end=8, outcome=cache_pb.BLOCK_OUTCOME_EVICTED, steps_ago=0),
+        ],
+        next_start=5,
+        prompt_tokens=90,
+    )
+    server.expect("ExplainPrefix", reply, check=is_equal(explain))
+    found = client.explain_prefix("hi", cache=CacheControls(adapter_id="a"), start=2, limit=3)
+    assert (found.next_start, found.prompt_tokens, found.cached_tokens) == (5, 90, 0)
+    assert found.blocks == (
+        BlockExplanation(0, 4, "hit", "ff", 0, "", 0, None, None),
+        BlockExplanation(4, 8, "evicted", "", None, "", 0, 0, None),
+    )
+    pin = cache_pb.PinPrefixRequest(tokenized=types_pb2.TokenizedInput(input_ids=[1, 2]), lease_seconds=60)
+    server.expect("PinPrefix", cache_pb.PinPrefixResponse(pin_id="p", pinned_tokens=16), check=is_equal(pin))
+    assert client.pin_prefix([1, 2], 60) == Pin("p", 16)
+    unpin = cache_pb.UnpinPrefixRequest(pin_id="p")
+    server.expect("UnpinPrefix", cache_pb.UnpinPrefixResponse(unpinned_tokens=16), check=is_equal(unpin))
+    assert client.unpin_prefix("p") == 16
+
+
+def test_health(server: ScriptedServer, client: PageKVClient) -> None:
+    from grpc_health.v1 import health_pb2
+
+    server.expect("Check", health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING))
+    assert client.health() == "SERVING"
+    server.expect("Check", health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.NOT_SERVING))
+    assert client.health() == "NOT_SERVING"
+    server.expect("Check", Fails(grpc.StatusCode.NOT_FOUND))
+    assert client.health("no.such.Service") == "SERVICE_UNKNOWN"
+
+
+def test_both_clients_have_the_same_methods() -> None:
+    def public(cls: type) -> set[str]:
+        return {name for name in dir(cls) if not name.startswith("_")}
+
+    assert public(PageKVClient) == public(AsyncPageKVClient)

@@ -1,0 +1,115 @@
+"""Flags from dataclass fields: declared once, parsed, and made into the dataclass again."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+
+import pytest
+
+from pagekv.common.flags import (
+    FlagParser,
+    add_flags,
+    address,
+    declarations,
+    flag,
+    flag_group,
+    flag_metadata,
+    from_args,
+    integer,
+    is_true,
+    number,
+    power_of_two,
+    size_in_bytes,
+    tcp_address,
+    variable_of,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Inner:
+    depth: int = flag("how deep", default=2, type=integer(1, 9), needs="deep")
+    deep: bool = flag("whether at all", default=False)
+    fixed: int = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Outer:
+    pair: tuple[str, ...] = flag("two words", name="words", default="a b", type=lambda text: tuple(text.split()))
+    mode: str = flag("which", default="one", choices=("one", "two"))
+    size: frozenset[str] = field(
+        default_factory=frozenset, metadata=flag_metadata("how large", default="s", choices=("s", "l"), make=frozenset)
+    )
+    inner: Inner = field(default_factory=Inner, metadata=flag_group("inside"))
+
+
+def parse(*argv: str, **env: str) -> Outer:
+    parser = FlagParser("prog", "A program.", env=env)
+    add_flags(parser, Outer)
+    return from_args(Outer, parser.parse(argv))
+
+
+def test_what_is_not_given_has_its_default() -> None:
+    # `size` alone has a default of its own where no flag was parsed.
+    assert parse() == Outer(size=frozenset("s"))
+    assert Outer() == Outer(("a", "b"), "one", frozenset(), Inner(2, False, 7))
+
+
+def test_a_flag_wins_over_its_variable_and_that_over_the_default() -> None:
+    found = parse("--words", "x", "--depth=3", "--deep", PAGEKV_WORDS="y", PAGEKV_MODE="two", PAGEKV_DEPTH="4")
+    assert found == Outer(("x",), "two", frozenset("s"), Inner(3, True))
+    assert parse("--no-deep", PAGEKV_DEEP="on").inner.deep is False
+    assert variable_of("kv-events") == "PAGEKV_KV_EVENTS"
+
+
+def test_declarations_name_flags_and_groups_in_order() -> None:
+    assert [(each.name, each.group) for each in declarations(Outer)] == [
+        ("words", ""),
+        ("mode", ""),
+        ("size", ""),
+        ("depth", "inside"),
+        ("deep", "inside"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "env", "words"),
+    [
+        (["--depth=10", "--deep"], {}, "prog: argument --depth: must be a whole number from 1 to 9, got '10'\nTry"),
+        ([], {"PAGEKV_DEPTH": "x"}, "argument --depth (from PAGEKV_DEPTH): must be a whole number from 1 to 9"),
+        ([], {"PAGEKV_MODE": "six"}, "environment variable PAGEKV_MODE: must be one of one, two, got 'six'"),
+        ([], {"PAGEKV_DEEP": "maybe"}, "environment variable PAGEKV_DEEP: must be true or false, got 'maybe'"),
+        (["--depth=2"], {}, "argument --depth: has no effect without --deep"),
+        (["--dee"], {}, "unrecognized arguments: --dee"),
+    ],
+)
+def test_what_is_wrong_ends_with_status_2_and_its_reason(
+    argv: list[str], env: dict[str, str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(*argv, **env)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("check", "good", "value", "bad"),
+    [
+        (integer(1, 9), "9", 9, ["0", "10", "1.0", ""]),
+        (number(0, 1), "0.5", 0.5, ["-0.1", "nan", "inf", "x"]),
+        (power_of_two(1, 256), "64", 64, ["0", "3", "512", "x"]),
+        (size_in_bytes(0, 2**40), "1.5MiB", 3 << 19, ["-1", "1 parsec", "2TiB", "1e400"]),
+        (address, "unix:/run/x", "unix:/run/x", ["50051", "host:", "host:65536", "unix:"]),
+        (tcp_address, "", "", ["unix:/x", ":1"]),
+    ],
+)
+def test_types_take_what_is_within_bounds(check: object, good: str, value: object, bad: list[str]) -> None:
+    assert callable(check)
+    assert check(good) == value
+    for text in bad:
+        with pytest.raises(argparse.ArgumentTypeError, match=r"^must be"):
+            check(text)
+
+
+def test_true_is_written_in_four_ways() -> None:
+    assert [text for text in ("1", "TRUE", "yes", "on", "0", "off", "") if is_true(text)] == ["1", "TRUE", "yes", "on"]

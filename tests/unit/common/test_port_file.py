@@ -1,0 +1,33 @@
+"""The file in which a process says where it listens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pagekv.common.port_file import bound_address, read_port_file, write_port_file
+
+
+@pytest.mark.parametrize(
+    ("listen", "port", "address"),
+    [
+        ("127.0.0.1:0", 7, "127.0.0.1:7"),
+        ("[::1]:50051", 50051, "[::1]:50051"),
+        ("unix:/run/pagekv:0", 1, "unix:/run/pagekv:0"),
+    ],
+)
+def test_the_bound_port_takes_the_place_of_the_one_asked_for(listen: str, port: int, address: str) -> None:
+    assert bound_address(listen, port) == address
+
+
+def test_a_reader_gets_all_of_it_or_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "port"
+    assert read_port_file(path) == {}
+    listening = {"listen": "127.0.0.1:1", "recordings": ["/tmp/a b"]}
+    write_port_file(path, listening)
+    assert read_port_file(path) == listening
+    assert path.read_text().count("\n") == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == ["port"]
+    with pytest.raises(OSError, match="none"):
+        write_port_file(tmp_path / "none" / "port", listening)

@@ -1,0 +1,198 @@
+"""The prefix table alone: what enters, what is found, collisions, copies, and what leaves with what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from pagekv.kvmanager.errors import InvariantError
+from pagekv.kvmanager.kvcache.block_hash import block_digest, chain_digests, root_digest, token_bytes
+from pagekv.kvmanager.kvcache.prefix_table import Added, PrefixTable
+
+ROOT = root_digest("model", "", "")
+SIZE = 2
+
+
+def ids(blocks: list[int]) -> NDArray[np.int32]:
+    return np.array(blocks, np.int32)
+
+
+def rows(tokens: list[int]) -> NDArray[np.uint32]:
+    return np.array(tokens, np.uint32).reshape(-1, SIZE)
+
+
+class Table(PrefixTable):
+    """A table of 12 blocks, with its column of holders."""
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self.holders = np.ones(12, np.int32)
+        super().__init__(12, SIZE, self.holders, clock)
+
+    def publish(
+        self, blocks: list[int], tokens: list[int], first: int = 0, digests: list[bytes] | None = None
+    ) -> Added:
+        """Adds the blocks of a prompt from logical block `first` on; `blocks` are those."""
+        digests = chain_digests(ROOT, token_bytes(tokens), SIZE) if digests is None else digests
+        parent = digests[first - 1] if first else ROOT
+        added = self.add_chain(
+            ids(blocks), digests[first:], parent, rows(tokens)[first:], first=first == 0, media=False
+        )
+        self.check_integrity()
+        return added
+
+    def found(self, tokens: list[int]) -> list[int]:
+        """Both ways to find cached blocks, which must agree."""
+        blocks, collided = self.match(chain_digests(ROOT, token_bytes(tokens), SIZE), rows(tokens))
+        assert not collided
+        assert self.match_tokens(ROOT, rows(tokens)) == blocks
+        return blocks
+
+
+def test_a_chain_is_found_both_ways_and_tells_what_it_is() -> None:
+    table = Table()
+    tokens = [1, 2, 3, 4, 5, 6]
+    assert table.publish([4, 2, 7], tokens) == Added([0, 1, 2], [], False)
+    digests = chain_digests(ROOT, token_bytes(tokens), SIZE)
+    assert len(table) == 3
+    assert table.found(tokens) == [4, 2, 7]
+    assert table.found([1, 2, 3, 4, 9, 9]) == [4, 2]
+    assert table.digests([4, 2, 7]) == digests
+    assert table.parents([4, 2, 7]) == [ROOT, *digests[:-1]]
+    assert [table.lookup(digest) for digest in digests] == [4, 2, 7]
+    assert (table.digest(0), table.parent(0)) == (None, None)
+    assert table.token_ids(2) == [3, 4]
+    assert table.tokens(ids([7, 4])).tolist() == [[5, 6], [1, 2]]
+    assert list(table.newest_digests()) == digests[::-1]
+
+
+def test_the_longest_run_of_tokens_behind_a_block_is_found() -> None:
+    table = Table()
+    table.publish([0, 1], [1, 2, 3, 4])
+    table.publish([2], [1, 2, 3, 9], first=1)
+    assert table.longest_run(0, np.array([3, 9], np.uint32)) == (2, 2)
+    assert table.longest_run(0, np.array([3, 5], np.uint32)) == (1, 1)
+    assert table.longest_run(ROOT, np.array([1, 7], np.uint32)) == (0, 1)
+    assert table.longest_run(1, np.array([1, 7], np.uint32)) == (-1, 0)
+
+
+def test_a_block_enters_only_after_its_parent() -> None:
+    table = Table()
+    assert table.publish([1, 2], [1, 2, 3, 4, 5, 6], first=1) == Added([], [], False)
+    assert len(table) == 0
+    table.publish([0], [1, 2])
+    assert table.publish([1, 2], [1, 2, 3, 4, 5, 6], first=1) == Added([0, 1], [], False)
+
+
+def test_a_copy_of_a_held_block_remains_private_and_what_follows_it_enters() -> None:
+    table = Table()
+    table.publish([0], [1, 2])
+    assert table.publish([1, 2], [1, 2, 3, 4]) == Added([1], [], False)
+    assert table.digest(1) is None
+    assert table.found([1, 2, 3, 4]) == [0, 2]
+
+
+@pytest.mark.parametrize("followers", [0, 1, 2])
+def test_a_copy_of_a_block_that_nobody_holds_takes_its_entry(followers: int) -> None:
+    """The blocks after the copy are in use: a parent that is evicted before its children would leave a hole."""
+    table = Table(clock=lambda: 5.0)
+    table.publish([0], [1, 2])
+    for follower in range(followers):
+        table.publish([3 + follower], [1, 2, 3, follower], first=1)
+    table.holders[0] = 0
+    assert table.publish([1, 2], [1, 2, 7, 7]) == Added([1], [0], False)
+    assert table.found([1, 2, 7, 7]) == [1, 2]
+    assert table.digest(0) is None
+    for follower in range(followers):
+        assert table.found([1, 2, 3, follower]) == [1, 3 + follower]
+    assert table.age_s(1) == 0.0
+
+
+@pytest.mark.parametrize("digests", [[b"x" * 32] * 2, [b"x" * 32, b"y" * 32]])
+def test_a_digest_of_another_content_is_a_collision_and_nothing_enters_after_it(digests: list[bytes]) -> None:
+    table = Table()
+    table.publish([0], [1, 2], digests=[digests[-1]])
+    assert table.publish([1, 2, 3], [3, 4, 5, 6, 7, 8], digests=[*digests, b"z" * 32]).collided
+    assert table.lookup(b"z" * 32) is None
+    assert table.lookup(digests[-1]) == 0
+    assert table.match([digests[-1]], rows([1, 2])) == ([0], False)
+    assert table.match([digests[-1]], rows([3, 4])) == ([], True)
+
+
+def test_the_same_tokens_after_another_parent_are_a_collision() -> None:
+    table = Table()
+    table.publish([0, 1], [1, 2, 5, 5], digests=[b"a" * 32, b"b" * 32])
+    assert table.publish([2, 3], [3, 4, 5, 5], digests=[b"c" * 32, b"b" * 32]) == Added([0], [], True)
+
+
+def test_what_follows_leaves_with_a_block() -> None:
+    table = Table()
+    table.publish([0, 1, 2], [1, 2, 3, 4, 5, 6])
+    table.publish([3], [1, 2, 9, 9], first=1)
+    removed, digests = table.remove(ids([1]))
+    assert removed.tolist() == [1, 2]
+    assert digests == chain_digests(ROOT, token_bytes([1, 2, 3, 4, 5, 6]), SIZE)[1:]
+    table.check_integrity()
+    assert table.found([1, 2, 9, 9]) == [0, 3]
+    assert sorted(table.remove(ids([0]))[0].tolist()) == [0, 3]
+    assert len(table) == 0
+    with pytest.raises(InvariantError, match="block 5 holds a digest that the prefix table maps elsewhere"):
+        table.remove(ids([5]))
+
+
+def test_blocks_with_media_are_found_by_digest_alone() -> None:
+    table = Table()
+    table.publish([0], [1, 2])
+    (parent,) = table.digests([0])
+    pictures = [block_digest(parent, token_bytes([7, 7]), [(0, name)]) for name in ("cat", "dog")]
+    for block, digest in enumerate(pictures, 1):
+        table.add_chain(ids([block]), [digest], parent, rows([7, 7]), first=False, media=True)
+    table.check_integrity()
+    assert [table.lookup(digest) for digest in pictures] == [1, 2]
+    assert table.parents([1, 2]) == [parent, parent]
+    assert table.match_tokens(ROOT, rows([1, 2, 7, 7])) == [0]
+    # A copy with the same digest and parent; the first one is held by nobody.
+    table.holders[1] = 0
+    added = table.add_chain(ids([3]), pictures[:1], parent, rows([7, 7]), first=False, media=True)
+    assert added == Added([], [1], False)
+    columns = table.columns()
+    assert (columns.media, columns.parents[[2, 3]].tolist()) == ({2, 3}, [0, 0])
+    table.remove(ids([3]))
+    table.check_integrity()
+
+
+def test_columns_are_a_copy() -> None:
+    table = Table()
+    table.publish([3, 1], [1, 2, 3, 4])
+    columns = table.columns()
+    assert table.clear() == 2
+    assert len(table) == 0
+    table.check_integrity()
+    assert columns.published.nonzero()[0].tolist() == [1, 3]
+    assert (columns.parents[1], columns.parents[3], columns.parent_digest_of) == (3, -1, {3: ROOT})
+    assert columns.tokens[[3, 1]].tolist() == [[1, 2], [3, 4]]
+    assert [columns.digests[block] for block in (3, 1)] == chain_digests(ROOT, token_bytes([1, 2, 3, 4]), SIZE)
+
+
+def test_blocks_after_others_enter_only_in_the_simple_case() -> None:
+    """What sequences that decode publish: each block after the sequence's own one, or else left out and unchanged."""
+    table = Table()
+    table.publish([0, 1], [1, 1, 2, 2])
+    digests = table.digests([0, 1])
+    news = [bytes([number]) * 32 for number in range(5)]
+    left_out = table.add_after(
+        [2, 3, 4, 5, 6],
+        [news[0], digests[1], news[2], news[3], news[0]],
+        [1, 0, ROOT, 0, 1],
+        [digests[1], digests[0], ROOT, digests[1], digests[1]],
+        rows([3, 3, 2, 2, 7, 7, 3, 3, 3, 3]),
+    )
+    # There already; the parent digest is another block's; there since this call.
+    assert left_out == [1, 3, 4]
+    assert [table.lookup(digest) for digest in news] == [2, None, 4, None, None]
+    assert table.match_tokens(ROOT, rows([1, 1, 2, 2, 3, 3])) == [0, 1, 2]
+    assert table.match_tokens(ROOT, rows([7, 7])) == [4]
+    assert len(table) == 4
+    table.check_integrity()

@@ -1,0 +1,41 @@
+"""Options of a replay."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagekv.common.flags import declarations
+from pagekv.kvmanager.kvcache.eviction_policy import LruOrder, SegmentedLruOrder
+from pagekv.kvmanager.replay.options import ReplayOptions, TimedOptions
+
+OPTIONS = ReplayOptions(block_size=16, tokens_per_id=512, partial_blocks=False)
+
+
+def test_defaults_are_the_managers() -> None:
+    limits = OPTIONS.limits("lru")
+    assert (limits.max_batch_tokens, limits.max_running, limits.watermark, limits.prefix_cache) == (
+        2048,
+        256,
+        0.01,
+        True,
+    )
+    assert (OPTIONS.pipeline_depth, OPTIONS.protected_share, OPTIONS.speed) == (2, 0.2, 1.0)
+
+
+@pytest.mark.parametrize(("policy", "order"), [("lru", LruOrder), ("slru", SegmentedLruOrder)])
+def test_a_policy_is_an_order_of_eviction(policy: str, order: type) -> None:
+    assert isinstance(OPTIONS.order(policy, 8), order)
+
+
+def test_without_a_cache_nothing_is_looked_up() -> None:
+    assert not OPTIONS.limits("none").prefix_cache
+    OPTIONS.order("none", 8)
+
+
+def test_flags_of_timed_mode_come_before_those_of_costs() -> None:
+    assert [each.name for each in declarations(TimedOptions)][-4:] == [
+        "step-ms",
+        "prefill-us",
+        "decode-us",
+        "kv-read-ns",
+    ]

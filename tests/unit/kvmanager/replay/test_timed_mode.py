@@ -1,0 +1,83 @@
+"""Timed mode, judged by a set of prefixes and by times worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.engine.replays import SMALL, SMALLER, ignore
+
+from pagekv.kvmanager.replay.cost_model import StepCost
+from pagekv.kvmanager.replay.options import ReplayOptions
+from pagekv.kvmanager.replay.report import Row, StepTiming
+from pagekv.kvmanager.replay.synthetic_prompt import prompt_ids
+from pagekv.kvmanager.replay.timed_mode import replay_timed
+from pagekv.kvmanager.replay.trace import TraceRecord
+
+
+def timing(row: Row) -> StepTiming:
+    assert row.timing is not None
+    return row.timing
+
+
+@pytest.mark.parametrize(("options", "blocks"), [(SMALL, 14), (SMALL, 60), (replace(SMALL, pipeline_depth=1), 14)])
+def test_the_same_trace_twice_gives_the_same_decisions(options: ReplayOptions, blocks: int) -> None:
+    rows = [replay_timed(SMALLER, options, "lru", blocks, ignore) for _ in range(2)]
+    assert replace(rows[0], wall_s=0.0) == replace(rows[1], wall_s=0.0)
+    other = replay_timed(SMALLER, options, "lru", blocks + 1, ignore)
+    assert timing(other).decisions != timing(rows[0]).decisions
+
+
+def test_an_unbounded_pool_hits_every_full_block_seen_before() -> None:
+    for options in (SMALL, replace(SMALL, block_size=2), replace(SMALL, block_size=8)):
+        row = replay_timed(SMALLER, options, "lru", None, ignore)
+        seen: set[tuple[int, ...]] = set()
+        expected = 0
+        for index, record in enumerate(sorted(SMALLER, key=lambda record: record.arrival_s)):
+            tokens = prompt_ids(record, index, 4)
+            size = options.block_size
+            prefixes = [tuple(tokens[: end + size]) for end in range(0, len(tokens) - size + 1, size)]
+            # At least one token is computed.
+            expected += sum(1 for prefix in prefixes if prefix in seen and len(prefix) < len(tokens))
+            seen.update(prefixes)
+        assert row.hit_blocks == expected > 0
+        assert (row.evictions, timing(row).preemptions, timing(row).refused) == (0, 0, 0)
+
+
+def test_a_tight_pool_preempts_and_still_finishes() -> None:
+    row = replay_timed(SMALLER, SMALL, "lru", 14, ignore)
+    assert timing(row).preemptions > 0
+    assert row.evictions > 0
+    assert timing(row).output_tokens == sum(record.output_length for record in SMALLER)
+    assert timing(row).peak_blocks <= 14
+
+
+def test_a_request_that_can_never_fit_is_refused_and_counted() -> None:
+    records = [
+        TraceRecord(0.0, 8, 4, (0, 1)),
+        TraceRecord(0.0, 400, 4, tuple(range(100))),
+        TraceRecord(1.0, 8, 2, (0, 2)),
+    ]
+    row = replay_timed(records, SMALL, "lru", 10, ignore)
+    assert timing(row).refused == 1
+    assert timing(row).output_tokens == 6
+    assert (row.requests, row.prompt_tokens) == (3, 16)
+    nothing = replay_timed(records[1:2], SMALL, "lru", 10, ignore)
+    assert (timing(nothing).refused, timing(nothing).ttft_s, timing(nothing).utilisation) == (1, None, None)
+
+
+def test_simulated_times_by_hand() -> None:
+    cost = StepCost(step_ms=1.0, prefill_us=1000.0, decode_us=500.0, kv_read_ns=10_000.0)
+    options = replace(SMALL, cost=cost, max_batch_tokens=8, speed=2.0)
+    records = [TraceRecord(10.0, 10, 3, (0, 1, 2)), TraceRecord(30.0, 2, 1, (9,))]
+    row = timing(replay_timed(records, options, "lru", 20, ignore))
+    # Chunks of 8 and 2 tokens that read 8 and 10; the other request arrives, at twice the speed, 10 s later.
+    first = (1 + 8 + 0.08) + (1 + 2 + 0.10)
+    second = 1 + 2 + 0.02
+    assert row.ttft_s is not None
+    assert row.inter_token_s is not None
+    assert (row.ttft_s.max, row.ttft_s.mean) == pytest.approx((first / 1e3, (first + second) / 2e3))
+    # Decodes that read 11 and 12.
+    assert row.inter_token_s.max == pytest.approx((1 + 0.5 + 0.12) / 1e3)
+    assert row.inter_token_s.mean == pytest.approx((1 + 0.5 + 0.115) / 1e3)
+    assert row.simulated_s == pytest.approx(10 + second / 1e3)
