@@ -68,7 +68,7 @@ GATE := PYTHONPATH=kernels:tests/kernels $(BIN)/python -m compile_gate
 .PHONY: kernels
 kernels: $(DEV_STAMP) ## compile every CUDA kernel for every architecture and run their tests, all without a GPU
 	@$(GATE)
-	@$(BIN)/python -m pytest -n auto tests/kernels $(ARGS)
+	@$(BIN)/python -m pytest -n auto -m "not nightly" tests/kernels $(ARGS)
 
 .PHONY: kernels-all
 kernels-all: $(DEV_STAMP) ## compile all kernels whatever is on record (an estimated quarter of an hour of one core)
