@@ -110,7 +110,8 @@ class Runner:
         """`turnover`: requests are short, and for each that ends another begins. `block_ages`: as the page has them."""
         self.turnover = turnover
         vars(engine_loop)["ExecutorLink"] = lambda target, wake: _Link(self)
-        self.engine = EngineLoop(config(num_blocks, block_ages), observers=[_Ends(self)])
+        self.engine = EngineLoop(config(num_blocks, block_ages))
+        self.engine.observers.add(_Ends(self))
         self.running = self.submitted = 0
         # Processor seconds of each turn, of the loop's thread and of all.
         self.turns: list[tuple[float, float]] = []

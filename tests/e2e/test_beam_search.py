@@ -18,7 +18,7 @@ from support.executor.cpu_driver import prompts_of, reference, save_model
 
 from pagekv.client import AsyncPageKVClient, Completion, Stats
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 NEW = 12
 # Common in this model's best hypotheses, so that searches end early and in the middle.

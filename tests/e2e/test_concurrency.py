@@ -27,7 +27,7 @@ async def one_at_a_time(caller: Caller, requests: list[pb.GenerateRequest]) -> l
     return [(await caller.generate(request)).tokens for request in requests]
 
 
-@pytest.mark.parametrize("backend", ["oracle", "cpu"])
+@pytest.mark.parametrize("backend", ["oracle", pytest.param("cpu", marks=pytest.mark.long)])
 def test_64_concurrent_calls_equal_one_at_a_time(backend: str, request: pytest.FixtureRequest) -> None:
     stack: Stack = request.getfixturevalue(f"{backend}_stack")
 
@@ -48,7 +48,7 @@ def test_64_concurrent_calls_equal_one_at_a_time(backend: str, request: pytest.F
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("backend", ["oracle", "cpu"])
+@pytest.mark.parametrize("backend", ["oracle", pytest.param("cpu", marks=pytest.mark.long)])
 def test_32_at_once_compute_a_shared_prefix_once(backend: str) -> None:
     """One computes the 512-token prefix, 31 report it cached, and the executor's own count agrees."""
     shared = prompts(2, 32, 32, 32, prefix=512)
@@ -76,7 +76,7 @@ def test_32_at_once_compute_a_shared_prefix_once(backend: str) -> None:
     assert computed == 512 + 32 * 32 + 32 * 7
 
 
-@pytest.mark.parametrize("backend", ["oracle", "cpu"])
+@pytest.mark.parametrize("backend", ["oracle", pytest.param("cpu", marks=pytest.mark.long)])
 def test_a_third_of_the_memory_finishes_every_request_unchanged(backend: str) -> None:
     # A model takes its time: half as many for it.
     many = prompts(3, 24 if backend == "oracle" else 12, 20, 200)

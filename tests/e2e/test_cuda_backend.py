@@ -26,7 +26,7 @@ from pagekv.executor.backend.interface import Backend, Launch, Scheduled
 from pagekv.executor.config import ExecutorConfig, parse_config
 from pagekv.v1 import cache_service_pb2 as cache_pb
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 NEW = 8
 

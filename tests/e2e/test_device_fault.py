@@ -19,7 +19,7 @@ from support.clients.stack import ROOT, Process, environment, port_of, running_m
 
 from pagekv.common.port_file import read_port_file
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 # A step that the emulation can profile.
 SMALL = ["--max-batch-tokens", "64"]

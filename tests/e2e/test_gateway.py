@@ -15,7 +15,7 @@ from support.clients.stack import CPU, ORACLE
 from pagekv.client import PageKVClient
 from pagekv.client.launcher.stack import Stack
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 PROMPT = "In the beginning God created the heaven and the earth, and the earth was without form, and void; and"
 MESSAGES: Any = [{"role": "user", "content": "Who art thou?"}]
 

@@ -22,7 +22,7 @@ from pagekv.kvmanager.config import parse_config
 from pagekv.kvmanager.server import Manager
 from pagekv.v1 import inference_service_pb2 as pb
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
 async def until_active(caller: Caller, *, running: int, waiting: int) -> None:

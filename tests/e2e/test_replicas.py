@@ -15,7 +15,7 @@ from support.clients.stack import ORACLE
 from pagekv.client import PageKVClient
 from pagekv.client.launcher.stack import Stack
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 EXECUTOR = [*ORACLE, "--kv-memory", "64MiB"]
 # 20 prefixes of some 16 blocks fit three pools together and not one.
 MANAGER = ["--num-device-blocks", "200"]

@@ -20,7 +20,7 @@ from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, SamplingParams
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 NUM_REQUESTS = int(os.environ.get("PAGEKV_TEST_REQUESTS", "10000"))
 CONCURRENCY = 48

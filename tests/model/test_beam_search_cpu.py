@@ -1,4 +1,4 @@
-"""Beam search over the CPU backend, with forked blocks, finds what transformers' own finds (CHECKLIST J2, J3)."""
+"""Beam search over the CPU backend, with forked blocks, finds the results of transformers' own."""
 
 from __future__ import annotations
 

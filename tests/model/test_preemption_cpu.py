@@ -2,8 +2,7 @@
 
 The real scheduler drives the real backend through the messages of the wire, in float64, where no batch tips a near-tie.
 At random moments sequences, requests and everything are preempted, in a pool that is too small anyway; with one seed, n
-continuations and beams among them. Every block that goes to the host pool is summed there and again when it is back
-(CHECKLIST I2).
+continuations and beams among them. Every block that goes to the host pool is summed there and again when it is back.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ def outputs(requests: list[LiveRequest]) -> list[list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def wanted(backend: SummingBackend) -> list[list[list[int]]]:
-    """What comes out when nothing is ever preempted."""
+    """Outputs of the same requests when nothing is ever preempted."""
     driver, requests = drive(backend, num_blocks=256)
     driver.drain()
     assert driver.scheduler.counters.preemptions == 0

@@ -75,7 +75,7 @@ def cached_tokens(driver: Driver, prompt: list[int], answer: list[int]) -> int:
 @quick
 @given(history=turns, block_size=block_sizes, budget=budgets)
 def test_hits_equal_those_of_a_radix_tree(history: list[Turn], block_size: int, budget: int) -> None:
-    """CHECKLIST E11: with memory for everything, the table of digests finds what a walk down a tree finds."""
+    """With memory for everything, the table of digests finds what a walk down a tree finds."""
     played = prompts(history, one_of_its_own=False)
     driver = Driver(sum(blocks_of(*turn, block_size) for turn in played), block_size, budget, vocab=VOCAB)
     tree = RadixTree(block_size)
@@ -90,7 +90,7 @@ def test_hits_equal_those_of_a_radix_tree(history: list[Turn], block_size: int, 
 def test_hits_equal_those_of_a_tree_that_evicts_its_oldest_leaf(
     history: list[Turn], block_size: int, budget: int, spare: int
 ) -> None:
-    """CHECKLIST G3, G6, Z16: least recently used first, the deepest first on equal age, and never a hole in a chain.
+    """Least recently used first, the deepest first on equal age, and never a hole in a chain.
 
     Every prompt ends with a token of its own, so nothing is computed twice; copies that nobody finds have no node.
     """
@@ -109,7 +109,7 @@ def test_hits_equal_those_of_a_tree_that_evicts_its_oldest_leaf(
 def test_what_is_computed_again_is_as_young_as_its_latest_copy(
     history: list[Turn], block_size: int, budget: int, spare: int
 ) -> None:
-    """CHECKLIST G4, G6: the same, with prompts and outputs that come again and are computed again in part."""
+    """The same, with prompts and outputs that come again and are computed again in part."""
     played = prompts(history, one_of_its_own=False)
     capacity = max(blocks_of(*turn, block_size) for turn in played) + spare
     driver = Driver(capacity, block_size, budget, vocab=VOCAB)
@@ -122,8 +122,8 @@ def test_what_is_computed_again_is_as_young_as_its_latest_copy(
 @quick
 @given(history=turns, block_size=block_sizes, partial=st.booleans(), spare=st.integers(0, 12))
 def test_eviction_costs_hits_and_no_token(history: list[Turn], block_size: int, partial: bool, spare: int) -> None:
-    """CHECKLIST F18, G2: whatever is computed again, outputs are right, and full hits are those of an endless memory at
-    most. With hits on parts of blocks less than a block more.
+    """Blocks that are computed again change no output, and full hits are at most those of an endless memory. With hits
+    on parts of blocks the bound is less than a block higher.
     """
     played = prompts(history, one_of_its_own=False)
     capacity = max(blocks_of(*turn, block_size) for turn in played) + spare
@@ -150,7 +150,7 @@ def plain(value: Any) -> Any:
 @quick
 @given(history=turns, steps=st.lists(st.integers(0, 4), min_size=12, max_size=12), spare=st.integers(0, 6))
 def test_the_same_history_gives_the_same_steps(history: list[Turn], steps: list[int], spare: int) -> None:
-    """CHECKLIST F1, I1: nothing in a decision depends on when or where it is taken, preemptions included."""
+    """Nothing in a decision depends on when or where it is taken, preemptions included."""
     played = prompts(history, one_of_its_own=False)
     capacity = max(blocks_of(*turn, 2) for turn in played) + spare
 

@@ -1,4 +1,4 @@
-"""An engine loop over a link that the test scripts: a FakeExecutor that answers when and as the test wants it to."""
+"""An engine loop over a scripted link: a FakeExecutor that answers when and as the test wants it to."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DESCRIPTION = ExecutorDescription(
 
 
 class Bench:
-    """What the links of one engine have in common; the test sets it up and looks at it."""
+    """The state shared by the links of one engine; the test sets it up and looks at it."""
 
     def __init__(self) -> None:
         self.description = DESCRIPTION
@@ -142,7 +142,9 @@ def run(
     async def main() -> None:
         bench = Bench()
         monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake: Link(bench, wake))
-        engine = EngineLoop(config(**changes), observers=observers)
+        engine = EngineLoop(config(**changes))
+        for observer in observers:
+            engine.observers.add(observer)
         task = asyncio.create_task(engine.run())
         await engine.wait_ready()
         test = asyncio.ensure_future(body(engine, bench))

@@ -91,7 +91,7 @@ def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
 
 
 def reference(model: Any, prompt: list[int], new: int) -> list[int]:
-    """What transformers' `generate` answers greedily; checks that it is worth comparing with."""
+    """The greedy answer of transformers' `generate`; checks that a comparison with it proves something."""
     with torch.inference_mode():
         ids = torch.tensor([prompt])
         out = model.generate(
@@ -155,7 +155,7 @@ class Driver:
 
     def preempt(self, state: SequenceState) -> None:
         """Drops the sequence's blocks: everything is computed again, elsewhere."""
-        # Poison: whoever still reads here finds out.
+        # Poison: a sequence that still reads here gets NaN.
         self.backend.cache.device[state.block_table] = math.nan
         self.free[:0] = state.block_table
         state.block_table, state.computed_tokens = [], 0

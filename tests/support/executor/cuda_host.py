@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from support.executor.cpu_driver import MODELS
+from support.executor.cpu_driver import MODELS, Driver
 from support.kernels.host_build import HostLauncher
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Launch, Scheduled, SequenceState
 from pagekv.executor.cuda.backend import CudaBackend
 from pagekv.kernels.launcher import Launcher
 from pagekv.kernels.swap import CopyStream, Streams
@@ -147,3 +149,49 @@ def save_small_model(name: str, directory: Path, seed: int = 1, **fields: Any) -
 def host_backend(directory: Path, device: HostDevice | None = None, **options: Any) -> CudaBackend:
     """A backend over a saved model."""
     return CudaBackend(directory, str(directory.name), device or HostDevice(), **options)
+
+
+class PipelinedDriver(Driver):
+    """Launches every step before the one before it is collected, as the executor does."""
+
+    def __init__(self, backend: CudaBackend, block_size: int = 4, num_blocks: int = 400) -> None:
+        super().__init__(backend, block_size, num_blocks)
+        self.cuda = backend
+        self.under_way: deque[tuple[Launch, list[tuple[SequenceState, int]]]] = deque()
+
+    def step(self, counts: dict[int, int], states: list[SequenceState]) -> None:
+        self.launch(counts, states)
+        if len(self.under_way) > 1:
+            self.collect()
+
+    def launch(self, counts: dict[int, int], states: list[SequenceState]) -> None:
+        """One step, launched."""
+        scheduled = []
+        for state in states:
+            count = min(counts[state.seq_id], len(state.token_ids) - state.computed_tokens)
+            while len(state.block_table) * self.block_size < state.computed_tokens + count:
+                state.block_table.append(self.free.pop())
+            if count:
+                scheduled.append(Scheduled(state, state.computed_tokens, count))
+        launch = self.cuda.launch(scheduled)
+        sampling = []
+        for item in scheduled:
+            item.state.computed_tokens += item.count
+            if item.state.computed_tokens == len(item.state.token_ids):
+                sampling.append((item.state, len(item.state.token_ids)))
+                item.state.token_ids.append(UNKNOWN_TOKEN)
+        self.under_way.append((launch, sampling))
+
+    def collect(self) -> None:
+        """The oldest step's tokens."""
+        launch, sampling = self.under_way.popleft()
+        sampled = launch.collect()
+        assert set(sampled) == {state.seq_id for state, _ in sampling}
+        for state, index in sampling:
+            state.token_ids[index] = sampled[state.seq_id].token_id
+
+    def generate(self, states: list[SequenceState], new: int, chunk: int = 10**6) -> list[list[int]]:
+        outputs = super().generate(states, new, chunk)
+        while self.under_way:
+            self.collect()
+        return [self.output(state)[: len(output)] for state, output in zip(states, outputs, strict=True)]

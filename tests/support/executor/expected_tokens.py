@@ -1,4 +1,4 @@
-"""What a sequence must generate over the oracle backend."""
+"""The tokens that a sequence must generate over the oracle backend."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def expected_tokens(
     seed: int = 0,
     sequence_index: int = 0,
 ) -> list[int]:
-    """What a sequence must generate whatever happens around it: up to `max_tokens` tokens, the one that ends it
+    """The output of a sequence, independent of everything around it: up to `max_tokens` tokens, the one that ends it
     included. `eos_token_ids` are the oracle's, in its order; the rest is as in the request.
     """
     ends = {*stop_token_ids, *(() if ignore_eos else eos_token_ids)}

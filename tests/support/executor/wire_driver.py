@@ -81,7 +81,7 @@ class WireExecutor:
 
 
 class WireDriver(Driver):
-    """A Driver whose executor is the real one, as far as it goes without a process and a model. It takes exactly as
+    """A Driver whose executor is the real one, as far as it goes without a process and a model; it takes exactly as
     many sequences as the scheduler may have running.
     """
 
@@ -94,7 +94,7 @@ class WireDriver(Driver):
 
 
 def expected_output(command: GenerateCommand, index: int, vocab: int, eos: tuple[int, ...]) -> list[int]:
-    """What a sequence must generate over the oracle, resumed tokens left out."""
+    """The output of a sequence over the oracle, without resumed tokens."""
     sampling, resumed = command.sampling, command.resumed_tokens
     return expected_tokens(
         command.prompt_ids,
@@ -111,7 +111,7 @@ def expected_output(command: GenerateCommand, index: int, vocab: int, eos: tuple
 
 
 def expected_results(command: GenerateCommand, vocab: int, eos: tuple[int, ...]) -> list[list[int]]:
-    """What a beam search must return over the oracle, best first: the search itself, without blocks."""
+    """The results of a beam search over the oracle, best first: the search itself, without blocks."""
     sampling = command.sampling
     ends = sampling.end_ids(eos)
     search = BeamSearch(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from pagekv.executor.machine import available_bytes, usable_cores
+from pagekv.executor.machine import available_bytes, shorten_spinning, usable_cores
 
 MIB = 2**20
 
@@ -93,3 +94,14 @@ def test_a_quota_of_version_1(machine: tuple[Path, Path], monkeypatch: pytest.Mo
 def test_this_machine() -> None:
     assert 1 <= usable_cores() <= 4096
     assert available_bytes() > 2**24
+
+
+def test_a_wait_policy_that_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    shorten_spinning()
+    assert "GOMP_SPINCOUNT" not in os.environ
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    shorten_spinning()
+    assert os.environ["GOMP_SPINCOUNT"] == "7"

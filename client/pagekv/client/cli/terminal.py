@@ -42,7 +42,7 @@ class Terminal:
 
     def write(self, text: str) -> None:
         """Result text as it arrives, without a line end."""
-        self._clear()
+        self.clear()
         self.out.write(text)
         self.out.flush()
 
@@ -56,13 +56,11 @@ class Terminal:
 
     def note(self, text: str) -> None:
         """A line for a person, dimmed, on standard error."""
-        self._clear()
-        self.err.write(f"{self.dim(text)}\n")
-        self.err.flush()
+        self.error(self.dim(text))
 
     def error(self, text: str) -> None:
         """A line that says what went wrong, on standard error."""
-        self._clear()
+        self.clear()
         self.err.write(f"{text}\n")
         self.err.flush()
 
@@ -90,10 +88,7 @@ class Terminal:
         self.status(f"[{'█' * filled}{'·' * (_BAR_WIDTH - filled)}] {done}/{total} {text}")
 
     def clear(self) -> None:
-        """Takes the status line away."""
-        self._clear()
-
-    def _clear(self) -> None:
+        """Removes the status line."""
         if self._status:
             self._status = ""
             self.err.write("\r\x1b[K")

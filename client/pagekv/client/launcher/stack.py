@@ -20,7 +20,7 @@ from typing import Any, Self
 
 import grpc
 
-from pagekv.client.launcher.child_flags import event_args
+from pagekv.client.launcher.child_flags import event_args, flag_value
 from pagekv.client.launcher.gateway import COMMAND, GatewayConfig, gateway_args, has_tokenizer, is_installed, serves
 from pagekv.common.port_file import read_port_file
 from pagekv.common.probe import check
@@ -74,18 +74,18 @@ class Child:
     """One process and the end of its log. States: running → ended."""
 
     name: str
-    target: str
     popen: subprocess.Popen[str]
     # Whether it serves now.
     ready: Callable[[], bool]
-    port_file: Path
+    # None for the gateway, which writes none.
+    port_file: Path | None
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
     reader: threading.Thread | None = None
 
     @property
     def listening(self) -> dict[str, Any]:
         """Addresses and files as in `pagekv.common.port_file`; empty until the process listens."""
-        return read_port_file(self.port_file)
+        return {} if self.port_file is None else read_port_file(self.port_file)
 
     def death(self) -> StackError:
         """How the process ended, and its last log lines."""
@@ -153,7 +153,7 @@ class Stack:
 
     @property
     def executor_target(self) -> str:
-        """Address of its executor."""
+        """Address of the first executor."""
         return self.executor_targets[0]
 
     @property
@@ -193,11 +193,9 @@ class Stack:
 
     def _spawn_server(self, role: str, pair: int, target: str, command: Sequence[str], args: Sequence[str]) -> None:
         name = self._name(role, pair)
-        addresses = ["--listen", target, "--port-file", str(self._port_file(name))]
-        self._spawn(name, target, [*command, *addresses, *args], partial(_serves, target))
-
-    def _port_file(self, name: str) -> Path:
-        return Path(self._directory.name) / name
+        port_file = flag_value("port-file", args, {}) or f"{self._directory.name}/{name}"
+        command = [*command, "--listen", target, "--port-file", port_file, *args]
+        self._spawn(name, command, partial(_serves, target), Path(port_file))
 
     def _name(self, role: str, number: int) -> str:
         return role if self._config.replicas == 1 else f"{role} {number + 1}"
@@ -207,21 +205,21 @@ class Stack:
             raise StackError("the gateway needs a tokenizer: serve a model that has one, or name one with --tokenizer")
         args = gateway_args(config, self.gateway_target, self.gateway_metrics_target, self.targets)
         ready = partial(serves, self.gateway_target, len(self.targets))
-        self._spawn("gateway", self.gateway_target, [*config.command, *args], ready)
+        self._spawn("gateway", [*config.command, *args], ready)
 
     def wait_ready(
         self, timeout_s: float, stop: threading.Event | None = None, on_wait: Callable[[str, float], None] | None = None
     ) -> bool:
         """Waits until all are healthy. False when `stop` was set first. Raises StackError on a death or the timeout.
 
-        The gateway is started once all managers serve: it asks them what they serve when it meets them. `on_wait` gets
+        The gateway is started once all managers serve: it asks them what they serve. `on_wait` gets
         the name of the process waited for and the seconds waited.
         """
         wait_for = partial(self._wait_for, time.monotonic(), timeout_s, stop or threading.Event(), on_wait)
-        if not wait_for(self.children):
-            return False
-        if self._config.gateway is not None:
-            self._start_gateway(self._config.gateway)
+        ready = wait_for(self.children)
+        if not ready or self._config.gateway is None:
+            return ready
+        self._start_gateway(self._config.gateway)
         return wait_for(self.children[-1:])
 
     def _wait_for(
@@ -250,7 +248,7 @@ class Stack:
             if child.popen.poll() is not None:
                 raise child.death()
 
-    def news(self) -> list[str]:
+    def new_deaths(self) -> list[str]:
         """Reports of the processes that died since the last call, of a stack that is ready and whose others serve on.
 
         Raises StackError when no pair is left, or nothing in front of it.
@@ -293,7 +291,9 @@ class Stack:
             if child.popen.poll() is None:
                 child.popen.kill()
 
-    def _spawn(self, name: str, target: str, command: Sequence[str], ready: Callable[[], bool]) -> None:
+    def _spawn(
+        self, name: str, command: Sequence[str], ready: Callable[[], bool], port_file: Path | None = None
+    ) -> None:
         try:
             popen = subprocess.Popen(
                 command,
@@ -308,7 +308,7 @@ class Stack:
             )
         except OSError as error:
             raise StackError(f"cannot start the {name}: {error}") from error
-        child = Child(name, target, popen, ready, self._port_file(name))
+        child = Child(name, popen, ready, port_file)
         child.reader = threading.Thread(target=self._read, args=(child,), name=f"{name}-log", daemon=True)
         child.reader.start()
         self.children.append(child)

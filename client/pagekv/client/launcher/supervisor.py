@@ -52,6 +52,6 @@ def supervise(
         if wait_ready(signals.asked):
             on_ready()
             while not signals.asked.wait(_STEP_S):
-                for report in stack.news():
+                for report in stack.new_deaths():
                     on_death(report)
         on_stop()

@@ -74,15 +74,6 @@ def canonical_dtype(name: str) -> str:
     return known
 
 
-def geometry_from_numbers(given: GivenGeometry) -> KvGeometry:
-    """Without a config. `layers`, `kv_heads` and `head_size` must be given; raises InvalidRequest."""
-    if given.layers is None or given.kv_heads is None or given.head_size is None:
-        raise InvalidRequest("geometry", "needs a model, or all of layers, kv_heads and head_size")
-    return KvGeometry(
-        given.layers, given.kv_heads, given.head_size, given.dtype or DEFAULT_DTYPE, given.context or DEFAULT_CONTEXT
-    )
-
-
 def geometry_from_config(config: Config, given: GivenGeometry) -> tuple[KvGeometry, list[str]]:
     """The geometry of a model, `given` before its config.json, and notes on what was assumed.
 

@@ -41,7 +41,7 @@ def measure_swap_rates(geometry: BlockGeometry, block_size: int) -> tuple[int, i
 
 
 def profile_step(loaded: LoadedModel, block_size: int, token_budget: int) -> StepProfile:
-    """Runs a step of `token_budget` prompt tokens, in prompts as long as the model allows, over a pool of its own."""
+    """Runs a step of `token_budget` prompt tokens, in prompts as long as the model allows, over a pool of this call."""
     _run_prompts(loaded, block_size, min(token_budget, 16))  # first calls set things up; they are not what is measured
     _reset_peak()
     before = _process_bytes("VmRSS")

@@ -66,7 +66,7 @@ class DeviceSequences:
             self._penalties.free(entry.penalty_row)
 
     def _update_table(self, entry: DeviceSequence) -> None:
-        """Adds the blocks by which the block table grew. Tables are only appended to; another change is a new list."""
+        """Adds the blocks by which the block table grew. Tables only grow; any other change is a new list."""
         blocks = entry.state.block_table
         if blocks is not entry.blocks or len(blocks) < entry.num_blocks:
             self._tables[entry.device_index] = NO_BLOCK

@@ -44,7 +44,7 @@ class GraphKey:
 
 
 def graph_key(num_sequences: int, table_width: int, num_items: int) -> GraphKey | None:
-    """The smallest key that a batch of decodes with `num_items` work items fits; None: too large for a graph."""
+    """The smallest key that a batch of decodes with `num_items` work items fits; None when too large for a graph."""
     if not 0 < num_sequences <= MAX_GRAPH_BATCH:
         return None
     # 1, 2, 4, 8, 16, 32, then multiples of 32: rows of padding are computed in vain.

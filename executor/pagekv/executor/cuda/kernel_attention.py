@@ -66,13 +66,7 @@ def make_attention(loaded: LoadedModel, pool: torch.Tensor, launcher: Launcher) 
         features=bool(cap or any(windows)),
     )
     return PagedAttention(
-        launcher,
-        pool,
-        variant,
-        num_heads=loaded.num_heads,
-        scale=scale,
-        windows=windows,
-        soft_cap=cap or 0.0,
+        launcher, pool, variant, num_heads=loaded.num_heads, scale=scale, windows=windows, soft_cap=cap or 0.0
     )
 
 

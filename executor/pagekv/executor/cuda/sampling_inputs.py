@@ -80,7 +80,7 @@ class SamplingInputs:
         if sampling.biases:
             columns["bias_at"] += [(at, token_id) for token_id in sampling.bias_token_ids]
             columns["biases"] += sampling.biases
-        if banned := banned_tokens(state, self._vocab_size):
+        if sampling.banned_until_min and (banned := banned_tokens(state, self._vocab_size)):
             columns["ban_at"] += [(at, token_id) for token_id in banned]
         if is_penalised(sampling):
             columns["penalised"].append(at)

@@ -4,6 +4,8 @@ that of executor_service.proto, since beam search needs more of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pagekv.common.errors import InvalidRequest
 from pagekv.executor.backend.interface import Sampling
 
@@ -11,6 +13,12 @@ MAX_LOGPROBS = 128
 MAX_BIASES = 1024
 # A model's own end-of-sequence ids and at most 64 stop ids of a request.
 MAX_BANNED = 1024
+
+
+def check_columns(path: str, column: Sequence[object], name: str, other: Sequence[object]) -> None:
+    """Raises InvalidRequest where a column has not as many entries as `other`, called `name`, with which it pairs."""
+    if len(column) != len(other):
+        raise InvalidRequest(path, f"must have {len(other)} entries, as {name}, has {len(column)}")
 
 
 def check_sampling(path: str, sampling: Sampling, vocab_size: int, max_model_len: int) -> None:
@@ -42,8 +50,7 @@ def _check_biases(path: str, sampling: Sampling, vocab_size: int) -> None:
     _check_ids(f"{path}.bias_token_ids", ids, MAX_BIASES, vocab_size)
     if len(set(ids)) != len(ids):
         raise InvalidRequest(f"{path}.bias_token_ids", "must name every token id at most once")
-    if len(biases) != len(ids):
-        raise InvalidRequest(f"{path}.biases", f"must have {len(ids)} entries, as bias_token_ids, has {len(biases)}")
+    check_columns(f"{path}.biases", biases, "bias_token_ids", ids)
     for index, bias in enumerate(biases):
         if not -100 <= bias <= 100:
             raise InvalidRequest(f"{path}.biases[{index}]", f"must be from -100 to 100, got {bias}")

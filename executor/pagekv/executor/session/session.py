@@ -24,14 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from pagekv.common.errors import (
-    FailedPrecondition,
-    InvalidRequest,
-    OutOfMemory,
-    PageKVError,
-    StaleEpoch,
-    Unavailable,
-)
+from pagekv.common.errors import FailedPrecondition, InvalidRequest, OutOfMemory, PageKVError, StaleEpoch, Unavailable
 from pagekv.common.logs import Log
 from pagekv.executor.backend.interface import Backend, BackendDescription
 from pagekv.executor.session.epoch import Epoch, LaunchedStep

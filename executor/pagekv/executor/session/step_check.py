@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from pagekv.common.errors import InvalidRequest, StaleEpoch
 from pagekv.executor.backend.interface import BlockCopies, CopyDirection, Scheduled, SequenceState
-from pagekv.executor.session.sampling_check import check_sampling
+from pagekv.executor.session.sampling_check import check_columns, check_sampling
 from pagekv.executor.session.step import NO_SAMPLING, Step
 
 # Tokens one step may compute at most, even where more were profiled.
@@ -119,10 +119,7 @@ class _Check:
             raise InvalidRequest(f"{path}.kind", "must be COPY, SWAP_OUT or SWAP_IN")
         if op.direction is not CopyDirection.COPY and not host:
             raise InvalidRequest(f"{path}.kind", f"must be COPY: there is no host pool to {op.direction.value} with")
-        if len(op.sources) != len(op.destinations):
-            raise InvalidRequest(
-                f"{path}.destinations", f"must have {len(op.sources)} entries, as sources, has {len(op.destinations)}"
-            )
+        check_columns(f"{path}.destinations", op.destinations, "sources", op.sources)
         _check_blocks(f"{path}.sources", op.sources, host if op.direction is CopyDirection.SWAP_IN else device)
         _check_blocks(
             f"{path}.destinations", op.destinations, host if op.direction is CopyDirection.SWAP_OUT else device
@@ -184,8 +181,7 @@ class _Check:
 
     def _check_appends(self) -> list[tuple[int, int]]:
         seqs, blocks = self._step.append_seqs, self._step.append_blocks
-        if len(seqs) != len(blocks):
-            raise InvalidRequest("append_blocks", f"must have {len(seqs)} entries, as append_seqs, has {len(blocks)}")
+        check_columns("append_blocks", blocks, "append_seqs", seqs)
         _check_blocks("append_blocks", blocks, self._limits.num_device_blocks)
         for index, (seq_id, block) in enumerate(zip(seqs, blocks, strict=True)):
             state = self._state(f"append_seqs[{index}]", seq_id)
@@ -216,10 +212,7 @@ class _Check:
     def _counts(self) -> dict[int, int]:
         """Tokens to compute by seq_id, for the sequences that the step names."""
         seqs, tokens = self._step.scheduled_seqs, self._step.scheduled_tokens
-        if len(seqs) != len(tokens):
-            raise InvalidRequest(
-                "scheduled_tokens", f"must have {len(seqs)} entries, as scheduled_seqs, has {len(tokens)}"
-            )
+        check_columns("scheduled_tokens", tokens, "scheduled_seqs", seqs)
         counts: dict[int, int] = {}
         for index, (seq_id, count) in enumerate(zip(seqs, tokens, strict=True)):
             state = self._state(f"scheduled_seqs[{index}]", seq_id)

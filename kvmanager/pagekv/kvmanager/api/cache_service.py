@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from dataclasses import asdict
 from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from pagekv.kvmanager.api.prompt_reader import PromptReader
 from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.api.validation import check_media, check_request_id, read_cache_controls
 from pagekv.kvmanager.engine.interface import Engine
-from pagekv.kvmanager.engine.views import BlockView, ExplainedBlock
+from pagekv.kvmanager.engine.views import BlockView, ExplainedBlock, by_name
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
 from pagekv.kvmanager.kvcache.pins import MAX_LEASE_S, MIN_LEASE_S
@@ -42,23 +41,23 @@ _TIERS = {Tier.DEVICE: pb.TIER_DEVICE, Tier.HOST: pb.TIER_HOST}
 class CacheService(pb_grpc.CacheServiceServicer):
     """Every answer is a snapshot between two steps. Errors are raised as `PageKVError`."""
 
-    def __init__(self, engine: Engine, state: ServedModel) -> None:
+    def __init__(self, engine: Engine, served_model: ServedModel) -> None:
         self._queries = engine.queries
-        self._state = state
+        self._served_model = served_model
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
-        return pb.GetStatsResponse(**asdict(self._queries.stats()))
+        return pb.GetStatsResponse(**by_name(self._queries.stats()))
 
     async def LookupPrefix(self, request: pb.LookupPrefixRequest, context: Any) -> pb.LookupPrefixResponse:
         prompt, identity = await self._read_prompt(request)
         return pb.LookupPrefixResponse(
-            prompt_tokens=len(prompt), **asdict(self._queries.lookup_prefix(prompt, identity))
+            prompt_tokens=len(prompt), **by_name(self._queries.lookup_prefix(prompt, identity))
         )
 
     async def ExplainPrefix(self, request: pb.ExplainPrefixRequest, context: Any) -> pb.ExplainPrefixResponse:
         _check_limit(request.limit)
         prompt, identity = await self._read_prompt(request)
-        num_blocks = -(-len(prompt) // self._state.served().model.block_size)
+        num_blocks = -(-len(prompt) // self._served_model.served().model.block_size)
         if request.start >= num_blocks:
             raise InvalidRequest("start", f"must be from 0 to {num_blocks - 1} (the prompt), got {request.start}")
         found = self._queries.explain_prefix(prompt, identity, request.start, request.limit or DEFAULT_EXPLANATIONS)
@@ -72,7 +71,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
     async def ListRequests(self, request: pb.ListRequestsRequest, context: Any) -> pb.ListRequestsResponse:
         _check_limit(request.limit)
         views, total = self._queries.list_requests(request.limit or DEFAULT_REQUESTS)
-        return pb.ListRequestsResponse(requests=[pb.RequestInfo(**asdict(view)) for view in views], total=total)
+        return pb.ListRequestsResponse(requests=[pb.RequestInfo(**by_name(view)) for view in views], total=total)
 
     async def GetBlockTable(self, request: pb.GetBlockTableRequest, context: Any) -> pb.GetBlockTableResponse:
         check_request_id("request_id", request.request_id)
@@ -81,13 +80,13 @@ class CacheService(pb_grpc.CacheServiceServicer):
             raise NotFound(f"no request {request.request_id!r} is running or waiting")
         return pb.GetBlockTableResponse(
             sequences=[
-                pb.SequenceBlocks(**asdict(view) | {"block_hashes": [digest.hex() for digest in view.block_hashes]})
+                pb.SequenceBlocks(**by_name(view) | {"block_hashes": [digest.hex() for digest in view.block_hashes]})
                 for view in views
             ]
         )
 
     async def ListBlocks(self, request: pb.ListBlocksRequest, context: Any) -> pb.ListBlocksResponse:
-        num_blocks = self._state.served().model.num_device_blocks
+        num_blocks = self._served_model.served().model.num_device_blocks
         if request.start >= num_blocks:
             raise InvalidRequest("start", f"must be from 0 to {num_blocks - 1} (the pool), got {request.start}")
         _check_limit(request.limit)
@@ -103,7 +102,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
         if not MIN_LEASE_S <= lease <= MAX_LEASE_S:
             raise InvalidRequest("lease_seconds", f"must be from {MIN_LEASE_S} to {MAX_LEASE_S}, got {lease}")
         prompt, identity = await self._read_prompt(request)
-        return pb.PinPrefixResponse(**asdict(self._queries.pin_prefix(prompt, identity, lease)))
+        return pb.PinPrefixResponse(**by_name(self._queries.pin_prefix(prompt, identity, lease)))
 
     async def UnpinPrefix(self, request: pb.UnpinPrefixRequest, context: Any) -> pb.UnpinPrefixResponse:
         if not 1 <= len(request.pin_id) <= MAX_PIN_ID_CHARACTERS:
@@ -116,7 +115,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
         reset = self._queries.reset_prefix_cache(request.force)
         if reset is None:
             raise FailedPrecondition("running requests or pins hold blocks: wait for them to end, or use force")
-        return pb.ResetPrefixCacheResponse(**asdict(reset))
+        return pb.ResetPrefixCacheResponse(**by_name(reset))
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
         watch = self._queries.watch_events()
@@ -140,7 +139,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
 
     async def _read_prompt(self, request: PromptRequest) -> tuple[list[int], CacheIdentity]:
         """Token ids and cache identity of a request about a prompt. Raises InvalidRequest, Unavailable."""
-        served = self._state.served()
+        served = self._served_model.served()
         model = served.model
         identity = read_cache_controls(request.cache)
         reader = PromptReader(
@@ -161,28 +160,14 @@ def _block_info(view: BlockView) -> pb.BlockInfo:
         state = pb.BLOCK_STATE_ACTIVE if view.ref_count > view.pins else pb.BLOCK_STATE_PINNED
     else:
         state = pb.BLOCK_STATE_CACHED if view.block_hash else pb.BLOCK_STATE_FREE
-    return pb.BlockInfo(
-        block_id=view.block_id,
-        ref_count=view.ref_count,
-        state=state,
-        block_hash=view.block_hash.hex(),
-        parent_hash=view.parent_hash.hex(),
-        pins=view.pins,
-    )
+    hashes = {"block_hash": view.block_hash.hex(), "parent_hash": view.parent_hash.hex()}
+    return pb.BlockInfo(state=state, **by_name(view) | hashes)
 
 
 def _explanation(block: ExplainedBlock) -> pb.BlockExplanation:
-    return pb.BlockExplanation(
-        start=block.start,
-        end=block.end,
-        outcome=pb.BlockOutcome.Value(f"BLOCK_OUTCOME_{block.outcome.name}"),
-        block_hash=block.block_hash.hex() if block.block_hash is not None else "",
-        block_id=block.block_id,
-        reason=block.reason,
-        shared_tokens=block.shared_tokens,
-        steps_ago=block.steps_ago,
-        seconds_ago=block.seconds_ago,
-    )
+    outcome = pb.BlockOutcome.Value(f"BLOCK_OUTCOME_{block.outcome.name}")
+    digest = block.block_hash.hex() if block.block_hash is not None else ""
+    return pb.BlockExplanation(**by_name(block) | {"outcome": outcome, "block_hash": digest})
 
 
 def _pieces(diff: Diff, with_tokens: bool) -> Iterator[tuple[Sequence[pb.CacheEvent], bool]]:

@@ -96,7 +96,7 @@ class CacheAdmin:
     # -- prefixes
 
     def lookup(self, token_ids: Sequence[int], identity: CacheIdentity, partial_hits: bool) -> PrefixMatch:
-        """The cached part of a prompt; changes nothing. `partial_hits`: with the start of one more block, copied."""
+        """The cached part of a prompt; changes nothing. `partial_hits`: with the start of another block, by copying."""
         size = self.pool.block_size
         root = self._root(identity, identity.adapter_id)
         digests = chain_digests(root, token_bytes(token_ids), size, identity.media)

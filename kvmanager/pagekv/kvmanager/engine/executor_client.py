@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import cast
 
@@ -88,10 +89,8 @@ class ExecutorLink:
     async def describe(self, block_size: int, token_budget: int) -> ExecutorDescription:
         """Asks what is loaded. Raises ExecutorLost, or AttachRefused when it will not take these numbers."""
         request = pb.DescribeRequest(block_size=block_size, token_budget=token_budget)
-        try:
+        with _refusals("Describe"):
             answer = await self._stub.Describe(request, timeout=DESCRIBE_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise _failure(error, "Describe") from error
         self._eos = tuple(answer.eos_token_ids)
         told = {field.name: getattr(answer, field.name) for field in fields(ExecutorDescription)}
         return ExecutorDescription(**told | {"eos_token_ids": self._eos})
@@ -108,10 +107,8 @@ class ExecutorLink:
             layout=layout,
             take_over=take_over,
         )
-        try:
+        with _refusals("Attach"):
             answer = await self._stub.Attach(request, timeout=ATTACH_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise _failure(error, "Attach") from error
         self.epoch = answer.epoch
         self._call = self._stub.Run()
         self._reader = asyncio.create_task(self._read(self._call), name="executor results")
@@ -163,9 +160,14 @@ class ExecutorLink:
         await self._channel.close()
 
 
-def _failure(error: grpc.aio.AioRpcError, method: str) -> ExecutorLost | AttachRefused:
-    refused = error.code() == grpc.StatusCode.INVALID_ARGUMENT
-    return (AttachRefused if refused else ExecutorLost)(_words(error, method))
+@contextmanager
+def _refusals(method: str) -> Iterator[None]:
+    """Turns the status of a call into AttachRefused or ExecutorLost."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        refused = error.code() == grpc.StatusCode.INVALID_ARGUMENT
+        raise (AttachRefused if refused else ExecutorLost)(_words(error, method)) from error
 
 
 def _fault(error: grpc.aio.AioRpcError) -> Fault:

@@ -12,7 +12,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from pagekv.common.errors import Overloaded, Unavailable
 from pagekv.common.logs import Log
@@ -23,11 +23,11 @@ from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.executor_client import AttachRefused, ExecutorLink, ExecutorLost
 from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.kvmanager.engine.live_requests import LiveRequests
-from pagekv.kvmanager.engine.observer import Observer, Observers, RequestEnd
+from pagekv.kvmanager.engine.observer import Observers, RequestEnd
 from pagekv.kvmanager.engine.outputs import deliver, deliver_abort, unfinished_outputs
 from pagekv.kvmanager.engine.queries import EngineQueries
 from pagekv.kvmanager.engine.recovery import FailedSteps, Fault, Reconnect
-from pagekv.kvmanager.engine.sizing import plan_deployment, plan_limits
+from pagekv.kvmanager.engine.sizing import size_limits, size_model
 from pagekv.kvmanager.engine.state import RETRY_DELAY_S, EngineState
 from pagekv.kvmanager.engine.steps_in_flight import StepsInFlight
 from pagekv.kvmanager.errors import InvariantError
@@ -58,10 +58,9 @@ class EngineLoop:
         self,
         config: EngineConfig,
         on_attached: Callable[[bool], None] = lambda attached: None,
-        observers: Iterable[Observer] = (),
     ) -> None:
         """`on_attached` is called with every change between attached and detached."""
-        self.observers = Observers(observers)
+        self.observers = Observers()
         self._config = config
         self._on_attached = on_attached
         self._manager_id = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
@@ -71,7 +70,7 @@ class EngineLoop:
         self._cache = CacheAdmin(config.limits.prefix_cache, config.max_pinned_share, self._wake.set)
         self._state = EngineState(config, self._cache, self._live)
         self._totals = self._state.totals
-        self._queries = EngineQueries(self._state)
+        self.queries = EngineQueries(self._state)
         self._in_flight = StepsInFlight()
         self._failed = FailedSteps(config.step_attempts)
         # Whether the latest step committed left work to do.
@@ -110,9 +109,9 @@ class EngineLoop:
     async def _attach(self, link: ExecutorLink) -> None:
         config, state = self._config, self._state
         description = await link.describe(config.block_size, config.limits.max_batch_tokens)
-        model = plan_deployment(description, config)
+        model = size_model(description, config)
         await link.attach(self._manager_id, model, description.layout, config.take_over)
-        limits = plan_limits(description, config)
+        limits = size_limits(description, config)
         self._fail_misfits(model, limits.max_running)
         order = make_order(config.eviction_policy, model.num_device_blocks, config.protected_share)
         clock = time.monotonic if config.block_ages else None
@@ -252,10 +251,6 @@ class EngineLoop:
     @property
     def model(self) -> EngineInfo | None:
         return self._state.model
-
-    @property
-    def queries(self) -> EngineQueries:
-        return self._queries
 
     def submit(self, command: GenerateCommand) -> RequestStream:
         try:

@@ -6,7 +6,6 @@ belongs elsewhere, on a copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import Enum
 
 from pagekv.common.logs import Log
@@ -67,9 +66,9 @@ class Observer(SchedulerListener):
 class Observers(Observer):
     """Passes every call on to all observers. One that raises is logged and dropped: watching never ends serving."""
 
-    def __init__(self, observers: Iterable[Observer] = ()) -> None:
+    def __init__(self) -> None:
         # Replaced, never changed, as an observer may be dropped while `_tell` goes through them.
-        self._all = tuple(observers)
+        self._all: tuple[Observer, ...] = ()
 
     def add(self, observer: Observer) -> None:
         """Adds an observer of everything from now on."""

@@ -10,7 +10,7 @@ from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 
 
-def plan_deployment(description: ExecutorDescription, config: EngineConfig) -> EngineInfo:
+def size_model(description: ExecutorDescription, config: EngineConfig) -> EngineInfo:
     """Pool sizes and context that flags and executor allow. Raises AttachRefused when the flags ask for more than there
     is. The context may be longer than the pool holds: `capacity` then refuses requests, naming the pool.
     """
@@ -53,7 +53,7 @@ def _num_host_blocks(description: ExecutorDescription, config: EngineConfig) -> 
     return config.num_host_blocks or fitting
 
 
-def plan_limits(description: ExecutorDescription, config: EngineConfig) -> SchedulerLimits:
+def size_limits(description: ExecutorDescription, config: EngineConfig) -> SchedulerLimits:
     """The limits of the flags as far as this executor allows, with its measured rates."""
     swap = replace(
         config.limits.swap,

@@ -16,7 +16,6 @@ from pagekv.kvmanager.engine.views import (
     BlockMap,
     BlockView,
     EngineStats,
-    HostBlockView,
     RequestView,
     SequenceView,
 )
@@ -160,7 +159,7 @@ def _block_view(cache: CacheAdmin, block: int) -> BlockView:
 
 
 def block_map(state: EngineState) -> BlockMap:
-    """Every block of both pools, at a cost that hardly depends on their sizes."""
+    """Every block of both pools; only `host_keyed` is a copy."""
     scheduler, cache = state.serving(), state.cache
     pool, host = scheduler.pool, scheduler.host
     return BlockMap(
@@ -186,14 +185,14 @@ def block_detail(state: EngineState, block: int) -> BlockDetail:
         token_ids=table.token_ids(block) if table.published[block] else None,
         chain=chain,
         chain_complete=complete,
-        request_ids=_holders(state.live, block),
+        requests=_holders(state.live, block),
     )
 
 
-def host_block_view(host: HostPool, block: int) -> HostBlockView:
+def host_block_view(host: HostPool, block: int) -> BlockView:
     """A host block. Raises InvalidRequest."""
     _check_block_id(block, host.num_blocks)
-    return HostBlockView(block, int(host.ref_counts[block]), host.key(block) or b"")
+    return BlockView(block, int(host.ref_counts[block]), host.key(block) or b"")
 
 
 def _check_block_id(block: int, num_blocks: int) -> None:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+
+def by_name(view: Any) -> dict[str, Any]:
+    """The fields of one of these views, for a message with fields of the same names. Unlike `asdict` it copies nothing:
+    lists may be long.
+    """
+    return {name: getattr(view, name) for name in view.__slots__}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +113,12 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class BlockView:
-    """A block as ListBlocks shows it; hashes are empty unless it is in the prefix table."""
+    """A block as ListBlocks shows it; hashes are empty unless its content can be hit."""
 
     block_id: int
     ref_count: int
     block_hash: bytes
-    parent_hash: bytes
+    parent_hash: bytes = b""
     # How many of the holders are pins.
     pins: int = 0
 
@@ -148,16 +156,7 @@ class BlockDetail:
     chain: list[int]
     chain_complete: bool
     # Ids of requests with a sequence that holds it, by arrival.
-    request_ids: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class HostBlockView:
-    """A block of the host pool; `block_hash` is empty unless it is keyed."""
-
-    block_id: int
-    ref_count: int
-    block_hash: bytes
+    requests: list[str]
 
 
 @dataclass(frozen=True, slots=True)

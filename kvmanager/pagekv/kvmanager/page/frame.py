@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from pagekv.kvmanager.engine.interface import Engine, EngineInfo
-from pagekv.kvmanager.engine.views import EngineStats
+from pagekv.kvmanager.engine.views import EngineStats, by_name
 from pagekv.kvmanager.page.block_states import HOST_STATES, STATES, Bytes, change, counts, whole
 
 # Requests in a frame.
@@ -40,14 +40,13 @@ class PoolFrame:
 
 def totals(stats: EngineStats, live_requests: int) -> dict[str, Any]:
     """The statistics in a frame."""
-    every = asdict(stats)
-    return {name: every[name] for name in _TOTALS} | {"live_requests": live_requests}
+    return {name: getattr(stats, name) for name in _TOTALS} | {"live_requests": live_requests}
 
 
 def request_rows(engine: Engine) -> tuple[dict[str, Row], int]:
     """Up to MAX_REQUESTS live requests by request id, running ones first; and how many are live."""
     views, live = engine.queries.list_requests(MAX_REQUESTS)
-    return {view.request_id: asdict(view) for view in views}, live
+    return {view.request_id: by_name(view) for view in views}, live
 
 
 def snapshot(frame: PoolFrame, model: EngineInfo, boot: str) -> dict[str, Any]:

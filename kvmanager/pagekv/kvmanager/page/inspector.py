@@ -4,30 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagekv.kvmanager.engine.views import BlockDetail, HostBlockView, SequenceView
+from pagekv.kvmanager.engine.views import BlockDetail, BlockView, SequenceView, by_name
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 
 
 def block_detail(detail: BlockDetail, tokenizer: Tokenizer | None, *, with_tokens: bool) -> dict[str, Any]:
     """A device block. `with_tokens`: with its content, as text too where there is a tokenizer."""
-    block, tokens = detail.block, detail.token_ids
-    shown: dict[str, Any] = {
-        "block_id": block.block_id,
-        "ref_count": block.ref_count,
-        "pins": block.pins,
-        "block_hash": block.block_hash.hex(),
-        "parent_hash": block.parent_hash.hex(),
-        "cached_s": detail.cached_s,
-        "chain": detail.chain,
-        "chain_complete": detail.chain_complete,
-        "requests": detail.request_ids,
-    }
+    shown = by_name(detail)
+    block, tokens = shown.pop("block"), shown.pop("token_ids")
+    hashes = {"block_hash": block.block_hash.hex(), "parent_hash": block.parent_hash.hex()}
+    shown |= by_name(block) | hashes
     if with_tokens and tokens is not None:
         shown |= {"token_ids": tokens, "text": tokenizer.decode(tokens) if tokenizer is not None else None}
     return shown
 
 
-def host_block_detail(block: HostBlockView) -> dict[str, Any]:
+def host_block_detail(block: BlockView) -> dict[str, Any]:
     """A host block."""
     return {"block_id": block.block_id, "ref_count": block.ref_count, "block_hash": block.block_hash.hex()}
 

@@ -159,8 +159,10 @@ def test_ports_that_run_out_are_refused_with_the_flag(journal: Path) -> None:
         Stack(config(journal, replicas=2, manager_args=events))
 
 
-def test_files_that_a_manager_records_to_are_known(journal: Path) -> None:
-    with Stack(config(journal, manager_args=["--record", "a file"])) as stack:
+@pytest.mark.parametrize("own", [False, True])
+def test_files_that_a_manager_records_to_are_known(journal: Path, own: bool) -> None:
+    port_file = ["--port-file", str(journal.with_name("ports"))] if own else []
+    with Stack(config(journal, manager_args=["--record", "a file", *port_file])) as stack:
         stack.start()
         assert stack.wait_ready(120)
         assert stack.listening("recordings") == [["a file"]]
@@ -170,17 +172,17 @@ def test_of_several_pairs_one_may_die(journal: Path) -> None:
     with Stack(config(journal, replicas=2)) as stack:
         stack.start()
         assert stack.wait_ready(120)
-        assert stack.news() == []
+        assert stack.new_deaths() == []
         first, second = stack.children[0].popen, stack.children[3].popen
         first.kill()
         first.wait()
-        (report,) = stack.news()
+        (report,) = stack.new_deaths()
         assert report.startswith("the executor 1 was killed by SIGKILL")
-        assert stack.news() == []
+        assert stack.new_deaths() == []
         second.kill()
         second.wait()
         with pytest.raises(StackError, match="the manager 2 was killed by SIGKILL"):
-            stack.news()
+            stack.new_deaths()
 
 
 def test_a_gateway_that_is_not_installed_is_a_clear_error(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +250,7 @@ def test_of_a_gateways_usage_only_what_is_wrong_is_told(journal: Path, monkeypat
     with Stack(config(journal, gateway=GatewayConfig(port=0, args=["--nonsense"]))) as stack:
         stack.start()
         with pytest.raises(StackError) as caught:
-            stack.wait_ready(60)
+            stack.wait_ready(120)
     assert str(caught.value).startswith("the gateway refuses its command line: ")
     assert str(caught.value).endswith(" error: unrecognized arguments: --nonsense")
     assert caught.value.exit_status == 2

@@ -36,7 +36,7 @@ def test_rows_slots_and_samples() -> None:
 
 
 def test_slots_follow_the_block_table() -> None:
-    """CHECKLIST B9: with blocks of 4 and the table [19, 18, 5], position p is in table[p // 4] at offset p % 4."""
+    """With blocks of 4 and the table [19, 18, 5], position p is in table[p // 4] at offset p % 4."""
     blocks, offsets = build([scheduled(1, [19, 18, 5], 0, 11)]).slots
     slots = list(zip(blocks.tolist(), offsets.tolist(), strict=True))
     assert [slots[position] for position in (0, 3, 4, 8, 10)] == [(19, 0), (19, 3), (18, 0), (5, 0), (5, 2)]
@@ -104,7 +104,7 @@ def test_a_window_longer_than_everything_is_none() -> None:
 
 
 def test_shared_blocks_are_read_once_for_all_rows() -> None:
-    """Rows of two chunks and a decode behind 32 common blocks; what is left of a context follows for one alone."""
+    """Rows of two chunks and a decode behind 32 common blocks; the rest of a context is read for one sequence alone."""
     common = list(range(100, 132))
     items = [
         scheduled(1, [*common, 1], 128, 3),

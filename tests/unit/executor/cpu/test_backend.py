@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from support.executor.cpu_driver import MODELS, VOCAB, Driver, prompts_of, save_model
-from transformers import AutoModelForCausalLM, GptOssConfig, MambaConfig, MptConfig
+from support.executor.cpu_driver import VOCAB, Driver, prompts_of, save_model
 
 from pagekv.executor.backend.interface import Sampling
 from pagekv.executor.backend.layout import LAYOUT
@@ -22,11 +18,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("llama")
     save_model("llama", directory)
     return directory
-
-
-def edit_config(directory: Path, **fields: Any) -> None:
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | fields))
 
 
 def test_description(llama: Path) -> None:
@@ -56,17 +47,6 @@ def test_memory_is_a_share_of_what_is_available_and_measured_once(llama: Path) -
     assert backend.describe(32, 300).bytes_per_block == 2 * first.bytes_per_block
 
 
-@pytest.mark.parametrize(("where", "ids"), [("generation_config.json", [5, 3]), ("config.json", 9)])
-def test_end_of_sequence_ids(tmp_path: Path, where: str, ids: int | list[int]) -> None:
-    save_model("llama", tmp_path)
-    (tmp_path / "generation_config.json").unlink()
-    if where == "config.json":
-        edit_config(tmp_path, eos_token_id=ids)
-    else:
-        (tmp_path / where).write_text(json.dumps({"eos_token_id": ids}))
-    assert CpuBackend(tmp_path, "m", threads=1).describe(4, 8).eos_token_ids == ((9,) if ids == 9 else (3, 5))
-
-
 def test_pools_that_cannot_fit_are_refused(llama: Path) -> None:
     backend = CpuBackend(llama, "m", threads=1)
     with pytest.raises(MemoryError, match="are available"):
@@ -91,7 +71,8 @@ def test_other_element_types(llama: Path, dtype: str) -> None:
 
 
 def test_seeded_output_survives_batches_chunks_and_preemption(llama: Path) -> None:
-    driver = Driver(CpuBackend(llama, "m", threads=1))
+    """In float64, where no rounding of a processor decides between two tokens."""
+    driver = Driver(CpuBackend(llama, "m", dtype="float64", threads=1))
     prompts = prompts_of([20, 33, 7, 50])
     kinds = [
         Sampling(temperature=1.0, seed=1),
@@ -109,68 +90,6 @@ def test_seeded_output_survives_batches_chunks_and_preemption(llama: Path) -> No
     assert len({tuple(tokens) for tokens in together}) == 4
 
 
-def test_incomplete_weights_are_refused(tmp_path: Path) -> None:
-    """transformers would fill them in at random, with a warning."""
-    save_model("llama", tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"lack 1 tensors .*layers\.1\.mlp\.up_proj\.weight"):
-        CpuBackend(tmp_path, "m", threads=1)
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
-        ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
-        ({"num_kv_shared_layers": 2}, "share keys and values"),
-    ],
-)
-def test_configurations_that_would_be_served_wrongly_are_refused(tmp_path: Path, fields: Any, reason: str) -> None:
-    save_model("llama", tmp_path)
-    edit_config(tmp_path, **fields)
-    with pytest.raises(ValueError, match=reason):
-        CpuBackend(tmp_path, "m", threads=1)
-
-
-SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
-OTHERS: dict[str, Any] = {
-    "gpt-oss": GptOssConfig(
-        **SMALL, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_local_experts=2
-    ),
-    "mamba": MambaConfig(**SMALL),
-    "mpt": MptConfig(vocab_size=64, d_model=32, n_heads=2, n_layers=2),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_models_with_other_attention_are_refused_by_name(tmp_path: Path, name: str) -> None:
-    model = AutoModelForCausalLM.from_config(OTHERS[name])
-    model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=rf"{type(model).__name__}|{model.config.model_type}"):
-        CpuBackend(tmp_path, "m", threads=1)
-
-
-def test_context_ends_where_frequencies_would_depend_on_the_batch(tmp_path: Path) -> None:
-    save_model("llama", tmp_path)
-    edit_config(
-        tmp_path,
-        max_position_embeddings=1024,
-        rope_parameters={
-            "rope_type": "dynamic",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 200,
-        },
-    )
-    assert CpuBackend(tmp_path, "m", threads=1).describe(4, 8).max_model_len == 200
-
-
 def test_unknown_element_type(llama: Path) -> None:
     with pytest.raises(ValueError, match="float32, bfloat16, float64"):
         CpuBackend(llama, "m", dtype="int8")
-
-
-def test_every_architecture_is_listed() -> None:
-    assert {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2"} <= set(MODELS)

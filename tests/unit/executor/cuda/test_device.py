@@ -1,4 +1,4 @@
-"""`CudaDevice.capture` around torch: which memory graphs share, which error is told, and which stream is left."""
+"""`CudaDevice.capture` around torch: the memory that graphs share, the error raised, and the stream afterwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagekv.executor.cuda.device import CudaDevice
 
 
 class FakeGraphs:
-    """What stands for torch's graphs: notes the pool of each recording; `end_fails`: ending a failed one raises too."""
+    """Stands for torch's graphs: keeps the pool of each recording; `end_fails`: ending a failed one raises too."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pools: list[int] = []

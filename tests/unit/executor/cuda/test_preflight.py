@@ -8,75 +8,24 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 from support.clients.stack import environment
 from support.executor.cuda_host import save_small_model
-from transformers import CONFIG_MAPPING
 
 from pagekv.executor.config import parse_config
 from pagekv.executor.cuda import driver, preflight
-from pagekv.executor.cuda.driver import Gpu, UnusableGpu, find_gpu
+from pagekv.executor.cuda.driver import Gpu, UnusableGpu
 from pagekv.executor.cuda.preflight import Builds, check_machine, check_model, installed_builds
-from pagekv.executor.model.files import HEADS_SHARE_HIDDEN_SIZE, read_model_files
+from pagekv.executor.model.files import read_model_files
 from pagekv.executor.server import load_backend
 
 GIB = 2**30
 H200 = Gpu("NVIDIA H200", 90, 140 * GIB, (13, 0))
 BUILDS = Builds(torch_cuda=13, cupy=True, cupy_cuda=(13,))
-
-
-@dataclass
-class FakeDriver:
-    """libcuda as far as it is asked; `fails`: function -> the code it returns."""
-
-    count: int = 1
-    name: bytes = b"NVIDIA H200"
-    capability: tuple[int, int] = (9, 0)
-    memory: int = 140 * GIB
-    version: int = 13000
-    fails: tuple[str, int] = ("", 0)
-
-    def __getattr__(self, name: str) -> Callable[..., int]:
-        def call(*args: Any) -> int:
-            if name == self.fails[0]:
-                return self.fails[1]
-            return int(getattr(self, f"_{name}")(*args) or 0)
-
-        return call
-
-    def _cuInit(self, flags: int) -> None:
-        assert flags == 0
-
-    def _cuDeviceGetCount(self, found: Any) -> None:
-        found._obj.value = self.count
-
-    def _cuDeviceGet(self, found: Any, ordinal: int) -> None:
-        assert ordinal == 0
-        found._obj.value = 5
-
-    def _cuDeviceGetName(self, buffer: Any, size: int, device: int) -> None:
-        assert device == 5
-        assert len(self.name) < size
-        buffer.value = self.name
-
-    def _cuDeviceTotalMem_v2(self, found: Any, device: int) -> None:
-        found._obj.value = self.memory
-
-    def _cuDeviceGetAttribute(self, found: Any, attribute: int, device: int) -> None:
-        found._obj.value = self.capability[{75: 0, 76: 1}[attribute]]
-
-    def _cuDriverGetVersion(self, found: Any) -> None:
-        found._obj.value = self.version
-
-    def _cuGetErrorName(self, code: int, found: Any) -> None:
-        found._obj.value = {100: b"CUDA_ERROR_NO_DEVICE", 803: b"CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"}[code]
 
 
 def one_line(error: BaseException) -> str:
@@ -92,47 +41,6 @@ def refused(gpu: Gpu = H200, builds: Builds = BUILDS, host_bytes: int = 64 * GIB
 
 
 # --- the driver
-
-
-def test_the_driver_is_asked_for_everything() -> None:
-    asked: list[str] = []
-
-    def load(name: str) -> FakeDriver:
-        asked.append(name)
-        return FakeDriver(capability=(8, 6), version=12080, memory=24 * GIB)
-
-    assert find_gpu(load) == Gpu("NVIDIA H200", 86, 24 * GIB, (12, 8))
-    assert asked == ["libcuda.so.1"]
-
-
-def test_a_machine_without_a_driver() -> None:
-    def load(_: str) -> Any:
-        raise OSError("libcuda.so.1: cannot open shared object file")
-
-    with pytest.raises(UnusableGpu) as caught:
-        find_gpu(load)
-    words = one_line(caught.value)
-    assert "there is no NVIDIA driver (libcuda.so.1: cannot open" in words
-    assert "compute capability 8.0 or newer" in words
-    assert "install the driver" in words
-
-
-@pytest.mark.parametrize("fake", [FakeDriver(count=0), FakeDriver(fails=("cuInit", 100))])
-def test_a_driver_without_a_gpu(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(UnusableGpu, match=r"^the NVIDIA driver shows no GPU; a GPU of .* are needed: see what nvidia"):
-        find_gpu(lambda _: fake)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    with pytest.raises(UnusableGpu, match=r"shows no GPU \(CUDA_VISIBLE_DEVICES is '7'\)"):
-        find_gpu(lambda _: fake)
-
-
-@pytest.mark.parametrize("function", ["cuInit", "cuDeviceGetCount", "cuDeviceTotalMem_v2", "cuDriverGetVersion"])
-def test_a_driver_that_does_not_work(function: str) -> None:
-    with pytest.raises(UnusableGpu) as caught:
-        find_gpu(lambda _: FakeDriver(fails=(function, 803)))
-    assert f"{function} says CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803)" in one_line(caught.value)
-    assert "see whether nvidia-smi works" in str(caught.value)
 
 
 # --- the machine
@@ -250,12 +158,6 @@ def test_head_sizes_that_are_served_or_not_known(tmp_path: Path, config: dict[st
     check_model(write(tmp_path, **config), "auto", "auto", H200)
 
 
-@pytest.mark.parametrize("name", sorted(HEADS_SHARE_HIDDEN_SIZE))
-def test_types_whose_heads_share_the_hidden_size(name: str) -> None:
-    config = CONFIG_MAPPING[name]()
-    assert getattr(config, "head_dim", None) in (None, config.hidden_size // config.num_attention_heads)
-
-
 def test_more_query_heads_than_a_kernel_takes(tmp_path: Path) -> None:
     config = {"head_dim": 64, "num_attention_heads": 128, "num_key_value_heads": 1}
     assert "at most 64 query heads a KV head, got 128" in refused_model(write(tmp_path, **config))
@@ -281,35 +183,6 @@ def test_a_model_that_is_too_large(tmp_path: Path) -> None:
     words = refused_model(tmp_path, "float32", memory=4 * elements - 1)
     assert "its weights take 0.00 GiB in float32, NVIDIA H200 has 0.00 GiB of memory: use --dtype bfloat16, a" in words
     assert "--dtype" not in refused_model(tmp_path, "bfloat16", memory=2 * elements - 1)
-
-
-def test_weights_that_loading_leaves_out_do_not_count(tmp_path: Path) -> None:
-    """Of several files the index names those that are loaded; what is tied, sees or comes after the last layer is
-    not."""
-    ten = torch.zeros(2, 5)
-    one = {"model.language_model.layers.0.w": ten, "model.language_model.layers.1.w": ten.clone()}
-    two = {"vision_tower.layers.0.w": ten, "lm_head.weight": ten.clone(), "model.language_model.norm": ten.half()}
-    save_file(one, tmp_path / "model-00001-of-00002.safetensors")
-    save_file({**two, "model.language_model.ids": ten.long()}, tmp_path / "model-00002-of-00002.safetensors")
-    save_file(one, tmp_path / "consolidated.safetensors")
-    names = {**dict.fromkeys(one, 1), **dict.fromkeys(two, 2)}
-    index = {name: f"model-{number:05}-of-00002.safetensors" for name, number in names.items()}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    write(tmp_path, text_config={"num_hidden_layers": 1})
-    assert read_model_files(tmp_path).num_weights == 20
-    write(tmp_path, num_hidden_layers=2, tie_word_embeddings=False)
-    assert read_model_files(tmp_path).num_weights == 50
-    write(tmp_path, quantization_config={"bits": 4})
-    assert read_model_files(tmp_path).num_weights is None
-
-
-@pytest.mark.parametrize("text", [b"", b"[1]", b"\xff\xfe", b'{"text_config": 3, "head_dim": -1, "n_head": true}'])
-def test_files_that_cannot_be_read_are_left_to_loading(tmp_path: Path, text: bytes) -> None:
-    for name in ("config.json", "model.safetensors.index.json"):
-        (tmp_path / name).write_bytes(text)
-    check_model(tmp_path, "auto", "auto", H200)
-    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 8 + text)
-    assert read_model_files(tmp_path).num_weights is None
 
 
 # --- the process

@@ -1,82 +1,61 @@
-"""What is read of a model directory without torch: the fingerprint and the oracle's sizes."""
+"""A model directory read without torch."""
 
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import CONFIG_MAPPING
 
-from pagekv.common.models import resolve_model
-from pagekv.executor.backend.fingerprint import model_fingerprint
-from pagekv.executor.oracle.model import read_oracle_model
+from pagekv.executor.cuda.driver import Gpu
+from pagekv.executor.cuda.preflight import check_model
+from pagekv.executor.model.files import HEADS_SHARE_HIDDEN_SIZE, read_model_files
+
+GIB = 2**30
 
 
-def write_model(directory: Path, weights: bytes = bytes(100_000), **config: object) -> Path:
-    directory.mkdir(exist_ok=True)
-    values = {"vocab_size": 100, "max_position_embeddings": 64, "eos_token_id": 2, **config}
-    (directory / "config.json").write_text(json.dumps(values))
-    header = json.dumps({"w": {"dtype": "U8", "shape": [len(weights)], "data_offsets": [0, len(weights)]}}).encode()
-    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + weights)
+H200 = Gpu("NVIDIA H200", 90, 140 * GIB, (13, 0))
+
+
+def write(directory: Path, **config: Any) -> Path:
+    (directory / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": "bfloat16", **config}))
     return directory
 
 
-def test_fingerprint_depends_on_configuration_header_size_and_weights(tmp_path: Path) -> None:
-    base = model_fingerprint(write_model(tmp_path / "m"))
-    assert base == model_fingerprint(write_model(tmp_path / "copy"))
-    assert len(bytes.fromhex(base)) == 32
-    tuned = bytes(range(250)) * 400
-    others = {
-        model_fingerprint(write_model(tmp_path / "m", vocab_size=101)),
-        model_fingerprint(write_model(tmp_path / "m", weights=bytes(100_001))),
-        model_fingerprint(write_model(tmp_path / "m", weights=tuned)),
-    }
-    (tmp_path / "m" / "model.safetensors").rename(tmp_path / "m" / "other.safetensors")
-    others.add(model_fingerprint(tmp_path / "m"))
-    assert len(others | {base}) == 5
+@pytest.mark.parametrize("name", sorted(HEADS_SHARE_HIDDEN_SIZE))
+def test_types_whose_heads_share_the_hidden_size(name: str) -> None:
+    config = CONFIG_MAPPING[name]()
+    assert getattr(config, "head_dim", None) in (None, config.hidden_size // config.num_attention_heads)
 
 
-def test_fingerprint_reads_little_of_large_files(tmp_path: Path) -> None:
-    directory = write_model(tmp_path / "m")
-    with (directory / "model.safetensors").open("r+b") as file:
-        file.truncate(50 * 2**30)  # sparse: reading it whole would take minutes
-    assert len(model_fingerprint(directory)) == 64
+def test_weights_that_loading_leaves_out_do_not_count(tmp_path: Path) -> None:
+    """Of several files the index names those that are loaded; what is tied, sees or comes after the last layer is
+    not."""
+    ten = torch.zeros(2, 5)
+    one = {"model.language_model.layers.0.w": ten, "model.language_model.layers.1.w": ten.clone()}
+    two = {"vision_tower.layers.0.w": ten, "lm_head.weight": ten.clone(), "model.language_model.norm": ten.half()}
+    save_file(one, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({**two, "model.language_model.ids": ten.long()}, tmp_path / "model-00002-of-00002.safetensors")
+    save_file(one, tmp_path / "consolidated.safetensors")
+    names = {**dict.fromkeys(one, 1), **dict.fromkeys(two, 2)}
+    index = {name: f"model-{number:05}-of-00002.safetensors" for name, number in names.items()}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    write(tmp_path, text_config={"num_hidden_layers": 1})
+    assert read_model_files(tmp_path).num_weights == 20
+    write(tmp_path, num_hidden_layers=2, tie_word_embeddings=False)
+    assert read_model_files(tmp_path).num_weights == 50
+    write(tmp_path, quantization_config={"bits": 4})
+    assert read_model_files(tmp_path).num_weights is None
 
 
-def test_fingerprint_refuses_broken_headers(tmp_path: Path) -> None:
-    directory = write_model(tmp_path / "m")
-    (directory / "model.safetensors").write_bytes(b"\xff" * 64)
-    with pytest.raises(ValueError, match=r"model\.safetensors is no safetensors file"):
-        model_fingerprint(directory)
-    (directory / "config.json").unlink()
-    with pytest.raises(OSError, match=r"config\.json"):
-        model_fingerprint(directory)
-
-
-def test_demo_model_is_found_and_described() -> None:
-    directory = resolve_model("demo")
-    assert (directory / "tokenizer.json").is_file()
-    model = read_oracle_model(directory, "demo")
-    config = json.loads((directory / "config.json").read_text())
-    assert (model.model_id, model.vocab_size) == ("demo", config["vocab_size"])
-    assert model.max_model_len == config["max_position_embeddings"]
-    assert model.eos_token_ids == (config["eos_token_id"],)
-    assert model.fingerprint == model_fingerprint(directory)
-
-
-def test_oracle_model_values(tmp_path: Path) -> None:
-    assert read_oracle_model(None, "").vocab_size == 512
-    directory = write_model(tmp_path / "m")
-    assert read_oracle_model(directory, "x").eos_token_ids == (2,)
-    (directory / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
-    assert read_oracle_model(directory, "x").eos_token_ids == (5, 6)
-    given = read_oracle_model(directory, "x", vocab_size=7, max_model_len=9, eos_token_ids=(3,))
-    assert (given.vocab_size, given.max_model_len, given.eos_token_ids) == (7, 9, (3,))
-    with pytest.raises(ValueError, match=r"--eos.* must be below the vocabulary size 7, got"):
-        read_oracle_model(directory, "x", vocab_size=7, eos_token_ids=(7,))
-    nested = write_model(tmp_path / "n", vocab_size=None, text_config={"vocab_size": 9, "n_positions": 8})
-    assert read_oracle_model(nested, "x").max_model_len == 8
-    (nested / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="lacks vocab_size"):
-        read_oracle_model(nested, "x")
+@pytest.mark.parametrize("text", [b"", b"[1]", b"\xff\xfe", b'{"text_config": 3, "head_dim": -1, "n_head": true}'])
+def test_files_that_cannot_be_read_are_left_to_loading(tmp_path: Path, text: bytes) -> None:
+    for name in ("config.json", "model.safetensors.index.json"):
+        (tmp_path / name).write_bytes(text)
+    check_model(tmp_path, "auto", "auto", H200)
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 8 + text)
+    assert read_model_files(tmp_path).num_weights is None

@@ -27,7 +27,7 @@ REAL = [0.0, -0.0, 1e-45, 0.5, 1.0, 1.0000001, 2.0, -2.0, 10.0, 100.0, 100.1, -1
 
 
 def base_step(rng: random.Random, world: World) -> pb.StepRequest:
-    """A step that is likely to be good: grows who needs it, finishes some, enters some."""
+    """A step that is likely to be good: grows sequences that need a block, finishes some, enters some."""
     epoch = world.epoch
     request = pb.StepRequest(epoch=EPOCH, step=epoch.next_step)
     used = set().union(*epoch.held.values()) if epoch.held else set()
@@ -112,7 +112,7 @@ def test_mutated_steps_are_run_or_refused_and_refusals_touch_nothing() -> None:
             mutate(rng, request)
         data = request.SerializeToString()
         sent.append(data)
-        # What a network could deliver: once more, out of order, or with bytes missing or turned over.
+        # Anything that a network could deliver: once more, out of order, or with bytes missing or turned over.
         fate = rng.random()
         if fate < 0.05:
             data = rng.choice(sent)

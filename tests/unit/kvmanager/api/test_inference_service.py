@@ -106,19 +106,6 @@ def test_a_stream_that_the_engine_fails() -> None:
     run(body)
 
 
-def test_before_the_model_is_known_calls_are_unavailable() -> None:
-    async def body(h: Harness) -> None:
-        code, message, _ = await refusal(h.stub.Generate(request()))
-        assert (code, message) == (grpc.StatusCode.UNAVAILABLE, "the tokenizer is being loaded")
-        h.engine.model = None
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await h.stub.GetModelInfo(pb.GetModelInfoRequest())
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert caught.value.details() == "no executor is attached yet"
-
-    run(body, opened=False)
-
-
 def test_tokenize_and_detokenize() -> None:
     async def body(h: Harness) -> None:
         ids = list((await h.stub.Tokenize(pb.TokenizeRequest(text="the earth"))).token_ids)

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.engine.fake_engine import MODEL
 from support.engine.generate_requests import (
     IDS,
-    NO_TEMPLATE,
-    TOKENIZER,
     beams,
     cached,
     chat,
@@ -25,7 +19,6 @@ from support.engine.generate_requests import (
 )
 
 from pagekv.common.errors import InvalidRequest
-from pagekv.kvmanager.api.validation import read_generate
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
 
@@ -155,32 +148,6 @@ def test_every_field_of_the_contract_is_refused_somewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_", "field"),
-    [
-        (pb.GenerateRequest(text="x"), "text"),
-        (chat(("user", "x")), "chat"),
-        (sampled(stop=["x"]), "sampling_params.stop"),
-    ],
-)
-def test_without_a_tokenizer_only_token_ids_are_taken(request_: pb.GenerateRequest, field: str) -> None:
-    with pytest.raises(InvalidRequest, match="no tokenizer") as caught:
-        read(request_, None)
-    assert caught.value.field == field
-    assert read(ids(5, 6), None)[0].prompt_ids == [5, 6]
-
-
-def test_without_a_chat_template_chat_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="no chat template") as caught:
-        read(chat(("user", "x")), NO_TEMPLATE)
-    assert caught.value.field == "chat"
-
-
-def test_a_tokenizer_with_more_ids_than_the_model_is_caught() -> None:
-    with pytest.raises(InvalidRequest, match="from 0 to 2 "):
-        asyncio.run(read_generate(pb.GenerateRequest(text="x"), replace(MODEL, vocab_size=3), TOKENIZER, ""))
-
-
-@pytest.mark.parametrize(
     ("request_", "model", "most"),
     [
         # 128 candidates of each beam are all there is: 64 stop tokens, one of them the model's own, and 33 more.
@@ -228,41 +195,3 @@ def test_what_can_never_fit_is_refused_with_needed_and_available_blocks(
     with pytest.raises(InvalidRequest, match=words) as caught:
         read(request_, num_device_blocks=10)
     assert caught.value.field == field
-
-
-def test_long_texts_do_not_hold_up_the_event_loop() -> None:
-    """A prompt of 2 MB is refused for its length in tokens, and meanwhile other tasks run."""
-
-    async def main() -> tuple[int, float, float]:
-        worst, running, ticks = 0.0, True, 0
-
-        async def ticker() -> None:
-            nonlocal worst, ticks
-            while running:
-                before = time.perf_counter()
-                await asyncio.sleep(0.001)
-                worst, ticks = max(worst, time.perf_counter() - before), ticks + 1
-
-        task = asyncio.create_task(ticker())
-        await asyncio.sleep(0)
-        request = pb.GenerateRequest(text="the earth " * 200_000)
-        start = time.perf_counter()
-        with pytest.raises(InvalidRequest, match="must have from 1 to 63"):
-            await read_generate(request, MODEL, TOKENIZER, "")
-        elapsed = time.perf_counter() - start
-        running = False
-        await task
-        return ticks, worst, elapsed
-
-    ticks, worst, elapsed = asyncio.run(main())
-    assert ticks > 20
-    # Held up, it would be for all of the time that encoding takes.
-    assert worst < elapsed / 2
-
-
-def test_huge_lists_of_ids_are_refused_by_their_number_alone() -> None:
-    request = ids(*[2**32 - 1] * 2_000_000)
-    start = time.perf_counter()
-    with pytest.raises(InvalidRequest, match="has 2000000 tokens"):
-        read(request)
-    assert time.perf_counter() - start < 0.5

@@ -1,4 +1,4 @@
-"""Random load on scheduler, pins, resets and lost executors, watched: every reader holds the table at every border."""
+"""Random load on scheduler, pins, resets and lost executors: every reader has the table at every step boundary."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ANY = CacheIdentity()
 
 
 class WatchedDriver(Driver):
-    """A driver whose pools a CacheAdmin looks after, as the engine loop has it."""
+    """A driver whose pools have a CacheAdmin, as in the engine loop."""
 
     def __init__(self, partial_hits: bool) -> None:
         super().__init__(BLOCKS, SIZE, partial_hits=partial_hits)
@@ -118,8 +118,8 @@ class History:
         self.driver.clock.now += seconds
         self.driver.admin._expire()
 
-    def border(self) -> None:
-        """What is true after every step planned or committed, and whatever the services did in between."""
+    def step_boundary(self) -> None:
+        """Checks after every step planned or committed, and after calls of services in between."""
         driver, admin = self.driver, self.driver.admin
         self.steps += 1
         admin.step_boundary(self.steps)
@@ -137,8 +137,8 @@ class History:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_readers_hold_the_table_at_every_border_and_every_request_finishes(seed: int) -> None:
-    """CHECKLIST K7, F7: a consumer that replays the events has exactly the manager's table, whatever happens to it;
+def test_readers_hold_the_table_at_every_step_boundary_and_every_request_finishes(seed: int) -> None:
+    """A consumer that replays the events has exactly the manager's table, whatever happens to it;
     and pins, which last to the end here, never keep a live request from finishing.
     """
 
@@ -147,9 +147,9 @@ def test_readers_hold_the_table_at_every_border_and_every_request_finishes(seed:
         driver = history.driver
         for _ in range(250):
             history.move()
-            history.border()
+            history.step_boundary()
         while driver.step():
-            history.border()
+            history.step_boundary()
         assert all(finished(request) for request in driver.requests)
         sampled = [request for request in driver.requests if not request.command.sampling.beam_width]
         ran_out = [request for request in sampled if len(output(request)) == request.command.sampling.max_tokens]
@@ -166,7 +166,7 @@ def test_readers_hold_the_table_at_every_border_and_every_request_finishes(seed:
 
 
 def test_a_lookup_goes_on_in_the_host_pool_where_the_device_ends() -> None:
-    """Tokens are told by tier; a gap ends both, and a block of another content is none."""
+    """Tokens are counted by tier; a gap ends both, and a block of another content is a miss."""
     pool, host = BlockPool(4, 2), HostPool(4, 2)
     admin = CacheAdmin(True, 0.5, lambda: None)
     admin.adopt(pool, host, "model")

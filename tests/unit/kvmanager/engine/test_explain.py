@@ -1,4 +1,4 @@
-"""ExplainPrefix: what it says of a block that hits, and of each way to miss (CHECKLIST E6, K2)."""
+"""Explanations of blocks that hit, and of each way to miss."""
 
 from __future__ import annotations
 
@@ -58,14 +58,13 @@ def test_looking_changes_nothing() -> None:
 
 
 def test_a_whole_prompt_that_is_cached_still_computes_a_token() -> None:
-    """CHECKLIST F4."""
     bench = Bench()
     cache(bench.pool, [*range(8)])
     assert bench.explain([*range(8)]).blocks[1].reason.endswith("; a request still computes its last token")
 
 
 def test_golden_alignment() -> None:
-    """CHECKLIST E6: of 4,097 tokens blocks 0 to 255 are cacheable; 4,090 would have to be padded to 4,096."""
+    """Of 4,097 tokens blocks 0 to 255 are cacheable; 4,090 would have to be padded to 4,096."""
     bench = Bench(300, 16)
     prompt = [*range(4097)]
     cache(bench.pool, prompt)
@@ -109,7 +108,7 @@ def test_cleared_says_when() -> None:
 
 
 def test_a_block_behind_a_hole_is_unreachable() -> None:
-    """CHECKLIST F1: blocks behind the first miss are not used. Without media they would have left with the first."""
+    """Blocks behind the first miss are not used. Without media they would have left with the first."""
     bench = Bench(6)
     media = (MediaSpan(0, 1, "picture"),)
     hold(bench.pool, [*range(8)], media=media)  # its second block is that of the other prefix, too
@@ -125,7 +124,7 @@ def test_a_block_behind_a_hole_is_unreachable() -> None:
 
 
 def test_what_follows_an_evicted_block_leaves_with_it() -> None:
-    """CHECKLIST G4, Z16: a chain never has a hole, even where somebody still holds its end."""
+    """A chain never has a hole, even where its end is held."""
     bench = Bench(6)
     hold(bench.pool, [*range(8)])
     long = hold(bench.pool, [*range(8), *range(60, 64)])

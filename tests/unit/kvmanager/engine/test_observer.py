@@ -1,4 +1,4 @@
-"""Whoever watches the engine: one that breaks is logged and dropped, and serving goes on for the others."""
+"""An observer that breaks is logged and dropped, and serving goes on for the others."""
 
 from __future__ import annotations
 
@@ -12,12 +12,20 @@ from support.engine.engine_harness import Bench, command, expect, read, run
 from pagekv.common.errors import Overloaded
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import Observer, Observers
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
+from pagekv.kvmanager.scheduling.listener import SchedulerListener
 
-CALLS = [name for name in vars(Observer) if not name.startswith("_")]
+# `failed` comes with a broken invariant alone, which logs an error of its own.
+CALLS = [
+    name
+    for listener in (SchedulerListener, Observer)
+    for name in vars(listener)
+    if not name.startswith("_") and name != "failed"
+]
 
 
 class Listing(Observer):
-    """Notes what it is told."""
+    """Lists its calls."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -41,7 +49,7 @@ class Broken(Listing):
 
 
 async def every_call(engine: EngineLoop, bench: Bench) -> None:
-    """Makes the engine tell of everything there is."""
+    """Makes the engine call every method of an observer."""
     long = engine.submit(command("a", [1, 2, 3], 40))
     await long.take()
     assert bench.link is not None
@@ -52,6 +60,12 @@ async def every_call(engine: EngineLoop, bench: Bench) -> None:
     assert await read(refused) == expect([4, 5])
     while await long.take():
         pass
+    prompt = [1, 2, 3, 4, 5]
+    assert await read(engine.submit(command("d", prompt))) == expect(prompt)
+    engine.queries.unpin_prefix(engine.queries.pin_prefix(prompt, CacheIdentity(), 60).pin_id)
+    engine.queries.reset_prefix_cache(force=True)
+    engine.submit(command("e", prompt))
+    assert engine.abort("e")
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -83,4 +97,4 @@ def test_one_that_is_added_later_is_told_from_then_on() -> None:
 
 
 def test_everything_that_can_be_told_is_passed_on() -> None:
-    assert {*CALLS} <= {*vars(Observers)}
+    assert {*CALLS, "failed"} <= {*vars(Observers)}

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
-
-import grpc
 import pytest
 from support.engine.engine_harness import Bench, command, expect, read, run, until
-from support.engine.fake_engine import MODEL
 
-from pagekv.common.errors import ComputationFailed, InvalidRequest, PageKVError, StaleEpoch, Unavailable
-from pagekv.common.statuses import abort_with
-from pagekv.kvmanager.engine.executor_client import ExecutorLink, ExecutorLost
+from pagekv.common.errors import ComputationFailed
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.engine.recovery import Fault
+from pagekv.kvmanager.engine.recovery import RECONNECT_FIRST_S, RECONNECT_LAST_S, UNREACHABLE_S, Fault, Reconnect
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
-from pagekv.v1 import executor_service_pb2 as pb
-from pagekv.v1 import executor_service_pb2_grpc as pb_grpc
 
 POISON = [9, 9, 9]
 
@@ -105,50 +95,17 @@ def test_a_search_that_always_fails_is_given_up(monkeypatch: pytest.MonkeyPatch)
     run(monkeypatch, body)
 
 
-class _Executor(pb_grpc.ExecutorServiceServicer):
-    """Ends every stream of steps as it is told."""
-
-    def __init__(self, end: PageKVError | grpc.StatusCode) -> None:
-        self._end = end
-
-    async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:
-        return pb.DescribeResponse()
-
-    async def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachResponse:
-        return pb.AttachResponse(epoch=1)
-
-    async def Run(self, request_iterator: AsyncIterator[pb.StepRequest], context: Any) -> AsyncIterator[pb.StepResult]:
-        if isinstance(self._end, PageKVError):
-            await abort_with(context, self._end)
-        else:
-            await context.abort(self._end, "words")
-        yield pb.StepResult()
+def test_pauses_grow_while_epochs_fail_and_begin_anew_after_a_step() -> None:
+    reconnect = Reconnect()
+    pauses = [reconnect.pause_s(attached=True, steps=0) for _ in range(8)]
+    assert pauses[0] == RECONNECT_FIRST_S
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == RECONNECT_LAST_S
+    assert reconnect.pause_s(attached=True, steps=1) == RECONNECT_FIRST_S
 
 
-@pytest.mark.parametrize(
-    ("end", "fault"),
-    [
-        (grpc.StatusCode.INTERNAL, Fault.STEP),
-        (InvalidRequest("step", "must be 1"), Fault.STEP),
-        (grpc.StatusCode.UNAVAILABLE, Fault.GONE),
-        (Unavailable("the executor is shutting down"), Fault.NONE),
-        (StaleEpoch("taken over"), Fault.NONE),
-    ],
-)
-def test_what_ends_the_stream_says_whose_fault_it_was(end: PageKVError | grpc.StatusCode, fault: Fault) -> None:
-    async def main() -> None:
-        server = grpc.aio.server()
-        pb_grpc.add_ExecutorServiceServicer_to_server(_Executor(end), server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        woken = asyncio.Event()
-        link = ExecutorLink(f"127.0.0.1:{port}", woken.set)
-        await link.attach("m", MODEL, "any", False)
-        await woken.wait()
-        with pytest.raises(ExecutorLost) as lost:
-            link.take_outcome()
-        assert lost.value.fault is fault
-        await link.close()
-        await server.stop(None)
-
-    asyncio.run(main())
+def test_an_executor_that_is_away_is_asked_often() -> None:
+    """And between two epochs that fail, it changes nothing about their pauses."""
+    reconnect = Reconnect()
+    assert max(reconnect.pause_s(attached=False, steps=0) for _ in range(50)) == UNREACHABLE_S
+    assert reconnect.pause_s(attached=True, steps=0) == RECONNECT_LAST_S

@@ -27,8 +27,6 @@ from pagekv.kvmanager.gateway.service import SERVICE_NAME, VllmEngine
 from pagekv.kvmanager.kvcache.block_hash import block_digest, root_digest, token_bytes
 from pagekv.kvmanager.kvcache.events.batch import Stored, Tier
 from pagekv.kvmanager.request.command import FinishReason
-from pagekv.kvmanager.request.logprobs import TokenLogprobs
-from pagekv.kvmanager.request.stream import SequenceDelta
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 
 
@@ -125,45 +123,6 @@ def test_without_stream_there_is_one_message_for_each_sequence() -> None:
     run(body)
 
 
-def test_zero_means_the_default_where_the_protocol_cannot_say_absent() -> None:
-    async def body(harness: Harness) -> None:
-        await harness.start(request())
-        command = harness.engine.commands[0]
-        assert (command.n, command.sampling.top_p, command.sampling.repetition_penalty) == (1, 1.0, 1.0)
-        assert (command.sampling.temperature, command.sampling.top_k) == (1.0, 0)
-        # vLLM's default is whatever room the prompt leaves: 41 = 10 blocks of 4, and the last token has no slot.
-        assert command.sampling.max_tokens == 41 - len(tokens_of("In the"))
-        assert command.sampling.logprobs is None
-
-    run(body)
-
-
-def test_parameters_arrive_as_they_were_given() -> None:
-    given: dict[str, Any] = {
-        "temperature": 0.0,
-        "top_p": 0.5,
-        "top_k": 3,
-        "min_p": 0.25,
-        "repetition_penalty": 1.5,
-        "presence_penalty": 0.5,
-        "frequency_penalty": -0.5,
-        "max_tokens": 9,
-        "min_tokens": 2,
-        "stop_token_ids": (7, 8),
-        "ignore_eos": True,
-        "logprobs": 2,
-        "logit_bias": {5: 1.5},
-    }
-
-    async def body(harness: Harness) -> None:
-        await harness.start(request(seed=-1, n=3, **given))
-        command = harness.engine.commands[0]
-        assert {name: getattr(command.sampling, name) for name in given} == given
-        assert (command.sampling.seed, command.n) == (2**64 - 1, 3)
-
-    run(body)
-
-
 def test_stop_strings_end_a_sequence_and_are_named() -> None:
     async def body(harness: Harness) -> None:
         tokens = tokens_of("one stop two")
@@ -173,32 +132,6 @@ def test_stop_strings_end_a_sequence_and_are_named() -> None:
         assert (complete.finish_reason, complete.matched_stop_str) == ("stop", "stop")
         assert list(complete.output_ids) == tokens[: len(complete.output_ids)]
         assert harness.engine.stopped == [("r", 0)]
-
-    run(body)
-
-
-def test_a_stop_token_of_the_request_is_named_and_one_of_the_model_is_not() -> None:
-    async def body(harness: Harness) -> None:
-        for token, matched in ((7, "matched_token_id"), (1, None)):
-            call = await harness.start(request(stop_token_ids=[7], max_tokens=30))
-            harness.engine.push("r", 5, token, finish=FinishReason.STOP)
-            complete = (await rest(call))[-1].complete
-            del harness.engine.live["r"]
-            assert complete.finish_reason == "stop"
-            assert complete.WhichOneof("matched_stop") == matched
-
-    run(body)
-
-
-def test_logprobs_stand_beside_their_tokens() -> None:
-    async def body(harness: Harness) -> None:
-        call = await harness.start(request(stream=False, logprobs=2, max_tokens=1))
-        logprobs = [TokenLogprobs(10, -0.5, ((11, -0.25), (10, -0.5)))]
-        harness.engine.live["r"].push(SequenceDelta(0, [10], logprobs, finish=FinishReason.LENGTH))
-        written = (await rest(call))[0].complete.output_logprobs
-        assert (list(written.token_ids), list(written.token_logprobs)) == ([10], [-0.5])
-        assert list(written.top_logprobs[0].token_ids) == [11, 10]
-        assert list(written.top_logprobs[0].values) == [-0.25, -0.5]
 
     run(body)
 

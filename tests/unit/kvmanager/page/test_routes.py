@@ -1,4 +1,4 @@
-"""The page's addresses: what each answers, and how each refuses."""
+"""The routes of the page: answers and refusals."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_stream_begins_with_a_snapshot_and_ends_with_its_reader(monkeypatch:
                 if line.startswith(b"data: "):
                     reader.take(json.loads(line[6:]))
         assert (reader.snapshots, len(reader.device)) == (1, 40)
-        await until(lambda: site.hub._task is None)
+        await until(lambda: not any(task.get_name() == "live page" for task in asyncio.all_tasks()))
 
     served(monkeypatch, body)
 
@@ -112,39 +112,15 @@ def test_one_page_too_many_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     served(monkeypatch, body)
 
 
-def test_a_block_tells_its_hash_holders_and_chain_but_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_is_answered_or_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(site: Site) -> None:
-        blocks, _ = site.engine.queries.list_blocks(0, 40, "cached")
-        by_hash = {block.block_hash: block for block in blocks}
-        for block in blocks:
-            status, answer = await site.get(f"/api/block/{block.block_id}")
-            assert status == 200
-            assert (answer["block_hash"], answer["parent_hash"]) == (block.block_hash.hex(), block.parent_hash.hex())
-            assert answer["ref_count"] == 0
-            chain, parent = [], by_hash.get(block.parent_hash)
-            while parent is not None:
-                chain.append(parent.block_id)
-                parent = by_hash.get(parent.parent_hash)
-            assert (answer["chain"], answer["chain_complete"]) == (chain, True)
-            assert "token_ids" not in answer
-            assert "text" not in answer
+        (first,) = site.engine.queries.lookup_prefix(PROMPT[:4], CacheIdentity()).block_ids
+        status, answer = await site.get(f"/api/block/{first}")
+        assert (status, answer["block_id"], "token_ids" in answer) == (200, first, False)
         status, answer = await site.get("/api/block/40")
         assert (status, answer["field"]) == (400, "block_id")
         assert answer["error"] == "block_id: must be from 0 to 39 (the pool), got 40"
         assert (await site.get("/api/host-block/0"))[0] == 400
-
-    served(monkeypatch, body)
-
-
-def test_a_block_tells_for_how_long_it_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(site: Site) -> None:
-        (first,) = site.engine.queries.lookup_prefix(PROMPT[:4], CacheIdentity()).block_ids
-        earlier = (await site.get(f"/api/block/{first}"))[1]["cached_s"]
-        await asyncio.sleep(0.05)
-        later = (await site.get(f"/api/block/{first}"))[1]["cached_s"]
-        assert 0 < earlier + 0.05 <= later < 10
-        ((free, *_), _) = site.engine.queries.list_blocks(0, 40, "free")
-        assert (await site.get(f"/api/block/{free.block_id}"))[1]["cached_s"] is None
 
     served(monkeypatch, body)
 
@@ -186,54 +162,14 @@ def test_a_request_is_found_by_any_id_that_it_may_have(name: str, monkeypatch: p
     served(monkeypatch, body)
 
 
-def test_explaining_agrees_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_explained_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(site: Site) -> None:
-        prompt = [*PROMPT[:10], 49, 48, 47]
-        status, answer = await site.explain({"token_ids": prompt})
-        assert status == 200
-        expected = site.engine.queries.explain_prefix(prompt, CacheIdentity(), 0, 100)
-        assert (answer["prompt_tokens"], answer["cached_tokens"]) == (13, expected.cached_tokens)
-        assert answer["num_blocks"] == 4
-        assert [(block["outcome"], block["reason"], block["block_id"]) for block in answer["blocks"]] == [
-            (block.outcome.name.lower(), block.reason, block.block_id) for block in expected.blocks
-        ]
-        assert [block["outcome"] for block in answer["blocks"]] == ["hit", "hit", "diverged", "partial_tail"]
-        _, other = await site.explain({"token_ids": prompt, "namespace": "elsewhere"})
-        assert other["cached_tokens"] == 0
-
-    served(monkeypatch, body)
-
-
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        (b"{", "body: must be JSON"),
-        ([], "body: must be a JSON object with fields among adapter_id, namespace, text, token_ids"),
-        ({"tokens": [1]}, "body: must be a JSON object"),
-        ({}, "body: exactly one of text and token_ids"),
-        ({"text": "a", "token_ids": [1]}, "body: exactly one of text and token_ids"),
-        ({"text": 5}, "text: must be text"),
-        ({"text": "\ud800"}, "text: must be text"),
-        ({"token_ids": [1], "namespace": "\ud800"}, "namespace: must be text of at most 256 bytes"),
-        (b"[" * 100_000, "body: must be JSON"),
-        ({"text": "a"}, "text: this deployment has no tokenizer; give token ids"),
-        ({"token_ids": "1"}, "token_ids: must be a list of whole numbers"),
-        ({"token_ids": [True]}, "token_ids: must be a list of whole numbers"),
-        ({"token_ids": [-1]}, "token_ids: must be a list of whole numbers"),
-        ({"token_ids": []}, "token_ids: has 0 tokens, must have from 1 to 200"),
-        ({"token_ids": [1] * 201}, "token_ids: has 201 tokens, must have from 1 to 200"),
-        ({"token_ids": [1, 50]}, "token_ids[1]: must be from 0 to 49 (the vocabulary), got 50"),
-        ({"token_ids": [1], "namespace": 3}, "namespace: must be text of at most 256 bytes"),
-        ({"token_ids": [1], "adapter_id": "x" * 257}, "adapter_id: must be text of at most 256 bytes"),
-    ],
-)
-def test_what_cannot_be_explained_is_refused_by_name(
-    asked: object, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def body(site: Site) -> None:
-        status, answer = await site.explain(asked)
-        assert status == 400
-        assert words in answer["error"]
+        status, answer = await site.explain({"token_ids": PROMPT[:10]})
+        assert (status, [block["outcome"] for block in answer["blocks"]]) == (200, ["hit", "hit", "partial_tail"])
+        for asked, words in ((b"{", "must be JSON"), (b"[" * 100_000, "must be JSON"), ({}, "exactly one")):
+            status, answer = await site.explain(asked)
+            assert status == 400
+            assert answer["error"].startswith(f"body: {words}")
 
     served(monkeypatch, body)
 
@@ -308,7 +244,7 @@ def test_pages_that_were_closed_before_there_was_anything_to_see_take_no_place(m
                 assert response.status == 200
                 assert await response.content.readline() == b"retry: 1000\n"
                 response.close()
-        await until(lambda: site.hub._task is None)
+        await until(lambda: not any(task.get_name() == "live page" for task in asyncio.all_tasks()))
         async with site.session.get(site.url + "/api/stream") as response:
             assert response.status == 200
             # It is open, and stays so.

@@ -131,21 +131,6 @@ def test_a_reader_that_has_gone_takes_no_turn() -> None:
     run(body())
 
 
-def test_an_error_comes_after_what_was_pushed_before_it() -> None:
-    async def body() -> None:
-        stream = RequestStream("r", 1, Wakeups())
-        stream.push_token(0, 5, 0, 0)
-        stream.fail(ValueError("over"))
-        assert [delta.token_ids for delta in await stream.take()] == [[5]]
-        try:
-            await stream.take()
-        except ValueError:
-            return
-        raise AssertionError("no error")
-
-    run(body())
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_next_step_is_sent_before_any_reader_runs(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
     async def body(engine: EngineLoop, bench: engine_harness.Bench) -> None:

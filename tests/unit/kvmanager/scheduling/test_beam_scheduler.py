@@ -32,7 +32,7 @@ def test_the_hypotheses_are_those_of_the_search(length: int, width: int, depth: 
 
 
 def test_beams_share_full_blocks_and_copy_the_one_they_write() -> None:
-    """CHECKLIST J2, J3: a beam that goes on from the same parent shares what is full and copies what it writes."""
+    """A beam that goes on from the same parent shares what is full and copies what it writes."""
     driver = Driver(depth=1)
     request = driver.submit(list(range(9)), max_tokens=8, beam_width=3)
     driver.step()

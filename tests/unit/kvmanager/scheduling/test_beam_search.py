@@ -1,4 +1,4 @@
-"""Beam search decides what transformers' own beam search decides, token for token (CHECKLIST J2)."""
+"""Beam search decides what transformers' own beam search decides, token for token."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def slot(request: LiveRequest, position: int, block_size: int) -> tuple[int, int
     ("tokens", "blocks", "unused"), [(505, 32, 7), (1000, 63, 8), (4096, 256, 0), (2048, 128, 0), (1, 1, 15)]
 )
 def test_only_the_last_block_has_unused_slots(tokens: int, blocks: int, unused: int) -> None:
-    """CHECKLIST C10, C11: 505 live tokens take 512 slots, 1000 take 1008, 4096 take 4096; 2048 are 128 blocks."""
+    """505 live tokens take 512 slots, 1000 take 1008, 4096 take 4096; 2048 are 128 blocks."""
     driver = Driver(num_blocks=256, block_size=16, max_batch_tokens=4096)
     request = driver.submit([i % 90 for i in range(tokens)], max_tokens=1)
     driver.plan()
@@ -38,7 +38,7 @@ def test_only_the_last_block_has_unused_slots(tokens: int, blocks: int, unused: 
 
 
 def test_a_sequence_fills_its_blocks_in_order() -> None:
-    """CHECKLIST B9, B12, D8: position p lives in block_table[p // 4] at offset p % 4; block i spans 4i to 4i + 3."""
+    """Position p lives in block_table[p // 4] at offset p % 4; block i spans 4i to 4i + 3."""
     driver = Driver(block_size=4)
     prompt = list(range(11))
     request = driver.submit(prompt, max_tokens=1)
@@ -50,7 +50,7 @@ def test_a_sequence_fills_its_blocks_in_order() -> None:
 
 
 def test_blocks_come_from_wherever_they_are_free() -> None:
-    """CHECKLIST B11, C6: equal blocks, so any of them will do; there are no gaps to be too small."""
+    """Equal blocks, so any of them will do; there are no gaps to be too small."""
     driver = Driver(num_blocks=8, block_size=4, prefix_cache=False, depth=1)
     first, second, third = (driver.submit([t] * 6, max_tokens=3) for t in (1, 2, 3))
     driver.step()
@@ -67,7 +67,7 @@ def test_blocks_come_from_wherever_they_are_free() -> None:
 
 
 def test_the_queue_takes_turns_where_a_stack_would_not() -> None:
-    """CHECKLIST D7, Z6: blocks of 4, 20 of them; A has 5 tokens, B one. A stack gives A blocks 19 and 18, B 17 and,
+    """Blocks of 4, 20 of them; A has 5 tokens, B one. A stack gives A blocks 19 and 18, B 17 and,
     once A is gone, 18 and 19 to whoever is next; the queue gives 0, 1 and 2, and A's come last. Free are 19 then.
     """
     driver = Driver(num_blocks=20, block_size=4)
@@ -85,7 +85,7 @@ def test_the_queue_takes_turns_where_a_stack_would_not() -> None:
 
 
 def test_nothing_is_held_before_the_first_token_is_scheduled() -> None:
-    """CHECKLIST D9: an empty sequence wastes no block. D4: nor does the fifth token take one before its turn."""
+    """An empty sequence wastes no block. D4: nor does the fifth token take one before its turn."""
     driver = Driver(block_size=4, depth=1, max_running=1)
     running = driver.submit([1, 2, 3, 4], max_tokens=3)
     waiting = driver.submit([5, 6, 7, 8], max_tokens=3)
@@ -100,7 +100,7 @@ def test_nothing_is_held_before_the_first_token_is_scheduled() -> None:
 
 
 def test_a_growing_block_belongs_to_its_sequence_alone() -> None:
-    """CHECKLIST D12, D13: one holder, and no identity before it is full."""
+    """One holder, and no identity before it is full."""
     driver = Driver(block_size=4, depth=1)
     request = driver.submit([1, 2, 3], max_tokens=4)
     driver.step()
@@ -111,7 +111,7 @@ def test_a_growing_block_belongs_to_its_sequence_alone() -> None:
 
 
 def test_blocks_of_one_that_ends_are_the_next_ones_in_the_same_step() -> None:
-    """CHECKLIST D10, H3: nothing lies idle between the end of a request and the next step."""
+    """Nothing lies idle between the end of a request and the next step."""
     driver = Driver(num_blocks=2, block_size=4, depth=1)
     first = driver.submit([1] * 8, max_tokens=1)
     second = driver.submit([2] * 8, max_tokens=1)
@@ -125,7 +125,7 @@ def test_blocks_of_one_that_ends_are_the_next_ones_in_the_same_step() -> None:
 
 
 def test_a_retired_request_makes_room_for_the_next_step() -> None:
-    """CHECKLIST H3: A with 48 tokens and B with 5 hold 4 blocks of 16; A ends, C with 30 enters, and they are 3."""
+    """A with 48 tokens and B with 5 hold 4 blocks of 16; A ends, C with 30 enters, and they are 3."""
     driver = Driver(num_blocks=4, block_size=16, depth=1)
     a = driver.submit([1] * 48, max_tokens=1)
     b = driver.submit([2] * 5, max_tokens=9)
@@ -143,7 +143,7 @@ def test_a_retired_request_makes_room_for_the_next_step() -> None:
 
 
 def test_a_late_arrival_joins_the_batch() -> None:
-    """CHECKLIST H4: its first token comes long before the running request's last, in the very next step."""
+    """Its first token comes long before the running request's last, in the very next step."""
     driver = Driver(depth=1)
     long = driver.submit([1] * 4, max_tokens=40)
     for _ in range(5):
@@ -154,7 +154,7 @@ def test_a_late_arrival_joins_the_batch() -> None:
 
 
 def test_more_is_promised_than_there_is() -> None:
-    """CHECKLIST D15, I1: four requests that may grow to five blocks each run on eight, 2.5 times what there is. They
+    """Four requests that may grow to five blocks each run on eight, 2.5 times what there is. They
     preempt each other and all end well, and every block is back (D10).
     """
     driver = Driver(num_blocks=8, block_size=4)
@@ -169,7 +169,7 @@ def test_more_is_promised_than_there_is() -> None:
 
 
 def test_a_preempted_request_is_recomputed_as_one_prompt() -> None:
-    """CHECKLIST I3, I4, F8: 4 tokens of prompt and 4 generated come back as one prefill of 8, and then it decodes on.
+    """4 tokens of prompt and 4 generated come back as one prefill of 8, and then it decodes on.
     Its blocks went back at once.
     """
     driver = Driver(num_blocks=4, block_size=4, depth=1, prefix_cache=False)
@@ -190,7 +190,7 @@ def test_a_preempted_request_is_recomputed_as_one_prompt() -> None:
 
 
 def test_a_preempted_request_finds_its_own_blocks() -> None:
-    """CHECKLIST I9: those that nobody needed meanwhile are still cached, and only the rest is recomputed."""
+    """Those that nobody needed meanwhile are still cached, and only the rest is recomputed."""
     driver = Driver(num_blocks=6, block_size=4, depth=1)
     driver.submit([1] * 4, max_tokens=9)
     victim = driver.submit([2] * 12, max_tokens=9)
@@ -204,7 +204,7 @@ def test_a_preempted_request_finds_its_own_blocks() -> None:
 
 
 def test_ending_a_request_twice_gives_its_blocks_back_once() -> None:
-    """CHECKLIST D6: free is idempotent, in every state."""
+    """Free is idempotent, in every state."""
     driver = Driver(num_blocks=8, max_running=1)
     running, waiting = driver.submit([1] * 8), driver.submit([2] * 8)
     driver.step()
@@ -229,7 +229,7 @@ def reachable(root: object) -> list[Any]:
 
 
 def test_the_pool_does_not_grow_with_requests() -> None:
-    """CHECKLIST D1: a fixed pool. Full of cached blocks once, it is as large after twenty times as many requests."""
+    """A fixed pool. Full of cached blocks once, it is as large after twenty times as many requests."""
     driver = Driver(num_blocks=64, block_size=4)
 
     def serve(requests: range) -> int:

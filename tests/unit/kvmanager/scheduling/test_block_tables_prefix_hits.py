@@ -38,21 +38,21 @@ def table(request: LiveRequest) -> list[int]:
 
 @pytest.mark.parametrize(("common", "hit"), [(3, 0), (4, 4), (7, 4), (8, 8)])
 def test_a_hit_is_a_whole_number_of_blocks(common: int, hit: int) -> None:
-    """CHECKLIST E3, E7, Z3, Z10: with blocks of four, three common tokens hit nothing, seven hit four."""
+    """With blocks of four, three common tokens hit nothing, seven hit four."""
     driver = Driver(block_size=4)
     serve(driver, [*range(common), 90, 90, 90, 90, 90, 90])
     assert serve(driver, [*range(common), 80, 80, 80, 80, 80, 80]) == hit
 
 
 def test_two_common_words_are_no_prefix_to_share() -> None:
-    """CHECKLIST Z3, F14: "Explain quantum" shares two tokens and no block, whatever is equal further on."""
+    """ "Explain quantum" shares two tokens and no block, whatever is equal further on."""
     driver = Driver(block_size=4)
     serve(driver, [1, 2, 10, 11, 12, 13, 14, 15])
     assert serve(driver, [1, 2, 20, 21, 12, 13, 14, 15]) == 0
 
 
 def test_the_same_words_after_another_beginning_are_another_block() -> None:
-    """CHECKLIST E1, E5, A3: "fries" after a burger is not "fries" after a steak, also where whole blocks look alike."""
+    """ "fries" after a burger is not "fries" after a steak, also where whole blocks look alike."""
     driver = Driver(block_size=4)
     burger, steak, fries = [1, 1, 1, 1], [2, 2, 2, 2], [7, 7, 7, 7]
     serve(driver, [*burger, *fries, 9])
@@ -62,14 +62,14 @@ def test_the_same_words_after_another_beginning_are_another_block() -> None:
 
 
 def test_blocks_behind_a_hole_are_not_used() -> None:
-    """CHECKLIST F1: the leading run of hits, though the block behind the first miss is cached."""
+    """The leading run of hits, though the block behind the first miss is cached."""
     driver = Driver(block_size=4)
     serve(driver, [*[1] * 4, *[2] * 4, *[3] * 4, 9])
     assert serve(driver, [*[1] * 4, *[8] * 4, *[3] * 4, 9]) == 4
 
 
 def test_a_block_is_published_once_when_it_is_full() -> None:
-    """CHECKLIST E4: a partial block has no identity; the entry appears with its last token and never again."""
+    """A partial block has no identity; the entry appears with its last token and never again."""
     driver = Driver(block_size=4, depth=1)
     driver.submit([1, 2], max_tokens=8)
     published = []
@@ -83,7 +83,7 @@ def test_a_block_is_published_once_when_it_is_full() -> None:
 
 
 def test_of_4097_tokens_256_blocks_are_found_again() -> None:
-    """CHECKLIST E6: blocks 0 to 255; the last token stands alone."""
+    """Blocks 0 to 255; the last token stands alone."""
     driver = Driver(num_blocks=600, block_size=16, max_batch_tokens=4200)
     prompt = [i % 90 for i in range(4097)]
     serve(driver, prompt)
@@ -101,7 +101,7 @@ def test_of_4097_tokens_256_blocks_are_found_again() -> None:
     ],
 )
 def test_another_identity_shares_nothing_from_block_0_on(other: CacheIdentity) -> None:
-    """CHECKLIST E8, L2, L5: namespace, adapter and medium are part of every block's identity."""
+    """Namespace, adapter and medium are part of every block's identity."""
     driver = Driver(block_size=4, partial_hits=True)
     prompt = list(range(13))
     serve(driver, prompt)
@@ -110,7 +110,7 @@ def test_another_identity_shares_nothing_from_block_0_on(other: CacheIdentity) -
 
 
 def test_a_medium_changes_the_blocks_it_covers_and_those_after() -> None:
-    """CHECKLIST E8: the same placeholder tokens stand for another picture from position 6 on."""
+    """The same placeholder tokens stand for another picture from position 6 on."""
     driver = Driver(block_size=4, partial_hits=True)
     prompt = [1, 2, 3, 4, 5, 6, 0, 0, 0, 7, 8, 9, 10]
     cat, dog = (CacheIdentity(media=(MediaSpan(6, 3, name),)) for name in ("cat", "dog"))
@@ -134,7 +134,7 @@ class _Forgetful:
 def test_equal_tokens_after_another_prefix_are_told_apart_without_a_hash(
     monkeypatch: pytest.MonkeyPatch, partial: bool, seed: int
 ) -> None:
-    """CHECKLIST E9: every block collides with all that hold the same tokens, and every output is right. What is hit was
+    """Every block collides with all that hold the same tokens, and every output is right. What is hit was
     reached from the root over blocks whose token ids were compared.
     """
     for module in (block_hash, block_tables):
@@ -156,7 +156,7 @@ def test_equal_tokens_after_another_prefix_are_told_apart_without_a_hash(
 
 @pytest.mark.parametrize("partial", [False, True])
 def test_outputs_do_not_know_of_the_cache(partial: bool) -> None:
-    """CHECKLIST E13, F18: the same requests with and without it, and a hit changes no token."""
+    """The same requests with and without it, and a hit changes no token."""
     prompts = [[*range(9), r % 3, *range(r % 5)] for r in range(12)]
     with_cache = Driver(block_size=4, partial_hits=partial)
     without = Driver(block_size=4, prefix_cache=False)
@@ -170,7 +170,7 @@ def test_outputs_do_not_know_of_the_cache(partial: bool) -> None:
 
 
 def test_a_second_request_that_shares_a_block_takes_one_less() -> None:
-    """CHECKLIST F9: A has 8 tokens, two full blocks of 4; B shares 4, hits one and starts a block of its own."""
+    """A has 8 tokens, two full blocks of 4; B shares 4, hits one and starts a block of its own."""
     driver = Driver(block_size=4, depth=1)
     a = driver.submit([1, 2, 3, 4, 5, 6, 7, 8], max_tokens=9)
     driver.step()
@@ -184,7 +184,7 @@ def test_a_second_request_that_shares_a_block_takes_one_less() -> None:
 
 @pytest.mark.parametrize(("prefix_cache", "blocks"), [(False, 4), (True, 3)])
 def test_a_common_beginning_is_stored_once(prefix_cache: bool, blocks: int) -> None:
-    """CHECKLIST F10: "I like to eat" is one block of four; two requests that begin with it hold it once, or twice."""
+    """ "I like to eat" is one block of four; two requests that begin with it hold it once, or twice."""
     driver = Driver(block_size=4, prefix_cache=prefix_cache)
     eat = [1, 2, 3, 4]
     driver.submit([*eat, 5], max_tokens=3)
@@ -195,7 +195,7 @@ def test_a_common_beginning_is_stored_once(prefix_cache: bool, blocks: int) -> N
 
 @pytest.mark.parametrize(("prefix_cache", "blocks"), [(False, 6300), (True, 62 + 100)])
 def test_a_hundred_requests_share_62_of_63_blocks(prefix_cache: bool, blocks: int) -> None:
-    """CHECKLIST F11, Z10: 100 prompts with the same first 1,000 tokens, blocks of 16. Only full blocks are shared, so
+    """100 prompts with the same first 1,000 tokens, blocks of 16. Only full blocks are shared, so
     each keeps one of its own: 97.4 % saved, not 99.0 %.
     """
     driver = Driver(
@@ -213,7 +213,7 @@ def test_a_hundred_requests_share_62_of_63_blocks(prefix_cache: bool, blocks: in
 
 
 def test_a_shared_block_counts_its_holders() -> None:
-    """CHECKLIST F5, F6: two requests, ref_count 2; it falls as they end, and at 0 the block still hits."""
+    """Two requests, ref_count 2; it falls as they end, and at 0 the block still hits."""
     driver = Driver(block_size=4, depth=1)
     first = driver.submit([1, 2, 3, 4, 5], max_tokens=2)
     driver.step()
@@ -231,7 +231,7 @@ def test_a_shared_block_counts_its_holders() -> None:
 
 
 def test_a_full_hit_computes_one_token() -> None:
-    """CHECKLIST F4, F6, F13: the rest is read, and without a token there would be nothing to sample from; of 4,096
+    """The rest is read, and without a token there would be nothing to sample from; of 4,096
     cached tokens and 128 new ones 128 are computed, not 4,224.
     """
     driver = Driver(num_blocks=300, block_size=16, max_batch_tokens=4224)
@@ -245,7 +245,7 @@ def test_a_full_hit_computes_one_token() -> None:
 
 
 def test_a_hit_is_never_evicted_by_the_request_it_belongs_to() -> None:
-    """CHECKLIST F2: hits are held before anything is allocated. Here the hit is the oldest block there is."""
+    """Hits are held before anything is allocated. Here the hit is the oldest block there is."""
     driver = Driver(num_blocks=5, block_size=4)
     serve(driver, [1, 2, 3, 4])
     serve(driver, [5, 6, 7, 8, 9, 9, 9, 9])
@@ -254,7 +254,7 @@ def test_a_hit_is_never_evicted_by_the_request_it_belongs_to() -> None:
 
 
 def test_a_block_is_not_read_before_it_is_computed() -> None:
-    """CHECKLIST F3, Z14: the second request hits the chunks that were planned, not the whole prompt, whatever is in
+    """The second request hits the chunks that were planned, not the whole prompt, whatever is in
     flight; the executor of these tests fails on a slot that nobody has written.
     """
     driver = Driver(block_size=4, max_batch_tokens=8)
@@ -268,7 +268,7 @@ def test_a_block_is_not_read_before_it_is_computed() -> None:
 
 
 def test_preemption_gives_shared_blocks_up_like_an_end_does() -> None:
-    """CHECKLIST F8: what a preempted request shared is held by the others alone."""
+    """What a preempted request shared is held by the others alone."""
     driver = Driver(num_blocks=7, block_size=4, depth=1)
     common = [1, 2, 3, 4]
     first = driver.submit([*common, 5, 5, 5], max_tokens=12)

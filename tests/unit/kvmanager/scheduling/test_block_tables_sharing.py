@@ -1,4 +1,4 @@
-"""How many blocks sharing saves, in numbers, and that its two kinds are two switches (CHECKLIST J1, J2, J6)."""
+"""How many blocks sharing saves, in numbers, and that its two kinds are two switches."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_blocks_of_beams_that_have_just_parted(
 def test_blocks_of_a_whole_search_at_their_peak(
     prompt: int, width: int, new: int, block_size: int, shared: int, alone: int
 ) -> None:
-    """CHECKLIST J2: a search holds 47, 67, 77 and 56 % fewer blocks than beams that share nothing, and finds the same.
+    """A search holds 47, 67, 77 and 56 % fewer blocks than beams that share nothing, and finds the same.
 
     At most the prompt once and every beam's own tokens; fewer, because beams that parted late share those before.
     """
@@ -81,7 +81,7 @@ def test_blocks_of_a_whole_search_at_their_peak(
 
 @pytest.mark.parametrize(("new", "blocks"), [(2, 2 + 5), (6, 2 + 5 * 2), (10, 2 + 5 * 3)])
 def test_five_continuations_hold_the_prompt_once_and_their_own_tokens_each(new: int, blocks: int) -> None:
-    """CHECKLIST J1: a prompt of 10 in blocks of 4 is two blocks for all, and one with two tokens that each copies."""
+    """A prompt of 10 in blocks of 4 is two blocks for all, and one with two tokens that each copies."""
     driver = Driver(prefix_cache=False, depth=1)
     request = driver.submit(list(range(10)), max_tokens=new, n=5)
     assert peak_blocks(driver) == blocks
@@ -103,7 +103,6 @@ TWO_SWITCHES = [
 def test_sharing_within_a_request_and_between_requests_are_two_switches(
     switches: tuple[bool, bool], blocks: int, cached: int
 ) -> None:
-    """CHECKLIST J6."""
     prefix_cache, fork_sharing = switches
     prompt = list(range(10))
     driver = Driver(prefix_cache=prefix_cache, fork_sharing=fork_sharing, depth=1)

@@ -49,7 +49,7 @@ def worked_example() -> Driver:
 
 
 def test_blocks_go_in_the_order_of_the_worked_example() -> None:
-    """CHECKLIST F1 to F3, D3, G5: after both have ended the free queue is 7-8-9-4-3-2-6-5-1-0."""
+    """After both have ended the free queue is 7-8-9-4-3-2-6-5-1-0."""
     driver = worked_example()
     request = driver.submit([80] * 40)
     driver.plan()
@@ -57,7 +57,7 @@ def test_blocks_go_in_the_order_of_the_worked_example() -> None:
 
 
 def test_hits_leave_the_queue_before_anything_is_taken_from_it() -> None:
-    """CHECKLIST F1 to F3: 29 tokens that share twelve touch 0, 1 and 2 and take 7, 8, 9, 4 and 3, of which only 3 is
+    """29 tokens that share twelve touch 0, 1 and 2 and take 7, 8, 9, 4 and 3, of which only 3 is
     cached; 6 and 5 are what is left.
     """
     driver = worked_example()
@@ -72,7 +72,7 @@ def test_hits_leave_the_queue_before_anything_is_taken_from_it() -> None:
 
 
 def test_nothing_is_evicted_while_blocks_were_never_used() -> None:
-    """CHECKLIST G1: cached blocks stay while there is anything else, and go one by one when there is not."""
+    """Cached blocks stay while there is anything else, and go one by one when there is not."""
     driver = Driver(num_blocks=12, block_size=4)
     for number in range(3):
         serve(driver, [number] * 16)
@@ -84,7 +84,7 @@ def test_nothing_is_evicted_while_blocks_were_never_used() -> None:
 
 
 def test_the_oldest_that_nobody_holds_goes_first() -> None:
-    """CHECKLIST G2, G3: A was used 10 seconds ago, B 3, C 1; D 15 seconds ago, but it is held. A goes."""
+    """A was used 10 seconds ago, B 3, C 1; D 15 seconds ago, but it is held. A goes."""
     driver = Driver(num_blocks=8, block_size=4, depth=1)
     d = driver.submit([4] * 4, max_tokens=9)
     driver.step()
@@ -105,7 +105,7 @@ def test_the_oldest_that_nobody_holds_goes_first() -> None:
 
 
 def test_using_a_prefix_again_makes_it_the_youngest() -> None:
-    """CHECKLIST G3, F6, Z7: recency is the place in the queue, and a hit gives a new one."""
+    """Recency is the place in the queue, and a hit gives a new one."""
     driver = Driver(num_blocks=4, block_size=4)
     a, b = [1] * 4, [2] * 4
     serve(driver, a)
@@ -117,7 +117,7 @@ def test_using_a_prefix_again_makes_it_the_youngest() -> None:
 
 @pytest.mark.parametrize("short", range(1, 4))
 def test_a_chain_loses_its_deepest_blocks_first(short: int) -> None:
-    """CHECKLIST G4, G5, Z16: of equal age the tail goes first, so what is left of a prompt is always its beginning."""
+    """Of equal age the tail goes first, so what is left of a prompt is always its beginning."""
     driver = Driver(num_blocks=4, block_size=4)
     chain = [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4
     serve(driver, chain)
@@ -127,7 +127,7 @@ def test_a_chain_loses_its_deepest_blocks_first(short: int) -> None:
 
 
 def test_an_evicted_block_is_found_no_more() -> None:
-    """CHECKLIST G7, G8: its entry is gone with its memory; until then nothing of a request that ended is dropped."""
+    """Its entry is gone with its memory; until then nothing of a request that ended is dropped."""
     driver = Driver(num_blocks=3, block_size=4)
     serve(driver, [1] * 8)
     assert (driver.pool.num_active, driver.pool.num_cached_free, driver.pool.num_published) == (0, 2, 2)
@@ -138,7 +138,7 @@ def test_an_evicted_block_is_found_no_more() -> None:
 
 
 def test_with_everything_held_a_request_gives_way_as_a_whole() -> None:
-    """CHECKLIST G2, G12: what running requests hold is never taken from them block by block."""
+    """What running requests hold is never taken from them block by block."""
     driver = Driver(num_blocks=6, block_size=4, depth=1)
     requests = [driver.submit([token] * 8, max_tokens=8) for token in (1, 2, 3)]
     driver.step()

@@ -41,7 +41,7 @@ def right(request: LiveRequest, index: int = 0) -> bool:
 
 
 def test_a_preempted_sequence_comes_back_without_being_computed_again() -> None:
-    """CHECKLIST I2: one copy a block each way, a partial tail included, and not one token computed twice."""
+    """One copy a block each way, a partial tail included, and not one token computed twice."""
     driver = Driver(num_blocks=8, block_size=4, host_blocks=8, preemption="swap", depth=1)
     request = started(driver, list(range(10)), steps=2, max_tokens=6)
     table = list(request.sequences[0].block_table)
@@ -174,7 +174,7 @@ def test_another_request_hits_what_a_victim_left_in_the_host_pool() -> None:
 
 
 def test_what_a_victim_left_is_evicted_from_its_end() -> None:
-    """CHECKLIST F: a block without those before it can never be hit again."""
+    """A block without those before it can never be hit again."""
     driver = Driver(num_blocks=8, block_size=4, host_blocks=4, preemption="swap", depth=1)
     prompt = list(range(16))
     request = started(driver, prompt, max_tokens=2)
@@ -239,7 +239,7 @@ def test_a_whole_group_comes_back_with_its_sharing() -> None:
     [(4, 4, 63, False), (4, 4, 65, True), (0, 4, 33, True), (0, 4, 31, False), (0, 0, 0, False)],
 )
 def test_auto_takes_what_costs_less(out: int, back: int, tokens: int, swaps: bool) -> None:
-    """CHECKLIST I5: a block of 2 MB costs 2 ms each way at 1 GB/s, as much as 8 tokens of prefill at 4,000 a second."""
+    """A block of 2 MB costs 2 ms each way at 1 GB/s, as much as 8 tokens of prefill at 4,000 a second."""
     policy = SwapPolicy("auto", 2_000_000, 10**9, 10**9, 4_000)
     assert policy.swaps(out, back, tokens) is swaps
 
@@ -300,7 +300,7 @@ def shared_in_the_group(driver: Driver) -> LiveRequest:
 def test_only_what_would_really_move_counts(
     given: Callable[[Driver], LiveRequest], cost: tuple[int, int, int], block_bytes: int, swaps: bool
 ) -> None:
-    """CHECKLIST I5: a block takes `block_bytes` / 10 seconds each way, a token one; the decision hangs on it."""
+    """A block takes `block_bytes` / 10 seconds each way, a token one; the decision hangs on it."""
     driver = Driver(num_blocks=32, block_size=4, host_blocks=32, preemption="swap", depth=1)
     request = given(driver)
     assert swap_cost(driver, request) == cost

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from support.engine import small_tokenizers
 
-from pagekv.kvmanager.text.chat_template import ChatTemplate, ChatTemplateError
 from pagekv.kvmanager.text.tokenizer import Tokenizer, TokenizerError, TooManyTokens
 
 HELLO = [{"role": "user", "content": "  Hello <b> "}]
@@ -108,51 +107,9 @@ def test_where_a_template_is_looked_for(tmp_path: Path) -> None:
     assert render(Tokenizer.load(tmp_path)) == "jinja"
 
 
-def test_templates_get_the_conveniences_they_expect() -> None:
-    source = """
-{% for message in messages %}
-    {% if message.role == "system" %}
-        {% continue %}
-    {% endif %}
-<{{ message['role'] }}>{{ message['content'] | trim }} {{ {"é": "<"} | tojson }}
-{% generation %}said{% endgeneration %}
-{% endfor %}
-{{ tools is none }} {{ strftime_now("%Y") | length }}{% if add_generation_prompt %}<assistant>{% endif %}
-"""
-    got = ChatTemplate(source, {}).render([{"role": "system", "content": "x"}, *HELLO])
-    # The line break behind each block tag is trimmed.
-    assert got == '\n<user>Hello <b> {"é": "<"}\nsaidTrue 4<assistant>'
-
-
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", "refuses it: roles must alternate"),
-        ("{{ messages[0].content.nothing.at_all }}", "fails on it"),
-        ("{{ messages[7]['role'] + 1 }}", "fails on it"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "what it must not|fails on it"),
-        ("{{ messages.append('x') }}", "what it must not"),
-    ],
-)
-def test_a_template_that_fails_says_why(source: str, words: str) -> None:
-    with pytest.raises(ChatTemplateError, match=words):
-        ChatTemplate(source, {}).render(HELLO)
-
-
 def test_a_broken_template_is_refused_when_loading(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match="broken in line 2"):
         Tokenizer.load(save(tmp_path, chat_template="fine\n{% if %}"))
-
-
-def test_the_demo_model_has_a_template() -> None:
-    tokenizer = Tokenizer.load(Path(__file__).parents[4] / "client/pagekv/client/demo_model")
-    text = render(tokenizer, [{"role": "user", "content": "Who was Moses?"}])
-    assert "Who was Moses?" in text
-    ids = tokenizer.encode(text, special_tokens=False, limit=99)
-    assert "Who was Moses?" in tokenizer.decode(ids)
-    assert set(ids) & tokenizer.special_ids
-    with pytest.raises(ChatTemplateError, match="unknown role: pirate"):
-        render(tokenizer, [{"role": "pirate", "content": "Arr"}])
 
 
 def test_the_manager_imports_no_torch() -> None:

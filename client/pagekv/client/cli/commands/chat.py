@@ -10,14 +10,14 @@ from pagekv.client.cli.sampling_flags import Stopwatch, add_sampling, options_of
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.client import PageKVClient
 from pagekv.client.errors import InvalidRequest
-from pagekv.client.types import ChatMessage, GenerateOptions
+from pagekv.client.types import ChatMessage
 
 EXAMPLES = """\
   pagekv chat
   pagekv chat --system "You answer in one sentence." --temperature 0.7
   echo "Who made the heavens?" | pagekv chat --json
 """
-HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
+HELP = "/reset begins a new conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
 
 
 def add(commands: Subparsers) -> None:
@@ -46,11 +46,11 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
             if line == "/reset":
                 messages = list(first)
                 if interactive:
-                    terminal.note("The conversation is forgotten.")
+                    terminal.note("A new conversation begins.")
             elif line.startswith("/") and interactive:
                 terminal.note(HELP)
             elif line:
-                _turn(client, messages, line, options_of(args), terminal, interactive=interactive, as_json=args.json)
+                _turn(client, messages, line, args, terminal, interactive)
     return 0
 
 
@@ -58,21 +58,19 @@ def _turn(
     client: PageKVClient,
     messages: list[ChatMessage],
     line: str,
-    options: GenerateOptions,
+    args: argparse.Namespace,
     terminal: Terminal,
-    *,
     interactive: bool,
-    as_json: bool,
 ) -> None:
-    """One exchange, added to `messages` when it went well; an answer stopped by Ctrl-C stays with what it has."""
+    """One exchange, added to `messages` when it went well; an answer stopped by Ctrl-C is kept as far as it came."""
     asked = ChatMessage("user", line)
     watch, texts = Stopwatch(), list[str]()
     try:
-        with client.stream([*messages, asked], **options) as stream:
+        with client.stream([*messages, asked], **options_of(args)) as stream:
             for chunk in stream:
                 watch.see(chunk)
                 texts.append(chunk.text)
-                if not as_json:
+                if not args.json:
                     terminal.write(chunk.text)
     except InvalidRequest as error:
         # Mostly a conversation longer than the context.
@@ -86,7 +84,7 @@ def _turn(
         terminal.print()
         terminal.note("[stopped]")
     else:
-        if as_json:
+        if args.json:
             terminal.json(stream.completion)
         else:
             terminal.print()

@@ -43,12 +43,7 @@ def add(commands: Subparsers) -> None:
     add_target(parser)
     seconds = number(0.1, 3600)
     parser.add_argument(
-        "--watch",
-        nargs="?",
-        const=1.0,
-        type=seconds,
-        metavar="S",
-        help="every S seconds: pagekv top, or JSON [1]",
+        "--watch", nargs="?", const=1.0, type=seconds, metavar="S", help="every S seconds: pagekv top, or JSON [1]"
     )
     add_query(commands, "health", "say whether the stack serves; exit status 1 if not", health)
     add_query(commands, "model", "show the model served and its limits", model)

@@ -37,7 +37,6 @@ from pagekv.client.planning.kv_geometry import (
     KvGeometry,
     canonical_dtype,
     geometry_from_config,
-    geometry_from_numbers,
 )
 from pagekv.common.flags import integer, number, power_of_two, size_in_bytes
 from pagekv.common.models import ModelNotFound, resolve_model
@@ -136,16 +135,15 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
             }
         )
         return 0
-    parts = [
-        _model_text(geometry, shard, args.block_size, args.tp),
-        _group(terminal, f"KV cache{_of_rank(args.tp)}, by context and sequences", _grid_text(grid)),
-        _group(terminal, f"memory{_of_rank(args.tp)}", _memory_text(geometry, grid, fits, weights, args.tp)),
-    ]
-    if wasted is not None:
-        parts.append(_group(terminal, "waste", _waste_text(wasted, geometry.context)))
-    if saving is not None:
-        parts.append(_group(terminal, "shared prefix", _saving_text(saving, args.block_size)))
-    terminal.print("\n\n".join(parts))
+    of_rank = " of each rank" if args.tp > 1 else ""
+    groups = {
+        f"KV cache{of_rank}, by context and sequences": _grid_text(grid),
+        f"memory{of_rank}": _memory_text(geometry, fits, weights, args.tp),
+        "waste": wasted and _waste_text(wasted, geometry.context),
+        "shared prefix": saving and _saving_text(saving, args.block_size),
+    }
+    texts = [f"{terminal.bold(title)}\n{text}" for title, text in groups.items() if text is not None]
+    terminal.print("\n\n".join([_model_text(geometry, shard, args.block_size, args.tp), *texts]))
     for note in notes:
         terminal.note(note)
     return 0
@@ -156,22 +154,19 @@ def _geometry(model: str | None, given: GivenGeometry) -> tuple[KvGeometry, int 
     if model is None:
         if given.layers is None or given.kv_heads is None or given.head_size is None:
             raise UsageError("MODEL, or all of --layers, --kv-heads and --head-size, are required")
-        return geometry_from_numbers(given), None, []
+        dtype, context = given.dtype or DEFAULT_DTYPE, given.context or DEFAULT_CONTEXT
+        return KvGeometry(given.layers, given.kv_heads, given.head_size, dtype, context), None, []
     path = Path(model).expanduser()
     if not path.is_file():
         try:
             path = resolve_model(model, weights=False) / "config.json"
         except ModelNotFound as error:
             raise UsageError(str(error)) from error
-    geometry, notes = _from_config(path, given)
-    return geometry, weight_bytes(path.parent), notes
-
-
-def _from_config(path: Path, given: GivenGeometry) -> tuple[KvGeometry, list[str]]:
     try:
-        return geometry_from_config(_read_json(path), given)
+        geometry, notes = geometry_from_config(_read_json(path), given)
     except InvalidRequest as error:
         raise UsageError(f"{path}: {error}") from error
+    return geometry, weight_bytes(path.parent), notes
 
 
 def _read_json(path: Path) -> dict[str, object]:
@@ -219,14 +214,6 @@ def size_text(num_bytes: int) -> str:
     return f"{value:,.2f} {unit}"
 
 
-def _of_rank(tp: int) -> str:
-    return " of each rank" if tp > 1 else ""
-
-
-def _group(terminal: Terminal, title: str, text: str) -> str:
-    return f"{terminal.bold(title)}\n{text}"
-
-
 def _model_text(geometry: KvGeometry, shard: Shard, block_size: int, tp: int) -> str:
     token, rank_token = bytes_per_token(geometry), bytes_per_token(geometry, shard.kv_heads)
     heads = _count(geometry.kv_heads, "KV head")
@@ -254,9 +241,7 @@ def _grid_text(grid: Sequence[Sequence[Footprint]]) -> str:
     return _right(rows, header)
 
 
-def _memory_text(
-    geometry: KvGeometry, grid: Sequence[Sequence[Footprint]], fits: KvBudget | None, weights: int | None, tp: int
-) -> str:
+def _memory_text(geometry: KvGeometry, fits: KvBudget | None, weights: int | None, tp: int) -> str:
     """Weights and KV cache are two budgets: the one does not come out of the other."""
     rows = []
     if weights is None:

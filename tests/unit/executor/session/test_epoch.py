@@ -1,4 +1,4 @@
-"""What a step reports of its time: how long it took, and how long the executor had waited for it."""
+"""The times of a step's report: how long the step took, and how long the executor had waited for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEP_US = 5000
 
 
 class Clock:
-    """Microseconds that pass when told to."""
+    """Microseconds that pass when a test says so."""
 
     def __init__(self) -> None:
         self.now_us = 1_000_000

@@ -1,4 +1,4 @@
-"""Pins, resets, watches and explanations through the engine loop, as it serves (CHECKLIST F7, G12, K1, K2, K5, K7)."""
+"""Queries to a serving engine: pins, resets, watches, lookups and explanations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def outcomes(engine: EngineLoop, prompt: list[int], identity: CacheIdentity = AN
 
 
 def followed(watch: TableWatch) -> set[bytes]:
-    """The digests on the device that a reader of everything told so far has."""
+    """The digests on the device that a reader of the watch has by now."""
     found = {digest for stored in watch.take_snapshot(9999) for digest in stored.digests}
     diff = watch.take_unread()
     if diff.cleared:
@@ -80,7 +80,7 @@ def test_a_reset_is_refused_while_pins_hold_blocks(monkeypatch: pytest.MonkeyPat
 
 
 def test_watchers_see_a_reset_though_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reset is a border of its own: no step has to come for it to be told."""
+    """A reset is a step boundary of its own: watchers need no step to learn of it."""
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("a", EIGHT, 1)))
@@ -97,8 +97,6 @@ def test_watchers_see_a_reset_though_nothing_runs(monkeypatch: pytest.MonkeyPatc
 
 
 def test_pins_are_gauges_and_a_state_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CHECKLIST K5: pinned against evictable."""
-
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("a", [*EIGHT, 8, 9, 10, 11], 1)))
         pins = [engine.queries.pin_prefix(prompt, ANY, 60).pin_id for prompt in (EIGHT, EIGHT[:4])]
@@ -153,8 +151,6 @@ def test_a_request_that_pins_leave_no_room_for_is_refused_and_the_other_way_roun
 
 
 def test_steady_pressure_preempts_rather_than_evicts_what_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CHECKLIST G12."""
-
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("a", EIGHT, 1)))
         engine.queries.pin_prefix(EIGHT, ANY, 60)
@@ -210,51 +206,6 @@ def test_stopping_ends_every_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(main())
 
 
-def test_misses_are_counted_by_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CHECKLIST K2: one reason for each prompt, that of its first block that misses."""
-
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        async def misses(prompt: list[int], identity: CacheIdentity = ANY) -> str:
-            before = engine.queries.stats()
-            await read(engine.submit(identified("r", prompt, identity)))
-            after = engine.queries.stats()
-            names = [name for name in after.__slots__ if name.startswith("misses_")]
-            found = [name for name in names if getattr(after, name) > getattr(before, name)]
-            assert sum(getattr(after, name) - getattr(before, name) for name in names) == len(found)
-            return " ".join(name.removeprefix("misses_").removesuffix("_total") for name in found)
-
-        assert await misses([*EIGHT, 9]) == "never_seen"
-        assert await misses([*EIGHT, 9]) == "partial_tail"
-        # Nothing missed: of the last block one token had to be computed all the same.
-        assert await misses(EIGHT) == ""
-        assert await misses([0, 1, 2, 3, 4, 9, 9, 9]) == "diverged"
-        assert await misses([1]) == "partial_tail"
-        assert await misses(EIGHT, CacheIdentity(namespace="other")) == "never_seen"
-        assert await misses([30] * 8, CacheIdentity(read=False)) == ""
-        assert await misses([31] * 8, CacheIdentity(write=False)) == "never_seen"
-        engine.queries.reset_prefix_cache(force=False)
-        assert await misses(EIGHT) == "cleared"
-        for number in range(8):
-            await read(engine.submit(command(f"s{number}", [number + 20] * 28, 1)))
-        assert engine.queries.stats().evicted_blocks_total > 0
-        assert await misses(EIGHT) == "evicted"
-
-    run(monkeypatch, body, num_device_blocks=16)
-
-
-def test_both_hit_rates_are_exported_under_their_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CHECKLIST K1: cached blocks of prompt blocks, and cached tokens of prompt tokens."""
-
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        await read(engine.submit(command("a", [*EIGHT, 9], 1)))
-        await read(engine.submit(command("b", [*EIGHT, 7, 7], 1)))
-        stats = engine.queries.stats()
-        assert (stats.prompt_blocks_total, stats.cached_blocks_total, stats.block_hit_rate) == (6, 2, 2 / 6)
-        assert (stats.prompt_tokens_total, stats.cached_tokens_total, stats.prefix_hit_rate) == (19, 8, 8 / 19)
-
-    run(monkeypatch, body)
-
-
 def test_adapters_of_a_namespace_are_explained_to_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(identified("a", EIGHT, CacheIdentity("mine", "lora"))))
@@ -291,3 +242,15 @@ def test_nothing_is_served_before_an_executor_was_attached() -> None:
         await engine.stop(0)
 
     asyncio.run(main())
+
+
+def test_looking_a_prompt_up_counts_its_full_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        await read(engine.submit(command("a", list(range(8)))))
+        assert engine.queries.lookup_prefix(list(range(8)), CacheIdentity()).device_tokens == 8
+        assert engine.queries.lookup_prefix(list(range(7)), CacheIdentity()).device_tokens == 4
+        assert engine.queries.lookup_prefix(list(range(8)), CacheIdentity(namespace="other")).device_tokens == 0
+        assert engine.queries.reset_prefix_cache(force=False) == ResetCounts(3)
+        assert engine.queries.lookup_prefix(list(range(8)), CacheIdentity()).device_tokens == 0
+
+    run(monkeypatch, body)

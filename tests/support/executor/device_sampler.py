@@ -1,0 +1,49 @@
+"""The device's sampler as the runner uses it, on CPU tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from pagekv.executor.backend.interface import Sampled, SequenceState
+from pagekv.executor.cuda.device_sequences import DeviceSequences
+from pagekv.executor.cuda.penalties import PenaltyTable
+from pagekv.executor.cuda.sampler import sample
+from pagekv.executor.cuda.sampling_inputs import SamplingInputs
+from pagekv.kernels.attention_plan import pack
+
+
+class DeviceSampler:
+    """Sampling over some steps."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.table = PenaltyTable(vocab_size, torch.device("cpu"))
+        self.live = DeviceSequences(64, self.table)
+
+    def sample(self, logits: torch.Tensor, states: Sequence[SequenceState]) -> list[Sampled]:
+        inputs = SamplingInputs([self.live.get(state) for state in states], logits.shape[1], self.table)
+        words, offsets = pack(inputs.sections(), {})
+        uploaded = torch.from_numpy(words)
+
+        def find(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            size = math.prod(shape) * dtype.itemsize // 4
+            return uploaded[offsets[name] : offsets[name] + size].view(dtype).view(shape)
+
+        chosen = sample(logits, inputs.chunks(find), self.table)
+        tokens = {state.seq_id: Sampled(token) for state, token in zip(states, chosen.tokens.tolist(), strict=True)}
+        rows = [row for chunk in chosen.logprobs for row in zip(*(part.tolist() for part in chunk), strict=True)]
+        for state, (logprob, ids, values) in zip(inputs.logprobs_of, rows, strict=True):
+            top = tuple(zip(ids, values, strict=True))[: state.sampling.logprobs]
+            tokens[state.seq_id] = Sampled(tokens[state.seq_id].token_id, logprob, top)
+        return [tokens[state.seq_id] for state in states]
+
+
+def agree(mine: Sequence[Sampled], theirs: Sequence[Sampled]) -> None:
+    assert [one.token_id for one in mine] == [one.token_id for one in theirs]
+    for one, other in zip(mine, theirs, strict=True):
+        assert [token_id for token_id, _ in one.top] == [token_id for token_id, _ in other.top]
+        assert [value for _, value in one.top] == pytest.approx([value for _, value in other.top], abs=1e-12)
+        assert one.logprob == (other.logprob if other.logprob is None else pytest.approx(other.logprob, abs=1e-12))

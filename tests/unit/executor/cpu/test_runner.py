@@ -1,0 +1,33 @@
+"""One step of the CPU backend: who samples, and that a step of nothing is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.executor.cpu_driver import prompts_of, save_model
+
+from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
+from pagekv.executor.cpu.kv_cache import KvCache
+from pagekv.executor.cpu.runner import run_step
+from pagekv.executor.model.loading import LoadedModel, load_model
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    directory = tmp_path_factory.mktemp("llama")
+    save_model("llama", directory)
+    return load_model(directory, torch.float64)
+
+
+def test_only_sequences_whose_last_token_is_computed_sample(loaded: LoadedModel) -> None:
+    cache = KvCache(loaded.geometry, 4, 8)
+    whole, part = (
+        SequenceState(seq_id, prompt, 8, [2 * seq_id, 2 * seq_id + 1], 0, Sampling())
+        for seq_id, prompt in enumerate(prompts_of([8, 8]))
+    )
+    assert run_step(loaded.model, cache, []) == {}
+    assert run_step(loaded.model, cache, [Scheduled(part, 0, 5)]) == {}
+    both = run_step(loaded.model, cache, [Scheduled(whole, 0, 8), Scheduled(part, 5, 3)])
+    assert set(both) == {whole.seq_id, part.seq_id}
+    alone = run_step(loaded.model, KvCache(loaded.geometry, 4, 8), [Scheduled(whole, 0, 8)])
+    assert alone == {whole.seq_id: both[whole.seq_id]}

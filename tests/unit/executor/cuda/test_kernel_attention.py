@@ -1,0 +1,57 @@
+"""The kernels that serve a model, and the rows of padding in a graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.executor.cpu_driver import Driver, prompts_of, save_model
+from support.executor.cuda_host import host_backend, save_small_model
+
+from pagekv.executor.cuda.kernel_attention import KernelAttention
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    save_small_model("llama", directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("llama", {}, r"LlamaForCausalLM cannot be served by the cuda backend: head_size: .* got 12"),
+        ("gpt2", {}, r"GPT2LMHeadModel .* head_size"),
+    ],
+)
+def test_head_sizes_without_a_kernel_are_refused(
+    tmp_path: Path, name: str, options: dict[str, Any], reason: str
+) -> None:
+    save_model(name, tmp_path)
+    with pytest.raises(ValueError, match=reason):
+        host_backend(tmp_path, **options)
+
+
+def test_rows_that_fill_a_graph_up_attend_to_nothing(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three sequences in a graph of four rows, replayed: nothing behind attention reads unwritten memory."""
+    backend, seen = host_backend(llama, max_sequences=4, dtype="float32"), list[torch.Tensor]()
+    attend = KernelAttention.attend
+
+    def watch(self: KernelAttention, layer: int, query: torch.Tensor, *rest: Any) -> torch.Tensor:
+        out = attend(self, layer, query, *rest)
+        if query.shape[1] == 4:
+            seen.append(out)
+        return out
+
+    unwritten = SimpleNamespace(empty=lambda shape, **options: torch.full(shape, torch.nan, **options))
+    monkeypatch.setattr("pagekv.executor.cuda.kernel_attention.torch", unwritten)
+    monkeypatch.setattr(KernelAttention, "attend", watch)
+    driver = Driver(backend, 16)
+    driver.generate([driver.sequence(prompt) for prompt in prompts_of([3, 4, 250])], 4)
+    assert backend.runner.graphs.num_replayed > 0
+    assert len(seen) >= 6
+    assert all(bool(out[:3].any()) and not out[3].any() for out in seen)

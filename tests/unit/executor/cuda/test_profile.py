@@ -1,0 +1,34 @@
+"""Profiling a step of the cuda backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.executor.cuda_host import host_backend, save_small_model
+
+from pagekv.common.errors import OutOfMemory
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    save_small_model("llama", directory)
+    return directory
+
+
+def test_pools_are_left_alone_by_a_description(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manager that asks while another's pools are there gets the profile of a step at least as large."""
+    backend = host_backend(llama)
+    first = backend.describe(16, 20)
+    backend.allocate(16, 4, 0)
+    pool = backend.cache.device
+
+    def full(*_: object) -> None:
+        raise MemoryError("device blocks")
+
+    monkeypatch.setattr("pagekv.executor.cuda.backend.profile_step", full)
+    assert backend.describe(8, 12).prefill_tokens_per_s == first.prefill_tokens_per_s
+    assert backend.cache.device is pool
+    with pytest.raises(OutOfMemory, match="token_budget: a step of 40 tokens does not fit"):
+        backend.describe(16, 40)

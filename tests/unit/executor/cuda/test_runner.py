@@ -1,0 +1,112 @@
+"""Steps of the cuda backend, over the emulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.executor.cpu_driver import Driver, prompts_of
+from support.executor.cuda_host import HostDevice, host_backend, save_small_model
+from support.executor.executor_steps import new_sequence
+
+from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
+from pagekv.executor.cuda.backend import CudaBackend
+from pagekv.executor.session.epoch import Epoch
+from pagekv.executor.session.step import Step
+from pagekv.executor.session.step_check import EpochLimits
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    save_small_model("llama", directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("table", "reason"),
+    [
+        ([3, 99], r"block_tables: block 99 .*must be in \[0, 8\)"),
+        ([3, -1], "block -1"),
+        ([3], "block -1 of sequence 0"),
+    ],
+)
+def test_ids_are_checked_before_anything_is_launched(llama: Path, table: list[int], reason: str) -> None:
+    backend = host_backend(llama)
+    backend.allocate(4, 8, 0)
+    backend.cache.device.fill_(7)
+    state = SequenceState(1, [1, 2, 3, 4, 5], 5, table, 0, Sampling())
+    with pytest.raises(ValueError, match=reason):
+        backend.launch([Scheduled(state, 0, 5)])
+    assert bool((backend.cache.device == 7).all())
+
+
+def test_more_input_than_the_buffer_holds(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffer moves, and what was recorded over the old one is not replayed."""
+    monkeypatch.setattr("pagekv.executor.cuda.runner.UPLOAD_WORDS", 128)
+    prompts = prompts_of([3, 30])
+    expected = [_alone(host_backend(llama), prompt) for prompt in prompts]
+    backend = host_backend(llama)
+    driver = Driver(backend, 16)
+    states = [driver.sequence(prompt) for prompt in prompts]
+    driver.generate(states[:1], 5)
+    assert driver.generate(states, 8) == expected
+
+
+def _alone(backend: CudaBackend, prompt: list[int]) -> list[int]:
+    driver = Driver(backend, 16)
+    return driver.generate([driver.sequence(prompt)], 8)[0]
+
+
+def test_steps_of_an_epoch_launched_ahead(llama: Path) -> None:
+    """Through checks and bookkeeping of real steps: enter, decode twice ahead, leave; a later sequence gets its handle,
+    its id and its blocks."""
+    backend = host_backend(llama, max_sequences=1)
+    backend.allocate(4, 8, 0)
+    epoch = Epoch(1, "m", EpochLimits(4, 8, 0, 256, 256, 1), backend)
+    prompts = prompts_of([5, 6])
+    outputs = []
+    step = 0
+    for prompt in prompts:
+        sampling = Sampling(frequency_penalty=0.5)
+        entering = new_sequence(3, prompt, [1, 2, 3], sampling=sampling)
+        steps = [
+            Step(
+                1,
+                step + 1,
+                finished_seqs=[3] if step else [],
+                new_seqs=[entering],
+                scheduled_seqs=[3],
+                scheduled_tokens=[len(prompt)],
+            )
+        ]
+        steps += [Step(1, step + number) for number in (2, 3, 4)]
+        step += 4
+        launched = [epoch.launch(one) for one in steps]
+        reports = [one.collect() for one in launched]
+        outputs.append([report.sampled[3].token_id for report in reports])
+    for prompt, output in zip(prompts, outputs, strict=True):
+        driver = Driver(host_backend(llama), 4)
+        expected = driver.generate([driver.sequence(prompt, sampling=Sampling(frequency_penalty=0.5))], 4)
+        assert [output] == expected
+
+
+def test_graphs_leave_their_logits_in_one_buffer(llama: Path) -> None:
+    """Two shapes, recorded and replayed: what each returns lies in the runner's buffer, not in memory of the graph."""
+    returned: list[int] = []
+
+    class Watching(HostDevice):
+        def capture(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+            returned.append(function().data_ptr())
+            return super().capture(function)
+
+    backend = host_backend(llama, Watching(), max_sequences=3)
+    driver = Driver(backend, 16)
+    for count in (1, 2):
+        states = [driver.sequence(prompt) for prompt in prompts_of([3, 4][:count])]
+        driver.generate(states, 4)
+        backend.finish(states)
+    assert len(returned) == 2
+    assert set(returned) == {backend.runner._graph_logits.data_ptr()}

@@ -1,0 +1,46 @@
+"""Attention that PageKV would compute wrongly is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pagekv.executor.model.attention_interface import Scores, UnsupportedAttention, paged_attention
+
+
+class Layer(nn.Module):
+    layer_idx = 0
+
+    def __init__(self, is_causal: bool = True) -> None:
+        super().__init__()
+        self.is_causal = is_causal
+
+
+class Never:
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores) -> Any:
+        raise AssertionError("refused calls must not get here")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"paged": None}, "keyword arguments"),
+        ({"attention_mask": torch.zeros(1, 1, 2, 2)}, "mask of its own"),
+        ({"position_bias": torch.zeros(1)}, "position_bias"),
+        ({"s_aux": torch.zeros(1)}, "s_aux"),
+    ],
+)
+def test_refuses_what_it_would_get_wrong(change: dict[str, Any], reason: str) -> None:
+    tensor = torch.zeros(1, 2, 2, 4)
+    arguments = {"attention_mask": None, "paged": Never(), **change}
+    with pytest.raises(UnsupportedAttention, match=reason):
+        paged_attention(Layer(), tensor, tensor, tensor, **arguments)
+
+
+def test_refuses_attention_that_is_not_causal() -> None:
+    tensor = torch.zeros(1, 2, 2, 4)
+    with pytest.raises(UnsupportedAttention, match="not causal"):
+        paged_attention(Layer(is_causal=False), tensor, tensor, tensor, None, paged=Never())

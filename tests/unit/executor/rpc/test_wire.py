@@ -1,0 +1,67 @@
+"""Messages to and from the executor's own types: every field arrives."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from pagekv.executor.backend.interface import BackendDescription, CopyDirection, Sampled, Sampling
+from pagekv.executor.rpc import wire
+from pagekv.executor.session.session import AttachOrder
+from pagekv.executor.session.step import NO_SAMPLING, ExecutedStep
+from pagekv.v1 import executor_service_pb2 as pb
+
+# Every field differs from its default and is exact in float32.
+SAMPLING = Sampling(0.5, 0.25, 3, 0.125, 1.5, -0.5, 0.75, 2**63, 5, 6, (7, 8), (9, 10), (1.5, -2.0), 0)
+
+
+def sampling_message(sampling: Sampling) -> pb.StepSampling:
+    return pb.StepSampling(**{field.name: getattr(sampling, field.name) for field in fields(Sampling)})
+
+
+def test_a_step_has_every_field_of_its_message() -> None:
+    new = pb.NewSequence(seq_id=4, token_ids=[1, 2, 3], num_prompt_tokens=2, block_ids=[6, 5], computed_tokens=1)
+    new.sampling.CopyFrom(sampling_message(SAMPLING))
+    copies = pb.MemoryOp(kind=pb.MEMORY_OP_KIND_SWAP_IN, sources=[1, 2], destinations=[3, 4])
+    columns = {"finished_seqs": [1], "append_seqs": [2], "append_blocks": [3]}
+    columns |= {"scheduled_seqs": [4], "scheduled_tokens": [5]}
+    step = wire.step(pb.StepRequest(epoch=7, step=8, memory_ops=[copies], new_seqs=[new], **columns))
+    assert (step.epoch, step.step) == (7, 8)
+    assert {name: getattr(step, name) for name in columns} == columns
+    (state,) = step.new_seqs
+    assert (state.seq_id, state.token_ids, state.num_prompt_tokens) == (4, [1, 2, 3], 2)
+    assert (state.block_table, state.computed_tokens, state.sampling) == ([6, 5], 1, SAMPLING)
+    (found,) = step.memory_ops
+    assert (found.direction, found.sources, found.destinations) == (CopyDirection.SWAP_IN, [1, 2], [3, 4])
+
+
+def test_absent_sampling_and_unknown_kinds_are_told_from_neutral_ones() -> None:
+    request = pb.StepRequest(new_seqs=[pb.NewSequence(), pb.NewSequence(sampling=pb.StepSampling())])
+    request.memory_ops.add(kind=pb.MEMORY_OP_KIND_UNSPECIFIED)
+    request.memory_ops.add().MergeFromString(b"\x08\x63")  # kind 99
+    step = wire.step(request)
+    assert step.new_seqs[0].sampling is NO_SAMPLING
+    assert step.new_seqs[1].sampling is not NO_SAMPLING
+    assert step.new_seqs[1].sampling.logprobs is None
+    assert [op.direction for op in step.memory_ops] == [None, None]
+
+
+def test_the_attachment_asked_for() -> None:
+    order = AttachOrder("m", 16, 100, 50, "layout", True)
+    message = pb.AttachRequest(**{field.name: getattr(order, field.name) for field in fields(AttachOrder)})
+    assert wire.attach_order(message) == order
+
+
+def test_results_of_a_step() -> None:
+    sampled = {3: Sampled(5), 4: Sampled(6, -0.5, ((6, -0.5), (2, -1.0)))}
+    message = wire.step_result(ExecutedStep(7, 8, sampled, 9, 10, 11))
+    assert (message.epoch, message.step, message.computed_tokens) == (7, 8, 9)
+    assert (message.execute_us, message.idle_us) == (10, 11)
+    assert (list(message.sampled_seqs), list(message.sampled_tokens)) == ([3, 4], [5, 6])
+    (logprobs,) = message.logprobs
+    assert (logprobs.seq_id, logprobs.chosen) == (4, -0.5)
+    assert (list(logprobs.top_token_ids), list(logprobs.top_logprobs)) == ([6, 2], [-0.5, -1.0])
+
+
+def test_every_field_of_a_description_has_a_field_of_the_message() -> None:
+    names = {field.name for field in fields(BackendDescription)}
+    assert names == {field.name for field in pb.DescribeResponse.DESCRIPTOR.fields}

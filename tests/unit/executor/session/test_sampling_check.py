@@ -1,0 +1,74 @@
+"""The bounds of sampling fields: what is refused, and by which field."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from pagekv.common.errors import InvalidRequest
+from pagekv.executor.backend.interface import Sampling
+from pagekv.executor.session.sampling_check import check_sampling
+
+NAN, INF = math.nan, math.inf
+
+# (id, fields, the field refused, a part of the description)
+REFUSALS: list[tuple[str, dict[str, Any], str, str]] = [
+    ("temperature-nan", {"temperature": NAN}, "temperature", "from 0 to 100, got nan"),
+    ("temperature-inf", {"temperature": INF}, "temperature", "from 0 to 100, got inf"),
+    ("top-p-zero", {"top_p": 0.0}, "top_p", "above 0"),
+    ("top-p-high", {"top_p": 1.1}, "top_p", "from 0 to 1"),
+    ("top-p-nan", {"top_p": NAN}, "top_p", "got nan"),
+    ("top-k", {"top_k": 513}, "top_k", "from 0 to 512, got 513"),
+    ("min-p", {"min_p": -INF}, "min_p", "from 0 to 1, got -inf"),
+    ("repetition-zero", {"repetition_penalty": 0.0}, "repetition_penalty", "above 0"),
+    ("repetition", {"repetition_penalty": NAN}, "repetition_penalty", "got nan"),
+    ("presence", {"presence_penalty": 2.5}, "presence_penalty", "from -2 to 2, got 2.5"),
+    ("frequency", {"frequency_penalty": -INF}, "frequency_penalty", "from -2 to 2"),
+    ("min-tokens", {"min_tokens": 65}, "min_tokens", "from 0 to 64, got 65"),
+    ("logprobs", {"logprobs": 129}, "logprobs", "from 0 to 128, got 129"),
+    ("banned", {"banned_until_min": [0, 512]}, "banned_until_min[1]", "below 512, got 512"),
+    ("banned-many", {"banned_until_min": [0] * 1025}, "banned_until_min", "at most 1024"),
+    (
+        "bias-id",
+        {"bias_token_ids": [999], "biases": [1.0]},
+        "bias_token_ids[0]",
+        "below 512, got 999",
+    ),
+    (
+        "bias-twice",
+        {"bias_token_ids": [3, 3], "biases": [1.0, 1.0]},
+        "bias_token_ids",
+        "at most once",
+    ),
+    (
+        "bias-columns",
+        {"bias_token_ids": [3, 4], "biases": [1.0]},
+        "biases",
+        "2 entries",
+    ),
+    (
+        "bias-nan",
+        {"bias_token_ids": [3, 4], "biases": [1.0, NAN]},
+        "biases[1]",
+        "from -100 to 100, got nan",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "part"), [case[1:] for case in REFUSALS], ids=[case[0] for case in REFUSALS]
+)
+def test_refused_by_field(fields: dict[str, Any], field: str, part: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_sampling("path", Sampling(**fields), vocab_size=512, max_model_len=64)
+    assert caught.value.field == f"path.{field}"
+    assert part in str(caught.value)
+
+
+def test_bounds_themselves_are_let_through() -> None:
+    most = Sampling(100, 1, 512, 1, 10, 2, 2, 2**64 - 1, 63, 64, (511,), (511,), (100.0,), 128)
+    least = Sampling(0, 1e-9, 0, 0, 1e-9, -2, -2, 0, 0, 0, (), (0,), (-100.0,), 0)
+    for sampling in (Sampling(), most, least):
+        check_sampling("path", sampling, vocab_size=512, max_model_len=64)

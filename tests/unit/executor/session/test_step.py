@@ -1,0 +1,17 @@
+"""A step without protobuf."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from pagekv.executor.backend.interface import Sampling
+from pagekv.executor.session.step import NO_SAMPLING, Step
+from pagekv.v1 import executor_service_pb2 as pb
+
+
+def test_fields_are_those_of_the_contract() -> None:
+    assert [field.name for field in fields(Step)] == [field.name for field in pb.StepRequest.DESCRIPTOR.fields]
+
+
+def test_neutral_sampling_is_not_absent_sampling() -> None:
+    assert Sampling() is not NO_SAMPLING

@@ -1,0 +1,128 @@
+"""Tokens as text: stop tokens, stop strings, and outputs that are resumed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.engine.inference_harness import LENGTH, STOP, Harness, bytes_of, request, run, tokens_of
+
+from pagekv.kvmanager.request.command import FinishReason
+from pagekv.kvmanager.request.logprobs import TokenLogprobs
+from pagekv.kvmanager.request.stream import SequenceDelta
+
+
+def test_a_stop_token_is_reported_and_has_no_text() -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request(params={"stop_token_ids": tokens_of("d")}))
+        h.engine.push("r", *tokens_of("a"), *tokens_of("d"), finish=FinishReason.STOP)
+        chunk = (await call.read()).chunk
+        assert (list(chunk.token_ids), chunk.text) == (tokens_of("a") + tokens_of("d"), "a")
+        complete = (await call.read()).complete
+        assert (complete.finish_reason, complete.stop_token_id, complete.text) == (STOP, tokens_of("d")[0], "a")
+        assert complete.WhichOneof("matched_stop") == "stop_token_id"
+
+    run(body)
+
+
+def test_a_stop_string_across_chunks_ends_the_sequence_and_trims_the_rest() -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request(params={"stop": ["\n#"], "logprobs": 0}))
+        for text in ["a\n", "#bc"]:
+            ids = [token for character in text for token in tokens_of(character)]
+            logprobs = [TokenLogprobs(token, -0.5) for token in ids]
+            h.engine.live["r"].push(SequenceDelta(0, ids, logprobs))
+            if text == "a\n":
+                chunk = (await call.read()).chunk
+                assert (len(chunk.token_ids), chunk.text) == (2, "a")
+        chunk = (await call.read()).chunk
+        assert (list(chunk.token_ids), chunk.text) == (tokens_of("#"), "")
+        assert len(chunk.logprobs) == 1
+        complete = (await call.read()).complete
+        assert (complete.finish_reason, complete.stop_string, complete.text) == (STOP, "\n#", "a")
+        assert list(complete.output_ids) == tokens_of("a") + tokens_of("\n") + tokens_of("#")
+        assert complete.completion_tokens == len(complete.logprobs) == 3
+        assert await call.rest() == []
+        assert h.engine.stopped == [("r", 0)]
+        assert h.engine.aborted == []
+
+    run(body)
+
+
+def test_a_stop_string_before_min_tokens_is_text() -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request(params={"stop": ["b"], "min_tokens": 3}))
+        h.engine.push("r", *(tokens_of("a") + tokens_of("b") + tokens_of("a") + tokens_of("b") + tokens_of("a")))
+        chunk = (await call.read()).chunk
+        assert (chunk.text, len(chunk.token_ids)) == ("aba", 4)
+        assert (await call.read()).complete.stop_string == "b"
+
+    run(body)
+
+
+def test_text_held_back_for_a_stop_string_comes_with_the_end() -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request(params={"stop": ["xyz"]}))
+        h.engine.push("r", *tokens_of("x"))
+        assert (await call.read()).chunk.text == ""
+        h.engine.push("r", *tokens_of("y"), finish=FinishReason.LENGTH)
+        assert (await call.read()).chunk.text == "xy"
+        assert (await call.read()).complete.text == "xy"
+
+    run(body)
+
+
+def test_resumed_text_goes_on_exactly_where_it_broke_off() -> None:
+    """The first stream had sent two of the four bytes of an emoji, and held back what may become a stop string."""
+    smile = bytes_of("😀")
+
+    async def body(h: Harness) -> None:
+        sent = tokens_of("a") + smile[:2]
+        ids = tokens_of("In the") + sent
+        call = await h.start(request(ids=ids, resumed_tokens=len(sent), params={"stop": ["😀x"]}))
+        assert h.engine.commands[0].resumed_tokens == 3
+        h.engine.push("r", *smile[2:])
+        chunk = (await call.read()).chunk
+        assert (chunk.text, chunk.completion_tokens, chunk.prompt_tokens) == ("", 5, 2)
+        h.engine.push("r", *tokens_of("y"), finish=FinishReason.LENGTH)
+        assert (await call.read()).chunk.text == "😀y"
+        complete = (await call.read()).complete
+        assert (complete.text, list(complete.output_ids)) == ("😀y", smile[2:] + tokens_of("y"))
+        assert complete.completion_tokens == 6
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("params", "output", "reason", "matched"),
+    [
+        ({"max_tokens": 2}, "ab", LENGTH, None),
+        ({"stop": ["b"]}, "ab", STOP, "stop_string"),
+        ({"stop_token_ids": tokens_of("b")}, "ab", STOP, "stop_token_id"),
+        ({}, "a</s>", STOP, "stop_token_id"),
+    ],
+)
+def test_a_resumed_output_that_was_whole_ends_at_once(
+    params: dict[str, Any], output: str, reason: int, matched: str | None
+) -> None:
+    async def body(h: Harness) -> None:
+        ids = tokens_of("In the") + [token for c in ("a", output[1:]) for token in tokens_of(c)]
+        messages = [m async for m in h.stub.Generate(request(ids=ids, resumed_tokens=2, params=params))]
+        assert [m.WhichOneof("event") for m in messages] == ["complete"]
+        complete = messages[0].complete
+        assert (complete.finish_reason, complete.WhichOneof("matched_stop")) == (reason, matched)
+        assert (complete.completion_tokens, list(complete.output_ids), complete.text) == (2, [], "")
+        assert h.engine.commands == []
+
+    run(body)
+
+
+@pytest.mark.parametrize("params", [{"ignore_eos": True}, {"min_tokens": 3}])
+def test_a_resumed_output_that_was_not_whole_goes_on(params: dict[str, Any]) -> None:
+    async def body(h: Harness) -> None:
+        ids = tokens_of("In the") + tokens_of("a</s>")
+        call = await h.start(request(ids=ids, resumed_tokens=2, params=params))
+        h.engine.push("r", 50, finish=FinishReason.LENGTH)
+        assert (await call.read()).chunk.completion_tokens == 3
+
+    run(body)

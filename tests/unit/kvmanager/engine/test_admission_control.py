@@ -1,0 +1,64 @@
+"""Requests that are refused when they are submitted, and for how long."""
+
+from __future__ import annotations
+
+import pytest
+from support.engine.engine_harness import Bench, command, expect, read, run, until
+
+from pagekv.common.errors import AlreadyExists, InvalidRequest, Overloaded
+from pagekv.kvmanager.engine.loop import EngineLoop
+from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
+
+
+def test_the_queue_counts_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        streams = [engine.submit(command("a", [1], n=3)), engine.submit(command("b", [2], n=2))]
+        with pytest.raises(AlreadyExists):
+            engine.submit(command("a", [1]))
+        with pytest.raises(Overloaded, match="5 sequences wait, at most 6"):
+            engine.submit(command("c", [3], n=2))
+        streams.append(engine.submit(command("c", [3])))
+        assert [await read(stream) for stream in streams] == [expect([i]) for i in (1, 2, 3)]
+        assert engine.queries.stats().rejected_requests_total == 1
+
+    run(monkeypatch, body, max_queue=6)
+
+
+def test_answers_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that takes its answer, or goes without, makes room. Live requests do not count."""
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        streams = [engine.submit(command("a", [1], n=2)), engine.submit(command("b", [2]))]
+        await until(lambda: engine.queries.stats().running_sequences + engine.queries.stats().waiting_sequences == 0)
+        with pytest.raises(Overloaded, match="3 sequences have ended whose readers have not taken them, at most 3"):
+            engine.submit(command("c", [3]))
+        assert await read(streams[0]) == expect([1])
+        engine.release(streams[0])
+        engine.release(streams[0])
+        assert engine.queries.stats().unread_sequences == 1
+        streams.append(engine.submit(command("c", [3])))
+        engine.release(streams.pop())
+        assert engine.queries.stats().aborted_requests_total == 1
+        streams.append(engine.submit(command("d", [4])))
+        streams.append(engine.submit(command("e", [4])))
+        await until(lambda: engine.queries.stats().running_sequences + engine.queries.stats().waiting_sequences == 0)
+        with pytest.raises(Overloaded, match="3 sequences have ended"):
+            engine.submit(command("f", [3]))
+        assert engine.queries.stats().rejected_requests_total == 2
+
+    run(monkeypatch, body, max_unread=3)
+
+
+def test_what_no_deployment_of_this_size_can_ever_take_is_refused_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as RESOURCE_EXHAUSTED, which says to come back."""
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        with pytest.raises(InvalidRequest, match=r"from 1 to 6 \(--max-queue\), got 7") as caught:
+            engine.submit(command("a", [1], n=7))
+        assert caught.value.field == "sampling_params.n"
+        beams = SamplingParams(max_tokens=2, beam_width=33)
+        with pytest.raises(InvalidRequest, match=r"from 0 to 8 \(--max-running .*\), got 33"):
+            engine.submit(GenerateCommand("b", [1], beams))
+        assert engine.queries.stats().rejected_requests_total == 0
+
+    run(monkeypatch, body, max_queue=6)

@@ -1,0 +1,85 @@
+"""The link to an executor on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from support.engine.fake_engine import MODEL
+
+from pagekv.common.errors import InvalidRequest, PageKVError, StaleEpoch, Unavailable
+from pagekv.common.statuses import abort_with
+from pagekv.kvmanager.engine.executor_client import ExecutorLink, ExecutorLost
+from pagekv.kvmanager.engine.recovery import Fault
+from pagekv.v1 import executor_service_pb2 as pb
+from pagekv.v1 import executor_service_pb2_grpc as pb_grpc
+
+
+class _Executor(pb_grpc.ExecutorServiceServicer):
+    """Ends every stream of steps as it is told."""
+
+    def __init__(self, end: PageKVError | grpc.StatusCode) -> None:
+        self._end = end
+
+    async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:
+        return pb.DescribeResponse()
+
+    async def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachResponse:
+        return pb.AttachResponse(epoch=1)
+
+    async def Run(self, request_iterator: AsyncIterator[pb.StepRequest], context: Any) -> AsyncIterator[pb.StepResult]:
+        if isinstance(self._end, PageKVError):
+            await abort_with(context, self._end)
+        else:
+            await context.abort(self._end, "words")
+        yield pb.StepResult()
+
+
+@pytest.mark.parametrize(
+    ("end", "fault"),
+    [
+        (grpc.StatusCode.INTERNAL, Fault.STEP),
+        (InvalidRequest("step", "must be 1"), Fault.STEP),
+        (grpc.StatusCode.UNAVAILABLE, Fault.GONE),
+        (Unavailable("the executor is shutting down"), Fault.NONE),
+        (StaleEpoch("taken over"), Fault.NONE),
+    ],
+)
+def test_what_ends_the_stream_says_whose_fault_it_was(end: PageKVError | grpc.StatusCode, fault: Fault) -> None:
+    async def main() -> None:
+        server = grpc.aio.server()
+        pb_grpc.add_ExecutorServiceServicer_to_server(_Executor(end), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        woken = asyncio.Event()
+        link = ExecutorLink(f"127.0.0.1:{port}", woken.set)
+        await link.attach("m", MODEL, "any", False)
+        await woken.wait()
+        with pytest.raises(ExecutorLost) as lost:
+            link.take_outcome()
+        assert lost.value.fault is fault
+        await link.close()
+        await server.stop(None)
+
+    asyncio.run(main())
+
+
+def test_the_link_to_the_executor_takes_no_detour_over_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for name in ("no_proxy", "no_grpc_proxy", "grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+    async def main() -> None:
+        server = grpc.aio.server()
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        link = ExecutorLink(f"127.0.0.1:{port}", lambda: None)
+        with pytest.raises(ExecutorLost, match="UNIMPLEMENTED"):
+            await link.describe(16, 16)
+        await link.close()
+        await server.stop(None)
+
+    asyncio.run(main())

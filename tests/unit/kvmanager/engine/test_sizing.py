@@ -1,0 +1,46 @@
+"""Pools and limits: flags and executor together."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from support.engine.engine_harness import DESCRIPTION, Bench, Link, command, config, expect, read, run, until
+
+from pagekv.kvmanager.engine import loop as engine_loop
+from pagekv.kvmanager.engine.executor_client import AttachRefused
+from pagekv.kvmanager.engine.loop import EngineLoop
+from pagekv.kvmanager.engine.sizing import size_model
+from pagekv.kvmanager.scheduling.swapping import SwapPolicy
+
+
+def test_the_host_pool_is_as_large_as_flag_and_executor_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_host = replace(DESCRIPTION, host_kv_bytes=24)
+    swap = replace(config().limits, swap=SwapPolicy("swap"))
+    assert size_model(with_host, config(limits=swap)).num_host_blocks == 24
+    assert size_model(with_host, config(limits=swap, num_host_blocks=9)).num_host_blocks == 9
+    assert size_model(with_host, config(limits=replace(swap, swap=SwapPolicy("recompute")))).num_host_blocks == 0
+    with pytest.raises(AttachRefused, match=r"--num-host-blocks 25 needs 25 bytes .* allows 24: at most 24 blocks"):
+        size_model(with_host, config(limits=swap, num_host_blocks=25))
+
+
+def test_an_executor_that_comes_back_smaller_gets_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        bench.step_s = 0.01
+        streams = [engine.submit(command(f"r{i}", [i, 1, 2])) for i in range(6)]
+        await until(lambda: len(bench.plans) >= 3)
+        bench.description = replace(DESCRIPTION, max_sequences=2)
+        assert bench.link is not None
+        bench.link.lose()
+        assert [await read(stream) for stream in streams] == [expect([i, 1, 2]) for i in range(6)]
+        assert len(bench.attaches) == 2
+
+    run(monkeypatch, body)
+
+
+def test_the_first_executor_must_go_with_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake: Link(bench, wake))
+    with pytest.raises(AttachRefused, match="at most 64 blocks"):
+        asyncio.run(EngineLoop(config(num_device_blocks=65)).run())

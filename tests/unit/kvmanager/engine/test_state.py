@@ -1,0 +1,24 @@
+"""Totals that the engine loop keeps."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from support.engine.engine_harness import Bench, command, read, run
+
+from pagekv.kvmanager.engine.loop import EngineLoop
+
+
+def test_idle_time_counts_only_while_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        bench.bend = lambda outcome: replace(outcome, idle_us=1000)
+        for count in (1, 2):
+            await read(engine.submit(command(f"r{count}", [count, 2, 3])))
+            await asyncio.sleep(0.05)
+            # Of a request's six steps all but the first; that its sequence leaves takes one more, with nothing to do.
+            assert engine.queries.stats().steps_total == 7 * count
+            assert engine.queries.stats().executor_idle_us_total == 5 * 1000 * count
+
+    run(monkeypatch, body)

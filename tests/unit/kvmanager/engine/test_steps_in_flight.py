@@ -1,0 +1,59 @@
+"""Steps in flight: answers in order, and the time that the oldest one has had."""
+
+from __future__ import annotations
+
+import pytest
+from support.engine.cached_prefixes import Clock
+
+from pagekv.kvmanager.engine.steps_in_flight import StepsInFlight
+from pagekv.kvmanager.errors import InvariantError
+from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
+
+
+def plan(num_tokens: int) -> StepPlan:
+    return StepPlan(finished=[], num_tokens=num_tokens)
+
+
+def result(step: int, computed: int) -> StepResult:
+    return StepResult(step, [], [], {}, computed, 0, 0)
+
+
+def test_answers_are_due_in_order_and_with_all_tokens() -> None:
+    steps, first, second = StepsInFlight(), plan(3), plan(1)
+    with pytest.raises(InvariantError, match="a result of step 1, due is 1 of 0 in flight"):
+        steps.answered(result(1, 3))
+    steps.add(first)
+    steps.add(second)
+    with pytest.raises(InvariantError, match="a result of step 2, due is 1 of 2 in flight"):
+        steps.answered(result(2, 1))
+    with pytest.raises(InvariantError, match="step 1 planned 3 tokens, the executor computed 4"):
+        steps.answered(result(1, 4))
+    assert steps.answered(result(1, 3)) is steps.oldest is first
+    steps.pop()
+    assert steps.answered(result(2, 1)) is second
+
+
+def test_a_step_sent_ahead_waits_without_its_time_running() -> None:
+    clock = Clock()
+    steps = StepsInFlight(lambda: clock.now)
+    assert steps.waited_s() == 0
+    steps.add(plan(1))
+    clock.now += 2
+    steps.add(plan(1))
+    assert steps.waited_s() == 2
+    steps.pop()
+    assert steps.waited_s() == 0
+    clock.now += 1
+    assert steps.waited_s() == 1
+
+
+def test_a_new_epoch_counts_from_one() -> None:
+    steps = StepsInFlight()
+    for _ in range(2):
+        steps.add(plan(1))
+        steps.pop()
+    steps.add(plan(1))
+    steps.end_epoch()
+    assert (len(steps), steps.oldest) == (0, None)
+    steps.add(plan(1))
+    steps.answered(result(1, 1))

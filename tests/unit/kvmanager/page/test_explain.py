@@ -1,0 +1,70 @@
+"""The explain box: answers as the engine explains, and refusals by name."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from support.engine import engine_harness
+from support.engine.engine_harness import Bench, command, read
+from support.engine.fake_engine import MODEL, FakeEngine
+from support.engine.inference_harness import TOKENIZER
+
+from pagekv.common.errors import InvalidRequest
+from pagekv.kvmanager.api.served_model import Served
+from pagekv.kvmanager.engine.loop import EngineLoop
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
+from pagekv.kvmanager.page.explain import explain
+
+
+def test_explaining_agrees_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        await read(engine.submit(command("first", list(range(20)))))
+        assert engine.model is not None
+        served = Served(engine.model, None)
+        prompt = [*range(10), 49, 48, 47]
+        answer = await explain(engine, served, {"token_ids": prompt})
+        expected = engine.queries.explain_prefix(prompt, CacheIdentity(), 0, 100)
+        assert (answer["prompt_tokens"], answer["cached_tokens"]) == (13, expected.cached_tokens)
+        assert answer["num_blocks"] == 4
+        assert [(block["outcome"], block["reason"], block["block_id"]) for block in answer["blocks"]] == [
+            (block.outcome.name.lower(), block.reason, block.block_id) for block in expected.blocks
+        ]
+        assert [block["outcome"] for block in answer["blocks"]] == ["hit", "hit", "diverged", "partial_tail"]
+        other = await explain(engine, served, {"token_ids": prompt, "namespace": "elsewhere"})
+        assert other["cached_tokens"] == 0
+
+    engine_harness.run(monkeypatch, body, num_device_blocks=40)
+
+
+def test_text_is_read_and_shown_in_blocks() -> None:
+    answer = asyncio.run(explain(FakeEngine(), Served(MODEL, TOKENIZER), {"text": "the earth"}))
+    assert "".join(block["text"] for block in answer["blocks"]).startswith("the")
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ([], "body: must be a JSON object with fields among adapter_id, namespace, text, token_ids"),
+        ({"tokens": [1]}, "body: must be a JSON object"),
+        ({}, "body: exactly one of text and token_ids"),
+        ({"text": "a", "token_ids": [1]}, "body: exactly one of text and token_ids"),
+        ({"text": 5}, "text: must be text"),
+        ({"text": "\ud800"}, "text: must be text"),
+        ({"token_ids": [1], "namespace": "\ud800"}, "namespace: must be text of at most 256 bytes"),
+        ({"text": "a"}, "text: this deployment has no tokenizer; give token ids"),
+        ({"token_ids": "1"}, "token_ids: must be a list of whole numbers"),
+        ({"token_ids": [True]}, "token_ids: must be a list of whole numbers"),
+        ({"token_ids": [-1]}, "token_ids: must be a list of whole numbers"),
+        ({"token_ids": []}, "token_ids: has 0 tokens, must have from 1 to 200"),
+        ({"token_ids": [1] * 201}, "token_ids: has 201 tokens, must have from 1 to 200"),
+        ({"token_ids": [1, 50]}, "token_ids[1]: must be from 0 to 49 (the vocabulary), got 50"),
+        ({"token_ids": [1], "namespace": 3}, "namespace: must be text of at most 256 bytes"),
+        ({"token_ids": [1], "adapter_id": "x" * 257}, "adapter_id: must be text of at most 256 bytes"),
+    ],
+)
+def test_bad_fields_are_refused_by_name(asked: object, words: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        asyncio.run(explain(FakeEngine(), Served(replace(MODEL, max_model_len=200, vocab_size=50), None), asked))
+    assert words in str(caught.value)

@@ -1,0 +1,64 @@
+"""Blocks and block tables as the inspector shows them."""
+
+from __future__ import annotations
+
+import pytest
+from support.engine import engine_harness
+from support.engine.engine_harness import Bench, command, read, until
+
+from pagekv.common.errors import InvalidRequest
+from pagekv.kvmanager.engine.loop import EngineLoop
+from pagekv.kvmanager.engine.views import BlockView, SequenceView
+from pagekv.kvmanager.page.inspector import block_detail, host_block_detail, request_detail
+
+PROMPT = list(range(20))
+
+
+def test_a_block_has_its_hash_chain_and_age_but_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        await read(engine.submit(command("first", PROMPT)))
+        blocks, _ = engine.queries.list_blocks(0, 40, "cached")
+        by_hash = {block.block_hash: block for block in blocks}
+        for block in blocks:
+            shown = block_detail(engine.queries.block_detail(block.block_id), None, with_tokens=False)
+            assert (shown["block_hash"], shown["parent_hash"]) == (block.block_hash.hex(), block.parent_hash.hex())
+            assert (shown["ref_count"], shown["requests"]) == (0, [])
+            assert shown["cached_s"] >= 0
+            chain, parent = [], by_hash.get(block.parent_hash)
+            while parent is not None:
+                chain.append(parent.block_id)
+                parent = by_hash.get(parent.parent_hash)
+            assert (shown["chain"], shown["chain_complete"]) == (chain, True)
+            assert not {"token_ids", "text"} & set(shown)
+        ((free, *_), _) = engine.queries.list_blocks(0, 40, "free")
+        shown = block_detail(engine.queries.block_detail(free.block_id), None, with_tokens=True)
+        assert (shown["cached_s"], "token_ids" in shown) == (None, False)
+        with pytest.raises(InvalidRequest, match=r"must be from 0 to 39 \(the pool\), got 40"):
+            engine.queries.block_detail(40)
+        with pytest.raises(InvalidRequest, match="block_id"):
+            engine.queries.host_block(0)
+
+    engine_harness.run(monkeypatch, body, num_device_blocks=40, block_ages=True)
+
+
+def test_a_held_block_names_its_requests_and_where_allowed_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        streams = [engine.submit(command(name, PROMPT, 100)) for name in ("one", "two")]
+        await until(lambda: engine.queries.stats().running_sequences == 2)
+        (table, *_) = engine.queries.block_tables("one") or []
+        shown = block_detail(engine.queries.block_detail(table.block_ids[0]), None, with_tokens=True)
+        assert (shown["requests"], shown["ref_count"]) == (["one", "two"], 2)
+        assert (shown["token_ids"], shown["text"]) == (PROMPT[:4], None)
+        for stream in streams:
+            engine.release(stream)
+
+    engine_harness.run(monkeypatch, body, num_device_blocks=64)
+
+
+def test_host_blocks_and_block_tables() -> None:
+    assert host_block_detail(BlockView(3, 1, b"\xab")) == {"block_id": 3, "ref_count": 1, "block_hash": "ab"}
+    assert request_detail("gone", None) == {"request_id": "gone", "sequences": []}
+    views = [SequenceView(0, "running", 9, 8, [7, 3, 1], [b"a", b"b"])]
+    assert request_detail("r", views)["sequences"] == [
+        {"index": 0, "state": "running", "tokens": 9, "computed": 8, "block_ids": [7, 3, 1]}
+    ]

@@ -1,0 +1,100 @@
+"""A request's stream: deltas are merged until they are read, and the end comes last."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tracemalloc
+from collections.abc import Coroutine
+
+import pytest
+
+from pagekv.kvmanager.request.command import FinishReason
+from pagekv.kvmanager.request.logprobs import TokenLogprobs
+from pagekv.kvmanager.request.stream import RequestStream, SequenceDelta
+from pagekv.kvmanager.request.wakeups import Wakeups
+
+
+def run(body: Coroutine[object, object, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(20):
+            await body
+
+    asyncio.run(bounded())
+
+
+def test_deltas_of_a_sequence_are_merged_until_they_are_taken() -> None:
+    async def body() -> None:
+        stream = RequestStream("r", 2)
+        stream.push_token(1, 20, 4, 0)
+        stream.push_token(0, 10, 4, 0)
+        stream.push(SequenceDelta(0, [11], [TokenLogprobs(11, -0.5)], cached_tokens=4, preemptions=1))
+        first, second = await stream.take()
+        assert (first.index, first.token_ids, list(first.logprobs), first.preemptions) == (
+            0,
+            [10, 11],
+            [TokenLogprobs(11, -0.5)],
+            1,
+        )
+        assert (second.index, second.token_ids, second.finish) == (1, [20], None)
+        stream.push_token(1, 21, 4, 0)
+        stream.push_end(1, FinishReason.STOP, 21)
+        stream.push(SequenceDelta(0, finish=FinishReason.ABORT))
+        assert [(delta.finish, delta.stop_token_id) for delta in await stream.take()] == [
+            (FinishReason.ABORT, None),
+            (FinishReason.STOP, 21),
+        ]
+        assert await stream.take() == []
+
+    run(body())
+
+
+def test_an_error_comes_after_what_was_pushed_before_it() -> None:
+    async def body() -> None:
+        stream = RequestStream("r", 1, Wakeups())
+        stream.push_token(0, 5, 0, 0)
+        stream.fail(ValueError("over"))
+        assert [delta.token_ids for delta in await stream.take()] == [[5]]
+        try:
+            await stream.take()
+        except ValueError:
+            return
+        raise AssertionError("no error")
+
+    run(body())
+
+
+BYTES_PER_LOGPROB = 10
+
+
+BYTES_PER_TOKEN = 80
+
+
+def position(chance: random.Random, num_top: int) -> TokenLogprobs:
+    """Values that 32 bits hold exactly."""
+    top = tuple((chance.randrange(2**32), -chance.randrange(1000) / 8) for _ in range(num_top))
+    return TokenLogprobs(chance.randrange(2**32), -chance.randrange(1000) / 8, top)
+
+
+@pytest.mark.parametrize("num_top", [0, 5, 20])
+def test_a_silent_reader_costs_ten_bytes_a_log_probability(num_top: int) -> None:
+    chance, length = random.Random(2), 2000
+    positions = [position(chance, num_top) for _ in range(length)]
+
+    def fill(stream: RequestStream) -> None:
+        for number, logprobs in enumerate(positions):
+            stream.push_token(0, 1000 + number, 0, 0)
+            stream.push_logprobs(0, logprobs)
+        stream.push_end(0, FinishReason.LENGTH, None)
+
+    async def run() -> tuple[int, SequenceDelta]:
+        stream = RequestStream("r", 1)
+        tracemalloc.start()
+        fill(stream)
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return held, (await stream.take())[0]
+
+    held, delta = asyncio.run(run())
+    assert held / length < BYTES_PER_TOKEN + BYTES_PER_LOGPROB * (num_top + 1)
+    assert list(delta.logprobs) == positions

@@ -1,0 +1,70 @@
+"""A step's plan: sequences as they stood, one step ahead of the results."""
+
+from __future__ import annotations
+
+from support.engine.fake_executor import expected_output
+from support.engine.scheduler_driver import VOCAB, Driver, output
+
+from pagekv.kvmanager.scheduling.step_plan import Admitted
+
+
+def expect(prompt: list[int], max_tokens: int, ends: tuple[int, ...] = ()) -> list[int]:
+    return expected_output(prompt, max_tokens, VOCAB, ends)
+
+
+def test_the_next_step_is_planned_while_one_is_in_flight() -> None:
+    driver = Driver(depth=2)
+    request = driver.submit([1, 2, 3, 4, 5], max_tokens=4)
+    assert driver.plan() is not None
+    ahead = driver.plan()
+    assert ahead is not None
+    assert ahead.num_tokens == 1
+    assert (request.sequences[0].num_pending, len(request.sequences[0].token_ids)) == (2, 5)
+    driver.drain()
+    assert output(request) == expect([1, 2, 3, 4, 5], 4)
+
+
+def test_nothing_is_computed_past_max_tokens() -> None:
+    driver = Driver(depth=2)
+    driver.submit([1, 2, 3], max_tokens=5)
+    driver.drain()
+    assert driver.executor.computed_tokens == 3 + 5 - 1
+
+
+def test_a_new_sequence_is_told_as_it_stood_when_the_step_was_planned() -> None:
+    driver = Driver(depth=2)
+    (sequence,) = driver.submit([1, 2, 3, 4, 5], max_tokens=9).sequences
+    plan = driver.plan()
+    assert plan is not None
+    (new,) = plan.new
+    for _ in range(5):
+        driver.step()
+    assert new.token_ids.tolist() == [1, 2, 3, 4, 5]
+    assert new.block_ids == sequence.block_table[:2]
+    assert len(sequence.block_table) > 2
+
+
+def test_a_plan_says_who_was_admitted_and_what_the_prefix_cache_lacked() -> None:
+    """As it was before the sequences published their own blocks."""
+    driver = Driver(block_size=4, depth=1)
+
+    def admitted(prompt: list[int]) -> Admitted:
+        request = driver.submit(prompt, max_tokens=1)
+        plan = driver.plan()
+        assert plan is not None
+        driver.drain()
+        (found,) = plan.admitted
+        assert found.sequence is request.sequences[0]
+        return found
+
+    first = admitted([*range(10)])
+    assert (first.hit_blocks, first.missed, first.shared_tokens) == (0, first.sequence.digests[0], 0)
+    # Two blocks hit; of a partial one nothing can be missed.
+    again = admitted([*range(10)])
+    assert (again.hit_blocks, again.missed) == (2, None)
+    # One hit, and of the next block two tokens are as in a cached one.
+    parted = admitted([0, 1, 2, 3, 4, 5, 90, 91, 92])
+    assert (parted.hit_blocks, parted.missed, parted.shared_tokens) == (1, parted.sequence.digests[1], 2)
+    # The last block is cached, and computed all the same, for its last token is sampled from.
+    whole = admitted([*range(8)])
+    assert (whole.hit_blocks, whole.missed) == (1, None)
