@@ -40,6 +40,13 @@ def wait_for_file(path: Path) -> None:
         time.sleep(0.01)
 
 
+def wait_until_serving(channel: grpc.Channel) -> None:
+    health, deadline = health_pb2_grpc.HealthStub(channel), time.monotonic() + START_BOUND_S
+    while health.Check(health_pb2.HealthCheckRequest()).status != health_pb2.HealthCheckResponse.SERVING:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def steps(epoch: int, count: int) -> Iterator[pb.StepRequest]:
     """A sequence enters and decodes until `count` steps are sent."""
     sampling = pb.StepSampling(top_p=1.0, repetition_penalty=1.0)
@@ -199,10 +206,11 @@ def test_a_step_beyond_the_grace_time_does_not_hold_the_exit(tmp_path: Path) -> 
     popen = subprocess.Popen([sys.executable, "-c", code], env=environment(), stderr=subprocess.PIPE, text=True)
     try:
         wait_for_file(port_file)
-        with grpc.insecure_channel(f"127.0.0.1:{port_file.read_text().strip()}") as channel:
+        with grpc.insecure_channel(read_port_file(port_file)["listen"]) as channel:
+            wait_until_serving(channel)
             stub = pb_grpc.ExecutorServiceStub(channel)
             request = pb.AttachRequest(manager_id="test", block_size=16, num_device_blocks=32, layout=LAYOUT)
-            call = stub.Run(steps(stub.Attach(request, wait_for_ready=True).epoch, 2))
+            call = stub.Run(steps(stub.Attach(request).epoch, 2))
             wait_for_file(begun)
             assert call.is_active()
             popen.send_signal(signal.SIGTERM)
