@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pagekv.kvmanager.errors import InvariantError
-from pagekv.kvmanager.kvcache.block_hash import TOKEN_BYTES, chain_digests, media_keys, sha256
+from pagekv.kvmanager.kvcache.block_hash import chain_digests, media_keys, sha256
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.prefix_table import Blocks, BlockTokens
@@ -305,23 +305,23 @@ class BlockTables:
         walked = self.pool.table.match_tokens(sequence.request.root, sequence.chunks(self._block_size, 0, index + 1))
         return len(walked) == index + 1 and walked[-1] == entry
 
-    def append_blocks(self, sequences: Sequence[Seq], blocks: Blocks, chunks: BlockTokens) -> None:
-        """Appends one block, [n], to each table, whose last block is full with token ids `chunks`, [n, block_size], and
-        publishes that last block. Each decoding sequence needs this once in block_size steps.
+    def append_blocks(
+        self, sequences: Sequence[Seq], blocks: Blocks, tokens: BlockTokens, token_bytes: Sequence[bytes]
+    ) -> None:
+        """Appends one block, [n], to each table, whose last block is full with `tokens`, [n, block_size], or
+        `token_bytes`, and publishes that last block. Each decoding sequence needs this once in block_size steps.
         """
-        size, stride = self._block_size, TOKEN_BYTES * self._block_size
-        raw = chunks.tobytes()
+        size = self._block_size
         prefix_cache = self._limits.prefix_cache
         ready: list[int] = []
         offered: list[int] = []
         before: list[Node] = []
         digests: list[bytes] = []
         parents: list[bytes] = []
-        for position, (sequence, block) in enumerate(zip(sequences, blocks.tolist(), strict=True)):
+        for position, (sequence, block, raw) in enumerate(zip(sequences, blocks.tolist(), token_bytes, strict=True)):
             table = sequence.block_table
             index = len(table) - 1
             full = index * size + size
-            chunk = raw[position * stride : (position + 1) * stride]
             if prefix_cache and sequence.publishes and sequence.num_published == index:
                 if full > sequence.first_media:
                     self.publish(sequence)
@@ -330,7 +330,7 @@ class BlockTables:
                     # With blocks of one token the next may be known, and have its digest, already.
                     del known[index:]
                     parent = known[-1] if index else sequence.request.root
-                    digest = sha256(parent + chunk).digest()
+                    digest = sha256(parent + raw).digest()
                     known.append(digest)
                     ready.append(position)
                     offered.append(table[index])
@@ -340,7 +340,7 @@ class BlockTables:
             sequence.num_published = index + 1
             table.append(block)
         if ready:
-            for place in self.pool.publish_after(offered, digests, before, parents, chunks[ready]):
+            for place in self.pool.publish_after(offered, digests, before, parents, tokens[ready]):
                 # Not simply the next block: `publish` finds out what stands before it.
                 sequence = sequences[ready[place]]
                 sequence.num_published -= 1

@@ -219,20 +219,20 @@ class DecodeBatch:
                 found.append(position)
         return found
 
-    def complete_blocks(self, rows: Rows) -> NDArray[np.uint32]:
-        """Tokens of the block that ends at each row's computed position, [len(rows), block_size], in any order of rows;
-        from now on these tokens are no longer in the ring alone.
+    def complete_blocks(self, rows: Rows) -> tuple[NDArray[np.uint32], list[bytes]]:
+        """Tokens of the block that ends at each row's computed position, [len(rows), block_size], and each block's as
+        bytes; rows in any order. From now on these tokens are no longer in the ring alone.
         """
-        size = self._block_size
-        ends = self.computed[rows]
-        tokens: NDArray[np.uint32] = self._tail.reshape(-1, size)[2 * rows + ((ends // size - 1) & 1)]
+        size, stride = self._block_size, TOKEN_BYTES * self._block_size
+        starts = self.computed[rows] - size
+        tokens: NDArray[np.uint32] = self._tail.reshape(-1, size)[2 * rows + (starts // size & 1)]
         raw = tokens.tobytes()
-        for place, (row, end) in enumerate(zip(rows.tolist(), ends.tolist(), strict=True), 1):
-            missing = end - len(self._token_ids[row])
-            if missing > 0:
-                stop = place * TOKEN_BYTES * size
-                self._token_ids[row].frombytes(raw[stop - TOKEN_BYTES * missing : stop])
-        return tokens
+        blocks = [raw[at : at + stride] for at in range(0, len(raw), stride)]
+        for row, start, block in zip(rows.tolist(), starts.tolist(), blocks, strict=True):
+            token_ids = self._token_ids[row]
+            del token_ids[start:]
+            token_ids.frombytes(block)
+        return tokens, blocks
 
     # -- single rows
 

@@ -159,7 +159,7 @@ class Scheduler:
             sequences = list(found)
             rows = np.array([sequence.seq_id for sequence in sequences], np.intp)
             blocks = np.array(list(found.values()), np.int32)
-        self._tables.append_blocks(sequences, blocks, batch.complete_blocks(rows))
+        self._tables.append_blocks(sequences, blocks, *batch.complete_blocks(rows))
         batch.slots[rows] += self.pool.block_size
         step.add_blocks(rows.tolist(), blocks)
         return preempts

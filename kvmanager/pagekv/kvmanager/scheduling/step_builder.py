@@ -20,16 +20,12 @@ class StepBuilder:
         self.plan = StepPlan()
         self._running = running
         self._tables = tables
-        self._budget = budget
+        # Tokens left of the budget.
+        self.room = budget
         self._decodes: Rows = NOBODY
         # Seq_ids of other sequences that sample.
         self._sampling: list[int] = []
         tables.begin_step()
-
-    @property
-    def room(self) -> int:
-        """Tokens left of the budget."""
-        return self._budget - self.plan.num_tokens
 
     @property
     def num_at_executor(self) -> int:
@@ -41,6 +37,7 @@ class StepBuilder:
         self._running.batch.promise(rows)
         self._decodes = rows
         self.plan.num_tokens += len(rows)
+        self.room -= len(rows)
 
     def add_blocks(self, seq_ids: list[int], blocks: Blocks) -> None:
         """One more block for each of these sequences."""
@@ -72,6 +69,7 @@ class StepBuilder:
             plan.scheduled_tokens.append(chunk)
         sequence.num_computed += chunk
         plan.num_tokens += chunk
+        self.room -= chunk
         if chunk == remaining:
             self._sampling.append(seq_id)
             self._running.end_prefill(sequence)

@@ -33,10 +33,11 @@ def test_columns_know_what_each_sequence_knows(block_size: int) -> None:
     for _ in range(40):
         rows = batch.decoding_rows()
         full = batch.full(rows)
-        chunks = batch.complete_blocks(full)
-        for seq_id, chunk in zip(full.tolist(), chunks.tolist(), strict=True):
+        blocks, raw = batch.complete_blocks(full)
+        assert b"".join(raw) == blocks.tobytes()
+        for seq_id, tokens_of in zip(full.tolist(), blocks.tolist(), strict=True):
             end = sequences[seq_id].num_computed
-            assert (end % block_size, chunk) == (0, known[seq_id][end - block_size : end])
+            assert (end % block_size, tokens_of) == (0, known[seq_id][end - block_size : end])
         batch.slots[full] += block_size
         batch.promise(rows)
         batch.pending[rows] -= 1
