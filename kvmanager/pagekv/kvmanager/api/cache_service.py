@@ -128,10 +128,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
             blocks = watch.take_snapshot(MAX_EVENTS)
             more = len(blocks) == MAX_EVENTS
             yield pb.WatchEventsResponse(
-                sequence=next(sequence),
-                snapshot=True,
-                events=_stored(blocks, with_tokens),
-                more=more,
+                sequence=next(sequence), snapshot=True, events=_stored(blocks, with_tokens), more=more
             )
         while not request.snapshot_only:
             for events, more in _pieces(await watch.take(), with_tokens):

@@ -50,13 +50,12 @@ class CacheAdmin:
         self._adapters = KnownAdapters()
         self._timer: asyncio.TimerHandle | None = None
 
-    def adopt(self, pool: BlockPool, host: HostPool, fingerprint: str, observer: Observer | None = None) -> None:
+    def adopt(self, pool: BlockPool, host: HostPool, fingerprint: str, observer: Observer) -> None:
         """Takes the pools of a new epoch, empty and with this log, for the model with this fingerprint. `observer`
         is told of pins.
         """
         self.pool = pool
         self._host = host
-        observer = observer or Observer()
         self.pins = Pins(pool, self._max_pinned_share, self._clock, observer.pinned, observer.unpinned)
         self._fingerprint = fingerprint
         self._arm()

@@ -7,14 +7,14 @@ from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.kvmanager.request.command import GenerateCommand
 
 
-def blocks_needed(num_tokens: int, block_size: int, beam_width: int = 0) -> int:
+def blocks_needed(num_tokens: int, block_size: int, beam_width: int) -> int:
     """Blocks that a sequence of `num_tokens` tokens, prompt and output, holds when its last token is sampled, which is
     never computed and needs no slot. For beam search: blocks of all beams when they share nothing.
     """
     return max(1, beam_width) * -(-(num_tokens - 1) // block_size)
 
 
-def longest_sequence(model: EngineInfo, beam_width: int = 0) -> int:
+def longest_sequence(model: EngineInfo, beam_width: int) -> int:
     """Tokens, prompt and output, that a sequence may have: what the context allows and the pool holds."""
     held = model.num_device_blocks // max(1, beam_width) * model.block_size + 1
     return min(model.max_model_len, held)

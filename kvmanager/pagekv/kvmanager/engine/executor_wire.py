@@ -101,9 +101,7 @@ def step_outcome(result: pb.StepResult) -> StepResult:
         sampled_tokens=list(result.sampled_tokens),
         logprobs={
             row.seq_id: TokenLogprobs(
-                tokens.get(row.seq_id, 0),
-                row.chosen,
-                tuple(zip(row.top_token_ids, row.top_logprobs, strict=False)),
+                tokens.get(row.seq_id, 0), row.chosen, tuple(zip(row.top_token_ids, row.top_logprobs, strict=False))
             )
             for row in result.logprobs
         },

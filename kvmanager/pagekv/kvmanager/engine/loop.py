@@ -54,11 +54,7 @@ class EngineLoop:
                   (`_fail_after_attempts`): `_fail`
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        on_attached: Callable[[bool], None] = lambda attached: None,
-    ) -> None:
+    def __init__(self, config: EngineConfig, on_attached: Callable[[bool], None] = lambda attached: None) -> None:
         """`on_attached` is called with every change between attached and detached."""
         self.observers = Observers()
         self._config = config

@@ -6,17 +6,14 @@ belongs elsewhere, on a copy.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 
 from pagekv.common.logs import Log
 from pagekv.kvmanager.engine.interface import EngineInfo
-from pagekv.kvmanager.errors import InvariantError
-from pagekv.kvmanager.kvcache.block_pool import BlockPool
-from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.prefix_table import Blocks
-from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.listener import SchedulerListener
-from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
+from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import Committed, StepPlan, StepResult
 
 log = Log(__name__)
@@ -74,59 +71,6 @@ class Observers(Observer):
         """Adds an observer of everything from now on."""
         self._all = (*self._all, observer)
 
-    def attached(self, model: EngineInfo, epoch: int) -> None:
-        self._tell("attached", model, epoch)
-
-    def detached(self) -> None:
-        self._tell("detached")
-
-    def submitted(self, request: LiveRequest) -> None:
-        self._tell("submitted", request)
-
-    def rejected(self) -> None:
-        self._tell("rejected")
-
-    def planned(self, plan: StepPlan) -> None:
-        self._tell("planned", plan)
-
-    def committed(self, plan: StepPlan, outcome: StepResult, committed: Committed) -> None:
-        self._tell("committed", plan, outcome, committed)
-
-    def ended(self, request: LiveRequest, end: RequestEnd) -> None:
-        self._tell("ended", request, end)
-
-    def pinned(self, blocks: Blocks) -> None:
-        self._tell("pinned", blocks)
-
-    def unpinned(self, blocks: Blocks) -> None:
-        self._tell("unpinned", blocks)
-
-    def epoch_began(
-        self, pool: BlockPool, host: HostPool, limits: SchedulerLimits, eos_token_ids: tuple[int, ...]
-    ) -> None:
-        self._tell("epoch_began", pool, host, limits, eos_token_ids)
-
-    def adding(self, request: LiveRequest) -> None:
-        self._tell("adding", request)
-
-    def scheduled(self, plan: StepPlan | None) -> None:
-        self._tell("scheduled", plan)
-
-    def committing(self, plan: StepPlan, result: StepResult) -> None:
-        self._tell("committing", plan, result)
-
-    def finishing(self, sequence: Seq) -> None:
-        self._tell("finishing", sequence)
-
-    def preempting_all(self) -> None:
-        self._tell("preempting_all")
-
-    def clearing_cache(self) -> None:
-        self._tell("clearing_cache")
-
-    def failed(self, error: InvariantError) -> None:
-        self._tell("failed", error)
-
     def _tell(self, what: str, *told: object) -> None:
         for observer in self._all:
             try:
@@ -138,3 +82,16 @@ class Observers(Observer):
                     told=what,
                 )
                 self._all = tuple(other for other in self._all if other is not observer)
+
+
+def _passed_on(what: str) -> Callable[..., None]:
+    def passed_on(self: Observers, *told: object) -> None:
+        self._tell(what, *told)
+
+    return passed_on
+
+
+# Overrides every method of an observer.
+for _name in dir(Observer):
+    if not _name.startswith("_"):
+        setattr(Observers, _name, _passed_on(_name))

@@ -11,14 +11,7 @@ from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.live_requests import LiveRequests
 from pagekv.kvmanager.engine.state import EngineState
-from pagekv.kvmanager.engine.views import (
-    BlockDetail,
-    BlockMap,
-    BlockView,
-    EngineStats,
-    RequestView,
-    SequenceView,
-)
+from pagekv.kvmanager.engine.views import BlockDetail, BlockMap, BlockView, EngineStats, RequestView, SequenceView
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.prefix_table import PrefixTable
 from pagekv.kvmanager.scheduling.scheduler import Scheduler

@@ -27,12 +27,7 @@ WRITE_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 5.0
 # Subclasses stand before their bases: the first match wins.
 _STATUS: dict[type[PageKVError], int] = {InvalidRequest: 400, NotFound: 404, Overloaded: 429, Unavailable: 503}
-_TYPES = {
-    ".html": "text/html",
-    ".css": "text/css",
-    ".js": "text/javascript",
-    ".svg": "image/svg+xml",
-}
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
 class Page:

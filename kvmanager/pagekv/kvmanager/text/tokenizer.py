@@ -30,10 +30,7 @@ class Tokenizer:
     """A loaded tokenizer with its chat template, if it has one. Safe to use from threads: only its caches change."""
 
     def __init__(
-        self,
-        backend: tokenizers.Tokenizer,
-        chat_template: ChatTemplate | None = None,
-        directory: Path | None = None,
+        self, backend: tokenizers.Tokenizer, chat_template: ChatTemplate | None = None, directory: Path | None = None
     ) -> None:
         """`directory`: where its files are, for clients that load it themselves."""
         self._backend = backend

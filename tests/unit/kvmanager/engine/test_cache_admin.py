@@ -15,6 +15,7 @@ from support.engine.scheduler_driver import VOCAB, Driver, finished, output
 from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.capacity import blocks_needed
+from pagekv.kvmanager.engine.observer import Observer
 from pagekv.kvmanager.engine.views import BlockOutcome
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
@@ -36,7 +37,7 @@ class WatchedDriver(Driver):
         self.admin = CacheAdmin(True, 0.5, lambda: None, self.clock)
         self.pool = BlockPool(BLOCKS, SIZE, log=self.admin.log)
         self.scheduler = Scheduler(self.pool, self.scheduler.limits, ())
-        self.admin.adopt(self.pool, self.scheduler.host, "model")
+        self.admin.adopt(self.pool, self.scheduler.host, "model", Observer())
 
     def _send(self, plan: StepPlan) -> None:
         self.admin.count_admissions(plan.admitted)
@@ -44,7 +45,7 @@ class WatchedDriver(Driver):
     def lose_executor(self) -> None:
         self.pool = BlockPool(BLOCKS, SIZE, log=self.admin.log)
         self.scheduler.lose_executor(self.pool, self.scheduler.limits, ())
-        self.admin.adopt(self.pool, self.scheduler.host, "model")
+        self.admin.adopt(self.pool, self.scheduler.host, "model", Observer())
         self.in_flight.clear()
         self.executor = FakeExecutor(BLOCKS, SIZE, VOCAB)
 
@@ -169,7 +170,7 @@ def test_a_lookup_goes_on_in_the_host_pool_where_the_device_ends() -> None:
     """Tokens are counted by tier; a gap ends both, and a block of another content is a miss."""
     pool, host = BlockPool(4, 2), HostPool(4, 2)
     admin = CacheAdmin(True, 0.5, lambda: None)
-    admin.adopt(pool, host, "model")
+    admin.adopt(pool, host, "model", Observer())
     tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9]
     digests = chain_digests(root_digest("model", "", ""), token_bytes(tokens), 2)
     rows = np.array(tokens[:8], np.uint32).reshape(-1, 2)

@@ -32,7 +32,7 @@ def test_the_context_may_be_longer_than_what_the_pool_holds(monkeypatch: pytest.
     async def body(engine: EngineLoop, bench: Bench) -> None:
         assert engine.model is not None
         assert engine.model.max_model_len == 200
-        assert longest_sequence(engine.model) == 5 * 4 + 1
+        assert longest_sequence(engine.model, 0) == 5 * 4 + 1
         with pytest.raises(InvalidRequest, match=r"from 1 to 18, got 19: 22 tokens need 6 blocks, the pool has 5"):
             engine.submit(command("x", [1, 2, 3], max_tokens=19))
         assert await read(engine.submit(command("y", [1, 2, 3], max_tokens=18))) == expect([1, 2, 3], 18)

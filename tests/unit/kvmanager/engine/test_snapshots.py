@@ -9,6 +9,7 @@ from support.engine.scheduler_driver import Driver
 
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.live_requests import LiveRequests
+from pagekv.kvmanager.engine.observer import Observer
 from pagekv.kvmanager.engine.snapshots import block_views, collect_stats
 from pagekv.kvmanager.engine.state import EngineState
 from pagekv.kvmanager.engine.views import EngineStats
@@ -16,7 +17,7 @@ from pagekv.kvmanager.engine.views import EngineStats
 
 def stats(driver: Driver) -> EngineStats:
     cache = CacheAdmin(True, 0.5, lambda: None)
-    cache.adopt(driver.pool, driver.scheduler.host, "model")
+    cache.adopt(driver.pool, driver.scheduler.host, "model", Observer())
     return collect_stats(EngineState(config(), cache, LiveRequests(0), scheduler=driver.scheduler))
 
 
@@ -65,7 +66,7 @@ def test_blocks_are_listed_by_state_in_pages() -> None:
     driver.submit([1, 2, 3, 4, 5], max_tokens=1)
     driver.drain()
     cache = CacheAdmin(True, 1.0, lambda: None)
-    cache.adopt(driver.pool, driver.scheduler.host, "model")
+    cache.adopt(driver.pool, driver.scheduler.host, "model", Observer())
     cache.pins.pin(driver.pool.table.match_tokens(driver.requests[0].root, np.array([[1, 2]], np.uint32)), 60, 0)
     driver.submit([1, 2, 9], max_tokens=4)
     driver.plan()
