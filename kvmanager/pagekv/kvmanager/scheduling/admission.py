@@ -198,4 +198,4 @@ class Admission:
             self._counters.prompt_tokens += sequence.num_prompt
             self._counters.cached_tokens += sequence.cached_tokens
             # Before the sequence publishes its own blocks.
-            step.plan.admitted.append(self._tables.admitted(sequence))
+            step.plan.admitted.append(self._tables.admitted(arrival))

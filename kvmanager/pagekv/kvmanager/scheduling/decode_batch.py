@@ -172,7 +172,7 @@ class DecodeBatch:
     # -- whole steps
 
     def span(self, rows: Rows) -> Rows | slice:
-        """An index into columns for these ascending rows: a slice, which needs no gathering, where they are consecutive."""
+        """An index into columns for these ascending rows: a slice, which needs no gathering, where one will do."""
         # In steady state the same array is asked for by every operation of a step.
         if rows is not self._spanned:
             consecutive = len(rows) and rows[-1] - rows[0] + 1 == len(rows)
