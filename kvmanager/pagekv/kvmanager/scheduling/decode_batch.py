@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +23,12 @@ from pagekv.kvmanager.kvcache.block_hash import TOKEN_BYTES
 from pagekv.kvmanager.scheduling.sequence import NO_SEQ_ID, Seq
 
 Rows = NDArray[np.intp]
-_T = TypeVar("_T", bound=np.generic)
 
 _NEVER = np.iinfo(np.int32).max
+_COLUMNS = (
+    *("known", "computed", "pending", "slots", "last_input", "stops_from", "eos_from"),
+    *("decoding", "alive", "_tail"),
+)
 
 
 class DecodeBatch:
@@ -75,16 +77,11 @@ class DecodeBatch:
             heapq.heappush(self._free, seq_id)
         self._sequences += [None] * (capacity - len(self._sequences))
         self._token_ids += [array("I")] * (capacity - len(self._token_ids))
-        self.known = _grown(self.known, capacity)
-        self.computed = _grown(self.computed, capacity)
-        self.pending = _grown(self.pending, capacity)
-        self.slots = _grown(self.slots, capacity)
-        self.last_input = _grown(self.last_input, capacity)
-        self.stops_from = _grown(self.stops_from, capacity)
-        self.eos_from = _grown(self.eos_from, capacity)
-        self.decoding = _grown(self.decoding, capacity)
-        self.alive = _grown(self.alive, capacity)
-        self._tail = _grown(self._tail, capacity)
+        for name in _COLUMNS:
+            column = getattr(self, name)
+            fresh = np.zeros((capacity, *column.shape[1:]), column.dtype)
+            fresh[: len(column)] = column
+            setattr(self, name, fresh)
 
     # -- life of a row
 
@@ -272,10 +269,3 @@ class DecodeBatch:
             known, computed, pending = int(self.known[seq_id]), int(self.computed[seq_id]), int(self.pending[seq_id])
             if seq_id not in holders or computed != known + pending - 1:
                 raise InvariantError(f"row {seq_id} decodes with {known} known, {computed} computed, {pending} pending")
-
-
-def _grown(column: NDArray[_T], capacity: int) -> NDArray[_T]:
-    """The column with room for `capacity` rows, new ones zero."""
-    fresh = np.zeros((capacity, *column.shape[1:]), column.dtype)
-    fresh[: len(column)] = column
-    return fresh
