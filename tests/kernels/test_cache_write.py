@@ -17,7 +17,7 @@ from support.kernels import twin
 from support.kernels.host_build import HostLauncher, address, aligned_empty
 from support.kernels.planted_faults import Fault, assert_noticed, visible
 
-from pagekv.kernels import launch_config as geometry
+from pagekv.kernels import launch_config
 from pagekv.kernels.params import CACHE_WRITE, fill
 from pagekv.kernels.variants import DTYPE_PAIRS, HEAD_SIZES, Variant
 
@@ -68,7 +68,7 @@ class Case:
         angles = rng.uniform(0, 6, size=(50, self.rotary_dim // 2))
         rope = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
 
-        shape_ = geometry.cache_write(self.variant, self.num_tokens, self.num_heads, self.num_kv_heads)
+        shape_ = launch_config.cache_write(self.num_tokens)
         kv_stride = self.block_size * self.num_kv_heads * size
         params = fill(
             CACHE_WRITE,

@@ -10,17 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernels import twin
-from support.kernels.decode_cases import (
-    PLAIN,
-    TOLERANCE,
-    Features,
-    Sequences,
-    random_sequences,
-    run_decode,
-    store,
-    worst_error,
-)
+from support.kernels.decode_cases import run_decode, worst_error
 from support.kernels.host_build import HostLauncher
+from support.kernels.stored_sequences import PLAIN, TOLERANCE, Features, Sequences, random_sequences, store
 
 from pagekv.kernels.variants import Variant
 
@@ -46,7 +38,7 @@ VARIANTS = [
 SMALL = [variant for variant in VARIANTS if variant.head_size == 64]
 # Every pair of types, in sizes that the emulation is quick with.
 DRAWN = [variant for variant in VARIANTS if variant.features and variant.head_size <= 128]
-ALL_FEATURES = Features(window=300, soft_cap=5.0, alibi=True)
+ALL_FEATURES = Features(window=300, soft_cap=5.0)
 
 
 def check(
@@ -98,7 +90,6 @@ def test_nothing_else_is_read(launcher: HostLauncher, variant: Variant) -> None:
         Features,
         window=st.sampled_from([0, 1, 16, 100, 700]),
         soft_cap=st.sampled_from([0.0, 3.0]),
-        alibi=st.booleans(),
     ),
     fused=st.booleans(),
     seed=st.integers(0, 99),
@@ -138,7 +129,7 @@ def test_equals_the_twin(
 def test_groups_wider_than_a_row_tile_or_a_thread_block(launcher: HostLauncher, variant: Variant, group: int) -> None:
     """One KV head for many query heads (MQA); beyond a thread block's rows its neighbours have the rest."""
     sequences = random_sequences(np.random.default_rng(2), variant, [300, 90, 0], group=group, kv_heads=1)
-    check(launcher, sequences, 32, Features(alibi=True))
+    check(launcher, sequences, 32, PLAIN)
 
 
 @pytest.mark.parametrize("variant", SMALL, ids=str)

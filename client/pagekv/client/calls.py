@@ -75,6 +75,8 @@ def unary(make: Callable[Concatenate[Any, P], Call[Result]]) -> UnaryMethod[P, R
     def method(client: Any, *args: P.args, **kwargs: P.kwargs) -> Any:
         return client._call(make(client, *args, **kwargs))
 
+    # For help(), which shows the result as type checkers do.
+    make.__annotations__["return"] = str(make.__annotations__["return"]).removeprefix("Call[").removesuffix("]")
     return cast("UnaryMethod[P, Result]", method)
 
 

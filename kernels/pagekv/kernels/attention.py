@@ -1,8 +1,8 @@
-"""Paged attention over a block pool: what an executor calls. Needs neither CuPy nor torch; tensors are anything with
-`data_ptr()`, `shape`, `stride()` and `dtype` (torch's, on any device).
+"""Paged attention over a block pool: the interface of the kernels to an executor. Imports neither CuPy nor torch; a
+tensor is anything with `data_ptr()`, `shape`, `stride()` and `dtype` (torch's, on any device).
 
     attention = PagedAttention(CupyLauncher(), pool, variant, num_heads=32)
-    plan = plan_step(batch, ...).bind(...)          # step_plan.py: once a step
+    plan = plan_step(batch, ...).bind(...)          # attention_plan.py: once a step
     for layer in range(num_layers):
         attention.write(layer, key, value, plan)    # the new tokens' keys and values into their slots
         attention.attend(layer, query, out, plan)   # decode, merge and prefill, as far as the step has such rows
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pagekv.kernels import launch_config as geometry
+from pagekv.kernels import launch_config
 from pagekv.kernels.attention_plan import AttentionPlan
 from pagekv.kernels.decode_plan import MOST_FUSED_PARTIALS
 from pagekv.kernels.launcher import Launcher
@@ -26,11 +26,11 @@ from pagekv.kernels.variants import BLOCK_SIZES, UnsupportedVariant, Variant, ch
 
 LAYOUT_AXES = ("num_blocks", "num_layers", "2", "block_size", "num_kv_heads", "head_size")
 MAX_POOL_ROWS = 2**32
-"""The decode kernel numbers them with 32 bits; with 256 bytes a row that is a terabyte."""
+"""Row indices of the decode kernel have 32 bits; at 256 bytes a row that is a terabyte."""
 
 
 class Tensor(Protocol):
-    """As much of torch's tensor as is needed here. Strides count elements."""
+    """The part of torch's tensor that is used here. Strides count elements."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -47,7 +47,7 @@ class Rope:
     table: Tensor
     """float32 [positions, rotary_dim]: the cosines of a position's rotary_dim / 2 angles, then their sines."""
     interleaved: bool = False
-    """False: element i pairs with i + rotary_dim / 2 (Llama in transformers). True: with its neighbour."""
+    """False: element i pairs with i + rotary_dim / 2 (Llama in transformers). True: neighbours are pairs."""
 
 
 def scratch_bytes(num_partials: int, num_heads: int, head_size: int) -> int:
@@ -68,19 +68,17 @@ class PagedAttention:
         scale: float | None = None,
         windows: Sequence[int] = (),
         soft_cap: float = 0.0,
-        alibi_slopes: Tensor | None = None,
         k_scales: Sequence[float] = (),
         v_scales: Sequence[float] = (),
     ) -> None:
         """`pool`: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_size], contiguous, of `variant.kv_dtype`.
 
         `scale`: multiplies the logits; default 1 / sqrt(head_size). `windows`: per layer, how many keys a query sees,
-        itself included; 0 or absent: all. `soft_cap`: logits become cap * tanh(logit / cap); 0: none.
-        `alibi_slopes`: float32 [num_heads]; None: no ALiBi. `k_scales`, `v_scales`: per layer, what a stored fp8
-        element is multiplied by; absent: 1.
+        itself included; 0 or absent: all. `soft_cap`: logits become cap * tanh(logit / cap); 0: none. `k_scales`,
+        `v_scales`: per layer, the factor of a stored fp8 element; absent: 1.
 
         Raises UnsupportedVariant, naming the field, for a combination that no kernel serves, and ValueError for a pool
-        that is not what the variant says.
+        that does not match the variant.
         """
         if len(pool.shape) != len(LAYOUT_AXES) or pool.shape[2] != 2:
             raise ValueError(f"pool: must be [{', '.join(LAYOUT_AXES)}], got {tuple(pool.shape)}")
@@ -102,8 +100,8 @@ class PagedAttention:
             raise ValueError(f"scale: must be finite and more than 0, got {scale}")
         if not math.isfinite(soft_cap) or soft_cap < 0:
             raise ValueError(f"soft_cap: must be finite and at least 0, got {soft_cap}")
-        if (any(windows) or soft_cap or alibi_slopes is not None) and not variant.features:
-            raise UnsupportedVariant("features: window, soft cap and ALiBi need a variant with features")
+        if (any(windows) or soft_cap) and not variant.features:
+            raise UnsupportedVariant("features: window and soft cap need a variant with features")
         self.variant = variant
         self.num_heads = num_heads
         self.scale = 1 / math.sqrt(head_size) if scale is None else scale
@@ -113,17 +111,16 @@ class PagedAttention:
         self._v_scales = self._per_layer("v_scales", v_scales, 1.0)
         self._launcher = launcher
         self._pool = pool
-        self._alibi = alibi_slopes
         self._kv_stride = self.block_size * self.num_kv_heads * head_size
         self._block_stride = self.num_layers * 2 * self._kv_stride
 
     @property
     def plan_window(self) -> int:
-        """`window` for `plan_step`: the widest of any layer, 0 if any layer sees everything."""
+        """`window` for `plan_step`: the widest window of any layer, 0 if any layer sees everything."""
         return 0 if 0 in self._windows else int(max(self._windows))
 
     def scratch_bytes(self, num_partials: int) -> int:
-        """Bytes of device memory that `HostPlan.bind` needs for this many partial results."""
+        """As the function of this name, for this model."""
         return scratch_bytes(num_partials, self.num_heads, self.variant.head_size)
 
     def write(
@@ -160,9 +157,7 @@ class PagedAttention:
             )
         self._launch(
             "pagekv_cache_write",
-            geometry.cache_write(
-                self.variant, plan.num_rows, self.num_heads if query is not None else 0, self.num_kv_heads
-            ),
+            launch_config.cache_write(plan.num_rows),
             fill(
                 CACHE_WRITE,
                 key=key.data_ptr(),
@@ -206,13 +201,13 @@ class PagedAttention:
         partial_state = partial_out + plan.num_partials * self.num_heads * self.variant.head_size * 4
         self._launch(
             "pagekv_decode",
-            geometry.decode(self.variant, plan.num_decode_items, self.num_heads, self.num_kv_heads),
+            launch_config.decode(self.variant, plan.num_decode_items, self.num_heads, self.num_kv_heads),
             fill(
                 DECODE,
                 context_lens=plan.context_lens,
                 items=plan.decode_items,
                 merges=plan.merge_items,
-                arrivals=plan.arrivals if fused else 0,
+                merge_counters=plan.merge_counters if fused else 0,
                 partial_out=partial_out,
                 partial_state=partial_state,
                 num_items=plan.num_decode_items,
@@ -222,7 +217,7 @@ class PagedAttention:
         if plan.num_merge_items and not fused:
             self._launch(
                 "pagekv_merge",
-                geometry.merge(self.variant, plan.num_merge_items, self.num_heads),
+                launch_config.merge(self.variant, plan.num_merge_items, self.num_heads),
                 fill(
                     MERGE,
                     out=out.data_ptr(),
@@ -230,7 +225,6 @@ class PagedAttention:
                     partial_state=partial_state,
                     items=plan.merge_items,
                     out_stride=out.stride()[0],
-                    num_items=plan.num_merge_items,
                     num_heads=self.num_heads,
                 ),
             )
@@ -244,7 +238,7 @@ class PagedAttention:
         self._check_rows("out", out, plan, self.num_heads)
         self._launch(
             "pagekv_prefill",
-            geometry.prefill(self.variant, plan.num_prefill_items, self.num_heads, self.num_kv_heads),
+            launch_config.prefill(self.variant, plan.num_prefill_items, self.num_kv_heads),
             fill(
                 PREFILL,
                 context_lens=plan.context_lens,
@@ -255,31 +249,20 @@ class PagedAttention:
             ),
         )
 
-    def copy_blocks(self, pairs: Tensor, *, source_pool: Tensor | None = None) -> None:
+    def copy_blocks(self, pairs: Tensor) -> None:
         """Copies whole blocks: `pairs` is int32 [n, 2] on the device, source and destination.
 
-        The caller checked the ids; no block may be a destination and part of another pair. `source_pool`: another pool
-        of the same shape after its first axis; default this one.
+        The caller has checked the ids; no block may be a destination and part of another pair.
         """
-        source = self._pool if source_pool is None else source_pool
         if dtype_name(pairs) != "int32" or len(pairs.shape) != 2 or pairs.shape[1] != 2:
             raise ValueError(f"pairs: must be int32 [n, 2], got {dtype_name(pairs)} {tuple(pairs.shape)}")
-        if tuple(source.shape[1:]) != tuple(self._pool.shape[1:]) or source.dtype != self._pool.dtype:
-            raise ValueError(f"source_pool: must match {tuple(self._pool.shape)}, got {tuple(source.shape)}")
         if not pairs.shape[0]:
             return
         block_bytes = self._block_stride * self.variant.kv_element_bytes
         self._launch(
             "pagekv_block_copy",
-            geometry.block_copy(int(pairs.shape[0]), block_bytes),
-            fill(
-                BLOCK_COPY,
-                source_pool=source.data_ptr(),
-                destination_pool=self._pool.data_ptr(),
-                pairs=pairs.data_ptr(),
-                block_bytes=block_bytes,
-                num_pairs=int(pairs.shape[0]),
-            ),
+            launch_config.block_copy(int(pairs.shape[0]), block_bytes),
+            fill(BLOCK_COPY, pool=self._pool.data_ptr(), pairs=pairs.data_ptr(), block_bytes=block_bytes),
         )
 
     def _attention_values(self, layer: int, query: Tensor, out: Tensor, plan: AttentionPlan) -> dict[str, float]:
@@ -289,7 +272,6 @@ class PagedAttention:
             "out": out.data_ptr(),
             "pool": self._pool.data_ptr(),
             "block_tables": plan.block_tables,
-            "alibi_slopes": self._alibi.data_ptr() if self._alibi is not None else 0,
             "block_stride": self._block_stride,
             "kv_stride": self._kv_stride,
             "query_stride": query.stride()[0],
@@ -306,7 +288,7 @@ class PagedAttention:
             "v_scale": self._v_scales[layer],
         }
 
-    def _launch(self, kernel: str, shape: geometry.LaunchConfig, params: Any) -> None:
+    def _launch(self, kernel: str, shape: launch_config.LaunchConfig, params: Any) -> None:
         self._launcher.launch(kernel, self.variant, shape.grid, shape.threads, shape.shared_bytes, params)
 
     def _check_layer(self, layer: int) -> None:
@@ -314,7 +296,7 @@ class PagedAttention:
             raise ValueError(f"layer: must be in [0, {self.num_layers}), got {layer}")
 
     def _check_rows(self, name: str, tensor: Tensor, plan: AttentionPlan, heads: int) -> None:
-        """A row's heads lie side by side; rows may be apart (a slice of a fused projection)."""
+        """Refuses rows whose heads are not side by side; rows may be apart (a slice of a fused projection)."""
         shape = (plan.num_rows, heads, self.variant.head_size)
         if tuple(tensor.shape) != shape or dtype_name(tensor) != self.variant.dtype:
             raise ValueError(

@@ -1,4 +1,5 @@
-"""One step's attention work: validated on the host, made of NumPy arrays, packed into one upload, bound to addresses.
+"""One step's attention work: validated on the host, laid out in NumPy arrays, packed into one upload, bound to
+addresses.
 
     batch = StepBatch(query_start, context_lens, block_tables, decodes)
     host = plan_step(batch, num_blocks=..., block_size=..., extra={"input_ids": ids})
@@ -7,8 +8,8 @@
 
 Every section of the upload starts at a multiple of 16 bytes. With `capacity`, sections have a fixed size and place, so
 that a captured CUDA graph may read them again and again. Sections are padded with work that does nothing, and rows
-beyond the step's with decodes that see no keys, whose result is zeros: what follows computes on no memory that nobody
-wrote.
+beyond the step's with decodes that see no keys, whose result is zeros: later operators never compute on memory that was
+not written.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from typing import Any
 
 import numpy as np
 
-from pagekv.kernels.decode_plan import arrivals_of_merge, decode_work, most_partials
+from pagekv.kernels.decode_plan import decode_work, merge_counters, most_partials
 from pagekv.kernels.prefill_plan import prefill_items, prefill_tile
 from pagekv.kernels.variants import Variant
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 ALIGN = 4
-"""int32 words: sections start at multiples of 16 bytes."""
+"""In int32 words: sections start at multiples of 16 bytes."""
 PADDING = -1
-"""What a padded item or slot starts with: kernels skip it."""
+"""First word of a padded item or slot: kernels skip it."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +42,17 @@ class StepBatch:
     context_lens: Ints
     """[S]: visible keys of each sequence's last row, those of this step included."""
     block_tables: Ints
-    """[S, W]: block ids; entries past a sequence's last block are not looked at."""
+    """[S, W]: block ids; entries past a sequence's last block are ignored."""
     decodes: np.ndarray[Any, np.dtype[np.bool_]]
     """[S]: True for a sequence whose single row is a generated token (the decode kernel), False for any other rows (the
-    prefill kernel). The two kernels may differ in the last bits, so rows of a prompt should all take the latter."""
-    writes: np.ndarray[Any, np.dtype[np.bool_]] | None = None
-    """[S]: False for sequences whose new rows are not to be written to the pool (padding, warm-up). None: all are."""
+    prefill kernel). The two kernels may differ in the last bits, so all rows of a prompt should take the prefill
+    kernel."""
 
 
 @dataclass(frozen=True)
 class GraphCapacity:
-    """Fixed sizes of a captured graph's sections: every step that replays it must fit, with a decode item for each row
-    that it does not have, and a sequence more than its own where there is such a row.
+    """Fixed sizes of a captured graph's sections. Every step that replays the graph must fit, with a decode item for
+    each padded row, and one sequence more than the step has where there is a padded row.
     """
 
     sequences: int
@@ -79,7 +79,7 @@ class GraphCapacity:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """A step's work on the device: addresses and counts, as the kernels take them."""
+    """A step's work on the device: the addresses and counts that the kernels take."""
 
     num_rows: int
     num_sequences: int
@@ -97,12 +97,12 @@ class AttentionPlan:
     positions: int
     decode_items: int
     merge_items: int
-    arrivals: int
+    merge_counters: int
     prefill_items: int
     scratch: int
     """Address of float32 [num_partials, num_heads, head_size + 2] words: see `attention.scratch_bytes`."""
     extra: Mapping[str, int] = field(default_factory=dict)
-    """Address of each section that the caller added."""
+    """Address of each section of `extra`."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class HostPlan:
     """A step's work before its upload."""
 
     words: Ints
-    """[n]: everything, in one array."""
+    """[n]: all sections, in one array."""
     offsets: Mapping[str, int]
     """Section -> its first word."""
     counts: Mapping[str, int]
@@ -118,7 +118,7 @@ class HostPlan:
     def bind(self, address: int, scratch: int = 0) -> AttentionPlan:
         """The plan for a copy of `words` at a device address that is a multiple of 16.
 
-        `scratch`: device address of what `attention.scratch_bytes(counts["num_partials"])` asks for.
+        `scratch`: device address of `attention.scratch_bytes(counts["num_partials"])` bytes.
         """
         if address % (4 * ALIGN) or scratch % (4 * ALIGN):
             raise ValueError(f"address: must be a multiple of {4 * ALIGN}, got {address:#x} and scratch {scratch:#x}")
@@ -137,7 +137,7 @@ SECTIONS = (
     "positions",
     "decode_items",
     "merge_items",
-    "arrivals",
+    "merge_counters",
     "prefill_items",
 )
 SKIPPED_BELOW_ZERO = ("slots", "decode_items", "merge_items", "prefill_items")
@@ -157,9 +157,9 @@ def plan_step(
 ) -> HostPlan:
     """Validates a batch and lays out its work.
 
-    `variant`: the kernels' that will do it; their tiles differ. `window`: the widest window of any layer (0 if any
-    layer sees everything). `extra`: more int32 arrays for the same
-    upload. Raises ValueError naming the field and the first offending entry; nothing is kept then.
+    `variant`: of the kernels, for their tiles. `window`: the widest window of any layer (0 if any layer sees
+    everything). `extra`: more int32 arrays for the same upload. Raises ValueError naming the field and the first
+    offending entry.
     """
     query_start, context_lens, tables = (
         np.ascontiguousarray(array, np.int32) for array in (batch.query_start, batch.context_lens, batch.block_tables)
@@ -167,8 +167,6 @@ def plan_step(
     counts = validate(batch, num_blocks, block_size)
     positions = row_positions(query_start, context_lens, counts)
     slots = row_slots(tables, positions, counts, block_size)
-    if batch.writes is not None:
-        slots[~np.repeat(batch.writes, counts)] = PADDING
     decodes = np.asarray(batch.decodes, bool)
     decode_sequences = np.flatnonzero(decodes).astype(np.int32)
     # The first sequence beyond the step's has no keys.
@@ -196,7 +194,7 @@ def plan_step(
         "positions": positions,
         "decode_items": work.items,
         "merge_items": work.merges,
-        "arrivals": np.zeros((len(work.merges), arrivals_of_merge(num_heads, num_kv_heads)), np.int32),
+        "merge_counters": np.zeros((len(work.merges), merge_counters(num_heads, num_kv_heads)), np.int32),
         "prefill_items": prefills,
         **{name: np.ascontiguousarray(array, np.int32) for name, array in (extra or {}).items()},
     }
@@ -204,7 +202,7 @@ def plan_step(
         raise ValueError(f"partials: {work.num_partials} do not fit the capacity of {capacity.partials}")
     shapes = capacity.shapes() if capacity else {}
     if capacity:
-        shapes["arrivals"] = (capacity.merge_items, arrivals_of_merge(num_heads, num_kv_heads))
+        shapes["merge_counters"] = (capacity.merge_items, merge_counters(num_heads, num_kv_heads))
     words, offsets = pack(arrays, shapes)
     if capacity and len(padding) and capacity.sequences == len(context_lens):
         raise ValueError(f"sequences: {len(padding)} padded rows need one more than the {capacity.sequences} there are")
@@ -225,7 +223,7 @@ def plan_step(
 
 
 def validate(batch: StepBatch, num_blocks: int, block_size: int) -> Ints:
-    """Checks every id and length of a batch; the rows of each sequence. Raises ValueError."""
+    """Checks every id and length of a batch. Returns [S]: the number of rows of each sequence. Raises ValueError."""
     query_start, context_lens, tables = (
         np.asarray(a) for a in (batch.query_start, batch.context_lens, batch.block_tables)
     )

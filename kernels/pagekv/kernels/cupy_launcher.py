@@ -1,7 +1,7 @@
 """Kernels on a GPU: compiled at first use, loaded by CuPy, started on torch's current stream.
 
-CuPy is imported when the first launcher is made, so that everything else works without it. Machine code for the GPU
-present is kept in the user's cache folder, so that a second process starts at once.
+CuPy is imported when the first launcher is made, so that everything else works without CuPy. Machine code for the
+present GPU is kept in the user's cache folder, so that a second process starts at once.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pagekv.kernels.sources import translation_unit
 from pagekv.kernels.variants import KERNELS, MIN_COMPUTE_CAPABILITY, Variant
 
 STATIC_SHARED_LIMIT = 48 << 10
-"""Dynamic shared memory beyond this has to be asked for, kernel by kernel."""
+"""Bytes of dynamic shared memory; more has to be requested for each kernel."""
 ALL_SHARED = 100
-"""Share of a multiprocessor's memory for L1 and shared memory, in percent, that is to be shared memory."""
+"""Percent of a multiprocessor's memory for L1 and shared memory that is shared memory."""
 
 Say = Callable[[str], None]
 
 
 class GpuUnavailable(RuntimeError):
-    """No GPU, driver, CuPy or compiler that the kernels could run with; the message says which, and what to do."""
+    """GPU, driver, CuPy or compiler is missing or unsuitable; the message says which, and what to do."""
 
 
 def say_on_stderr(line: str) -> None:
@@ -39,7 +39,7 @@ def say_on_stderr(line: str) -> None:
 
 
 def import_cupy() -> ModuleType:
-    """CuPy, where it has a GPU. Raises GpuUnavailable."""
+    """CuPy with a usable GPU. Raises GpuUnavailable."""
     try:
         cupy = importlib.import_module("cupy")
     except ImportError as error:
@@ -56,7 +56,7 @@ def import_cupy() -> ModuleType:
 
 
 def _driver_trouble(cupy: Any) -> str:
-    """A driver that is missing or too old, in words; empty where its version is fine."""
+    """Says in words that the driver is missing or too old; empty where its version is fine."""
     driver, cuda = cupy.cuda.runtime.driverGetVersion(), _cuda_of(cupy)
     if driver == 0:
         return f"no NVIDIA driver is loaded, CuPy {cupy.__version__} needs one for CUDA {cuda}: install it"
@@ -69,7 +69,7 @@ def _driver_trouble(cupy: Any) -> str:
 
 
 def _cuda_of(cupy: Any) -> int:
-    """The CUDA major version that CuPy is built for."""
+    """CUDA major version of CuPy's build."""
     return int(cupy.cuda.driver.get_build_version()) // 1000
 
 
@@ -89,7 +89,7 @@ def machine_code_for(cupy: Any) -> MachineCode:
             f"CuPy {cupy.__version__} is built for CUDA {cuda}, and so must be the compiler of the kernels: {error} "
             f"(part of pagekv[cuda{cuda}])"
         ) from error
-    # Code for an earlier GPU of the same generation runs on this one too.
+    # Code for an earlier GPU of the same generation runs on a later one too.
     known = [arch for arch in compiler.architectures() if arch // 10 == capability // 10 and arch <= capability]
     if not known:
         version = ".".join(map(str, compiler.version))
@@ -106,7 +106,7 @@ def _dotted(capability: int) -> str:
 
 @dataclass(frozen=True)
 class _Stream:
-    """What CuPy asks of a stream. (`cupy.cuda.ExternalStream` is deprecated since CuPy 14, its successor new there.)"""
+    """The part of a stream that CuPy reads (`cupy.cuda.ExternalStream` is deprecated since CuPy 14)."""
 
     ptr: int
 
@@ -122,7 +122,7 @@ class CupyLauncher:
         text: Callable[[str], str] = translation_unit,
     ) -> None:
         """`cupy`, `torch`: the modules, imported where not given. `say` takes a line for each kernel that is ready.
-        `text`: from a kernel's source, such as decode.cu, to what is compiled as that.
+        `text`: from the name of a kernel's source, such as decode.cu, to the text that is compiled.
 
         Raises GpuUnavailable.
         """
@@ -150,16 +150,16 @@ class CupyLauncher:
         function = self._functions[kernel, variant]
         if shared_bytes > self._shared[kernel, variant]:
             function.max_dynamic_shared_size_bytes = shared_bytes
-            # Else the driver may leave less than the thread blocks take that a multiprocessor has registers for.
+            # By default the driver may reserve less shared memory than the resident thread blocks need.
             function.preferred_shared_memory_carveout = ALL_SHARED
             self._shared[kernel, variant] = shared_bytes
-        # torch may have switched streams (a capture does), so its stream is asked for each time. A NumPy array of one
-        # element is what CuPy passes by value.
+        # torch may have switched streams (a capture does), so its stream is looked up each time. CuPy passes a NumPy
+        # array of one element by value.
         stream = _Stream(self._torch.cuda.current_stream().cuda_stream)
         function.kernel(grid, (threads, 1, 1), (params,), shared_bytes, stream)
 
     def prepare(self, variant: Variant, kernels: Iterable[str] = tuple(KERNELS)) -> None:
-        """Compiles now, at the same time, what would be compiled at first use: before serving, and before a graph is
+        """Compiles in parallel the kernels that would be compiled at first use: before serving, and before a graph is
         captured.
         """
         started = time.perf_counter()

@@ -12,16 +12,16 @@ from pagekv.kernels.variants import Variant
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 SPLIT_TOKENS = 256
-"""Keys an item walks over: a row's keys are cut at absolute multiples of this, whatever else is in the batch, so that
-the bits of its result depend on the row alone. So small that 64 rows of 1k tokens fill a GPU even with one KV head."""
+"""Keys of an item: a row's keys are cut at absolute multiples of this, so that the bits of its result depend on the row
+alone and on no other row of the batch. Small enough that 64 rows of 1k tokens fill a GPU even with one KV head."""
 
 MOST_FUSED_PARTIALS = 16
-"""Rows of at most so many splits are merged by the decode kernel itself, which saves a launch; the last thread block of
-a row does it alone, which takes too long for more. Who merges changes no bit."""
+"""Rows of at most this many splits are merged by the decode kernel itself, which saves a launch; a row's last thread
+block merges alone, which takes too long for more. The choice changes no bit."""
 
 MAX_BLOCKS = 4096
-"""Thread blocks of a launch: some ten for each one that an H200 runs at a time. Beyond that a block takes several
-items, so that the padding of a captured graph costs nothing."""
+"""Thread blocks of a launch, at most: some ten for each one that an H200 runs at a time. Beyond that a block takes
+several items, so that the padding of a captured graph costs nothing."""
 
 CHUNK_BYTES = 16
 MIN_ROWS = 16
@@ -30,12 +30,12 @@ MIN_ROWS = 16
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """What a thread block of the decode kernel is (`src/decode.cuh` and the headers below it have the same figures)."""
+    """Sizes of a thread block of the decode kernel, as in `src/decode.cuh` and the headers below it."""
 
     tokens: int
     """Keys of a tile; tiles begin at multiples of this."""
     rows: int
-    """Most query heads of a thread block; KV heads with more of them are shared by several."""
+    """Most query heads of a thread block; several blocks share a KV head with more."""
     threads: int
     shared_bytes: int
 
@@ -47,30 +47,30 @@ def decode_tile(variant: Variant) -> DecodeTile:
     tokens = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
     warps = 4 if fp32 else tokens // 16
     rows = 16 if fp32 else warps * 16 if head_size <= 128 else 32
-    tile_bytes = 2 * tokens * _padded(row_bytes)
+    tile_bytes = 2 * tokens * padded_row(row_bytes)
     stages = min(65536 // (2 * tokens * row_bytes), 4)
     if fp32:
         behind_ring = rows * (head_size + tokens) * 4
     else:
-        behind_ring = rows * _padded(head_size * 2)
+        behind_ring = rows * padded_row(head_size * 2)
         if head_size <= 128 and behind_ring <= tile_bytes:
             behind_ring = 0  # queries are in the ring until they are in registers
     return DecodeTile(tokens, rows, warps * 32, SPLIT_TOKENS * 4 + stages * tile_bytes + behind_ring)
 
 
-def _padded(row_bytes: int) -> int:
-    """To an odd number of chunks, so that rows begin in different banks."""
+def padded_row(row_bytes: int) -> int:
+    """The bytes rounded up to an odd number of 16-byte chunks, so that rows begin in different banks."""
     return (row_bytes // CHUNK_BYTES | 1) * CHUNK_BYTES
 
 
 def most_partials(context_len: int) -> int:
-    """Partial results that a row of at most so many keys can have."""
+    """The most partial results of a row of at most this many keys."""
     splits = -(-context_len // SPLIT_TOKENS)
     return splits if splits > 1 else 0
 
 
-def arrivals_of_merge(num_heads: int, num_kv_heads: int) -> int:
-    """Counters that the decode kernel needs for a merge: one for each KV head and thread block that shares it."""
+def merge_counters(num_heads: int, num_kv_heads: int) -> int:
+    """Counters of the decode kernel for one merge: one for each KV head and thread block that shares it."""
     return num_kv_heads * -(-num_heads // num_kv_heads // MIN_ROWS)
 
 
@@ -88,8 +88,8 @@ class DecodeWork:
 
 
 def decode_work(*, rows: Ints, sequences: Ints, context_lens: Ints, window: int = 0) -> DecodeWork:
-    """Items of the given decode rows (parallel arrays [R]), those with the most keys first, so that thread blocks which
-    start last are short.
+    """Items of the given decode rows (parallel arrays [R]), the longest first, so that thread blocks that start last
+    are short.
 
     `window`: splits wholly before it are left out; 0: none. A row without keys still has an item, which writes zeros.
     """
@@ -117,7 +117,7 @@ def decode_work(*, rows: Ints, sequences: Ints, context_lens: Ints, window: int 
 
 
 def num_decode_items(context_lens: Ints, window: int = 0) -> int:
-    """Items that `decode_work` makes of rows with so many keys, without making them."""
+    """The number of items that `decode_work` makes of rows with these many keys."""
     return int(_splits(np.asarray(context_lens, np.int32), window)[2].sum())
 
 
@@ -129,7 +129,7 @@ def _splits(lens: Ints, window: int) -> tuple[Ints, Ints, Ints]:
 
 
 def _columns(*columns: Ints) -> Ints:
-    """One array of them, [n, len(columns)]."""
+    """The columns as one array [n, len(columns)]."""
     array = np.empty((len(columns[0]), len(columns)), np.int32)
     for index, column in enumerate(columns):
         array[:, index] = column

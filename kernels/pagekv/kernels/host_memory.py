@@ -1,7 +1,7 @@
-"""Host memory for pools of gigabytes that are to be page-locked: on huge pages where the system allows it, and there
+"""Host memory for pools of gigabytes that are to be page-locked: on huge pages where the system allows it, and present
 before it is locked.
 
-Locking memory that nobody has touched makes the driver fault it in, 4 KiB at a time and by one thread.
+Locking untouched memory makes the driver fault it in, 4 KiB at a time and by one thread.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 HUGE_PAGE = 2 * 2**20
-# Bytes that a thread touches before it takes the next.
+# Bytes that a thread touches at a time.
 SHARE = 64 * HUGE_PAGE
 
 
 def host_memory(num_bytes: int) -> Bytes:
-    """[num_bytes] zeros, all of them present, from a multiple of HUGE_PAGE on; back at the system once nothing refers
-    to them. Raises MemoryError.
+    """[num_bytes] zeros, all present, from a multiple of HUGE_PAGE on; returned to the system when the last reference
+    is gone. Raises MemoryError.
     """
     try:
         # Private: shared memory has huge pages by another setting, which is off on most systems.
@@ -41,5 +41,5 @@ def host_memory(num_bytes: int) -> Bytes:
 
 
 def _touch(share: Bytes) -> None:
-    """A byte of each small page, in case that there are no huge ones."""
+    """Writes a byte of each small page, in case that there are no huge pages."""
     share[:: mmap.PAGESIZE] = 0

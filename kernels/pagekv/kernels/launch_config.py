@@ -1,4 +1,4 @@
-"""Threads, grid and dynamic shared memory of each kernel; they follow the constants of its source."""
+"""Threads, grid and dynamic shared memory of each kernel, by the constants of its source."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pagekv.kernels.variants import Variant
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How a kernel is started."""
+    """Grid, threads of a block, and dynamic shared memory of a launch."""
 
     grid: tuple[int, int, int]
     threads: int
     shared_bytes: int
 
 
-def cache_write(variant: Variant, num_tokens: int, num_heads: int, num_kv_heads: int) -> LaunchConfig:
+def cache_write(num_tokens: int) -> LaunchConfig:
     """One thread block a token."""
     return LaunchConfig((num_tokens, 1, 1), 128, 0)
 
@@ -29,7 +29,7 @@ def block_copy(num_pairs: int, block_bytes: int) -> LaunchConfig:
 
 
 def decode(variant: Variant, num_items: int, num_heads: int, num_kv_heads: int) -> LaunchConfig:
-    """One thread block an item, KV head and tile of its query heads, the KV heads of an item being neighbours; beyond
+    """One thread block an item, KV head and tile of its query heads; the KV heads of an item are neighbours. Beyond
     MAX_BLOCKS a thread block goes on to further items."""
     tile = decode_tile(variant)
     blocks = num_items * num_kv_heads * -(-num_heads // num_kv_heads // tile.rows)
@@ -41,6 +41,6 @@ def merge(variant: Variant, num_items: int, num_heads: int) -> LaunchConfig:
     return LaunchConfig((num_items, num_heads, 1), variant.head_size * 2, 0)
 
 
-def prefill(variant: Variant, num_items: int, num_heads: int, num_kv_heads: int) -> LaunchConfig:
+def prefill(variant: Variant, num_items: int, num_kv_heads: int) -> LaunchConfig:
     """One thread block an item (a tile of query rows) and KV head; the KV heads of an item are neighbours."""
     return LaunchConfig((num_items * num_kv_heads, 1, 1), THREADS, prefill_tile(variant).shared_bytes)

@@ -1,4 +1,4 @@
-"""What starts a kernel: CuPy on a GPU, or the tests' emulation on the CPU."""
+"""The interface of launchers: CuPy on a GPU, or the tests' emulation on the CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pagekv.kernels.variants import Variant
 
 
 class Launcher(Protocol):
-    """Starts kernels. What it is given was validated; addresses in `params` are the device's."""
+    """Starts kernels. Callers have validated all arguments; addresses in `params` are the device's."""
 
     def launch(
         self,

@@ -1,7 +1,6 @@
 """Machine code of kernels for one GPU architecture, in files: compiled by NVRTC, kept in the user's cache folder.
 
-CuPy could compile too, but it refuses where it finds no CUDA headers, of which these kernels need none, and takes one
-kernel after the other.
+CuPy could compile too, but not without CUDA headers, of which these kernels need none, and only one kernel at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pagekv.kernels.nvrtc import Nvrtc
 
 
 def user_cache() -> Path:
-    """$XDG_CACHE_HOME/pagekv, by default ~/.cache/pagekv; for a user without a home a folder that cannot be made."""
+    """$XDG_CACHE_HOME/pagekv, by default ~/.cache/pagekv; for a user without a home, a folder that cannot be made."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagekv"
     except RuntimeError:
@@ -25,9 +24,10 @@ def user_cache() -> Path:
 
 
 class MachineCode:
-    """Files of machine code, each named by all that decides what is in it, and by a digest of what is in it.
+    """Files of machine code, each named by a digest of all inputs of its compilation and by a digest of its content.
 
-    So a file that was truncated or damaged is not found and compiled again. Threads and processes may share a folder.
+    So a truncated or damaged file is never used: the kernel is compiled again. Threads and processes may share a
+    folder.
     """
 
     def __init__(self, compiler: Nvrtc, arch: int, folder: Path | None = None) -> None:
@@ -39,10 +39,10 @@ class MachineCode:
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
     def file(self, text: str, name: str, options: Sequence[str]) -> Path:
-        """A file with the machine code of a text, compiled now where none is kept. `name` is what messages call it.
+        """A file with the machine code of a text, compiled now where none is kept. `name`: of the text, in messages.
 
-        Where the folder cannot be written to, the file lasts as long as this object.
-        Raises CompileError, and OSError where there is no place for the file at all.
+        In a folder that cannot be written to, the file lasts as long as this object. Raises CompileError, and OSError
+        where there is no place for the file at all.
         """
         options = [f"--gpu-architecture=sm_{self.arch}", *options]
         key = _digest("\0".join([self._version, *options, text]).encode())
@@ -72,7 +72,7 @@ def _kept(folder: Path, key: str) -> Path | None:
 
 
 def _keep(folder: Path, key: str, code: bytes) -> Path:
-    """Writes the file at once or not at all. Raises OSError."""
+    """Writes the file atomically. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{key}-{_digest(code)}.cubin"
     descriptor, partial = tempfile.mkstemp(dir=folder)

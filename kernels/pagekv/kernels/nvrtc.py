@@ -1,7 +1,7 @@
 """NVRTC, the CUDA compiler as a library, by ctypes: device code from text, with no GPU, driver, CuPy or headers.
 
-The library comes with the wheels nvidia-cuda-nvrtc-cu12 (CUDA 12) and nvidia-cuda-nvrtc (CUDA 13), which may both be
-installed, with torch's CUDA builds, or with a CUDA toolkit.
+Sources of the library: the wheels nvidia-cuda-nvrtc-cu12 (CUDA 12) and nvidia-cuda-nvrtc (CUDA 13), which may both be
+installed, torch's CUDA builds, or a CUDA toolkit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class Compiled:
-    """What one compilation gave."""
+    """Result of one compilation."""
 
     code: bytes
     """A cubin for a real architecture (sm_90), PTX for a virtual one (compute_90)."""
@@ -34,8 +34,8 @@ class Compiled:
 
 
 def libraries(cuda: int) -> Iterator[str]:
-    """Where the NVRTC of a CUDA major version may be: paths in wheels, then the name the system may know it by, then a
-    toolkit's path.
+    """Candidates for the NVRTC of a CUDA major version: paths in wheels, the name for the system's loader, a toolkit's
+    path.
     """
     name = f"libnvrtc.so.{cuda}"
     folder = "nvidia/cuda_nvrtc/lib" if cuda == 12 else f"nvidia/cu{cuda}/lib"
@@ -45,10 +45,10 @@ def libraries(cuda: int) -> Iterator[str]:
 
 
 def load(cuda: int) -> tuple[str, ctypes.CDLL]:
-    """The NVRTC of a CUDA major version, 12 or above, and where it was. Raises NvrtcMissing where there is none."""
+    """Path and library of the NVRTC of a CUDA major version, 12 or above. Raises NvrtcMissing."""
     for path in libraries(cuda):
         try:
-            # Loaded before they are asked for: wheels of CUDA 13 do not tell the library to look beside itself.
+            # Loaded beforehand, because the library in wheels of CUDA 13 does not look for these beside itself.
             for builtins in Path(path).parent.glob(f"libnvrtc-builtins.so.{cuda}.*") if "/" in path else ():
                 ctypes.CDLL(str(builtins))
             return path, ctypes.CDLL(path)
@@ -81,7 +81,7 @@ class Nvrtc:
         return list(archs)
 
     def compile(self, text: str, name: str, options: Sequence[str]) -> Compiled:
-        """Compiles one translation unit. `name` is what messages call it. Raises CompileError with the log."""
+        """Compiles one translation unit. `name`: of the text, in messages. Raises CompileError with the log."""
         program = ctypes.c_void_p()
         self._check(
             self._library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None)

@@ -1,6 +1,6 @@
 """NumPy mirrors of the parameter structures in `src/params.cuh`, laid out as the C++ compiler lays them out.
 
-A kernel takes one such structure by value. `fill` makes it from keywords and names a field that is missing or unknown.
+A kernel takes one such structure by value; `fill` makes it from keywords.
 """
 
 from __future__ import annotations
@@ -15,109 +15,33 @@ import numpy as np
 
 Struct = np.ndarray[Any, np.dtype[np.void]]
 
-POINTER, I64, I32, F32 = "u8", "i8", "i4", "f4"
 
-
-def _struct(**fields: str) -> np.dtype[np.void]:
-    return np.dtype(list(fields.items()), align=True)
+def _struct(*, pointers: str, i64: str = "", i32: str = "", f32: str = "") -> np.dtype[np.void]:
+    """A structure with these fields, in this order: 8-byte fields come first."""
+    kinds = ((pointers, "u8"), (i64, "i8"), (i32, "i4"), (f32, "f4"))
+    return np.dtype([(name, kind) for names, kind in kinds for name in names.split()], align=True)
 
 
 CACHE_WRITE = _struct(
-    key=POINTER,
-    value=POINTER,
-    query=POINTER,
-    pool=POINTER,
-    slots=POINTER,
-    rope=POINTER,
-    positions=POINTER,
-    block_stride=I64,
-    kv_stride=I64,
-    key_stride=I64,
-    value_stride=I64,
-    query_stride=I64,
-    num_tokens=I32,
-    num_heads=I32,
-    num_kv_heads=I32,
-    block_size_log2=I32,
-    layer=I32,
-    rotary_dim=I32,
-    rope_interleaved=I32,
-    k_scale=F32,
-    v_scale=F32,
+    pointers="key value query pool slots rope positions",
+    i64="block_stride kv_stride key_stride value_stride query_stride",
+    i32="num_tokens num_heads num_kv_heads block_size_log2 layer rotary_dim rope_interleaved",
+    f32="k_scale v_scale",
 )
 
-BLOCK_COPY = _struct(
-    source_pool=POINTER,
-    destination_pool=POINTER,
-    pairs=POINTER,
-    block_bytes=I64,
-    num_pairs=I32,
-)
+BLOCK_COPY = _struct(pointers="pool pairs", i64="block_bytes")
 
+_ATTENTION = {
+    "i64": "block_stride kv_stride query_stride out_stride",
+    "i32": "num_items num_heads num_kv_heads block_size_log2 table_stride layer window",
+    "f32": "scale soft_cap k_scale v_scale",
+}
 DECODE = _struct(
-    query=POINTER,
-    out=POINTER,
-    pool=POINTER,
-    block_tables=POINTER,
-    context_lens=POINTER,
-    items=POINTER,
-    merges=POINTER,
-    arrivals=POINTER,
-    partial_out=POINTER,
-    partial_state=POINTER,
-    alibi_slopes=POINTER,
-    block_stride=I64,
-    kv_stride=I64,
-    query_stride=I64,
-    out_stride=I64,
-    num_items=I32,
-    num_heads=I32,
-    num_kv_heads=I32,
-    block_size_log2=I32,
-    table_stride=I32,
-    layer=I32,
-    window=I32,
-    scale=F32,
-    soft_cap=F32,
-    k_scale=F32,
-    v_scale=F32,
+    pointers="query out pool block_tables context_lens items merges merge_counters partial_out partial_state",
+    **_ATTENTION,
 )
-
-MERGE = _struct(
-    out=POINTER,
-    partial_out=POINTER,
-    partial_state=POINTER,
-    items=POINTER,
-    out_stride=I64,
-    num_items=I32,
-    num_heads=I32,
-)
-
-PREFILL = _struct(
-    query=POINTER,
-    out=POINTER,
-    pool=POINTER,
-    block_tables=POINTER,
-    context_lens=POINTER,
-    query_start=POINTER,
-    items=POINTER,
-    alibi_slopes=POINTER,
-    block_stride=I64,
-    kv_stride=I64,
-    query_stride=I64,
-    out_stride=I64,
-    num_items=I32,
-    num_heads=I32,
-    num_kv_heads=I32,
-    block_size_log2=I32,
-    table_stride=I32,
-    layer=I32,
-    window=I32,
-    scale=F32,
-    soft_cap=F32,
-    k_scale=F32,
-    v_scale=F32,
-)
+PREFILL = _struct(pointers="query out pool block_tables context_lens query_start items", **_ATTENTION)
+MERGE = _struct(pointers="out partial_out partial_state items", i64="out_stride", i32="num_heads")
 
 # Name of the C++ structure -> its mirror.
 STRUCTS: dict[str, np.dtype[np.void]] = {
@@ -131,7 +55,7 @@ STRUCTS: dict[str, np.dtype[np.void]] = {
 
 @cache
 def _packer(dtype: np.dtype[np.void]) -> tuple[struct.Struct, Callable[[dict[str, float]], tuple[float, ...]]]:
-    """What packs a structure's values in their order, ten times as fast as NumPy's assignments to fields."""
+    """A packer of a structure's values and their order: ten times as fast as NumPy's assignments to fields."""
     names = dtype.names or ()
     codes = "".join({"u8": "Q", "i8": "q", "i4": "i", "f4": "f"}[dtype[name].str[1:]] for name in names)
     return struct.Struct(f"@{codes}0q"), itemgetter(*names)  # native alignment; padded to that of 8-byte fields

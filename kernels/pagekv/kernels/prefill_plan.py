@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from pagekv.kernels.decode_plan import Ints, padded_row
 from pagekv.kernels.variants import Variant
-
-Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 THREADS = 128
 WARPS = 4
-CHUNK_BYTES = 16
 
 
 @dataclass(frozen=True)
 class PrefillTile:
-    """What one thread block works on at a time."""
+    """The share of one thread block at a time."""
 
     rows: int
     """Query rows; a row is one (query, query head) pair of a KV head's group."""
@@ -35,18 +32,13 @@ def prefill_tile(variant: Variant) -> PrefillTile:
     rows = WARPS * ((4 if large else 8) if fp32 else (16 if large else 32))
     keys = 32 if fp32 or large else 64
     stages = 2 if fp32 else 3
-    row_bytes = _padded(variant.head_size * variant.element_bytes)
+    row_bytes = padded_row(variant.head_size * variant.element_bytes)
     slot_bytes = keys * (variant.head_size if fp8 else row_bytes)
     shared = rows * row_bytes + stages * slot_bytes  # queries, ring of key and value tiles
     shared += 2 * keys * row_bytes if fp8 else 0  # widened tiles
-    shared += 2 * keys * 8 + 32 + rows * 8  # addresses of keys, which keys, positions and slopes of rows
+    shared += 2 * keys * 8 + 32 + rows * 4  # addresses of keys, the range of keys, positions of rows
     shared += rows * keys * 4 if fp32 else 0  # weights
     return PrefillTile(rows, keys, shared)
-
-
-def _padded(row_bytes: int) -> int:
-    """To an odd number of chunks, so that rows begin in different banks."""
-    return (row_bytes // CHUNK_BYTES | 1) * CHUNK_BYTES
 
 
 def prefill_items(
@@ -54,9 +46,8 @@ def prefill_items(
 ) -> Ints:
     """[n, 4]: sequence, first row of the tile (query of the sequence * group_size + head of the group), 0, 0.
 
-    `sequences`: those to be worked on; each gets as many items as its rows fill tiles. Items that walk the most keys
-    come first, so that thread blocks which start last are short. `window`: as of the layer (0: none); only the order
-    depends on it.
+    `sequences`: indices of the sequences to prefill, an item for each tile of their rows. Items that walk the most keys
+    come first, so that thread blocks that start last are short. `window`: of the layer (0: none), for the order alone.
     """
     counts = query_start[sequences + 1] - query_start[sequences]
     rows = counts * group_size

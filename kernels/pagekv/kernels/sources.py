@@ -1,6 +1,5 @@
-"""One kernel as one text: its local headers inlined, so that the text alone says what is compiled.
-
-Compilers that are handed text (NVRTC) look for no neighbours, and caches keyed by the text see every edit of a header.
+"""A kernel as one text, with its local headers inlined: NVRTC needs no other file, and a cache keyed by the text sees
+every edit of a header.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ def read(name: str) -> str:
 def translation_unit(name: str) -> str:
     """The text of `src/<name>` with every `#include "local"` replaced by that file.
 
-    `#line` directives keep the compiler's messages pointing at the real files. A header may be included twice, by
-    branches of a conditional say: macros see to it that it counts once. `#include <...>` is left alone.
+    `#line` directives keep the compiler's messages pointing at the real files. A header that is included twice, say by
+    branches of a conditional, counts once by its guard macro. `#include <...>` stays as it is.
     """
     return "\n".join(_inlined(name, ())) + "\n"
 
@@ -44,4 +43,4 @@ def _inlined(name: str, includers: tuple[str, ...]) -> Iterator[str]:
                 yield "#endif"
             yield f'#line {number + 1} "{name}"'
         else:
-            yield "" if ONCE.match(line) else line  # has no meaning in a main file
+            yield "" if ONCE.match(line) else line  # meaningless in a main file

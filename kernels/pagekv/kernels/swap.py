@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Blocks that lie side by side on both sides."""
+    """Blocks that are neighbours in both pools."""
 
     source: int
     destination: int
@@ -43,7 +43,7 @@ def runs(sources: Sequence[int], destinations: Sequence[int]) -> list[Run]:
         return []
     pairs = np.array([sources, destinations], np.int64)
     # Pairs are independent of each other. With the same distance between both sides, neighbours in order of the source
-    # are neighbours on both, in whichever order they were named: blocks are freed last block first.
+    # are neighbours on both; the given order does not matter (blocks are freed last block first).
     distance = pairs[1] - pairs[0]
     pairs = pairs[:, np.lexsort((pairs[0], distance))]
     if len(np.unique(pairs[1])) < len(sources):
@@ -55,7 +55,7 @@ def runs(sources: Sequence[int], destinations: Sequence[int]) -> list[Run]:
 
 
 class CopyStream(Enum):
-    """Where work is enqueued; the order within one is kept."""
+    """The streams of a device; work of one stream runs in its order."""
 
     COMPUTE = "compute"
     OUT = "out"
@@ -63,14 +63,14 @@ class CopyStream(Enum):
 
 
 class Streams(Protocol):
-    """What swapping needs of a device."""
+    """The operations of a device that swapping needs."""
 
     def mark(self, stream: CopyStream) -> Any:
-        """An event: everything that the stream was given so far."""
+        """An event after everything that is enqueued on the stream so far."""
         ...
 
     def wait(self, stream: CopyStream, event: Any) -> None:
-        """What the stream is given from now on runs after the event."""
+        """Work that is enqueued on the stream from now on runs after the event."""
         ...
 
     def done(self, event: Any) -> bool:
@@ -95,8 +95,8 @@ class _Transfer:
 class BlockSwapper:
     """Swaps blocks of one pair of pools. Used by one thread.
 
-    Calls take effect in their order, and against the computation: a swap runs after everything that was enqueued on the
-    compute stream before it, and `before_compute` makes what comes after it wait.
+    Calls take effect in their order. A swap runs after everything that was enqueued on the compute stream before, and
+    `before_compute` makes later work of the compute stream wait.
     """
 
     def __init__(self, streams: Streams, device_pool: Any, host_pool: Any) -> None:
@@ -119,15 +119,15 @@ class BlockSwapper:
         return self._swap(CopyStream.OUT, sources, destinations)
 
     def swap_in(self, sources: Sequence[int], destinations: Sequence[int]) -> int:
-        """Copies host blocks to device blocks; as `swap_out`."""
+        """`swap_out` in the other direction: host blocks to device blocks."""
         return self._swap(CopyStream.IN, sources, destinations)
 
     def before_compute(self, device_blocks: npt.ArrayLike | None = None) -> None:
-        """What the compute stream is given next waits for every swap that touches one of these blocks; None: for all.
+        """Makes later work of the compute stream wait for every swap that touches one of these blocks; None: for all.
 
         A step that neither reads nor writes a block may run beside the copy that saves it.
         """
-        self._forget_done()
+        self._remove_done()
         waiting = self._pending
         if device_blocks is not None and waiting:
             used = np.zeros(len(self._device), np.bool_)
@@ -135,7 +135,7 @@ class BlockSwapper:
             waiting = [transfer for transfer in waiting if used[transfer.device_blocks].any()]
         for transfer in waiting:
             self._streams.wait(CopyStream.COMPUTE, transfer.event)
-        # A later swap waits for the compute stream, and so for these.
+        # A later swap waits for the compute stream, and so for the transfers removed here.
         self._pending = [transfer for transfer in self._pending if not any(transfer is other for other in waiting)]
 
     def _swap(self, stream: CopyStream, sources: Sequence[int], destinations: Sequence[int]) -> int:
@@ -150,10 +150,10 @@ class BlockSwapper:
         if stream is CopyStream.IN:
             device_blocks, host_blocks = host_blocks, device_blocks
 
-        self._forget_done()
+        self._remove_done()
         self._streams.wait(stream, self._streams.mark(CopyStream.COMPUTE))
         for other in self._pending:
-            # Of two transfers in opposite directions, one writes what the other reads wherever they share a block.
+            # Where transfers in opposite directions share a block, one writes what the other reads.
             if other.stream is not stream and (
                 np.isin(other.device_blocks, device_blocks).any() or np.isin(other.host_blocks, host_blocks).any()
             ):
@@ -167,7 +167,7 @@ class BlockSwapper:
         self._pending.append(_Transfer(stream, self._streams.mark(stream), device_blocks, host_blocks))
         return len(copies)
 
-    def _forget_done(self) -> None:
+    def _remove_done(self) -> None:
         self._pending = [transfer for transfer in self._pending if not self._streams.done(transfer.event)]
 
 
@@ -195,7 +195,7 @@ class CudaStreams:
         return bool(event.query())
 
     def copy(self, stream: CopyStream, destination: Any, source: Any) -> None:
-        """As `Streams.copy`: torch makes one `cudaMemcpyAsync` of contiguous memory of one type."""
+        """As `Streams.copy`: one `cudaMemcpyAsync`, since the memory is contiguous and of one type."""
         with self._torch.cuda.stream(self._stream(stream)):
             destination.copy_(source, non_blocking=True)
 
@@ -204,10 +204,10 @@ class CudaStreams:
 
 
 def pin(tensor: torch.Tensor) -> None:
-    """Page-locks a CPU tensor where it is, so that it can be copied while the host goes on; until `unpin`.
+    """Page-locks a CPU tensor in place, so that copies of it can run beside the host; until `unpin`.
 
-    For pools of gigabytes (`host_memory`): torch's own pinned memory takes the next power of two of what is asked.
-    Raises MemoryError.
+    For pools of gigabytes (`host_memory`): torch's own pinned memory is rounded up to a power of two. Raises
+    MemoryError.
     """
     import torch
 
@@ -218,7 +218,7 @@ def pin(tensor: torch.Tensor) -> None:
 
 
 def unpin(tensor: torch.Tensor) -> None:
-    """Unlocks what `pin` locked; copies with it must have ended."""
+    """Undoes `pin`; copies of the tensor must have ended."""
     import torch
 
     runtime: Any = torch.cuda.cudart()

@@ -1,4 +1,4 @@
-"""What a kernel variant is: the macros it is compiled with, and which combinations exist.
+"""Kernel variants: the macros of each and the combinations that exist.
 
 Block size, group size and head counts are run-time parameters, so that the number of variants stays small.
 """
@@ -44,7 +44,7 @@ class Variant:
     head_size: int
     """Elements of a head: 64, 80, 96, 128 or 256."""
     features: bool = False
-    """Whether sliding window, soft cap and ALiBi are compiled in; which of them apply is chosen at run time."""
+    """Whether sliding window and soft cap are compiled in; run-time parameters turn each on."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_PAIRS:
@@ -79,7 +79,7 @@ class Variant:
 
 
 def check_heads(num_heads: int, num_kv_heads: int) -> None:
-    """Raises UnsupportedVariant for so many query heads over so many KV heads where no kernel serves them."""
+    """Raises UnsupportedVariant where no kernel serves this many query heads over this many KV heads."""
     if num_heads < 1 or num_heads % num_kv_heads:
         raise UnsupportedVariant(f"num_heads: must be a multiple of the {num_kv_heads} KV heads, got {num_heads}")
     if num_heads // num_kv_heads > MAX_GROUP_SIZE:
@@ -107,20 +107,19 @@ class Kernel:
     macros: tuple[str, ...]
 
     def macros_of(self, variant: Variant) -> dict[str, int]:
-        """The variant's macros as far as this kernel depends on them: equal results mean the same machine code.
-
-        The others are set to the plainest variant's, so that every kernel finds all of them defined.
+        """The variant's macros, with the plainest variant's values for those that this kernel does not depend on: equal
+        results mean the same machine code.
         """
         values = variant.macros()
         return {name: values[name] if name in self.macros else plain for name, plain in PLAIN_MACROS.items()}
 
     def options(self, variant: Variant) -> tuple[str, ...]:
         """Compiler options, the architecture apart."""
-        # Subnormals of fp32 count as 0; results and registers were judged so.
+        # fp32 subnormals count as 0: tolerances and register budgets were judged with this option.
         return ("--std=c++17", "-ftz=true", *(f"-D{name}={value}" for name, value in self.macros_of(variant).items()))
 
     def label(self, variant: Variant) -> str:
-        """The variant in words, as far as this kernel depends on it."""
+        """The part of the variant that this kernel depends on, in words."""
         words = [variant.dtype] if "PAGEKV_DTYPE" in self.macros else []
         if "PAGEKV_KV_DTYPE" in self.macros and variant.kv_dtype != variant.dtype:
             words[-1:] = [f"{variant.dtype}/{variant.kv_dtype}"]

@@ -13,7 +13,6 @@ A process declares its flags once, as fields of the dataclass that holds their v
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -23,6 +22,7 @@ ENV_PREFIX = "PAGEKV_"
 
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -193,70 +193,51 @@ def is_true(text: str) -> bool:
     return text.lower() in _TRUE
 
 
-def integer(low: int, high: int) -> Callable[[str], int]:
-    """A type for whole numbers from `low` to `high`, both included."""
+def _bounded(convert: Callable[[str], N], low: float, high: float, wanted: str) -> Callable[[str], N]:
+    """A type for values from `low` to `high`, both included; a refusal says what is `wanted`."""
 
-    def parse(text: str) -> int:
+    def parse(text: str) -> N:
         try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be a whole number from {low} to {high}, got {text!r}")
-        return value
+            value = convert(text)
+            # NaN fails every comparison.
+            if low <= value <= high:
+                return value
+        except (ValueError, KeyError, OverflowError):
+            pass
+        raise argparse.ArgumentTypeError(f"must be {wanted}, got {text!r}")
 
     return parse
+
+
+def integer(low: int, high: int) -> Callable[[str], int]:
+    """A type for whole numbers from `low` to `high`, both included."""
+    return _bounded(int, low, high, f"a whole number from {low} to {high}")
 
 
 def number(low: float, high: float) -> Callable[[str], float]:
     """A type for finite numbers from `low` to `high`, both included."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be a number from {low:g} to {high:g}, got {text!r}")
-        return value
-
-    return parse
+    return _bounded(float, low, high, f"a number from {low:g} to {high:g}")
 
 
 def power_of_two(low: int, high: int) -> Callable[[str], int]:
-    """A type for powers of two from `low` to `high`, both included."""
-    check = integer(low, high)
+    """A type for powers of two from `low` (at least 1) to `high`, both included."""
 
-    def parse(text: str) -> int:
-        try:
-            value = check(text)
-        except argparse.ArgumentTypeError:
-            value = 0
-        if value < 1 or value & (value - 1):
-            raise argparse.ArgumentTypeError(f"must be a power of two from {low} to {high}, got {text!r}")
-        return value
+    def convert(text: str) -> int:
+        value = int(text)
+        return value if value.bit_count() == 1 else 0
 
-    return parse
+    return _bounded(convert, low, high, f"a power of two from {low} to {high}")
 
 
 def size_in_bytes(low: int, high: int) -> Callable[[str], int]:
     """A type for sizes such as 512MiB, 4GiB or plain bytes."""
     units = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
-    def parse(text: str) -> int:
+    def convert(text: str) -> int:
         digits = text.strip().rstrip("bBiIkKmMgG ")
-        unit = text.strip()[len(digits) :].strip().lower()
-        try:
-            value = int(float(digits) * units[unit])
-        except (ValueError, KeyError, OverflowError):
-            value = low - 1
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(
-                f"must be a size from {low} to {high} bytes (such as 512MiB), got {text!r}"
-            )
-        return value
+        return int(float(digits) * units[text.strip()[len(digits) :].strip().lower()])
 
-    return parse
+    return _bounded(convert, low, high, f"a size from {low} to {high} bytes (such as 512MiB)")
 
 
 def address(text: str) -> str:

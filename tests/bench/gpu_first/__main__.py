@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--only", nargs="+", choices=[step.name for step in STEPS], default=(), metavar="STEP", help="only these steps"
     )
-    made.add_argument("--fresh", action="store_true", help="forget what passed before")
+    made.add_argument("--fresh", action="store_true", help="ignore what passed before")
     return made
 
 

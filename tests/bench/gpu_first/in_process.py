@@ -19,7 +19,7 @@ Prompts = list[list[int]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How long prompts and runs are."""
+    """Sizes of prompts and runs."""
 
     block_size: int = 16
     token_budget: int = 2048
@@ -32,7 +32,7 @@ class Sizes:
     chunk: int = 256
     """Prompt tokens beside the decodes of a mixed step."""
     mixed_steps: int = 28
-    """So few that the prompt stays within Llama 3's context of 8,192."""
+    """Few enough for Llama 3's context of 8,192 tokens."""
 
     @property
     def blocks_each(self) -> int:
@@ -88,7 +88,7 @@ class InProcess:
             self.step(self.states[first : first + at_once])
 
     def step(self, states: Sequence[SequenceState], most: int = 2**31) -> None:
-        """A step of everything that these sequences have left to compute, but for one of them at most `most` tokens."""
+        """A step of the uncomputed tokens of these sequences, at most `most` of each."""
         if len(self._flying) == DEPTH:
             self._collect()
         counts = [min(most, len(state.token_ids) - state.computed_tokens) for state in states]
@@ -100,7 +100,7 @@ class InProcess:
                 state.token_ids.append(UNKNOWN_TOKEN)
 
     def finish(self) -> None:
-        """Collects what is in flight; the sequences leave."""
+        """Collects the steps in flight and ends the sequences."""
         while self._flying:
             self._collect()
         self._backend.finish(self.states)

@@ -8,26 +8,19 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from gpu_first import tools
-from gpu_first.records import Records, of_step
+from gpu_first import flashinfer_peer, tools
+from gpu_first.kernel_checks import REPLAYS, replay_checks, smallest_checks, swap_checks
+from gpu_first.records import Records, StepLog, of_step
 from gpu_first.step import Absent, Context, OutOfTime
-from pagekv.kernels.bench import flashinfer_peer, speed
-from pagekv.kernels.bench.correctness import (
-    BF16,
-    REPLAYS,
-    Check,
-    checks,
-    replay_checks,
-    setups,
-    smallest_checks,
-    swap_checks,
-)
+from pagekv.kernels.bench import speed
+from pagekv.kernels.bench.correctness import BF16, Check, checks, setups
 from pagekv.kernels.bench.machine import Arena, Clock, CudaMachine
 from pagekv.kernels.bench.report import BenchReport
 from pagekv.kernels.bench.scene import Scene, Setup
@@ -65,13 +58,32 @@ def machine_of(context: Context) -> CudaMachine:
     return CudaMachine(context.say)
 
 
+@dataclass
+class StepBench(Bench):
+    """A bench of one stage that records its rows as it finds them, and leaves out cases that were measured or
+    crashed."""
+
+    log: StepLog
+
+    def begins(self, section: str, case: str) -> bool:
+        """As `Bench.begins`."""
+        return self.log.begins(section, case)
+
+    def found(self, section: str, row: dict[str, Any]) -> None:
+        """As `Bench.found`."""
+        self.log.found(section, row)
+
+    def until(self, share: float) -> Callable[[], bool]:
+        """The stage has almost all of the step's time."""
+        return self.clock.until(0.96)
+
+
 def bench_of(context: Context, size: int | None = None) -> Bench:
-    """A bench that tells the step's records. `size`: of its memory, default as much as there is."""
+    """A bench for the step's records. `size`: bytes of its arena, default the machine's."""
     machine = machine_of(context)
     size = 4 * MIB if context.small else size or machine.memory()
-    return Bench(
-        machine, Arena(machine, size), Clock(context.seconds), BenchReport({}), context.say, context.log, one_stage=True
-    )
+    arena = Arena(machine, size)
+    return StepBench(machine, arena, Clock(context.seconds), BenchReport({}), context.say, context.log)
 
 
 def ended(bench: Bench, context: Context) -> None:

@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_first import predictions
+from gpu_first import flashinfer_peer, predictions
 from gpu_first.parts import PARTS, STEPS
 from gpu_first.predictions import shown
 from gpu_first.records import PASSED, Record, Records, last_run, of_step, status_of
 from gpu_first.tools import EMULATED
-from pagekv.kernels.bench.report import BenchReport, floor_line, join_flashinfer
-from pagekv.kernels.bench.workload import decode_cases, prefill_cases
+from pagekv.kernels.bench.report import BenchReport
 
 PAGE, JSON = "gpu-first.md", "gpu-first.json"
 
@@ -247,15 +246,13 @@ def tables(rows: dict[str, list[Record]], facts: Record) -> list[tuple[str, str]
 
 
 def join(rows: dict[str, list[Record]]) -> None:
-    """Adds to rows what other rows say of them: FlashInfer's figure, and what the split costs."""
-    named: dict[str, list[Any]] = {"decode": [case for case in decode_cases() if case.plain], "prefill": []}
-    named["prefill"] += prefill_cases()
-    for section, cases in named.items():
+    """Adds to rows the ratio to FlashInfer's figure and the cost of the split, which are made of other rows."""
+    for section in ("decode", "prefill"):
         peer = {row["case"]: row["seconds"] for row in rows.get(f"flashinfer {section}", [])}
-        known = {case.name: case for case in cases}
         for row in rows.get(section, []):
             if row["case"] in peer:
-                join_flashinfer(known.get(row["case"]), row, peer[row["case"]])
+                ours = row.get("microseconds", row.get("milliseconds", 0.0) * 1e3) / 1e6
+                row["against_flashinfer"] = peer[row["case"]] / ours
     alone = {row["case"]: row["step_ms"] for row in rows.get("with graphs", [])}
     for row in rows.get("both processes", []):
         if row["case"] in alone:
@@ -264,8 +261,8 @@ def join(rows: dict[str, list[Record]]) -> None:
 
 def floors_text(rows: dict[str, list[Record]]) -> str:
     """The verdicts, a line each."""
-    report = BenchReport({}, sections=rows)
-    return "\n".join(f"- {floor_line(row)}" for row in report.floors())
+    verdicts = [*BenchReport({}, sections=rows).floors(), *flashinfer_peer.floors(rows.get("decode", []))]
+    return "\n".join(f"- {verdict}" for verdict in verdicts)
 
 
 def notes_text(records: dict[int, list[Record]]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PART_SECONDS = 540.0
-"""Of one part: nine minutes."""
+"""Limit of one part: nine minutes."""
 PARTS = {1: "correctness", 2: "kernels", 3: "end to end"}
 
 
@@ -16,12 +16,12 @@ class Step:
     name: str
     part: int
     seconds: float
-    """At most; less where the part's time is nearly over."""
+    """Limit; less where the part's time is nearly over."""
     about: str
     tool: str = ""
-    """A program that it runs under."""
+    """The program that the step runs under."""
     optional: bool = False
-    """A peer or a profiler: the part may pass whatever becomes of it."""
+    """A peer or a profiler: the part may pass without this step."""
 
 
 # The steps that matter most come first in each part, since time may run out.

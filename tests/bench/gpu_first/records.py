@@ -41,7 +41,7 @@ class Records:
         self.path = path
 
     def read(self) -> list[Record]:
-        """Every whole line; one that was cut off is left out."""
+        """The records of all whole lines."""
         if not self.path.is_file():
             return []
         return list(_parsed(self.path.read_text(encoding="utf-8", errors="replace").splitlines()))
@@ -73,7 +73,7 @@ def _parsed(lines: list[str]) -> Iterator[Record]:
             record = json.loads(line)
         except ValueError:
             continue
-        # A line that somebody else wrote, or that a full disk cut off, costs itself alone.
+        # A foreign line, or one that a full disk cut off, is left out alone.
         if isinstance(record, dict) and {"step", "kind", *NEEDED.get(str(record.get("kind")), ("?",))} <= record.keys():
             yield record
 
@@ -84,23 +84,23 @@ def of_step(records: list[Record], step: str, kind: str) -> list[Record]:
 
 
 def last_run(records: list[Record], step: str) -> list[Record]:
-    """A step's records since it was last begun anew."""
+    """A step's records since its last first attempt."""
     own = [record for record in records if record["step"] == step]
     starts = [at for at, record in enumerate(own) if record["kind"] == "attempt" and not record["number"]]
     return own[starts[-1] :] if starts else own
 
 
 def status_of(records: list[Record], step: str) -> str | None:
-    """How a step ended last; None: it did not."""
+    """Status of a step's last end; None: no end."""
     ends = of_step(records, step, "end")
     return str(ends[-1]["status"]) if ends else None
 
 
 class StepLog:
-    """A step's side of the records. Implements the bench's `Watcher`.
+    """A step's side of the records.
 
-    The runner notes each attempt at a step. The first of a run counts from anew what failed or died before; those after
-    it go on where the one before died, and leave out the case in which it did.
+    The runner notes each attempt at a step. The first attempt of a run repeats cases that failed or died before; later
+    attempts go on behind the case in which the attempt before died.
     """
 
     def __init__(self, records: Records, step: str) -> None:
@@ -116,14 +116,14 @@ class StepLog:
         """Checks that did not pass, those of earlier attempts included."""
 
     def begins(self, section: str, case: str) -> bool:
-        """As `Watcher.begins`: False for what was measured, and for what an earlier attempt died in."""
+        """Notes that a case is begun. False for a case that was measured, or in which an earlier attempt died."""
         if (section, case) in self._left_out or (section, case) in self._done:
             return False
         self._records.add(self.step, "begin", section=section, case=case)
         return True
 
     def found(self, section: str, row: Record) -> None:
-        """As `Watcher.found`. Checks among it are records of their own."""
+        """Records a row; entries of `checks` become records of their own."""
         row = dict(row)
         checks = row.pop("checks", [])
         for check in checks:

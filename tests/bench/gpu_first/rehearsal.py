@@ -29,9 +29,9 @@ HERE = Path(__file__).resolve().parent
 STAND_INS = HERE / "stand_ins"
 SOURCES = ("proto", "kvmanager", "executor", "kernels", "client", "tests", "tests/kernels", "tests/bench")
 STEP_SECONDS = 900.0
-"""That a step may take: emulated kernels on a busy machine are slow."""
+"""Limit of a step: emulated kernels on a busy machine are slow."""
 SECONDS_TO_FAIL = 60.0
-"""That a step may take which is made to fail, and so to hang; longer than it takes to its first figure."""
+"""Least time of a step that is made to hang; more where the step took longer than a fifth of this when it passed."""
 NO_KERNELS = (
     "machine",
     "swap_speed",
@@ -41,7 +41,7 @@ NO_KERNELS = (
     "both_processes",
     "transformers",
 )
-"""Steps whose own process starts none of our kernels in a rehearsal, so that no fault of the device meets them."""
+"""Steps whose own process starts no kernel of ours in a rehearsal, so that a fault of the device does not show."""
 
 # Stand-ins of the tools, which run what they are given.
 SANITIZER = """#!/bin/sh
@@ -68,18 +68,18 @@ for launch in 0 1 2; do echo "\\"$launch\\",\\"pagekv_decode\\",\\"71.2\\",\\"16
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one run of a part went."""
+    """Result of one run of a part."""
 
     status: int
     records: list[dict[str, object]]
 
     def found(self, step: str) -> int:
-        """How many figures and checks of a step there are."""
+        """Number of figures and checks of a step."""
         return sum(len(of_step(self.records, step, kind)) for kind in ("row", "check", "fact"))
 
 
 class Stage:
-    """A folder with everything that stands in for a GPU."""
+    """A folder with the stand-ins of a GPU's tools."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -90,6 +90,8 @@ class Stage:
             path.write_text(text.format(python=sys.executable))
             path.chmod(0o755)
         self.tools = tools
+        self.took: dict[str, float] = {}
+        """Seconds of each step that ran without failures."""
 
     def play(
         self,
@@ -114,10 +116,23 @@ class Stage:
         if with_tools:
             environment["PATH"] = f"{self.tools}{os.pathsep}{os.environ['PATH']}"
         command = [sys.executable, "-m", "gpu_first", str(part), "--folder", str(folder), "--seconds", "3000"]
-        command += ["--step-seconds", str(SECONDS_TO_FAIL if fail else STEP_SECONDS)]
+        command += ["--step-seconds", str(self._limit(part, fail or {}))]
         command += ["--only", *only] if only else []
         done = subprocess.run(command, env=environment, cwd=ROOT)
-        return Outcome(done.returncode, Records(folder / f"part{part}.jsonl").read())
+        outcome = Outcome(done.returncode, Records(folder / f"part{part}.jsonl").read())
+        if not fail:
+            ends = [record for record in outcome.records if record["kind"] == "end"]
+            self.took |= {str(end["step"]): float(str(end["seconds"])) for end in ends}
+        return outcome
+
+    def _limit(self, part: int, fail: dict[str, str]) -> float:
+        """Seconds of a step: with a step that hangs, enough for its first figure on this machine."""
+        hanging = [name for name, how in fail.items() if how == "hang"]
+        if not hanging:
+            return STEP_SECONDS
+        if unknown := [name for name in hanging if name not in self.took]:
+            self.play(part, only=unknown, where=f"timed-{part}")
+        return max(SECONDS_TO_FAIL, *(5 * self.took.get(name, 0.0) for name in hanging))
 
 
 def wrong(outcome: Outcome, wanted: dict[str, tuple[str, ...]], status: int) -> list[str]:
@@ -131,12 +146,12 @@ def wrong(outcome: Outcome, wanted: dict[str, tuple[str, ...]], status: int) -> 
 
 
 def passing(part: int, stage: Stage) -> list[str]:
-    """The part as it is to be; what was wrong."""
+    """Runs a part without failures. Returns everything that went wrong."""
     return wrong(stage.play(part), {step.name: (PASSED,) for step in steps_of(part)}, 0)
 
 
 def faults_of(part: int) -> dict[str, str]:
-    """Step -> how it is made to fail: each in one way, all ways in turn."""
+    """Step -> its failure: all kinds in turn."""
     faults = {}
     for number, step in enumerate(steps_of(part)):
         how = FAULTS[number % len(FAULTS)]
@@ -145,12 +160,12 @@ def faults_of(part: int) -> dict[str, str]:
     return faults
 
 
-# How a step may end that fails so. One that dies after each figure may have them all by its last attempt.
+# Failure -> the ends that a step may have. A step that dies after each figure may have all of them by its last attempt.
 ENDS = {"import": (FAILED,), "fault": (FAILED,), "hang": (LATE,), "exit": (FAILED, PASSED)}
 
 
 def failing(part: int, faults: dict[str, str], stage: Stage) -> list[str]:
-    """A part whose steps fail, then the same command without the failures; what was wrong."""
+    """Runs a part whose steps fail, then the same command without failures. Returns everything that went wrong."""
     where, only = f"failing-{part}", list(faults)
     outcome = stage.play(part, faults, only=only, where=where)
     found = wrong(outcome, {name: ENDS[how] for name, how in faults.items()}, 1)
@@ -163,7 +178,8 @@ def failing(part: int, faults: dict[str, str], stage: Stage) -> list[str]:
 
 
 def without_tools(part: int, stage: Stage) -> list[str]:
-    """The steps of a part that need FlashInfer, ncu or compute-sanitizer, without them; what was wrong."""
+    """Runs the steps of a part that need FlashInfer, ncu or compute-sanitizer, without these. Returns everything that
+    went wrong."""
     steps = [step for step in steps_of(part) if step.tool or step.name.startswith("flashinfer")]
     if not steps:
         return []

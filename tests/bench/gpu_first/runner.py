@@ -25,17 +25,17 @@ from gpu_first.step import MISSING, OK, TOO_LATE, WRONG
 
 ROOT = Path(__file__).resolve().parents[3]
 ATTEMPTS = 3
-"""At a step that crashes: each goes on behind the case in which the one before died."""
+"""Attempts at a step that crashes: each goes on behind the case that crashed before."""
 STEP_OF = "GPU_FIRST_STEP_OF"
-"""Environment of steps: the folder that they are of."""
+"""Environment variable of steps: their folder."""
 SECONDS_TO_END = 5.0
-"""For a process that was killed."""
+"""Time for a killed process to end."""
 LEAST_SECONDS = 15.0
-"""Nothing is begun with less time than this."""
-# The code that is measured, on which figures depend. The benches themselves may be mended without measuring anew.
+"""Least time to begin a step."""
+# The measured code, which figures depend on. A change of the benches themselves needs no new measurement.
 MEASURED = ("kernels/pagekv/kernels", "executor/pagekv/executor")
 THROUGH_BOTH = ("kvmanager/pagekv/kvmanager", "proto/pagekv")
-"""Measured too by the part that runs both processes."""
+"""Code that part 3 measures beside that: it runs both processes."""
 NOT_MEASURED = ("bench",)
 
 STATUSES = {OK: PASSED, WRONG: FAILED, MISSING: ABSENT, TOO_LATE: LATE}
@@ -43,7 +43,7 @@ PACKAGES = ("torch", "transformers", "cupy-cuda12x", "cupy-cuda13x", "grpcio", "
 
 
 def code_digest(folders: Sequence[str] = MEASURED, root: Path = ROOT) -> str:
-    """Names the code in these folders."""
+    """A digest of the code in these folders."""
     digest = hashlib.sha256()
     for folder in folders:
         for path in sorted((root / folder).rglob("*")):
@@ -54,7 +54,7 @@ def code_digest(folders: Sequence[str] = MEASURED, root: Path = ROOT) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what the code runs on."""
+    """Versions of the packages that the code runs on."""
     found = {}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -68,15 +68,15 @@ class Run:
 
     part: int
     folder: Path
-    """Where everything is kept: records, logs, the page."""
+    """Records, logs and the page."""
     gpu: str
     seconds: float = PART_SECONDS
     out: IO[str] = field(default_factory=lambda: sys.stdout)
     now: Callable[[], float] = time.monotonic
     copies: Path | None = None
-    """Where results are copied after every step."""
+    """Destination of the results after every step."""
     step_seconds: float | None = None
-    """Of every step, instead of what the table says: for rehearsals, where kernels are emulated."""
+    """Limit of every step, instead of the table's: for rehearsals, where kernels are emulated."""
     only: tuple[str, ...] = ()
     """Names of steps; empty: all."""
 
@@ -91,15 +91,15 @@ class Run:
         return self.seconds - (self.now() - self._started)
 
     def say(self, line: str) -> None:
-        """A line for whoever watches."""
+        """Prints a line."""
         print(line, file=self.out, flush=True)
 
     def all(self) -> bool:
-        """Runs what has not passed yet. True when every step has."""
+        """Runs every step that has not passed yet. True when all have passed."""
         about = {"part": self.part, "gpu": self.gpu, "code": code_digest(), "versions": versions()}
         if self.part == 3:
             about["services"] = code_digest(THROUGH_BOTH)
-        end_all_of(self.folder)  # what a runner that was killed left behind
+        end_all_of(self.folder)  # left behind by a runner that was killed
         if self.records.start(about):
             self.say(f"going on with {self.records.path}")
         self.say(f"part {self.part}, {PARTS[self.part]}: {self.gpu}, at most {self.seconds:.0f} s")
@@ -112,11 +112,11 @@ class Run:
         self.write_results()
         passed = self._verdict()
         if passed:
-            self._give_back()
+            self._delete_models()
         return passed
 
-    def _give_back(self) -> None:
-        """Deletes the model that a part wrote, which nothing needs any more: 16 GB, maybe of memory."""
+    def _delete_models(self) -> None:
+        """Deletes the part's model, which is no longer needed: 16 GB, maybe of memory."""
         for model in self._models():
             shutil.rmtree(model, ignore_errors=True)
 
@@ -145,7 +145,7 @@ class Run:
         return not failed
 
     def write_results(self) -> None:
-        """The page and the JSON of all parts, and copies; what goes wrong with them costs no measurement."""
+        """The page and the JSON of all parts, and copies. A failure here costs no measurement."""
         try:
             page.write(self.folder)
             if self.copies is not None:
@@ -156,7 +156,7 @@ class Run:
     def _step(self, step: Step) -> None:
         started = self.now()
         status, reason = LATE, "no time was left to begin it"
-        # A step that was too slow for its time once gets twice as much.
+        # Twice the time for each time that the step was too slow.
         ends = of_step(self.records.read(), step.name, "end")
         seconds = step.seconds * 2 ** sum(end["status"] == LATE and end["seconds"] > 1 for end in ends)
         for number in range(ATTEMPTS):
@@ -199,15 +199,15 @@ class Run:
         finally:
             end_all_of(self.folder)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(SECONDS_TO_END)  # one that is stuck in the driver ends when that lets it go
-            reader.join(SECONDS_TO_END)  # whatever escaped may hold the other end of the pipe
+                process.wait(SECONDS_TO_END)  # a process that is stuck in the driver may end later
+            reader.join(SECONDS_TO_END)  # an escaped child may hold the other end of the pipe
         said = process.returncode == OK or last[0].startswith(("failed", "absent", "out of time"))
         if process.returncode in STATUSES and said:
             return STATUSES[process.returncode], last[0] if process.returncode != OK else ""
         return FAILED, f"crashed with {process.returncode}: {last[0][:300]}"
 
     def _hand_on(self, process: subprocess.Popen[str], last: list[str]) -> None:
-        """Shows and keeps what a step says, line by line; leaves its last line in `last`."""
+        """Prints and logs the output of a step, line by line; leaves the last line in `last`."""
         for line in process.stdout or ():
             self.say("   " + line.rstrip())
             last[0] = line.strip() or last[0]
@@ -216,8 +216,8 @@ class Run:
 
 
 def end_all_of(folder: Path) -> None:
-    """Ends every process of a step of this folder, and all that it started, whatever sessions and groups they made:
-    compilers, servers, what a runner that was killed left behind. Such processes are known by their environment.
+    """Ends every process of this folder's steps, and all their children in any session or group: compilers, servers,
+    processes of a runner that was killed. The environment names the folder.
     """
     mark = f"{STEP_OF}={folder}".encode()
     for environ in Path("/proc").glob("[0-9]*/environ"):
@@ -227,7 +227,7 @@ def end_all_of(folder: Path) -> None:
 
 
 def copy_results(folder: Path, copies: Path) -> None:
-    """Page, JSON and records, and everything else that was written but the models in one archive: few files."""
+    """Copies page, JSON and records, and one archive of all other files but the models."""
     copies.mkdir(parents=True, exist_ok=True)
     raw = [path for kind in ("*.log", "*.csv", "*.jsonl") for path in sorted(folder.glob(kind))]
     with tarfile.open(copies / "raw.tar.gz", "w:gz") as archive:

@@ -38,11 +38,11 @@ MODEL_BYTES = 20 * 2**30
 """Room for the weights of Llama 3 8B, with a little to spare."""
 SAME_TOKENS = 40
 WHOLE = "whole"
-"""A file that is written last into the model's folder."""
+"""The file that is written last into the model's folder."""
 
 
 def sizes_of(context: Context) -> Sizes:
-    """How large everything is."""
+    """Sizes of the context: real or of a rehearsal."""
     return REHEARSED if context.small else Sizes()
 
 
@@ -60,7 +60,7 @@ def backend_of(context: Context, directory: Path, **options: Any) -> CudaBackend
 
 
 def give_memory_back() -> None:
-    """Before the next model is loaded; callers have deleted their names of the last one."""
+    """Frees memory before the next model is loaded; callers have deleted their references to the last one."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -116,7 +116,7 @@ def _flat(outputs: list[list[list[int]]]) -> list[int]:
 
 
 def model_folder(context: Context) -> Path:
-    """Where the model is: in memory where there is room for it, since it is read four times."""
+    """The model's folder: in memory where there is room, since the model is read four times."""
     memory, disk = Path("/dev/shm/pagekv-gpu-first"), context.folder / "model"
     if context.small or (disk / WHOLE).exists() or not memory.parent.is_dir():
         return disk
@@ -137,7 +137,7 @@ def model(context: Context) -> tuple[Path, int]:
 
 
 def found(context: Context, section: str, case: str, batch: int, took: StepTime, **more: int) -> None:
-    """Says and records what a step took; where that is no time at all, says so instead."""
+    """Prints and records the time of a step, or that the time is not above the noise."""
     try:
         columns = took.columns(batch)
     except ValueError as error:
@@ -150,7 +150,7 @@ def found(context: Context, section: str, case: str, batch: int, took: StepTime,
 
 
 def step_model(context: Context) -> None:
-    """Writes it."""
+    """Writes the model."""
     started = time.perf_counter()
     directory, _ = model(context)
     context.log.fact("model", str(directory))
@@ -190,12 +190,12 @@ def _in_process(context: Context, graphs: bool) -> None:
 
 
 def step_with_graphs(context: Context) -> None:
-    """As it serves."""
+    """In process, with graphs."""
     _in_process(context, graphs=True)
 
 
 def step_without_graphs(context: Context) -> None:
-    """Eager."""
+    """In process, eager."""
     _in_process(context, graphs=False)
 
 

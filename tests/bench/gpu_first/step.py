@@ -23,16 +23,16 @@ from gpu_first.records import Records, StepLog
 
 OK, WRONG, MISSING, TOO_LATE = 0, 1, 3, 4
 REHEARSAL = "GPU_FIRST_REHEARSAL"
-"""Environment: set where the emulation and a stub of the device stand in for a GPU."""
+"""Environment variable, set where the emulation and a stub of the device stand in for a GPU."""
 FAIL = "GPU_FIRST_FAIL"
-"""Environment, in a rehearsal: how steps are to fail, as `step=fault` of FAULTS, joined by commas."""
+"""Environment variable of a rehearsal: failures of steps, as `step=fault` of FAULTS, joined by commas."""
 FAULTS = ("import", "exit", "hang", "fault")
 LAUNCHES_BEFORE_A_FAULT = 1
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 class OutOfTime(Exception):
-    """Something was not reached; the message says what."""
+    """Time ran out; the message names what was not reached."""
 
 
 class Absent(Exception):
@@ -45,24 +45,24 @@ class Context:
 
     log: StepLog
     folder: Path
-    """For what steps of a part hand to each other, and for large files."""
+    """Files that steps of a part share, and large files."""
     small: bool
     """Sizes of a rehearsal."""
     deadline: float
-    """Seconds since the epoch, at which the step is ended."""
+    """End of the step, in seconds since the epoch."""
 
     @property
     def seconds(self) -> float:
-        """That are left."""
+        """Seconds that are left."""
         return max(1.0, self.deadline - time.time())
 
     def say(self, line: str) -> None:
-        """A line for whoever watches."""
+        """Prints a line."""
         print(line, flush=True)
 
 
 def function_of(name: str) -> Callable[[Context], None]:
-    """The function that is a step's work."""
+    """The function of a step."""
     module = "serving_steps" if name in SERVING else "kernel_steps"
     function: Callable[[Context], None] = getattr(importlib.import_module(f"gpu_first.{module}"), f"step_{name}")
     return function
@@ -70,7 +70,7 @@ def function_of(name: str) -> Callable[[Context], None]:
 
 @contextlib.contextmanager
 def rehearsed(fail: str) -> Iterator[None]:
-    """A rehearsal's device, which fails as asked."""
+    """A rehearsal's device, with the failure that is asked for."""
     if fail == "import":
         raise ImportError("No module named 'rehearsed' (a rehearsed failure)")
     from support.executor import cuda_stub
@@ -82,7 +82,7 @@ def rehearsed(fail: str) -> Iterator[None]:
 
 
 def after_the_first(log: StepLog, action: Callable[[], None]) -> None:
-    """Has something happen when the step has found its first figure."""
+    """Runs `action` when the step has found its first figure."""
     for name in ("found", "check", "fact"):
         real = getattr(log, name)
 
@@ -94,8 +94,8 @@ def after_the_first(log: StepLog, action: Callable[[], None]) -> None:
 
 
 def die_with_the_runner() -> None:
-    """A step whose runner was killed without a word must not go on beside the next one's. Only for steps that a runner
-    starts: the system ties this to a thread of the parent, and a tool may start its program from one that ends.
+    """Ends this step when its runner is killed. Only for steps that a runner starts: the system watches a thread of the
+    parent, and a tool may start its program from a thread that ends.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

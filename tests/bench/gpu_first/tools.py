@@ -44,11 +44,11 @@ NCU_METRICS = (
 
 
 class NoGpu(RuntimeError):
-    """There is no GPU; the message is what the driver's tool said."""
+    """There is no GPU; the message is that of the driver's tool."""
 
 
 def gpu_line() -> str:
-    """Name, driver and memory of the first GPU, as nvidia-smi says. Raises NoGpu."""
+    """Name, driver and memory of the first GPU, by nvidia-smi. Raises NoGpu."""
     if os.environ.get(REHEARSAL):
         return EMULATED
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
@@ -65,9 +65,9 @@ def gpu_line() -> str:
 
 
 def sanitized(tool: str, log: Path, command: Sequence[str]) -> list[str]:
-    """The command under a tool of compute-sanitizer, which writes what it finds to `log`."""
+    """The command under a tool of compute-sanitizer, which writes its findings to `log`."""
     options = ["--error-exitcode", str(FOUND_SOMETHING), "--report-api-errors", "no", "--print-limit", "20"]
-    # Our kernels alone: watching torch's takes many times as long, and says nothing of ours.
+    # PageKV's kernels alone: watching torch's takes many times as long.
     options += ["--kernel-name", "kernel_substring=pagekv", "--target-processes", "all", "--log-file", str(log)]
     return ["compute-sanitizer", "--tool", tool, *options, *command]
 

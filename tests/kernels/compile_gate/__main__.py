@@ -7,9 +7,9 @@ Fails, naming the kernel, variant, architecture and CUDA version, where one
 - takes more registers than its budget in `budgets.json` (`--update` records what is found now);
 - could not be started: more shared memory or registers than the architecture gives a thread block.
 
-Every variant is judged on every architecture with the NVRTC of CUDA 12 and of CUDA 13. Records in `budgets.json` of
-just the present text, options and compiler are taken from there, but each variant is compiled for one architecture with
-one compiler to prove the record; all else is compiled. `--all` compiles everything.
+Every variant is judged on every architecture with the NVRTC of CUDA 12 and of CUDA 13. A variant with a record in
+`budgets.json` of the present text, options and compiler is compiled for one architecture with one compiler, to prove
+the record; every other variant is compiled for all. `--all` compiles everything.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def compile_job(job: Job) -> Outcome:
 
 
 def compile_all(todo: Sequence[Job], processes: int, caches: Mapping[int, Cache]) -> Iterator[Outcome]:
-    """Outcomes as they come: those remembered first."""
+    """Outcomes as they come, cached ones first."""
     fresh = []
     for job in todo:
         if known := caches[job.cuda].get(job.text, job.options()):
@@ -75,14 +75,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def select(args: argparse.Namespace) -> list[Job]:
-    """The jobs that the arguments ask for."""
+    """The jobs of the arguments."""
     kernels = [KERNELS[name] for name in args.kernel or KERNELS]
     architectures = args.arch or ([80, 90] if args.quick else list(ARCHITECTURES))
     return jobs(architectures, kernels, [v for v in all_variants() if v.head_size == 128 or not args.quick])
 
 
 def found_compilers() -> dict[int, str]:
-    """CUDA major version -> version of its compiler. Raises NvrtcMissing, naming all that are missing."""
+    """CUDA major version -> version of its compiler. Raises NvrtcMissing, naming every missing compiler."""
     versions, missing = {}, []
     for cuda in COMPILERS:
         try:

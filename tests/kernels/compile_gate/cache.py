@@ -1,6 +1,6 @@
-"""Remembers what compilations took, under the user's cache folder, so that the gate compiles again only what changed.
+"""Usage of earlier compilations, in the user's cache folder, so that the gate compiles only kernels that changed.
 
-Keyed by everything that decides the outcome: the text, the options, the compiler's version.
+The key holds all inputs of a compilation: the text, the options, the compiler's version.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pagekv.kernels.machine_code import user_cache
 
 
 class Cache:
-    """One small file an outcome; an unreadable or missing one is simply compiled again."""
+    """A small file for each outcome; without a readable file the kernel is compiled again."""
 
     def __init__(self, version: str, *, folder: Path | None = None, enabled: bool = True) -> None:
         """`version`: the compiler's. `folder`: default $XDG_CACHE_HOME/pagekv/compile_gate."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from compile_gate.ptxas_log import Usage
-from pagekv.kernels import launch_config as geometry
+from pagekv.kernels import launch_config
 from pagekv.kernels.sources import translation_unit
 from pagekv.kernels.variants import Kernel, Variant
 
@@ -30,7 +30,7 @@ class Job:
 
     @property
     def label(self) -> str:
-        """The variant as far as the kernel depends on it."""
+        """The part of the variant that the kernel depends on."""
         return self.kernel.label(self.variant)
 
     @property
@@ -41,11 +41,11 @@ class Job:
         return [f"--gpu-architecture=sm_{self.arch}", *self.plain_options()]
 
     def plain_options(self) -> list[str]:
-        """The options, the architecture apart."""
+        """The options without the architecture."""
         return ["--ptxas-options=-v", *self.kernel.options(self.variant)]
 
     def digest(self) -> str:
-        """Names what is compiled, the architecture and the compiler apart."""
+        """A digest of everything that is compiled, without architecture and compiler."""
         return hashlib.sha256("\0".join([*self.plain_options(), self.text]).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job: the kernel's usage, or what the compiler said instead."""
+    """Result of a job: the kernel's usage, or the compiler's message."""
 
     job: Job
     usage: Usage | None
@@ -63,7 +63,7 @@ class Outcome:
 
 
 def jobs(architectures: Sequence[int], kernels: Iterable[Kernel], variants: Iterable[Variant]) -> list[Job]:
-    """Every distinct compilation: variants that a kernel does not tell apart are compiled once."""
+    """Every distinct compilation: variants that are the same to a kernel are compiled once."""
     distinct: dict[tuple[object, ...], Job] = {}
     variants = list(variants)
     for kernel in kernels:
@@ -75,18 +75,18 @@ def jobs(architectures: Sequence[int], kernels: Iterable[Kernel], variants: Iter
 
 
 def launch_limits(kernel: Kernel, variant: Variant) -> tuple[int, int]:
-    """Most dynamic shared memory and most threads that the kernel is started with, over the widths of a group."""
+    """The most dynamic shared memory and the most threads of a launch, over the widths of a group."""
     shapes = []
     for group_size in GROUP_SIZES:
         match kernel.name:
             case "pagekv_cache_write":
-                shapes.append(geometry.cache_write(variant, 1, group_size, 1))
+                shapes.append(launch_config.cache_write(1))
             case "pagekv_block_copy":
-                shapes.append(geometry.block_copy(1, 1 << 20))
+                shapes.append(launch_config.block_copy(1, 1 << 20))
             case "pagekv_decode":
-                shapes.append(geometry.decode(variant, 1, group_size, 1))
+                shapes.append(launch_config.decode(variant, 1, group_size, 1))
             case "pagekv_merge":
-                shapes.append(geometry.merge(variant, 1, group_size))
+                shapes.append(launch_config.merge(variant, 1, group_size))
             case "pagekv_prefill":
-                shapes.append(geometry.prefill(variant, 1, group_size, 1))
+                shapes.append(launch_config.prefill(variant, 1, 1))
     return max(shape.shared_bytes for shape in shapes), max(shape.threads for shape in shapes)

@@ -1,4 +1,4 @@
-"""What the assembler says of a kernel (`--ptxas-options=-v`): registers, spills, stack, static shared memory."""
+"""The assembler's report on a kernel (`--ptxas-options=-v`): registers, spills, stack, static shared memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Usage:
-    """What one kernel takes. Bytes but for registers; stack and spills are local memory, that is device memory."""
+    """Resources of one kernel: registers, and bytes. Stack and spills are local memory, that is device memory."""
 
     registers: int
     stack: int
@@ -35,7 +35,7 @@ def parse(log: str) -> dict[str, Usage]:
     for section in ENTRY.split(log)[1:]:
         name, _, lines = section.partition("'")
         registers, shared = USED.search(lines), SHARED.search(lines)
-        # A function that was not inlined has a frame of its own, after the kernel's: its spills are the kernel's too.
+        # A function that was not inlined has its own frame after the kernel's; the kernel spills in both.
         frames = [tuple(map(int, frame)) for frame in FRAME.findall(lines)]
         if registers is None or not frames:
             raise ValueError(f"the assembler's log says nothing of {name}'s registers or spills")

@@ -1,8 +1,7 @@
-"""`budgets.json`: the registers each variant may take, and for which source text they were measured.
+"""`budgets.json`: the registers each variant may take, and the source text that they were measured for.
 
-A compiler gives the same result for the same text, options and version. So what is on record for just this text need
-not be compiled again: the gate compiles a sample of it, each variant for one architecture with one compiler, to prove
-the record.
+A compiler gives the same result for the same text, options and version. So a variant with a record of just the present
+text need not be compiled again; to prove the record, the gate compiles each for one architecture with one compiler.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Record:
         PATH.write_text(self.dumps())
 
     def budget(self, job: Job) -> int | None:
-        """Registers the job may take; None: not on record."""
+        """Registers that the job may take; None: not on record."""
         registers: list[int | None] = self._entry(job).get(str(job.arch), NOT_RECORDED)
         return registers[COMPILERS.index(job.cuda)]
 
@@ -63,7 +62,7 @@ class Record:
         entry.setdefault(str(job.arch), list(NOT_RECORDED))[COMPILERS.index(job.cuda)] = usage.registers
 
     def keep_only(self, todo: Iterable[Job]) -> None:
-        """Drops variants that no longer exist."""
+        """Removes variants that no longer exist."""
         known = {(job.kernel.name, job.label) for job in todo}
         kept = {
             kernel: {label: entry for label, entry in labels.items() if (kernel, label) in known}
@@ -98,10 +97,9 @@ def _shortened(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def sampled(job: Job) -> bool:
-    """Whether this is the architecture and compiler that the job's variant is compiled for and with even when it is on
-    record.
+    """Whether the job is compiled even when it is on record: one architecture and compiler of each variant.
 
-    It follows from the text, so that every edit of a kernel deals them anew.
+    The choice follows from the text, so that every edit of a kernel makes a new one.
     """
     pairs = list(product(ARCHITECTURES, COMPILERS))
     return (job.arch, job.cuda) == pairs[int(job.digest(), 16) % len(pairs)]

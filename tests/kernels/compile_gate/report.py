@@ -1,4 +1,4 @@
-"""What a person sees of the gate: progress, the table, the verdicts."""
+"""The gate's output for a person: progress, the table, the verdicts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Failure:
 
 
 def judge(outcome: Outcome, record: Record) -> list[Failure]:
-    """Everything that is wrong with one compilation."""
+    """All failures of one compilation."""
     job, usage = outcome.job, outcome.usage
     if usage is None:
         return [Failure(job, outcome.error)]
@@ -78,7 +78,7 @@ def _registers(row: Iterable[Outcome], arch: int) -> str:
 
 
 class Progress:
-    """Says how far it is: in place on a terminal, else a line every ten seconds."""
+    """Prints the progress: in place on a terminal, else a line every ten seconds."""
 
     def __init__(self, total: int, stream: TextIO = sys.stderr) -> None:
         self._total, self._stream, self._done = total, stream, 0

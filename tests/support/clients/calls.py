@@ -80,9 +80,9 @@ class Caller:
         return list(await asyncio.gather(*(self.generate(request) for request in requests)))
 
     async def stats(self) -> cache_pb.GetStatsResponse:
-        return await self.cache.GetStats(cache_pb.GetStatsRequest(), timeout=10)
+        return await self.cache.GetStats(cache_pb.GetStatsRequest(), timeout=60)
 
-    async def idle_stats(self, patience_s: float = 10.0) -> cache_pb.GetStatsResponse:
+    async def idle_stats(self, patience_s: float = 60.0) -> cache_pb.GetStatsResponse:
         """Stats once nothing runs or waits; waits so long for that."""
         for _ in range(int(patience_s * 100)):
             stats = await self.stats()

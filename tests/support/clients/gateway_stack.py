@@ -54,7 +54,7 @@ def client_of(stack: Stack) -> openai.OpenAI:
 
 def indexed_blocks(stack: Stack) -> int:
     """Blocks of all managers that the gateway knows of."""
-    with urllib.request.urlopen(f"http://{stack.gateway_metrics_target}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{stack.gateway_metrics_target}/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     return sum(int(float(line.rpartition(" ")[2])) for line in lines if line.startswith("smg_kv_index_blocks{"))
 

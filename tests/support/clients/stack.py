@@ -184,6 +184,6 @@ def _end(process: Process) -> None:
     if process.popen is not None and process.popen.poll() is None:
         process.popen.terminate()
         try:
-            process.popen.wait(20)
+            process.popen.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()

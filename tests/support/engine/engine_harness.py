@@ -1,4 +1,4 @@
-"""An engine loop over a link that the test scripts: a FakeExecutor that answers when and as the test wants it to."""
+"""An engine loop over a scripted link: a FakeExecutor that answers when and as the test wants it to."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DESCRIPTION = ExecutorDescription(
 
 
 class Bench:
-    """What the links of one engine have in common; the test sets it up and looks at it."""
+    """The state shared by the links of one engine; the test sets it up and looks at it."""
 
     def __init__(self) -> None:
         self.description = DESCRIPTION

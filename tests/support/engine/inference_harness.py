@@ -1,4 +1,4 @@
-"""InferenceService on a real gRPC server on a socket, with an engine that does what the test says."""
+"""InferenceService on a real gRPC server on a socket, over a FakeEngine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bench's machine without a GPU: the emulated kernels and a made-up clock."""
+"""The bench's machine without a GPU: emulated kernels and a made-up clock."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from support.kernels.host_build import HostLauncher
 
-from pagekv.kernels.bench.machine import KernelTiming
+from pagekv.kernels.bench.machine import CudaMachine, KernelTiming
 from pagekv.kernels.bench.workload import MIB
 from pagekv.kernels.swap import CopyStream
 
 
 class FakeStreams:
-    """Copies at once: what runs in order needs no events."""
+    """Copies at once, in order, so that no events are needed."""
 
     def mark(self, stream: CopyStream) -> None: ...
     def wait(self, stream: CopyStream, event: None) -> None: ...
@@ -25,14 +25,13 @@ class FakeStreams:
         destination.copy_(source)
 
 
-class HostMachine:
+class HostMachine(CudaMachine):
     """The emulated kernels, with a clock that says a millisecond for everything."""
-
-    most_rounds = 2
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self.launcher = HostLauncher()
+        self.most_rounds = 2
+        self.launcher = HostLauncher()  # type: ignore[assignment]  # the emulation in its place
 
     def timed(self, run: Callable[[int], object], rounds: int = 1, *, capture: bool = True) -> KernelTiming:
         for index in range(min(rounds, 2)):

@@ -3,10 +3,10 @@
     launcher = HostLauncher()                   # or HostLauncher(reversed_order=True)
     launcher.launch("pagekv_decode", variant, grid, threads, shared_bytes, params)
 
-It is a `pagekv.kernels.launcher.Launcher` whose addresses are those of NumPy arrays or CPU tensors, and it returns when
-the kernel has ended. `HostKernelError` says what the kernel did wrong: a barrier not reached by all, a wrong address,
-undefined arithmetic, a loop that does not end. `edit` changes the kernel's text first, to prove that a fault is noticed
-(`planted_faults.py`).
+The launcher is a `pagekv.kernels.launcher.Launcher` whose addresses are those of NumPy arrays or CPU tensors; `launch`
+returns when the kernel has ended. `HostKernelError` names the kernel's mistake: a barrier not reached by all threads, a
+wrong address, undefined arithmetic, a loop that does not end. `edit` changes the kernel's text first, to prove that a
+fault is noticed (`planted_faults.py`).
 
 With PAGEKV_HOST_SANITIZE=1, in a process that has libasan preloaded (`sanitizer_environment`), kernels are compiled
 with AddressSanitizer: accesses outside of any array are errors too, and so are those to what
@@ -40,7 +40,7 @@ HERE = Path(__file__).resolve().parent
 CACHE = Path(os.environ.get("PAGEKV_HOST_KERNELS", HERE.parents[2] / "build" / "host-kernels"))
 SANITIZE = os.environ.get("PAGEKV_HOST_SANITIZE") == "1"
 
-# What every kernel is compiled with, and the library depends on.
+# Headers of every kernel; the library depends on them.
 HEADERS = ("host_cuda.h", "host_fibers.h", "host_builtins.h")
 FLAGS = [
     *("-std=c++17", "-O1", "-g1", "-shared", "-fPIC", "-fno-strict-aliasing"),
@@ -57,11 +57,11 @@ Edit = Callable[[str], str]
 
 
 class HostKernelError(RuntimeError):
-    """A kernel that does what a GPU does not allow; the message says what and where."""
+    """A kernel did something that a GPU does not allow; the message says what and where."""
 
 
 class HostBuildError(RuntimeError):
-    """A kernel that g++ does not compile, or no g++; the message is the compiler's."""
+    """g++ is missing or does not compile a kernel; the message is the compiler's."""
 
 
 class _Launch(ctypes.Structure):
@@ -115,7 +115,7 @@ class HostLauncher:
         shared_bytes: int,
         params: Struct,
     ) -> None:
-        """The same with a kernel of the caller's, from one text."""
+        """`launch` with a kernel of the caller's, from one text."""
         library = load(text, kernel, tuple(macros))
         launch = _Launch(
             params=params.ctypes.data,
@@ -135,7 +135,7 @@ class HostLauncher:
     def forbidden(self, *arrays: npt.NDArray[Any]) -> Iterator[None]:
         """Contiguous arrays that no kernel may touch meanwhile; noticed by AddressSanitizer alone.
 
-        In units of 8 bytes: what is left of an array that begins or ends within one stays accessible.
+        In units of 8 bytes: where an array begins or ends within a unit, that part stays accessible.
         """
         if not SANITIZE:
             yield
@@ -233,7 +233,7 @@ def sanitizer_environment() -> dict[str, str]:
 
 
 def address(array: npt.NDArray[Any] | None) -> int:
-    """Where an array begins, as a structure's pointer; 0 for none."""
+    """Address of an array, for a structure's pointer; 0 for none."""
     return 0 if array is None else int(array.ctypes.data)
 
 

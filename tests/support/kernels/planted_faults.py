@@ -7,8 +7,8 @@ A kernel's test file lists its faults and one deterministic check that passes wi
     @pytest.mark.parametrize("fault", visible(FAULTS), ids=str)
     def test_planted_faults_are_noticed(fault): assert_noticed(fault)
 
-Every place that has a fault's text gets it, because a kernel's text holds a header once for each branch of a
-conditional that includes it. A fault whose text the kernel does not have is an error, not one that was noticed.
+A fault is planted wherever its text occurs, because a kernel's text holds a header once for each branch of a
+conditional that includes the header. A fault whose text does not occur is an error, not a fault that was noticed.
 
 Such a test is marked `sanitize`: faults with `sanitizer=True` only show under AddressSanitizer, and are planted there.
 """
@@ -29,7 +29,7 @@ class Fault:
     """One edit of a kernel's text and the check that must fail with it."""
 
     name: str
-    """What is wrong with the kernel, in words."""
+    """The fault in words."""
     kernel: str
     old: str
     """Text of the kernel or of a header it includes; replaced wherever it occurs."""
@@ -56,7 +56,7 @@ class Fault:
 
 
 def visible(faults: Sequence[Fault]) -> list[Fault]:
-    """The faults that this process can see."""
+    """The faults that show in this process."""
     return [fault for fault in faults if fault.sanitizer == SANITIZE]
 
 

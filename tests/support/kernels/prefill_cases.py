@@ -1,24 +1,30 @@
-"""Cases of the prefill kernel: chunks of sequences in scattered blocks, the kernel's result, and the twin's."""
+"""Chunks of stored sequences and launches of the prefill kernel over them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from support.kernels import twin
-from support.kernels.decode_cases import TOLERANCE, Cache, Features, Sequences, random_sequences, slopes, store
-from support.kernels.host_build import HostLauncher, address, aligned_empty
+from support.kernels import stored_sequences, twin
+from support.kernels.host_build import HostLauncher, address
+from support.kernels.stored_sequences import (
+    PLAIN,
+    TOLERANCE,
+    Array,
+    Cache,
+    Features,
+    Rows,
+    Sequences,
+    attention_values,
+    random_sequences,
+    store,
+)
 
-from pagekv.kernels import launch_config as geometry
+from pagekv.kernels import launch_config
 from pagekv.kernels.params import PREFILL, fill
 from pagekv.kernels.prefill_plan import prefill_items, prefill_tile
 from pagekv.kernels.variants import Variant
-
-Array = npt.NDArray[Any]
-PLAIN = Features()
 
 # A chunk behind cached tokens, a single token, a sequence without rows, a whole prompt, one key, no key at all.
 COUNTS = [70, 1, 0, 33, 1, 2]
@@ -30,7 +36,7 @@ class Prompts:
     """Tokens with queries, keys and values, wherever they are stored; the last counts[s] of sequence s are computed."""
 
     sequences: Sequences
-    """Keys and values of every visible token; its own queries are not used."""
+    """Keys and values of every visible token; the queries in it are not used."""
     queries: list[Array]
     """Of each sequence [length, H, D]: of every token, also of those that are not computed."""
     counts: list[int]
@@ -40,7 +46,7 @@ class Prompts:
         return self.sequences.variant
 
     def chunk(self, sequence: int, begin: int, end: int) -> Prompts:
-        """Tokens begin to end of one sequence, behind what is in front of them."""
+        """Tokens begin to end of one sequence, behind the tokens before them."""
         old = self.sequences
         return Prompts(
             replace(
@@ -52,6 +58,10 @@ class Prompts:
             [self.queries[sequence][:end]],
             [end - begin],
         )
+
+    def computed(self) -> list[Array]:
+        """Of each sequence [count, H, D]: the queries that are computed."""
+        return [query[len(query) - n :] for query, n in zip(self.queries, self.counts, strict=True)]
 
     def rows(self) -> list[slice]:
         """Where each sequence's rows are in the packed batch."""
@@ -106,11 +116,9 @@ def run_prefill(
 ) -> Array:
     """[T, H, D]: the kernel's results, as stored elements. `padding`: items that do nothing, as in a captured graph."""
     variant, sequences = prompts.variant, prompts.sequences
-    _, heads, size = prompts.queries[0].shape
-    _, layers, _, block_size, kv_heads, _ = cache.pool.shape
-    packed = np.concatenate([q[len(q) - n :] for q, n in zip(prompts.queries, prompts.counts, strict=True)])
+    heads, kv_heads = prompts.queries[0].shape[1], cache.pool.shape[4]
     query_start = np.concatenate([[0], np.cumsum(prompts.counts)]).astype(np.int32)
-    context_lens, alibi = sequences.context_lens, slopes(heads) if features.alibi else None
+    context_lens = sequences.context_lens
     items = prefill_items(
         query_start,
         context_lens,
@@ -120,47 +128,20 @@ def run_prefill(
         window=features.window,
     )
     items = np.concatenate([items, np.full((padding, 4), -1, np.int32)])
-    # Rows apart, as in a fused projection; and nothing may be written between them.
-    apart = heads * size + 16
-    query = aligned_empty((len(packed), apart), packed.dtype)
-    query[:, : heads * size] = packed.reshape(len(packed), heads * size)
-    guarded = aligned_empty((len(packed) + 2, apart), packed.dtype)
-    out = guarded[: len(packed)]
-    kv_stride = block_size * kv_heads * size
-    shape = geometry.prefill(variant, len(items), heads, kv_heads)
+    rows = Rows.of(np.concatenate(prompts.computed()))
+    shape = launch_config.prefill(variant, len(items), kv_heads)
     params = fill(
         PREFILL,
-        query=address(query),
-        out=address(out),
-        pool=address(cache.pool),
-        block_tables=address(cache.tables),
-        context_lens=address(context_lens),
         query_start=address(query_start),
         items=address(items),
-        alibi_slopes=address(alibi),
-        block_stride=layers * 2 * kv_stride,
-        kv_stride=kv_stride,
-        query_stride=apart,
-        out_stride=apart,
         num_items=len(items),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        block_size_log2=block_size.bit_length() - 1,
-        table_stride=cache.tables.shape[1],
-        layer=cache.layer,
-        window=features.window,
-        scale=sequences.scale,
-        soft_cap=features.soft_cap,
-        k_scale=sequences.k_scale,
-        v_scale=sequences.v_scale,
+        **attention_values(sequences, cache, rows, context_lens, features),
     )
     if len(items):
         unused = np.setdiff1d(np.arange(len(cache.pool)), cache.tables)
         with launcher.forbidden(*(cache.pool[block] for block in unused)):
             launcher.launch("pagekv_prefill", variant, shape.grid, shape.threads, shape.shared_bytes, params)
-    assert (out[:, heads * size :].view(np.uint8) == 0xFF).all(), "wrote beside its rows"
-    assert (guarded[len(packed) :].view(np.uint8) == 0xFF).all(), "wrote behind its rows"
-    return out[:, : heads * size].reshape(packed.shape).copy()
+    return rows.result()
 
 
 def run_stored(
@@ -178,31 +159,10 @@ def run_stored(
     return run_prefill(launcher, prompts, cache, features, padding=padding)
 
 
-def expected(prompts: Prompts, features: Features = PLAIN) -> twin.Float64:
-    """[T, H, D] by the twin."""
-    sequences, variant = prompts.sequences, prompts.variant
-    parts = []
-    for s, count in enumerate(prompts.counts):
-        query = twin.decode(prompts.queries[s], variant.dtype)
-        keys, values = (twin.decode(part[s], variant.kv_dtype) for part in (sequences.keys, sequences.values))
-        parts.append(
-            twin.attention(
-                query[len(query) - count :],
-                keys * sequences.k_scale,
-                values * sequences.v_scale,
-                scale=sequences.scale,
-                window=features.window,
-                soft_cap=features.soft_cap,
-                alibi_slopes=slopes(query.shape[1]) if features.alibi else None,
-            )
-        )
-    return np.concatenate(parts)
-
-
 def worst_error(prompts: Prompts, result: Array, features: Features = PLAIN) -> float:
-    """Largest difference from the twin; NaN counts as infinite."""
-    difference = np.abs(twin.decode(result, prompts.variant.dtype) - expected(prompts, features))
-    return float(np.nan_to_num(difference, nan=np.inf).max(initial=0.0))
+    """Largest difference of a prefill's result from the twin; NaN counts as infinite."""
+    wanted = stored_sequences.expected(prompts.sequences, prompts.computed(), features)
+    return stored_sequences.worst_difference(result, prompts.variant.dtype, wanted)
 
 
 def mixed_batch(variant: Variant, *, group: int = 4, seed: int = 0) -> Prompts:
@@ -212,7 +172,3 @@ def mixed_batch(variant: Variant, *, group: int = 4, seed: int = 0) -> Prompts:
 def check(launcher: HostLauncher, prompts: Prompts, features: Features = PLAIN, *, block_size: int = 16) -> None:
     result = run_stored(launcher, np.random.default_rng(1), prompts, features, block_size=block_size)
     assert worst_error(prompts, result, features) <= TOLERANCE[prompts.variant.dtype]
-
-
-def same_bits(left: Array, right: Array) -> None:
-    np.testing.assert_array_equal(left.view(np.uint8), right.view(np.uint8))

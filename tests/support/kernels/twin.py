@@ -1,4 +1,4 @@
-"""What the kernels compute, in float64 NumPy, written to be read: the reference of their tests.
+"""The computations of the kernels in float64 NumPy, written to be read: the reference of the kernels' tests.
 
 Arrays of a storage type hold bits where NumPy has no such type: bfloat16 as uint16, float8_e4m3fn as uint8.
 T: rows of a step, S: sequences, H: query heads, G: KV heads, D: head size.
@@ -123,12 +123,11 @@ def attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
-    alibi_slopes: Array | None = None,
 ) -> Float64:
     """Attention of one sequence: `query` [n, H, D] are its last n tokens, `keys` and `values` [k, G, D] all of them.
 
-    The query at position q sees keys 0..q, or (q - window, q]. Logits are scaled, then capped (cap * tanh(x / cap)),
-    then slope * (key's position - q) is added. A row that sees no key is zero.
+    The query at position q sees keys 0..q, or (q - window, q]. Logits are scaled, then capped (cap * tanh(x / cap)). A
+    row that sees no key is zero.
     """
     (num_queries, num_heads, _), (num_keys, num_kv_heads, _) = query.shape, keys.shape
     per_head = num_heads // num_kv_heads
@@ -139,8 +138,6 @@ def attention(
     logits = scale * np.einsum("qhd,khd->hqk", query, keys)
     if soft_cap:
         logits = soft_cap * np.tanh(logits / soft_cap)
-    if alibi_slopes is not None:
-        logits = logits + np.asarray(alibi_slopes, np.float64)[:, None, None] * (k - q)
     visible = (k <= q) & ((k > q - window) if window else True)
     logits = np.where(visible, logits, -np.inf)
     top = logits.max(axis=2, keepdims=True, initial=-np.inf)
@@ -167,32 +164,3 @@ def gather(
     if kv_dtype != "float8_e4m3fn":
         k_scale = v_scale = 1.0
     return decode(stored[:, 0], kv_dtype) * k_scale, decode(stored[:, 1], kv_dtype) * v_scale
-
-
-def paged_attention(
-    pool: Array,
-    layer: int,
-    query: Float64,
-    query_start: Array,
-    context_lens: Array,
-    block_tables: Array,
-    *,
-    kv_dtype: str,
-    scale: float,
-    window: int = 0,
-    soft_cap: float = 0.0,
-    alibi_slopes: Array | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> Float64:
-    """Attention of a step: rows `query` [T, H, D], those of sequence s from query_start[s] to query_start[s + 1]."""
-    out = np.zeros_like(query)
-    for s, length in enumerate(context_lens):
-        rows = slice(query_start[s], query_start[s + 1])
-        keys, values = gather(
-            pool, layer, block_tables[s], int(length), kv_dtype=kv_dtype, k_scale=k_scale, v_scale=v_scale
-        )
-        out[rows] = attention(
-            query[rows], keys, values, scale=scale, window=window, soft_cap=soft_cap, alibi_slopes=alibi_slopes
-        )
-    return out

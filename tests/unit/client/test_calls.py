@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import grpc
@@ -104,3 +105,11 @@ def test_both_clients_have_the_same_methods() -> None:
         return {name for name in dir(cls) if not name.startswith("_")}
 
     assert public(PageKVClient) == public(AsyncPageKVClient)
+
+
+def test_help_shows_what_a_call_takes_and_returns() -> None:
+    for cls in (PageKVClient, AsyncPageKVClient):
+        shown = inspect.signature(getattr(cls, "pin_prefix"))  # noqa: B009  # the stub of a descriptor is no function
+        assert [*shown.parameters] == ["self", "prompt", "lease_seconds", "cache"]
+        assert shown.return_annotation == "Pin"
+        assert (getattr(cls, "pin_prefix").__doc__ or "").startswith("Keeps what is cached")  # noqa: B009

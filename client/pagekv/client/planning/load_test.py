@@ -130,7 +130,7 @@ def make_jobs(
     longest = max(workload.prompt_tokens[1], workload.shared_prefix)
     if text_ids and len(text_ids) < longest:
         raise ValueError(f"the text has {len(text_ids)} tokens, and the longest prompt needs {longest}")
-    allowed = [token for token in range(vocab_size) if token not in set(avoid)]
+    allowed = sorted({*range(vocab_size)} - {*avoid})
 
     def tokens(count: int) -> list[int]:
         if not text_ids:

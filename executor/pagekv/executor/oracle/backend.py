@@ -91,8 +91,8 @@ class _Due:
 
 
 class OracleBackend:
-    """A `Backend` that judges. With `step_time_s` or `token_time_s` it also keeps a device's time: a step lasts for so
-    long (and so much more per computed token) from when it was launched, or from the end of the one before.
+    """A `Backend` that judges. With `step_time_s` steps take a device's time: each lasts for so long from when it was
+    launched, or from the end of the one before.
     """
 
     def __init__(
@@ -102,7 +102,6 @@ class OracleBackend:
         kv_bytes: int = DEFAULT_KV_BYTES,
         max_sequences: int = 1024,
         step_time_s: float = 0.0,
-        token_time_s: float = 0.0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """`kv_bytes` bounds the device pool, and the host pool by as much again."""
@@ -110,7 +109,6 @@ class OracleBackend:
         self._kv_bytes = kv_bytes
         self._max_sequences = max_sequences
         self._step_time_s = step_time_s
-        self._token_time_s = token_time_s
         self._sleep = sleep
         self._block_size = 1
         self._device = _Pool.poisoned(0, 1)
@@ -168,14 +166,13 @@ class OracleBackend:
         """The step is judged at once. Where steps have a time, the result comes later, and the call returns when the
         step before begins: at most one step waits behind the one that runs.
         """
-        lasts = self._step_time_s + self._token_time_s * sum(item.count for item in scheduled)
-        if not lasts:
+        if not self._step_time_s:
             return Finished(self.execute(scheduled))
         if (left := self._begin - time.perf_counter()) > 0:
             self._sleep(left)
         self._begin = max(time.perf_counter(), self._end)
         sampled = self.execute(scheduled)
-        self._end = self._begin + lasts
+        self._end = self._begin + self._step_time_s
         return _Due(sampled, self._end, self._sleep)
 
     def execute(self, scheduled: list[Scheduled]) -> dict[int, Sampled]:

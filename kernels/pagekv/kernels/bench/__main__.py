@@ -1,8 +1,8 @@
 """Measures the kernels on the GPU at hand, in under 8 minutes: `python -m pagekv.kernels.bench`.
 
 Correctness first; nothing is timed on a GPU that computes something wrong. Then device copy bandwidth, decode, prefill,
-cache write, block copy, swap, and peers (torch's attention always, FlashInfer where it is installed), all on the same
-card in the same run. Prints tables and the floors, writes JSON with --json FILE.
+cache write, block copy, swap, and torch's attention as a peer, all on the same card in the same run. Prints tables and
+the floors, writes JSON with --json FILE.
 
 Exit status: 0 measured; 1 a kernel computes something wrong; 2 nothing to measure on; 3 a floor missed (with --strict).
 """
@@ -103,13 +103,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         say("error: a kernel computes something wrong on this GPU; nothing was timed")
         return 1
     if not (args.correctness_only or args.variant or args.lengths):
-        for stage in (bench.bandwidth, bench.decode, bench.prefill, bench.memory, bench.swap, bench.flashinfer):
+        for stage in (bench.bandwidth, bench.decode, bench.prefill, bench.memory, bench.swap):
             stage()
     report.seconds = clock.spent
     print(report.text())
     if args.json:
         args.json.write_text(report.to_json() + "\n")
-    missed = [row for row in report.floors() if row["reached"] is False]
+    missed = [verdict for verdict in report.floors() if verdict.reached is False]
     return 3 if args.strict and missed else 0
 
 

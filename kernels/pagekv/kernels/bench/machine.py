@@ -1,4 +1,4 @@
-"""The GPU as the bench sees it: how long something takes, how much memory there is, how much time is left."""
+"""The GPU under test: its clock, its memory, and the time that the bench may take."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,15 +20,15 @@ from pagekv.kernels.swap import CudaStreams, Streams
 MOST_MEMORY = 72 * GIB
 """Room for a pool of 64 GiB."""
 COLD_BYTES = 1 * GIB
-"""Memory that rounds of a measurement walk over before they come back: many times the largest L2 cache."""
+"""Memory that the rounds of a measurement read before they read the same again: many times the largest L2 cache."""
 TARGET_BYTES = 4 * GIB
-"""Least bytes that the rounds of one graph read: about a millisecond, beside which its start is nothing."""
+"""Least bytes that the rounds of one graph read: about a millisecond, so that the graph's start does not count."""
 MOST_ROUNDS = 256
 TARGET_SECONDS = 0.06
 MOST_REPEATS = 20
 HEAD_START_CYCLES = 1_000_000
-"""Sleep of the device before the clock starts, about 0.5 ms: long enough for the host to have handed over the graph,
-so that its launch is not measured."""
+"""Sleep of the device before the clock starts, about 0.5 ms: the host hands over the graph meanwhile, so that the
+graph's launch is not measured."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class KernelTiming:
     least: float
     most: float
     sm_mhz: float | None = None
-    """Clock of the multiprocessors while it ran."""
+    """Clock of the multiprocessors during the last repeat."""
     watts: float | None = None
 
     def columns(self, unit: str = "microseconds", scale: float = 1e6) -> dict[str, Any]:
-        """The timing as columns of a row of the report."""
+        """Columns of a row of the report."""
         return {
             unit: self.seconds * scale,
             f"{unit}_least": self.least * scale,
@@ -54,53 +54,11 @@ class KernelTiming:
         }
 
 
-class Machine(Protocol):
-    """Where the bench runs: a GPU, or in the tests the emulated kernels with a made-up clock."""
-
-    device: torch.device
-    most_rounds: int
-    """Rounds of one graph, at most."""
-
-    @property
-    def launcher(self) -> Launcher: ...
-
-    def edited(self, edit: Callable[[str], str]) -> Launcher:
-        """A launcher whose kernels are compiled from `edit` of their text."""
-        ...
-
-    def timed(self, run: Callable[[int], object], rounds: int = 1, *, capture: bool = True) -> KernelTiming:
-        """Time of one `run(i)`, i in [0, rounds), among repeats of all of them."""
-        ...
-
-    def recorded(self, run: Callable[[], object]) -> Callable[[], object]:
-        """A CUDA graph of `run`, to be replayed by calling it; its work has ended when the call returns."""
-        ...
-
-    def synchronize(self) -> None:
-        """Waits for everything enqueued. Raises RuntimeError where a kernel failed."""
-        ...
-
-    def memory(self) -> int:
-        """Bytes of device memory that the bench may take."""
-        ...
-
-    def pinned(self, size: int) -> torch.Tensor:
-        """Host memory that the device copies from and to at full speed: uint8 [size]."""
-        ...
-
-    def streams(self) -> Streams:
-        """What blocks are swapped on."""
-        ...
-
-    def versions(self) -> dict[str, str]:
-        """The card and what drives it."""
-        ...
-
-
 class CudaMachine:
-    """The current CUDA device. Raises GpuUnavailable, in one sentence, where there is none."""
+    """The current CUDA device. The tests have a subclass on emulated kernels with a made-up clock."""
 
     def __init__(self, say: Say) -> None:
+        """Raises GpuUnavailable, in one sentence, where there is no usable device."""
         if not torch.cuda.is_available():
             cuda = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is a CPU build"
             raise GpuUnavailable(f"torch {torch.__version__} {cuda} and sees no GPU")
@@ -112,7 +70,7 @@ class CudaMachine:
         self._stream: Any = torch.cuda.Stream()
 
     def versions(self) -> dict[str, str]:
-        """As `Machine.versions`."""
+        """Names and versions of the card and its software."""
         cupy = importlib.import_module("cupy")
         return {
             "gpu": torch.cuda.get_device_name(self.device),
@@ -123,31 +81,31 @@ class CudaMachine:
         }
 
     def memory(self) -> int:
-        """As `Machine.memory`."""
+        """Bytes of device memory that the bench may take."""
         free, _ = torch.cuda.mem_get_info(self.device)
         return min(int(free * 0.6), MOST_MEMORY)
 
     def pinned(self, size: int) -> torch.Tensor:
-        """As `Machine.pinned`."""
+        """Host memory that the device copies from and to at full speed: uint8 [size]."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def streams(self) -> Streams:
-        """As `Machine.streams`."""
+        """Streams for swapping blocks."""
         return CudaStreams()
 
     def edited(self, edit: Callable[[str], str]) -> Launcher:
-        """As `Machine.edited`."""
+        """A launcher whose kernels are compiled from `edit` of their text."""
         return CupyLauncher(say=self._say, text=lambda source: edit(translation_unit(source)))
 
     def synchronize(self) -> None:
-        """As `Machine.synchronize`."""
+        """Waits for everything enqueued. Raises RuntimeError where a kernel failed."""
         torch.cuda.synchronize(self.device)
 
     def timed(self, run: Callable[[int], object], rounds: int = 1, *, capture: bool = True) -> KernelTiming:
-        """As `Machine.timed`. With `capture` the rounds are one CUDA graph, started while the device sleeps, so that
-        nothing of the host's part is in it.
+        """Time of one `run(i)`, i in [0, rounds), over repeats of all rounds. With `capture` the rounds are one CUDA
+        graph, started while the device sleeps, so that the host's part is not measured.
         """
-        # What `run` reads was made on the caller's stream, which this one knows nothing of.
+        # Inputs of `run` were made on the caller's stream.
         callers = torch.cuda.current_stream()
         self._stream.wait_stream(callers)
         try:
@@ -166,10 +124,10 @@ class CudaMachine:
             callers.wait_stream(self._stream)
 
     def recorded(self, run: Callable[[], object]) -> Callable[[], object]:
-        """As `Machine.recorded`."""
+        """A CUDA graph of `run`: calling it replays the graph and waits for the end."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            run()  # compiles and loads, which a recording must not meet
+            run()  # compiles and loads, which a recording cannot include
             self._stream.synchronize()
             replay = self._graph(lambda _: run(), 1)
 
@@ -200,14 +158,14 @@ class CudaMachine:
 
 
 class Gauge:
-    """The GPU's clock and power, where NVML is there to say."""
+    """The GPU's clock and power, where NVML is installed."""
 
     def __init__(self, read: Callable[[], tuple[float | None, float | None]]) -> None:
         self._read = read
 
     @classmethod
     def of_nvml(cls) -> Gauge:
-        """Reads the first GPU that this process may see; (None, None) without NVML."""
+        """Reads the first visible GPU; (None, None) without NVML."""
         try:
             nvml: Any = importlib.import_module("pynvml")
             nvml.nvmlInit()
@@ -216,7 +174,7 @@ class Gauge:
             return cls(lambda: (None, None))
 
         def read() -> tuple[float, float]:
-            # Of this moment: the plain figure is an average over the last second, longer than a measurement takes.
+            # The instantaneous figure: the plain one is an average over a second, longer than a measurement takes.
             power = nvml.nvmlDeviceGetFieldValues(handle, [nvml.NVML_FI_DEV_POWER_INSTANT])[0].value.uiVal
             return float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)), power / 1000
 
@@ -226,14 +184,14 @@ class Gauge:
         """(MHz of the multiprocessors, watts) now."""
         try:
             return self._read()
-        except Exception:  # never at the cost of a measurement
+        except Exception:  # a failing gauge must not cost a measurement
             return None, None
 
 
 class Arena:
-    """One allocation that every case cuts its tensors from, filled with random numbers once."""
+    """One allocation for the tensors of every case, filled with random numbers once."""
 
-    def __init__(self, machine: Machine, size: int) -> None:
+    def __init__(self, machine: CudaMachine, size: int) -> None:
         self.size = size
         self._bytes = torch.empty(size, dtype=torch.uint8, device=machine.device)
         elements = self._bytes[: size // 2 * 2].view(torch.bfloat16)

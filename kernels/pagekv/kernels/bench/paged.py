@@ -1,4 +1,4 @@
-"""The kernels over a pool cut from the arena, set up as an executor would."""
+"""The kernels over a pool in the arena, set up as in an executor."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from pagekv.kernels.attention import PagedAttention, Rope
-from pagekv.kernels.attention_plan import AttentionPlan, StepBatch, plan_step
-from pagekv.kernels.bench.machine import COLD_BYTES, TARGET_BYTES, Arena, Machine
+from pagekv.kernels.attention_plan import AttentionPlan, HostPlan, StepBatch, plan_step
+from pagekv.kernels.bench.machine import COLD_BYTES, TARGET_BYTES, Arena, CudaMachine
 from pagekv.kernels.bench.workload import BLOCK_SIZE, HEAD_SIZE, MIN_LAYERS, Heads
 from pagekv.kernels.launcher import Launcher
 from pagekv.kernels.variants import Variant
@@ -20,10 +20,10 @@ VARIANT = Variant("bfloat16", "bfloat16", HEAD_SIZE)
 
 @dataclass(frozen=True)
 class Rounds:
-    """How often a case runs in one graph, and over how many layers.
+    """Runs of a case in one graph, and the layers that they take turns on.
 
-    Two wishes meet here: a round must not find in the cache what the round before read, so layers take turns, together
-    COLD_BYTES and never fewer than MIN_LAYERS; and a graph must take about a millisecond, so it reads TARGET_BYTES.
+    A round must not find the keys of an earlier one in the cache, so the layers together have COLD_BYTES and are never
+    fewer than MIN_LAYERS. A graph must take about a millisecond, so it reads TARGET_BYTES.
     """
 
     layers: int
@@ -46,11 +46,11 @@ class Paged:
     query: torch.Tensor
     out: torch.Tensor
     num_layers: int
-    """Rounds use layers in turn, so that no round finds its keys in the cache of the one before."""
+    """Rounds use layers in turn."""
     num_rounds: int
     """Of one graph."""
     held: tuple[torch.Tensor, ...]
-    """What the plan has addresses of."""
+    """Tensors that the plan has addresses of."""
 
     def attend(self, index: int) -> None:
         self.attention.attend(index % self.num_layers, self.query, self.out, self.plan)
@@ -65,6 +65,16 @@ class Paged:
         return run
 
 
+def upload(
+    machine: CudaMachine, attention: PagedAttention, plan: HostPlan
+) -> tuple[AttentionPlan, tuple[torch.Tensor, ...]]:
+    """The plan on the device, and the memory behind its addresses."""
+    words = torch.from_numpy(plan.words).to(machine.device)
+    size = max(16, attention.scratch_bytes(plan.counts["num_partials"]))
+    scratch = torch.empty(size, dtype=torch.uint8, device=machine.device)
+    return plan.bind(words.data_ptr(), scratch.data_ptr()), (words, scratch)
+
+
 def ragged_lengths(batch: int, context: int, seed: int = 0) -> np.ndarray:
     """[batch]: contexts from 1 to twice the average, in random order."""
     lengths = np.linspace(1, 2 * context, batch).astype(np.int32)
@@ -72,7 +82,7 @@ def ragged_lengths(batch: int, context: int, seed: int = 0) -> np.ndarray:
 
 
 def paged(
-    machine: Machine,
+    machine: CudaMachine,
     arena: Arena,
     heads: Heads,
     *,
@@ -116,13 +126,9 @@ def paged(
         num_kv_heads=heads.num_kv_heads,
         variant=variant,
     )
-    words = torch.from_numpy(plan.words).to(machine.device)
-    scratch = torch.empty(
-        max(16, attention.scratch_bytes(plan.counts["num_partials"])), dtype=torch.uint8, device=machine.device
-    )
     shape = (batch * new, heads.num_heads, variant.head_size)
     generator = torch.Generator(machine.device).manual_seed(seed)
     query = torch.randn(shape, generator=generator, device=machine.device).to(dtype)
     out = torch.empty(shape, dtype=dtype, device=machine.device)
-    bound = plan.bind(words.data_ptr(), scratch.data_ptr())
-    return Paged(attention, bound, query, out, layers, max(rounds.count, layers), (words, scratch, pool))
+    bound, held = upload(machine, attention, plan)
+    return Paged(attention, bound, query, out, layers, max(rounds.count, layers), (*held, pool))

@@ -1,4 +1,4 @@
-"""Sequences with keys and values in a pool, as the checks of the kernels use them, and a reference in float64."""
+"""Sequences with keys and values in a pool, for the checks of the kernels, and a reference in float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 
 from pagekv.kernels.attention import PagedAttention, Rope
 from pagekv.kernels.attention_plan import AttentionPlan, StepBatch, plan_step
-from pagekv.kernels.bench.machine import Machine
+from pagekv.kernels.bench.machine import CudaMachine
+from pagekv.kernels.bench.paged import upload
 from pagekv.kernels.variants import Variant
 
 LAYER, NUM_LAYERS = 1, 2
@@ -30,14 +31,14 @@ class Setup:
     num_kv_heads: int = 2
     block_size: int = 16
     rotary_dim: int = 0
-    """Elements of a head that RoPE turns; 0: no RoPE."""
+    """Elements of a head that RoPE rotates; 0: no RoPE."""
     interleaved: bool = False
     subnormal: bool = False
     """Keys and values are too small for normal fp8 numbers; queries are larger for it."""
     decodes_only: bool = False
     """Too many sequences, or too long ones, for a reference of all their rows."""
     spare_sequences: int = 0
-    """Blocks for so many more sequences, as long as the longest."""
+    """Free blocks, counted in sequences of the longest length."""
 
     def __str__(self) -> str:
         words = [str(self.variant)]
@@ -55,9 +56,9 @@ class Setup:
 
 
 class Scene:
-    """Sequences of a setup, in scattered blocks of a pool that holds NaN wherever nothing was written."""
+    """Sequences of a setup, in scattered blocks of a pool that holds NaN in unwritten slots."""
 
-    def __init__(self, machine: Machine, setup: Setup, seed: int = 0) -> None:
+    def __init__(self, machine: CudaMachine, setup: Setup, seed: int = 0) -> None:
         self.machine, self.setup = machine, setup
         self.lengths = np.array(setup.lengths, np.int32)
         self.dtype, self.kv_dtype = getattr(torch, setup.variant.dtype), getattr(torch, setup.variant.kv_dtype)
@@ -69,26 +70,26 @@ class Scene:
         self.key, self.value = (self.random(total, setup.num_kv_heads, self.magnitude) for _ in range(2))
         self._given_query = self.random(total, setup.num_heads, 1 / self.magnitude)
         self.rope = self._rope() if setup.rotary_dim else None
-        self.turned_key, self.turned_query = self._turned(self.key), self._turned(self._given_query)
+        self.rotated_key, self.rotated_query = self._rotate(self.key), self._rotate(self._given_query)
         self.place(np.random.default_rng(seed).permutation(self.num_blocks))
 
     def random(self, rows: int, heads: int, magnitude: float) -> torch.Tensor:
         """[rows, heads, head_size]: normal numbers."""
         shape = (rows, heads, self.setup.variant.head_size)
         made = torch.randn(shape, generator=self.generator, device=self.machine.device) * magnitude
-        if self.kv_dtype.itemsize == 1:  # as fp8 stores them, so that the reference sees the same numbers
+        if self.kv_dtype.itemsize == 1:  # rounded to fp8, so that the reference sees the same numbers
             made = made.clamp(-448, 448).to(self.kv_dtype).float()
         return made.to(self.dtype)
 
     def _rope(self) -> Rope:
-        """Angles as Llama's."""
+        """The angles of Llama."""
         device, half = self.machine.device, self.setup.rotary_dim // 2
         frequencies = ROPE_BASE ** (-torch.arange(half, device=device, dtype=torch.float64) / half)
         angles = torch.arange(int(self.lengths.max()), device=device)[:, None] * frequencies
         return Rope(torch.cat([angles.cos(), angles.sin()], 1).float(), self.setup.interleaved)
 
-    def _turned(self, heads: torch.Tensor) -> torch.Tensor:
-        """[rows, heads, head_size] in float64, as RoPE is to leave them."""
+    def _rotate(self, heads: torch.Tensor) -> torch.Tensor:
+        """[rows, heads, head_size] in float64, after RoPE."""
         heads = heads.double()
         if self.rope is None:
             return heads
@@ -96,12 +97,12 @@ class Scene:
         assert isinstance(table, torch.Tensor)
         position = torch.cat([torch.arange(int(length), device=table.device) for length in self.lengths])
         cosine, sine = table.double()[position][:, None].chunk(2, -1)
-        turned = heads.clone()
+        rotated = heads.clone()
         first = slice(0, rotary_dim, 2) if self.setup.interleaved else slice(0, rotary_dim // 2)
         second = slice(1, rotary_dim, 2) if self.setup.interleaved else slice(rotary_dim // 2, rotary_dim)
-        turned[..., first] = heads[..., first] * cosine - heads[..., second] * sine
-        turned[..., second] = heads[..., second] * cosine + heads[..., first] * sine
-        return turned
+        rotated[..., first] = heads[..., first] * cosine - heads[..., second] * sine
+        rotated[..., second] = heads[..., second] * cosine + heads[..., first] * sine
+        return rotated
 
     def place(self, blocks: np.ndarray) -> None:
         """A fresh pool of NaN, the sequences written into these blocks."""
@@ -120,7 +121,7 @@ class Scene:
             **features,  # type: ignore[arg-type]  # by name, of several types
         )
         plan, held = self.plan(range(len(self.lengths)), self.lengths, self.lengths, decode=False)
-        self.query = self._given_query.clone()  # turned in place
+        self.query = self._given_query.clone()  # rotated in place
         query = self.query if self.rope else None
         self.attention.write(LAYER, self.key, self.value, plan, rope=self.rope, query=query)
         self.machine.synchronize()  # before `held` goes back to the allocator
@@ -129,7 +130,8 @@ class Scene:
     def plan(
         self, sequences: Sequence[int], counts: np.ndarray, contexts: np.ndarray, *, decode: bool
     ) -> tuple[AttentionPlan, tuple[torch.Tensor, ...]]:
-        """The plan for the last `counts` of the first `contexts` tokens of sequences, and the memory it points to."""
+        """The plan for the last `counts` of the first `contexts` tokens of sequences, and the memory behind its
+        addresses."""
         host = plan_step(
             StepBatch(
                 query_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
@@ -144,13 +146,10 @@ class Scene:
             variant=self.setup.variant,
             window=self.attention.plan_window,
         )
-        words = torch.from_numpy(host.words).to(self.machine.device)
-        size = max(16, self.attention.scratch_bytes(host.counts["num_partials"]))
-        scratch = torch.empty(size, dtype=torch.uint8, device=self.machine.device)
-        return host.bind(words.data_ptr(), scratch.data_ptr()), (words, scratch)
+        return upload(self.machine, self.attention, host)
 
     def spare_blocks(self, count: int) -> list[int]:
-        """Blocks that no sequence has."""
+        """`count` blocks of no sequence."""
         taken = set(self.tables.ravel().tolist())
         return [block for block in range(self.num_blocks) if block not in taken][:count]
 
@@ -159,7 +158,7 @@ class Scene:
         return int(self.lengths[:sequence].sum())
 
     def stored(self, sequence: int) -> torch.Tensor:
-        """[length, 2, G, D]: a sequence's keys and values as the pool has them."""
+        """[length, 2, G, D]: a sequence's keys and values in the pool."""
         blocks = torch.from_numpy(self.tables[sequence].astype(np.int64)).to(self.pool.device)
         bits = self.pool.view(torch.uint8)[blocks, LAYER].view(self.kv_dtype)  # [blocks, 2, block_size, G, D]
         return bits.transpose(1, 2).flatten(0, 1)[: int(self.lengths[sequence])]
@@ -195,7 +194,7 @@ class Scene:
         query = query.contiguous()
         out = torch.full_like(query, torch.nan)
 
-        def attend(held: tuple[torch.Tensor, ...] = held) -> None:  # as long as it may be called, its memory stays
+        def attend(held: tuple[torch.Tensor, ...] = held) -> None:  # keeps the memory as long as the function
             self.attention.attend(LAYER, query, out, plan)
 
         return attend, out
@@ -207,7 +206,7 @@ class Scene:
         group = setup.num_heads // setup.num_kv_heads
         query = self.query[first + start : first + length].double()
         # Rounded as the pool rounds them.
-        key = self.turned_key[first : first + length].to(self.dtype).to(self.kv_dtype).double()
+        key = self.rotated_key[first : first + length].to(self.dtype).to(self.kv_dtype).double()
         value = self.value[first : first + length].double()
         key, value = (t.repeat_interleave(group, 1) for t in (key, value))
         logits = torch.einsum("qhd,khd->hqk", query, key) / setup.variant.head_size**0.5

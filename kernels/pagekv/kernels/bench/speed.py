@@ -11,7 +11,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from pagekv.kernels.attention import Rope
-from pagekv.kernels.bench.machine import Arena, KernelTiming, Machine
+from pagekv.kernels.bench.machine import Arena, CudaMachine, KernelTiming
 from pagekv.kernels.bench.paged import VARIANT, Paged, Rounds, paged, ragged_lengths
 from pagekv.kernels.bench.workload import (
     BLOCK_SIZE,
@@ -29,8 +29,8 @@ from pagekv.kernels.variants import Variant
 
 Row = dict[str, Any]
 
-# The backends of torch's attention that are peers, by the name that columns have. Which of them torch takes by itself
-# depends on its version and the GPU: cuDNN on Hopper, where it is new enough.
+# Backends of torch's attention as peers, with the names of their columns. By itself torch chooses by its version and
+# the GPU: cuDNN on Hopper, where that is new enough.
 FLASH, CUDNN = ("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)
 
 TABLE_READ = "max(table[first + i], 0)"
@@ -38,8 +38,8 @@ TABLE_COMPUTED = "(i32)(table - p.block_tables) + first + i"
 
 
 def without_table(text: str) -> str:
-    """The decode kernel's text with block ids computed instead of read: what it would be over contiguous memory, whose
-    blocks lie in order. Other kernels' texts stay. Raises ValueError where the text is not as expected.
+    """The decode kernel's text with block ids computed instead of read: attention over contiguous memory, whose blocks
+    lie in order. Other kernels' texts are returned as they are. Raises ValueError where the text is not as expected.
     """
     if "pagekv_decode(" not in text:
         return text
@@ -48,15 +48,15 @@ def without_table(text: str) -> str:
     return text.replace(TABLE_READ, TABLE_COMPUTED)
 
 
-def copy_bandwidth(machine: Machine, arena: Arena) -> float:
-    """GB/s of a device to device copy, bytes read and written both counted: what memory can deliver."""
+def copy_bandwidth(machine: CudaMachine, arena: Arena) -> float:
+    """GB/s of a device to device copy, bytes read and written both counted: the most that memory delivers."""
     half = min(arena.size // 2, 1024 * MIB) // 16 * 16
     memory = arena.view(torch.uint8, 2 * half)
     took = machine.timed(lambda _: memory[half:].copy_(memory[:half]), 4)
     return 2 * half / took.seconds / 1e9
 
 
-def decode_row(machine: Machine, arena: Arena, case: DecodeCase, bandwidth: float) -> Row:
+def decode_row(machine: CudaMachine, arena: Arena, case: DecodeCase, bandwidth: float) -> Row:
     """One decode case: scattered blocks; where paging is judged, without a block table too; torch over contiguous
     memory; and in the executor's layout, the same work in a compact pool.
     """
@@ -84,13 +84,13 @@ def decode_row(machine: Machine, arena: Arena, case: DecodeCase, bandwidth: floa
     return row
 
 
-def decode_timing(machine: Machine, arena: Arena, case: DecodeCase, **options: Any) -> KernelTiming:
+def decode_timing(machine: CudaMachine, arena: Arena, case: DecodeCase, **options: Any) -> KernelTiming:
     """`options` as of `paged`."""
     batch = decode_batch(machine, arena, case, **options)
     return machine.timed(batch.attend, batch.num_rounds)
 
 
-def decode_batch(machine: Machine, arena: Arena, case: DecodeCase, **options: Any) -> Paged:
+def decode_batch(machine: CudaMachine, arena: Arena, case: DecodeCase, **options: Any) -> Paged:
     """The batch of a decode case."""
     return paged(
         machine,
@@ -106,7 +106,7 @@ def decode_batch(machine: Machine, arena: Arena, case: DecodeCase, **options: An
     )
 
 
-def prefill_row(machine: Machine, arena: Arena, case: PrefillCase) -> Row:
+def prefill_row(machine: CudaMachine, arena: Arena, case: PrefillCase) -> Row:
     """One prefill case, and torch over contiguous memory: by FlashAttention, the peer, and by cuDNN."""
     batch = prefill_batch(machine, arena, case)
     timing = machine.timed(batch.attend, min(batch.num_layers, PREFILL_ROUNDS))
@@ -117,7 +117,7 @@ def prefill_row(machine: Machine, arena: Arena, case: PrefillCase) -> Row:
         **timing.columns("milliseconds", 1e3),
         "tflop_per_s": case.flops / timing.seconds / 1e12,
     }
-    # For a chunk behind a prefix torch makes a dense mask where it may not take FlashAttention, which would be timed.
+    # For a chunk behind a prefix, cuDNN would be timed with a dense mask that torch builds.
     for name, backend in (FLASH,) if case.cached else (FLASH, CUDNN):
 
         def peer(backend: SDPBackend = backend) -> float:
@@ -130,21 +130,21 @@ def prefill_row(machine: Machine, arena: Arena, case: PrefillCase) -> Row:
 PREFILL_ROUNDS = 4
 
 
-def prefill_batch(machine: Machine, arena: Arena, case: PrefillCase) -> Paged:
+def prefill_batch(machine: CudaMachine, arena: Arena, case: PrefillCase) -> Paged:
     """The batch of a prefill case."""
     return paged(machine, arena, case.heads, batch=case.batch, context=case.context, new=case.new, decode=False)
 
 
-def write_row(machine: Machine, arena: Arena, case: WriteCase, bandwidth: float) -> Row:
-    """Cache write with RoPE; every token a sequence of its own, so that slots are scattered."""
+def write_row(machine: CudaMachine, arena: Arena, case: WriteCase, bandwidth: float) -> Row:
+    """Cache write with RoPE; each token is a sequence of its own, so that slots are scattered."""
     write, rounds = write_round(machine, arena, case)
     timing = machine.timed(write, rounds)
     gb_per_s = case.bytes / timing.seconds / 1e9
     return {"case": case.name, **timing.columns(), "gb_per_s": gb_per_s, "share_of_copy": gb_per_s / bandwidth}
 
 
-def write_round(machine: Machine, arena: Arena, case: WriteCase) -> tuple[Callable[[int], object], int]:
-    """A round of a cache write, and how many make a graph."""
+def write_round(machine: CudaMachine, arena: Arena, case: WriteCase) -> tuple[Callable[[int], object], int]:
+    """A round of a cache write, and the number of rounds of a graph."""
     batch = paged(machine, arena, case.heads, batch=case.tokens, context=16)
     shape = (case.tokens, case.heads.num_kv_heads, HEAD_SIZE)
     key, value = (torch.randn(shape, device=machine.device).to(torch.bfloat16) for _ in range(2))
@@ -152,7 +152,7 @@ def write_round(machine: Machine, arena: Arena, case: WriteCase) -> tuple[Callab
     return batch.write(key, value, rope), batch.num_rounds
 
 
-def block_copy_row(machine: Machine, arena: Arena, case: BlockCopyCase, bandwidth: float) -> Row:
+def block_copy_row(machine: CudaMachine, arena: Arena, case: BlockCopyCase, bandwidth: float) -> Row:
     """Copies between random blocks of one pool."""
     batch = paged(machine, arena, case.heads, batch=2 * case.blocks, context=BLOCK_SIZE, num_layers=case.LAYERS)
     pairs = torch.randperm(2 * case.blocks, device=machine.device).to(torch.int32).view(case.blocks, 2)
@@ -162,9 +162,9 @@ def block_copy_row(machine: Machine, arena: Arena, case: BlockCopyCase, bandwidt
 
 
 def sdpa_timing(
-    machine: Machine, arena: Arena, backend: SDPBackend, heads: Heads, batch: int, new: int, context: int
+    machine: CudaMachine, arena: Arena, backend: SDPBackend, heads: Heads, batch: int, new: int, context: int
 ) -> KernelTiming:
-    """torch's attention at the same shape, keys and values contiguous for each head, which suits it best."""
+    """torch's attention at the same shape, over its best layout: keys and values contiguous for each head."""
     kv_bytes = batch * context * 2 * heads.num_kv_heads * HEAD_SIZE * 2
     rounds = Rounds.of(kv_bytes, arena.size, machine.most_rounds)
     cache = arena.view(torch.bfloat16, rounds.layers, 2, batch, heads.num_kv_heads, context, HEAD_SIZE)
@@ -184,8 +184,8 @@ def sdpa_timing(
 
 
 def against(peer: str, ours: float, measure: Callable[[], float]) -> Row:
-    """How many times as fast as a peer; a peer that fails is named with its reason and costs nothing else. Raises
-    RuntimeError for a fault of the device, which is lost to the process.
+    """Speed in multiples of a peer's; for a peer that fails, the reason. Raises RuntimeError for a fault of the device,
+    after which the process cannot use it.
     """
     try:
         return {f"against_{peer}": measure() / ours}

@@ -1,16 +1,15 @@
-"""The bench, stage by stage. Each stage has its share of the time; what it does not get to is named."""
+"""The bench, stage by stage. Each stage has a share of the time; cases that time does not suffice for are named."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from pagekv.kernels.bench import speed, swap_speed
 from pagekv.kernels.bench.correctness import Check, checks, setups
-from pagekv.kernels.bench.flashinfer_peer import FlashInferPeer, to_text
-from pagekv.kernels.bench.machine import Arena, Clock, Machine
-from pagekv.kernels.bench.report import BenchReport, join_flashinfer
+from pagekv.kernels.bench.machine import Arena, Clock, CudaMachine
+from pagekv.kernels.bench.report import BenchReport
 from pagekv.kernels.bench.scene import Setup
 from pagekv.kernels.bench.workload import (
     BlockCopyCase,
@@ -28,66 +27,51 @@ from pagekv.kernels.bench.workload import (
 )
 from pagekv.kernels.cupy_launcher import Say
 
-# Share of the time by whose end each stage stops. What a stage leaves is the next one's.
-CORRECTNESS, DECODE, PREFILL, MEMORY, SWAP, PEERS = 0.35, 0.60, 0.70, 0.74, 0.80, 0.98
-
-
-class Watcher(Protocol):
-    """Is told what a bench begins and finds as it goes, so that a crash costs no more than the case that crashed."""
-
-    def begins(self, section: str, case: str) -> bool:
-        """A case is next. False: it is to be left out, because it was measured before or crashed before."""
-        ...
-
-    def found(self, section: str, row: dict[str, Any]) -> None:
-        """Takes the row of a case that was measured."""
-        ...
-
-
-class Nobody:
-    """The `Watcher` of a bench that runs in one go."""
-
-    def begins(self, section: str, case: str) -> bool:
-        """As `Watcher.begins`: every case is wanted."""
-        return True
-
-    def found(self, section: str, row: dict[str, Any]) -> None:
-        """As `Watcher.found`: the report has it."""
+# Share of the time by whose end each stage stops. The next stage may use what is left.
+CORRECTNESS, DECODE, PREFILL, MEMORY, SWAP = 0.40, 0.74, 0.85, 0.90, 0.97
 
 
 @dataclass
 class Bench:
     """One run."""
 
-    machine: Machine
+    machine: CudaMachine
     arena: Arena
     clock: Clock
     report: BenchReport
     say: Say
-    watcher: Watcher = field(default_factory=Nobody)
-    one_stage: bool = False
-    """Whether a single stage has all the time."""
+
+    def begins(self, section: str, case: str) -> bool:
+        """Whether to measure a case; for subclasses that resume an interrupted run."""
+        return True
+
+    def found(self, section: str, row: dict[str, Any]) -> None:
+        """Takes the row of each case as it is measured; for subclasses that record rows at once."""
+
+    def until(self, share: float) -> Callable[[], bool]:
+        """Whether there is time left before `share` of the total is spent."""
+        return self.clock.until(share)
 
     def correctness(self, wanted: Iterable[Setup] | None = None) -> bool:
         """Whether every check passed. Stops at a setup's end when time is up; the first setup always runs."""
         passed, unchecked = True, []
-        in_time = self._until(CORRECTNESS)
+        in_time = self.until(CORRECTNESS)
         for index, setup in enumerate(setups() if wanted is None else wanted):
             if index and not in_time():
                 unchecked.append(str(setup))
-            elif self.watcher.begins("correctness", str(setup)):
+            elif self.begins("correctness", str(setup)):
                 found = list(checks(self.machine, setup))
                 passed &= all(check.passed for check in found)
                 for check in found:
                     self.tell(check)
-                self.watcher.found("correctness", {"case": str(setup), "checks": [check.row() for check in found]})
+                self.found("correctness", {"case": str(setup), "checks": [check.row() for check in found]})
         if unchecked:
             self.report.late = True
             self.report.notes.append(f"correctness of {'; '.join(unchecked)}: no time was left")
         return passed
 
     def tell(self, check: Check) -> None:
-        """One line of a check."""
+        """Says the result of a check in one line."""
         mark = "ok" if check.passed else "WRONG"
         self.say(f"{mark:<6}{check.name}: error {check.error:.2g}, allowed {check.allowed:.2g}")
 
@@ -117,19 +101,14 @@ class Bench:
         self._section("prefill", PREFILL, prefill_cases() if cases is None else cases, row)
 
     def memory(self, writes: Iterable[WriteCase] | None = None, copies: Iterable[BlockCopyCase] | None = None) -> None:
-        bandwidth = self.report.copy_gb_per_s
-        self._section(
-            "memory",
-            MEMORY,
-            write_cases() if writes is None else writes,
-            lambda case: speed.write_row(self.machine, self.arena, case, bandwidth),
-        )
-        self._section(
-            "memory",
-            MEMORY,
-            block_copy_cases() if copies is None else copies,
-            lambda case: speed.block_copy_row(self.machine, self.arena, case, bandwidth),
-        )
+        def write(case: WriteCase) -> dict[str, Any]:
+            return speed.write_row(self.machine, self.arena, case, self.report.copy_gb_per_s)
+
+        def copy(case: BlockCopyCase) -> dict[str, Any]:
+            return speed.block_copy_row(self.machine, self.arena, case, self.report.copy_gb_per_s)
+
+        self._section("memory", MEMORY, write_cases() if writes is None else writes, write)
+        self._section("memory", MEMORY, block_copy_cases() if copies is None else copies, copy)
 
     def swap(self, cases: Iterable[SwapCase] | None = None) -> None:
         cases = list(swap_cases() if cases is None else cases)
@@ -141,7 +120,7 @@ class Bench:
         memcpy = swap_speed.memcpy_gb_per_s(self.machine, self.arena, host)
         self.say(f"one pinned copy: {memcpy[0]:.1f} GB/s out, {memcpy[1]:.1f} GB/s in")
 
-        def row(case: Any) -> dict[str, Any]:
+        def row(case: SwapCase) -> dict[str, Any]:
             found = swap_speed.swap_row(self.machine, self.arena, host, case, memcpy)
             if case.block_size >= 16:
                 found["counts_for"] = {"swap": min(found["out_against_memcpy"], found["in_against_memcpy"])}
@@ -149,43 +128,9 @@ class Bench:
 
         self._section("swap", SWAP, cases, row)
 
-    def flashinfer(self, peer: Callable[[list[Any]], FlashInferPeer] = FlashInferPeer) -> None:
-        """Measured last and in a process of its own: it compiles, which may take all that is left."""
-        if not FlashInferPeer.installed():
-            self.report.notes.append("FlashInfer: not installed (pip install flashinfer-python==0.6.6)")
-            return
-        # The cases of a floor first, then the rest, so that what time allows is what matters.
-        rows = {to_text(case): (case, row) for case, row in self._measured()}
-        order = sorted(rows, key=lambda text: "decode" not in rows[text][1].get("counts_for", {}))
-        limit = max(5.0, self.clock.total * PEERS - self.clock.spent)
-        self.say(f"FlashInfer, at most {limit:.0f} s")
-        found = peer([rows[text][0] for text in order]).measure(limit)
-        self.report.machine["flashinfer"] = found["version"] or "failed"
-        for text, seconds in found["seconds"].items():
-            join_flashinfer(*rows[text], seconds)
-        missing = len(rows) - len(found["seconds"])
-        if missing:
-            self.report.notes.append(
-                f"FlashInfer: {missing} of {len(rows)} cases: {found['note'] or 'no reason given'}"
-            )
-
-    def _measured(self) -> list[tuple[Any, dict[str, Any]]]:
-        """Cases of decode and prefill that have a row and that the peer is asked for."""
-        cases = {("decode", case.name): case for case in decode_cases() if case.plain}
-        named: dict[tuple[str, str], Any] = {**cases, **{("prefill", case.name): case for case in prefill_cases()}}
-        return [
-            (named[section, row["case"]], row)
-            for section in ("decode", "prefill")
-            for row in self.report.sections.get(section, [])
-            if (section, row["case"]) in named
-        ]
-
-    def _until(self, share: float) -> Callable[[], bool]:
-        return self.clock.until(0.96 if self.one_stage else share)
-
     def _section(self, name: str, share: float, cases: Iterable[Any], measure: Callable[[Any], dict[str, Any]]) -> None:
-        """Measures cases until the stage's time is up; names those that did not fit in memory or time."""
-        in_time = self._until(share)
+        """Measures cases until the stage's time is up; names the cases that memory or time did not suffice for."""
+        in_time = self.until(share)
         rows = self.report.sections.setdefault(name, [])
         large, late = [], []
         for case in cases:
@@ -194,9 +139,9 @@ class Bench:
                 large.append(label)
             elif not in_time():
                 late.append(label)
-            elif self.watcher.begins(name, label):
+            elif self.begins(name, label):
                 rows.append(measure(case))
-                self.watcher.found(name, rows[-1])
+                self.found(name, rows[-1])
         if large:
             self.report.notes.append(f"{name} {'; '.join(large)}: more than the {self.arena.size >> 30} GiB of memory")
         if late:

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from pagekv.kernels.bench.machine import Arena, Machine
+from pagekv.kernels.bench.machine import Arena, CudaMachine
 from pagekv.kernels.bench.workload import SwapCase
 from pagekv.kernels.swap import BlockSwapper
 
 
 def block_ids(case: SwapCase, seed: int) -> tuple[list[int], list[int]]:
-    """Device and host blocks of a case, out of twice as many: scattered ones never adjoin on both sides."""
+    """Device and host blocks of a case, out of twice as many: scattered blocks never adjoin on both sides."""
     if not case.scattered:
         return list(range(case.num_blocks)), list(range(case.num_blocks))
     rng = np.random.default_rng(seed)
@@ -21,7 +21,7 @@ def block_ids(case: SwapCase, seed: int) -> tuple[list[int], list[int]]:
     return device.tolist(), host.tolist()
 
 
-def memcpy_gb_per_s(machine: Machine, arena: Arena, host: torch.Tensor) -> tuple[float, float]:
+def memcpy_gb_per_s(machine: CudaMachine, arena: Arena, host: torch.Tensor) -> tuple[float, float]:
     """(out, in) of one copy of all of `host`, which is pinned."""
     device = arena.view(torch.uint8, len(host))
     out = machine.timed(lambda _: host.copy_(device, non_blocking=True), capture=False).seconds
@@ -30,7 +30,7 @@ def memcpy_gb_per_s(machine: Machine, arena: Arena, host: torch.Tensor) -> tuple
 
 
 def swap_row(
-    machine: Machine, arena: Arena, host: torch.Tensor, case: SwapCase, memcpy: tuple[float, float]
+    machine: CudaMachine, arena: Arena, host: torch.Tensor, case: SwapCase, memcpy: tuple[float, float]
 ) -> dict[str, Any]:
     """One block size. `host`: pinned memory for four times the case's bytes."""
     slots = 4 * case.num_blocks
@@ -39,7 +39,7 @@ def swap_row(
     host_pool = host[: slots * case.block_bytes].view(shape)
     swapper = BlockSwapper(machine.streams(), device_pool, host_pool)
     device, outside = block_ids(case, 0)
-    half = 2 * case.num_blocks  # the other direction's blocks: the two never meet
+    half = 2 * case.num_blocks  # the two directions use different blocks
     device_in, outside_in = ([block + half for block in blocks] for blocks in block_ids(case, 1))
 
     def out(_: int) -> None:

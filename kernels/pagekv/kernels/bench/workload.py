@@ -1,4 +1,4 @@
-"""What is measured: shapes, and the bytes and operations that each needs at least. Imports neither torch nor CuPy."""
+"""The cases that are measured: shapes, and the least bytes and operations of each. Imports neither torch nor CuPy."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ ELEMENT_BYTES = 2  # bfloat16
 MIB, GIB = 1 << 20, 1 << 30
 
 MIN_LAYERS = 2
-"""Rounds of a measurement take turns on at least so many layers, so that none finds its keys in the cache of the one
-before."""
+"""Rounds of a measurement take turns on at least this many layers, so that no round finds its keys in the cache."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """How many query heads share a KV head."""
+    """Query heads and KV heads."""
 
     name: str
     num_heads: int
@@ -42,20 +41,20 @@ class DecodeCase:
     block_size: int = BLOCK_SIZE
     kv_dtype: str = "bfloat16"
     ragged: bool = False
-    """Contexts from 1 to twice the average: what a load that is never equal costs."""
+    """Contexts from 1 to twice the average, as in a real load."""
     pool_layers: int = 0
-    """Layers of the pool, block-major as the executor's: blocks of one layer are that many slabs apart. 0: as few as
+    """Layers of the pool, block-major as in the executor: blocks of one layer are that many slabs apart. 0: as few as
     keep the cache cold."""
 
     @property
     def kv_bytes(self) -> int:
-        """Keys and values of one layer: what memory has to deliver."""
+        """Keys and values of one layer."""
         element_bytes = 1 if self.kv_dtype == "float8_e4m3fn" else ELEMENT_BYTES
         return self.batch * self.context * 2 * self.heads.num_kv_heads * HEAD_SIZE * element_bytes
 
     @property
     def pool_bytes(self) -> int:
-        """The least that the case needs of the arena."""
+        """Bytes of the arena that the case needs at least."""
         return max(self.pool_layers, MIN_LAYERS) * self.kv_bytes * (2 if self.ragged else 1)
 
     @property
@@ -74,13 +73,13 @@ class DecodeCase:
 
     @property
     def plain(self) -> bool:
-        """Equal contexts in bf16 and blocks of the usual size: what peers are measured on too."""
+        """Equal contexts in bf16 and blocks of the usual size: the cases that peers are measured on too."""
         return self == DecodeCase(self.heads, self.batch, self.context)
 
 
 @dataclass(frozen=True)
 class PrefillCase:
-    """`new` prompt tokens of each of `batch` sequences, behind `cached` tokens that are in the pool already."""
+    """`new` prompt tokens of each of `batch` sequences, behind `cached` tokens in the pool."""
 
     heads: Heads
     batch: int
@@ -98,7 +97,7 @@ class PrefillCase:
 
     @property
     def pool_bytes(self) -> int:
-        """The least that the case needs of the arena."""
+        """Bytes of the arena that the case needs at least."""
         return MIN_LAYERS * self.kv_bytes
 
     @property
@@ -161,7 +160,7 @@ class SwapCase:
     block_size: int
     num_blocks: int
     scattered: bool
-    """True: no two of them adjoin. False: one run, which coalesces into a single copy."""
+    """True: no two blocks adjoin. False: one run, which is a single copy."""
 
     LAYERS = 32
     KV_HEADS = 8
@@ -185,8 +184,8 @@ def count(number: int) -> str:
 
 
 def decode_cases() -> Iterator[DecodeCase]:
-    """Batch 1 to 256, context 256 to 64k, every head ratio, those that a floor counts first; then what real pools and
-    loads add: the executor's layout, fp8, other block sizes, unequal contexts.
+    """Batch 1 to 256, context 256 to 64k, every head ratio, cases with a floor first; then cases of real pools and
+    loads: the executor's layout, fp8, other block sizes, unequal contexts.
     """
     shapes = [
         DecodeCase(heads, batch, context)
@@ -203,9 +202,9 @@ def decode_cases() -> Iterator[DecodeCase]:
     yield from (case for case in shapes if not decode_floor(case))
 
 
-# As the executor lays a pool out: 32 layers, block-major, once in a pool of 64 GiB.
+# The executor's layout of a pool: 32 layers, block-major; the second pool has 64 GiB.
 LAYOUT_CASES = (DecodeCase(GQA4, 64, 1024, pool_layers=32), DecodeCase(GQA4, 64, 8192, pool_layers=32))
-# The same work in a compact pool, which the layout's cost is a ratio to.
+# The same work in a compact pool, the denominator of the layout's cost.
 COMPACT_CASES = {case: DecodeCase(case.heads, case.batch, case.context) for case in LAYOUT_CASES}
 
 
@@ -231,43 +230,40 @@ def block_copy_cases() -> Iterator[BlockCopyCase]:
 
 
 def swap_cases(total: int = 512 * MIB) -> Iterator[SwapCase]:
-    """As many blocks of each size as make up `total` bytes, at most 2048."""
+    """Blocks of each size that make up `total` bytes, at most 2048."""
     for block_size in (1, 16, 64, 256):
         for scattered in (True, False):
             blocks = min(2048, total // SwapCase(block_size, 1, False).block_bytes)
             yield SwapCase(block_size, blocks, scattered)
 
 
-# --- what the figures are held against
+# --- floors
 
 
 @dataclass(frozen=True)
 class Floor:
-    """A figure that must be reached on an H200."""
+    """A figure to be reached on an H200."""
 
     name: str
     at_least: float
-    unit: str
 
 
 FLOORS = {
-    "decode": Floor("decode of 64 and more, 1 GiB and more, groups of 1 to 8, share of copy bandwidth", 0.88, "x"),
-    "decode small": Floor("decode of 64 and more, 256 MiB to 1 GiB, groups of 1 to 8, share of copy", 0.82, "x"),
-    "decode mqa": Floor("decode of 64 and more, 256 MiB and more, groups of 32, share of copy", 0.70, "x"),
-    "paged": Floor("the same decodes, scattered blocks against no block table", 0.97, "x"),
-    "layers": Floor("decode in the layout of 32 layers, against a compact pool", 0.95, "x"),
-    "flashinfer": Floor("decode of 256 MiB and more, against FlashInfer", 0.97, "x"),
-    "flashinfer mean": Floor("the same, geometric mean", 1.0, "x"),
-    "prefill": Floor("prefill of 4k, against torch's FlashAttention", 0.80, "x"),
-    "swap": Floor("swap from block size 16 up, against a pinned memcpy", 0.90, "x"),
+    "decode": Floor("decode of 64 and more, 1 GiB and more, groups of 1 to 8, share of copy bandwidth", 0.88),
+    "decode small": Floor("decode of 64 and more, 256 MiB to 1 GiB, groups of 1 to 8, share of copy", 0.82),
+    "decode mqa": Floor("decode of 64 and more, 256 MiB and more, groups of 32, share of copy", 0.70),
+    "paged": Floor("the same decodes, scattered blocks against no block table", 0.97),
+    "layers": Floor("decode in the layout of 32 layers, against a compact pool", 0.95),
+    "prefill": Floor("prefill of 4k, against torch's FlashAttention", 0.80),
+    "swap": Floor("swap from block size 16 up, against a pinned memcpy", 0.90),
 }
 SMALL, LARGE = 256 * MIB, GIB
-"""Bytes of a decode's keys and values. A kernel's fixed costs are some 5 us: below 256 MiB (60 us of an H200's memory)
-they decide, and no kernel reaches a floor; from 1 GiB on they no longer count."""
+"""Bytes of a decode's keys and values. The fixed costs of a kernel are some 5 us: below 256 MiB (60 us of an H200's
+memory) these decide, and no kernel reaches a floor; from 1 GiB on they no longer count."""
 
 
 def decode_floor(case: DecodeCase) -> str | None:
-    """The floor that a case counts for."""
+    """Key of the floor that a case counts for."""
     if not case.plain or case.batch < 64 or case.kv_bytes < SMALL:
         return None
     if case.heads.num_heads // case.heads.num_kv_heads > 8:
@@ -276,5 +272,5 @@ def decode_floor(case: DecodeCase) -> str | None:
 
 
 def counts_for_paging(case: DecodeCase) -> bool:
-    """Large batches whose time is that of memory: of less, noise would be the judge."""
+    """Whether a case counts for the floor of paging: large batches bound by memory, beside which noise is small."""
     return case.plain and case.batch >= 64 and case.kv_bytes >= SMALL

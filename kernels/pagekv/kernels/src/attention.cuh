@@ -1,16 +1,17 @@
-// What decode and prefill share: softmax in base 2, features of the logits, and the way from a token to its pool memory.
+// Parts that decode and prefill share: softmax in base 2, features of the logits, and the way from a token to its pool
+// memory.
 //
 // Softmax. A partial result over some keys is (maximum, sum, out): the largest logit, the sum of 2^(logit - maximum), and
 // the sum of 2^(logit - maximum) * value. Logits are kept in base 2 (multiplied by log2 e), because the hardware's
 // exponential is 2^x. No keys: (-inf, 0, 0). Partial results are merged over the common maximum, and merging one of no
 // keys changes no bit: its weight is exactly 0 and every other weight exactly what it was.
 //
-// Logits. logit = soft_cap(dot * scale) + slope * (key position - query position), then masked: keys after the query and
-// keys that a sliding window has left are -inf. Masks come last, so nothing that a masked slot holds reaches the result.
+// Logits. logit = soft_cap(dot * scale), then masked: keys after the query and keys that a sliding window has left are
+// -inf. Masks come last, so nothing that a masked slot holds reaches the result.
 //
 // Pool. [num_blocks, num_layers, 2, block_size, num_kv_heads, head_size]. A token's key row of one KV head is head_size
 // neighbouring elements; the rows of its other KV heads follow. Slots at and past the context length were never written
-// and may hold NaN. They are never read: their rows in shared memory are zeros.
+// and may hold NaN. Such slots are never read: their rows in shared memory are zeros.
 //
 // Shared memory. A tile is TILE token rows, KV_ROW_STRIDE bytes apart: the row rounded up to an odd number of 16-byte
 // chunks, so that eight consecutive rows lie in different banks and neither ldmatrix nor a column of loads has conflicts.
@@ -41,7 +42,7 @@ struct Softmax {
 
 __device__ __forceinline__ Softmax no_keys() { return {-infinity(), 0.0f}; }
 
-// What to subtract from logits whose maximum this is: with no key seen, logits of -inf must give weight 0, not NaN.
+// The number to subtract from logits with this maximum: with no key seen, logits of -inf must give weight 0, not NaN.
 __device__ __forceinline__ float reference(float maximum) { return maximum == -infinity() ? 0.0f : maximum; }
 
 // Factor that brings a partial result from its own maximum to the common one, at least as large.
@@ -57,7 +58,7 @@ struct Logits {
     float soft_cap;    // 0: none
     i32 window;        // 0: none
 
-    // `stored_scale`: what a dot product over stored keys must be multiplied by (fp8).
+    // `stored_scale`: factor of a dot product over stored keys (fp8; else 1).
     __device__ __forceinline__ static Logits of(float scale, float soft_cap, i32 window, float stored_scale) {
         float of_dot = scale * stored_scale;
         return {PAGEKV_FEATURES ? of_dot : of_dot * LOG2_E, soft_cap, window};
@@ -71,12 +72,12 @@ struct Logits {
         return soft_cap * (1.0f - __fdividef(2.0f, 1.0f + e));
     }
 
-    // Base-2 logit. `distance` = key position - query position, never positive for a visible key.
-    __device__ __forceinline__ float operator()(float dot, float slope, i32 distance) const {
+    // Base-2 logit of a dot product.
+    __device__ __forceinline__ float base2(float dot) const {
         float x = dot * scale;
         if constexpr (!PAGEKV_FEATURES) return x;
         if (soft_cap != 0.0f) x = capped(x);
-        return (x + slope * (float)distance) * LOG2_E;
+        return x * LOG2_E;
     }
 
     // First position that the query at `position` sees.
@@ -92,7 +93,7 @@ struct PagedRows {
     const u8* keys;     // key row of slot 0 of block 0
     i64 values;         // bytes from a slot's key row to its value row
     i64 block_bytes;    // from a slot to the same slot of the next block
-    i32 token_bytes;    // from a slot to the next of its block
+    i32 token_bytes;    // from a slot to the next one of its block
     i32 block_size_log2;
 
     template <class Params>
@@ -106,7 +107,7 @@ struct PagedRows {
         return rows;
     }
 
-    // Where block `id` begins, from `keys`.
+    // Bytes from `keys` to block `id`.
     __device__ __forceinline__ i64 block_offset(i32 id) const { return (i64)id * block_bytes; }
 
     __device__ __forceinline__ i32 logical_block(i32 position) const { return position >> block_size_log2; }

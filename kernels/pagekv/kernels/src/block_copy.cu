@@ -1,7 +1,7 @@
 // Block copy: whole blocks, each one slab over all layers, for any number of (source, destination) pairs in one launch.
 //
-// Grid: pairs in x, pieces of 16 KiB in y (walked, where a block has more of them than the grid). A thread has four copies
-// of 16 bytes under way at a time.
+// Grid: pairs in x, pieces of 16 KiB in y (in a loop, where a block has more pieces than the grid). A thread has four
+// copies of 16 bytes under way at a time.
 #include "params.cuh"
 
 constexpr i32 kPieceBytes = 16384;
@@ -9,8 +9,8 @@ constexpr i32 kUnroll = 4;
 
 extern "C" __global__ void __launch_bounds__(128) pagekv_block_copy(const BlockCopyParams p) {
     const i32* const pair = p.pairs + 2 * static_cast<i64>(blockIdx.x);
-    const char* const source = static_cast<const char*>(p.source_pool) + pair[0] * p.block_bytes;
-    char* const destination = static_cast<char*>(p.destination_pool) + pair[1] * p.block_bytes;
+    const char* const source = static_cast<const char*>(p.pool) + pair[0] * p.block_bytes;
+    char* const destination = static_cast<char*>(p.pool) + pair[1] * p.block_bytes;
     for (i64 piece = blockIdx.y; piece * kPieceBytes < p.block_bytes; piece += gridDim.y) {
         const i64 begin = piece * kPieceBytes;
         const i64 rest = p.block_bytes - begin;

@@ -4,7 +4,7 @@
 // the other, so that neighbouring threads touch neighbouring memory and cosines and sines are loaded once for all heads.
 //
 // With `rope`, keys are rotated on the way and queries in place, in float; a rotated key is rounded once, to the pool's
-// type. fp8: stored = value / scale, nearest, saturated at +-448.
+// type. fp8: stored = value / scale, to nearest, saturated at +-448.
 #include "params.cuh"
 
 constexpr i32 kHeadSize = PAGEKV_HEAD_SIZE;
@@ -21,7 +21,7 @@ __device__ __forceinline__ void load_chunk(const Element* head, i32 chunk, float
     for (i32 i = 0; i < kChunk; ++i) values[i] = to_float(loaded.element[i]);
 }
 
-// One chunk's part in the rotation of a head's first rotary_dim elements: which elements are rotated, and by what.
+// One chunk's part in the rotation of a head's first rotary_dim elements: the elements that are rotated, and the angles.
 struct Rotation {
     float cosine[kChunk];
     float sine[kChunk];  // negative where the element is the first of its pair
@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(128) pagekv_cache_write(const Cache
     const i32 slot = p.slots[token];
     if (slot < 0) return;  // the whole thread block
 
-    // Heads at once are whole heads, so that one barrier stands between reading a query and overwriting it.
+    // The threads work on whole heads at a time, so that one barrier stands between reading a query and overwriting it.
     const i32 thread = threadIdx.x;
     const i32 chunk = thread % kChunks;
     const i32 heads_at_once = static_cast<i32>(blockDim.x) / kChunks;
@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(128) pagekv_cache_write(const Cache
             load_chunk(query + head * kHeadSize, chunk, values);
             rotation.rotate(query + head * kHeadSize, values);
         }
-        __syncthreads();  // partners are read before anybody overwrites them
+        __syncthreads();  // partners are read before any thread overwrites them
         if (!has_head) continue;
         Chunk stored;
 #pragma unroll

@@ -11,20 +11,20 @@
 // Grid: x walks over the work, KV head fastest, because the KV heads of a token are neighbours in memory and should be
 // read at the same time. Any grid size serves any amount of work: a block goes on to the work one grid further, until
 // there is none or a padded item comes (items behind one are not looked at), so that captured graphs need no exact size.
-// Threads: all copy tiles; what a warp computes is said in decode_mma.cuh (16-bit and fp8) and decode_fma.cuh (f32).
-// Shared memory: places of the split's blocks (a block id is read once, and paging costs an add a row), then a ring of
+// Threads: all copy tiles; decode_mma.cuh (16-bit and fp8) and decode_fma.cuh (f32) say how warps share the computation.
+// Shared memory: row indices of the split's blocks (a block id is read once; paging costs an add a row), then a ring of
 // STAGES tiles filled by cp.async, 16 bytes a copy, neighbouring threads on neighbouring chunks of a row; rows are
 // padded against bank conflicts (attention.cuh).
 //
 // Batch invariance. Keys are cut at absolute multiples of SPLIT_TOKENS and walked in tiles at absolute multiples of TILE
-// from position 0; which warp has which tokens follows from the group size; partial results are merged in position order;
-// what is wholly masked is an exact no-op. So the bits of a row's result are a function of its own query, keys and values
-// (and of window, scales and slopes) alone: not of the other rows, the order of the work, the grid, the physical blocks or
+// from position 0; the group size decides which warp has which tokens; partial results are merged in position order; a
+// tile that is wholly masked is an exact no-op. So the bits of a row's result are a function of its own query, keys and
+// values (and of window and scales) alone: not of the other rows, the order of the work, the grid, the physical blocks or
 // the block size.
 //
-// This replaces the mapping of the first PagedAttention kernel (thread group: query x key; warp: query x block; thread
-// block: query x sequence), which reads keys and values once for each query head and leaves most of a GPU idle when there
-// are fewer sequences than SMs.
+// The mapping of the first PagedAttention kernel (thread group: query x key; warp: query x block; thread block: query x
+// sequence) is replaced: it reads keys and values once for each query head and leaves most of a GPU idle when there are
+// fewer sequences than SMs.
 #include "types.cuh"
 #if PAGEKV_DTYPE == 0
 #include "decode_fma.cuh"

@@ -1,18 +1,18 @@
-// What every form of the decode kernel has in common: constants, shared memory, the work item, and where results go.
-// decode.cu is the kernel; its head says how the work is laid out.
+// Common parts of both forms of the decode kernel: constants, shared memory, the work item, and where results go. The
+// kernel is decode.cu; the head of that file says how the work is laid out.
 #pragma once
 #include "attention.cuh"
 #include "partials.cuh"
 
-constexpr int SPLIT_TOKENS = 256;  // work_plan.py has the same; a row's keys are cut at its multiples
+constexpr int SPLIT_TOKENS = 256;  // as in decode_plan.py; a row's keys are cut at multiples of this
 constexpr int TILE = KV_ROW_BYTES <= 256 ? 64 : KV_ROW_BYTES <= 512 ? 32 : 16;
 constexpr int TILE_BYTES = TILE * KV_ROW_STRIDE;
 constexpr int MAX_STAGES = 65536 / (2 * TILE * KV_ROW_BYTES);
 constexpr int STAGES = MAX_STAGES > 4 ? 4 : MAX_STAGES;  // a ring of about 64 KiB, so that three blocks share an SM
 static_assert(STAGES >= 2 && SPLIT_TOKENS % TILE == 0, "one tile in flight while one is used");
 
-// Dynamic shared memory: places of the split's blocks, then the ring of tiles (keys, values), then what a form adds.
-constexpr int PLACES_BYTES = SPLIT_TOKENS * 4;
+// Dynamic shared memory: row indices of the split's blocks, the ring of tiles (keys, values), then memory of each form.
+constexpr int ROW_INDEX_BYTES = SPLIT_TOKENS * 4;
 constexpr int RING_BYTES = STAGES * 2 * TILE_BYTES;
 
 // One split of one row's keys, for the query heads of one KV head that this thread block serves.
@@ -23,8 +23,8 @@ struct Work {
     i32 merge;       // -1: the row has no other split
     i32 kv_head;
     i32 first_head;  // first query head
-    i32 heads;       // at most `rows`
-    i32 head_group;  // which part of the KV head's query heads, where they are more than `rows`
+    i32 heads;       // query heads, at most `rows`
+    i32 head_group;  // part of the KV head's query heads, where these are more than `rows`
     i32 head_groups;
 
     // False: there is no such work, nor any with a higher index.
@@ -51,7 +51,7 @@ struct Work {
 struct Span {
     i32 first, last;            // positions [first, last)
     i32 first_tile, last_tile;  // in units of TILE from position 0
-    i32 first_block;            // logical block of places[0]
+    i32 first_block;            // logical block of first_rows[0]
 
     __device__ __forceinline__ static Span of(const Logits& logits, const PagedRows& rows, i32 split, i32 context) {
         Span span;
@@ -65,31 +65,31 @@ struct Span {
     }
 };
 
-// Where the split's rows are. Key rows of a KV head are token_bytes apart within a block, and so are those of neighbouring
-// blocks a whole number of times, so that a row's place is one 32-bit number: its address costs a load from shared memory,
-// an add and a multiply-add, whatever the block size.
-struct Places {
-    u64 keys;           // address of the key row at place 0
+// Addresses of the split's rows. Rows are `token_bytes` apart inside a block, and a block is a whole number of rows, so a
+// 32-bit row index addresses any token: an address costs a load from shared memory, an add and a multiply-add, whatever
+// the block size.
+struct RowAddresses {
+    u64 keys;           // address of the key row of index 0
     u64 values;         // bytes from a key row to its value row
     u32 token_bytes;
-    u32 block_rows;     // places from a block to the next
+    u32 block_rows;     // row indices from a block to the next
     i32 block_size_log2;
-    u32* of_block;      // shared, [SPLIT_TOKENS]: place of slot 0 of each of the split's blocks
+    u32* first_rows;    // shared, [SPLIT_TOKENS]: row index of slot 0 of each of the split's blocks
 
-    __device__ __forceinline__ static Places of(const PagedRows& rows, u32* shared) {
-        Places places;
-        places.keys = (u64)rows.keys;
-        places.values = (u64)rows.values;
-        places.token_bytes = (u32)rows.token_bytes;
-        places.block_rows = (u32)(rows.block_bytes / CHUNK_BYTES) / (u32)(rows.token_bytes / CHUNK_BYTES);
-        places.block_size_log2 = rows.block_size_log2;
-        places.of_block = shared;
-        return places;
+    __device__ __forceinline__ static RowAddresses of(const PagedRows& rows, u32* shared) {
+        RowAddresses addresses;
+        addresses.keys = (u64)rows.keys;
+        addresses.values = (u64)rows.values;
+        addresses.token_bytes = (u32)rows.token_bytes;
+        addresses.block_rows = (u32)(rows.block_bytes / CHUNK_BYTES) / (u32)(rows.token_bytes / CHUNK_BYTES);
+        addresses.block_size_log2 = rows.block_size_log2;
+        addresses.first_rows = shared;
+        return addresses;
     }
 
-    // Reads the split's part of the block table. Which of its blocks are visible is not yet known, so that the context
-    // length and the block ids arrive together. What is made of ids past the context is no place to read from; slot 0 of
-    // block 0 stands where there is no id, so that copies which ignore their source are given one in the pool.
+    // Reads all of the split's part of the block table, before the visible blocks are known, so that the context length
+    // and the block ids arrive together. Row indices made of ids past the context are never read from. Where there is no
+    // id the index is that of slot 0 of block 0, so that copies that ignore their source have an address in the pool.
     template <int THREADS> __device__ __forceinline__ void load(const DecodeParams& p, const Work& work) const {
         const i32 first = work.split * SPLIT_TOKENS >> block_size_log2;
         const i32 last = min((((work.split + 1) * SPLIT_TOKENS - 1) >> block_size_log2) + 1, p.table_stride);
@@ -97,7 +97,7 @@ struct Places {
 #pragma unroll
         for (int round = 0; round < SPLIT_TOKENS / THREADS; ++round) {
             const i32 i = round * THREADS + (i32)threadIdx.x;
-            of_block[i] = (u32)(first + i < last ? max(table[first + i], 0) : 0) * block_rows;
+            first_rows[i] = (u32)(first + i < last ? max(table[first + i], 0) : 0) * block_rows;
         }
     }
 
@@ -107,11 +107,11 @@ struct Places {
         constexpr int ROUNDS = (TILE * CHUNKS + THREADS - 1) / THREADS;
         const i32 slots = (1 << block_size_log2) - 1;
         const i32 first_token = (i32)threadIdx.x / CHUNKS, first_chunk = (i32)threadIdx.x % CHUNKS;
-        u32 place[ROUNDS];
+        u32 row[ROUNDS];
 #pragma unroll
         for (int round = 0; round < ROUNDS; ++round) {
             const i32 position = tile * TILE + token_of<THREADS>(round, first_token);
-            place[round] = of_block[(position >> block_size_log2) - span.first_block] + (position & slots);
+            row[round] = first_rows[(position >> block_size_log2) - span.first_block] + (position & slots);
         }
 #pragma unroll
         for (int round = 0; round < ROUNDS; ++round) {
@@ -119,14 +119,14 @@ struct Places {
             const i32 token = token_of<THREADS>(round, first_token);
             const i32 chunk = THREADS % CHUNKS == 0 ? first_chunk : (round * THREADS + (i32)threadIdx.x) % CHUNKS;
             const bool valid = (u32)(tile * TILE + token - span.first) < (u32)(span.last - span.first);
-            const u64 source = keys + (u64)place[round] * token_bytes + chunk * CHUNK_BYTES;
+            const u64 source = keys + (u64)row[round] * token_bytes + chunk * CHUNK_BYTES;
             u8* to = target + token * KV_ROW_STRIDE + chunk * CHUNK_BYTES;
             cp_async_16(to, (const void*)source, valid);
             cp_async_16(to + TILE_BYTES, (const void*)(source + values), valid);
         }
     }
 
-    // Token of the tile whose chunk this thread copies in a round; the last one where there is none left.
+    // Token of the tile whose chunk this thread copies in a round; the tile's last token where none is left.
     template <int THREADS> __device__ __forceinline__ static i32 token_of(int round, i32 first_token) {
         constexpr int CHUNKS = KV_ROW_BYTES / CHUNK_BYTES;
         if (THREADS % CHUNKS == 0) return round * (THREADS / CHUNKS) + first_token;
@@ -134,13 +134,13 @@ struct Places {
     }
 };
 
-// Keeps STAGES - 1 tiles on their way. `step(tile, keys, values)` works on a tile of the span once it is there;
-// `begin()` runs when the copies that were started before this function are there. A tile's stage is filled again only
-// after a barrier that every warp passes when it is done with it.
+// Keeps STAGES - 1 tiles on their way. `step(tile, keys, values)` works on a tile of the span once it has arrived;
+// `begin()` runs when the copies that were started before this call have arrived. A tile's stage is filled again only
+// after a barrier that every warp passes when it is done with the tile.
 template <int THREADS, class Begin, class Step>
-__device__ __forceinline__ void for_each_tile(const Places& places, const Span& span, u8* ring, Begin begin, Step step) {
+__device__ __forceinline__ void for_each_tile(const RowAddresses& rows, const Span& span, u8* ring, Begin begin, Step step) {
     auto start = [&](i32 tile, i32 stage) {
-        if (tile < span.last_tile) places.copy_tile<THREADS>(span, tile, ring + stage * 2 * TILE_BYTES);
+        if (tile < span.last_tile) rows.copy_tile<THREADS>(span, tile, ring + stage * 2 * TILE_BYTES);
         cp_async_commit();
     };
 #pragma unroll
@@ -174,23 +174,23 @@ __device__ __forceinline__ void store_result(const DecodeParams& p, const Work& 
     if (dim == 0) *(float2*)(p.partial_state + at * 2) = make_float2(state.maximum, state.sum);
 }
 
-// After all of a block's store_result: the block that finishes a row's last split merges them, so that no second kernel
-// has to start. Which block that is changes no bit (partials.cuh). The counter is left at zero for the next layer.
-// `shared`: one word.
+// After all of a block's store_result: the block that finishes a row's last split merges the row's partial results, so
+// that no second kernel has to start. The choice of the block changes no bit (partials.cuh). The counter is left at zero
+// for the next layer. `shared`: one word.
 template <int THREADS>
 __device__ __forceinline__ void merge_if_last(const DecodeParams& p, const Work& work, u32* shared) {
-    if (work.merge < 0 || p.arrivals == nullptr) return;
+    if (work.merge < 0 || p.merge_counters == nullptr) return;
     const Merge merge = Merge::load(p.merges, work.merge);
-    u32* arrivals = p.arrivals + (work.merge * p.num_kv_heads + work.kv_head) * work.head_groups + work.head_group;
+    u32* counter = p.merge_counters + (work.merge * p.num_kv_heads + work.kv_head) * work.head_groups + work.head_group;
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();  // the block's partial results before the count that announces them (the barrier passes them on)
-        *shared = atomicAdd(arrivals, 1u);
-        __threadfence();  // and the count before what the other blocks wrote
+        *shared = atomicAdd(counter, 1u);
+        __threadfence();  // and the count before reads of the other blocks' results
     }
     __syncthreads();
     if (*shared != (u32)merge.partials - 1) return;
-    if (threadIdx.x == 0) *arrivals = 0;
+    if (threadIdx.x == 0) *counter = 0;
     constexpr int PIECES = HEAD_SIZE / 4;
     for (i32 i = (i32)threadIdx.x; i < work.heads * PIECES; i += THREADS)
         merge_alone(p, merge, work.first_head + i / PIECES, i % PIECES * 4);

@@ -2,8 +2,7 @@
 //
 // A warp has whole query heads, warp, warp + 4, ... of the thread block's 16. Scores: a lane has a token and walks over
 // its dims, and one load of keys serves the warp's heads. Values: a lane has four dims (eight at head size 256) and walks
-// over the tokens, whose weights it finds in shared memory. Behind the ring lie queries [16][HEAD_SIZE] and weights
-// [16][TILE].
+// over the tokens; their weights are in shared memory. Behind the ring lie queries [16][HEAD_SIZE] and weights [16][TILE].
 #pragma once
 #include "decode.cuh"
 
@@ -19,7 +18,7 @@ constexpr int WARP_ROWS = BLOCK_ROWS / WARPS;
 constexpr int PIECES = HEAD_SIZE / 4;
 constexpr int LANE_PIECES = (PIECES + 31) / 32;
 constexpr int LANE_TOKENS = (TILE + 31) / 32;
-constexpr int SHARED_BYTES = PLACES_BYTES + RING_BYTES + BLOCK_ROWS * (HEAD_SIZE + TILE) * 4;
+constexpr int SHARED_BYTES = ROW_INDEX_BYTES + RING_BYTES + BLOCK_ROWS * (HEAD_SIZE + TILE) * 4;
 
 __device__ __forceinline__ float4 load4(const void* address) { return *(const float4*)address; }
 
@@ -31,34 +30,29 @@ __device__ __forceinline__ void multiply_add(float (&sum)[4], float factor, floa
 }
 
 __device__ __forceinline__ void decode_work(const DecodeParams& p, const Work& work, u8* shared) {
-    u8* ring = shared + PLACES_BYTES;
+    u8* ring = shared + ROW_INDEX_BYTES;
     float* queries = (float*)(ring + RING_BYTES);
     float* weights = queries + BLOCK_ROWS * HEAD_SIZE;
     const i32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
     const PagedRows rows = PagedRows::of(p, work.kv_head);
-    const Places places = Places::of(rows, (u32*)shared);
+    const RowAddresses addresses = RowAddresses::of(rows, (u32*)shared);
     const Logits logits = Logits::of(p.scale, p.soft_cap, p.window, 1.0f);
-    const i32 context = p.context_lens[work.sequence];  // asked for before the block ids are waited for
+    const i32 context = p.context_lens[work.sequence];  // loaded before the wait for the block ids
     const float* query = (const float*)p.query + work.row * p.query_stride + work.first_head * HEAD_SIZE;
     for (i32 i = (i32)threadIdx.x; i < BLOCK_ROWS * PIECES; i += THREADS) {
         const bool valid = i / PIECES < work.heads;
         cp_async_16(queries + i * 4, query + (valid ? i * 4 : 0), valid);
     }
-    places.load<THREADS>(p, work);
+    addresses.load<THREADS>(p, work);
     const Span span = Span::of(logits, rows, work.split, context);
-    __syncthreads();  // the places are there
+    __syncthreads();  // the row indices are there
 
     Softmax state[WARP_ROWS];
     float out[WARP_ROWS][LANE_PIECES][4];
-    float slope[WARP_ROWS];
 #pragma unroll
     for (int r = 0; r < WARP_ROWS; ++r) {
-        const i32 head = warp + r * WARPS;
         state[r] = no_keys();
-        slope[r] = 0.0f;
-        if (PAGEKV_FEATURES && p.alibi_slopes != nullptr && head < work.heads)
-            slope[r] = p.alibi_slopes[work.first_head + head];
 #pragma unroll
         for (int i = 0; i < LANE_PIECES; ++i)
 #pragma unroll
@@ -66,7 +60,7 @@ __device__ __forceinline__ void decode_work(const DecodeParams& p, const Work& w
     }
 
     for_each_tile<THREADS>(
-        places, span, ring, [] {},
+        addresses, span, ring, [] {},
         [&](i32 tile, const u8* keys, const u8* values) {
             if (warp >= work.heads) return;
             float s[WARP_ROWS][LANE_TOKENS];
@@ -94,7 +88,7 @@ __device__ __forceinline__ void decode_work(const DecodeParams& p, const Work& w
 #pragma unroll
                 for (int r = 0; r < WARP_ROWS; ++r) {
                     const float dot = (sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3]);
-                    s[r][k] = visible ? logits(dot, slope[r], position - (context - 1)) : -infinity();
+                    s[r][k] = visible ? logits.base2(dot) : -infinity();
                 }
             }
 #pragma unroll

@@ -2,8 +2,8 @@
 //
 // A warp has 16 query heads (a row tile, padded with zeros) and a share of the tile's tokens, 16 at a time. Row tiles of
 // a KV head: 1, 2 or 4 in a thread block, over the same keys and values; the other warps divide the tokens (slices). With
-// up to 16 heads a KV head, four warps have 16 tokens of a tile of 64 each and never wait for each other but at the tile's
-// barrier. Each warp has its own softmax state; at the end those of the slices are merged in order, through shared memory.
+// up to 16 heads a KV head, four warps have 16 tokens of a tile of 64 each and wait for each other only at the tile's
+// barrier. Each warp has a softmax state; at the end the states of the slices are merged in order, through shared memory.
 // Queries lie in the ring's last stage until they are in registers, or behind the ring where either has no room.
 #pragma once
 #include "decode.cuh"
@@ -16,7 +16,7 @@ constexpr int BLOCKS_PER_SM = HEAD_SIZE <= 128 ? 3 : 2;
 constexpr bool QUERY_IN_REGISTERS = HEAD_SIZE <= 128;
 constexpr int QUERY_BYTES = BLOCK_ROWS * Q_ROW_STRIDE;
 constexpr bool QUERY_IN_RING = QUERY_IN_REGISTERS && QUERY_BYTES <= 2 * TILE_BYTES;
-constexpr int SHARED_BYTES = PLACES_BYTES + RING_BYTES + (QUERY_IN_RING ? 0 : QUERY_BYTES);
+constexpr int SHARED_BYTES = ROW_INDEX_BYTES + RING_BYTES + (QUERY_IN_RING ? 0 : QUERY_BYTES);
 
 // For the merge of the slices, in the ring: out [WARPS][16][OUT_STRIDE] and (maximum, sum) [WARPS][16].
 constexpr int OUT_STRIDE = HEAD_SIZE + 8;  // floats; rows of a fragment lie in different banks
@@ -37,29 +37,21 @@ __device__ __forceinline__ void copy_queries(const DecodeParams& p, const Work& 
 }
 
 __device__ __forceinline__ void decode_work(const DecodeParams& p, const Work& work, u8* shared) {
-    u8* ring = shared + PLACES_BYTES;
+    u8* ring = shared + ROW_INDEX_BYTES;
     u8* query_rows = QUERY_IN_RING ? ring + (STAGES - 1) * 2 * TILE_BYTES : ring + RING_BYTES;
     const i32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const i32 row_tiles = work.heads <= 16 ? 1 : work.heads <= 32 ? 2 : 4, slices = WARPS / row_tiles;
     const i32 row_tile = warp % row_tiles, slice = warp / row_tiles;
 
     const PagedRows rows = PagedRows::of(p, work.kv_head);
-    const Places places = Places::of(rows, (u32*)shared);
+    const RowAddresses addresses = RowAddresses::of(rows, (u32*)shared);
     const Logits logits = Logits::of(p.scale, p.soft_cap, p.window, FP8_KV ? STORED_KEY_SCALE * p.k_scale : 1.0f);
-    // All that comes from memory is asked for before the first of it is needed.
+    // All loads from memory are issued before the first result is needed.
     const i32 context = p.context_lens[work.sequence];
-    float slope[2] = {0.0f, 0.0f};
-    if (PAGEKV_FEATURES && p.alibi_slopes != nullptr) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const i32 head = row_tile * 16 + lane / 4 + 8 * half;
-            if (head < work.heads) slope[half] = p.alibi_slopes[work.first_head + head];
-        }
-    }
     copy_queries(p, work, row_tiles * 16, query_rows);
-    places.load<THREADS>(p, work);
+    addresses.load<THREADS>(p, work);
     const Span span = Span::of(logits, rows, work.split, context);
-    __syncthreads();  // the places are there
+    __syncthreads();  // the row indices are there
 
     Rows16 result;
     result.clear();
@@ -74,7 +66,7 @@ __device__ __forceinline__ void decode_work(const DecodeParams& p, const Work& w
         }
     };
     for_each_tile<THREADS>(
-        places, span, ring,
+        addresses, span, ring,
         [&] {
             if constexpr (QUERY_IN_REGISTERS) {
 #pragma unroll
@@ -93,7 +85,7 @@ __device__ __forceinline__ void decode_work(const DecodeParams& p, const Work& w
                     for (int i = 0; i < 4; ++i) {
                         const i32 key = position + n * 8 + lane % 4 * 2 + i % 2;
                         const bool visible = key >= span.first && key < span.last;
-                        s[n][i] = visible ? logits(s[n][i], slope[i / 2], key - (context - 1)) : -infinity();
+                        s[n][i] = visible ? logits.base2(s[n][i]) : -infinity();
                     }
                 soften(s, result);
                 add_values(s, values, token, result);

@@ -1,9 +1,9 @@
-// Tensor-core attention of 16 query rows over 16 tokens in shared memory: the steps that decode is made of.
+// Tensor-core attention of 16 query rows over 16 tokens in shared memory: the building blocks of decode.
 //
 // One warp, mma.m16n8k16 with f32 accumulators. With row = lane / 4 and pair = lane % 4, a lane holds of a 16 x 8
 // accumulator the columns 2 * pair and 2 * pair + 1 of rows `row` (elements 0, 1) and `row + 8` (elements 2, 3).
 //   scores   S[16, 16] = Q[16, D] K[16, D]^T   accumulator n holds tokens 8n .. 8n + 7
-//   weights  P = 2^(S - maximum), rounded to 16 bits and used as they lie: the two accumulators are one operand
+//   weights  P = 2^(S - maximum), rounded to 16 bits, used in place: the two accumulators are one operand
 //   values   O[16, D] += P[16, 16] V[16, D]    accumulator n holds dims given by output_dim
 //
 // fp8 (e4m3) keys and values become 16-bit operands in registers by moving bits. A byte's sign, exponent and mantissa,
@@ -25,7 +25,7 @@ constexpr int K_STEPS = HEAD_SIZE / 16;       // of the scores' product
 constexpr int OUT_FRAGMENTS = HEAD_SIZE / 8;  // accumulators of 16 rows
 constexpr int Q_ROW_STRIDE = padded_row(HEAD_SIZE * 2);
 
-// What products over stored fp8 bytes must be multiplied by, beside the layer's scale.
+// Factors of products over stored fp8 bytes, beside the layer's scale.
 constexpr float STORED_KEY_SCALE = FP8_KV && !BF16 ? 256.0f : 1.0f;
 constexpr float STORED_VALUE_SCALE = FP8_KV ? 256.0f : 1.0f;
 
@@ -74,8 +74,8 @@ __device__ __forceinline__ void load_keys(const u8* tile, int token, int step, u
     }
 }
 
-// Value operands of tokens [token, token + 16) for 32 dims: b[j] is of accumulator 4 * group + j. Of a head size that is
-// no multiple of 32 the last group has two accumulators, and b[2], b[3] are not to be used.
+// Value operands of tokens [token, token + 16) for 32 dims: b[j] belongs to accumulator 4 * group + j. Where the head
+// size is no multiple of 32 the last group has two accumulators, and b[2], b[3] are not to be used.
 __device__ __forceinline__ void load_values(const u8* tile, int token, int group, u32 (&b)[4][2]) {
     const i32 lane = threadIdx.x % 32;
     const u8* row = tile + (token + lane % 16) * KV_ROW_STRIDE;
@@ -108,8 +108,8 @@ __device__ __forceinline__ int output_dim(int fragment, int element) {
 
 // ---- steps ----
 
-// Accumulators of 16 rows: softmax state of rows `row` and `row + 8`, and their outputs. `sum` counts this lane's tokens
-// only until `finish` adds up the four lanes of a row.
+// Accumulators of 16 rows: softmax state of rows `row` and `row + 8`, and their outputs. `sum` covers this lane's tokens
+// only, until `finish` adds up the four lanes of a row.
 struct Rows16 {
     float maximum[2];
     float sum[2];
@@ -148,7 +148,8 @@ __device__ __forceinline__ void scores(Query query, const u8* keys, int token, f
     }
 }
 
-// Turns base-2 logits (masked ones -inf) into weights, and brings `rows` to the maximum that includes them.
+// One step of the online softmax: turns base-2 logits (masked ones -inf) into weights, and brings `rows` to the maximum
+// that includes these logits.
 __device__ __forceinline__ void soften(float (&s)[2][4], Rows16& rows) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -1,8 +1,8 @@
-// Merges the partial results of rows whose keys were split, where the decode kernel did not do it itself.
+// Merges the partial results of rows whose keys were split, where the decode kernel left that to be done.
 //
-// Floor: reads (HEAD_SIZE + 2) * 4 bytes of each split and head, most of them still in L2, and writes one row. A launch
-// costs more than that for rows of few splits, which the decode kernel's last block merges instead; of many splits, what
-// counts is how many reads are on their way at once.
+// Floor: reads (HEAD_SIZE + 2) * 4 bytes of each split and head, most of them still in L2, and writes one row. For rows of
+// few splits a launch costs more than that, so the decode kernel's last block merges them; with many splits the number of
+// reads under way at once decides.
 // Grid: [merge items, query heads]. Threads: HEAD_SIZE * 2. A warp has 16 dims: four lanes have four dims each, and eight
 // such sets of lanes have a strand each (partials.cuh). No shared memory.
 // Rule: the result is a function of the row's own partial results, bit for bit, and the decode kernel's merge gives the

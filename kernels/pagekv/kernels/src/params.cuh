@@ -36,14 +36,12 @@ struct CacheWriteParams {
 
 // Whole blocks, all layers: destination := source. No block is a destination and part of another pair.
 struct BlockCopyParams {
-    const void* source_pool;
-    void* destination_pool;  // may be the same pool
-    const i32* pairs;        // [num_pairs, 2]: source block, destination block
-    i64 block_bytes;         // multiple of 16
-    i32 num_pairs;
+    void* pool;
+    const i32* pairs;  // [grid in x, 2]: source block, destination block
+    i64 block_bytes;   // multiple of 16
 };
 
-// Work items (splits of one row's keys) times KV heads, all query heads of its group at a time; see work_plan.py.
+// Work items (splits of one row's keys) times KV heads, all query heads of a KV head's group at a time: decode_plan.py.
 struct DecodeParams {
     const void* query;          // [T, H, D], rows query_stride apart
     void* out;                  // [T, H, D], rows out_stride apart
@@ -52,10 +50,9 @@ struct DecodeParams {
     const i32* context_lens;    // [S] visible keys, those of this step included
     const i32* items;           // [num_items, 4]: row, sequence, split, merge (-1: none); row < 0: no item from here on
     const i32* merges;          // [merges, 4]: row, first partial, partials, split of the first partial
-    u32* arrivals;              // [merges, G, head groups] zeros, and zeros again after the kernel; null: merge kernel
+    u32* merge_counters;        // [merges, G, head groups] zeros, and zeros again after the kernel; null: merge kernel
     float* partial_out;         // [partials, H, D] sums of weighted values
     float* partial_state;       // [partials, H, 2]: maximum logit and sum of weights, base 2
-    const float* alibi_slopes;  // [H]; null: none
     i64 block_stride;
     i64 kv_stride;
     i64 query_stride;
@@ -78,9 +75,8 @@ struct MergeParams {
     void* out;                   // [T, H, D], rows out_stride apart
     const float* partial_out;    // as DecodeParams
     const float* partial_state;
-    const i32* items;            // [num_items, 4]: DecodeParams::merges; row < 0: nothing to do
+    const i32* items;            // [grid in x, 4]: DecodeParams::merges; row < 0: nothing to do
     i64 out_stride;
-    i32 num_items;
     i32 num_heads;
 };
 
@@ -92,13 +88,12 @@ struct PrefillParams {
     const i32* block_tables;    // [S, table_stride]
     const i32* context_lens;    // [S]
     const i32* query_start;     // [S + 1] first row of each sequence; its last query sees context_lens[s] keys
-    const i32* items;           // [num_items, 4]: sequence (< 0: nothing to do), first row, unused, unused; see prefill_plan.py
-    const float* alibi_slopes;  // [H]; null: none
+    const i32* items;           // [items, 4]: sequence (< 0: nothing to do), first row, unused, unused; see prefill_plan.py
     i64 block_stride;
     i64 kv_stride;
     i64 query_stride;
     i64 out_stride;
-    i32 num_items;
+    i32 num_items;              // not read; without it NVRTC 12.9 and 13.0 spill registers (fp8, head size 128)
     i32 num_heads;
     i32 num_kv_heads;
     i32 block_size_log2;

@@ -2,8 +2,8 @@
 //
 // A split's partial result of a head is its softmax state and its output relative to that state's maximum, f32. Partial i
 // belongs to strand i % STRANDS. Over the common maximum, each strand is summed in order of position and the strands are
-// added as a balanced tree: an order that follows from the number of partial results alone, so that neither who merges nor
-// when changes a bit. A split without visible keys is an exact no-op.
+// added as a balanced tree: an order that follows from the number of partial results alone, so that neither the merging
+// kernel nor the moment changes a bit. A split without visible keys is an exact no-op.
 #pragma once
 #include "attention.cuh"
 
@@ -105,7 +105,7 @@ __device__ __forceinline__ void merge_alone(const Params& p, const Merge& merge,
     store_merged(p, merge, head, dim, strands[0]);
 }
 
-// The same by STRANDS lanes of a warp, `apart` lanes apart from each other; this one is `strand`. All lanes take part.
+// `merge_alone` by STRANDS lanes of a warp, `apart` lanes from each other; this lane is `strand`. All lanes take part.
 template <class Params>
 __device__ __forceinline__ void merge_together(const Params& p, const Merge& merge, i32 head, i32 dim, i32 strand,
                                                int apart) {

@@ -1,19 +1,18 @@
 // Attention of many query rows, causal, over keys and values in the block pool: prompts, chunks of prompts behind
 // tokens that are cached already, and single tokens, in one launch.
 //
-// Query i of a sequence with n queries and c visible tokens stands at position c - n + i and sees the keys up to its
-// own, itself included, less those that a sliding window has left. Its keys and values were written before.
+// Query i of a sequence with n queries and c visible tokens stands at position c - n + i and sees the keys up to that
+// position, its own included, less the keys that a sliding window has left. All of them were written before.
 //
 // A thread block takes one item (sequence, first row; see prefill_plan.py) and one KV head: TILE_ROWS rows, where a
 // row is a (query, head of the group) pair, so that K and V are read once for all heads that share them. Items come
 // heaviest first and KV heads of an item are neighbours, so that the last blocks to start are light.
 //
-// The rule that makes a row's bits its own. Tiles of keys begin at multiples of TILE_KEYS from position 0 and are
-// walked in order of position. Within a tile every row of a fragment goes through the same instructions, whichever row
-// it is, and all that depends on other rows is which tiles are walked at all. A tile in which a row sees nothing
-// leaves that row as it was, bit by bit: its weights are 2^-inf = 0, its maximum stays and its factor is 2^0 = 1. So
-// outputs depend on nothing but the row's own query and the keys and values it sees: not on chunks, batch, physical
-// blocks or block size.
+// Batch invariance. Tiles of keys begin at multiples of TILE_KEYS from position 0 and are walked in order of position.
+// Within a tile every row of a fragment goes through the same instructions, and other rows decide only which tiles are
+// walked at all. A tile in which a row sees nothing leaves that row unchanged, bit by bit: its weights are 2^-inf = 0, its
+// maximum stays and its factor is 2^0 = 1. So outputs depend on nothing but the row's own query and the keys and values
+// that it sees: not on chunks, batch, physical blocks or block size.
 #if PAGEKV_DTYPE == 0
 #include "prefill_fma.cuh"
 #else
@@ -31,15 +30,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) pagekv_prefill(const Pr
     const i32 first_key = logits.first_visible(rows.position(0)), end_key = rows.position(rows.count - 1) + 1;
     const i32 first_tile = first_key / TILE_KEYS;
     KeyStream stream = {p, shared, 0, -1};
-    Row* const table = (Row*)(shared + ROWS);
-    put_row(rows, p.alibi_slopes, table);
+    i32* const positions = (i32*)(shared + POSITIONS);
+    put_position(rows, positions);
     if (threadIdx.x == 0) {
         const PagedRows paged = PagedRows::of(p, rows.head / rows.group);
         const i32* const block_table = p.block_tables + (i64)sequence * p.table_stride;
         *(Keys*)(shared + KEYS) = {(i64)paged.keys, block_table, first_key, end_key, logits.scale};
     }
     __syncthreads();
-    load_queries(rows, table, p.query, p.query_stride, shared);  // in one group with the first half
+    load_queries(rows, positions, p.query, p.query_stride, shared);  // in one group with the first half
     stream.start(first_tile);
     __syncthreads();
 #pragma unroll
@@ -50,10 +49,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) pagekv_prefill(const Pr
     for (i32 tile = first_tile; tile < stream.keys().end_tile(); ++tile) {
         const u8* const keys = stream.next(2 * tile);
         if (tile == first_tile) warp.keep_query();
-        const i32 begin = tile * TILE_KEYS, first = warp.rows[0].position, last = warp.rows[WARP_ROWS - 1].position;
-        // Whether any row of the warp sees any key of the tile; if not, leaving it out changes no bit.
+        const i32 begin = tile * TILE_KEYS, first = warp.positions[0], last = warp.positions[WARP_ROWS - 1];
+        // Whether any row of the warp sees any key of the tile; if not, leaving the tile out changes no bit.
         const bool seen = begin <= last && begin + TILE_KEYS > logits.first_visible(first);
-        // Whether any row does not see all of them.
+        // Whether any row does not see all keys of the tile.
         const bool masked = begin + TILE_KEYS - 1 > first || begin < logits.first_visible(last);
         if (seen) warp.weigh(logits, PAGEKV_FEATURES ? 1.0f : stream.keys().factor, keys, begin, masked);
         const u8* const values = stream.next(2 * tile + 1);
@@ -61,8 +60,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) pagekv_prefill(const Pr
         if (seen) warp.add(values);
     }
     cp_async_wait<0>();
-    // No tile, no barrier: keeps the queries' copies apart from what `store` writes over them.
+    // Without tiles there was no barrier: keeps the queries' copies apart from the results that `store` writes over them.
     if (stream.keys().end_tile() <= first_tile) __syncthreads();
-    // Once more from memory, so that no register holds it all the time.
+    // The query rows once more from memory, so that no register holds them all the time.
     warp.store(QueryRows::of(p, sequence), shared, p.out, p.out_stride, p.v_scale * STORED_SCALE);
 }

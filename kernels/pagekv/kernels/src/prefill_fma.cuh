@@ -1,8 +1,7 @@
-// Prefill in fp32, without tensor cores: what one warp does with its WARP_ROWS query rows.
+// Prefill in fp32, without tensor cores: the work of one warp on its WARP_ROWS query rows.
 //
 // A lane has one key of the tile and its scores with all rows of the warp; then, for the outputs, every 32nd dim.
-// Weights go from the one to the other through shared memory; the barriers of KeyStream::next are between writing and
-// reading.
+// Weights go through shared memory; the barriers of KeyStream::next are between writing and reading.
 #pragma once
 #include "prefill_tile.cuh"
 
@@ -18,14 +17,14 @@ struct WarpRows {
     float out[WARP_ROWS][DIMS];
     float maximum[WARP_ROWS];  // of the logits, in base 2
     float sum[WARP_ROWS];      // of the weights this lane has seen
-    const Row* rows;           // the warp's
+    const i32* positions;  // of the warp's rows
 
     static __device__ __forceinline__ i32 lane() { return (i32)threadIdx.x % 32; }
     static __device__ __forceinline__ bool has_dim(int n) { return HEAD_SIZE % 32 == 0 || n * 32 + lane() < HEAD_SIZE; }
 
     __device__ __forceinline__ void start(u8* shared) {
         row_of_warp = (i32)threadIdx.x / 32 * WARP_ROWS;
-        rows = (const Row*)(shared + ROWS) + row_of_warp;
+        positions = (const i32*)(shared + POSITIONS) + row_of_warp;
         queries = shared + row_of_warp * ROW_STRIDE;
         weights = (float*)(shared + WEIGHTS) + row_of_warp * TILE_KEYS;
 #pragma unroll
@@ -56,10 +55,10 @@ struct WarpRows {
         }
 #pragma unroll
         for (int i = 0; i < WARP_ROWS; ++i) {
-            const Row row = rows[i];
+            const i32 position = positions[i];
             const i32 key = first_key + lane();
-            float x = logits(score[i], row.slope, key - row.position);
-            if (masked && (key > row.position || key < logits.first_visible(row.position))) x = -infinity();
+            float x = logits.base2(score[i]);
+            if (masked && (key > position || key < logits.first_visible(position))) x = -infinity();
             float highest = fmaxf(maximum[i], x);
 #pragma unroll
             for (int mask = 16; mask > 0; mask /= 2) {
@@ -107,7 +106,7 @@ struct WarpRows {
             for (int mask = 16; mask > 0; mask /= 2) total += __shfl_xor_sync(kFullWarp, total, mask);
             const float scale = value_scale * normaliser(total);
             if (row_of_warp + i >= all.count) continue;
-            float* const row = (float*)((u8*)to + all.offset(row_of_warp + i, rows[i].position, stride));
+            float* const row = (float*)((u8*)to + all.offset(row_of_warp + i, positions[i], stride));
 #pragma unroll
             for (int n = 0; n < DIMS; ++n)
                 if (has_dim(n)) row[n * 32 + lane()] = out[i][n] * scale;

@@ -1,10 +1,9 @@
-// Prefill on tensor cores: what one warp does with its WARP_ROWS query rows.
+// Prefill on tensor cores: the work of one warp on its WARP_ROWS query rows.
 //
 // Fragments (ptx.cuh): of each 16 rows a lane holds rows lane / 4 and lane / 4 + 8, and of each 8 columns two. Scores
-// become weights in place and are rounded to 16 bits in pairs, which is just the layout that the product with V takes
-// them in.
+// become weights in place and are rounded to 16 bits in pairs, which is the layout of the product with V.
 //
-// Maxima are those of raw dot products where nothing but a factor stands between them and the exponent, so that a
+// Without features, maxima are taken of raw dot products, since only a factor stands between these and the exponent: a
 // weight costs one multiply-add and one exponential.
 #pragma once
 #include "prefill_tile.cuh"
@@ -13,7 +12,7 @@ struct WarpRows {
     static constexpr int STRIPS = WARP_ROWS / 16;
     static constexpr int HELD = 2 * STRIPS;  // of a lane: row i is 16 * (i / 2) + 8 * (i % 2) + lane / 4 of the warp's
     static constexpr int STEPS = HEAD_SIZE / 16;
-    // Queries of short heads stay in registers; those of long ones are read again for every tile.
+    // Queries of short heads stay in registers; queries of long heads are read again for every tile.
     static constexpr bool KEEP_QUERY = STRIPS * STEPS * 4 <= 40;
 
     const u8* queries;  // the warp's, in shared memory
@@ -23,14 +22,14 @@ struct WarpRows {
     u32 kept[KEEP_QUERY ? STEPS : 1][STRIPS][4];
     float maximum[HELD];  // of the scores
     float sum[HELD];      // of the weights this lane has seen
-    const Row* rows;      // the warp's
+    const i32* positions;  // of the warp's rows
 
     static __device__ __forceinline__ i32 lane() { return (i32)threadIdx.x % 32; }
     static __device__ __forceinline__ i32 row(int i) { return 16 * (i / 2) + 8 * (i % 2) + lane() / 4; }
 
     __device__ __forceinline__ void start(u8* shared) {
         row_of_warp = (i32)threadIdx.x / 32 * WARP_ROWS;
-        rows = (const Row*)(shared + ROWS) + row_of_warp;
+        positions = (const i32*)(shared + POSITIONS) + row_of_warp;
         queries = shared + row_of_warp * ROW_STRIDE;
 #pragma unroll
         for (int strip = 0; strip < STRIPS; ++strip)
@@ -51,7 +50,7 @@ struct WarpRows {
         for (int strip = 0; strip < STRIPS; ++strip) ldmatrix_x4(a[strip], mine + strip * 16 * ROW_STRIDE + step * 32);
     }
 
-    // Once the queries have arrived.
+    // Called once the queries have arrived.
     __device__ __forceinline__ void keep_query() {
         if constexpr (KEEP_QUERY) {
 #pragma unroll
@@ -108,8 +107,7 @@ struct WarpRows {
     __device__ __forceinline__ void shape(const Logits& logits, int i, float (&score)[TILE_KEYS / 8][4], i32 first_key,
                                           bool masked) const {
         const int half = i % 2 * 2;
-        const Row row_i = rows[row(i)];
-        const i32 distance = first_key + lane() % 4 * 2 - row_i.position;
+        const i32 position = positions[row(i)];
         if constexpr (PAGEKV_FEATURES) {
             float unit = logits.scale * LOG2_E;
             if (logits.soft_cap != 0.0f) {
@@ -119,17 +117,14 @@ struct WarpRows {
 #pragma unroll
                     for (int j = 0; j < 2; ++j) score[n][half + j] = logits.capped(score[n][half + j] * logits.scale);
             }
-            const float slope = row_i.slope * LOG2_E;
 #pragma unroll
             for (int n = 0; n < TILE_KEYS / 8; ++n)
 #pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    const float bias = slope * ((float)distance + (float)(n * 8 + j));  // a sum of integers: exact
-                    score[n][half + j] = fmaf(score[n][half + j], unit, bias);
-                }
+                for (int j = 0; j < 2; ++j) score[n][half + j] *= unit;
         }
         if (!masked) return;
-        const i32 oldest = logits.first_visible(row_i.position) - row_i.position;
+        const i32 distance = first_key + lane() % 4 * 2 - position;  // of this lane's first key from the query
+        const i32 oldest = logits.first_visible(position) - position;
 #pragma unroll
         for (int n = 0; n < TILE_KEYS / 8; ++n)
 #pragma unroll
@@ -207,7 +202,7 @@ struct WarpRows {
         for (int index = lane(); index < WARP_ROWS * CHUNKS; index += 32) {
             const i32 from = index / CHUNKS, byte = index % CHUNKS * CHUNK_BYTES;
             if (row_of_warp + from < all.count) {
-                *(Bytes16*)((u8*)to + all.offset(row_of_warp + from, rows[from].position, stride) + byte) =
+                *(Bytes16*)((u8*)to + all.offset(row_of_warp + from, positions[from], stride) + byte) =
                     *(const Bytes16*)(staged + from * ROW_STRIDE + byte);
             }
         }

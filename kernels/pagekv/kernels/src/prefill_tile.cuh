@@ -1,4 +1,4 @@
-// Prefill: sizes of its tiles, which query rows a tile has, and how keys and values get into shared memory.
+// Prefill: sizes of tiles, the query rows of a tile, and the way of keys and values into shared memory.
 //
 // One thread block works on TILE_ROWS query rows of one KV head and walks that head's keys in tiles of TILE_KEYS. Keys
 // and values of a tile are two halves of one stream (keys of tile 0, values of tile 0, keys of tile 1, ...) that goes
@@ -22,17 +22,17 @@ constexpr int ROW_STRIDE = padded_row(ROW_BYTES);
 constexpr int SLOT_STRIDE = FP8_KV ? KV_ROW_BYTES : ROW_STRIDE;
 constexpr int SLOT_BYTES = TILE_KEYS * SLOT_STRIDE;
 
-// Shared memory: query rows, ring, two widened tiles, two tables of key addresses, keys, a table of rows, weights
+// Shared memory: query rows, ring, two widened tiles, two tables of key addresses, keys, positions of rows, weights
 // (fp32 only).
 constexpr int RING = TILE_ROWS * ROW_STRIDE;
 constexpr int WIDE = RING + STAGES * SLOT_BYTES;
 constexpr int ADDRESSES = WIDE + (FP8_KV ? 2 * TILE_KEYS * ROW_STRIDE : 0);
 constexpr int KEYS = ADDRESSES + 2 * TILE_KEYS * 8;
-constexpr int ROWS = KEYS + 32;
-constexpr int WEIGHTS = ROWS + TILE_ROWS * 8;
+constexpr int POSITIONS = KEYS + 32;
+constexpr int WEIGHTS = POSITIONS + TILE_ROWS * 4;
 
-// The same value, of which the compiler knows nothing: what depends on it is computed where it stands, and not once
-// before a loop into registers that are not there.
+// Returns `value`, of which the compiler then knows nothing: expressions of it are computed where they stand, and not
+// once before a loop, into registers that are not there.
 __device__ __forceinline__ i32 opaque(i32 value) {
 #ifndef PAGEKV_HOST
     asm volatile("" : "+r"(value));
@@ -50,7 +50,7 @@ struct QueryRows {
     i32 first;     // the tile's first row
     i32 count;     // rows of the tile that exist, 1 to TILE_ROWS
 
-    // Of item and KV head of this thread block; sequence < 0: there is nothing to do.
+    // The rows of this thread block's item and KV head; sequence < 0: there is nothing to do.
     __device__ __forceinline__ static QueryRows of(const PrefillParams& p, i32& sequence) {
         const i32 kv_head = (i32)blockIdx.x % p.num_kv_heads;
         const i32* const item = p.items + (i64)((i32)blockIdx.x / p.num_kv_heads) * 4;
@@ -69,30 +69,22 @@ struct QueryRows {
 
     __device__ __forceinline__ i32 position(i32 row) const { return past + (first + row) / group; }
 
-    // Of a row at `position` in a tensor [T, H, D] with `stride` elements from one token to the next, in bytes.
+    // Bytes to a row at `position` in a tensor [T, H, D] with `stride` elements from one token to the next.
     __device__ __forceinline__ i64 offset(i32 row, i32 position, i64 stride) const {
         const i32 query = position - past;
         return ((token + query) * stride + (i64)(head + first + row - query * group) * HEAD_SIZE) * ELEMENT_BYTES;
     }
 };
 
-// What depends on a row alone. Kept in shared memory, because registers are short and divisions long.
-struct alignas(8) Row {
-    i32 position;
-    float slope;
-};
 static_assert(TILE_ROWS <= THREADS, "a thread for each row");
 
-// Rows that do not exist stand where the last one does; those of a warp that has none stand in front of every key.
-__device__ __forceinline__ void put_row(const QueryRows& rows, const float* slopes, Row* table) {
+// Positions of the tile's rows, in shared memory, because registers are short and divisions long. Rows that do not exist
+// stand at the last row's position; the rows of a warp that has none stand in front of every key.
+__device__ __forceinline__ void put_position(const QueryRows& rows, i32* positions) {
     const i32 row = (i32)threadIdx.x, last = min(row, rows.count - 1);
     if (row >= TILE_ROWS) return;
     const i32 position = rows.position(last);
-    float slope = 0.0f;
-    if (PAGEKV_FEATURES && slopes != nullptr) {
-        slope = slopes[rows.head + rows.first + last - (position - rows.past) * rows.group];
-    }
-    table[row] = {row / WARP_ROWS * WARP_ROWS < rows.count ? position : -1, slope};
+    positions[row] = row / WARP_ROWS * WARP_ROWS < rows.count ? position : -1;
 }
 
 // How threads share the copies of rows of CHUNKS chunks: PER_ROW neighbours take neighbouring chunks of one row. A
@@ -106,13 +98,13 @@ template <int CHUNKS> struct Copies {
 };
 
 // Starts copying the tile's queries to shared memory; rows that do not exist become zeros.
-__device__ __forceinline__ void load_queries(const QueryRows& rows, const Row* table, const void* query, i64 stride,
-                                             u8* shared) {
+__device__ __forceinline__ void load_queries(const QueryRows& rows, const i32* positions, const void* query,
+                                             i64 stride, u8* shared) {
     using Mine = Copies<ROW_BYTES / CHUNK_BYTES>;
 #pragma unroll 4
     for (i32 row = Mine::first_row(); row < TILE_ROWS; row += Mine::ROWS_AT_ONCE) {
         const bool exists = row < rows.count;
-        const u8* const from = (const u8*)query + (exists ? rows.offset(row, table[row].position, stride) : 0);
+        const u8* const from = (const u8*)query + (exists ? rows.offset(row, positions[row], stride) : 0);
 #pragma unroll
         for (int byte = 0; byte < ROW_BYTES; byte += Mine::PER_ROW * CHUNK_BYTES) {
             const i32 at = byte + Mine::first_byte();
@@ -121,7 +113,7 @@ __device__ __forceinline__ void load_queries(const QueryRows& rows, const Row* t
     }
 }
 
-// Which keys a thread block walks and what their scores are worth. Kept in shared memory like rows.
+// The keys that a thread block walks and the factor of their scores. Kept in shared memory like the positions.
 struct alignas(8) Keys {
     i64 first_slot;  // address of the KV head's key in slot 0 of block 0
     const i32* table;
@@ -131,7 +123,7 @@ struct alignas(8) Keys {
 
     __device__ __forceinline__ i32 end_tile() const { return (end + TILE_KEYS - 1) / TILE_KEYS; }
 };
-static_assert(sizeof(Keys) == ROWS - KEYS, "what the shared memory has room for");
+static_assert(sizeof(Keys) == POSITIONS - KEYS, "keys fill their room in shared memory");
 
 // The keys and values that a tile of queries sees, as a stream of halves: keys of tile t (at positions from t *
 // TILE_KEYS) are half 2 t, its values half 2 t + 1.
@@ -139,8 +131,8 @@ static_assert(sizeof(Keys) == ROWS - KEYS, "what the shared memory has room for"
 // Paging adds no wait: the block table is read two tiles ahead and addresses are made one tile ahead, a key by a
 // thread, so that loads find them in shared memory.
 struct KeyStream {
-    // Lowest bit of an address, set where there is no key: zeros take its place, and nothing is read. The rest of it is
-    // an address of the pool all the same, since even a copy that ignores its source must be given an aligned one.
+    // Lowest bit of an address, set where there is no key: zeros take the key's place, and nothing is read. The other
+    // bits are an address of the pool all the same, since even a copy that ignores its source needs an aligned one.
     static constexpr i64 NOWHERE = 1;
 
     const PrefillParams& p;
@@ -166,7 +158,7 @@ struct KeyStream {
             addresses(tile)[threadIdx.x] = keys().first_slot + elements * KV_ELEMENT_BYTES;
     }
 
-    // Addresses of the first two tiles, once `keys` is known to all. To be followed by a barrier.
+    // Puts the addresses of the first two tiles, once `keys` is known to all threads. A barrier must follow.
     __device__ __forceinline__ void start(i32 first_tile) {
         slot = 0;
         if ((i32)threadIdx.x >= TILE_KEYS) return;
@@ -174,8 +166,8 @@ struct KeyStream {
         next_block = block_of_thread(first_tile + 2);
     }
 
-    // Addresses of tile + 2, over those of `tile`, whose loads have all been issued. They are read behind the next
-    // barrier.
+    // Puts the addresses of tile + 2 over those of `tile`, whose loads have all been issued. The next barrier stands
+    // before their first use.
     __device__ __forceinline__ void look_ahead(i32 tile) {
         if ((i32)threadIdx.x >= TILE_KEYS) return;
         put_address(tile + 2, next_block);
@@ -202,8 +194,8 @@ struct KeyStream {
         cp_async_commit();
     }
 
-    // Waits for `half`, the oldest not used yet, and issues the one that takes the place of the half used before it.
-    // Returns the half's tile, rows ROW_STRIDE bytes apart, in the type of the queries.
+    // Waits for `half`, the oldest not used yet, and issues the half that takes the place of the one used before.
+    // Returns the tile of `half`, rows ROW_STRIDE bytes apart, in the type of the queries.
     __device__ __forceinline__ const u8* next(i32 half) {
         cp_async_wait<STAGES - 2>();
         const u8* tile = shared + RING + slot * SLOT_BYTES;
@@ -218,7 +210,7 @@ struct KeyStream {
     }
 
 #if PAGEKV_KV_DTYPE == 3
-    // fp8 to the type of the queries, as far as `issue` gave it to this thread.
+    // fp8 to the type of the queries: the part of a tile that `issue` gave to this thread.
     __device__ __forceinline__ const u8* widen(const u8* narrow, u8* wide) const {
         using Mine = Copies<KV_ROW_BYTES / CHUNK_BYTES>;
         if (Mine::ROWS_AT_ONCE > TILE_KEYS && Mine::first_row() >= TILE_KEYS) return wide;
@@ -242,7 +234,7 @@ struct KeyStream {
 #endif
 };
 
-// What products over widened fp8 must be multiplied by, beside the layer's scale.
+// Factor of products over widened fp8, beside the layer's scale.
 #if PAGEKV_KV_DTYPE == 3
 constexpr float STORED_SCALE = E4m3Widening<Element>::scale;
 #else

@@ -28,9 +28,9 @@ __device__ __forceinline__ u32 shared_address(const void* shared) {
 
 // --- asynchronous copies to shared memory
 
-// Starts a copy of 16 bytes, both ends aligned to 16. Not valid: `global` is not read and 16 zero bytes arrive. It has to
-// be aligned all the same: the instruction is issued with it, and PTX lets no source off that is ignored.
-// The destination holds neither old nor new bytes until a wait of this thread; other threads need a barrier after it.
+// Starts a copy of 16 bytes, both ends aligned to 16. Not valid: `global` is not read and 16 zero bytes arrive; the address
+// must be aligned all the same, since the instruction is issued with it and PTX excepts no ignored source.
+// The destination holds neither old nor new bytes until a wait of this thread; other threads need a barrier after that.
 __device__ __forceinline__ void cp_async_16(void* shared, const void* global, bool valid = true) {
 #ifdef PAGEKV_HOST
     host_ptx::cp_async(shared, global, valid);
@@ -77,7 +77,7 @@ __device__ __forceinline__ void ldmatrix_x4(u32 (&registers)[4], const void* row
 #endif
 }
 
-// The same, each matrix transposed: registers[i] holds rows 2 * (l % 4) and the next of column l / 4.
+// ldmatrix_x4 with each matrix transposed: registers[i] holds rows 2 * (l % 4) and the next of column l / 4.
 __device__ __forceinline__ void ldmatrix_x4_trans(u32 (&registers)[4], const void* row) {
 #ifdef PAGEKV_HOST
     host_ptx::ldmatrix_x4(registers, row, true);
@@ -144,7 +144,7 @@ __device__ __forceinline__ u32 byte_permute(u32 a, u32 b, u32 selector) {
 #endif
 }
 
-// Products of two pairs, each rounded once. As a multiply-add with -0, which sm_80 has and which keeps signs of zeros.
+// Products of two pairs, each rounded once: a multiply-add with -0, which sm_80 has and which keeps signs of zeros.
 __device__ __forceinline__ u32 bf16x2_multiply(u32 a, u32 b) {
 #ifdef PAGEKV_HOST
     return host_ptx::bf16x2_multiply(a, b);

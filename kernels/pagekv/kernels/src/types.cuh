@@ -1,7 +1,7 @@
 // Element types and their conversions, for device code compiled without any standard header.
 //
-// Storage types are plain bits; arithmetic happens in float. The 16-bit conversions are PTX instructions (ptx.cuh), those
-// of fp8 are integer operations that every supported GPU has, so that the same bytes come out of each of them.
+// Storage types are plain bits; arithmetic happens in float. The 16-bit conversions are PTX instructions (ptx.cuh); fp8
+// conversions are integer operations that every supported GPU has, so that all GPUs give the same bytes.
 #pragma once
 #include "ptx.cuh"
 
@@ -24,7 +24,7 @@ typedef ElementOf<PAGEKV_KV_DTYPE>::type KvElement;  // the block pool
 template <typename A, typename B> struct IsSame { static constexpr bool value = false; };
 template <typename A> struct IsSame<A, A> { static constexpr bool value = true; };
 
-struct alignas(16) Bytes16 { u32 word[4]; };  // what one vector instruction loads or stores
+struct alignas(16) Bytes16 { u32 word[4]; };  // the operand of one vector load or store
 struct alignas(8) Bytes8 { u32 word[2]; };
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
@@ -42,7 +42,7 @@ __device__ __forceinline__ float to_float(e4m3 value) {
     return (value.bits & 0x80u) ? -rest : rest;
 }
 
-// Nearest e4m3, ties to even; what is larger than 448 becomes 448 (never infinity, which e4m3 lacks); NaN stays NaN.
+// Nearest e4m3, ties to even; larger values become 448 (never infinity, which e4m3 lacks); NaN stays NaN.
 __device__ __forceinline__ e4m3 float_to_e4m3(float value) {
     const u32 bits = __float_as_uint(value);
     const u32 sign = (bits >> 24) & 0x80u;
@@ -73,8 +73,8 @@ template <> __device__ __forceinline__ u32 pack2<f16>(float low, float high) { r
 template <> __device__ __forceinline__ u32 pack2<bf16>(float low, float high) { return floats_to_bf16x2(low, high); }
 
 // Four e4m3, in their order in memory, as two registers of two T each. A factor of E4m3Widening<T>::scale is left out and
-// must be multiplied in elsewhere (into the softmax scale, into the outputs), which costs nothing there. NaN comes out as
-// a finite number.
+// must be multiplied in elsewhere (into the softmax scale, into the outputs), where it costs nothing. NaN becomes a finite
+// number.
 //
 // f16: shifted into place, the exponent is 8 too small; f16 subnormals stand for those of e4m3 exactly.
 // bf16: the exponent is 120 too small, and multiplied in here, because sums of such products would leave float's range.

@@ -41,9 +41,9 @@ _TIERS = {Tier.DEVICE: pb.TIER_DEVICE, Tier.HOST: pb.TIER_HOST}
 class CacheService(pb_grpc.CacheServiceServicer):
     """Every answer is a snapshot between two steps. Errors are raised as `PageKVError`."""
 
-    def __init__(self, engine: Engine, state: ServedModel) -> None:
+    def __init__(self, engine: Engine, served_model: ServedModel) -> None:
         self._queries = engine.queries
-        self._state = state
+        self._served_model = served_model
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
         return pb.GetStatsResponse(**by_name(self._queries.stats()))
@@ -57,7 +57,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
     async def ExplainPrefix(self, request: pb.ExplainPrefixRequest, context: Any) -> pb.ExplainPrefixResponse:
         _check_limit(request.limit)
         prompt, identity = await self._read_prompt(request)
-        num_blocks = -(-len(prompt) // self._state.served().model.block_size)
+        num_blocks = -(-len(prompt) // self._served_model.served().model.block_size)
         if request.start >= num_blocks:
             raise InvalidRequest("start", f"must be from 0 to {num_blocks - 1} (the prompt), got {request.start}")
         found = self._queries.explain_prefix(prompt, identity, request.start, request.limit or DEFAULT_EXPLANATIONS)
@@ -86,7 +86,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
         )
 
     async def ListBlocks(self, request: pb.ListBlocksRequest, context: Any) -> pb.ListBlocksResponse:
-        num_blocks = self._state.served().model.num_device_blocks
+        num_blocks = self._served_model.served().model.num_device_blocks
         if request.start >= num_blocks:
             raise InvalidRequest("start", f"must be from 0 to {num_blocks - 1} (the pool), got {request.start}")
         _check_limit(request.limit)
@@ -139,7 +139,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
 
     async def _read_prompt(self, request: PromptRequest) -> tuple[list[int], CacheIdentity]:
         """Token ids and cache identity of a request about a prompt. Raises InvalidRequest, Unavailable."""
-        served = self._state.served()
+        served = self._served_model.served()
         model = served.model
         identity = read_cache_controls(request.cache)
         reader = PromptReader(

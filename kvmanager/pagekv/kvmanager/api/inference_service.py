@@ -23,14 +23,14 @@ INLINE_TOKENS = 1024
 class InferenceService(pb_grpc.InferenceServiceServicer):
     """Errors are raised as `PageKVError`; the server's interceptor turns them into statuses."""
 
-    def __init__(self, engine: Engine, state: ServedModel) -> None:
+    def __init__(self, engine: Engine, served_model: ServedModel) -> None:
         self._engine = engine
-        self._state = state
+        self._served_model = served_model
 
     async def Generate(  # type: ignore[override]  # the stubs know no handlers that write by themselves
         self, request: pb.GenerateRequest, context: Any
     ) -> None:
-        served = self._state.served()
+        served = self._served_model.served()
         command, stops = await read_generate(request, served.model, served.tokenizer, trace_parent_of(context))
         call = GenerateCall(self._engine, served, command, stops, only_complete=request.only_complete)
         # Runs also when the call is cancelled while a message is being written, where no `finally` here would.
@@ -42,7 +42,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         return pb.AbortResponse(aborted=[request_id for request_id in ids if self._engine.abort(request_id)])
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
-        served = self._state.served()
+        served = self._served_model.served()
         reader = PromptReader(
             served.tokenizer, served.model.vocab_size, MAX_CODEC_TOKENS, "what Tokenize answers with at most"
         )
@@ -53,7 +53,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         return pb.TokenizeResponse(token_ids=ids)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
-        served = self._state.served()
+        served = self._served_model.served()
         tokenizer = served.tokenizer
         if tokenizer is None:
             raise InvalidRequest("token_ids", "this deployment has no tokenizer")
@@ -67,7 +67,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         return pb.DetokenizeResponse(text=text)
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
-        served = self._state.served()
+        served = self._served_model.served()
         model, tokenizer = served.model, served.tokenizer
         return pb.GetModelInfoResponse(
             model_id=model.model_id,

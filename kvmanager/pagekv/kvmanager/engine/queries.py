@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pagekv.common.errors import Unavailable
 from pagekv.kvmanager.engine import snapshots
+from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.state import RETRY_DELAY_S, EngineState
 from pagekv.kvmanager.engine.views import (
     BlockDetail,
@@ -31,6 +32,11 @@ class EngineQueries:
     def __init__(self, state: EngineState) -> None:
         self._state = state
 
+    @property
+    def _cache(self) -> CacheAdmin:
+        self._state.serving()
+        return self._state.cache
+
     def stats(self) -> EngineStats:
         """A snapshot of every counter and gauge."""
         return snapshots.collect_stats(self._state)
@@ -42,25 +48,21 @@ class EngineQueries:
 
     def explain_prefix(self, token_ids: list[int], identity: CacheIdentity, start: int, limit: int) -> ExplainedPrefix:
         """Why each of up to `limit` blocks of a prompt, from block `start` on, hits or misses; changes nothing."""
-        self._state.serving()
-        return self._state.cache.explain(token_ids, identity, start, limit)
+        return self._cache.explain(token_ids, identity, start, limit)
 
     def pin_prefix(self, token_ids: list[int], identity: CacheIdentity, lease_s: int) -> PinResult:
         """Keeps the cached part of a prompt for `lease_s` seconds. Raises LimitExceeded, with nothing changed."""
-        self._state.serving()
-        return self._state.cache.pin(token_ids, identity, lease_s, self._state.live.commands())
+        return self._cache.pin(token_ids, identity, lease_s, self._state.live.commands())
 
     def unpin_prefix(self, pin_id: str) -> int:
         """Ends a pin; tokens it held, 0 when there is no such pin."""
-        self._state.serving()
-        return self._state.cache.unpin(pin_id)
+        return self._cache.unpin(pin_id)
 
     def watch_events(self) -> TableWatch:
         """The prefix table now and as it changes; the caller closes it. Raises LimitExceeded."""
         if self._state.stopping:
             raise Unavailable("the manager is shutting down", RETRY_DELAY_S)
-        self._state.serving()
-        return self._state.cache.watch()
+        return self._cache.watch()
 
     def block_tables(self, request_id: str) -> list[SequenceView] | None:
         """Block tables of a live request; None when there is no such request, or no executor yet."""
@@ -77,8 +79,7 @@ class EngineQueries:
         """Up to `limit` blocks by ascending id from `start`, in a state ("free", "cached", "active", "pinned"; None:
         any), and the id to go on from.
         """
-        self._state.serving()
-        return snapshots.block_views(self._state.cache, start, limit, state)
+        return snapshots.block_views(self._cache, start, limit, state)
 
     def block_map(self) -> BlockMap | None:
         """Every block of both pools, as arrays; None before the first attachment."""

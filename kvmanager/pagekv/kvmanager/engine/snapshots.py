@@ -159,7 +159,7 @@ def _block_view(cache: CacheAdmin, block: int) -> BlockView:
 
 
 def block_map(state: EngineState) -> BlockMap:
-    """Every block of both pools, at a cost that hardly depends on their sizes."""
+    """Every block of both pools; only `host_keyed` is a copy."""
     scheduler, cache = state.serving(), state.cache
     pool, host = scheduler.pool, scheduler.host
     return BlockMap(

@@ -58,10 +58,10 @@ NAMELESS_MODEL = "pagekv"
 class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # published without types
     """Errors are raised as `PageKVError`; the server's interceptor turns them into statuses."""
 
-    def __init__(self, engine: Engine, state: ServedModel, serving: Callable[[], bool]) -> None:
+    def __init__(self, engine: Engine, served_model: ServedModel, serving: Callable[[], bool]) -> None:
         """`serving`: whether the manager takes requests now, as its health service says."""
         self._engine = engine
-        self._state = state
+        self._served_model = served_model
         self._serving = serving
         self._started = time.monotonic()
         self._throughput = _Throughput()
@@ -78,7 +78,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         )
 
     async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Any) -> vllm.GetModelInfoResponse:
-        served = self._state.served()
+        served = self._served_model.served()
         model = served.model
         directory = "" if served.tokenizer is None else str(served.tokenizer.directory or "")
         return vllm.GetModelInfoResponse(
@@ -93,7 +93,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         )
 
     async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Any) -> vllm.GetServerInfoResponse:
-        model, stats = self._state.served().model, self._engine.queries.stats()
+        model, stats = self._served_model.served().model, self._engine.queries.stats()
         return vllm.GetServerInfoResponse(
             active_requests=stats.running_sequences + stats.waiting_sequences,
             uptime_seconds=time.monotonic() - self._started,
@@ -120,7 +120,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         )
 
     async def Generate(self, request: vllm.GenerateRequest, context: Any) -> None:
-        served = self._state.served()
+        served = self._served_model.served()
         asked = read_request(request, served.model)
         command, stops = await read_generate(asked, served.model, served.tokenizer, trace_parent_of(context))
         # A copy: the field would keep the request with its prompt for as long as gRPC keeps its done callbacks.
@@ -160,7 +160,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
     async def GetTokenizer(
         self, request: common.GetTokenizerRequest, context: Any
     ) -> AsyncIterator[common.GetTokenizerChunk]:
-        tokenizer = self._state.served().tokenizer
+        tokenizer = self._served_model.served().tokenizer
         if tokenizer is None or tokenizer.directory is None:
             raise FailedPrecondition("this deployment has no tokenizer; --tokenizer names one")
         archive = await asyncio.to_thread(_zip, tokenizer.directory)

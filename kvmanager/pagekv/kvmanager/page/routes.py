@@ -38,10 +38,10 @@ _TYPES = {
 class Page:
     """The routes over one engine."""
 
-    def __init__(self, engine: Engine, state: ServedModel, hub: PageHub, *, show_text: bool) -> None:
+    def __init__(self, engine: Engine, served_model: ServedModel, hub: PageHub, *, show_text: bool) -> None:
         """`show_text`: whether blocks are shown with their content."""
         self._engine = engine
-        self._state = state
+        self._served_model = served_model
         self._hub = hub
         self._show_text = show_text
 
@@ -82,7 +82,7 @@ class Page:
             self._hub.remove_viewer(viewer)
 
     async def _block(self, request: web.Request) -> dict[str, Any]:
-        tokenizer = self._state.served().tokenizer if self._show_text else None
+        tokenizer = self._served_model.served().tokenizer if self._show_text else None
         block = int(request.match_info["block_id"])
         return block_detail(self._engine.queries.block_detail(block), tokenizer, with_tokens=self._show_text)
 
@@ -105,7 +105,7 @@ class Page:
             asked = json.loads(await request.read())
         except (ValueError, RecursionError) as error:
             raise InvalidRequest("body", "must be JSON") from error
-        return await explain(self._engine, self._state.served(), asked)
+        return await explain(self._engine, self._served_model.served(), asked)
 
 
 async def _next_lines(viewer: Viewer) -> bytes:

@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -81,14 +81,10 @@ def _read(name: str, lines: Iterable[str], form: str, tokens_per_id: int, limit:
     if form == "auto":
         form = "mooncake" if first[1].lstrip().startswith("{") else "azure"
     parse = _mooncake(first, numbered, tokens_per_id) if form == "mooncake" else _azure(first, numbered)
-    records: list[TraceRecord] = []
     try:
-        for record in parse:
-            records.append(record)
-            if len(records) == limit:
-                break
-    except _BadLine as error:
-        raise TraceError(f"{name}: line {error.number}: {error}") from error
+        records = [*islice(parse, limit)]
+    except TraceError as error:
+        raise TraceError(f"{name}: {error}") from error
     start = records[0].arrival_s if records else 0.0
     records = [replace(record, arrival_s=record.arrival_s - start) for record in records]
     if any(i > _MAX_TOKEN for record in records for i in record.hash_ids):
@@ -99,12 +95,6 @@ def _read(name: str, lines: Iterable[str], form: str, tokens_per_id: int, limit:
     return records
 
 
-class _BadLine(Exception):
-    def __init__(self, number: int, message: str) -> None:
-        super().__init__(message)
-        self.number = number
-
-
 _Lines = Iterator[tuple[int, str]]
 
 
@@ -113,51 +103,45 @@ def _mooncake(first: tuple[int, str], rest: _Lines, tokens_per_id: int) -> Itera
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise _BadLine(number, f"not a JSON object: {error}") from error
+            raise TraceError(f"line {number}: not a JSON object: {error}") from error
         if not isinstance(value, dict):
-            raise _BadLine(number, f"not a JSON object but {_shown(value)}")
+            raise TraceError(f"line {number}: not a JSON object but {_shown(value)}")
         timestamp = value.get("timestamp")
         # NaN fails every comparison.
         if not isinstance(timestamp, int | float) or not 0 <= timestamp <= _MAX_TIMESTAMP_MS:
-            raise _BadLine(
-                number, f"timestamp: must be milliseconds from 0 to {_MAX_TIMESTAMP_MS}, got {_shown(timestamp)}"
-            )
+            bounds = f"must be milliseconds from 0 to {_MAX_TIMESTAMP_MS}"
+            raise TraceError(f"line {number}: timestamp: {bounds}, got {_shown(timestamp)}")
         input_length = _length(number, "input_length", value.get("input_length"))
         output_length = _length(number, "output_length", value.get("output_length"))
         ids = value.get("hash_ids")
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i <= MAX_HASH_ID for i in ids):
-            raise _BadLine(
-                number, f"hash_ids: must be a list of whole numbers from 0 to {MAX_HASH_ID}, got {_shown(ids)}"
-            )
+            bounds = f"must be a list of whole numbers from 0 to {MAX_HASH_ID}"
+            raise TraceError(f"line {number}: hash_ids: {bounds}, got {_shown(ids)}")
         block_size = value.get("block_size", tokens_per_id)
         if type(block_size) is not int or block_size != tokens_per_id:
             wanted = f"{tokens_per_id}, as --tokens-per-id or the first line says"
-            raise _BadLine(number, f"block_size: must be {wanted}, got {_shown(block_size)}")
+            raise TraceError(f"line {number}: block_size: must be {wanted}, got {_shown(block_size)}")
         expected = -(-input_length // tokens_per_id)
         if len(ids) != expected:
-            raise _BadLine(
-                number,
-                f"hash_ids: must be {expected} ids for {input_length} tokens of {tokens_per_id} each, got {len(ids)}",
-            )
+            wanted = f"{expected} ids for {input_length} tokens of {tokens_per_id} each"
+            raise TraceError(f"line {number}: hash_ids: must be {wanted}, got {len(ids)}")
         yield TraceRecord(timestamp / 1000, input_length, output_length, tuple(ids))
 
 
 def _azure(first: tuple[int, str], rest: _Lines) -> Iterator[TraceRecord]:
     header = tuple(next(csv.reader([first[1].strip()])))
     if header != _AZURE_FIELDS:
-        raise _BadLine(
-            first[0], f"neither a JSON object nor the header {','.join(_AZURE_FIELDS)}: {_shown(first[1].strip())}"
-        )
+        neither = f"neither a JSON object nor the header {','.join(_AZURE_FIELDS)}"
+        raise TraceError(f"line {first[0]}: {neither}: {_shown(first[1].strip())}")
     for number, line in rest:
         row = next(csv.reader([line.strip()]))
         if len(row) != len(header):
-            raise _BadLine(number, f"must have {len(header)} fields, got {len(row)}")
+            raise TraceError(f"line {number}: must have {len(header)} fields, got {len(row)}")
         try:
             arrival = datetime.fromisoformat(row[0])
         except ValueError as error:
-            raise _BadLine(
-                number, f"TIMESTAMP: must be like 2023-11-16 18:15:46.680590, got {_shown(row[0])}"
-            ) from error
+            wanted = "must be like 2023-11-16 18:15:46.680590"
+            raise TraceError(f"line {number}: TIMESTAMP: {wanted}, got {_shown(row[0])}") from error
         if arrival.tzinfo is None:
             arrival = arrival.replace(tzinfo=UTC)
         lengths = [int(text) if text.isascii() and text.isdigit() and len(text) < 20 else text for text in row[1:]]
@@ -167,7 +151,7 @@ def _azure(first: tuple[int, str], rest: _Lines) -> Iterator[TraceRecord]:
 
 def _length(number: int, field: str, value: Any) -> int:
     if type(value) is not int or not 1 <= value <= MAX_LENGTH:
-        raise _BadLine(number, f"{field}: must be a whole number from 1 to {MAX_LENGTH}, got {_shown(value)}")
+        raise TraceError(f"line {number}: {field}: must be a whole number from 1 to {MAX_LENGTH}, got {_shown(value)}")
     return value
 
 

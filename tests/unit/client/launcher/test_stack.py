@@ -250,7 +250,7 @@ def test_of_a_gateways_usage_only_what_is_wrong_is_told(journal: Path, monkeypat
     with Stack(config(journal, gateway=GatewayConfig(port=0, args=["--nonsense"]))) as stack:
         stack.start()
         with pytest.raises(StackError) as caught:
-            stack.wait_ready(60)
+            stack.wait_ready(120)
     assert str(caught.value).startswith("the gateway refuses its command line: ")
     assert str(caught.value).endswith(" error: unrecognized arguments: --nonsense")
     assert caught.value.exit_status == 2

@@ -17,7 +17,6 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 import zmq
 import zmq.asyncio
@@ -25,8 +24,8 @@ import zmq.asyncio
 from pagekv.common.errors import FellBehind, LimitExceeded, Unavailable
 from pagekv.common.logs import Log
 from pagekv.kvmanager.engine.interface import EngineInfo
+from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import Observer
-from pagekv.kvmanager.engine.queries import EngineQueries
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 from pagekv.kvmanager.observe.kv_events.extra_keys import ExtraKeys
 from pagekv.kvmanager.observe.kv_events.vllm_format import Events, KvEventFormat, pack
@@ -54,15 +53,6 @@ PAUSE_S = 0.2
 # Topic of every batch: vLLM's default.
 _TOPIC = b""
 _END = (-1).to_bytes(8, "big", signed=True)
-
-
-class WatchedEngine(Protocol):
-    """The part of the engine loop that is needed."""
-
-    async def wait_ready(self) -> EngineInfo: ...
-
-    @property
-    def queries(self) -> EngineQueries: ...
 
 
 class KvEventPublisher(Observer):
@@ -127,7 +117,7 @@ class KvEventPublisher(Observer):
                 socket.close(linger=100)
         self._context.term()
 
-    async def run(self, engine: WatchedEngine) -> None:
+    async def run(self, engine: EngineLoop) -> None:
         """Publishes until the manager stops."""
         replays = asyncio.create_task(self._serve_replays(), name="KV event replays")
         try:

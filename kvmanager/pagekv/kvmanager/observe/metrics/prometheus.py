@@ -8,6 +8,7 @@ the name and the labels are vLLM's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
@@ -28,22 +29,13 @@ Labels = Mapping[str, str]
 _NONE: Labels = {}
 
 
-def _counter(name: str, text: str, values: Values, label: str = "", common: Labels = _NONE) -> Metric:
-    """Samples are called `name`_total."""
-    return _filled(CounterMetricFamily, name, text, values, label, common)
-
-
-def _gauge(name: str, text: str, values: Values, label: str = "", common: Labels = _NONE) -> Metric:
-    return _filled(GaugeMetricFamily, name, text, values, label, common)
-
-
-def _filled(
+def _family(
     kind: type[CounterMetricFamily | GaugeMetricFamily],
     name: str,
     text: str,
     values: Values,
-    label: str,
-    common: Labels,
+    label: str = "",
+    common: Labels = _NONE,
 ) -> Metric:
     family = kind(name, text, labels=[*common, label] if label else [*common])
     if isinstance(values, Mapping):
@@ -52,6 +44,10 @@ def _filled(
     else:
         family.add_metric([*common.values()], values)
     return family
+
+
+# Samples of a counter are called `name`_total.
+_counter, _gauge = partial(_family, CounterMetricFamily), partial(_family, GaugeMetricFamily)
 
 
 def _histogram(name: str, text: str, histogram: Histogram, common: Labels = _NONE) -> Metric:
@@ -90,13 +86,10 @@ class EngineCollector(Collector):
         """Metrics whose meaning is vLLM's."""
         looked_up = self._prefix_cache
         requests = self._requests
+        queries, hits = stats.prompt_tokens_total * looked_up, stats.cached_tokens_total * looked_up
         for name, text, count in (
-            (
-                "prefix_cache_queries",
-                "Prompt tokens looked up in the prefix cache",
-                stats.prompt_tokens_total * looked_up,
-            ),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.cached_tokens_total * looked_up),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", queries),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache", hits),
             ("num_preemptions", "Preemptions", stats.preemptions_total),
             ("prompt_tokens", "Prompt tokens of admitted requests", stats.prompt_tokens_total),
             ("generation_tokens", "Tokens generated", stats.generated_tokens_total),
@@ -127,47 +120,43 @@ class EngineCollector(Collector):
     def _steps(self, stats: EngineStats) -> Iterator[Metric]:
         yield _histogram("pagekv_step_seconds", "A step in the executor", self._requests.step_seconds)
         yield _histogram("pagekv_step_tokens", "Tokens computed in a step", self._requests.step_tokens)
-        yield _counter("pagekv_computed_tokens", "Tokens computed", stats.computed_tokens_total)
-        yield _counter("pagekv_executor_busy_seconds", "Seconds in steps", stats.executor_busy_us_total * 1e-6)
-        yield _counter(
-            "pagekv_executor_idle_seconds",
-            "Seconds between steps while there was work",
-            stats.executor_idle_us_total * 1e-6,
-        )
-        yield _counter("pagekv_executor_restarts", "Epochs after the first", stats.executor_restarts_total)
-        yield _counter("pagekv_requests", "Requests accepted", stats.requests_total)
-        yield _counter("pagekv_requests_aborted", "Requests aborted", stats.aborted_requests_total)
-        yield _counter(
-            "pagekv_requests_rejected",
-            "Requests refused: too much waits, to be computed or to be read",
-            stats.rejected_requests_total,
-        )
+        busy, idle = stats.executor_busy_us_total * 1e-6, stats.executor_idle_us_total * 1e-6
+        refused = "Requests refused: too much waits, to be computed or to be read"
+        for name, text, count in (
+            ("pagekv_computed_tokens", "Tokens computed", stats.computed_tokens_total),
+            ("pagekv_executor_busy_seconds", "Seconds in steps", busy),
+            ("pagekv_executor_idle_seconds", "Seconds between steps while there was work", idle),
+            ("pagekv_executor_restarts", "Epochs after the first", stats.executor_restarts_total),
+            ("pagekv_requests", "Requests accepted", stats.requests_total),
+            ("pagekv_requests_aborted", "Requests aborted", stats.aborted_requests_total),
+            ("pagekv_requests_rejected", refused, stats.rejected_requests_total),
+        ):
+            yield _counter(name, text, count)
 
 
 def _pool(stats: EngineStats) -> Iterator[Metric]:
-    yield _gauge("pagekv_pool_blocks", "Blocks", {"device": stats.num_blocks, "host": stats.num_host_blocks}, "tier")
-    yield _gauge(
-        "pagekv_free_blocks",
-        "Blocks held by nobody, cached ones included",
-        {"device": stats.free_blocks, "host": stats.num_host_blocks - stats.host_held_blocks},
-        "tier",
-    )
-    yield _gauge(
-        "pagekv_active_blocks",
-        "Blocks held by sequences or pins",
-        {"device": stats.active_blocks, "host": stats.host_held_blocks},
-        "tier",
-    )
-    yield _gauge(
-        "pagekv_cached_blocks",
-        "Blocks that a prompt can hit, held ones included",
-        {"device": stats.published_blocks, "host": stats.host_cached_blocks},
-        "tier",
-    )
-    yield _gauge(
-        "pagekv_cached_free_blocks", "Cached blocks held by nobody", {"device": stats.cached_free_blocks}, "tier"
-    )
-    yield _gauge("pagekv_pinned_blocks", "Blocks under a pin", {"device": stats.pinned_blocks}, "tier")
+    for name, text, device, host in (
+        ("pagekv_pool_blocks", "Blocks", stats.num_blocks, stats.num_host_blocks),
+        (
+            "pagekv_free_blocks",
+            "Blocks held by nobody, cached ones included",
+            stats.free_blocks,
+            stats.num_host_blocks - stats.host_held_blocks,
+        ),
+        ("pagekv_active_blocks", "Blocks held by sequences or pins", stats.active_blocks, stats.host_held_blocks),
+        (
+            "pagekv_cached_blocks",
+            "Blocks that a prompt can hit, held ones included",
+            stats.published_blocks,
+            stats.host_cached_blocks,
+        ),
+    ):
+        yield _gauge(name, text, {"device": device, "host": host}, "tier")
+    for name, text, device in (
+        ("pagekv_cached_free_blocks", "Cached blocks held by nobody", stats.cached_free_blocks),
+        ("pagekv_pinned_blocks", "Blocks under a pin", stats.pinned_blocks),
+    ):
+        yield _gauge(name, text, {"device": device}, "tier")
     yield _gauge("pagekv_pins", "Pins", stats.pins)
     yield _gauge("pagekv_watchers", "Readers of WatchEvents", stats.watchers)
     unread = "Sequences that have ended in calls that are not read to their end"

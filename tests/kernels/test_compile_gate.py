@@ -1,15 +1,12 @@
-"""What compiles the kernels without a GPU: one text, NVRTC, the assembler's log, budgets and the gate's verdicts."""
+"""The compile gate: the assembler's log, budgets, records and verdicts."""
 
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-import numpy as np
 import pytest
 from compile_gate import __main__ as gate
 from compile_gate import jobs as gate_jobs
@@ -21,13 +18,9 @@ from compile_gate.record import Record, sampled
 from compile_gate.report import judge, table
 
 from pagekv.kernels import nvrtc as nvrtc_module
-from pagekv.kernels import sources
-from pagekv.kernels.nvrtc import CompileError, Nvrtc
-from pagekv.kernels.params import DECODE, STRUCTS, fill
-from pagekv.kernels.sources import SOURCES, translation_unit
-from pagekv.kernels.variants import DTYPE_PAIRS, KERNELS, Kernel, UnsupportedVariant, Variant, all_variants
+from pagekv.kernels.nvrtc import Nvrtc
+from pagekv.kernels.variants import KERNELS, Kernel, Variant, all_variants
 
-PRESENT = [name for name, kernel in KERNELS.items() if (SOURCES / kernel.source).is_file()]
 PLAIN = Variant("float16", "float16", 128)
 
 
@@ -36,120 +29,11 @@ def nvrtc(request: pytest.FixtureRequest) -> Nvrtc:
     return Nvrtc(request.param)
 
 
-# --- variants
-
-
-@pytest.mark.parametrize(
-    ("values", "field"),
-    [
-        (("float64", "float64", 64), "dtype: must be one of float32, float16, bfloat16"),
-        (("float16", "bfloat16", 64), "kv_dtype: must be one of float16, float8_e4m3fn with dtype float16"),
-        (("float32", "float8_e4m3fn", 64), "kv_dtype: must be one of float32 with"),
-        (("float16", "float16", 112), "head_size: must be one of 64, 80, 96, 128, 256"),
-    ],
-)
-def test_an_unsupported_combination_is_refused_by_name(values: tuple[str, str, int], field: str) -> None:
-    with pytest.raises(UnsupportedVariant, match=field):
-        Variant(*values)
-
-
-def test_every_variant_is_listed_once() -> None:
-    variants = all_variants()
-    assert len(set(variants)) == len(variants) == sum(map(len, DTYPE_PAIRS.values())) * 5 * 2
-
-
 def test_variants_that_a_kernel_does_not_tell_apart_are_compiled_once() -> None:
     assert len(jobs([80, 90], [KERNELS["pagekv_block_copy"]], all_variants())) == 2 * len(COMPILERS)
     assert len(jobs([80], [KERNELS["pagekv_merge"]], all_variants())) == 3 * 5 * len(COMPILERS)
     assert len(jobs([80], [KERNELS["pagekv_decode"]], all_variants())) == 50 * len(COMPILERS)
 
-
-@pytest.mark.parametrize("name", PRESENT)
-def test_labels_tell_apart_what_macros_tell_apart(name: str) -> None:
-    # A budget is found by its label: two different texts must never share one.
-    kernel = KERNELS[name]
-    labels = {tuple(kernel.macros_of(variant).items()): kernel.label(variant) for variant in all_variants()}
-    assert len(set(labels.values())) == len(labels)
-
-
-@pytest.mark.parametrize("name", PRESENT)
-def test_a_kernel_depends_on_no_macro_it_does_not_list(name: str) -> None:
-    # Else the gate would skip machine code that differs.
-    text = re.sub(r"//[^\n]*", "", sources.read(KERNELS[name].source))
-    unlisted = set(PLAIN.macros()) - set(KERNELS[name].macros)
-    assert [macro for macro in unlisted if macro in text] == []
-
-
-# --- one text
-
-
-def test_headers_count_once_and_messages_name_the_real_file(
-    nvrtc: Nvrtc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "low.cuh").write_text('#pragma once\n#include "high.cuh"\nstruct Low { int a; };\n')
-    high = '#pragma once\n#include "low.cuh"\n__device__ int high(Low low) { return low.b; }\n'
-    (tmp_path / "high.cuh").write_text(high)
-    # The branch that is not taken must not use up the header.
-    (tmp_path / "kernel.cu").write_text(
-        '#if 0\n#include "high.cuh"\n#else\n#include "low.cuh"\n#include "high.cuh"\n#endif\nint host_variable;\n'
-    )
-    monkeypatch.setattr(sources, "SOURCES", tmp_path)
-    with pytest.raises(CompileError) as caught:
-        nvrtc.compile(translation_unit.__wrapped__("kernel.cu"), "kernel.cu", ["--gpu-architecture=sm_80"])
-    assert re.findall(r"^(\S+): error", str(caught.value), re.M) == ["high.cuh(3)", "kernel.cu(7)"]
-
-
-@pytest.mark.parametrize("name", PRESENT)
-def test_kernels_include_nothing_that_nvrtc_lacks(name: str) -> None:
-    assert re.findall(r"^\s*#\s*include.*$", translation_unit(KERNELS[name].source), re.M) == []
-
-
-# --- parameters
-
-
-def test_structures_lie_in_memory_as_numpy_lays_them_out(nvrtc: Nvrtc) -> None:
-    sizes, offsets = [], []
-    for name, dtype in STRUCTS.items():
-        assert dtype.fields is not None
-        sizes.append(f'static_assert(sizeof({name}) == {dtype.itemsize}, "{name}");')
-        for field, (kind, offset, *_) in dtype.fields.items():
-            sizes.append(f'static_assert(sizeof({name}::{field}) == {kind.itemsize}, "{name}::{field}");')
-            offsets.append(f'static_assert(offsetof({name}, {field}) == {offset}, "{name}::{field}");')
-    macros = [f"-D{name}={value}" for name, value in PLAIN.macros().items()]
-    text = translation_unit("params.cuh") + "\n".join(sizes)
-    nvrtc.compile(text, "params.cu", ["--gpu-architecture=sm_80", "--std=c++17", *macros])
-    # NVRTC has no constant offsetof; both compilers follow the same rules, and g++ has one.
-    plain = re.sub(r"^#include.*$", "", sources.read("params.cuh"), flags=re.M)
-    text = (
-        f"#include <cstddef>\ntypedef int i32;\ntypedef unsigned u32;\ntypedef long long i64;\n{plain}\n"
-        + "\n".join(sizes + offsets)
-    )
-    command = ["g++", "-std=c++17", "-fsyntax-only", "-x", "c++", "-"]
-    result = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0, result.stderr
-
-
-def test_structures_have_the_fields_of_the_source() -> None:
-    # In order: what was added to one side alone would otherwise shift nothing and be missed.
-    text = re.sub(r"//[^\n]*", "", sources.read("params.cuh"))
-    for name, dtype in STRUCTS.items():
-        body = re.search(rf"struct {name} \{{(.*?)\}};", text, re.S)
-        assert body is not None, name
-        assert tuple(re.findall(r"(\w+)\s*;", body[1])) == dtype.names
-
-
-def test_fill_names_missing_unknown_and_oversized_fields() -> None:
-    values = dict.fromkeys(DECODE.names or (), 0)
-    assert fill(DECODE, **{**values, "scale": 0.5})["scale"] == np.float32(0.5)
-    with pytest.raises(ValueError, match="window: missing"):
-        fill(DECODE, **{name: value for name, value in values.items() if name != "window"})
-    with pytest.raises(ValueError, match="windows: no such field"):
-        fill(DECODE, **values, windows=1)
-    with pytest.raises(ValueError, match="layer: 2147483648 does not fit int32"):
-        fill(DECODE, **{**values, "layer": 1 << 31})
-
-
-# --- the assembler's log
 
 SPILLING = """
 extern "C" __global__ void spilling(float* p) {
@@ -205,8 +89,6 @@ def test_a_log_without_numbers_is_no_pass() -> None:
         ptxas_log.parse("ptxas info    : Compiling entry function 'kernel' for 'sm_90'\n")
 
 
-# --- verdicts
-
 DECODE_JOB = Job(KERNELS["pagekv_decode"], PLAIN, 90, 12)
 WITH_13 = replace(DECODE_JOB, cuda=13)
 ON_80 = replace(DECODE_JOB, arch=80)
@@ -255,7 +137,7 @@ def test_a_broken_kernel_is_an_outcome_not_a_crash(monkeypatch: pytest.MonkeyPat
     assert "pagekv_decode" in gate.compile_job(DECODE_JOB).error
 
 
-def test_the_record_survives_its_file_and_forgets_what_is_gone() -> None:
+def test_the_record_survives_its_file_and_drops_what_is_gone() -> None:
     record = record_of(DECODE_JOB, FINE)
     gone = replace(DECODE_JOB, kernel=Kernel("pagekv_gone", "decode.cu", "DecodeParams", ()))
     record.set(gone, FINE)
@@ -379,19 +261,6 @@ def test_the_cache_is_keyed_by_text_options_and_compiler(tmp_path: Path) -> None
     assert Cache("12.9", folder=tmp_path, enabled=False).get("text", ["-a"]) is None
     next(tmp_path.iterdir()).write_text("{")
     assert cache.get("text", ["-a"]) is None
-
-
-# --- the kernels themselves: `make kernels` compiles every variant; here each compiles once
-
-
-@pytest.mark.parametrize("cuda", COMPILERS)
-@pytest.mark.parametrize("name", PRESENT)
-def test_kernel_compiles(name: str, cuda: int) -> None:
-    outcome = gate.compile_job(Job(KERNELS[name], PLAIN, 90, cuda))
-    assert outcome.error == ""
-    assert outcome.warnings == ""
-    assert outcome.usage is not None
-    assert outcome.usage.spill_stores + outcome.usage.spill_loads == 0
 
 
 def test_the_record_is_of_these_kernels() -> None:

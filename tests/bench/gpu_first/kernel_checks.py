@@ -1,0 +1,76 @@
+"""Checks of the kernels beside those of the users' bench: replays of a graph, swaps, the smallest launches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from pagekv.kernels.bench.correctness import (
+    ALLOWED,
+    BF16,
+    Check,
+    block_copy_checks,
+    differing,
+    largest,
+    write_checks,
+)
+from pagekv.kernels.bench.machine import CudaMachine
+from pagekv.kernels.bench.scene import Scene, Setup
+from pagekv.kernels.swap import BlockSwapper
+from pagekv.kernels.variants import Variant
+
+REPLAYS = 200
+
+
+def replay_checks(machine: CudaMachine, setup: Setup, replays: int = REPLAYS) -> Iterator[Check]:
+    """A recorded step gives the same bits every time: counters of merges return to zero, nothing races."""
+    scene = Scene(machine, setup)
+    attend, out = scene.decode_step(range(len(setup.lengths)))
+    attend()
+    machine.synchronize()
+    first, different = out.clone(), 0.0
+    replay = machine.recorded(attend)
+    for _ in range(replays):
+        out.fill_(torch.nan)
+        machine.synchronize()
+        replay()
+        different += differing(out, first)
+    yield Check(f"{setup}: {replays} replays of a graph equal the step to the bit", different, 0)
+
+
+def swap_checks(
+    machine: CudaMachine, variant: Variant = BF16, lengths: Sequence[int] = (1, 17, 300)
+) -> Iterator[Check]:
+    """Sequences are swapped out and in again to other blocks, beside decodes of other sequences."""
+    scene = Scene(machine, Setup(variant, tuple(lengths), spare_sequences=1))
+    blocks = scene.tables[len(lengths) - 1].tolist()
+    spare = scene.spare_blocks(len(blocks))
+    before = scene.decode(range(len(lengths)))
+    size = scene.pool[0].numel() * scene.pool.element_size()
+    host = machine.pinned(len(blocks) * size).view(scene.pool.dtype).view(len(blocks), *scene.pool.shape[1:])
+    swapper = BlockSwapper(machine.streams(), scene.pool, host)
+    places = list(range(len(blocks)))
+    swapper.swap_out(blocks, places)
+    beside = scene.decode(range(len(lengths) - 1))  # needs none of the blocks under way
+    swapper.before_compute(blocks)
+    scene.pool.view(torch.uint8)[blocks] = 0xFF
+    swapper.swap_in(places, spare)
+    swapper.before_compute(spare)
+    scene.tables[len(lengths) - 1] = spare
+    after = scene.decode(range(len(lengths)))
+    yield Check("swap: decodes beside a swap under way", differing(beside, before[:-1]), 0)
+    yield Check("swap: decode of a sequence that returned to other blocks", differing(after, before), 0)
+
+
+def smallest_checks(machine: CudaMachine, variant: Variant) -> Iterator[Check]:
+    """The smallest launch of each kernel, each waited for, so that a fault names its kernel."""
+    allowed = ALLOWED[variant.dtype]
+    short = Scene(machine, Setup(variant, (17,)))
+    machine.synchronize()
+    yield from write_checks(short, short.setup)
+    yield Check("decode 1 x 17", largest(short.decode([0]), short.expected_last()), allowed)
+    long = Scene(machine, Setup(variant, (5000,), decodes_only=True))
+    yield Check("decode 1 x 5000, merged", largest(long.decode([0]), long.expected_last()), allowed)
+    yield Check("prefill 17", largest(short.prefill(0, 0, 17), short.expected(0, 0)), allowed)
+    yield from block_copy_checks(short, short.setup)

@@ -1,0 +1,42 @@
+"""Grids of the kernels."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagekv.kernels import launch_config
+from pagekv.kernels.decode_plan import MAX_BLOCKS
+from pagekv.kernels.variants import Variant
+
+HALF = Variant("float16", "float16", 128)
+
+
+@pytest.mark.parametrize(
+    ("items", "heads", "kv_heads", "blocks"),
+    [
+        (5, 32, 8, 40),  # a thread block an item and KV head
+        (5, 64, 1, 5),  # 64 query heads fit one thread block
+        (5, 71, 1, 10),  # more do not
+        (MAX_BLOCKS, 32, 8, MAX_BLOCKS),
+    ],
+)
+def test_a_decode_has_a_thread_block_for_each_item_kv_head_and_tile_of_heads(
+    items: int, heads: int, kv_heads: int, blocks: int
+) -> None:
+    assert launch_config.decode(HALF, items, heads, kv_heads).grid == (blocks, 1, 1)
+
+
+def test_other_grids() -> None:
+    assert launch_config.cache_write(7).grid == (7, 1, 1)
+    assert launch_config.prefill(HALF, 3, 8).grid == (24, 1, 1)
+    assert launch_config.merge(HALF, 3, 32).grid == (3, 32, 1)
+    assert launch_config.block_copy(3, 16385).grid == (3, 2, 1)
+    assert launch_config.block_copy(3, 1 << 40).grid == (3, 65535, 1)  # the most that CUDA allows in y
+
+
+def test_a_merge_has_a_warp_for_16_dims() -> None:
+    assert [launch_config.merge(Variant("float32", "float32", size), 1, 1).threads for size in (64, 80, 256)] == [
+        128,
+        160,
+        512,
+    ]

@@ -1,0 +1,65 @@
+"""Parameter structures: the same layout in NumPy, in g++ and in NVRTC."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import numpy as np
+import pytest
+from compile_gate.jobs import COMPILERS
+
+from pagekv.kernels import sources
+from pagekv.kernels.nvrtc import Nvrtc
+from pagekv.kernels.params import DECODE, STRUCTS, fill
+from pagekv.kernels.sources import translation_unit
+from pagekv.kernels.variants import Variant
+
+PLAIN = Variant("float16", "float16", 128)
+
+
+@pytest.fixture(scope="module", params=COMPILERS)
+def nvrtc(request: pytest.FixtureRequest) -> Nvrtc:
+    return Nvrtc(request.param)
+
+
+def test_structures_lie_in_memory_as_numpy_lays_them_out(nvrtc: Nvrtc) -> None:
+    sizes, offsets = [], []
+    for name, dtype in STRUCTS.items():
+        assert dtype.fields is not None
+        sizes.append(f'static_assert(sizeof({name}) == {dtype.itemsize}, "{name}");')
+        for field, (kind, offset, *_) in dtype.fields.items():
+            sizes.append(f'static_assert(sizeof({name}::{field}) == {kind.itemsize}, "{name}::{field}");')
+            offsets.append(f'static_assert(offsetof({name}, {field}) == {offset}, "{name}::{field}");')
+    macros = [f"-D{name}={value}" for name, value in PLAIN.macros().items()]
+    text = translation_unit("params.cuh") + "\n".join(sizes)
+    nvrtc.compile(text, "params.cu", ["--gpu-architecture=sm_80", "--std=c++17", *macros])
+    # NVRTC has no constant offsetof; both compilers follow the same rules, and g++ has one.
+    plain = re.sub(r"^#include.*$", "", sources.read("params.cuh"), flags=re.M)
+    text = (
+        f"#include <cstddef>\ntypedef int i32;\ntypedef unsigned u32;\ntypedef long long i64;\n{plain}\n"
+        + "\n".join(sizes + offsets)
+    )
+    command = ["g++", "-std=c++17", "-fsyntax-only", "-x", "c++", "-"]
+    result = subprocess.run(command, input=text, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_structures_have_the_fields_of_the_source() -> None:
+    # In order: what was added to one side alone would otherwise shift nothing and be missed.
+    text = re.sub(r"//[^\n]*", "", sources.read("params.cuh"))
+    for name, dtype in STRUCTS.items():
+        body = re.search(rf"struct {name} \{{(.*?)\}};", text, re.S)
+        assert body is not None, name
+        assert tuple(re.findall(r"(\w+)\s*;", body[1])) == dtype.names
+
+
+def test_fill_names_missing_unknown_and_oversized_fields() -> None:
+    values = dict.fromkeys(DECODE.names or (), 0)
+    assert fill(DECODE, **{**values, "scale": 0.5})["scale"] == np.float32(0.5)
+    with pytest.raises(ValueError, match="window: missing"):
+        fill(DECODE, **{name: value for name, value in values.items() if name != "window"})
+    with pytest.raises(ValueError, match="windows: no such field"):
+        fill(DECODE, **values, windows=1)
+    with pytest.raises(ValueError, match="layer: 2147483648 does not fit int32"):
+        fill(DECODE, **{**values, "layer": 1 << 31})

@@ -1,0 +1,37 @@
+"""Checks of the first half hour over the emulated kernels: they pass there, and they find faults."""
+
+from __future__ import annotations
+
+import pytest
+from gpu_first.kernel_checks import replay_checks, smallest_checks, swap_checks
+from support.kernels.bench_machine import FakeStreams, HostMachine
+
+from pagekv.kernels.bench.scene import Setup
+from pagekv.kernels.variants import Variant
+
+HALF = Variant("float16", "float16", 64)
+
+
+@pytest.fixture(scope="module")
+def machine() -> HostMachine:
+    return HostMachine()
+
+
+def test_replays_swaps_and_smallest_launches_pass_on_the_emulated_kernels(machine: HostMachine) -> None:
+    found = [*replay_checks(machine, Setup(HALF, (1, 300)), 3), *swap_checks(machine, HALF, (1, 17, 40))]
+    assert [check.name for check in found if not check.passed] == []
+    assert len(found) == 3
+    found = list(smallest_checks(machine, HALF))
+    assert [check.name for check in found if not check.passed] == []
+    assert len(found) == 5
+
+
+def test_a_replay_that_differs_is_found(machine: HostMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostMachine, "recorded", lambda self, run: lambda: None)  # the output stays NaN
+    (check,) = replay_checks(machine, Setup(HALF, (1, 17)), 2)
+    assert not check.passed
+
+
+def test_a_swap_that_loses_blocks_is_found(machine: HostMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeStreams, "copy", lambda self, stream, destination, source: None)
+    assert [check.passed for check in swap_checks(machine, HALF, (1, 17, 40))] == [True, False]
