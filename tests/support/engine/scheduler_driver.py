@@ -82,7 +82,7 @@ class Driver:
         self.host = HostPool(self.host_blocks, self.block_size)
 
     def _new_executor(self) -> Any:
-        """What runs the plans, with empty pools."""
+        """An executor for the plans, with empty pools."""
         return FakeExecutor(self.pool.num_blocks, self.block_size, self.vocab, self.host_blocks)
 
     def _send(self, plan: StepPlan) -> None:
@@ -188,13 +188,13 @@ def output(request: LiveRequest, index: int = 0) -> list[int]:
 
 
 def streamed(request: LiveRequest, index: int = 0) -> tuple[list[int], FinishReason | None]:
-    """What the request's reader would get for a sequence, all at once."""
+    """Tokens and end that the request's reader would get for a sequence, all at once."""
     delta = request.stream._pending.get(index)
     return (delta.token_ids, delta.finish) if delta else ([], None)
 
 
 def results(request: LiveRequest) -> list[list[int]]:
-    """What the request's reader would get for each of its outputs."""
+    """Tokens that the request's reader would get for each of its outputs."""
     return [delta.token_ids for _, delta in sorted(request.stream._pending.items())]
 
 

@@ -160,7 +160,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.driver.requests)
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
-        """What is cached of a prompt, as far as every live request can still finish."""
+        """Pins what is cached of a prompt, as far as every live request can still finish."""
         driver, size = self.driver, self.driver.block_size
         request = data.draw(st.sampled_from(driver.requests))
         command = request.command
@@ -219,12 +219,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert got == (wanted[: len(got)] if stopped else wanted)
 
     def wanted(self, command: GenerateCommand, index: int) -> list[int]:
-        """What a sequence must generate."""
+        """Tokens that a sequence must generate."""
         left = command.sampling.max_tokens - command.resumed_tokens
         return expected_output(command.prompt_ids, left, self.VOCAB, command.sampling.stop_token_ids)
 
     def wanted_results(self, command: GenerateCommand) -> list[list[int]]:
-        """What a beam search must return."""
+        """Results that a beam search must return."""
         sampling = command.sampling
         ends = frozenset(sampling.stop_token_ids)
         search = BeamSearch(sampling.beam_width, command.n, 1.0, False, sampling.max_tokens, ends)
@@ -243,7 +243,7 @@ def _check_sharing(driver: Driver, request: LiveRequest) -> None:
 
 
 def _check_digests(driver: Driver, request: LiveRequest) -> None:
-    """What a sequence takes for the digests of its blocks is the chain over its tokens."""
+    """Digests that a sequence has of its blocks are the chain over its tokens."""
     media = request.command.identity.media
     for sequence in request.sequences:
         chain = chain_digests(request.root, sequence.token_ids.tobytes(), driver.block_size, media)

@@ -88,7 +88,7 @@ async def busy(engine: EngineLoop, bench: Bench) -> None:
             engine.queries.reset_prefix_cache(force=True)
         engine.abort(f"{part}-stopped")
         assert [await read(stream) for stream in streams] == [expect(prompt, 12) for prompt in prompts]
-        # Of the stopped one nothing more is told.
+        # The stopped one says nothing more.
         for stream in (several, beams, gone):
             await read(stream)
         await read(engine.submit(command("again", EIGHT, 1)))

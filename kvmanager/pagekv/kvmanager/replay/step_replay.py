@@ -1,7 +1,7 @@
 """`pagekv replay --steps`: a recording of `pagekv-manager --record-steps` put to the real scheduler once more.
 
-Whatever was asked of the manager's scheduler is asked of a new one, in the same order, and every step that it plans is
-compared with what was recorded. So a recording is a bug report in one file: what happened in it happens again.
+A new scheduler gets the same calls in the same order, and every step that it plans is compared with the recorded one.
+So a recording is a bug report in one file: what happened in it happens again.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class StepsError(ValueError):
 
 @dataclass(slots=True)
 class StepsReport:
-    """What was derived again, all of it equal."""
+    """Numbers of what was derived again, all of it equal."""
 
     steps: int = 0
     requests: int = 0
     epochs: int = 0
     preemptions: int = 0
-    # The last record is whole: the file was not cut off.
+    # Whether the last record is whole, that is, the file was not cut off.
     complete: bool = True
 
 
 def is_recording_of_steps(path: Path) -> bool:
-    """Whether a file begins as one does, and no trace. Raises OSError."""
+    """Whether a file begins as a recording of steps does. Raises OSError."""
     with path.open("rb") as file:
         begin = file.read(64)
     # A msgpack array of two, whose second value names the format.
@@ -123,7 +123,7 @@ class _Replay:
         self._scheduler: Scheduler | None = None
         self._requests: dict[int, LiveRequest] = {}
         self._in_flight: deque[StepPlan] = deque()
-        # What the call before ended with, until the record after it has been looked at.
+        # Raised by the latest call, until the record after it has been looked at.
         self._error: InvariantError | None = None
         self._do: dict[str, Callable[..., object]] = {
             "attach": self._attach,
@@ -150,7 +150,7 @@ class _Replay:
             self._error = error
 
     def end(self) -> None:
-        """Nothing follows that would say of an error that it happened before, too."""
+        """Raises StepsError for an error of the latest call that was not recorded."""
         if self._error is not None:
             raise StepsError(f"{_after(self._report)}: broken invariant, which it was not before: {self._error}")
 
@@ -192,7 +192,7 @@ class _Replay:
             CacheIdentity(media=media, read=fields["read"], write=fields["write"]),
             fields["priority"],
         )
-        # Nobody reads the stream, and nothing is written to it.
+        # The stream has no reader, and nothing is written to it.
         stream = RequestStream(command.request_id, command.n)
         request = live_request(command, stream, arrival, root, self._header["priority_aging"])
         self._requests[arrival] = request

@@ -1,7 +1,7 @@
-"""What enters the running order: forks, the waiting queue, and the sequences of a request that return together.
+"""Entries into the running order: forks, the waiting queue, and the sequences of a request that return together.
 
-Sequences of one request that were preempted, or beams of one search, come back together. What they shared they share
-again: leading full blocks that the first of them brings back or computes, which the others hold meanwhile. Sequences
+Sequences of one request that were preempted, or beams of one search, come back together and share again what they
+shared: leading full blocks that the first of them brings back or computes, which the others hold meanwhile. Sequences
 that were never admitted, as after a refused fork, come one by one, and so do those that do not fit together: at once
 where they never can, otherwise after `PATIENCE_STEPS` at the head of the queue, and from then on to the end of their
 request. One by one they share all the same. Only beams, which decide together, wait for blocks as one.
@@ -43,23 +43,16 @@ class _Blocked:
     steps_left: int
 
 
+@dataclass(slots=True)
 class Admission:
     """Plans entries into the running order of one epoch."""
 
-    def __init__(
-        self,
-        running: RunningQueue,
-        tables: BlockTables,
-        waiting: WaitingQueue,
-        limits: SchedulerLimits,
-        counters: SchedulerCounters,
-    ) -> None:
-        self._running = running
-        self._tables = tables
-        self._waiting = waiting
-        self._limits = limits
-        self._counters = counters
-        self._blocked: _Blocked | None = None
+    _running: RunningQueue
+    _tables: BlockTables
+    _waiting: WaitingQueue
+    _limits: SchedulerLimits
+    _counters: SchedulerCounters
+    _blocked: _Blocked | None = None
 
     def plan_forks(self, step: StepBuilder) -> None:
         """Forks every request whose prompt has been computed by an earlier step. Where slots, budget or blocks do not
@@ -198,4 +191,4 @@ class Admission:
             self._counters.prompt_tokens += sequence.num_prompt
             self._counters.cached_tokens += sequence.cached_tokens
             # Before the sequence publishes its own blocks.
-            step.plan.admitted.append(self._tables.admitted(sequence))
+            step.plan.admitted.append(self._tables.admitted(arrival))

@@ -10,6 +10,7 @@ steps are sent ahead.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from pagekv.kvmanager.scheduling.beam_search import BeamSearch, Continuation
 from pagekv.kvmanager.scheduling.block_tables import BlockTables
@@ -35,22 +36,15 @@ def begin_search(request: LiveRequest, eos_token_ids: Iterable[int]) -> None:
     )
 
 
+@dataclass(frozen=True, slots=True)
 class BeamScheduler:
     """Beams of one epoch."""
 
-    def __init__(
-        self,
-        running: RunningQueue,
-        tables: BlockTables,
-        waiting: WaitingQueue,
-        preemption: Preemption,
-        counters: SchedulerCounters,
-    ) -> None:
-        self._running = running
-        self._tables = tables
-        self._waiting = waiting
-        self._preemption = preemption
-        self._counters = counters
+    _running: RunningQueue
+    _tables: BlockTables
+    _waiting: WaitingQueue
+    _preemption: Preemption
+    _counters: SchedulerCounters
 
     def allocate_slots(self) -> None:
         """Gives a block to every returning beam whose table is full. To be called before anything is planned, because

@@ -27,7 +27,7 @@ from pagekv.kvmanager.request.command import FinishReason
 # (token id, natural-log probability) pairs, best first.
 Candidates: TypeAlias = Sequence[tuple[int, float]]
 
-# What an executor tells of a token at most: the bound of StepSampling.logprobs.
+# Alternatives that an executor reports of a token at most: the bound of StepSampling.logprobs.
 MAX_CANDIDATES = 128
 
 
@@ -36,7 +36,7 @@ class Continuation(NamedTuple):
 
     parent: int
     token_id: int
-    # Of this token alone.
+    # Log-probability of this token alone.
     logprob: float
 
 
@@ -138,8 +138,7 @@ class BeamSearch:
         return self._ended[: self._num_return]
 
     def _ranked(self, candidates: Sequence[Candidates]) -> Iterator[tuple[float, Continuation]]:
-        """Cumulative log-probability and continuation, best first, as far as somebody asks; of equals the better beam's
-        first."""
+        """Cumulative log-probability and continuation, best first, the better beam's first among equals; lazily."""
         may_end = self.num_tokens >= self._min_tokens
 
         def continuations(parent: int, beam: Beam, tokens: Candidates) -> Iterable[tuple[float, Continuation]]:

@@ -41,9 +41,11 @@ class Arrival:
     # The rest is found by `admit`.
     hits: Blocks = field(default_factory=lambda: _NO_BLOCKS)
     host_blocks: list[int] = field(default_factory=list)
-    # The cached block whose first `copied` tokens are copied; -1: none.
+    # The cached block whose first `copied` tokens are copied; -1: none. `alike`: how many tokens a block has that is as
+    # good, but may be computed in this very step; None where that was not looked up.
     source: int = -1
     copied: int = 0
+    alike: int | None = None
     num_fresh: int = 0
     num_computed: int = 0
 
@@ -114,7 +116,7 @@ class BlockTables:
                 arrival.num_computed = computed
         copies = reads and self._limits.partial_hits and not identity.media
         if copies and not arrival.host_blocks and not arrival.shared:
-            arrival.source, arrival.copied = self._partial_hit(sequence, arrival.hits)
+            self._match_partial(arrival)
 
     def _reserve(self, arrivals: Sequence[Arrival], keep_free: int) -> int:
         """Holds everything that is reused, so that nothing of it is given away for something else. Returns 0, or how
@@ -167,22 +169,22 @@ class BlockTables:
         sequence.num_published = len(begin)
         sequence.num_computed = arrival.num_computed + arrival.copied
 
-    def admitted(self, sequence: Seq) -> Admitted:
+    def admitted(self, arrival: Arrival) -> Admitted:
         """How a prompt fared at the prefix cache; to be asked after its first admission, before it publishes."""
-        size, hits, identity = self._block_size, sequence.num_published, sequence.request.command.identity
+        sequence, size = arrival.sequence, self._block_size
+        hits, identity = sequence.num_published, sequence.request.command.identity
         if not (self._limits.prefix_cache and identity.read) or hits == sequence.num_tokens // size:
             return Admitted(sequence, hits, None, 0)
         self._extend_digests(sequence)
-        digest = sequence.digests[hits]
+        digest, start, end = sequence.digests[hits], hits * size, (hits + 1) * size
         if self.pool.table.lookup(digest) is not None:
             # The last block, of which one token has to be computed all the same.
             return Admitted(sequence, hits, None, 0)
-        start, end = hits * size, (hits + 1) * size
-        if media_keys(identity.media, start, end):
-            return Admitted(sequence, hits, digest, 0)
-        parent = sequence.block_table[hits - 1] if hits else sequence.request.root
-        tokens = np.array(sequence.token_ids[start:end], np.uint32)
-        return Admitted(sequence, hits, digest, self.pool.table.longest_run(parent, tokens)[1])
+        alike = 0 if media_keys(identity.media, start, end) else arrival.alike
+        if alike is None:
+            parent = sequence.block_table[hits - 1] if hits else sequence.request.root
+            _, alike = self.pool.table.longest_run(parent, np.array(sequence.token_ids[start:end], np.uint32))
+        return Admitted(sequence, hits, digest, alike)
 
     def _match(self, sequence: Seq, most: int) -> Blocks:
         """Longest leading run of cached blocks, at most `most`; brings `sequence.digests` along."""
@@ -201,18 +203,17 @@ class BlockTables:
                 self.pool.count_collision(digests[found])
         return np.array(blocks, np.int32)
 
-    def _partial_hit(self, sequence: Seq, hits: Blocks) -> tuple[int, int]:
-        """The cached block that shares most tokens behind the hits, and how many tokens; -1 and 0 if none does."""
+    def _match_partial(self, arrival: Arrival) -> None:
+        """Finds the cached block that shares most tokens behind the hits."""
+        sequence, hits = arrival.sequence, arrival.hits
         start = len(hits) * self._block_size
         end = min(sequence.num_tokens - 1, start + self._block_size)
-        wanted = np.array(sequence.token_ids[start:end], np.uint32)
-        if not len(wanted):
-            return -1, 0
-        parent = int(hits[-1]) if len(hits) else sequence.request.root
-        block, shared = self.pool.table.longest_run(parent, wanted)
-        if shared and any((blocks == block).any() for blocks in self._being_computed):
-            return -1, 0
-        return block, shared
+        if start < end:
+            parent = int(hits[-1]) if len(hits) else sequence.request.root
+            wanted = np.array(sequence.token_ids[start:end], np.uint32)
+            block, arrival.alike = self.pool.table.longest_run(parent, wanted)
+            if arrival.alike and not any((blocks == block).any() for blocks in self._being_computed):
+                arrival.source, arrival.copied = block, arrival.alike
 
     def fork(self, parent: Seq, children: Sequence[Seq]) -> bool:
         """Gives each child the blocks before the parent's last prompt position, shared, and a copy of the block with

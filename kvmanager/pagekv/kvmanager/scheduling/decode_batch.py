@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +23,12 @@ from pagekv.kvmanager.kvcache.block_hash import TOKEN_BYTES
 from pagekv.kvmanager.scheduling.sequence import NO_SEQ_ID, Seq
 
 Rows = NDArray[np.intp]
-_T = TypeVar("_T", bound=np.generic)
 
 _NEVER = np.iinfo(np.int32).max
+_COLUMNS = (
+    *("known", "computed", "pending", "slots", "last_input", "stops_from", "eos_from"),
+    *("decoding", "alive", "_tail"),
+)
 
 
 class DecodeBatch:
@@ -48,6 +50,9 @@ class DecodeBatch:
         # Token ids that end a sequence besides end-of-sequence.
         self._stops: dict[int, tuple[int, ...]] = {}
         self._decoding_rows: Rows | None = None
+        # The latest answer of `span`, and the rows that it is for.
+        self._span: Rows | slice = slice(0)
+        self._spanned: Rows | None = None
         self.known = np.zeros(0, np.int32)
         self.computed = np.zeros(0, np.int32)
         self.pending = np.zeros(0, np.int32)
@@ -72,16 +77,11 @@ class DecodeBatch:
             heapq.heappush(self._free, seq_id)
         self._sequences += [None] * (capacity - len(self._sequences))
         self._token_ids += [array("I")] * (capacity - len(self._token_ids))
-        self.known = _grown(self.known, capacity)
-        self.computed = _grown(self.computed, capacity)
-        self.pending = _grown(self.pending, capacity)
-        self.slots = _grown(self.slots, capacity)
-        self.last_input = _grown(self.last_input, capacity)
-        self.stops_from = _grown(self.stops_from, capacity)
-        self.eos_from = _grown(self.eos_from, capacity)
-        self.decoding = _grown(self.decoding, capacity)
-        self.alive = _grown(self.alive, capacity)
-        self._tail = _grown(self._tail, capacity)
+        for name in _COLUMNS:
+            column = getattr(self, name)
+            fresh = np.zeros((capacity, *column.shape[1:]), column.dtype)
+            fresh[: len(column)] = column
+            setattr(self, name, fresh)
 
     # -- life of a row
 
@@ -168,9 +168,17 @@ class DecodeBatch:
 
     # -- whole steps
 
+    def span(self, rows: Rows) -> Rows | slice:
+        """An index into columns for these ascending rows: a slice, which needs no gathering, where one will do."""
+        # In steady state the same array is asked for by every operation of a step.
+        if rows is not self._spanned:
+            consecutive = len(rows) and rows[-1] - rows[0] + 1 == len(rows)
+            self._spanned, self._span = rows, slice(int(rows[0]), int(rows[-1]) + 1) if consecutive else rows
+        return self._span
+
     def sequences(self, rows: Rows) -> list[Seq]:
         """The sequences in these rows, ascending, which must be in use."""
-        at = span(rows)
+        at = self.span(rows)
         found = self._sequences[at] if isinstance(at, slice) else map(self._sequences.__getitem__, at.tolist())
         return list(found)  # type: ignore[arg-type]  # free rows alone have None
 
@@ -182,19 +190,19 @@ class DecodeBatch:
 
     def exhausted(self, rows: Rows) -> Rows:
         """Decoding rows whose last token is promised already."""
-        at = span(rows)
+        at = self.span(rows)
         last = self.computed[at] >= self.last_input[at]
         return rows[last] if np.count_nonzero(last) else rows[:0]
 
     def full(self, rows: Rows) -> Rows:
         """Decoding rows that need a block for their next position."""
-        at = span(rows)
+        at = self.span(rows)
         full = self.computed[at] == self.slots[at]
         return rows[full] if np.count_nonzero(full) else rows[:0]
 
     def promise(self, rows: Rows) -> None:
         """One more position is computed in each of these rows, ascending, and a token promised."""
-        at = span(rows)
+        at = self.span(rows)
         self.computed[at] += 1
         self.pending[at] += 1
 
@@ -203,7 +211,7 @@ class DecodeBatch:
         changed.
         """
         room = 2 * self._block_size
-        at = span(rows)
+        at = self.span(rows)
         # A ring: two blocks of latest tokens a row, used in turn.
         self._tail.reshape(-1)[rows * room + (self.known[at] & (room - 1))] = tokens
         self.known[at] += 1
@@ -261,19 +269,3 @@ class DecodeBatch:
             known, computed, pending = int(self.known[seq_id]), int(self.computed[seq_id]), int(self.pending[seq_id])
             if seq_id not in holders or computed != known + pending - 1:
                 raise InvariantError(f"row {seq_id} decodes with {known} known, {computed} computed, {pending} pending")
-
-
-def span(rows: Rows) -> Rows | slice:
-    """An index into columns for these ascending rows: a slice, which needs no gathering, where they are consecutive, as
-    in steady state.
-    """
-    if len(rows) and rows[-1] - rows[0] + 1 == len(rows):
-        return slice(int(rows[0]), int(rows[-1]) + 1)
-    return rows
-
-
-def _grown(column: NDArray[_T], capacity: int) -> NDArray[_T]:
-    """The column with room for `capacity` rows, new ones zero."""
-    fresh = np.zeros((capacity, *column.shape[1:]), column.dtype)
-    fresh[: len(column)] = column
-    return fresh

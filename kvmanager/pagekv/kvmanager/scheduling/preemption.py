@@ -7,6 +7,8 @@ together before are preempted one by one.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from pagekv.kvmanager.scheduling.block_tables import BlockTables
 from pagekv.kvmanager.scheduling.counters import SchedulerCounters
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
@@ -15,24 +17,17 @@ from pagekv.kvmanager.scheduling.sequence import HOLDING, LiveRequest, Seq, SeqS
 from pagekv.kvmanager.scheduling.waiting_queue import WaitingQueue
 
 
+@dataclass(slots=True)
 class Preemption:
     """Victim choice of one epoch."""
 
-    def __init__(
-        self,
-        running: RunningQueue,
-        tables: BlockTables,
-        waiting: WaitingQueue,
-        limits: SchedulerLimits,
-        counters: SchedulerCounters,
-    ) -> None:
-        self._running = running
-        self._tables = tables
-        self._waiting = waiting
-        self._limits = limits
-        self._counters = counters
-        # Since the latest plan, and whether something was kept in the host pool.
-        self._preempted: list[tuple[Seq, bool]] = []
+    _running: RunningQueue
+    _tables: BlockTables
+    _waiting: WaitingQueue
+    _limits: SchedulerLimits
+    _counters: SchedulerCounters
+    # Since the latest plan, and whether something was kept in the host pool.
+    _preempted: list[tuple[Seq, bool]] = field(default_factory=list)
 
     def take_preempted(self) -> list[tuple[Seq, bool]]:
         """Sequences preempted since the last call; True where something was kept in the host pool."""

@@ -26,7 +26,7 @@ from pagekv.kvmanager.scheduling.admission import Admission
 from pagekv.kvmanager.scheduling.beam_scheduler import BeamScheduler, begin_search
 from pagekv.kvmanager.scheduling.block_tables import BlockTables
 from pagekv.kvmanager.scheduling.counters import SchedulerCounters
-from pagekv.kvmanager.scheduling.decode_batch import Rows, span
+from pagekv.kvmanager.scheduling.decode_batch import Rows
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.listener import SchedulerListener
 from pagekv.kvmanager.scheduling.preemption import Preemption
@@ -198,7 +198,7 @@ class Scheduler:
             raise InvariantError(f"step {result.step} sampled {len(sampled)} tokens for {len(seq_ids)} sequences")
         kept = rows.tolist()
         if seq_ids != kept:
-            # The executor reports them in the order they came to it.
+            # The executor reports sequences in the order they came to it.
             order = sorted(range(len(seq_ids)), key=seq_ids.__getitem__)
             if [seq_ids[position] for position in order] != kept:
                 odd = sorted(set(seq_ids) ^ set(kept))[:8]
@@ -206,7 +206,7 @@ class Scheduler:
             sampled = [sampled[position] for position in order]
         # Through an array, which takes a third of the time of np.array.
         tokens = np.frombuffer(array("I", sampled), np.uint32)
-        at = span(rows)
+        at = batch.span(rows)
         batch.pending[at] -= 1
         alive = batch.alive[at]
         if np.count_nonzero(alive) < len(rows):
@@ -245,15 +245,15 @@ class Scheduler:
                     self.waiting.push(child)
 
     def remove(self, request: LiveRequest) -> None:
-        """Drops a request of which every sequence has finished. They point at it: without pointing back, so that what
-        they hold goes with the last of them, and not when the garbage collector comes.
+        """Drops a request of which every sequence has finished. Sequences point at their request: without the pointers
+        back they need no garbage collector.
         """
         self.waiting.take_children(request)
         request.sequences = []
 
     def preempt_all(self) -> None:
-        """Makes running sequences give their blocks back and wait; they are recomputed. Those whose last token is in
-        flight keep theirs until it has come.
+        """Makes running sequences give their blocks back and wait; they are recomputed. Sequences whose last token is
+        in flight keep their blocks until it has come.
         """
         self._listener.preempting_all()
         self.preemption.preempt_all()
@@ -295,7 +295,7 @@ class Scheduler:
         sequences = list(live)
         held = [s for s in sequences if s.state in HOLDING]
         self.pool.check_integrity([*(s.block_table for s in held), *pins])
-        # What is swapped out was kept in the pool of its epoch, which is gone with it.
+        # Host blocks of an earlier epoch are gone with their pool.
         self.host.check_integrity([s.swapped.held() for s in sequences if s.swapped and s.swapped.pool is self.host])
         if sorted(held, key=key) != self.running:
             raise InvariantError(f"{len(held)} sequences hold blocks, the running order has {len(self.running)}")

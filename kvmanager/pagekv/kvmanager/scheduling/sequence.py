@@ -65,7 +65,7 @@ class LiveRequest:
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """What the host pool keeps for a preempted sequence, which holds these blocks."""
+    """Blocks that the host pool keeps for a preempted sequence, which holds them."""
 
     # The pool of the block ids: pools live as long as an epoch.
     pool: HostPool

@@ -15,6 +15,8 @@ from pagekv.kvmanager.scheduling.step_plan import NOBODY, NewSeq, StepPlan
 class StepBuilder:
     """Fills one StepPlan. Decodes come first; everything else is added sequence by sequence."""
 
+    __slots__ = ("_decodes", "_running", "_sampling", "_tables", "plan", "room")
+
     def __init__(self, running: RunningQueue, tables: BlockTables, budget: int) -> None:
         """`budget`: tokens computed in the step at most."""
         self.plan = StepPlan()

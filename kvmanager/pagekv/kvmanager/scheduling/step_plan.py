@@ -82,7 +82,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the executor reports of a step."""
+    """The executor's report of a step."""
 
     step: int
     sampled_seq_ids: list[int]
@@ -103,7 +103,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What a step brought: one token each for these sequences, and which of them end with it, by position."""
+    """A step's results: one token for each of these sequences, and which of them end with it, by position."""
 
     sequences: list[Seq]
     # The sequences' numbers in that step.

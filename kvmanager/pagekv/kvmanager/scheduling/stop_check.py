@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagekv.kvmanager.request.command import FinishReason
-from pagekv.kvmanager.scheduling.decode_batch import DecodeBatch, Rows, span
+from pagekv.kvmanager.scheduling.decode_batch import DecodeBatch, Rows
 from pagekv.kvmanager.scheduling.step_plan import Ending
 
 
@@ -14,7 +14,7 @@ def check_stop(
     batch: DecodeBatch, rows: Rows, tokens: NDArray[np.uint32], known: NDArray[np.int32], eos: tuple[int, ...]
 ) -> dict[int, Ending]:
     """Which rows end with the token they just got, by position in `rows`. `known`: how many tokens each has now."""
-    full = known > batch.last_input[span(rows)]
+    full = known > batch.last_input[batch.span(rows)]
     is_eos = _is_any(tokens, eos)
     if np.count_nonzero(is_eos):
         is_eos &= known >= batch.eos_from[rows]

@@ -188,7 +188,7 @@ class Swapper:
         sequence.swapped = None
 
     def _own(self, sequence: Seq) -> Swapped | None:
-        """What was kept for the sequence, unless that was in the pool of another epoch."""
+        """Blocks kept for the sequence, unless that was in the pool of another epoch."""
         swapped = sequence.swapped
         return swapped if swapped is not None and swapped.pool is self.host else None
 

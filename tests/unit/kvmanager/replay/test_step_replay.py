@@ -25,7 +25,7 @@ from pagekv.kvmanager.replay.step_replay import StepsError, StepsReport, replay_
 
 @pytest.fixture
 def recording(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Of a busy engine."""
+    """A recording of a busy engine."""
     return record_busy_engine(monkeypatch, tmp_path)
 
 
@@ -171,7 +171,7 @@ def test_either_a_trace_or_a_recording(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_broken_invariant_happens_again(tmp_path: Path) -> None:
-    """What a bug report is for."""
+    """The purpose of a bug report."""
     driver = RecordedDriver()
     driver.submit([1, 2, 3], max_tokens=4)
     plan = driver.plan()

@@ -68,7 +68,7 @@ def test_what_a_group_shares_is_copied_out_and_in_once(n: int, prefix_cache: boo
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("budget", [4, 64])
 def test_a_group_that_is_recomputed_computes_its_prompt_once(budget: int, prefix_cache: bool) -> None:
-    """Whatever the prefix cache, and also when the prompt takes several steps: the others wait for it, with blocks."""
+    """With or without the prefix cache, and if the prompt takes several steps: the others wait for it, with blocks."""
     driver = Driver(block_size=4, depth=1, prefix_cache=prefix_cache, max_batch_tokens=budget)
     request = driver.submit(list(range(20)), max_tokens=12, n=3)
     all_running(driver, request)
@@ -163,7 +163,7 @@ def steps_until(driver: Driver, *requests: LiveRequest) -> list[int]:
 
 @pytest.mark.parametrize(("n", "streams"), [(8, 2), (9, 1), (12, 1)])
 def test_children_that_find_no_slots_come_one_by_one_beside_a_long_stream(n: int, streams: int) -> None:
-    """They have never run, so they need not wait for each other, and nobody behind them waits for the stream to end."""
+    """Sequences that have never run need not wait for each other, and nothing behind them waits for the stream."""
     driver = Driver(num_blocks=400, depth=1, max_running=8)
     long = [driver.submit([1 + i] * 10, max_tokens=90) for i in range(streams)]
     driver.step()
@@ -177,7 +177,7 @@ def test_children_that_find_no_slots_come_one_by_one_beside_a_long_stream(n: int
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_a_group_that_does_not_fit_beside_a_long_stream_comes_one_by_one(prefix_cache: bool) -> None:
-    """Its blocks suffice for one sequence after the other. Only for some steps it waits until all fit."""
+    """The blocks suffice for one sequence after the other. Only for some steps the group waits until all fit."""
     driver = Driver(num_blocks=80, depth=1, max_running=64, prefix_cache=prefix_cache)
     long = driver.submit([1] * 10, max_tokens=150)
     driver.step()
@@ -218,7 +218,7 @@ def test_a_group_that_came_back_one_by_one_goes_on_so_and_shares() -> None:
 
 
 def test_beams_need_one_slot_beside_a_long_stream() -> None:
-    """They leave the executor after every step, so they take turns."""
+    """Beams leave the executor after every step, so they take turns."""
     driver = Driver(num_blocks=200, depth=1, max_running=4)
     long = driver.submit([1] * 10, max_tokens=200)
     search = driver.submit(list(range(9)), max_tokens=12, n=4, beam_width=4)
@@ -255,7 +255,7 @@ def test_another_takes_over_what_one_was_computing_for_all(gone: int) -> None:
     wanted = expected_output(group.command.prompt_ids, 6, VOCAB)
     left = [1, 3] if gone == 0 else [0, 2, 3]
     assert all(output(group, index) == wanted for index in left)
-    # Of 36 shared positions 12 were computed by the one that left, or all of them by it.
+    # The sequence that left computed 12 of the 36 shared positions, or all of them.
     assert driver.executor.computed_tokens - computed < 36 - 12 + len(left) * (4 + 6) + 1
     assert driver.pool.num_active == 0
 
@@ -277,7 +277,7 @@ def test_aborting_a_group_frees_what_its_members_keep_together() -> None:
 
 
 def test_a_host_pool_that_has_room_for_a_part_of_a_group() -> None:
-    """What was kept comes back, the rest is computed again."""
+    """Kept blocks come back, the rest is computed again."""
     for host_blocks in range(1, 8):
         driver = Driver(
             num_blocks=16, block_size=4, host_blocks=host_blocks, preemption="swap", depth=1, prefix_cache=False
@@ -294,7 +294,7 @@ def test_a_host_pool_that_has_room_for_a_part_of_a_group() -> None:
 @pytest.mark.parametrize("fork_sharing", [True, False])
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_beams_come_back_with_what_they_had_in_common(prefix_cache: bool, fork_sharing: bool) -> None:
-    """They parted at different places, and share up to there again."""
+    """Beams parted at different places, and share up to there again."""
     driver = Driver(
         block_size=2,
         num_blocks=128,
@@ -342,7 +342,7 @@ def test_a_group_that_may_not_be_cached_shares_all_the_same() -> None:
 
 
 def test_a_group_that_looks_nothing_up_and_shares_publishes_what_follows() -> None:
-    """What it shares it has not found by digests, and what it generates behind goes into the table all the same."""
+    """Shared blocks were not found by digests, and generated blocks behind them go into the table all the same."""
     driver = Driver(num_blocks=12, block_size=2, depth=1, max_batch_tokens=3)
     group = driver.submit(list(range(5)), max_tokens=7, n=4, identity=CacheIdentity(read=False))
     driver.drain()

@@ -118,7 +118,7 @@ def test_beams_held_back_by_the_watermark_go_on_when_the_others_have_ended() -> 
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_beam_that_has_reported_reports_again_after_preemption(lost: bool) -> None:
-    """What some beams reported before all were preempted must not decide while the others are still to come."""
+    """Reports of some beams before all were preempted must not decide while the others are still to come."""
     prompt = [1, 2, 3, 4, 5]
     driver = Driver(max_batch_tokens=3, depth=1)
     request = driver.submit(prompt, max_tokens=8, beam_width=4)
@@ -139,7 +139,7 @@ def test_copies_that_are_never_made_are_never_hit() -> None:
     search = driver.submit(list(range(7)), max_tokens=8, n=3, beam_width=3)
     driver.step()
     assert len(search.sequences) == 3
-    # What the parent offered is gone, so that equal blocks would be taken.
+    # The blocks that the parent offered are gone, so that equal ones would be taken.
     driver.pool.clear_prefix_table()
     driver.scheduler.preempt_all()
     driver.drain()

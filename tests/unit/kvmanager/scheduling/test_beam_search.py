@@ -195,7 +195,7 @@ def scripted(rows: dict[tuple[int, ...], dict[int, float]]) -> Ranking:
 
 
 def test_a_step_by_hand() -> None:
-    """Token 9 ends. It is kept when it is among the best two of all, and only then."""
+    """Token 9 ends, and is kept when it is among the best two of all, and only then."""
     search = BeamSearch(2, 2, 0.0, False, 9, frozenset({9}))
     assert search.num_candidates == 3
     log = math.log

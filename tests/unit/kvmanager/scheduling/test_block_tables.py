@@ -143,7 +143,7 @@ def test_a_retired_request_makes_room_for_the_next_step() -> None:
 
 
 def test_a_late_arrival_joins_the_batch() -> None:
-    """Its first token comes long before the running request's last, in the very next step."""
+    """The first token comes long before the running request's last, in the very next step."""
     driver = Driver(depth=1)
     long = driver.submit([1] * 4, max_tokens=40)
     for _ in range(5):
@@ -190,7 +190,7 @@ def test_a_preempted_request_is_recomputed_as_one_prompt() -> None:
 
 
 def test_a_preempted_request_finds_its_own_blocks() -> None:
-    """Those that nobody needed meanwhile are still cached, and only the rest is recomputed."""
+    """Blocks that nothing needed meanwhile are still cached, and only the rest is recomputed."""
     driver = Driver(num_blocks=6, block_size=4, depth=1)
     driver.submit([1] * 4, max_tokens=9)
     victim = driver.submit([2] * 12, max_tokens=9)

@@ -1,4 +1,4 @@
-"""What a prompt finds cached and what it shares: golden values, driven through the scheduler."""
+"""Blocks that a prompt finds cached and shares: golden values, driven through the scheduler."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class _Forgetful:
 def test_equal_tokens_after_another_prefix_are_told_apart_without_a_hash(
     monkeypatch: pytest.MonkeyPatch, partial: bool, seed: int
 ) -> None:
-    """Every block collides with all that hold the same tokens, and every output is right. What is hit was
+    """Every block collides with all that hold the same tokens, and every output is right. Every hit was
     reached from the root over blocks whose token ids were compared.
     """
     for module in (block_hash, block_tables):
@@ -268,7 +268,7 @@ def test_a_block_is_not_read_before_it_is_computed() -> None:
 
 
 def test_preemption_gives_shared_blocks_up_like_an_end_does() -> None:
-    """What a preempted request shared is held by the others alone."""
+    """Blocks that a preempted request shared are held by the others alone."""
     driver = Driver(num_blocks=7, block_size=4, depth=1)
     common = [1, 2, 3, 4]
     first = driver.submit([*common, 5, 5, 5], max_tokens=12)

@@ -68,7 +68,7 @@ def test_a_victim_takes_its_whole_request_along() -> None:
 
 
 def test_a_group_in_need_waits_whole_rather_than_in_part() -> None:
-    """It is the last of the order and finds no block: the one before it goes on, the group comes back as one."""
+    """The last of the order finds no block: the request before it goes on, the group comes back as one."""
     driver = Driver(num_blocks=9, block_size=4, depth=1, prefix_cache=False)
     first = driver.submit(list(range(12)), max_tokens=5)
     driver.step()
@@ -110,7 +110,7 @@ def test_a_request_preempted_often_is_passed_over_while_another_can_be_found() -
 
 
 def test_a_request_is_spared_for_what_any_of_its_sequences_went_through() -> None:
-    """Its children came in after the parent had been preempted, and are part of the same request."""
+    """Children that came in after the parent had been preempted are part of the same request."""
     driver = Driver(depth=1, preemption_limit=2, prefix_cache=False)
     first, other = (driver.submit([i] * 10, max_tokens=60) for i in range(2))
     group = driver.submit([7] * 21, max_tokens=12, n=3)

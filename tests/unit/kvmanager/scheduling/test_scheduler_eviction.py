@@ -1,4 +1,4 @@
-"""What goes first when memory is short: golden values for least recently used first, driven through the scheduler."""
+"""Which blocks go first when memory is short: golden values for LRU order, driven through the scheduler."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_using_a_prefix_again_makes_it_the_youngest() -> None:
 
 @pytest.mark.parametrize("short", range(1, 4))
 def test_a_chain_loses_its_deepest_blocks_first(short: int) -> None:
-    """Of equal age the tail goes first, so what is left of a prompt is always its beginning."""
+    """At equal age the tail goes first, so what is left of a prompt is always its beginning."""
     driver = Driver(num_blocks=4, block_size=4)
     chain = [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4
     serve(driver, chain)
@@ -127,7 +127,7 @@ def test_a_chain_loses_its_deepest_blocks_first(short: int) -> None:
 
 
 def test_an_evicted_block_is_found_no_more() -> None:
-    """Its entry is gone with its memory; until then nothing of a request that ended is dropped."""
+    """The entry is gone with the memory; until then nothing of a request that ended is dropped."""
     driver = Driver(num_blocks=3, block_size=4)
     serve(driver, [1] * 8)
     assert (driver.pool.num_active, driver.pool.num_cached_free, driver.pool.num_published) == (0, 2, 2)
@@ -138,7 +138,7 @@ def test_an_evicted_block_is_found_no_more() -> None:
 
 
 def test_with_everything_held_a_request_gives_way_as_a_whole() -> None:
-    """What running requests hold is never taken from them block by block."""
+    """Blocks of running requests are never taken one by one."""
     driver = Driver(num_blocks=6, block_size=4, depth=1)
     requests = [driver.submit([token] * 8, max_tokens=8) for token in (1, 2, 3)]
     driver.step()

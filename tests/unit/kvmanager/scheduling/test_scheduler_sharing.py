@@ -1,4 +1,4 @@
-"""What sequences share in the scheduler: cached prefixes, blocks of one request, and copies of parts of blocks."""
+"""Sharing in the scheduler: cached prefixes, blocks of one request, and copies of parts of blocks."""
 
 import random
 import zlib
@@ -190,7 +190,7 @@ def test_a_fork_that_does_not_fit_is_refused_whole(lacking: str) -> None:
 
 
 def test_a_fork_leaves_the_watermark_to_those_that_run_beside_it() -> None:
-    """Its copies are admitted like any newcomer: the others wait in the queue while a decode may need what is free."""
+    """The copies are admitted like any newcomer: the others wait in the queue while a decode may need what is free."""
     driver = Driver(num_blocks=10, watermark=0.3, depth=1)
     beside = driver.submit([50, 51, 52], max_tokens=20)
     driver.step()
@@ -206,7 +206,7 @@ def test_a_fork_leaves_the_watermark_to_those_that_run_beside_it() -> None:
 
 
 def test_the_tail_of_a_prompt_is_copied_from_a_cached_block() -> None:
-    """Of a block that shares three of four tokens, three are copied and the fourth is computed."""
+    """Three tokens of a block that shares three of four are copied and the fourth is computed."""
     driver = Driver(partial_hits=True)
     first = driver.submit([1, 2, 3, 4, 5, 6, 7, 8, 9], max_tokens=2)
     driver.drain()
@@ -222,7 +222,7 @@ def test_the_tail_of_a_prompt_is_copied_from_a_cached_block() -> None:
 
 
 def test_a_copy_that_would_take_one_block_too_many_is_done_without() -> None:
-    """Its source must not be given away before it is copied, and here it has to be: every block is needed."""
+    """The source must not be given away before it is copied, and here it has to be: every block is needed."""
     driver = Driver(num_blocks=4, partial_hits=True)
     driver.submit([1, 2, 3, 4, 5], max_tokens=1)
     driver.drain()

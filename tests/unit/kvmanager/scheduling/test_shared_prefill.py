@@ -1,4 +1,4 @@
-"""Who waits for whom when sequences that share blocks return together, and who takes over when one leaves."""
+"""Sequences that share blocks and return together wait for one of them; another takes over when that one leaves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pagekv.kvmanager.scheduling.shared_prefill import SharedPrefill
 
 
 def sequences(*computed: int) -> list[Seq]:
-    """Of one request, each with so many positions that it counts as computed."""
+    """Sequences of one request, each with so many positions that it counts as computed."""
     command = GenerateCommand("r", [1] * 100, SamplingParams(max_tokens=9), len(computed))
     request = live_request(command, RequestStream("r", len(computed)), 0, b"root", 0)
     for sequence, count in zip(request.sequences, computed, strict=True):
@@ -39,7 +39,7 @@ def test_nobody_follows_one_that_has_computed_it_all() -> None:
 
 
 def test_a_follower_of_a_follower_waits_for_both() -> None:
-    """What the one between counts as computed is not yet."""
+    """Positions that the sequence between counts as computed are not computed yet."""
     first, second, third = sequences(8, 40, 24)
     followers = SharedPrefill(4)
     followers.wait_for(first, second, 40)
@@ -65,14 +65,14 @@ def test_the_follower_that_shares_most_takes_over() -> None:
 
 
 def test_one_between_two_leaves() -> None:
-    """It counts only what is truly computed, and its follower waits for the one before."""
+    """The one that leaves counts only what is truly computed, and its follower waits for the one before."""
     first, second, third = sequences(8, 40, 40)
     followers = SharedPrefill(4)
     followers.wait_for(first, second, 24)
     followers.wait_for(second, third, 40)
     followers.hand_over(second)
     assert (second.num_computed, second.num_published) == (8, 2)
-    # Of what it shared with the one that left it may share 24 positions with the first alone.
+    # Only 24 of the positions shared with the one that left are shared with the first, too.
     assert third.num_computed == 24
     assert not followers.is_ready(third)
     first.num_computed = 24

@@ -89,7 +89,7 @@ def test_only_blocks_that_are_not_there_yet_are_copied() -> None:
         driver.step()
     driver.scheduler.preempt_all()
     driver.drain()
-    # Of 8 + 6 tokens two full blocks were kept; the third has become full, and a fourth begun.
+    # Two full blocks of 8 + 6 tokens were kept; the third has become full, and a fourth begun.
     assert len(moves(driver, OUT)) == 3 + 2
     assert right(request)
 
@@ -204,7 +204,7 @@ def test_write_back_keeps_what_the_device_evicts() -> None:
 
 
 def test_a_lost_executor_takes_the_host_pool_with_it() -> None:
-    """Its epoch is over: nothing that was kept there is asked for again."""
+    """The epoch is over: nothing that was kept there is asked for again."""
     driver = Driver(num_blocks=8, block_size=4, host_blocks=8, preemption="swap")
     request = started(driver, list(range(10)), steps=2, max_tokens=5)
     driver.scheduler.preempt_all()
@@ -254,7 +254,7 @@ def test_auto_recomputes_where_nothing_was_measured() -> None:
 
 
 def swap_cost(driver: Driver, request: LiveRequest) -> tuple[int, int, int]:
-    """Of all its sequences that hold blocks, as `auto` is asked: published first."""
+    """Cost of all sequences of a request that hold blocks, as for `auto`: published first."""
     group = [s for s in request.sequences if s.state is SeqStatus.RUNNING]
     tables = driver.scheduler._tables
     for sequence in group:
@@ -263,13 +263,13 @@ def swap_cost(driver: Driver, request: LiveRequest) -> tuple[int, int, int]:
 
 
 def held_by_others(driver: Driver) -> LiveRequest:
-    """Of four blocks, 13 positions, another request holds two."""
+    """Another request holds two of four blocks, 13 positions."""
     started(driver, [*range(8), 20, 21, 22, 23, 24], max_tokens=8)
     return started(driver, [*range(8), 30, 31, 32, 33, 34], max_tokens=8)
 
 
 def kept_already(driver: Driver) -> LiveRequest:
-    """Of four blocks, 15 positions, the host pool has three."""
+    """The host pool has three of four blocks, 15 positions."""
     request = started(driver, list(range(12)), steps=2, max_tokens=8)
     driver.scheduler.preempt_all()
     driver.pool.clear_prefix_table()

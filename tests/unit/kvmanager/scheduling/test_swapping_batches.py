@@ -47,7 +47,7 @@ def keep(host: HostPool, digest: bytes | None, tokens: BlockTokens, parent: byte
 
 
 def state(host: HostPool) -> tuple[list[int], list[bytes | None], list[int], int]:
-    """Whatever decides what a pool does next."""
+    """State that decides what a pool does next."""
     return list(host._free), host._key[:], host.ref_counts.tolist(), host.evictions
 
 

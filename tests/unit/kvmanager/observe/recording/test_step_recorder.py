@@ -21,7 +21,7 @@ from pagekv.kvmanager.observe.recording.step_recorder import COLUMNS, StepRecord
 
 @pytest.fixture
 def recording(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Of a busy engine."""
+    """A recording of a busy engine."""
     return record_busy_engine(monkeypatch, tmp_path)
 
 
