@@ -35,6 +35,7 @@ def rehearse(*words: str, **environment: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_nothing_runs_on_when_the_runner_is_killed_and_no_two_runs_share_a_folder(tmp_path: Path) -> None:
     words = ("--only", "machine", "--folder", str(tmp_path), "--seconds", "3600", "--step-seconds", "3000")

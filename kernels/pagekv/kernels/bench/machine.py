@@ -221,10 +221,6 @@ class Clock:
     def spent(self) -> float:
         return self._now() - self._started
 
-    @property
-    def left(self) -> float:
-        return self.total - self.spent
-
     def until(self, share: float) -> Callable[[], bool]:
         """Whether there is time left before `share` of the total is spent."""
         return lambda: self.spent < self.total * share
