@@ -1,6 +1,6 @@
 """What prefixes, blocks and batches are worth, on the whole stack with the demo model on the CPU.
 
-Four tables (CHECKLIST B4, C15, E14, F12 to F15, F19, H5): time to first token and requests a second by the share of a
+Four tables: time to first token and requests a second by the share of a
 prompt that is cached; what prefix caching costs where nothing is ever hit; block sizes; tokens a second by batch.
 Every figure is the median of `--rounds`; rounds of what is compared alternate, because machines are shared and noisy.
 """

@@ -1,5 +1,5 @@
 """Beam search through both processes finds what transformers' `generate(num_beams=...)` finds, in float32, token for
-token, whatever runs beside it and however little room there is (CHECKLIST J2, J3, J4).
+token, whatever runs beside it and however little room there is.
 """
 
 from __future__ import annotations

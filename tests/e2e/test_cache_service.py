@@ -74,7 +74,7 @@ class Load:
 
 
 def test_a_replica_holds_the_managers_tables_after_everything_that_can_happen_to_it() -> None:
-    """CHECKLIST K7. Evictions, pins, resets, a killed executor, and a watcher that joins in the middle of it."""
+    """Evictions, pins, resets, a killed executor, and a watcher that joins in the middle of it."""
 
     async def follow(client: AsyncPageKVClient, replica: TableReplica) -> None:
         async for batch in client.watch_events():
@@ -130,7 +130,7 @@ def test_a_replica_holds_the_managers_tables_after_everything_that_can_happen_to
 
 
 def test_a_pinned_prefix_outlives_a_flood_and_an_expired_one_does_not() -> None:
-    """CHECKLIST F7: a lease does what a dummy request would otherwise be kept running for."""
+    """A lease does what a dummy request would otherwise be kept running for."""
 
     async def run(stack: Stack) -> None:
         pinned, expired, free = ([base + i for i in range(16)] for base in (10, 100, 200))

@@ -1,4 +1,4 @@
-"""CHECKLIST I4 and DESIGN 7: faults of every kind under 32 clients, and not a token lost. `make chaos` goes on longer.
+"""DESIGN 7: faults of every kind under 32 clients, and not a token lost. `make chaos` goes on longer.
 
 The seeds are fixed, the moments are not: whatever they hit, the answers must be those of the undisturbed run.
 """

@@ -1,4 +1,4 @@
-"""`n` continuations of one prompt through real processes: blocks shared, every output its seed's own (CHECKLIST J1)."""
+"""`n` continuations of one prompt through real processes: blocks shared, every output its seed's own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def generate(target: str, *requests: pb.GenerateRequest) -> list[list[Resu
 
 
 def test_five_continuations_hold_the_prompt_once() -> None:
-    """CHECKLIST J1: 100 tokens are 6 full blocks for all five; each has a copy of the 7th and blocks of its own."""
+    """100 tokens are 6 full blocks for all five; each has a copy of the 7th and blocks of its own."""
     request = five(max_tokens=1000)
     request.request_id = "five"
 

@@ -1,4 +1,4 @@
-"""A prefix cache as a plain radix tree, to judge the scheduler's hits by (CHECKLIST E11, G6).
+"""A prefix cache as a plain radix tree, to judge the scheduler's hits by.
 
 A node is one full block of tokens after the blocks before it. Requests come one at a time and run to their end, so
 there is nothing to schedule: a request holds the nodes that its prompt walks along, makes nodes of the blocks it fills,
