@@ -2,8 +2,9 @@
 
 The real CPU backend, driven directly: blocks are copied out and in again by the executor's own calls, and prompts of
 the same length are computed by its own steps. Two models: the demo model, whose tokens are dear to compute and small to
-keep, and one made the other way round, for which there is a crossover (PagedAttention, section 7.3). Ways alternate within a round, and the least time of all rounds counts: a step less a step without it is otherwise
-noise where machines are shared.
+keep, and one made the other way round, for which there is a crossover (PagedAttention, section 7.3). Ways alternate
+within a round, and the least time of all rounds counts: a step less a step without it is otherwise noise where machines
+are shared.
 """
 
 from __future__ import annotations
