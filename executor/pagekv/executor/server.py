@@ -198,7 +198,7 @@ class Executor:
         return backend
 
     async def _shut_down(self, idle: bool) -> int:
-        """`idle`: the compute thread can be waited for, because it is not loading a model."""
+        """`idle`: the worker thread can be waited for, because it is not loading a model."""
         grace_s = self._config.grace_s
         log.info("shutting down", grace_s=grace_s)
         await self._grpc.set_serving(False)
@@ -256,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `pagekv-executor`."""
     config = parse_config(argv)
     setup_logs("executor", config.log_level, config.log_format)
-    # Results are sent while the compute thread already runs Python code of the next step. With the default of 5 ms the
+    # Results are sent while the worker thread already runs Python code of the next step. With the default of 5 ms the
     # event loop would wait so long, several times over, for the interpreter.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     return run_async(lambda: serve(config))

@@ -24,7 +24,7 @@ from pagekv.executor.session.step_check import CheckedStep, EpochLimits, check_s
 
 @dataclass(slots=True)
 class Epoch:
-    """State of one epoch. Owned by the compute thread, except `over`, which the event loop sets to fence the epoch, and
+    """State of one epoch. Owned by the worker thread, except `over`, which the event loop sets to fence the epoch, and
     what collecting a step changes: the times of reports, and unknown tokens.
 
     `over` goes from False to True once and never back: no further step is launched. `failed` does the same for

@@ -7,10 +7,10 @@ the stream, for any reason, ends the epoch.
 The session lives on the event loop; two threads work for it, so that a step is prepared while the one before runs:
 
     event loop:      submit 1 | submit 2                      | report 1 | submit 3          | report 2
-    compute thread:           | launch 1  launch 2            |          | launch 3          |
+    worker thread:           | launch 1  launch 2            |          | launch 3          |
     collect thread:           |           collect 1 (waits)   | collect 2 (waits)            | collect 3 (waits)
 
-The compute thread makes every call of the backend, in the order of the steps. A launched step that is not ready goes to
+The worker thread makes every call of the backend, in the order of the steps. A launched step that is not ready goes to
 the collect thread. One that is ready (a refusal, an error, a backend that computes at once) is collected where it was
 launched, unless the collect thread still has steps before it: then it queues behind them.
 """
@@ -68,15 +68,15 @@ class Session:
         self._compute = compute
         # Started by the first step that is not ready when launched.
         self._collector: WorkerThread | None = None
-        # Jobs of the collect thread: given to it, counted on the compute thread alone, and done, counted on the collect
-        # thread alone. Equal: it has nothing to do, and only the compute thread can change that.
+        # Jobs of the collect thread: given to it, counted on the worker thread alone, and done, counted on the collect
+        # thread alone. Equal: it has nothing to do, and only the worker thread can change that.
         self._num_given = self._num_done = 0
         self._clock_ns = clock_ns
         self._loop = asyncio.get_running_loop()
         self._backend: Backend | None = None
         self._closed = False
         self._model_id = ""
-        # The latest by block size, so that `attach` need not wait for the compute thread to fence an epoch.
+        # The latest by block size, so that `attach` need not wait for the worker thread to fence an epoch.
         self._descriptions: dict[int, BackendDescription] = {}
         self._current: Epoch | None = None
         self._last_epoch = 0
@@ -139,7 +139,7 @@ class Session:
             )
 
     async def _allocate(self, backend: Backend, order: AttachOrder) -> None:
-        """Runs after the step under way, if any: the compute thread takes one job at a time."""
+        """Runs after the step under way, if any: the worker thread takes one job at a time."""
         try:
             await self._ask(
                 backend, lambda: backend.allocate(order.block_size, order.num_device_blocks, order.num_host_blocks)
@@ -231,7 +231,7 @@ class Session:
         return current
 
     def _run(self, epoch: Epoch, stream: StepStream, step: Step) -> None:
-        """On the compute thread: one step, unless its epoch was fenced meanwhile."""
+        """On the worker thread: one step, unless its epoch was fenced meanwhile."""
         if epoch.over:
             return
         launched: LaunchedStep | Exception
@@ -245,7 +245,7 @@ class Session:
         self._in_order(lambda: self._collect(epoch, stream, step, launched), ready)
 
     def _in_order(self, job: Callable[[], None], ready: bool) -> None:
-        """On the compute thread: runs a job after those before it, at once where the job is ready and none is left."""
+        """On the worker thread: runs a job after those before it, at once where the job is ready and none is left."""
         if ready and self._num_given == self._num_done:
             job()
             return
@@ -283,7 +283,7 @@ class Session:
             self._lose(outcome)
 
     async def _ask(self, backend: Backend, function: Callable[[], T]) -> T:
-        """Calls a method of the backend on the compute thread, after the steps posted before; returns or raises as it
+        """Calls a method of the backend on the worker thread, after the steps posted before; returns or raises as it
         does.
         """
 

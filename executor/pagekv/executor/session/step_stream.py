@@ -1,4 +1,4 @@
-"""One Run call between the event loop and the compute thread: a bound on steps in flight, and results in order."""
+"""One Run call between the event loop and the worker thread: a bound on steps in flight, and results in order."""
 
 from __future__ import annotations
 
