@@ -1,4 +1,4 @@
-"""What clients that behave badly cost the others: time between the tokens of well-behaved streams, beside them.
+"""The cost of clients that behave badly to the others: time between the tokens of well-behaved streams, beside them.
 
 Both processes, the oracle at a fixed step time. Streams of one process are read as they come; in turn they run alone,
 and beside another process: calls that nobody reads, calls that are cancelled at once, a flood that the queue refuses.

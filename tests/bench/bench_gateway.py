@@ -1,4 +1,4 @@
-"""What routing by KV events is worth: hit rates of several pairs behind the gateway, one policy after another.
+"""The worth of routing by KV events: hit rates of several pairs behind the gateway, one policy after another.
 
 The load is requests that share long prefixes, too many for one pool and few enough for all of them together. Executors
 are oracles: what is measured is where requests go. Needs pagekv[dev].

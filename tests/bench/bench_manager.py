@@ -32,7 +32,7 @@ class Row:
     low: float
     high: float
     samples: int
-    # What it must not exceed (of a rate: fall short of) on the machine of the peers' figures.
+    # Not to be exceeded (by a rate: not to be fallen short of) on the machine of the peers' figures.
     bound: float | None
     peers: str
 

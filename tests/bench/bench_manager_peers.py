@@ -41,7 +41,7 @@ import numpy as np
 
 BLOCK_SIZE = work.BLOCK_SIZE
 MAX_MODEL_LEN = 262_144
-# What vLLM's core imports for structured output and its HTTP server.
+# Imports of vLLM's core for structured output and its HTTP server.
 ABSENT = ("xgrammar", "llguidance", "fastapi")
 
 
@@ -102,7 +102,7 @@ class Vllm:
             scheduler_config=limits, cache_config=cache, device_config=self.config.DeviceConfig("cpu")
         )
         cache.num_gpu_blocks = num_blocks
-        # What the scheduler asks of a model: plain text in, plain text out.
+        # The questions of the scheduler to a model: plain text in, plain text out.
         absent = (
             "uses_mrope",
             "is_encoder_decoder",
@@ -131,7 +131,7 @@ class Vllm:
         return self.request_class(f"r{index}", prompt, params, None, block_hasher=hasher)
 
     def outcome(self, plan: Any, token: int) -> Any:
-        """What a model runner would answer: one token for everyone."""
+        """The answer of a model runner: one token for everyone."""
         ids = list(plan.num_scheduled_tokens)
         return self.output_class(ids, {name: at for at, name in enumerate(ids)}, [[token] for _ in ids])
 
@@ -227,11 +227,11 @@ class Pair:
     scale: float
     ours: Callable[[], list[float]]
     theirs: Callable[[], list[float]]
-    # What does not vary needs no second round.
+    # A figure that does not vary needs no second round.
     once: bool = False
 
     def measure(self, rounds: int) -> str:
-        """One line of the table. Who goes first alternates."""
+        """One line of the table. The first to go alternates."""
         sides: tuple[list[float], list[float]] = ([], [])
         for at in range(1 if self.once else rounds):
             for side in (0, 1) if at % 2 else (1, 0):

@@ -1,4 +1,4 @@
-"""What can watch an engine, each as `bench_observers.py` measures it; to add one is to write another `part`."""
+"""Parts that can watch an engine, each as `bench_observers.py` measures it; to add one is to write another `part`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What watching costs the step loop: metrics, traces, events, recordings, the page; each alone, and all together.
+"""The cost of watching to the step loop: metrics, traces, events, recordings, the page; each alone, and all together.
 
     python tests/bench/bench_observers.py [--only metrics,record] [--turns 40]
 
 One process with an engine for each part and three without any: the real engine loop over an executor that answers at
-once, 256 running decodes. They take turns of 64 steps, in an order that turns too. What a part puts off it does before
+once, 256 running decodes. The engines take turns of 64 steps, in an order that turns too. Work that a part puts off is done before
 its turn is over: two messages of events for 64 steps, no fewer than there are of steps that take 5 ms.
 
 The machine has moods that halve its speed, so in each round a part is compared with what the engines without any took
@@ -83,7 +83,7 @@ class _Link:
         await self._runner.step()
         self._step += 1
         self._outcomes.append(outcome(plan, self._step, 100 + self._step % 50))
-        # Whoever else has something to do on this event loop does it in every step.
+        # Other tasks of this event loop run in every step.
         await asyncio.sleep(0)
 
     def take_outcome(self) -> StepResult | None:
@@ -211,7 +211,7 @@ class Cost:
     error_s: float
 
     def above(self, other: Cost, share: float) -> Cost:
-        """What it is more than another, divided by `share`."""
+        """The excess over another, divided by `share`."""
         error = math.hypot(self.error_s, other.error_s)
         return Cost((self.own_s - other.own_s) / share, (self.all_s - other.all_s) / share, error / share)
 
@@ -226,14 +226,14 @@ class Comparison:
 
 
 async def compare(names: list[list[str]], turns: int, *, turnover: bool) -> Comparison:
-    """What engines with these parts take more than those without, round by round."""
+    """The time that engines with these parts take over engines without, round by round."""
     num_blocks = RUNNING * (TURN // BLOCK_SIZE * (turns + 4 * WARM_UP) + 8)
     async with AsyncExitStack() as stack:
         runners = [
             await stack.enter_async_context(running(parts, turnover=turnover, num_blocks=num_blocks))
             for parts in [*[[]] * BARE, *names]
         ]
-        # Those without any part are spread over the round.
+        # Engines without any part are spread over the round.
         order = runners[BARE:]
         for number, bare in enumerate(runners[:BARE]):
             order.insert(number * len(runners) // BARE, bare)

@@ -1,4 +1,4 @@
-"""What the live page costs: a look at 100,000 blocks, and frames of their map in headless Chromium, without a GPU.
+"""The cost of the live page: a look at 100,000 blocks, and frames of their map in headless Chromium, without a GPU.
 
     python tests/bench/bench_page.py [--blocks 100000]
 

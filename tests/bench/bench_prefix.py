@@ -1,4 +1,4 @@
-"""What prefixes, blocks and batches are worth, on the whole stack with the demo model on the CPU.
+"""The worth of prefixes, blocks and batches, on the whole stack with the demo model on the CPU.
 
 Four tables: time to first token and requests a second by the share of a
 prompt that is cached; what prefix caching costs where nothing is ever hit; block sizes; tokens a second by batch.

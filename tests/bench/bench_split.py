@@ -1,4 +1,4 @@
-"""What the split into two processes costs: how long the executor waits for its next step, with as many client streams
+"""The cost of the split into two processes: how long the executor waits for its next step, with as many client streams
 attached as there are sequences. `make bench-split`; ARGS=--json for machines, ARGS=--quick for a minute.
 
 The executor is the oracle, whose step lasts as long as it is told to, or as long as its checks take if that is more.
@@ -7,7 +7,7 @@ machine: on two cores the three share them, so each one's CPU is printed. Idle i
 between the end of one step and the beginning of the next, as it measured it and as GetStats says.
 
 Before it, what a server that does nothing but write messages reaches with the same clients: gRPC's part of the limit.
-After it, the size of a step's messages. What clients that behave badly do to others: `bench_bad_clients.py`.
+After it, the size of a step's messages. Clients that behave badly: `bench_bad_clients.py`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def stack(step_ms: float, depth: int, *manager: str) -> Iterator[Stack]:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """What gRPC for Python can do here at most: nothing but messages, as fast as they go."""
+    """The most that gRPC for Python can do here: nothing but messages, as fast as they go."""
 
     streams: int
     messages_per_s: float
@@ -233,7 +233,7 @@ def show(least: Floor, rows: list[Row], messages: list[Message]) -> str:
 
 
 def bars(rows: list[Row], messages: list[Message]) -> list[str]:
-    """What must hold on two cores that nobody else uses. A bar that failed begins with MISSED."""
+    """Bars for two cores that nobody else uses. A bar that failed begins with MISSED."""
     lines = []
     for row in rows:
         bound = BARS.get(row.step_ms)

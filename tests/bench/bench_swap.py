@@ -61,7 +61,7 @@ class Cell:
         return max(self.swap_ms, self.recompute_ms) >= NOISE_MS
 
     def regret(self, way: str) -> float:
-        """What this way, "swap" or "recompute", takes over what the better one takes."""
+        """The time of this way, "swap" or "recompute", over that of the better one."""
         times = {"swap": max(self.swap_ms, NOISE_MS), "recompute": max(self.recompute_ms, NOISE_MS)}
         return times[way] / min(times.values())
 
@@ -92,7 +92,7 @@ def timed(action: Callable[[], object]) -> float:
 
 
 def policy(description: BackendDescription) -> SwapPolicy:
-    """What the manager makes of the executor's description."""
+    """The manager's reading of the executor's description."""
     return SwapPolicy(
         "auto",
         description.bytes_per_block,

@@ -1,4 +1,4 @@
-"""What `bench_manager.py` measures: each function sets one kind of work up, does it, checks it and returns samples.
+"""The workloads of `bench_manager.py`: each function sets one kind of work up, does it, checks it and returns samples.
 
 Nothing is stubbed: the real scheduler over the real pool, prefix cache and token comparison on, SHA-256 identities.
 Samples are seconds for one unit of work; a collection of garbage never falls into one.
@@ -57,7 +57,7 @@ def request(index: int, prompt: list[int], max_tokens: int) -> LiveRequest:
 
 
 def outcome(plan: StepPlan, step: int, token: int) -> StepResult:
-    """What an executor would answer: one token, which ends nobody, for everyone who samples."""
+    """The answer of an executor: one token, which ends nobody, for everyone who samples."""
     seq_ids = plan.sampling.tolist()
     return StepResult(step, seq_ids, [token] * len(seq_ids), {}, plan.num_tokens, 0, 0)
 
@@ -128,7 +128,7 @@ def swaps(length: int, repeats: int, *, back: bool) -> list[float]:
     """Seconds for the preemption that swaps a sequence of `length` tokens out, or for the admission that brings it
     `back` after the device has evicted all of it; either with the plan and the message of its step.
 
-    What the host pool keeps of other sequences makes room, as it does once it has filled up.
+    Blocks of other sequences in the host pool make room, as it does once it has filled up.
     """
     blocks = length // BLOCK_SIZE
     engine = scheduler(2 * blocks, num_host_blocks=blocks + blocks // 4)

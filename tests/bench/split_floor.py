@@ -1,4 +1,4 @@
-"""What gRPC for Python takes by itself, for `bench_split.py`: a server that does nothing but write one small message
+"""The time of gRPC for Python by itself, for `bench_split.py`: a server that does nothing but write one small message
 after the other to every stream, with the manager's pacing. Prints its port; ends with its standard input.
 """
 

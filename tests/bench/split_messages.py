@@ -59,7 +59,7 @@ def decode_plans(running: int, steps: int, *, spread: bool) -> list[StepPlan]:
 
 
 def reports(plans: list[StepPlan]) -> list[ExecutedStep]:
-    """What an executor would report of them."""
+    """An executor's report of them."""
     chance = random.Random(6)
     return [
         ExecutedStep(
@@ -104,7 +104,7 @@ def _message(name: str, data: list[bytes], encode_us: float, decode_us: float) -
 
 
 def _timed(function: Callable[[Item], Result], items: list[Item]) -> tuple[list[Result], float]:
-    """What it returns for each, and the median of the microseconds it takes."""
+    """The return value for each, and the median of the microseconds it takes."""
     results, seconds = [], []
     for item in items:
         begun = time.perf_counter()

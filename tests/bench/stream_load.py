@@ -37,7 +37,7 @@ PREFIX = struct.Struct(">BI")
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What to load with."""
+    """The load."""
 
     target: str
     streams: int
@@ -46,7 +46,7 @@ class Order:
 
 @dataclass(slots=True)
 class Report:
-    """What the streams saw within the window."""
+    """Observations of the streams within the window."""
 
     messages: int
     # Of the stream with the fewest.

@@ -15,7 +15,7 @@ import time
 from chaos.faults import FAULTS
 from chaos.run import Options, chaos
 
-# What --count allows for each of them: most take a second, an executor with torch or a hung one some ten.
+# The time that --count allows for each of them: most take a second, an executor with torch or a hung one some ten.
 SECONDS_PER_FAULT = 30
 
 

@@ -26,7 +26,7 @@ LONGEST_SILENCE_S = 60.0
 
 @dataclass
 class Tally:
-    """What became of everything that was asked for."""
+    """The fate of every request."""
 
     # By what it was: "whole", "resumed", "refused", "broken off", "cancelled", "late".
     counts: Counter[str] = field(default_factory=Counter)
@@ -194,7 +194,7 @@ class Clients:
 
 
 async def undisturbed(target: str, specs: list[Spec]) -> list[Answers]:
-    """What each request brings when nothing happens."""
+    """The answer to each request when nothing happens."""
     async with grpc.aio.insecure_channel(target, options=channel_options(target)) as channel:
         stub: object = pb_grpc.InferenceServiceStub(channel)
         inference = cast("pb_grpc.InferenceServiceAsyncStub", stub)

@@ -1,4 +1,4 @@
-"""What chaos does to a stack, one at a time: each fault leaves both processes running, and says how long it took until
+"""The faults of chaos, one at a time: each fault leaves both processes running, and says how long it took until
 there were new tokens again.
 """
 
@@ -23,7 +23,7 @@ from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import executor_service_pb2 as executor_pb
 
 Recovery = float | None
-# What a step that is none of the manager's may be refused with.
+# Allowed refusals of a step that is none of the manager's.
 REFUSALS = (
     grpc.StatusCode.ABORTED,
     grpc.StatusCode.INVALID_ARGUMENT,

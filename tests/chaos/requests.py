@@ -1,4 +1,4 @@
-"""What chaos asks for, what an undisturbed stack answers, and how an answer is held against that."""
+"""The requests of chaos, the answers of an undisturbed stack, and how an answer is held against that."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Spec:
 
 @dataclass
 class Answer:
-    """What one sequence's stream brought."""
+    """The tokens of one sequence's stream."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
-    # What GenerateComplete said: tokens, text and why it ended; None: the stream has not come to that.
+    # The content of GenerateComplete: tokens, text and why it ended; None: the stream has not come to that.
     end: tuple[tuple[int, ...], str, str] | None = None
 
 

@@ -25,7 +25,7 @@ ALARMS = ("broken invariant", "a step failed", "refused a step", "unexpected err
 
 @dataclass(frozen=True)
 class Options:
-    """What `python -m chaos` is told."""
+    """The options of `python -m chaos`."""
 
     seconds: float
     seed: int
@@ -41,7 +41,7 @@ class Options:
 
 @dataclass
 class Account:
-    """What was done and what was lost."""
+    """The faults done and the losses."""
 
     options: Options
     injected: Counter[str] = field(default_factory=Counter)
@@ -88,7 +88,7 @@ async def chaos(options: Options, say: bool = True) -> Account:
     executor_args = [*ORACLE, "--step-time-ms", "3"] if oracle else list(CPU)
     # Fewer sequences at once than clients, a pool that makes them preempt each other, a queue that floods overrun.
     manager_args = ["--num-device-blocks", "110", "--max-running", "24", "--max-queue", "128"]
-    # What is preempted goes to a host pool that is too small for all, or is recomputed, as the seed says.
+    # A preempted sequence goes to a host pool that is too small for all, or is recomputed, as the seed says.
     manager_args += ["--preemption", rng.choice(["swap", "recompute", "auto"]), "--num-host-blocks", "100"]
     manager_args += rng.choice([["--write-back"], []])
     manager_args += ["--step-timeout-s", str(step_timeout_s), "--grace-s", "200"]

@@ -126,7 +126,7 @@ def web_books(root: Path) -> dict[str, list[list[str]]]:
         if name is None:
             continue
         chapters = [_web_paragraphs(text) for text in re.split(r"<chapter [^>]*sID=[^>]*>", part)]
-        # What precedes the first chapter is the title page of the book.
+        # Before the first chapter is the title page of the book.
         books[name[1]] = [chapter for chapter in chapters[1:] if chapter]
     return books
 

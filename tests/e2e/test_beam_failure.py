@@ -32,7 +32,7 @@ def search(number: int, max_tokens: int, width: int = 4, n: int = 4, **sampling:
 
 
 class Oracle:
-    """What requests must bring over the oracle that a stack serves."""
+    """The answers that requests must bring over the oracle that a stack serves."""
 
     def __init__(self, info: pb.GetModelInfoResponse) -> None:
         self._vocab, self._eos = info.vocab_size, tuple(info.eos_token_ids)
@@ -192,7 +192,7 @@ def test_forty_searches_and_samples_in_a_small_pool_find_what_each_finds_alone()
             assert stats.preemptions_total > 0
             assert stats.executor_restarts_total == 0
 
-    # What four beams of the longest may come to need.
+    # The blocks that four beams of the longest may come to need.
     args = ["--block-size", "4", "--num-device-blocks", "104", "--max-batch-tokens", "64", "--max-running", "24"]
     with running_stack(ORACLE, args) as stack:
         asyncio.run(run(stack))

@@ -174,7 +174,7 @@ def test_searches_at_once_find_what_transformers_finds(args: list[str], world: W
         assert stats.free_blocks == stats.num_blocks
 
 
-# What the largest search may come to need, 4 beams of 28 + 12 tokens, and not a block more.
+# The need of the largest search, 4 beams of 28 + 12 tokens, and not a block more.
 SMALL = {
     "block 1": ["--block-size", "1", "--num-device-blocks", "156", "--pipeline-depth", "1"],
     "block 4": ["--block-size", "4", "--num-device-blocks", "40"],

@@ -30,7 +30,7 @@ Result = tuple[Completion, list[int], str]
 
 
 async def _collect(stream: AsyncStream) -> list[Result]:
-    """What came of each sequence."""
+    """The outcome of each sequence."""
     ids, texts = defaultdict[int, list[int]](list), defaultdict[int, str](str)
     async with stream:
         async for chunk in stream:

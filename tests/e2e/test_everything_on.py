@@ -121,7 +121,7 @@ async def hashes_of(target: str) -> set[int]:
 
 
 async def missed(directory: Path) -> EventReplica:
-    """What a subscriber knows that asks for every event there was."""
+    """The table of a subscriber that asks for every event there was."""
     context = zmq.asyncio.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
@@ -158,7 +158,7 @@ async def watched_load(manager: Process, directory: Path) -> cache_pb.GetStatsRe
     values = {sample.name: sample.value for family in families for sample in family.samples}
     assert values["vllm:generation_tokens_total"] == stats.generated_tokens_total
     assert values["vllm:num_preemptions_total"] == stats.preemptions_total
-    # Of those that left some may have been done by then.
+    # Some of the requests that left may have been done by then.
     assert 2 * REQUESTS <= values["vllm:e2e_request_latency_seconds_count"] <= stats.requests_total
     return stats
 

@@ -71,7 +71,7 @@ def test_a_hung_executor_is_fenced_and_work_resumes() -> None:
                 result = await stream
                 again = await caller.generate(request_for([1, 2], 100, ignore_eos=True))
                 assert result.tokens == again.tokens
-                # What it did of the old epoch after it woke up was refused: no more than one epoch was lost.
+                # Its steps of the old epoch after it woke up were refused: no more than one epoch was lost.
                 assert (await caller.idle_stats()).executor_restarts_total == 1
                 return result.tokens
 

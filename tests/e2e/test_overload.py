@@ -84,7 +84,7 @@ def test_a_request_that_ends_early_gives_its_blocks_back_wherever_it_is(where: s
 SILENCE_S = float(os.environ.get("PAGEKV_TEST_SILENCE_S", "1"))
 
 
-# What one token of a request that runs or waits takes in the manager at most: prompt ids as Python integers and twice
+# The most that one token of a request that runs or waits takes in the manager: prompt ids as Python integers and twice
 # as 4 bytes, its share of a block in the prefix table, and its message while it is read.
 BYTES_PER_TOKEN = 160
 # And each log-probability of it, that of the chosen token included: 9 while it is kept, 50 in the message that waits
@@ -135,9 +135,7 @@ def test_readers_that_stop_reading_hold_nobody_up_and_lose_nothing() -> None:
 
 
 def test_silent_readers_take_no_more_memory_than_their_tokens_and_log_probabilities_may() -> None:
-    """16 calls of 1,900 tokens with 20 log-probabilities each, unread until all have ended. What one position takes
-    while it is kept is in `tests/unit/kvmanager/request/test_logprobs.py`.
-    """
+    """16 calls of 1,900 tokens with 20 log-probabilities each, unread until all have ended. The size of one kept position is in `tests/unit/kvmanager/request/test_logprobs.py`."""
     calls, length, logprobs = 16, 1900, 20
 
     async def run(stack: Stack) -> None:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.e2e
 BLOCKS = 200
 TIMEOUT_S = 60.0
 TEXT = "In the beginning God created the heaven and the earth. And the earth was without form, and void. "
-# What ListBlocks calls a block by what the page does.
+# ListBlocks' names of the page's block states.
 LISTED = {0: "free", 1: "cached", 2: "active", 3: "active", 4: "pinned"}
 
 
@@ -110,7 +110,7 @@ def test_a_pool_that_is_too_small_is_shown_as_it_churns(site: Site) -> None:
     for thread in threads:
         thread.join()
     wait(site.agrees)
-    # What was evicted went to the host, whose map appears when there is something to show.
+    # Evicted blocks went to the host, whose map appears when there is something to show.
     wait(lambda: not site.browser.run("return document.getElementById('host').hidden"))
     assert site.client.stats().evicted_blocks_total > 0
     assert "evicted" in site.browser.text("#event-list")
@@ -330,7 +330,7 @@ def test_more_requests_than_the_list_has_room_for_are_counted(site: Site) -> Non
 
 
 def words(site: Site, selector: str) -> str:
-    """What an element says, however it is spaced."""
+    """The text of an element, however it is spaced."""
     return " ".join(site.browser.text(selector).split())
 
 

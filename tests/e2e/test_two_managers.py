@@ -22,7 +22,7 @@ SLOW = [*ORACLE, "--step-time-ms", "5"]
 
 
 def retry_delay_s(error: grpc.aio.AioRpcError) -> Any:
-    """What RetryInfo says; fails when there is none."""
+    """The delay of RetryInfo; fails when there is none."""
     details = dict(error.trailing_metadata() or ())[STATUS_DETAILS_KEY]
     info = error_details_pb2.RetryInfo()
     assert any(detail.Unpack(info) for detail in status_pb2.Status.FromString(details).details)
@@ -79,7 +79,7 @@ def test_two_managers_that_fight_over_one_executor_both_finish_unharmed(tmp_path
         first, second = [[result.tokens for result in of_one] for of_one in results]
         assert first == second
         assert all(len(tokens) == 60 for tokens in first)
-        # They did fight, and each wrote the other off with ABORTED.
+        # The two did fight, and each wrote the other off with ABORTED.
         assert all(stat.executor_restarts_total > 0 for stat in stats), stats
         for manager in managers:
             assert "ABORTED" in manager.tail(10_000)

@@ -155,7 +155,7 @@ def check_pagekv(args: list[str]) -> None:
 
 @cache
 def make_refuses(target: str) -> str:
-    """What make says of a target that it does not know; empty: it knows it."""
+    """make's complaint about a target that it does not know; empty: it knows it."""
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
     return done.stderr if done.returncode else ""
 

@@ -19,7 +19,7 @@ from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
 
 if TYPE_CHECKING:
-    # These classes exist in the stubs' type files only: at run time one stub class serves both kinds of channel.
+    # Classes that exist in the stubs' type files only: at run time one stub class serves both kinds of channel.
     from pagekv.v1.cache_service_pb2_grpc import CacheServiceAsyncStub
     from pagekv.v1.inference_service_pb2_grpc import InferenceServiceAsyncStub
 

@@ -75,7 +75,7 @@ class RequestFailure:
 
 
 # (status, ErrorInfo.reason) to exception. An empty reason is for statuses that did not come from a PageKV handler: gRPC
-# itself, a proxy. What is not here is a ServerError.
+# itself, a proxy. Any other pair is a ServerError.
 EXCEPTIONS: dict[tuple[grpc.StatusCode, str], Callable[[RequestFailure], PageKVError]] = {
     (grpc.StatusCode.ALREADY_EXISTS, "ALREADY_EXISTS"): lambda f: AlreadyExists(f.field, f.description),
     (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"): lambda f: InvalidRequest(f.field, f.description),

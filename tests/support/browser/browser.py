@@ -35,7 +35,7 @@ class Browser:
         self.driver = driver
 
     def look(self, width: int, height: int, *, dark: bool = False, still: bool = False, scale: float = 1.0) -> None:
-        """What the page thinks it is shown on; a width of less than 600 is a phone's."""
+        """The screen that the page believes in; a width of less than 600 is a phone's."""
         screen = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
         features = [
@@ -49,7 +49,7 @@ class Browser:
         self.driver.get(url)
 
     def run(self, script: str, *args: object) -> Any:
-        """What a script returns."""
+        """The return value of a script."""
         return self.driver.execute_script(script, *args)
 
     def keys(self, selector: str, *keys: str) -> None:
@@ -76,11 +76,11 @@ class Browser:
         self.driver.find_element("css selector", selector).click()
 
     def text(self, selector: str) -> str:
-        """What an element says, on the screen or beyond."""
+        """The text of an element, on the screen or beyond."""
         return str(self.run("return document.querySelector(arguments[0]).textContent", selector))
 
     def complaints(self) -> list[str]:
-        """What the console has to say since the last time."""
+        """The lines of the console since the last time."""
         return [entry["message"] for entry in self.driver.get_log("browser")]  # type: ignore[no-untyped-call]  # unannotated
 
     def picture(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the page makes of its stream: the manager's messages read back, as codec.js and main.js do."""
+"""The reading of the stream by the page: the manager's messages read back, as codec.js and main.js do."""
 
 from __future__ import annotations
 

@@ -33,14 +33,14 @@ def likeliest(prefix: tuple[int, ...], vocab: int, count: int) -> list[tuple[int
 
 
 def expected_beams(prompt: list[int], search: BeamSearch, vocab: int) -> list[tuple[int, ...]]:
-    """What a beam search must return: the search itself, without blocks."""
+    """The result that a beam search must return: the search itself, without blocks."""
     while not search.done:
         search.advance([likeliest((*prompt, *beam.token_ids), vocab, search.num_candidates) for beam in search.beams])
     return [result.token_ids for result in search.results()]
 
 
 def expected_output(prompt: list[int], max_tokens: int, vocab: int, ends: tuple[int, ...] = ()) -> list[int]:
-    """What a sequence must produce whatever happens around it."""
+    """The tokens that a sequence must produce whatever happens around it."""
     tokens = list(prompt)
     for _ in range(max_tokens):
         tokens.append(next_token(tuple(tokens), vocab))
@@ -63,7 +63,7 @@ class _Live:
     identity: CacheIdentity
 
     def content(self, end: int) -> _Content:
-        """What keys and values at position `end - 1` depend on."""
+        """The inputs of keys and values at position `end - 1`."""
         identity = self.identity
         media = [(span.position, span.digest) for span in identity.media if span.position < end]
         return identity.namespace, identity.adapter_id, media, self.tokens[:end]
@@ -155,7 +155,7 @@ class FakeExecutor:
                 self.slots[slot] = seq.content(position + 1)
 
     def _read(self, seq: _Live, count: int) -> tuple[int, ...]:
-        """What the model sees: the prefix, read slot by slot."""
+        """The input of the model: the prefix, read slot by slot."""
         end = seq.computed + count
         for position in range(end):
             slot, content = (

@@ -9,7 +9,7 @@ from pagekv.client.cli.parser import CommandParser
 from pagekv.client.cli.terminal import milliseconds
 from pagekv.client.types import CacheControls, Chunk, Completion, GenerateOptions
 
-# Flag, type, help. What is not given is not sent; bounds are the server's to check, which names the field.
+# Flag, type, help. A flag that is not given is not sent; bounds are the server's to check, which names the field.
 _FLAGS: tuple[tuple[str, type, str], ...] = (
     ("temperature", float, "0 is greedy, higher is more random [1]"),
     ("top-p", float, "sample from the likeliest tokens with this much probability [1: off]"),

@@ -7,7 +7,7 @@ the stream, for any reason, ends the epoch.
 The session lives on the event loop; two threads work for it, so that a step is prepared while the one before runs:
 
     event loop:      submit 1 | submit 2                      | report 1 | submit 3          | report 2
-    worker thread:           | launch 1  launch 2            |          | launch 3          |
+    worker thread:            | launch 1  launch 2            |          | launch 3          |
     collect thread:           |           collect 1 (waits)   | collect 2 (waits)            | collect 3 (waits)
 
 The worker thread makes every call of the backend, in the order of the steps. A launched step that is not ready goes to

@@ -75,7 +75,7 @@ class PinResult:
 
 @dataclass(frozen=True, slots=True)
 class ResetCounts:
-    """What a reset removed, preempted and ended."""
+    """Numbers of what a reset removed, preempted and ended."""
 
     removed_blocks: int
     preempted_sequences: int = 0

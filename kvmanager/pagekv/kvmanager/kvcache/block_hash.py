@@ -105,7 +105,7 @@ class MediaSpan:
 
 @dataclass(frozen=True, slots=True)
 class CacheIdentity:
-    """What a block's identity covers besides its tokens, and whether the request reads and writes the cache."""
+    """The parts of a block's identity besides its tokens, and whether the request reads and writes the cache."""
 
     namespace: str = ""
     adapter_id: str = ""

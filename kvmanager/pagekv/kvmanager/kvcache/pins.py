@@ -32,7 +32,7 @@ def _ignore(blocks: Blocks) -> None:
 
 
 class Pins:
-    """The pins of one pool. They never take blocks that a live request may still need, so it can always finish."""
+    """The pins of one pool. Pins never take blocks that a live request may still need, so every request can finish."""
 
     def __init__(
         self,

@@ -43,13 +43,13 @@ class TableColumns:
 
 
 class Added(NamedTuple):
-    """What became of a chain that was offered to the table."""
+    """The outcome of offering a chain to the table."""
 
     # Positions of the blocks that are in the table now, and whose digest was not.
     entered: list[int]
     # Blocks that were in the table and are no longer: another copy of the same content has their entry now.
     superseded: list[int]
-    # A digest belongs to a block with another content: a hash collision. What follows must not be offered.
+    # A digest belongs to a block with another content: a hash collision. Blocks behind it must not be offered.
     collided: bool
 
 

@@ -54,7 +54,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_caught() -> None:
 def test_long_texts_do_not_hold_up_the_event_loop(
     text: str, in_a_thread: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are encoded in a thread, which leaves the interpreter to others."""
+    """Long texts are encoded in a thread, which leaves the interpreter to others."""
     threads = []
 
     def encode(tokenizer: Tokenizer, text: str, **how: Any) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a GenerateRequest that is taken comes to mean: every value and every default."""
+"""The meaning of an accepted GenerateRequest: every value and every default."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_every_value_arrives() -> None:
 
 
 def test_every_value_of_beam_search_arrives() -> None:
-    """What says no more than an absent field may be there."""
+    """A value that says no more than an absent field may be there."""
     request = beams(
         8,
         n=8,

@@ -169,7 +169,7 @@ def test_another_adapter_of_the_namespace_is_named() -> None:
 
 
 def test_another_namespace_is_never_told() -> None:
-    """What another namespace holds looks as if nobody had ever sent it, also when it was evicted there."""
+    """A block of another namespace looks as if nobody had ever sent it, also when it was evicted there."""
     bench = Bench()
     cache(bench.pool, [*range(8)], root_of("theirs"))
     new = bench.explain([50] * 8, root=root_of("mine"), others=("", "a"))

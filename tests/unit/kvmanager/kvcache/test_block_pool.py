@@ -20,7 +20,7 @@ def rows_of(tokens: list[int], block_size: int) -> NDArray[np.uint32]:
 def publish(pool: BlockPool, blocks: list[int], tokens: list[int]) -> list[bytes]:
     """Publishes the full blocks of `tokens` in `blocks`; returns their digests."""
     digests = chain_digests(ROOT, token_bytes(tokens), pool.block_size)
-    # Those that are in the table already would be offered again, which the scheduler never does.
+    # Blocks that are in the table already would be offered again, which the scheduler never does.
     begin = next((i for i in range(len(digests)) if pool.table.digest(blocks[i]) is None), len(digests))
     if begin < len(digests):
         parent = digests[begin - 1] if begin else ROOT

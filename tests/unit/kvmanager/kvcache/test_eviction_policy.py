@@ -237,7 +237,7 @@ def test_the_protected_share_is_a_bound() -> None:
     assert (order.capacity, order.depth) == (25, 3)
     order.append(blocks)
     assert order.num_protected == 25
-    # What was too much waits behind the other blocks on probation, the oldest first.
+    # The excess waits behind the other blocks on probation, the oldest first.
     assert list(order) == [*range(60, 100), *range(60)]
 
 

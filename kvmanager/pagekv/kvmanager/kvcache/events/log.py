@@ -49,7 +49,7 @@ class TableLog:
         # Changes since the latest step boundary.
         self._pending = Diff()
         self._step = 0
-        # What the removals since the latest step boundary share.
+        # Shared by the removals since the latest step boundary.
         self._removal: Removal | None = None
 
     @property
