@@ -3,8 +3,8 @@
     python tests/bench/bench_observers.py [--only metrics,record] [--turns 40]
 
 One process with an engine for each part and three without any: the real engine loop over an executor that answers at
-once, 256 running decodes. The engines take turns of 64 steps, in an order that turns too. Work that a part puts off is done before
-its turn is over: two messages of events for 64 steps, no fewer than there are of steps that take 5 ms.
+once, 256 running decodes. The engines take turns of 64 steps, in an order that turns too. Work that a part puts off is
+done before its turn is over: two messages of events for 64 steps, no fewer than there are of steps that take 5 ms.
 
 The machine has moods that halve its speed, so in each round a part is compared with what the engines without any took
 in that round, and the rounds give the mean of these differences without the lowest and highest quarter; behind it, its

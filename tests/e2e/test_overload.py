@@ -135,7 +135,9 @@ def test_readers_that_stop_reading_hold_nobody_up_and_lose_nothing() -> None:
 
 
 def test_silent_readers_take_no_more_memory_than_their_tokens_and_log_probabilities_may() -> None:
-    """16 calls of 1,900 tokens with 20 log-probabilities each, unread until all have ended. The size of one kept position is in `tests/unit/kvmanager/request/test_logprobs.py`."""
+    """16 calls of 1,900 tokens with 20 log-probabilities each, unread until all have ended. The size of one
+    kept position is in `tests/unit/kvmanager/request/test_logprobs.py`.
+    """
     calls, length, logprobs = 16, 1900, 20
 
     async def run(stack: Stack) -> None:

@@ -1,8 +1,13 @@
-"""One word per thing: a public class name stands for one class of the product (DESIGN 2)."""
+"""One word per thing: a public class name stands for one class of the product (DESIGN 2). Plain English: a docstring or
+comment is about its object, so none begins a sentence with a pronoun for something else.
+"""
 
 from __future__ import annotations
 
 import ast
+import io
+import re
+import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,3 +32,28 @@ def test_no_two_public_classes_share_a_name() -> None:
                 places[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert len(places) > 200
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+# A sentence that begins so is about something that the docstring or comment does not name.
+PRONOUN = re.compile(r"(?:^|(?<=[.!?:]\s))(Who|What|Whoever|Whatever|Whose|Of those|Those|They|These)\b.{0,40}")
+
+
+def prose(text: str) -> Iterator[str]:
+    """The docstrings and comments of a module, each as one line."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield " ".join((ast.get_docstring(node) or "").split())
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string.lstrip("# ")
+
+
+def test_no_sentence_begins_with_a_pronoun_for_something_else() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {match.group()}"
+        for source in (*SOURCES, "tests")
+        for path in sorted((ROOT / source).rglob("*.py"))
+        for line in prose(path.read_text())
+        for match in PRONOUN.finditer(line)
+    ]
+    assert found == []

@@ -40,7 +40,7 @@ def test_a_prompt_of_10_mb_is_refused_by_name() -> None:
 
 
 def test_a_request_for_another_model_is_refused() -> None:
-    """The part of an answer that a client resumes with: the answer says once of which model it is, and no other may go on with it."""
+    """A resumed request names the model that its first answer named, and no other may go on with it."""
 
     async def body(h: Harness) -> None:
         message = request()

@@ -177,7 +177,7 @@ def test_columns_are_a_copy() -> None:
 
 
 def test_blocks_after_others_enter_only_in_the_simple_case() -> None:
-    """Publications of sequences that decode: each block after the sequence's own one, or else left out and unchanged."""
+    """Publications of sequences that decode: each block after the sequence's own one, or else left out."""
     table = Table()
     table.publish([0, 1], [1, 1, 2, 2])
     digests = table.digests([0, 1])

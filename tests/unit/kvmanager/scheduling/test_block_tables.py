@@ -154,7 +154,9 @@ def test_a_late_arrival_joins_the_batch() -> None:
 
 
 def test_more_is_promised_than_there_is() -> None:
-    """Four requests that may grow to five blocks each run on eight, 2.5 times what there is. The requests preempt each other, all end well, and every block is back."""
+    """Four requests that may grow to five blocks each run on eight, 2.5 times what there is. The requests
+    preempt each other, all end well, and every block is back.
+    """
     driver = Driver(num_blocks=8, block_size=4)
     prompts = [[r * 10 + i for i in range(8)] for r in range(4)]
     requests = [driver.submit(prompt, max_tokens=12) for prompt in prompts]
