@@ -54,10 +54,10 @@ class Observer(SchedulerListener):
         """A request ended; its sequences hold no blocks."""
 
     def pinned(self, blocks: Blocks) -> None:
-        """A pin holds these blocks from now on."""
+        """A pin is about to hold these blocks."""
 
     def unpinned(self, blocks: Blocks) -> None:
-        """The pin of these blocks has ended."""
+        """The pin of these blocks is about to end."""
 
 
 class Observers(Observer):

@@ -88,13 +88,14 @@ class Pins:
                 f"with this prefix {pinned} of {total} blocks would be pinned, and a live request may need "
                 f"{largest_need}"
             )
+        # Before anything changes, so that a recording that ends in an error has it.
+        self._pinned(held)
         self._pool.share(held)
         self.holders[held] += 1
         self.num_blocks = pinned
         pin = PinLease(f"pin-{secrets.token_hex(8)}", held, self._clock() + lease_s)
         self._pins[pin.pin_id] = pin
         heapq.heappush(self._expiries, (pin.expires_at, pin.pin_id))
-        self._pinned(held)
         return pin.pin_id
 
     def unpin(self, pin_id: str) -> int:
@@ -102,13 +103,13 @@ class Pins:
         pin = self._pins.pop(pin_id, None)
         if pin is None:
             return 0
+        self._unpinned(pin.blocks)
         self._pool.free(pin.blocks)
         self.holders[pin.blocks] -= 1
         self.num_blocks -= int(np.count_nonzero(self.holders[pin.blocks] == 0))
         if len(self._expiries) > 2 * len(self._pins) + 64:
             self._expiries = [(pin.expires_at, pin.pin_id) for pin in self._pins.values()]
             heapq.heapify(self._expiries)
-        self._unpinned(pin.blocks)
         return len(pin.blocks)
 
     def expire(self) -> int:

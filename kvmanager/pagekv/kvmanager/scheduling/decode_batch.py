@@ -25,6 +25,8 @@ from pagekv.kvmanager.scheduling.sequence import NO_SEQ_ID, Seq
 Rows = NDArray[np.intp]
 
 _NEVER = np.iinfo(np.int32).max
+# Of rows without a sequence; never appended to.
+_NO_TOKENS = array("I")
 _COLUMNS = (
     *("known", "computed", "pending", "slots", "last_input", "stops_from", "eos_from"),
     *("decoding", "alive", "_tail"),
@@ -76,7 +78,7 @@ class DecodeBatch:
         for seq_id in range(len(self._sequences), capacity):
             heapq.heappush(self._free, seq_id)
         self._sequences += [None] * (capacity - len(self._sequences))
-        self._token_ids += [array("I")] * (capacity - len(self._token_ids))
+        self._token_ids += [_NO_TOKENS] * (capacity - len(self._token_ids))
         for name in _COLUMNS:
             column = getattr(self, name)
             fresh = np.zeros((capacity, *column.shape[1:]), column.dtype)
@@ -148,6 +150,8 @@ class DecodeBatch:
         sequence.num_computed = int(self.computed[seq_id])
         self._removed.discard(seq_id)
         self._sequences[seq_id] = None
+        # Else the tokens of a sequence that has ended stay until its row is used again, which may be never.
+        self._token_ids[seq_id] = _NO_TOKENS
         self.alive[seq_id] = False
         self._stops.pop(seq_id, None)
         heapq.heappush(self._free, seq_id)

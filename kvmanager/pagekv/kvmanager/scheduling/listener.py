@@ -11,7 +11,8 @@ from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 
 
 class SchedulerListener:
-    """Does nothing; listeners override what they need. Each method is called before the scheduler decides anything.
+    """Does nothing; listeners override what they need. Methods whose names end in "ing" are called before the scheduler
+    decides anything; `epoch_began`, `scheduled` and `failed` after it did.
 
     Arguments are live objects: copy what you need before returning.
     """
@@ -25,7 +26,7 @@ class SchedulerListener:
         """`Scheduler.add` was called."""
 
     def scheduled(self, plan: StepPlan | None) -> None:
-        """`Scheduler.schedule` was called, and returns this."""
+        """`Scheduler.schedule` was called and returns `plan`; None also when it raises, which `failed` tells."""
 
     def committing(self, plan: StepPlan, result: StepResult) -> None:
         """`Scheduler.commit` was called."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -80,3 +82,14 @@ def test_a_lost_executor_frees_every_row_and_forgets_what_was_promised() -> None
     assert all((s.seq_id, s.num_pending, s.batch) == (NO_SEQ_ID, 0, None) for s in sequences)
     assert len(batch.decoding_rows()) == 0
     batch.check_integrity([])
+
+
+def test_the_tokens_of_a_sequence_that_has_ended_are_kept_by_nobody() -> None:
+    driver, batch = Driver(), DecodeBatch(4)
+    sequence = decoding(driver, batch, 50)
+    kept = weakref.ref(sequence.token_ids)
+    batch.pending[sequence.seq_id] = 0
+    batch.remove(sequence, finished=True)
+    del driver, sequence
+    gc.collect()
+    assert kept() is None
