@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 from bench_observer_parts import PARTS
-from manager_workloads import outcome
+from manager_workloads import result
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -70,7 +70,7 @@ class _Link:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._outcomes: deque[StepResult] = deque()
+        self._results: deque[StepResult] = deque()
         self._step = 0
 
     async def describe(self, block_size: int, token_budget: int) -> ExecutorDescription:
@@ -82,15 +82,15 @@ class _Link:
     async def send(self, plan: StepPlan, timeout_s: float) -> None:
         await self._runner.step()
         self._step += 1
-        self._outcomes.append(outcome(plan, self._step, 100 + self._step % 50))
+        self._results.append(result(plan, self._step, 100 + self._step % 50))
         # Other tasks of this event loop run in every step.
         await asyncio.sleep(0)
 
-    def take_outcome(self) -> StepResult | None:
-        return self._outcomes.popleft() if self._outcomes else None
+    def take_result(self) -> StepResult | None:
+        return self._results.popleft() if self._results else None
 
     async def close(self) -> None:
-        self._outcomes.clear()
+        self._results.clear()
 
 
 class _Ends(Observer):

@@ -56,7 +56,7 @@ def request(index: int, prompt: list[int], max_tokens: int) -> LiveRequest:
     return live_request(command, RequestStream(command.request_id, 1), index, ROOT, 256)
 
 
-def outcome(plan: StepPlan, step: int, token: int) -> StepResult:
+def result(plan: StepPlan, step: int, token: int) -> StepResult:
     """The answer of an executor: one token, which ends nobody, for everyone who samples."""
     seq_ids = plan.sampling.tolist()
     return StepResult(step, seq_ids, [token] * len(seq_ids), {}, plan.num_tokens, 0, 0)
@@ -79,7 +79,7 @@ def decode_steps(running: int, steps: int) -> list[float]:
     samples: list[float] = []
     with _no_collection():
         for step in range(1, steps + 1):
-            answer = outcome(plan, step, 100 + step % 50)
+            answer = result(plan, step, 100 + step % 50)
             begun = time.perf_counter()
             ahead = engine.schedule()
             engine.commit(plan, answer)
@@ -88,7 +88,7 @@ def decode_steps(running: int, steps: int) -> list[float]:
             assert len(ahead.sampling) == running
             plan = ahead
     assert engine.counters.generated_tokens - before == steps * running
-    engine.commit(plan, outcome(plan, steps + 1, 100))
+    engine.commit(plan, result(plan, steps + 1, 100))
     assert all(len(s.block_table) == -(-s.num_computed // BLOCK_SIZE) for s in engine.running)
     assert all(s.token_ids[-1] == 100 for s in engine.running)
     warm = samples[2 * BLOCK_SIZE :]
@@ -118,7 +118,7 @@ def admissions(length: int, repeats: int, *, cached: bool) -> list[float]:
             # A cached prompt is cached whole, and its last token is computed all the same.
             assert plan.num_tokens == (1 if cached and index else length)
             assert len(new.block_ids) == length // BLOCK_SIZE
-            engine.commit(plan, outcome(plan, 1, 99))
+            engine.commit(plan, result(plan, 1, 99))
             assert engine.pool.num_active == 0
     assert engine.pool.num_published == length // BLOCK_SIZE * (1 if cached else repeats + 1)
     return samples[1:]
@@ -140,7 +140,7 @@ def swaps(length: int, repeats: int, *, back: bool) -> list[float]:
         first, ahead = engine.schedule(), engine.schedule()
         assert first is not None
         assert ahead is not None
-        engine.commit(first, outcome(first, 1, 99))
+        engine.commit(first, result(first, 1, 99))
         with _no_collection():
             begun = time.perf_counter()
             engine.preempt_all()
@@ -149,8 +149,8 @@ def swaps(length: int, repeats: int, *, back: bool) -> list[float]:
             message_out = step_request(out, 1, 3, (2,))
             swapped_out = time.perf_counter()
             # Until its token is here it cannot return.
-            engine.commit(ahead, outcome(ahead, 2, 99))
-            engine.commit(out, outcome(out, 3, 99))
+            engine.commit(ahead, result(ahead, 2, 99))
+            engine.commit(out, result(out, 3, 99))
             engine.pool.clear_prefix_table()
             called = time.perf_counter()
             returned = engine.schedule()
@@ -162,7 +162,7 @@ def swaps(length: int, repeats: int, *, back: bool) -> list[float]:
         for message in (message_out, message_back):
             assert [len(operation.sources) for operation in message.memory_ops] == [blocks + 1]
         assert returned.num_tokens == 1
-        engine.commit(returned, outcome(returned, 4, 99))
+        engine.commit(returned, result(returned, 4, 99))
         engine.finish(added.sequences[0])
     assert engine.host.evictions > (repeats - 1) * blocks
     return samples[1:]

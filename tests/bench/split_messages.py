@@ -14,7 +14,7 @@ import manager_workloads as work
 from pagekv.executor.backend.interface import Sampled
 from pagekv.executor.rpc import wire as executor_wire
 from pagekv.executor.session.step import ExecutedStep
-from pagekv.kvmanager.engine.executor_wire import step_outcome, step_request
+from pagekv.kvmanager.engine.executor_wire import step_request, step_result
 from pagekv.kvmanager.scheduling.step_plan import StepPlan
 from pagekv.v1 import executor_service_pb2 as pb
 
@@ -52,7 +52,7 @@ def decode_plans(running: int, steps: int, *, spread: bool) -> list[StepPlan]:
     for step in range(1, steps + 3):
         assert plan is not None
         ahead = engine.schedule()
-        engine.commit(plan, work.outcome(plan, step, 100))
+        engine.commit(plan, work.result(plan, step, 100))
         plans.append(plan)
         plan = ahead
     return plans[2:]
@@ -92,9 +92,9 @@ def _requests(name: str, plans: list[StepPlan]) -> Message:
     return _message(name, data, encode, decode)
 
 
-def _results(name: str, outcomes: list[ExecutedStep]) -> Message:
-    data, encode = _timed(lambda report: executor_wire.step_result(report).SerializeToString(), outcomes)
-    _, decode = _timed(lambda raw: step_outcome(pb.StepResult.FromString(raw)), data)
+def _results(name: str, results: list[ExecutedStep]) -> Message:
+    data, encode = _timed(lambda report: executor_wire.step_result(report).SerializeToString(), results)
+    _, decode = _timed(lambda raw: step_result(pb.StepResult.FromString(raw)), data)
     return _message(name, data, encode, decode)
 
 

@@ -42,10 +42,10 @@ class Bench:
 
     def __init__(self) -> None:
         self.description = DESCRIPTION
-        # Seconds from sending a step to its outcome, one step after the other.
+        # Seconds from sending a step to its result, one step after the other.
         self.step_s = 0.0
-        # Changes an outcome on its way to the engine.
-        self.bend: Callable[[StepResult], StepResult] = lambda outcome: outcome
+        # Changes a result on its way to the engine.
+        self.bend: Callable[[StepResult], StepResult] = lambda result: result
         # Every step is refused.
         self.broken = False
         # A step with a sequence that begins like one of these ends the link, which says whose fault that was.
@@ -62,7 +62,7 @@ class Link:
         self._bench, self._wake = bench, wake
         self.epoch = 0
         self._steps: deque[StepPlan] = deque()
-        self._outcomes: deque[StepResult] = deque()
+        self._results: deque[StepResult] = deque()
         self._error: ExecutorLost | None = None
         self._executor = FakeExecutor(0, 1, VOCAB)
         bench.link = self
@@ -86,7 +86,7 @@ class Link:
 
     def _finish(self) -> None:
         if self._error is None:
-            outcome = self._executor.run(self._steps[0])
+            result = self._executor.run(self._steps[0])
             if self._bench.broken:
                 self.lose("refused")
                 return
@@ -98,7 +98,7 @@ class Link:
                 self.lose("more sequences than the executor holds")
                 return
             self._steps.popleft()
-            self._outcomes.append(self._bench.bend(outcome))
+            self._results.append(self._bench.bend(result))
             if self._steps:
                 self._begin()
             self._wake()
@@ -107,9 +107,9 @@ class Link:
         self._error = ExecutorLost(reason, fault)
         self._wake()
 
-    def take_outcome(self) -> StepResult | None:
-        if self._outcomes:
-            return self._outcomes.popleft()
+    def take_result(self) -> StepResult | None:
+        if self._results:
+            return self._results.popleft()
         if self._error is not None:
             raise self._error
         return None

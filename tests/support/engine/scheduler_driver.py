@@ -137,8 +137,8 @@ class Driver:
         if not self.in_flight:
             return False
         plan = self.in_flight.popleft()
-        outcome = self.executor.run(plan)
-        deliver(self.scheduler.commit(plan, outcome), outcome)
+        result = self.executor.run(plan)
+        deliver(self.scheduler.commit(plan, result), result)
         return True
 
     def step(self) -> bool:

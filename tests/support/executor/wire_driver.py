@@ -74,10 +74,10 @@ class WireExecutor:
         report = self.epoch.launch(step).collect()
         self.largest_step = max(self.largest_step, report.computed_tokens)
         result = executor_wire.step_result(report).SerializeToString()
-        outcome = wire.step_outcome(pb.StepResult.FromString(result))
-        assert self._in_flight.answered(outcome) is plan
+        answer = wire.step_result(pb.StepResult.FromString(result))
+        assert self._in_flight.answered(answer) is plan
         self._in_flight.pop()
-        return outcome
+        return answer
 
 
 class WireDriver(Driver):

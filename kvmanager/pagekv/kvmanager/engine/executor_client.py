@@ -13,7 +13,7 @@ import grpc
 
 from pagekv.common.server import MAX_RECEIVE_BYTES
 from pagekv.common.statuses import STATUS_DETAILS_KEY
-from pagekv.kvmanager.engine.executor_wire import step_outcome, step_request
+from pagekv.kvmanager.engine.executor_wire import step_request, step_result
 from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.kvmanager.engine.recovery import Fault
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
@@ -62,7 +62,7 @@ class ExecutorLink:
     """One channel and, after `attach`, one epoch. After an error, close the link and make another."""
 
     def __init__(self, target: str, wake: Callable[[], None]) -> None:
-        """`wake` is called when an outcome or the end of the stream is there to be looked at."""
+        """`wake` is called when a result or the end of the stream is there to be looked at."""
         self._target = target
         self._wake = wake
         self._channel = grpc.aio.insecure_channel(
@@ -80,7 +80,7 @@ class ExecutorLink:
         self._stub = cast("pb_grpc.ExecutorServiceAsyncStub", pb_grpc.ExecutorServiceStub(self._channel))
         self._call: grpc.aio.StreamStreamCall[pb.StepRequest, pb.StepResult] | None = None
         self._reader: asyncio.Task[None] | None = None
-        self._outcomes: deque[StepResult] = deque()
+        self._results: deque[StepResult] = deque()
         self._error: ExecutorLost | None = None
         self._eos: tuple[int, ...] = ()
         self._step = 0
@@ -115,11 +115,11 @@ class ExecutorLink:
 
     async def _read(self, call: grpc.aio.StreamStreamCall[pb.StepRequest, pb.StepResult]) -> None:
         try:
-            async for result in call:
-                if result.epoch != self.epoch:
-                    self._error = ExecutorLost(f"a result of epoch {result.epoch} in epoch {self.epoch}")
+            async for message in call:
+                if message.epoch != self.epoch:
+                    self._error = ExecutorLost(f"a result of epoch {message.epoch} in epoch {self.epoch}")
                     break
-                self._outcomes.append(step_outcome(result))
+                self._results.append(step_result(message))
                 self._wake()
             self._error = self._error or ExecutorLost("the executor closed the stream of steps")
         except grpc.aio.AioRpcError as error:
@@ -143,10 +143,10 @@ class ExecutorLink:
                 await asyncio.wait([self._reader], timeout=1.0)
             raise self._error or ExecutorLost("the stream of steps broke") from error
 
-    def take_outcome(self) -> StepResult | None:
-        """The next outcome in step order, or None if there is none yet. Raises ExecutorLost after the last one."""
-        if self._outcomes:
-            return self._outcomes.popleft()
+    def take_result(self) -> StepResult | None:
+        """The next result in step order, or None if there is none yet. Raises ExecutorLost after the last one."""
+        if self._results:
+            return self._results.popleft()
         if self._error is not None:
             raise self._error
         return None

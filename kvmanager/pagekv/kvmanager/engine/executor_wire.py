@@ -32,7 +32,7 @@ _KINDS = {
 }
 
 
-def _memory_ops(moves: list[BlockCopy]) -> list[pb.MemoryOp]:
+def _memory_ops(copies: list[BlockCopy]) -> list[pb.MemoryOp]:
     """Copies as operations, in order. Copies of one operation are of one kind and may all happen at once: a copy that
     writes a block which an earlier one reads or writes, or reads one which an earlier one writes, begins the next.
     """
@@ -40,7 +40,7 @@ def _memory_ops(moves: list[BlockCopy]) -> list[pb.MemoryOp]:
     last: CopyKind | None = None
     read: set[int] = set()
     written: set[int] = set()
-    for kind, source, destination in moves:
+    for kind, source, destination in copies:
         # Only copies have sources and destinations in the same pool.
         meets = destination in written or (kind is CopyKind.COPY and (destination in read or source in written))
         if kind is not last or meets:
@@ -92,20 +92,20 @@ def _sampling(sequence: Seq, eos_token_ids: Iterable[int]) -> pb.StepSampling:
     )
 
 
-def step_outcome(result: pb.StepResult) -> StepResult:
+def step_result(message: pb.StepResult) -> StepResult:
     """The result of a step."""
-    tokens = dict(zip(result.sampled_seqs, result.sampled_tokens, strict=False)) if result.logprobs else {}
+    tokens = dict(zip(message.sampled_seqs, message.sampled_tokens, strict=False)) if message.logprobs else {}
     return StepResult(
-        step=result.step,
-        sampled_seq_ids=list(result.sampled_seqs),
-        sampled_tokens=list(result.sampled_tokens),
+        step=message.step,
+        sampled_seq_ids=list(message.sampled_seqs),
+        sampled_tokens=list(message.sampled_tokens),
         logprobs={
             row.seq_id: TokenLogprobs(
                 tokens.get(row.seq_id, 0), row.chosen, tuple(zip(row.top_token_ids, row.top_logprobs, strict=False))
             )
-            for row in result.logprobs
+            for row in message.logprobs
         },
-        computed_tokens=result.computed_tokens,
-        execute_us=result.execute_us,
-        idle_us=result.idle_us,
+        computed_tokens=message.computed_tokens,
+        execute_us=message.execute_us,
+        idle_us=message.idle_us,
     )

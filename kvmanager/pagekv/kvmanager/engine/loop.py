@@ -159,15 +159,15 @@ class EngineLoop:
         try:
             while not self._state.stopping:
                 self._wake.clear()
-                while (outcome := link.take_outcome()) is not None:
+                while (result := link.take_result()) is not None:
                     # A step stays in flight until it is committed: an answer that does not fit counts as a lost step.
-                    plan = self._in_flight.answered(outcome)
-                    committed = scheduler.commit(plan, outcome)
+                    plan = self._in_flight.answered(result)
+                    committed = scheduler.commit(plan, result)
                     self._in_flight.pop()
-                    self._totals.count(outcome, self._work_left)
+                    self._totals.count(result, self._work_left)
                     self._failed.clear(plan, committed.sequences)
-                    ended = deliver(committed, outcome)
-                    self.observers.committed(plan, outcome, committed)
+                    ended = deliver(committed, result)
+                    self.observers.committed(plan, result, committed)
                     for sequence in ended:
                         self._remove_if_finished(sequence.request, RequestEnd.FINISHED)
                     self._work_left = len(self._live) > 0

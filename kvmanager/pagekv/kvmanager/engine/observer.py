@@ -47,7 +47,7 @@ class Observer(SchedulerListener):
     def planned(self, plan: StepPlan) -> None:
         """A step is about to be sent."""
 
-    def committed(self, plan: StepPlan, outcome: StepResult, committed: Committed) -> None:
+    def committed(self, plan: StepPlan, result: StepResult, committed: Committed) -> None:
         """A step's results were committed and pushed to their streams."""
 
     def ended(self, request: LiveRequest, end: RequestEnd) -> None:

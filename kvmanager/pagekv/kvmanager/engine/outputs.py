@@ -8,13 +8,13 @@ from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq, SeqStatus
 from pagekv.kvmanager.scheduling.step_plan import Committed, StepResult
 
 
-def deliver(committed: Committed, outcome: StepResult) -> list[Seq]:
+def deliver(committed: Committed, result: StepResult) -> list[Seq]:
     """Pushes every token to its request's stream; returns the sequences that ended."""
     for sequence, token in zip(committed.sequences, committed.token_ids, strict=True):
         sequence.request.stream.push_token(sequence.index, token, sequence.cached_tokens or 0, sequence.preemptions)
-    if outcome.logprobs:
+    if result.logprobs:
         for sequence, seq_id in zip(committed.sequences, committed.seq_ids, strict=True):
-            logprobs = outcome.logprobs.get(seq_id)
+            logprobs = result.logprobs.get(seq_id)
             if logprobs is not None:
                 sequence.request.stream.push_logprobs(sequence.index, logprobs)
     ended = [request.sequences[0] for request in committed.searched]

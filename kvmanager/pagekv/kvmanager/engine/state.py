@@ -28,13 +28,13 @@ class EngineTotals:
     aborted_requests_total: int = 0
     rejected_requests_total: int = 0
 
-    def count(self, outcome: StepResult, work_left: bool) -> None:
+    def count(self, result: StepResult, work_left: bool) -> None:
         """Adds a step; `work_left`: the step before it left something to do."""
         self.steps_total += 1
-        self.computed_tokens_total += outcome.computed_tokens
-        self.executor_busy_us_total += outcome.execute_us
+        self.computed_tokens_total += result.computed_tokens
+        self.executor_busy_us_total += result.execute_us
         # Waiting for a step counts against the manager only where there was something to plan.
-        self.executor_idle_us_total += outcome.idle_us if work_left else 0
+        self.executor_idle_us_total += result.idle_us if work_left else 0
 
 
 @dataclass(slots=True)

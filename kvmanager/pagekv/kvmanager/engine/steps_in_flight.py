@@ -35,18 +35,16 @@ class StepsInFlight:
             self._since = self._clock()
         self._plans.append(plan)
 
-    def answered(self, outcome: StepResult) -> StepPlan:
-        """The plan that `outcome` answers, which stays the oldest until `pop`. Raises InvariantError when there is no
+    def answered(self, result: StepResult) -> StepPlan:
+        """The plan that `result` answers, which stays the oldest until `pop`. Raises InvariantError when there is no
         such plan.
         """
-        if not self._plans or outcome.step != self._step:
-            raise InvariantError(
-                f"a result of step {outcome.step}, due is {self._step} of {len(self._plans)} in flight"
-            )
+        if not self._plans or result.step != self._step:
+            raise InvariantError(f"a result of step {result.step}, due is {self._step} of {len(self._plans)} in flight")
         plan = self._plans[0]
-        if outcome.computed_tokens != plan.num_tokens:
+        if result.computed_tokens != plan.num_tokens:
             raise InvariantError(
-                f"step {outcome.step} planned {plan.num_tokens} tokens, the executor computed {outcome.computed_tokens}"
+                f"step {result.step} planned {plan.num_tokens} tokens, the executor computed {result.computed_tokens}"
             )
         return plan
 

@@ -115,7 +115,7 @@ class SimulatedExecutor:
         return BegunStep(plan, self._request[plan.sampling], seconds, self._slots - self._tokens)
 
     def finish(self, step: BegunStep, now_s: float) -> StepResult:
-        """The outcome of a begun step that completes at `now_s`."""
+        """The result of a begun step that completes at `now_s`."""
         seq_ids = step.plan.sampling
         requests = step.requests
         waited = now_s - self._last_token_s[requests]

@@ -59,7 +59,7 @@ def test_what_ends_the_stream_says_whose_fault_it_was(end: PageKVError | grpc.St
         await link.attach("m", MODEL, "any", False)
         await woken.wait()
         with pytest.raises(ExecutorLost) as lost:
-            link.take_outcome()
+            link.take_result()
         assert lost.value.fault is fault
         await link.close()
         await server.stop(None)

@@ -1,8 +1,8 @@
-"""Step plans and outcomes as messages, field by field."""
+"""Step plans and results as messages, field by field."""
 
 from array import array
 
-from pagekv.kvmanager.engine.executor_wire import step_outcome, step_request
+from pagekv.kvmanager.engine.executor_wire import step_request, step_result
 from pagekv.kvmanager.kvcache.block_hash import root_digest
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.logprobs import TokenLogprobs
@@ -122,8 +122,8 @@ def test_ends_that_do_not_count_are_not_banned() -> None:
     assert banned(SamplingParams(min_tokens=1, stop_token_ids=(9,), ignore_eos=True)) == [9]
 
 
-def test_an_outcome_with_log_probabilities() -> None:
-    outcome = step_outcome(
+def test_a_result_with_log_probabilities() -> None:
+    result = step_result(
         pb.StepResult(
             epoch=1,
             step=3,
@@ -135,6 +135,6 @@ def test_an_outcome_with_log_probabilities() -> None:
             idle_us=7,
         )
     )
-    assert (outcome.step, outcome.sampled_seq_ids, outcome.sampled_tokens) == (3, [7, 8], [70, 80])
-    assert outcome.logprobs == {8: TokenLogprobs(80, -0.5, ((81, -0.25), (80, -0.5)))}
-    assert (outcome.computed_tokens, outcome.execute_us, outcome.idle_us) == (5, 6, 7)
+    assert (result.step, result.sampled_seq_ids, result.sampled_tokens) == (3, [7, 8], [70, 80])
+    assert result.logprobs == {8: TokenLogprobs(80, -0.5, ((81, -0.25), (80, -0.5)))}
+    assert (result.computed_tokens, result.execute_us, result.idle_us) == (5, 6, 7)

@@ -30,20 +30,20 @@ def test_tokens_come_through_and_blocks_go_back(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     "bend",
     [
-        lambda outcome: replace(outcome, computed_tokens=outcome.computed_tokens + 1),
-        lambda outcome: replace(outcome, sampled_seq_ids=[999], sampled_tokens=[1]),
-        lambda outcome: replace(outcome, sampled_tokens=[]),
-        lambda outcome: replace(outcome, step=outcome.step + 1),
+        lambda result: replace(result, computed_tokens=result.computed_tokens + 1),
+        lambda result: replace(result, sampled_seq_ids=[999], sampled_tokens=[1]),
+        lambda result: replace(result, sampled_tokens=[]),
+        lambda result: replace(result, step=result.step + 1),
     ],
 )
 def test_an_answer_that_does_not_fit_its_step_costs_an_epoch_and_no_token(
     monkeypatch: pytest.MonkeyPatch, depth: int, bend: Callable[[StepResult], StepResult]
 ) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
-        def once(outcome: StepResult) -> StepResult:
-            if outcome.step < 3 or len(bench.attaches) > 1:
-                return outcome
-            return bend(outcome)
+        def once(result: StepResult) -> StepResult:
+            if result.step < 3 or len(bench.attaches) > 1:
+                return result
+            return bend(result)
 
         bench.bend = once
         assert await read(engine.submit(command("a", [1, 2, 3]))) == expect([1, 2, 3])
@@ -55,7 +55,7 @@ def test_an_answer_that_does_not_fit_its_step_costs_an_epoch_and_no_token(
 def test_an_answer_that_nobody_asked_for_costs_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         assert bench.link is not None
-        bench.link._outcomes.append(StepResult(1, [], [], {}, 0, 0, 0))
+        bench.link._results.append(StepResult(1, [], [], {}, 0, 0, 0))
         bench.link._wake()
         assert await read(engine.submit(command("a", [1, 2, 3]))) == expect([1, 2, 3])
         assert len(bench.attaches) == 2

@@ -13,7 +13,7 @@ from pagekv.kvmanager.engine.loop import EngineLoop
 
 def test_idle_time_counts_only_while_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
-        bench.bend = lambda outcome: replace(outcome, idle_us=1000)
+        bench.bend = lambda result: replace(result, idle_us=1000)
         for count in (1, 2):
             await read(engine.submit(command(f"r{count}", [count, 2, 3])))
             await asyncio.sleep(0.05)

@@ -176,9 +176,9 @@ def test_a_broken_invariant_happens_again(tmp_path: Path) -> None:
     driver.submit([1, 2, 3], max_tokens=4)
     plan = driver.plan()
     assert plan is not None
-    outcome = driver.executor.run(plan)
+    result = driver.executor.run(plan)
     with pytest.raises(InvariantError, match="sampled other sequences"):
-        driver.scheduler.commit(plan, replace(outcome, sampled_seq_ids=[77]))
+        driver.scheduler.commit(plan, replace(result, sampled_seq_ids=[77]))
     driver.lose_executor()
     driver.drain()
     path = tmp_path / "steps"

@@ -81,10 +81,10 @@ class RequestMetrics(Observer):
                 progress.scheduled = now
                 self.queue_time.observe(now - progress.submitted)
 
-    def committed(self, plan: StepPlan, outcome: StepResult, committed: Committed) -> None:
+    def committed(self, plan: StepPlan, result: StepResult, committed: Committed) -> None:
         now = self._clock()
-        self.step_seconds.observe(outcome.execute_us * 1e-6)
-        self.step_tokens.observe(outcome.computed_tokens)
+        self.step_seconds.observe(result.execute_us * 1e-6)
+        self.step_tokens.observe(result.computed_tokens)
         for position in self._inter_token.take(committed.sequences, now):
             self._first_token(committed.sequences[position].request, now)
         for position, ending in committed.endings.items():
@@ -92,8 +92,8 @@ class RequestMetrics(Observer):
         for request in committed.searched:
             assert request.search is not None
             self._first_token(request, now)
-            for result in request.search.results():
-                self._count(request, result.finish.value)
+            for hypothesis in request.search.results():
+                self._count(request, hypothesis.finish.value)
 
     def _first_token(self, request: LiveRequest, now: float) -> None:
         progress = self._live.get(request)

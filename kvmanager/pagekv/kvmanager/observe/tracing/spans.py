@@ -163,7 +163,7 @@ class RequestSpans(Observer):
             if progress.left <= 0:
                 del self._prefilling[seq_id]
 
-    def committed(self, plan: StepPlan, outcome: StepResult, committed: Committed) -> None:
+    def committed(self, plan: StepPlan, result: StepResult, committed: Committed) -> None:
         chunks = self._chunks.popleft() if self._chunks else []
         before, now = self._latest_commit, self._clock()
         self._latest_commit = now

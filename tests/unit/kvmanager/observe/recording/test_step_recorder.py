@@ -57,9 +57,9 @@ def test_an_error_is_recorded_behind_the_call_that_raised_it() -> None:
     driver.submit([1, 2, 3], max_tokens=4)
     plan = driver.plan()
     assert plan is not None
-    outcome = driver.executor.run(plan)
+    result = driver.executor.run(plan)
     with pytest.raises(InvariantError, match="sampled other sequences"):
-        driver.scheduler.commit(plan, replace(outcome, sampled_seq_ids=[77]))
+        driver.scheduler.commit(plan, replace(result, sampled_seq_ids=[77]))
     *_, call, error = [msgpack.unpackb(packed) for _, packed in msgpack.Unpacker(BytesIO(driver.memory.content))]
     assert (call[0], error[0]) == ("commit", "error")
     assert "sampled other sequences" in error[1]
