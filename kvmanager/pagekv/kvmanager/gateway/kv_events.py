@@ -1,9 +1,8 @@
 """The prefix table for a gateway that routes by it: batches of a `TableWatch` as `smg.grpc.common.KvEventBatch`.
 
 A gateway matches the tokens of a prompt against blocks from the start of a sequence, and its requests have no
-namespace, adapter or media. Therefore batches have only
-device blocks that such a prompt can hit. A block's name is the first 56
-bits of its digest.
+namespace, adapter or media. Therefore batches have only device blocks that such a prompt can hit. A block's name is the
+first 56 bits of its digest.
 """
 
 from __future__ import annotations
