@@ -152,7 +152,7 @@ bench: $(DEV_STAMP) ## measure the stack against transformers on the same model 
 	@$(BIN)/python tests/bench/compare_with_transformers.py $(ARGS)
 
 .PHONY: chaos
-chaos: $(DEV_STAMP) ## kill, hang, flood and fight at random for ten minutes; what was lost (ARGS="--seconds 60 --seed 1")
+chaos: $(DEV_STAMP) ## kill, hang, flood and fight at random for nine minutes; what was lost (ARGS="--seconds 60 --seed 1")
 	@PYTHONPATH=tests $(BIN)/python -m chaos $(ARGS)
 
 .PHONY: ci
@@ -181,7 +181,7 @@ clean: ## remove environments, caches and build output
 .PHONY: help
 help: ## this list
 	@echo "usage: make TARGET"; echo
-	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1|\2/p' Makefile | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1|\2/p' Makefile | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
 
 # --- environments: reinstalled only when what they are made from changed
 

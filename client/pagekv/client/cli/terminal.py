@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import textwrap
 import time
@@ -16,6 +17,14 @@ _BAR_WIDTH = 28
 _NARROWEST = 20
 # Redraws of the status line a second, at most.
 _REDRAWS_PER_S = 12
+
+
+def pagekv_command() -> str:
+    """`pagekv` as it can be typed in this shell: with its path where it is in an environment that is not active."""
+    started = os.path.relpath(sys.argv[0])
+    if shutil.which("pagekv") or os.path.basename(started) != "pagekv":
+        return "pagekv"
+    return started
 
 
 class Terminal:

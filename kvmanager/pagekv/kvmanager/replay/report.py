@@ -116,7 +116,10 @@ def as_table(rows: Sequence[Row]) -> str:
             cells.append(f"{timing.refused:,}")
         lines.append([*cells, f"{row.wall_s:.1f} s"])
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    table = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    if any(row.timing is not None and row.timing.refused for row in rows):
+        table.append("refused: requests that need more blocks than the pool has; the hit rates leave them out")
+    return "\n".join(table)
 
 
 def _cells(spread: Spread | None) -> list[str]:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import io
+import shutil
+import sys
 
-from pagekv.client.cli.terminal import Terminal, milliseconds, table
+import pytest
+
+from pagekv.client.cli.terminal import Terminal, milliseconds, pagekv_command, table
 
 
 class Screen(io.StringIO):
@@ -36,3 +40,19 @@ def test_tables_and_times() -> None:
     assert [milliseconds(s) for s in (None, 0.0001234, 0.00123, 0.123, 12.3)] == [
         "-", "0.12 ms", "1.2 ms", "123 ms", "12300 ms",
     ]  # fmt: skip  # several entries a line: one each would fill a screen
+
+
+@pytest.mark.parametrize(
+    ("argv", "found", "name"),
+    [
+        (".venv/bin/pagekv", None, ".venv/bin/pagekv"),
+        (".venv/bin/pagekv", "/usr/bin/pagekv", "pagekv"),
+        ("cli/__main__.py", None, "pagekv"),
+    ],
+)
+def test_the_command_is_named_as_it_can_be_typed(
+    argv: str, found: str | None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [argv])
+    monkeypatch.setattr(shutil, "which", lambda command: found)
+    assert pagekv_command() == name

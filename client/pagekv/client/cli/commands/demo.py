@@ -10,7 +10,7 @@ from pagekv.client.cli.commands.generate import stream_text
 from pagekv.client.cli.commands.up import add_stack_flags, describe, stack_config, wait_ready
 from pagekv.client.cli.parser import Subparsers, add_command
 from pagekv.client.cli.sampling_flags import Stopwatch
-from pagekv.client.cli.terminal import Terminal, milliseconds
+from pagekv.client.cli.terminal import Terminal, milliseconds, pagekv_command
 from pagekv.client.client import PageKVClient
 from pagekv.client.launcher.stack import Stack
 from pagekv.client.types import Completion, GenerateOptions
@@ -98,7 +98,8 @@ def _show(client: PageKVClient, args: argparse.Namespace, terminal: Terminal, re
             f"{stats.active_blocks} of {stats.num_blocks} blocks in use, "
             f"{stats.cached_free_blocks} free ones hold cached prefixes."
         )
-        terminal.print("Next: pagekv up, and in a second terminal pagekv chat, pagekv stats, pagekv bench.")
+        name = pagekv_command()
+        terminal.print(f"Next: {name} up, and in a second terminal {name} chat, {name} stats, {name} bench.")
     else:
         terminal.json(
             {

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from pagekv.client.channel import DEFAULT_TARGET
 from pagekv.client.cli.parser import CommandParser, Subparsers, UsageError, add_command, add_flags
-from pagekv.client.cli.terminal import Terminal
+from pagekv.client.cli.terminal import Terminal, pagekv_command
 from pagekv.client.client import PageKVClient
 from pagekv.client.launcher.child_flags import flag_value, is_bare_oracle, tokenizer_name, vocabulary_args
 from pagekv.client.launcher.gateway import DEFAULT_PORT, POLICIES, GatewayConfig
@@ -204,12 +204,13 @@ def _announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> Non
         terminal.json({**found, "pids": {child.name: child.popen.pid for child in stack.children}})
         return
     where = "" if stack.target == DEFAULT_TARGET else f" --target {stack.target}"
+    name = pagekv_command()
     what = '"In the beginning"' if info.has_tokenizer else "--token-ids 1,2,3"
     lines = [
         f"PageKV is ready at {terminal.bold(stack.target)}",
         f"  {describe(info)}",
-        f"  try: {terminal.bold(f'pagekv generate{where} {what}')}",
-        f"  or:  pagekv stats{where}",
+        f"  try: {terminal.bold(f'{name} generate{where} {what}')}",
+        f"  or:  {name} stats{where}",
     ]
     if openai:
         lines.append(f"  OpenAI endpoint: {terminal.bold(openai)}")
