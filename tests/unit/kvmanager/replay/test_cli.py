@@ -60,7 +60,8 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     argv = [MOONCAKE, "--blocks", "1000,4000", "--block-size", "64", "--limit", "12"]
     assert main(argv) == 0
     out, err = capsys.readouterr()
-    head, empty, *table = out.splitlines()
+    head, empty, *table, refused = out.splitlines()
+    assert refused == "refused: requests that need more blocks than the pool has; the hit rates leave them out"
     assert head == "mooncake_sample.jsonl, timed mode: 12 requests, blocks of 64 tokens"
     assert empty == err == ""
     assert table[0].split()[:4] == ["policy", "blocks", "hits/blocks", "hits/tokens"]
