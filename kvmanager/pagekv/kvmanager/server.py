@@ -18,8 +18,8 @@ from pagekv.kvmanager.api.inference_service import InferenceService
 from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.config import FROM_EXECUTOR, NO_TOKENIZER, ManagerConfig, parse_config
 from pagekv.kvmanager.engine.executor_client import AttachRefused
-from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.kvmanager.engine.loop import EngineLoop
+from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.observe.exporters import Exporters
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 from pagekv.kvmanager.observe.tracing.spans import RequestSpans

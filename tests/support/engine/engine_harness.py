@@ -13,10 +13,10 @@ from support.engine.fake_executor import FakeExecutor, expected_output
 from pagekv.kvmanager.engine import loop as engine_loop
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.executor_client import ExecutorDescription, ExecutorLost
-from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import Observer
 from pagekv.kvmanager.engine.recovery import Fault
+from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import fields
 
 from pagekv.common.errors import AlreadyExists
-from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.kvmanager.engine.queries import EngineQueries
 from pagekv.kvmanager.engine.views import (
     BlockOutcome,
     BlockView,
+    EngineInfo,
     EngineStats,
     ExplainedBlock,
     ExplainedPrefix,

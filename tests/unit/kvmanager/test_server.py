@@ -22,8 +22,8 @@ from support.engine import small_tokenizers
 from pagekv.common.port_file import read_port_file
 from pagekv.kvmanager import server
 from pagekv.kvmanager.config import ManagerConfig, parse_config
-from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.kvmanager.engine.loop import EngineLoop
+from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import inference_service_pb2_grpc as pb_grpc
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagekv.common.errors import Unavailable
-from pagekv.kvmanager.engine.interface import Engine, EngineInfo
+from pagekv.kvmanager.engine.interface import Engine
+from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pagekv.common.errors import FailedPrecondition, InvalidRequest
 from pagekv.kvmanager.api.prompt_reader import PromptReader, check_token_ids
 from pagekv.kvmanager.engine.capacity import check_output_fits, check_prompt_fits, longest_sequence
-from pagekv.kvmanager.engine.interface import EngineInfo
+from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.scheduling.beam_search import MAX_CANDIDATES

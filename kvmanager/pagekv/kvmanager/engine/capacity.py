@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagekv.common.errors import InvalidRequest, Unavailable
-from pagekv.kvmanager.engine.interface import EngineInfo
+from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.request.command import GenerateCommand
 
 

@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from pagekv.kvmanager.engine.queries import EngineQueries
+from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.request.stream import RequestStream
-
-if TYPE_CHECKING:
-    from pagekv.kvmanager.engine.queries import EngineQueries
-
-
-@dataclass(frozen=True, slots=True)
-class EngineInfo:
-    """The model that the attached executor serves, and the limits of the deployment."""
-
-    model_id: str
-    model_fingerprint: str
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    block_size: int
-    num_device_blocks: int
-    num_host_blocks: int
-    backend: str
-    # Keys and values of one block, over all layers.
-    bytes_per_block: int = 0
 
 
 class Engine(Protocol):

@@ -21,7 +21,6 @@ from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.capacity import fits
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.executor_client import AttachRefused, ExecutorLink, ExecutorLost
-from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.kvmanager.engine.live_requests import LiveRequests
 from pagekv.kvmanager.engine.observer import Observers, RequestEnd
 from pagekv.kvmanager.engine.outputs import deliver, deliver_abort, unfinished_outputs
@@ -30,6 +29,7 @@ from pagekv.kvmanager.engine.recovery import FailedSteps, Fault, Reconnect
 from pagekv.kvmanager.engine.sizing import size_limits, size_model
 from pagekv.kvmanager.engine.state import RETRY_DELAY_S, EngineState
 from pagekv.kvmanager.engine.steps_in_flight import StepsInFlight
+from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_hash import root_digest
 from pagekv.kvmanager.kvcache.block_pool import BlockPool

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from enum import Enum
 
 from pagekv.common.logs import Log
-from pagekv.kvmanager.engine.interface import EngineInfo
+from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.kvcache.prefix_table import Blocks
 from pagekv.kvmanager.scheduling.listener import SchedulerListener
 from pagekv.kvmanager.scheduling.sequence import LiveRequest

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.executor_client import AttachRefused, ExecutorDescription
-from pagekv.kvmanager.engine.interface import EngineInfo
+from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 
 

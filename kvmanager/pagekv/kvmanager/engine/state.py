@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pagekv.common.errors import Unavailable
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.config import EngineConfig
-from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.kvmanager.engine.live_requests import LiveRequests
+from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.step_plan import StepResult
 

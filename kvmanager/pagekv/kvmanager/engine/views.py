@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    pass
 
 
 def by_name(view: Any) -> dict[str, Any]:
@@ -209,3 +212,20 @@ class EngineStats:
     written_back_blocks_total: int = 0
     host_evicted_blocks_total: int = 0
     unread_sequences: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """The model that the attached executor serves, and the limits of the deployment."""
+
+    model_id: str
+    model_fingerprint: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    block_size: int
+    num_device_blocks: int
+    num_host_blocks: int
+    backend: str
+    # Keys and values of one block, over all layers.
+    bytes_per_block: int = 0

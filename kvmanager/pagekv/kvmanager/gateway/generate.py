@@ -13,7 +13,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.api.validation import MAX_LOGPROBS
 from pagekv.kvmanager.engine.capacity import longest_sequence
-from pagekv.kvmanager.engine.interface import EngineInfo
+from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
 

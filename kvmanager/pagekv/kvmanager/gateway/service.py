@@ -27,7 +27,8 @@ from pagekv.kvmanager.api.generate_call import GenerateCall
 from pagekv.kvmanager.api.inference_service import trace_parent_of
 from pagekv.kvmanager.api.served_model import Served, ServedModel
 from pagekv.kvmanager.api.validation import read_abort_ids, read_generate
-from pagekv.kvmanager.engine.interface import Engine, EngineInfo
+from pagekv.kvmanager.engine.interface import Engine
+from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.gateway.generate import read_request, write_response
 from pagekv.kvmanager.gateway.kv_events import MAX_BLOCKS, KvEvents
 from pagekv.kvmanager.kvcache.block_hash import root_digest

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.kvmanager.engine.observer import Observer, RequestEnd
+from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import StepPlan
 

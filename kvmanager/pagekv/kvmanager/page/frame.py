@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pagekv.kvmanager.engine.interface import Engine, EngineInfo
-from pagekv.kvmanager.engine.views import EngineStats, by_name
+from pagekv.kvmanager.engine.interface import Engine
+from pagekv.kvmanager.engine.views import EngineInfo, EngineStats, by_name
 from pagekv.kvmanager.page.block_states import HOST_STATES, STATES, Bytes, change, counts, whole
 
 # Requests in a frame.

@@ -23,9 +23,9 @@ import zmq.asyncio
 
 from pagekv.common.errors import FellBehind, LimitExceeded, Unavailable
 from pagekv.common.logs import Log
-from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import Observer
+from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 from pagekv.kvmanager.observe.kv_events.extra_keys import ExtraKeys
 from pagekv.kvmanager.observe.kv_events.vllm_format import Events, KvEventFormat, pack

@@ -17,8 +17,8 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.registry import Collector
 
 from pagekv.common.errors import Unavailable
-from pagekv.kvmanager.engine.interface import Engine, EngineInfo
-from pagekv.kvmanager.engine.views import EngineStats
+from pagekv.kvmanager.engine.interface import Engine
+from pagekv.kvmanager.engine.views import EngineInfo, EngineStats
 from pagekv.kvmanager.observe.metrics.histogram import Histogram
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 

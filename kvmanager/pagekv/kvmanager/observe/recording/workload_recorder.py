@@ -19,8 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.kvmanager.engine.observer import Observer, RequestEnd
+from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.kvcache.block_hash import (
     TOKEN_BYTES,
     block_digest,

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pagekv.kvmanager.engine.interface import EngineInfo
 from pagekv.kvmanager.engine.observer import Observer, RequestEnd
+from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
 from pagekv.kvmanager.scheduling.step_plan import Committed, NewSeq, StepPlan, StepResult
 
