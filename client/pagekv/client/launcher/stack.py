@@ -94,8 +94,9 @@ class Child:
             self.reader.join(timeout=2)
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
         if status == USAGE:
-            # argparse's usage stands before the reason, and is longer than what is kept.
-            reason = [line for line in self.lines if not line.startswith(("usage:", " "))]
+            # argparse's usage stands before the reason, and is longer than what is kept; behind it stands a hint at the
+            # process's own --help.
+            reason = [line for line in self.lines if not line.startswith(("usage:", " ", "Try '"))]
             return StackError(f"the {self.name} refuses its command line: " + "\n".join(reason), exit_status=USAGE)
         return StackError(f"the {self.name} {how}" + (self.tail() if self.lines else " and said nothing"))
 

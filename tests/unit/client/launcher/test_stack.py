@@ -250,7 +250,8 @@ def test_the_page_has_the_port_asked_for_or_a_free_one_where_that_is_taken(journ
 
 @pytest.mark.parametrize("words", ["argument --block-size: must be a power of two", "two\nlines"])
 def test_a_usage_error_is_passed_through_without_the_usage(journal: Path, words: str) -> None:
-    script = f"import sys; print('usage: x [-h]\\n  [--y]', {words!r}, sep='\\n', file=sys.stderr); sys.exit(2)"
+    told = f"usage: x [-h]\n  [--y]\n{words}\nTry 'x --help'."
+    script = f"import sys; print({told!r}, file=sys.stderr); sys.exit(2)"
     with Stack(config(journal, manager_command=[sys.executable, "-c", script])) as stack:
         stack.start()
         with pytest.raises(StackError) as caught:
