@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("proto/pagekv/common", "kvmanager/pagekv", "executor/pagekv", "kernels/pagekv", "client/pagekv")
+PAGE = "kvmanager/pagekv/kvmanager/page/static"
 
 
 def public_classes(body: list[ast.stmt]) -> Iterator[ast.ClassDef]:
@@ -48,12 +49,25 @@ def prose(text: str) -> Iterator[str]:
             yield token.string.lstrip("# ")
 
 
+# A comment of a script: the `//` lines that stand together, or what stands behind code.
+SCRIPT_COMMENT = re.compile(r"^[ \t]*//.*(?:\n[ \t]*//.*)*|(?<=\s)//\s.*", re.MULTILINE)
+
+
+def script_prose(text: str) -> Iterator[str]:
+    """The comments of a script of the page, each as one line."""
+    for comment in SCRIPT_COMMENT.findall(text):
+        yield " ".join(line.strip().lstrip("/ ") for line in comment.split("\n"))
+
+
 def test_no_sentence_begins_with_a_pronoun_for_something_else() -> None:
+    modules = [path for source in (*SOURCES, "tests") for path in sorted((ROOT / source).rglob("*.py"))]
+    scripts = sorted((ROOT / PAGE).glob("*.js"))
+    assert len(scripts) > 10
     found = [
         f"{path.relative_to(ROOT)}: {match.group()}"
-        for source in (*SOURCES, "tests")
-        for path in sorted((ROOT / source).rglob("*.py"))
-        for line in prose(path.read_text())
+        for read, paths in ((prose, modules), (script_prose, scripts))
+        for path in paths
+        for line in read(path.read_text())
         for match in PRONOUN.finditer(line)
     ]
     assert found == []

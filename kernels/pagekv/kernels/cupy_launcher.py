@@ -35,6 +35,7 @@ class GpuUnavailable(RuntimeError):
 
 
 def say_on_stderr(line: str) -> None:
+    """Writes a line to standard error at once."""
     print(line, file=sys.stderr, flush=True)
 
 

@@ -68,6 +68,7 @@ class Nvrtc:
 
     @property
     def version(self) -> tuple[int, int]:
+        """Major and minor version of the compiler, such as (12, 4)."""
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._check(self._library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
         return major.value, minor.value

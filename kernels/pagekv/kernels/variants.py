@@ -58,10 +58,12 @@ class Variant:
 
     @property
     def element_bytes(self) -> int:
+        """Bytes of an element of `dtype`."""
         return DTYPE_BYTES[self.dtype]
 
     @property
     def kv_element_bytes(self) -> int:
+        """Bytes of an element of `kv_dtype`."""
         return DTYPE_BYTES[self.kv_dtype]
 
     def macros(self) -> dict[str, int]:

@@ -62,15 +62,19 @@ class Log:
         self._logger = logging.getLogger(name)
 
     def debug(self, message: str, **fields: Any) -> None:
+        """Logs details for the search of an error."""
         self._logger.debug(message, extra={"fields": fields})
 
     def info(self, message: str, **fields: Any) -> None:
+        """Logs what an operator wants to know of a healthy server."""
         self._logger.info(message, extra={"fields": fields})
 
     def warning(self, message: str, **fields: Any) -> None:
+        """Logs trouble that the server copes with."""
         self._logger.warning(message, extra={"fields": fields})
 
     def error(self, message: str, **fields: Any) -> None:
+        """Logs a failure."""
         self._logger.error(message, extra={"fields": fields})
 
     def exception(self, message: str, **fields: Any) -> None:

@@ -26,6 +26,7 @@ def check(target: str, service: str = "", timeout_s: float = 5.0) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the reason where the server does not serve; returns the exit status, see the top of this module."""
     parser = FlagParser("python -m pagekv.common.probe", "Asks a gRPC server for its health.", env={})
     parser.epilog = "Exit status: 0 serving, 1 not serving or no answer, 2 wrong usage."
     parser.add_argument("target", type=address, metavar="HOST:PORT", help="where the server listens; or unix:/path")

@@ -45,7 +45,8 @@ def swap_checks(
     """Sequences are swapped out and in again to other blocks, beside decodes of other sequences."""
     scene = Scene(machine, Setup(variant, tuple(lengths), spare_sequences=1))
     blocks = scene.tables[len(lengths) - 1].tolist()
-    spare = scene.spare_blocks(len(blocks))
+    taken = set(scene.tables.ravel().tolist())
+    spare = [block for block in range(scene.num_blocks) if block not in taken][: len(blocks)]
     before = scene.decode(range(len(lengths)))
     size = scene.pool[0].numel() * scene.pool.element_size()
     host = machine.pinned(len(blocks) * size).view(scene.pool.dtype).view(len(blocks), *scene.pool.shape[1:])

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pagekv.common.flags import ENV_PREFIX, is_true
+from pagekv.common.flags import is_true, variable_of
 from pagekv.common.models import DEMO, ModelNotFound, resolve_model
 
 # Flags of the manager, and the default of the first.
@@ -21,7 +21,7 @@ _NO_NAMES = (None, "", "auto", "none")
 
 def flag_value(name: str, args: Sequence[str], env: Mapping[str, str]) -> str | None:
     """The value of `--name` for a process started with `args` in `env`; None where the flag is not given."""
-    flag, value = f"--{name}", env.get(_variable(name))
+    flag, value = f"--{name}", env.get(variable_of(name))
     for word, following in zip(args, [*args[1:], None], strict=False):
         if word == flag:
             value = following
@@ -30,35 +30,39 @@ def flag_value(name: str, args: Sequence[str], env: Mapping[str, str]) -> str | 
     return value
 
 
-def _variable(name: str) -> str:
-    return ENV_PREFIX + name.upper().replace("-", "_")
-
-
-def event_args(args: Sequence[str], env: Mapping[str, str], pair: int, pairs: int) -> list[str]:
-    """Flags that give manager number `pair` of `pairs`, started with `args` in `env`, separate KV event addresses.
+def event_endpoints(args: Sequence[str], env: Mapping[str, str], pair: int, pairs: int) -> dict[str, str]:
+    """KV event addresses of manager number `pair` of `pairs`, started with `args` in `env`, by the flags' names; none
+    where no events are published, "" for an address that is not set.
 
     The first manager (0) has those of its flags; the others get ports above them, or a number behind an ipc path.
     Raises ValueError where ports run out.
     """
     given = [word for word in args if word in ("--kv-events", "--no-kv-events")]
-    publishes = given[-1] == "--kv-events" if given else is_true(env.get(_variable("kv-events"), ""))
-    if not pair or not publishes:
-        return []
+    publishes = given[-1] == "--kv-events" if given else is_true(env.get(variable_of("kv-events"), ""))
+    if not publishes:
+        return {}
     endpoints = {EVENTS_FLAG: flag_value(EVENTS_FLAG, args, env) or DEFAULT_ENDPOINT}
     endpoints[REPLAY_FLAG] = flag_value(REPLAY_FLAG, args, env) or ""
-    first, second = map(_tcp_port, endpoints.values())
+    if not pair:
+        return endpoints
+    first, second = map(tcp_port, endpoints.values())
     apart = abs(first - second) if first and second else 0
     # With this distance from pair to pair no two sockets meet.
     stride = 1 if apart >= pairs else apart + 1
-    moved = {name: _moved(name, endpoint, pair, stride) for name, endpoint in endpoints.items()}
-    return [f"--{name}={endpoint}" for name, endpoint in moved.items() if endpoint != endpoints[name]]
+    return {name: _moved(name, endpoint, pair, stride) for name, endpoint in endpoints.items()}
+
+
+def event_args(args: Sequence[str], env: Mapping[str, str], pair: int, pairs: int) -> list[str]:
+    """Flags that give manager number `pair` the addresses of `event_endpoints`, where the first manager has others."""
+    first, own = (event_endpoints(args, env, number, pairs) for number in (0, pair))
+    return [f"--{name}={endpoint}" for name, endpoint in own.items() if endpoint != first[name]]
 
 
 def _moved(name: str, endpoint: str, pair: int, stride: int) -> str:
     """`endpoint` for another pair. Port 0, and what is no address of a socket, is left to the manager."""
     if endpoint.startswith("ipc://"):
         return f"{endpoint}-{pair + 1}"
-    port = _tcp_port(endpoint)
+    port = tcp_port(endpoint)
     if not port:
         return endpoint
     if port + pair * stride > _LAST_PORT:
@@ -66,7 +70,7 @@ def _moved(name: str, endpoint: str, pair: int, stride: int) -> str:
     return f"{endpoint.rpartition(':')[0]}:{port + pair * stride}"
 
 
-def _tcp_port(endpoint: str) -> int:
+def tcp_port(endpoint: str) -> int:
     """The port of tcp://host:port; 0 for any other text."""
     digits = endpoint.rpartition(":")[2]
     if not endpoint.startswith("tcp://") or not digits.isascii() or not digits.isdigit() or int(digits) > _LAST_PORT:

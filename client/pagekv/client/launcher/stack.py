@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, Self
 
 import grpc
 
-from pagekv.client.launcher.child_flags import event_args, flag_value
+from pagekv.client.launcher.child_flags import event_args, event_endpoints, flag_value, tcp_port
 from pagekv.client.launcher.gateway import COMMAND, GatewayConfig, gateway_args, has_tokenizer, is_installed, serves
 from pagekv.common.port_file import read_port_file
 from pagekv.common.probe import check
@@ -94,8 +94,9 @@ class Child:
             self.reader.join(timeout=2)
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
         if status == USAGE:
-            # argparse's usage stands before the reason, and is longer than what is kept.
-            reason = [line for line in self.lines if not line.startswith(("usage:", " "))]
+            # argparse's usage stands before the reason, and is longer than what is kept; behind it stands a hint at the
+            # process's own --help.
+            reason = [line for line in self.lines if not line.startswith(("usage:", " ", "Try '"))]
             return StackError(f"the {self.name} refuses its command line: " + "\n".join(reason), exit_status=USAGE)
         return StackError(f"the {self.name} {how}" + (self.tail() if self.lines else " and said nothing"))
 
@@ -137,8 +138,14 @@ class Stack:
             self._event_args = [
                 event_args(config.manager_args, os.environ, pair, config.replicas) for pair in range(config.replicas)
             ]
+            endpoints = [
+                event_endpoints(config.manager_args, os.environ, pair, config.replicas)
+                for pair in range(config.replicas)
+            ]
         except ValueError as error:
             raise StackError(str(error)) from error
+        for each in endpoints:
+            _refuse_taken(ports, each)
         # For port files; there from `with` on.
         self._directory: TemporaryDirectory[str]
         # In the order of starting.
@@ -375,3 +382,16 @@ def _usable_target(taken: set[int], host: str, port: int, flag: str) -> str:
             found = probe.getsockname()[1]
     taken.add(found)
     return f"{host}:{found}"
+
+
+def _refuse_taken(taken: set[int], endpoints: Mapping[str, str]) -> None:
+    """Raises StackError for a TCP endpoint, named by its flag, whose port is not free; adds the others to `taken`."""
+    for name, endpoint in endpoints.items():
+        if port := tcp_port(endpoint):
+            try:
+                # On every interface: the host may be a name or * that only ZeroMQ knows.
+                _usable_target(taken, "", port, f"--{name}")
+            except StackError as error:
+                raise StackError(
+                    f"--{name} {endpoint}: this port cannot be had; choose another, or 0 for any"
+                ) from error

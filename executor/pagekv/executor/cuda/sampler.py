@@ -56,7 +56,8 @@ class SampledRows:
 
     # int64 [R]; -1 where the logits are not numbers.
     tokens: torch.Tensor
-    # Of each chunk with log-probabilities: float64 [l] of the token, and of the likeliest: int64 and float64 [l, n].
+    # One entry for each chunk that wants log-probabilities: those of the tokens, float64 [l]; the likeliest tokens,
+    # int64 [l, n], and their log-probabilities, float64 [l, n].
     logprobs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 

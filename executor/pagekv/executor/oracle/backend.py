@@ -53,7 +53,7 @@ class OracleModel:
     vocab_size: int = 512
     max_model_len: int = 4096
     eos_token_ids: tuple[int, ...] = (0,)
-    # Of the model directory; anything at all without one.
+    # Fingerprint of the model directory; any text without a directory.
     fingerprint: str = ""
 
 

@@ -25,6 +25,7 @@ NEEDS = "pip install 'pagekv[executor,cuda12]' (or cuda13, as the driver allows)
 
 
 def parser() -> argparse.ArgumentParser:
+    """The command line of the bench."""
     made = argparse.ArgumentParser(prog="python -m pagekv.kernels.bench", description=(__doc__ or "").split("\n")[0])
     made.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found to this file")
     made.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="time to take (default: %(default).0f)")
@@ -64,10 +65,12 @@ def driver_is_there() -> bool:
 
 
 def say(line: str) -> None:
+    """Writes a line to standard error at once."""
     print(line, file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the bench; returns the exit status, see the top of this module."""
     args = parser().parse_args(argv)
     if not driver_is_there():  # at once: torch takes seconds to say so
         say("error: the bench needs a GPU, torch and CuPy, and no NVIDIA driver is here (no libcuda.so.1)")

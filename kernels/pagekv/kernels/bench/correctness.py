@@ -155,6 +155,7 @@ def _prefills(scene: Scene, setup: Setup, allowed: float) -> Iterator[Check]:
 
 
 def block_copy_checks(scene: Scene, setup: Setup) -> Iterator[Check]:
+    """A copy of the longest sequence's first block, over the first sequence's last one, is equal to the bit."""
     source, target = int(scene.tables[int(np.argmax(scene.lengths)), 0]), int(scene.tables[0, -1])
     if source != target:
         pairs = torch.tensor([[source, target]], dtype=torch.int32, device=scene.machine.device)

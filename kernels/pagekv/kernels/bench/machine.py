@@ -219,6 +219,7 @@ class Clock:
 
     @property
     def spent(self) -> float:
+        """Seconds since the clock was made."""
         return self._now() - self._started
 
     def until(self, share: float) -> Callable[[], bool]:

@@ -53,6 +53,7 @@ class Paged:
     """Tensors that the plan has addresses of."""
 
     def attend(self, index: int) -> None:
+        """Enqueues round `index`: attention of the whole batch on one layer, into `out`."""
         self.attention.attend(index % self.num_layers, self.query, self.out, self.plan)
 
     def write(self, key: torch.Tensor, value: torch.Tensor, rope: Rope | None) -> Callable[[int], object]:

@@ -66,6 +66,7 @@ class FloorVerdict:
 
     @property
     def reached(self) -> bool | None:
+        """Whether the worst figure reaches the floor; None where nothing was measured."""
         return None if self.worst is None else self.worst >= self.floor.at_least
 
     def row(self) -> Row:
@@ -107,6 +108,7 @@ class BenchReport:
         return list(found.values())
 
     def to_json(self) -> str:
+        """All rows, floors and notes as JSON; every number has its unit in its key."""
         rows = {name: [_without(row, "counts_for") for row in rows] for name, rows in self.sections.items()}
         return json.dumps(
             {

@@ -148,11 +148,6 @@ class Scene:
         )
         return upload(self.machine, self.attention, host)
 
-    def spare_blocks(self, count: int) -> list[int]:
-        """`count` blocks of no sequence."""
-        taken = set(self.tables.ravel().tolist())
-        return [block for block in range(self.num_blocks) if block not in taken][:count]
-
     def first_row(self, sequence: int) -> int:
         """Row of a sequence's first token in `key`, `value` and `query`."""
         return int(self.lengths[:sequence].sum())

@@ -76,10 +76,13 @@ class Bench:
         self.say(f"{mark:<6}{check.name}: error {check.error:.2g}, allowed {check.allowed:.2g}")
 
     def bandwidth(self) -> None:
+        """Measures device copies, GB/s with read and written bytes both counted."""
         self.report.copy_gb_per_s = speed.copy_bandwidth(self.machine, self.arena)
         self.say(f"device copy: {self.report.copy_gb_per_s:.0f} GB/s")
 
     def decode(self, cases: Iterable[DecodeCase] | None = None) -> None:
+        """Measures decode `cases`, all of the workload by default, each with the floors that it counts for."""
+
         def row(case: DecodeCase) -> dict[str, Any]:
             found = speed.decode_row(self.machine, self.arena, case, self.report.copy_gb_per_s)
             counts = {"layers": found.get("against_compact")}
@@ -92,6 +95,8 @@ class Bench:
         self._section("decode", DECODE, decode_cases() if cases is None else cases, row)
 
     def prefill(self, cases: Iterable[PrefillCase] | None = None) -> None:
+        """Measures prefill `cases`, all of the workload by default; prompts of 4k count for the floor."""
+
         def row(case: PrefillCase) -> dict[str, Any]:
             found = speed.prefill_row(self.machine, self.arena, case)
             if (case.new, case.cached) == (4096, 0):
@@ -101,6 +106,8 @@ class Bench:
         self._section("prefill", PREFILL, prefill_cases() if cases is None else cases, row)
 
     def memory(self, writes: Iterable[WriteCase] | None = None, copies: Iterable[BlockCopyCase] | None = None) -> None:
+        """Measures cache writes and block copies, all of the workload by default."""
+
         def write(case: WriteCase) -> dict[str, Any]:
             return speed.write_row(self.machine, self.arena, case, self.report.copy_gb_per_s)
 
@@ -111,6 +118,7 @@ class Bench:
         self._section("memory", MEMORY, block_copy_cases() if copies is None else copies, copy)
 
     def swap(self, cases: Iterable[SwapCase] | None = None) -> None:
+        """Measures swaps in both directions beside one pinned copy; block sizes from 16 up count for the floor."""
         cases = list(swap_cases() if cases is None else cases)
         room = max(case.bytes for case in cases) * 4
         if room > self.arena.size:

@@ -64,6 +64,7 @@ class DecodeCase:
 
     @property
     def name(self) -> str:
+        """Label of the case in the report."""
         words = [f"{self.heads.name}, {self.batch} x {count(self.context)}"]
         words += ["fp8"] if self.kv_dtype != "bfloat16" else []
         words += ["ragged"] if self.ragged else []
@@ -88,6 +89,7 @@ class PrefillCase:
 
     @property
     def context(self) -> int:
+        """Visible tokens of each sequence at the end of the step."""
         return self.cached + self.new
 
     @property
@@ -108,6 +110,7 @@ class PrefillCase:
 
     @property
     def name(self) -> str:
+        """Label of the case in the report."""
         behind = f" behind {count(self.cached)}" if self.cached else ""
         return f"{self.heads.name}, {self.batch} x {count(self.new)}{behind}"
 
@@ -127,6 +130,7 @@ class WriteCase:
 
     @property
     def name(self) -> str:
+        """Label of the case in the report."""
         return f"{self.heads.name}, {count(self.tokens)} tokens"
 
 
@@ -141,6 +145,7 @@ class BlockCopyCase:
 
     @property
     def block_bytes(self) -> int:
+        """Keys and values of one block, all layers."""
         return self.LAYERS * 2 * BLOCK_SIZE * self.heads.num_kv_heads * HEAD_SIZE * ELEMENT_BYTES
 
     @property
@@ -150,6 +155,7 @@ class BlockCopyCase:
 
     @property
     def name(self) -> str:
+        """Label of the case in the report."""
         return f"copy of {self.blocks} blocks of {self.block_bytes / MIB:g} MiB"
 
 
@@ -167,14 +173,17 @@ class SwapCase:
 
     @property
     def block_bytes(self) -> int:
+        """Keys and values of one block, all layers."""
         return self.LAYERS * 2 * self.block_size * self.KV_HEADS * HEAD_SIZE * ELEMENT_BYTES
 
     @property
     def bytes(self) -> int:
+        """Bytes moved in one direction."""
         return self.num_blocks * self.block_bytes
 
     @property
     def name(self) -> str:
+        """Label of the case in the report."""
         return f"block size {self.block_size}, {self.num_blocks} blocks {'scattered' if self.scattered else 'in a run'}"
 
 
@@ -219,6 +228,7 @@ def prefill_cases() -> Iterator[PrefillCase]:
 
 
 def write_cases() -> Iterator[WriteCase]:
+    """Decodes of 1, 64 and 256 sequences, then prompts of 2k and 8k tokens."""
     for tokens in (1, 64, 256, 2048, 8192):
         yield WriteCase(GQA4, tokens)
 

@@ -33,11 +33,19 @@ class TableListener(Protocol):
 
     def stored(
         self, digests: Sequence[bytes], parents: Sequence[bytes], tokens: BlockTokens, *, text: bool, first: bool
-    ) -> None: ...
+    ) -> None:
+        """Blocks entered the table, each after the block or chain root at its position in `parents`; `text`: no block
+        has media; `first`: the first block, and no other, follows a chain root.
+        """
+        ...
 
-    def removed(self, digests: Sequence[bytes]) -> None: ...
+    def removed(self, digests: Sequence[bytes]) -> None:
+        """The blocks of these digests left the table."""
+        ...
 
-    def cleared(self) -> None: ...
+    def cleared(self) -> None:
+        """Every block left the table."""
+        ...
 
 
 class BlockPool:

@@ -102,11 +102,6 @@ class SegmentedLruOrder:
         """In the present eviction order."""
         return chain(self._probation, self._protected)
 
-    @property
-    def num_protected(self) -> int:
-        """Free blocks that are evicted last; at most `capacity`."""
-        return len(self._protected)
-
     def append(self, blocks: Blocks) -> None:
         """Puts blocks that became free at the tail of their segment, in order."""
         unproven, proven = self._divided(blocks)

@@ -26,9 +26,13 @@ NO_BLOCK = -1
 class HostLog(Protocol):
     """Receives every key that enters or leaves the host pool. Digests are 32 bytes."""
 
-    def host_stored(self, digest: bytes, parent: bytes, tokens: NDArray[np.uint32]) -> None: ...
+    def host_stored(self, digest: bytes, parent: bytes, tokens: NDArray[np.uint32]) -> None:
+        """A block entered the pool under `digest`, after the block or chain root `parent`; `tokens`: [block_size]."""
+        ...
 
-    def host_removed(self, digest: bytes) -> None: ...
+    def host_removed(self, digest: bytes) -> None:
+        """The block of this digest left the pool."""
+        ...
 
 
 class HostPool:

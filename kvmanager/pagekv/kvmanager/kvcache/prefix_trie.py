@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort_right
-from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Container, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -269,7 +268,7 @@ class PrefixTrie:
 
     # -- proof
 
-    def check_integrity(self, blocks: AbstractSet[int]) -> None:
+    def check_integrity(self, blocks: Container[int]) -> None:
         """Compares both directions, from parents and from children, for the blocks that should be in the trie. Raises
         InvariantError.
         """

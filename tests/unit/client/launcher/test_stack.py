@@ -143,12 +143,12 @@ def test_several_pairs_have_ports_of_their_own_and_their_executors_stop_last(jou
 
 
 def test_each_manager_publishes_at_an_address_of_its_own_and_says_so(journal: Path) -> None:
-    events = ["--kv-events", "--kv-events-endpoint", "tcp://127.0.0.1:7000"]
+    events = ["--kv-events", "--kv-events-endpoint", f"ipc://{journal}-events"]
     with Stack(config(journal, replicas=2, manager_args=events)) as stack:
         stack.start()
         assert stack.wait_ready(120)
         assert [at["endpoint"] for at in stack.listening("kv_events")] == [
-            "tcp://127.0.0.1:7000", "tcp://127.0.0.1:7001",
+            f"ipc://{journal}-events", f"ipc://{journal}-events-2",
         ]  # fmt: skip
         assert stack.listening("recordings") == []
 
@@ -157,6 +157,20 @@ def test_ports_that_run_out_are_refused_with_the_flag(journal: Path) -> None:
     events = ["--kv-events", "--kv-events-endpoint=tcp://127.0.0.1:65535"]
     with pytest.raises(StackError, match=r"--kv-events-endpoint tcp://127\.0\.0\.1:65535: leaves no port for pair 2"):
         Stack(config(journal, replicas=2, manager_args=events))
+
+
+@pytest.mark.parametrize("flag", ["--kv-events-endpoint", "--kv-events-replay-endpoint"])
+def test_an_event_port_that_is_taken_is_refused_with_the_flag(journal: Path, flag: str) -> None:
+    # A free port for the other socket, whose default may be taken on this machine.
+    free = ["--kv-events-endpoint=tcp://127.0.0.1:0", "--kv-events-replay-endpoint=tcp://127.0.0.1:0"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        given = ["--kv-events", *free, f"{flag}={endpoint}"]
+        words = f"^{flag} {endpoint}: this port cannot be had; choose another, or 0 for any$"
+        with pytest.raises(StackError, match=words):
+            Stack(config(journal, manager_args=given))
+        # Without events nothing listens there.
+        Stack(config(journal, manager_args=[*given, "--no-kv-events"]))
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -236,7 +250,8 @@ def test_the_page_has_the_port_asked_for_or_a_free_one_where_that_is_taken(journ
 
 @pytest.mark.parametrize("words", ["argument --block-size: must be a power of two", "two\nlines"])
 def test_a_usage_error_is_passed_through_without_the_usage(journal: Path, words: str) -> None:
-    script = f"import sys; print('usage: x [-h]\\n  [--y]', {words!r}, sep='\\n', file=sys.stderr); sys.exit(2)"
+    told = f"usage: x [-h]\n  [--y]\n{words}\nTry 'x --help'."
+    script = f"import sys; print({told!r}, file=sys.stderr); sys.exit(2)"
     with Stack(config(journal, manager_command=[sys.executable, "-c", script])) as stack:
         stack.start()
         with pytest.raises(StackError) as caught:

@@ -1,6 +1,6 @@
 // A pool as a map: one pixel a block in an image, drawn enlarged, with what is chosen marked on a canvas above it.
-// What changes is lit up or pale for a moment, in the colour of its state: hue is state, always. Between two changes
-// nothing is computed and nothing drawn.
+// A block that changes is lit up or pale for a moment, in the colour of its state: hue is state, always. Between two
+// changes nothing is computed and nothing drawn.
 
 import { forEachChange, holders, state } from "./codec.js";
 import { Grid } from "./grid.js";
@@ -8,7 +8,8 @@ import { drawMarks, showTip } from "./marks.js";
 import { color, mix, onThemeChange, pixel, reducedMotion } from "./theme.js";
 
 const FADE_MS = 900;
-// Of the strongest light and of the card's colour in what was just taken or given back, at first.
+// Share, in 256ths, of the strongest light in a block that was just taken, and of the card's colour in one that was
+// just given back, at the beginning of the fade.
 const TAKEN_SHARE = 125;
 const GIVEN_SHARE = 165;
 const REVEAL_MS = 1100;
@@ -221,7 +222,7 @@ export class BlockMap {
       context.fillRect(0, 0, columns * cell, rows * cell);
     }
     this.drawLabels(context);
-    // How long the latest frames took, for whoever measures.
+    // Milliseconds that the latest frames took, for measurements from outside.
     this.frames.push(performance.now() - begun);
     if (this.frames.length > 600) this.frames.shift();
     if (left) this.draw();

@@ -5,7 +5,7 @@ import { element, plural } from "./format.js";
 const SHOWN = 60;
 const who = (id) => element("span", { class: "who" }, id);
 
-// What happened, as text and elements.
+// An event of each kind as text and elements.
 const WORDS = {
   admitted: (e) => [
     who(e.request), ` admitted: ${plural(e.tokens, "token")}, ${e.computed} cached, ${plural(e.blocks, "block")}`,

@@ -16,7 +16,7 @@ export class Grid {
     // Below two points a cell cannot be seen; then the map grows instead.
     cell = Math.max(cell, count > 500000 ? 1 : Math.round(2 * ratio));
     this.columns = this.columnsOf(cell, room);
-    // What the round number left over goes to the cells.
+    // Room that the round number of columns leaves over goes to the cells.
     if (this.columns < count) cell = Math.max(cell, Math.floor(room / this.columns));
     this.cell = cell;
     this.rows = Math.max(1, Math.ceil(count / this.columns));

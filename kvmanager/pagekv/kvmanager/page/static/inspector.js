@@ -1,4 +1,4 @@
-// What is known of one block.
+// The inspector: everything that is known of one block.
 
 import { HOST_STATES, STATES, state } from "./codec.js";
 import { duration, element, plural } from "./format.js";
@@ -106,7 +106,8 @@ export class Inspector {
     if (cached != null) this.age.textContent = `cached for ${duration(cached)}`;
   }
 
-  // Whoever reads or walks the rows is not disturbed unless what they say, told apart by `said`, is another.
+  // The rows stay as they are, so that nobody who reads or walks them is disturbed, unless `said`, which stands for
+  // their text, has changed.
   fill(said, makeRows) {
     if (said === this.said) return;
     this.said = said;

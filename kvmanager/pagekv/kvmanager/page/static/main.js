@@ -88,7 +88,7 @@ const hostLegend = makeLegend(byId("host-legend"), host, HOST_LEGENDS, hostSwatc
 
 let totals = {};
 const tile = (name, options) => new Chart(byId(`tile-${name}`), { read: (point) => point[name], announce, ...options });
-// Of no block there is no share.
+// Without active blocks there is no share.
 const filled = () => (totals.active_blocks ? percent(totals.utilization) : "–");
 const charts = [
   tile("hit_rate", { format: percent, top: 1, beside: () => `${percent(totals.prefix_hit_rate ?? 0)} in all` }),
@@ -176,5 +176,5 @@ new Stream("/api/stream", show, (connected) => {
   if (connected) silence = setTimeout(() => document.body.dataset.link === "connecting" && setLink("waiting"), SILENCE_MS);
 });
 
-// For whoever looks at the page from outside: tests, and people with the console open.
+// The parts of the page for tests and for people with the console open.
 window.pagekv = { device, host, requests, charts };

@@ -1,4 +1,4 @@
-// What is chosen on a map, drawn above its cells.
+// The chosen blocks of a map, marked above its cells.
 
 import { color } from "./theme.js";
 

@@ -22,7 +22,7 @@ export class Requests {
     this.render();
   }
 
-  // What is gone from the list may live on beyond its end.
+  // A request that is gone from the list may live on beyond the list's end.
   apply(changed = {}, gone = []) {
     for (const id of gone) this.rows.delete(id);
     for (const [id, row] of Object.entries(changed)) this.rows.set(id, row);
@@ -58,7 +58,7 @@ export class Requests {
     });
   }
 
-  // What is wrong with the one chosen; empty: nothing.
+  // Shows the problem with the chosen request; empty: none.
   tell(problem) {
     if (this.problem.textContent !== problem) this.problem.textContent = problem;
   }
@@ -97,7 +97,7 @@ export class Requests {
     this.progress(bar, row);
   }
 
-  // Of all tokens it may come to have: what was cached, what is computed of the prompt, what is generated.
+  // A request's progress as shares of all tokens that it may come to have: cached, computed of the prompt, generated.
   progress(bar, row) {
     const context = bar.getContext("2d");
     const scale = bar.width / Math.max(row.max_total_tokens, 1);
