@@ -7,31 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.kernels.small_step import BATCH, NUM_BLOCKS, plan
 
-from pagekv.kernels.attention_plan import ALIGN, SECTIONS, GraphCapacity, HostPlan, StepBatch, plan_step
-from pagekv.kernels.variants import Variant
-
-VARIANT = Variant("float16", "float16", 64)
-NUM_BLOCKS, BLOCK_SIZE = 8, 4
-# Two decodes, an idle sequence, and a chunk of three rows behind two cached tokens.
-BATCH = StepBatch(
-    query_start=np.array([0, 1, 2, 2, 5], np.int32),
-    context_lens=np.array([9, 1, 0, 5], np.int32),
-    block_tables=np.array([[7, 2, 5], [1, -1, 99], [-1, -1, -1], [0, 6, 88]], np.int32),
-    decodes=np.array([True, True, False, False]),
-)
-
-
-def plan(batch: StepBatch = BATCH, **changes: Any) -> HostPlan:
-    arguments = {
-        "num_blocks": NUM_BLOCKS,
-        "block_size": BLOCK_SIZE,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "variant": VARIANT,
-        **changes,
-    }
-    return plan_step(batch, **arguments)
+from pagekv.kernels.attention_plan import ALIGN, SECTIONS, GraphCapacity, HostPlan, StepBatch
 
 
 def section(host: HostPlan, name: str, *shape: int) -> list[Any]:

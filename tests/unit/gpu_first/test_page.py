@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_first import page, tools
-from gpu_first.records import FAILED, PASSED, Records, StepLog, status_of
-from gpu_first.runner import Run
+from gpu_first import page
+from gpu_first.records import FAILED, PASSED, Records, StepLog
+from support.executor.one_step_part import run_with
 
 from pagekv.kernels.bench.workload import decode_cases, prefill_cases
 
@@ -19,31 +17,6 @@ from pagekv.kernels.bench.workload import decode_cases, prefill_cases
 @pytest.fixture
 def records(tmp_path: Path) -> Records:
     return Records(tmp_path / "part1.jsonl")
-
-
-SCRIPT = """
-import sys, time
-sys.path.insert(0, {path!r})
-from gpu_first.records import Records, StepLog
-name, records = sys.argv[1], Records(__import__("pathlib").Path(sys.argv[2]))
-log = StepLog(records, name)
-{body}
-"""
-
-
-def run_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, **options: Any) -> tuple[bool, Run, str]:
-    """A part of one step, whose process is this text."""
-    script = tmp_path / "step.py"
-    script.write_text(SCRIPT.format(path=str(Path(tools.__file__).parents[1]), body=body))
-
-    def command_of(name: str, *args: str) -> list[str]:
-        return [sys.executable, str(script), name, args[args.index("--records") + 1]]
-
-    monkeypatch.setattr(tools, "step_command", command_of)
-    said = io.StringIO()
-    run = Run(1, tmp_path, "test GPU", out=said, only=("smallest",), **options)
-    run.all()
-    return status_of(run.records.read(), "smallest") == PASSED, run, said.getvalue()
 
 
 DIES_IN_B = """

@@ -5,23 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.clients.llama_config import LLAMA, NOTHING_GIVEN, without
 
 from pagekv.client.errors import InvalidRequest
 from pagekv.client.planning.kv_geometry import GivenGeometry, KvGeometry, geometry_from_config
-
-LLAMA = {
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "torch_dtype": "bfloat16",
-    "max_position_embeddings": 131072,
-}
-NOTHING_GIVEN = GivenGeometry()
-
-
-def without(*names: str, **changes: Any) -> dict[str, Any]:
-    return {name: value for name, value in LLAMA.items() if name not in names} | changes
 
 
 @pytest.mark.parametrize(

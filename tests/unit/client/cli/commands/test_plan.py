@@ -7,24 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.clients.llama_config import LLAMA
 
 from pagekv.client.cli.commands.plan import size_text, weight_bytes
 from pagekv.client.cli.main import main
-from pagekv.client.planning.kv_geometry import GivenGeometry
-
-LLAMA = {
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "torch_dtype": "bfloat16",
-    "max_position_embeddings": 131072,
-}
-NOTHING_GIVEN = GivenGeometry()
-
-
-def without(*names: str, **changes: Any) -> dict[str, Any]:
-    return {name: value for name, value in LLAMA.items() if name not in names} | changes
 
 
 def test_weights_are_counted_from_the_index_or_the_files(tmp_path: Path) -> None:
