@@ -13,4 +13,4 @@ from pagekv.kernels.launcher import Launcher
 
 @pytest.mark.parametrize("implementation", [CupyLauncher, HostLauncher])
 def test_launch_takes_what_the_interface_says(implementation: type) -> None:
-    assert inspect.signature(implementation.launch) == inspect.signature(Launcher.launch)  # type: ignore[attr-defined]
+    assert inspect.signature(implementation.launch) == inspect.signature(Launcher.launch)  # type: ignore[attr-defined]  # of two classes

@@ -112,4 +112,4 @@ def test_help_shows_what_a_call_takes_and_returns() -> None:
         shown = inspect.signature(getattr(cls, "pin_prefix"))  # noqa: B009  # the stub of a descriptor is no function
         assert [*shown.parameters] == ["self", "prompt", "lease_seconds", "cache"]
         assert shown.return_annotation == "Pin"
-        assert (getattr(cls, "pin_prefix").__doc__ or "").startswith("Keeps what is cached")  # noqa: B009
+        assert (getattr(cls, "pin_prefix").__doc__ or "").startswith("Keeps what is cached")  # noqa: B009  # as above

@@ -149,7 +149,7 @@ def test_each_manager_publishes_at_an_address_of_its_own_and_says_so(journal: Pa
         assert stack.wait_ready(120)
         assert [at["endpoint"] for at in stack.listening("kv_events")] == [
             f"ipc://{journal}-events", f"ipc://{journal}-events-2",
-        ]  # fmt: skip
+        ]  # fmt: skip  # laid out as a table
         assert stack.listening("recordings") == []
 
 

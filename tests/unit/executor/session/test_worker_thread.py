@@ -20,7 +20,7 @@ def test_jobs_run_in_order_and_calls_return_or_raise() -> None:
     async def test() -> None:
         worker = WorkerThread()
         for number in range(20):
-            worker.post(lambda number=number: seen.append(number))  # type: ignore[misc]
+            worker.post(lambda number=number: seen.append(number))  # type: ignore[misc]  # a lambda with a default
         assert await worker.call(lambda: len(seen)) == 20
         with pytest.raises(ZeroDivisionError):
             await worker.call(lambda: 1 // 0)

@@ -53,13 +53,13 @@ def add(commands: Subparsers) -> None:
     parser = add_query(
         commands, "explain", "say block by block why a prompt hits the cache or misses", explain,
         examples='  pagekv explain "In the beginning God created the heaven"\n',
-    )  # fmt: skip
+    )  # fmt: skip  # laid out as a table
     add_prompt(parser)
     add_identity(parser)
     parser = add_query(
         commands, "pin", "keep what is cached of a prompt from eviction", pin,
         examples='  pagekv pin "You are a helpful assistant." --lease 3600\n',
-    )  # fmt: skip
+    )  # fmt: skip  # laid out as a table
     add_prompt(parser)
     add_identity(parser)
     parser.add_argument(
