@@ -1,8 +1,10 @@
-"""A part of the first half hour on a GPU with one step, whose process a test writes."""
+"""The first half hour on a GPU in tests: a part of one step whose process a test writes, and the whole as rehearsed."""
 
 from __future__ import annotations
 
 import io
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,9 @@ from typing import Any
 import pytest
 from gpu_first import tools
 from gpu_first.records import PASSED, status_of
-from gpu_first.runner import Run
+from gpu_first.rehearsal import SOURCES
+from gpu_first.runner import ROOT, Run
+from gpu_first.step import REHEARSAL
 
 SCRIPT = """
 import sys, time
@@ -35,3 +39,17 @@ def run_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, **optio
     run = Run(1, tmp_path, "test GPU", out=said, only=("smallest",), **options)
     run.all()
     return status_of(run.records.read(), "smallest") == PASSED, run, said.getvalue()
+
+
+def rehearse(*words: str, **environment: str) -> subprocess.Popen[str]:
+    """Starts `python -m gpu_first` with these words as a rehearsal."""
+    paths = os.pathsep.join(str(ROOT / name) for name in SOURCES)
+    variables = {**os.environ, REHEARSAL: "1", "PYTHONPATH": paths, **environment}
+    return subprocess.Popen(
+        [sys.executable, "-m", "gpu_first", *words],
+        env=variables,
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )

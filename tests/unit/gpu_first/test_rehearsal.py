@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from gpu_first import page
-from gpu_first.rehearsal import SOURCES, Stage, failing, without_tools
-from gpu_first.runner import ROOT, STEP_OF
-from gpu_first.step import FAIL, REHEARSAL
+from gpu_first.rehearsal import Stage, failing, without_tools
+from gpu_first.runner import STEP_OF
+from gpu_first.step import FAIL
+from support.executor.one_step_part import rehearse
 
 
 def _read(path: Path) -> bytes:
@@ -20,19 +18,6 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError:
         return b""
-
-
-def rehearse(*words: str, **environment: str) -> subprocess.Popen[str]:
-    paths = os.pathsep.join(str(ROOT / name) for name in SOURCES)
-    variables = {**os.environ, REHEARSAL: "1", "PYTHONPATH": paths, **environment}
-    return subprocess.Popen(
-        [sys.executable, "-m", "gpu_first", *words],
-        env=variables,
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
 
 
 @pytest.mark.long

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 from gpu_first import page, runner
 from gpu_first.records import ABSENT, FAILED, LATE, Records, of_step, status_of
-from gpu_first.rehearsal import SOURCES
-from gpu_first.runner import ROOT, code_digest, versions
-from gpu_first.step import REHEARSAL
-from support.executor.one_step_part import run_with
+from gpu_first.runner import code_digest, versions
+from support.executor.one_step_part import rehearse, run_with
 
 
 @pytest.fixture
@@ -141,19 +137,6 @@ def test_a_step_that_was_too_slow_gets_twice_the_time(tmp_path: Path, monkeypatc
     records.add("smallest", "end", status=LATE, reason="stopped after 60 s", seconds=60.0)
     _, _, said = run_with(tmp_path, monkeypatch, "log.check('x', True)")
     assert "(at most 120 s)" in said
-
-
-def rehearse(*words: str, **environment: str) -> subprocess.Popen[str]:
-    paths = os.pathsep.join(str(ROOT / name) for name in SOURCES)
-    variables = {**os.environ, REHEARSAL: "1", "PYTHONPATH": paths, **environment}
-    return subprocess.Popen(
-        [sys.executable, "-m", "gpu_first", *words],
-        env=variables,
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
 
 
 def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> None:
