@@ -19,8 +19,8 @@ from chaos.clients import Clients
 from support.clients.calls import Caller, request_for
 from support.clients.stack import Process, Stack
 
+from pagekv.steps.v1 import executor_service_pb2 as executor_pb
 from pagekv.v1 import cache_service_pb2 as cache_pb
-from pagekv.v1 import executor_service_pb2 as executor_pb
 
 Recovery = float | None
 # Allowed refusals of a step that is none of the manager's.
@@ -114,7 +114,7 @@ class Chaos:
         truncated = raw[: self.rng.randrange(1, len(raw))]
         async with grpc.aio.insecure_channel(self.stack.executor.target) as channel:
             # No serialisers: bytes as they are.
-            run: Any = channel.stream_stream("/pagekv.v1.ExecutorService/Run")
+            run: Any = channel.stream_stream("/pagekv.steps.v1.ExecutorService/Run")
             for data in (raw, truncated, bytes(self.rng.randrange(256) for _ in range(50))):
                 call = run(timeout=20)
                 try:

@@ -23,7 +23,7 @@ from pagekv.kvmanager.engine.steps_in_flight import StepsInFlight
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.scheduling.beam_search import BeamSearch
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
-from pagekv.v1 import executor_service_pb2 as pb
+from pagekv.steps.v1 import executor_service_pb2 as pb
 
 EPOCH = 9
 MAX_MODEL_LEN = 64

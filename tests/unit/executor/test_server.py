@@ -18,8 +18,8 @@ from support.clients.stack import Process, environment
 
 from pagekv.common.port_file import read_port_file
 from pagekv.executor.backend.layout import LAYOUT
-from pagekv.v1 import executor_service_pb2 as pb
-from pagekv.v1 import executor_service_pb2_grpc as pb_grpc
+from pagekv.steps.v1 import executor_service_pb2 as pb
+from pagekv.steps.v1 import executor_service_pb2_grpc as pb_grpc
 
 pytestmark = pytest.mark.e2e
 
@@ -94,7 +94,7 @@ def test_health_and_reflection_name_the_service(tmp_path: Path) -> None:
         process.wait_serving()
         with grpc.insecure_channel(process.target) as channel:
             health = health_pb2_grpc.HealthStub(channel)
-            for service in ("", "pagekv.v1.ExecutorService"):
+            for service in ("", "pagekv.steps.v1.ExecutorService"):
                 answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
                 assert answer.status == health_pb2.HealthCheckResponse.SERVING
             described = pb_grpc.ExecutorServiceStub(channel).Describe(pb.DescribeRequest(block_size=16, token_budget=1))

@@ -141,7 +141,9 @@ def test_it_stops_while_an_executor_keeps_it_waiting(tmp_path: Path) -> None:
         handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
             "Describe": grpc.unary_unary_rpc_method_handler(describe)
         }
-        silent.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("pagekv.v1.ExecutorService", handlers),))
+        silent.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("pagekv.steps.v1.ExecutorService", handlers),)
+        )
         port = silent.add_insecure_port("127.0.0.1:0")
         await silent.start()
         stop = asyncio.Event()

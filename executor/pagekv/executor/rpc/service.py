@@ -14,8 +14,8 @@ from pagekv.common.logs import Log
 from pagekv.executor.rpc import wire
 from pagekv.executor.session.session import Session, StepFailed
 from pagekv.executor.session.step_stream import StepStream
-from pagekv.v1 import executor_service_pb2 as pb
-from pagekv.v1 import executor_service_pb2_grpc as pb_grpc
+from pagekv.steps.v1 import executor_service_pb2 as pb
+from pagekv.steps.v1 import executor_service_pb2_grpc as pb_grpc
 
 log = Log(__name__)
 

@@ -14,7 +14,7 @@ from pagekv.executor.backend.interface import (
 )
 from pagekv.executor.session.session import AttachOrder
 from pagekv.executor.session.step import NO_SAMPLING, ExecutedStep, Step
-from pagekv.v1 import executor_service_pb2 as pb
+from pagekv.steps.v1 import executor_service_pb2 as pb
 
 _DIRECTIONS: dict[int, CopyDirection] = {
     pb.MEMORY_OP_KIND_COPY: CopyDirection.COPY,

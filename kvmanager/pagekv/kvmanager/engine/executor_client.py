@@ -17,8 +17,8 @@ from pagekv.kvmanager.engine.executor_wire import step_request, step_result
 from pagekv.kvmanager.engine.recovery import Fault
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
-from pagekv.v1 import executor_service_pb2 as pb
-from pagekv.v1 import executor_service_pb2_grpc as pb_grpc
+from pagekv.steps.v1 import executor_service_pb2 as pb
+from pagekv.steps.v1 import executor_service_pb2_grpc as pb_grpc
 
 # Loading has happened before Describe answers, but its profiling pass may be slow on a busy machine. Seconds.
 DESCRIBE_TIMEOUT_S = 300.0

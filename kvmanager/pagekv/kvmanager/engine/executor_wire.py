@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pagekv.kvmanager.request.logprobs import TokenLogprobs
 from pagekv.kvmanager.scheduling.sequence import Seq
 from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind, NewSeq, StepPlan, StepResult
-from pagekv.v1 import executor_service_pb2 as pb
+from pagekv.steps.v1 import executor_service_pb2 as pb
 
 
 def step_request(plan: StepPlan, epoch: int, step: int, eos_token_ids: Iterable[int]) -> pb.StepRequest:

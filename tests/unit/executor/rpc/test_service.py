@@ -24,8 +24,8 @@ from pagekv.executor.rpc.service import SERVICE_NAME, ExecutorService
 from pagekv.executor.session.session import Session
 from pagekv.executor.session.step_stream import MAX_IN_FLIGHT
 from pagekv.executor.session.worker_thread import WorkerThread
-from pagekv.v1 import executor_service_pb2 as pb
-from pagekv.v1 import executor_service_pb2_grpc as pb_grpc
+from pagekv.steps.v1 import executor_service_pb2 as pb
+from pagekv.steps.v1 import executor_service_pb2_grpc as pb_grpc
 
 Code = grpc.StatusCode
 Call = grpc.aio.StreamStreamCall[pb.StepRequest, pb.StepResult]

@@ -8,7 +8,7 @@ from pagekv.executor.backend.interface import BackendDescription, CopyDirection,
 from pagekv.executor.rpc import wire
 from pagekv.executor.session.session import AttachOrder
 from pagekv.executor.session.step import NO_SAMPLING, ExecutedStep
-from pagekv.v1 import executor_service_pb2 as pb
+from pagekv.steps.v1 import executor_service_pb2 as pb
 
 # Every field differs from its default and is exact in float32.
 SAMPLING = Sampling(0.5, 0.25, 3, 0.125, 1.5, -0.5, 0.75, 2**63, 5, 6, (7, 8), (9, 10), (1.5, -2.0), 0)

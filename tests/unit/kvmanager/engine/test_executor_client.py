@@ -14,8 +14,8 @@ from pagekv.common.errors import InvalidRequest, PageKVError, StaleEpoch, Unavai
 from pagekv.common.statuses import abort_with
 from pagekv.kvmanager.engine.executor_client import ExecutorLink, ExecutorLost
 from pagekv.kvmanager.engine.recovery import Fault
-from pagekv.v1 import executor_service_pb2 as pb
-from pagekv.v1 import executor_service_pb2_grpc as pb_grpc
+from pagekv.steps.v1 import executor_service_pb2 as pb
+from pagekv.steps.v1 import executor_service_pb2_grpc as pb_grpc
 
 
 class _Executor(pb_grpc.ExecutorServiceServicer):
