@@ -10,7 +10,7 @@ from pagekv.common.errors import OutOfMemory
 from pagekv.common.logs import Log
 from pagekv.executor.backend.fingerprint import model_fingerprint
 from pagekv.executor.backend.interface import BackendDescription, BlockCopies, Launch, Scheduled, SequenceState
-from pagekv.executor.cuda.device import Device
+from pagekv.executor.cuda.device import CudaDevice
 from pagekv.executor.cuda.kernel_attention import kv_geometry, serving_variant
 from pagekv.executor.cuda.pools import HostMemoryError, KvPools
 from pagekv.executor.cuda.preflight import check_room, gib
@@ -41,7 +41,7 @@ class CudaBackend:
         self,
         model_path: Path,
         model_id: str,
-        device: Device,
+        device: CudaDevice,
         dtype: str = "auto",
         kv_dtype: str = "auto",
         kv_memory: int = 0,
@@ -193,7 +193,7 @@ class CudaBackend:
         return False
 
 
-def _load(model_path: Path, dtype: torch.dtype, device: Device) -> LoadedModel:
+def _load(model_path: Path, dtype: torch.dtype, device: CudaDevice) -> LoadedModel:
     """As `load_model`. Raises ValueError also where the weights do not fit into what is left of the GPU's memory, as
     far as possible before they are read.
     """

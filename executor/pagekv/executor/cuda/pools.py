@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from pagekv.executor.backend.interface import BlockCopies, CopyDirection
-from pagekv.executor.cuda.device import Device
+from pagekv.executor.cuda.device import CudaDevice
 from pagekv.executor.model.kv_geometry import BlockGeometry
 from pagekv.kernels.attention import PagedAttention
 from pagekv.kernels.host_memory import host_memory
@@ -26,7 +26,7 @@ class KvPools:
     """
 
     def __init__(
-        self, geometry: BlockGeometry, block_size: int, num_device_blocks: int, num_host_blocks: int, device: Device
+        self, geometry: BlockGeometry, block_size: int, num_device_blocks: int, num_host_blocks: int, device: CudaDevice
     ) -> None:
         """Raises MemoryError, or HostMemoryError, when the pools cannot be had."""
         self.block_size = block_size

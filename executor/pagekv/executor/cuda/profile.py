@@ -6,7 +6,7 @@ import math
 import time
 
 from pagekv.executor.backend.interface import Sampling
-from pagekv.executor.cuda.device import Device
+from pagekv.executor.cuda.device import CudaDevice
 from pagekv.executor.cuda.pools import KvPools
 from pagekv.executor.cuda.runner import StepRunner, graph_logits_shape
 from pagekv.executor.model.description import StepProfile, num_blocks, prompt_lengths, prompt_step
@@ -24,7 +24,7 @@ def profile_step(
     block_size: int,
     token_budget: int,
     max_sequences: int,
-    device: Device,
+    device: CudaDevice,
     graphs: bool = True,
 ) -> StepProfile:
     """Runs steps of `token_budget` tokens over a pool made for this: prompts as long as the model allows, timed,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from pagekv.executor.backend.interface import BlockCopies, Sampled, Scheduled, SequenceState
-from pagekv.executor.cuda.device import Device, Mark
+from pagekv.executor.cuda.device import CudaDevice
 from pagekv.executor.cuda.device_sequences import NO_BLOCK, DeviceSequences
 from pagekv.executor.cuda.graphs import GraphCache, GraphKey, graph_key, largest_batch, next_power
 from pagekv.executor.cuda.kernel_attention import KernelAttention, make_attention
@@ -32,7 +32,7 @@ class StepRunner:
     """One model over one pair of pools. Lives as long as the pools."""
 
     def __init__(
-        self, loaded: LoadedModel, pools: KvPools, device: Device, max_sequences: int, graphs: bool = True
+        self, loaded: LoadedModel, pools: KvPools, device: CudaDevice, max_sequences: int, graphs: bool = True
     ) -> None:
         self._loaded, self._pools, self._device = loaded, pools, device
         self.attention = make_attention(loaded, pools.device, device.launcher)
@@ -173,7 +173,7 @@ class StepRunner:
 class StepOnDevice:
     """A launched step. Implements `Launch`."""
 
-    _mark: Mark
+    _mark: torch.cuda.Event
     # The sequences that sample. Their tokens, -1 where the logits are not numbers; pinned, filled once the mark is
     # reached.
     _states: list[SequenceState]
@@ -190,7 +190,7 @@ class StepOnDevice:
 
     def collect(self) -> dict[int, Sampled]:
         """As `Launch.collect`. Raises ArithmeticError when the model computed something that is no number."""
-        self._mark.wait()
+        self._mark.synchronize()
         if self._tokens is None:
             return {}
         tokens: list[int] = self._tokens.tolist()
