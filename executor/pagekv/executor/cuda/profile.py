@@ -34,7 +34,7 @@ def profile_step(
     lengths = prompt_lengths(token_budget, loaded.max_model_len, max_sequences)
     wide = [1] * min(token_budget, max_sequences)
     most_blocks = max(len(wide), num_blocks(lengths, block_size))
-    pools = KvPools(kv_geometry, block_size, most_blocks, 0, device)
+    pools = KvPools(kv_geometry, block_size, most_blocks, device)
     runner = StepRunner(loaded, pools, device, max_sequences, graphs=False)
     runner.launch(prompt_step([min(lengths[0], 16)], block_size, FULL_SAMPLING)).collect()  # first calls set things up
     device.reset_peak()
