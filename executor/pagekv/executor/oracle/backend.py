@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pagekv.executor.backend.interface import (
+    LAYOUT,
     UNKNOWN_TOKEN,
     BackendDescription,
     BlockCopies,
@@ -31,7 +32,6 @@ from pagekv.executor.backend.interface import (
     Scheduled,
     SequenceState,
 )
-from pagekv.executor.backend.layout import LAYOUT
 from pagekv.executor.backend.sampling import banned_tokens
 from pagekv.executor.oracle.reference import (
     FIRST,
@@ -70,7 +70,7 @@ class OracleModel:
 
 @dataclass(slots=True)
 class _Reader:
-    """What is known of a live sequence."""
+    """State of a live sequence."""
 
     state: SequenceState
     # The tokens of all positions computed so far; and the one sampled last, which an UNKNOWN_TOKEN stands for.
