@@ -186,7 +186,7 @@ class Executor:
         await asyncio.wait([stopped, loading], return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             spare_the_collector()
-            self._session.serve(loading.result(), model_id(config.model))
+            self._session.serve(loading.result())
             await self._grpc.set_serving(True)
             self._serving_since = time.perf_counter()
             lost = asyncio.create_task(self._session.lost.wait(), name="device lost")
