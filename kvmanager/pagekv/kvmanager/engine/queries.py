@@ -1,7 +1,7 @@
 """Questions to the engine beside requests: statistics, looks into the cache, pins, resets and watches.
 
-Every call takes effect, or is a snapshot, between two awaits of the engine loop. All but `check_integrity` are called
-by services, and raise Unavailable before the first attachment unless they say otherwise.
+Every call takes effect, or is a snapshot, between two awaits of the engine loop. All are called by
+services, and raise Unavailable before the first attachment unless they say otherwise.
 """
 
 from __future__ import annotations
@@ -99,8 +99,3 @@ class EngineQueries:
         are preempted, and pins end.
         """
         return self._state.cache.reset(self._state.serving(), force)
-
-    def check_integrity(self) -> None:
-        """Recomputes every counter from scratch; raises InvariantError."""
-        state = self._state
-        state.serving().check_integrity(state.live.sequences(), state.cache.pins.tables())
