@@ -13,6 +13,7 @@ from support.clients.stack import environment
 
 from pagekv.client.cli.commands import replay as command
 from pagekv.client.cli.main import main as pagekv
+from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.observe.recording.file import RecordingFile
 from pagekv.kvmanager.observe.recording.step_recorder import StepRecorder
 from pagekv.kvmanager.replay import cli
@@ -96,7 +97,7 @@ def test_refusals_say_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path
 
 def test_a_recording_of_steps_is_known_for_what_it_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = RecordingFile(tmp_path / "steps", "steps")
-    StepRecorder(file, eviction_policy="slru", protected_share=0.2, aging=256)
+    StepRecorder(file, EngineConfig())
     file.close()
     assert main([str(file.path)]) == 1
     words = "looks like a recording of steps; add --steps before its name"
