@@ -8,8 +8,8 @@ from support.engine.engine_harness import Bench, command, read, until
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.engine.views import BlockView, SequenceView
-from pagekv.kvmanager.page.inspector import block_detail, host_block_detail, request_detail
+from pagekv.kvmanager.engine.views import SequenceView
+from pagekv.kvmanager.page.routes import block_detail, sequence_detail
 
 PROMPT = list(range(20))
 
@@ -55,10 +55,6 @@ def test_a_held_block_names_its_requests_and_where_allowed_its_tokens(monkeypatc
     engine_harness.run(monkeypatch, body, num_device_blocks=64)
 
 
-def test_host_blocks_and_block_tables() -> None:
-    assert host_block_detail(BlockView(3, 1, b"\xab")) == {"block_id": 3, "ref_count": 1, "block_hash": "ab"}
-    assert request_detail("gone", None) == {"request_id": "gone", "sequences": []}
-    views = [SequenceView(0, "running", 9, 8, [7, 3, 1], [b"a", b"b"])]
-    assert request_detail("r", views)["sequences"] == [
-        {"index": 0, "state": "running", "tokens": 9, "computed": 8, "block_ids": [7, 3, 1]}
-    ]
+def test_block_tables() -> None:
+    view = SequenceView(0, "running", 9, 8, [7, 3, 1], [b"a", b"b"])
+    assert sequence_detail(view) == {"index": 0, "state": "running", "tokens": 9, "computed": 8, "block_ids": [7, 3, 1]}
