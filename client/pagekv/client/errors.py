@@ -109,7 +109,7 @@ def _without_class(code: grpc.StatusCode, reason: str, message: str, target: str
         case grpc.StatusCode.CANCELLED, "":
             if any(words in message for words in _CANCELLED_HERE):
                 return Cancelled(f"the call to PageKV at {target} was cancelled")
-            # A gRPC server that shuts down cancels calls that it has not looked at yet: github.com/grpc/grpc/issues/41785.
+            # A gRPC server that shuts down cancels calls that it has not looked at (github.com/grpc/grpc/issues/41785).
             return ConnectionLost(f"PageKV at {target} shut down before it took the call")
         case grpc.StatusCode.DEADLINE_EXCEEDED, "":
             return DeadlineExceeded(f"PageKV at {target} did not finish in time; allow more with timeout=")
