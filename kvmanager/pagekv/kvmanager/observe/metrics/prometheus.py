@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
@@ -18,9 +19,12 @@ from prometheus_client.registry import Collector
 
 from pagekv.common.errors import Unavailable
 from pagekv.kvmanager.engine.interface import Engine
-from pagekv.kvmanager.engine.views import EngineInfo, EngineStats
+from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.observe.metrics.histogram import Histogram
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
+
+if TYPE_CHECKING:
+    from pagekv.v1.cache_service_pb2 import GetStatsResponse
 
 # One value, or one for each value of a label.
 Values = float | Mapping[str, float]
@@ -82,7 +86,7 @@ class EngineCollector(Collector):
             labels = {"model_name": name, "backend": model.backend, "block_size": str(model.block_size)}
             yield _gauge("pagekv_info", "Always 1; what is served", 1, common=labels)
 
-    def _vllm(self, stats: EngineStats, common: Labels) -> Iterator[Metric]:
+    def _vllm(self, stats: GetStatsResponse, common: Labels) -> Iterator[Metric]:
         """Metrics whose meaning is vLLM's."""
         looked_up = self._prefix_cache
         requests = self._requests
@@ -117,7 +121,7 @@ class EngineCollector(Collector):
         ):
             yield _histogram(f"vllm:{name}", text, histogram, common)
 
-    def _steps(self, stats: EngineStats) -> Iterator[Metric]:
+    def _steps(self, stats: GetStatsResponse) -> Iterator[Metric]:
         yield _histogram("pagekv_step_seconds", "A step in the executor", self._requests.step_seconds)
         yield _histogram("pagekv_step_tokens", "Tokens computed in a step", self._requests.step_tokens)
         busy, idle = stats.executor_busy_us_total * 1e-6, stats.executor_idle_us_total * 1e-6
@@ -134,7 +138,7 @@ class EngineCollector(Collector):
             yield _counter(name, text, count)
 
 
-def _pool(stats: EngineStats) -> Iterator[Metric]:
+def _pool(stats: GetStatsResponse) -> Iterator[Metric]:
     for name, text, device, host in (
         ("pagekv_pool_blocks", "Blocks", stats.num_blocks, stats.num_host_blocks),
         (
@@ -164,7 +168,7 @@ def _pool(stats: EngineStats) -> Iterator[Metric]:
     yield _gauge("pagekv_slot_utilization", "Filled slots / slots of held blocks, 0 to 1", stats.utilization)
 
 
-def _cache(stats: EngineStats, model: EngineInfo) -> Iterator[Metric]:
+def _cache(stats: GetStatsResponse, model: EngineInfo) -> Iterator[Metric]:
     yield _counter("pagekv_prompt_blocks", "Blocks of admitted prompts", stats.prompt_blocks_total)
     yield _counter("pagekv_prompt_blocks_cached", "Of those, hits", stats.cached_blocks_total)
     yield _counter(
