@@ -172,7 +172,7 @@ class EngineLoop:
                         self._remove_if_finished(sequence.request, RequestEnd.FINISHED)
                     self._work_left = len(self._live) > 0
                 ahead = scheduler.schedule() if len(self._in_flight) < self._config.pipeline_depth else None
-                self._cache.step_boundary(self._totals.steps_total)
+                self._cache.log.step_boundary(self._totals.steps_total)
                 if ahead is not None:
                     self._cache.count_admissions(ahead.admitted)
                     self.observers.planned(ahead)

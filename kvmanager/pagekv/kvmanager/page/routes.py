@@ -13,11 +13,12 @@ from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.api.validation import check_request_id
 from pagekv.kvmanager.engine.interface import Engine
-from pagekv.kvmanager.engine.views import BlockDetail, SequenceView, by_name
+from pagekv.kvmanager.engine.views import BlockDetail
 from pagekv.kvmanager.page.explain import explain
 from pagekv.kvmanager.page.frame import request_rows
 from pagekv.kvmanager.page.hub import PageHub, Viewer
 from pagekv.kvmanager.text.tokenizer import Tokenizer
+from pagekv.v1 import cache_service_pb2
 
 # Seconds that one message may take to be read before its reader counts as gone.
 WRITE_TIMEOUT_S = 30.0
@@ -74,7 +75,7 @@ class Page:
     async def _host_block(self, request: web.Request) -> web.Response:
         block = self._engine.queries.host_block(int(request.match_info["block_id"]))
         return web.json_response(
-            {"block_id": block.block_id, "ref_count": block.ref_count, "block_hash": block.block_hash.hex()}
+            {"block_id": block.block_id, "ref_count": block.ref_count, "block_hash": block.block_hash}
         )
 
     async def _requests(self, request: web.Request) -> web.Response:
@@ -86,7 +87,8 @@ class Page:
         request_id = request.query.get("id", "")
         check_request_id("id", request_id)
         # Requests end while somebody looks at them, so one that is not live is no error.
-        views = self._engine.queries.block_tables(request_id) or []
+        found = self._engine.queries.block_tables(request_id)
+        views = found.sequences if found is not None else ()
         return web.json_response({"request_id": request_id, "sequences": [sequence_detail(view) for view in views]})
 
     async def _explain(self, request: web.Request) -> web.Response:
@@ -113,21 +115,29 @@ async def _next_lines(viewer: Viewer) -> bytes:
 
 def block_detail(detail: BlockDetail, tokenizer: Tokenizer | None, *, with_tokens: bool) -> dict[str, Any]:
     """A device block. `with_tokens`: with its content, as text too where there is a tokenizer."""
-    shown = by_name(detail)
-    block, tokens = shown.pop("block"), shown.pop("token_ids")
-    hashes = {"block_hash": block.block_hash.hex(), "parent_hash": block.parent_hash.hex()}
-    shown |= by_name(block) | hashes
+    block, tokens = detail.block, detail.token_ids
+    shown: dict[str, Any] = {
+        "block_id": block.block_id,
+        "ref_count": block.ref_count,
+        "block_hash": block.block_hash,
+        "parent_hash": block.parent_hash,
+        "pins": block.pins,
+        "cached_s": detail.cached_s,
+        "chain": detail.chain,
+        "chain_complete": detail.chain_complete,
+        "requests": detail.requests,
+    }
     if with_tokens and tokens is not None:
         shown |= {"token_ids": tokens, "text": tokenizer.decode(tokens) if tokenizer is not None else None}
     return shown
 
 
-def sequence_detail(view: SequenceView) -> dict[str, Any]:
+def sequence_detail(view: cache_service_pb2.SequenceBlocks) -> dict[str, Any]:
     """A sequence's block table, in order of the tokens."""
     return {
         "index": view.index,
         "state": view.state,
         "tokens": view.num_tokens,
         "computed": view.computed_tokens,
-        "block_ids": view.block_ids,
+        "block_ids": list(view.block_ids),
     }

@@ -8,6 +8,7 @@ the name and the labels are vLLM's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
@@ -17,8 +18,11 @@ from prometheus_client.registry import Collector
 
 from pagekv.common.errors import Unavailable
 from pagekv.kvmanager.engine.interface import Engine
-from pagekv.kvmanager.engine.views import EngineInfo, EngineStats
+from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
+
+if TYPE_CHECKING:
+    from pagekv.v1.cache_service_pb2 import GetStatsResponse
 
 # One value, or a label and the values for each of its values.
 Values = float | tuple[str, Mapping[str, float]]
@@ -65,7 +69,7 @@ class EngineCollector(Collector):
         info = {"model_name": model_name, "backend": model.backend, "block_size": str(model.block_size)}
         yield _family("pagekv_info", "Always 1; what is served", 1, info)
 
-    def _values(self, stats: EngineStats, model: EngineInfo) -> list[tuple[str, str, Values]]:
+    def _values(self, stats: GetStatsResponse, model: EngineInfo) -> list[tuple[str, str, Values]]:
         """Name, help and values of every counter and gauge."""
         looked_up = self._prefix_cache
 
