@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from pagekv.kvmanager.errors import InvariantError
-from pagekv.kvmanager.kvcache.eviction_policy import EvictionOrder, LruOrder
+from pagekv.kvmanager.kvcache.eviction_policy import EvictionOrder
 from pagekv.kvmanager.kvcache.prefix_table import Blocks, BlockTokens, PrefixTable
 from pagekv.kvmanager.kvcache.prefix_trie import Node
 
@@ -66,7 +66,7 @@ class BlockPool:
         self.block_size = block_size
         self._ref_count = np.zeros(num_blocks, np.int32)
         self.table = PrefixTable(num_blocks, block_size, self._ref_count, clock)
-        self._free = order if order is not None else LruOrder(num_blocks)
+        self._free = order if order is not None else EvictionOrder(num_blocks)
         self._log = log
         self._num_cached_free = 0
         self.evictions = 0

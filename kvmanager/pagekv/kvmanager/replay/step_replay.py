@@ -19,7 +19,7 @@ import numpy as np
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
-from pagekv.kvmanager.kvcache.eviction_policy import make_order
+from pagekv.kvmanager.kvcache.eviction_policy import EvictionOrder
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.observe.recording.step_recorder import COLUMNS, FORMAT, SAMPLING, VERSION, numbers, plan_columns
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
@@ -169,7 +169,7 @@ class _Replay:
 
     def _attach(self, epoch: dict[str, Any]) -> None:
         num_blocks, size = epoch["num_blocks"], epoch["block_size"]
-        order = make_order(self._header["eviction_policy"], num_blocks, self._header["protected_share"])
+        order = EvictionOrder(num_blocks, self._header["eviction_policy"], self._header["protected_share"])
         pool, host = BlockPool(num_blocks, size, order), HostPool(epoch["num_host_blocks"], size)
         limits = SchedulerLimits(**{**epoch["limits"], "swap": SwapPolicy(**epoch["limits"]["swap"])})
         if self._scheduler is None:

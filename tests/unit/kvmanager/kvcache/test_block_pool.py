@@ -8,7 +8,7 @@ from support.engine.integrity import check_pool
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
-from pagekv.kvmanager.kvcache.eviction_policy import LruOrder
+from pagekv.kvmanager.kvcache.eviction_policy import EvictionOrder
 
 ROOT = root_digest("model", "", "")
 
@@ -131,7 +131,7 @@ def test_touch_saves_a_hit_from_eviction() -> None:
 
 def test_vllm_worked_example() -> None:
     """vLLM's worked example: the free queue after two requests, then a third that shares twelve tokens."""
-    order = LruOrder(10)
+    order = EvictionOrder(10)
     pool = BlockPool(10, 4, order)
     shared = list(range(1, 13))
     first = held(pool, 4)
