@@ -14,8 +14,15 @@ from pagekv.client.aio import AsyncPageKVClient
 from pagekv.client.cli.commands.up import describe
 from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_flags, add_target
 from pagekv.client.cli.terminal import Terminal, milliseconds, table
-from pagekv.client.planning.load_test import LatencySpread, LoadReport, Workload, make_jobs, run_jobs
-from pagekv.client.planning.slo import Diagnosis, Objectives
+from pagekv.client.planning.load_test import (
+    Diagnosis,
+    LatencySpread,
+    LoadReport,
+    Objectives,
+    Workload,
+    make_jobs,
+    run_jobs,
+)
 from pagekv.client.types import ModelInfo
 from pagekv.common.flags import integer, number
 
