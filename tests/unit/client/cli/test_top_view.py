@@ -97,4 +97,4 @@ def test_a_manager_that_goes_is_waited_for(server: ScriptedServer) -> None:
         watcher.frame(fail=True)
         server.expect("GetModelInfo", Fails(FailedPrecondition("not now")))
         frame = watcher.frame()
-        assert "trying again" in frame._problem
+        assert "trying again" in frame.problem
