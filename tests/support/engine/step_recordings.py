@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import pytest
-from support.engine.engine_harness import DESCRIPTION, Bench, command, config, expect, read, run, until
+from support.engine.engine_harness import Bench, command, config, described, expect, read, run, until
 from support.engine.scheduler_driver import Driver
 
 from pagekv.kvmanager.engine.loop import EngineLoop
@@ -114,7 +113,7 @@ def record_busy_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
             self.observers.add(recorder)
 
     monkeypatch.setattr("support.engine.engine_harness.EngineLoop", Recorded)
-    monkeypatch.setattr("support.engine.engine_harness.DESCRIPTION", replace(DESCRIPTION, host_kv_bytes=64))
+    monkeypatch.setattr("support.engine.engine_harness.DESCRIPTION", described(host_kv_bytes=64))
     run(monkeypatch, busy, num_device_blocks=20, num_host_blocks=12, limits=limits)
     file.close()
     return file.path

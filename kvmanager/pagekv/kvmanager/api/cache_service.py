@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotFound
 from pagekv.kvmanager.api.prompt_reader import PromptReader
 from pagekv.kvmanager.api.served_model import ServedModel
-from pagekv.kvmanager.api.validation import check_media, check_request_id, read_cache_controls
+from pagekv.kvmanager.api.validation import check_length, check_media, check_request_id, read_cache_controls
 from pagekv.kvmanager.engine.interface import Engine
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
@@ -80,10 +80,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
         return self._queries.pin_prefix(prompt, identity, lease)
 
     async def UnpinPrefix(self, request: pb.UnpinPrefixRequest, context: Any) -> pb.UnpinPrefixResponse:
-        if not 1 <= len(request.pin_id) <= MAX_PIN_ID_CHARACTERS:
-            raise InvalidRequest(
-                "pin_id", f"must be from 1 to {MAX_PIN_ID_CHARACTERS} characters, has {len(request.pin_id)}"
-            )
+        check_length("pin_id", request.pin_id, MAX_PIN_ID_CHARACTERS)
         return pb.UnpinPrefixResponse(unpinned_tokens=self._queries.unpin_prefix(request.pin_id))
 
     async def ResetPrefixCache(self, request: pb.ResetPrefixCacheRequest, context: Any) -> pb.ResetPrefixCacheResponse:

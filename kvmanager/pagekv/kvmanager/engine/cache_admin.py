@@ -11,7 +11,6 @@ import numpy as np
 from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.engine.capacity import blocks_needed, total_tokens
 from pagekv.kvmanager.engine.explain import KnownAdapters, PrefixExplainer
-from pagekv.kvmanager.engine.miss_counters import MissCounters
 from pagekv.kvmanager.engine.observer import Observer
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
@@ -41,7 +40,8 @@ class CacheAdmin:
         table was cleared outside of a step.
         """
         self.log = TableLog(clock)
-        self.counters = MissCounters()
+        # Blocks of prompts that hit at first admission, and why others missed; cumulative.
+        self.counters = pb.GetStatsResponse()
         self._prefix_cache = prefix_cache
         self._max_pinned_share = max_pinned_share
         self._wake = wake
@@ -82,10 +82,24 @@ class CacheAdmin:
         self._adapters.note(identity.namespace, identity.adapter_id)
 
     def count_admissions(self, admitted: Iterable[Admitted]) -> None:
-        """Sequences got their blocks for the first time."""
+        """Counts blocks that hit, and why the first other one misses, of sequences that got their blocks for the first
+        time in the step just planned.
+        """
+        totals, size = self.counters, self.pool.block_size
         for each in admitted:
-            reads_cache = self._prefix_cache and each.sequence.request.command.identity.read
-            self.counters.count(each, self.pool.block_size, self.log, reads_cache)
+            sequence, hits = each.sequence, each.hit_blocks
+            totals.prompt_blocks_total += -(-sequence.num_prompt // size)
+            totals.cached_blocks_total += min(hits, sequence.num_prompt // size)
+            if each.missed is None:
+                full, partial = divmod(sequence.num_tokens, size)
+                looked_up = self._prefix_cache and sequence.request.command.identity.read
+                totals.misses_partial_tail_total += bool(looked_up and partial and hits == full)
+            elif (removed := self.log.removed_ago(each.missed)) is not None:
+                totals.misses_cleared_total += removed.cleared
+                totals.misses_evicted_total += not removed.cleared
+            else:
+                totals.misses_diverged_total += bool(each.shared_tokens)
+                totals.misses_never_seen_total += not each.shared_tokens
 
     # -- prefixes
 

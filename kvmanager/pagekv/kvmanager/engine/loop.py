@@ -18,12 +18,12 @@ from pagekv.common.errors import Overloaded, Unavailable
 from pagekv.common.logs import Log
 from pagekv.kvmanager.engine.admission_control import check_admissible
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
-from pagekv.kvmanager.engine.capacity import fits
+from pagekv.kvmanager.engine.capacity import longest_sequence, total_tokens
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.executor_client import AttachRefused, ExecutorLink, ExecutorLost
 from pagekv.kvmanager.engine.live_requests import LiveRequests
 from pagekv.kvmanager.engine.observer import Observers, RequestEnd
-from pagekv.kvmanager.engine.outputs import deliver, deliver_abort, unfinished_outputs
+from pagekv.kvmanager.engine.outputs import deliver, deliver_abort
 from pagekv.kvmanager.engine.queries import EngineQueries
 from pagekv.kvmanager.engine.recovery import FailedSteps, Fault, Reconnect
 from pagekv.kvmanager.engine.sizing import size_limits, size_model
@@ -39,6 +39,7 @@ from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
+from pagekv.kvmanager.scheduling.step_plan import StepResult
 
 log = Log(__name__)
 
@@ -148,7 +149,8 @@ class EngineLoop:
             log.warning("the executor changed", same_model=same, blocks=model.num_device_blocks, model=model.model_id)
         for request in self._live.all():
             width = request.command.sampling.beam_width
-            if not (same and fits(request.command, model) and width <= max_running):
+            fits = total_tokens(request.command) <= longest_sequence(model, width)
+            if not (same and fits and width <= max_running):
                 what = "another model, a smaller pool, or room for fewer sequences"
                 self._fail(request, Unavailable(f"the executor restarted with {what}"))
 
@@ -164,7 +166,7 @@ class EngineLoop:
                     plan = self._in_flight.answered(result)
                     committed = scheduler.commit(plan, result)
                     self._in_flight.pop()
-                    self._totals.count(result, self._work_left)
+                    self._count(result)
                     self._failed.clear(plan, committed.sequences)
                     ended = deliver(committed, result)
                     self.observers.committed(plan, result, committed)
@@ -184,6 +186,14 @@ class EngineLoop:
                 await self._wake.wait()
         finally:
             watchdog.cancel()
+
+    def _count(self, result: StepResult) -> None:
+        totals = self._totals
+        totals.steps_total += 1
+        totals.computed_tokens_total += result.computed_tokens
+        totals.executor_busy_us_total += result.execute_us
+        # Waiting for a step counts against the manager only where there was something to plan.
+        totals.executor_idle_us_total += result.idle_us if self._work_left else 0
 
     async def _watch(self) -> None:
         """Ends with ExecutorLost when the oldest step in flight is overdue; wakes the loop to see it."""
@@ -288,9 +298,8 @@ class EngineLoop:
 
     def _abort(self, request: LiveRequest) -> None:
         self._totals.aborted_requests_total += 1
-        unfinished = unfinished_outputs(request)
+        deliver_abort(request)
         self._finish(request, RequestEnd.ABORTED)
-        deliver_abort(request, unfinished)
 
     def _fail(self, request: LiveRequest, error: Exception) -> None:
         self._finish(request, RequestEnd.FAILED)

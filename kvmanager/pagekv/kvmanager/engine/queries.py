@@ -7,7 +7,6 @@ services, and raise Unavailable before the first attachment unless they say othe
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from itertools import islice
 
 import numpy as np
@@ -43,9 +42,7 @@ class EngineQueries:
         """A snapshot of every counter and gauge."""
         state, scheduler, cache = self._state, self._state.serving(), self._state.cache
         pool, host, counters, prompts = scheduler.pool, scheduler.host, scheduler.counters, cache.counters
-        return pb.GetStatsResponse(
-            **asdict(state.totals),
-            **asdict(prompts),
+        stats = pb.GetStatsResponse(
             block_size=pool.block_size,
             num_blocks=pool.num_blocks,
             free_blocks=pool.num_free,
@@ -79,6 +76,9 @@ class EngineQueries:
             host_evicted_blocks_total=host.evictions,
             unread_sequences=state.live.num_unread,
         )
+        stats.MergeFrom(state.totals)
+        stats.MergeFrom(prompts)
+        return stats
 
     def lookup_prefix(self, token_ids: list[int], identity: CacheIdentity) -> pb.LookupPrefixResponse:
         """The cached part of a prompt; changes nothing."""
@@ -93,7 +93,7 @@ class EngineQueries:
 
     def pin_prefix(self, token_ids: list[int], identity: CacheIdentity, lease_s: int) -> pb.PinPrefixResponse:
         """Keeps the cached part of a prompt for `lease_s` seconds. Raises LimitExceeded, with nothing changed."""
-        return self._cache.pin(token_ids, identity, lease_s, self._state.live.commands())
+        return self._cache.pin(token_ids, identity, lease_s, (request.command for request in self._state.live.all()))
 
     def unpin_prefix(self, pin_id: str) -> int:
         """Ends a pin; tokens it held, 0 when there is no such pin."""

@@ -85,7 +85,7 @@ def test_preemptions_are_named_by_what_became_of_the_blocks(
     monkeypatch: pytest.MonkeyPatch, mode: str, name: str
 ) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
-        bench.description = replace(harness.DESCRIPTION, device_kv_bytes=20, host_kv_bytes=100)
+        bench.description = harness.described(device_kv_bytes=20, host_kv_bytes=100)
         assert bench.link is not None
         bench.link.lose()
         await harness.until(lambda: len(bench.attaches) == 2)
