@@ -31,7 +31,8 @@ def pending(sequence: Seq) -> int:
 def check_engine(queries: EngineQueries) -> None:
     """An engine that serves, between two awaits of its loop."""
     state = queries._state
-    check_scheduler(state.serving(), state.live.sequences(), state.cache.pins)
+    sequences = [sequence for request in state.live.all() for sequence in request.sequences]
+    check_scheduler(state.serving(), sequences, state.cache.pins)
 
 
 def check_scheduler(scheduler: Scheduler, live: Iterable[Seq], pins: Pins) -> None:
