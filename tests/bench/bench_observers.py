@@ -36,7 +36,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from pagekv.kvmanager.engine import loop as engine_loop
 from pagekv.kvmanager.engine.config import EngineConfig
-from pagekv.kvmanager.engine.executor_client import ExecutorDescription
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import Observer, RequestEnd
 from pagekv.kvmanager.observe.metrics.prometheus import EngineCollector
@@ -45,6 +44,7 @@ from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
+from pagekv.v1 import executor_service_pb2 as pb
 
 RUNNING = 256
 BLOCK_SIZE = 16
@@ -73,8 +73,18 @@ class _Link:
         self._results: deque[StepResult] = deque()
         self._step = 0
 
-    async def describe(self, block_size: int, token_budget: int) -> ExecutorDescription:
-        return ExecutorDescription("bench", "f00d", 32_000, 8192, 4096, 2**40, "any", "bench", (), 4096)
+    async def describe(self, block_size: int, token_budget: int) -> pb.DescribeResponse:
+        return pb.DescribeResponse(
+            model_id="bench",
+            model_fingerprint="f00d",
+            vocab_size=32_000,
+            max_model_len=8192,
+            bytes_per_block=4096,
+            device_kv_bytes=2**40,
+            layout="any",
+            backend="bench",
+            max_sequences=4096,
+        )
 
     async def attach(self, *_: Any) -> None:
         pass

@@ -22,7 +22,6 @@ from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.observe.exporters import Exporters
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
-from pagekv.kvmanager.observe.tracing.spans import RequestSpans
 from pagekv.kvmanager.text.tokenizer import Tokenizer, TokenizerError
 from pagekv.v1 import cache_service_pb2, cache_service_pb2_grpc, inference_service_pb2, inference_service_pb2_grpc
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
     from pagekv.kvmanager.gateway.service import VllmEngine
     from pagekv.kvmanager.observe.http_server import HttpServer
-    from pagekv.kvmanager.observe.tracing.otlp import Tracing
+    from pagekv.kvmanager.observe.tracing import Tracing
 
 log = Log(__name__)
 
@@ -160,9 +159,9 @@ class Manager:
         if not self._config.observe.otlp_endpoint:
             return
         with needs_extra("--otlp-endpoint", "observe"):
-            from pagekv.kvmanager.observe.tracing.otlp import Tracing, otlp_processor
+            from pagekv.kvmanager.observe.tracing import Tracing, otlp_processor
         self._tracing = Tracing(otlp_processor(self._config.observe.otlp_endpoint))
-        self.engine.observers.add(RequestSpans(self._tracing.emit))
+        self.engine.observers.add(self._tracing)
         log.info("sending spans", endpoint=self._config.observe.otlp_endpoint)
 
     def _page_routes(self) -> list[web.AbstractRouteDef]:

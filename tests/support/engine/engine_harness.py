@@ -6,13 +6,15 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.engine.fake_executor import FakeExecutor, expected_output
+from support.engine.integrity import check_engine
 
 from pagekv.kvmanager.engine import loop as engine_loop
 from pagekv.kvmanager.engine.config import EngineConfig
-from pagekv.kvmanager.engine.executor_client import ExecutorDescription, ExecutorLost
+from pagekv.kvmanager.engine.executor_client import ExecutorLost
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import Observer
 from pagekv.kvmanager.engine.recovery import Fault
@@ -21,9 +23,10 @@ from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, Samp
 from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
+from pagekv.v1 import executor_service_pb2 as pb
 
 VOCAB = 50
-DESCRIPTION = ExecutorDescription(
+DESCRIPTION = pb.DescribeResponse(
     model_id="",
     model_fingerprint="f00d",
     vocab_size=VOCAB,
@@ -35,6 +38,12 @@ DESCRIPTION = ExecutorDescription(
     eos_token_ids=(),
     max_sequences=8,
 )
+
+
+def described(**changes: Any) -> pb.DescribeResponse:
+    """DESCRIPTION with other values."""
+    shown = {descriptor.name: value for descriptor, value in DESCRIPTION.ListFields()}
+    return pb.DescribeResponse(**shown | changes)
 
 
 class Bench:
@@ -67,7 +76,7 @@ class Link:
         self._executor = FakeExecutor(0, 1, VOCAB)
         bench.link = self
 
-    async def describe(self, block_size: int, token_budget: int) -> ExecutorDescription:
+    async def describe(self, block_size: int, token_budget: int) -> pb.DescribeResponse:
         return self._bench.description
 
     async def attach(self, manager_id: str, model: EngineInfo, layout: str, take_over: bool) -> None:
@@ -152,7 +161,7 @@ def run(
         assert not task.done(), task.exception()
         assert test.done(), "the test hangs"
         await test
-        engine.queries.check_integrity()
+        check_engine(engine.queries)
         assert engine.queries.stats().active_blocks == 0
         await engine.stop(1)
         await task

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 from pagekv.common.errors import AlreadyExists
 from pagekv.kvmanager.engine.queries import EngineQueries
-from pagekv.kvmanager.engine.views import (
-    BlockOutcome,
-    BlockView,
-    EngineInfo,
-    EngineStats,
-    ExplainedBlock,
-    ExplainedPrefix,
-    PinResult,
-    PrefixMatch,
-    RequestView,
-    ResetCounts,
-    SequenceView,
-)
+from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.events.batch import Stored
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 from pagekv.kvmanager.request.command import FinishReason, GenerateCommand
 from pagekv.kvmanager.request.stream import RequestStream, SequenceDelta
+from pagekv.v1 import cache_service_pb2 as pb
 
 MODEL = EngineInfo(
     model_id="small",
@@ -92,53 +79,87 @@ class FakeEngine(EngineQueries):
         self.stopped.append((stream.request_id, index))
         stream._open.discard(index)
 
-    def stats(self) -> EngineStats:
-        numbers = {field.name: number for number, field in enumerate(fields(EngineStats)) if field.type != "bool"}
-        return EngineStats(**numbers, executor_attached=True)
+    def stats(self) -> pb.GetStatsResponse:
+        names = [field.name for field in pb.GetStatsResponse.DESCRIPTOR.fields]
+        stats = pb.GetStatsResponse()
+        for number, name in enumerate(names):
+            setattr(stats, name, True if name == "executor_attached" else number)
+        return stats
 
-    def lookup_prefix(self, token_ids: list[int], identity: CacheIdentity) -> PrefixMatch:
+    def lookup_prefix(self, token_ids: list[int], identity: CacheIdentity) -> pb.LookupPrefixResponse:
         self.lookups.append((token_ids, identity))
-        return PrefixMatch(device_tokens=8, host_tokens=4, block_ids=[7, 3], partial_tokens=2)
+        return pb.LookupPrefixResponse(
+            prompt_tokens=len(token_ids), device_tokens=8, host_tokens=4, block_ids=[7, 3], partial_tokens=2
+        )
 
-    def explain_prefix(self, token_ids: list[int], identity: CacheIdentity, start: int, limit: int) -> ExplainedPrefix:
+    def explain_prefix(
+        self, token_ids: list[int], identity: CacheIdentity, start: int, limit: int
+    ) -> pb.ExplainPrefixResponse:
         self.lookups.append((token_ids, identity))
-        hit = ExplainedBlock(0, 4, BlockOutcome.HIT, "cached", b"\xaa", 7, 4)
-        old = ExplainedBlock(4, 8, BlockOutcome.EVICTED, "evicted", b"\xbb", steps_ago=0, seconds_ago=0.5)
-        tail = ExplainedBlock(8, 9, BlockOutcome.PARTIAL_TAIL, "tail")
+        blocks = [
+            pb.BlockExplanation(
+                end=4, outcome=pb.BLOCK_OUTCOME_HIT, reason="cached", block_hash="aa", block_id=7, shared_tokens=4
+            ),
+            pb.BlockExplanation(
+                start=4, end=8, outcome=pb.BLOCK_OUTCOME_EVICTED, reason="evicted", steps_ago=0, seconds_ago=0.5
+            ),
+            pb.BlockExplanation(start=8, end=9, outcome=pb.BLOCK_OUTCOME_PARTIAL_TAIL, reason="tail"),
+        ]
         end = min(3, start + limit)
-        return ExplainedPrefix([hit, old, tail][start:end], end if end < 3 else None, 4)
+        return pb.ExplainPrefixResponse(
+            blocks=blocks[start:end],
+            next_start=end if end < 3 else None,
+            prompt_tokens=len(token_ids),
+            cached_tokens=4,
+        )
 
-    def pin_prefix(self, token_ids: list[int], identity: CacheIdentity, lease_s: int) -> PinResult:
+    def pin_prefix(self, token_ids: list[int], identity: CacheIdentity, lease_s: int) -> pb.PinPrefixResponse:
         if self.refusal is not None:
             raise self.refusal
         self.lookups.append((token_ids, identity))
-        return PinResult(f"pin-{lease_s}", 8)
+        return pb.PinPrefixResponse(pin_id=f"pin-{lease_s}", pinned_tokens=8)
 
     def unpin_prefix(self, pin_id: str) -> int:
         return 8 if pin_id == "pin-60" else 0
 
-    def block_tables(self, request_id: str) -> list[SequenceView] | None:
+    def block_tables(self, request_id: str) -> pb.GetBlockTableResponse | None:
         if request_id not in self.live:
             return None
-        return [SequenceView(0, "running", 9, 8, [7, 3, 1], [b"\x01" * 32, b"\x02" * 32])]
+        table = pb.SequenceBlocks(
+            state="running", num_tokens=9, computed_tokens=8, block_ids=[7, 3, 1], block_hashes=["01" * 32, "02" * 32]
+        )
+        return pb.GetBlockTableResponse(sequences=[table])
 
-    def list_requests(self, limit: int) -> tuple[list[RequestView], int]:
-        views = [RequestView(name, "running", -1, 1, 9, 4, 8, 2, 20, 3, 1) for name in self.live]
-        return views[:limit], len(views)
+    def list_requests(self, limit: int) -> pb.ListRequestsResponse:
+        infos = [
+            pb.RequestInfo(
+                request_id=name, state="running", priority=-1, num_sequences=1, prompt_tokens=9, cached_tokens=4,
+                computed_tokens=8, generated_tokens=2, max_total_tokens=20, num_blocks=3, preemptions=1,
+            )
+            for name in self.live
+        ]  # fmt: skip  # several entries a line: one each would fill a screen
+        return pb.ListRequestsResponse(requests=infos[:limit], total=len(infos))
 
-    def list_blocks(self, start: int, limit: int, state: str | None) -> tuple[list[BlockView], int | None]:
-        kinds = [("free", 0, b"", 0), ("cached", 0, b"\xcc", 0), ("active", 2, b"\xaa", 1), ("pinned", 1, b"\xee", 1)]
-        blocks = [
-            BlockView(i, kinds[i % 4][1], kinds[i % 4][2], b"", kinds[i % 4][3])
-            for i in range(start, 10)
-            if state in (None, kinds[i % 4][0])
+    def list_blocks(self, start: int, limit: int, state: pb.BlockState.ValueType) -> pb.ListBlocksResponse:
+        kinds = [
+            pb.BlockInfo(state=pb.BLOCK_STATE_FREE),
+            pb.BlockInfo(state=pb.BLOCK_STATE_CACHED, block_hash="cc"),
+            pb.BlockInfo(state=pb.BLOCK_STATE_ACTIVE, ref_count=2, block_hash="aa", pins=1),
+            pb.BlockInfo(state=pb.BLOCK_STATE_PINNED, ref_count=1, block_hash="ee", pins=1),
         ]
-        return blocks[:limit], (blocks[limit].block_id if len(blocks) > limit else None)
+        blocks = []
+        for block_id in range(start, 10):
+            block = pb.BlockInfo(block_id=block_id)
+            block.MergeFrom(kinds[block_id % 4])
+            if state in (pb.BLOCK_STATE_UNSPECIFIED, block.state):
+                blocks.append(block)
+        next_start = blocks[limit].block_id if len(blocks) > limit else None
+        return pb.ListBlocksResponse(blocks=blocks[:limit], next_start=next_start)
 
-    def reset_prefix_cache(self, force: bool) -> ResetCounts | None:
+    def reset_prefix_cache(self, force: bool) -> pb.ResetPrefixCacheResponse | None:
         if force:
-            return ResetCounts(5, 2, 1)
-        return None if self.held_blocks else ResetCounts(5)
+            return pb.ResetPrefixCacheResponse(removed_blocks=5, preempted_sequences=2, ended_pins=1)
+        return None if self.held_blocks else pb.ResetPrefixCacheResponse(removed_blocks=5)
 
     def watch_events(self) -> TableWatch:
         if self.refusal is not None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import pytest
-from support.engine.engine_harness import DESCRIPTION, Bench, command, config, expect, read, run, until
+from support.engine.engine_harness import Bench, command, config, described, expect, read, run, until
 from support.engine.scheduler_driver import Driver
 
 from pagekv.kvmanager.engine.loop import EngineLoop
@@ -48,9 +47,11 @@ class RecordedDriver(Driver):
         share = self.protected_share
         self.recorder = StepRecorder(
             self.memory,  # type: ignore[arg-type]  # as much of a file as is used
-            eviction_policy="lru" if share is None else "slru",
-            protected_share=share or 0.0,
-            aging=self.priority_aging,
+            config(
+                eviction_policy="lru" if share is None else "slru",
+                protected_share=share or 0.0,
+                priority_aging=self.priority_aging,
+            ),
         )
         self.scheduler = Scheduler(self.pool, self.scheduler.limits, self.eos, self.host, self.recorder)
         self.pins = self._new_pins()
@@ -104,9 +105,7 @@ def record_busy_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Runs a busy engine; returns its recording."""
     file = RecordingFile(tmp_path / "steps", "steps")
     limits = SchedulerLimits(32, 8, 0.0, True, swap=SwapPolicy("swap"), write_back=True)
-    assert config().eviction_policy == "slru"
-    recorder = StepRecorder(file, eviction_policy="slru", protected_share=config().protected_share, aging=256)
-    assert config().priority_aging == 256
+    recorder = StepRecorder(file, config())
 
     class Recorded(EngineLoop):
         def __init__(self, *args: Any, **fields: Any) -> None:
@@ -114,7 +113,7 @@ def record_busy_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
             self.observers.add(recorder)
 
     monkeypatch.setattr("support.engine.engine_harness.EngineLoop", Recorded)
-    monkeypatch.setattr("support.engine.engine_harness.DESCRIPTION", replace(DESCRIPTION, host_kv_bytes=64))
+    monkeypatch.setattr("support.engine.engine_harness.DESCRIPTION", described(host_kv_bytes=64))
     run(monkeypatch, busy, num_device_blocks=20, num_host_blocks=12, limits=limits)
     file.close()
     return file.path

@@ -84,54 +84,48 @@ def spark(values: deque[float | None], top: float | None = None) -> str:
     return "".join(" " if value is None else _LEVELS[min(last, int(value / highest * last + 0.5))] for value in values)
 
 
+@dataclass(frozen=True, slots=True)
 class TopFrame:
     """Renders to the width and height of the console it is printed on."""
 
-    def __init__(
-        self,
-        target: str,
-        info: ModelInfo | None,
-        look: Look | None,
-        rates: TopRates,
-        problem: str = "",
-        footer: str = "",
-    ) -> None:
-        self._target, self._info, self._look, self._rates, self._problem = target, info, look, rates, problem
-        self._footer = footer
+    target: str
+    info: ModelInfo | None
+    look: Look | None
+    rates: TopRates
+    problem: str = ""
+    footer: str = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self._title()
-        if self._look is None:
+        if self.look is None:
             return
-        stats, width = self._look.stats, options.max_width
+        stats, width = self.look.stats, options.max_width
         yield Text()
-        yield self._rate_table(width)
+        yield self._rate_table(stats, width)
         yield Text()
         yield from _pool_lines(stats, width)
         yield Text()
         height = options.height or (console.height if console.is_terminal else _ENDLESS)
         room = height - _OTHER_LINES - (2 if stats.num_host_blocks else 0)
         # The lowest screens show a request instead.
-        has_footer = bool(self._footer) and room > 2
-        yield from self._requests(max(1, room - 2 if has_footer else room))
+        has_footer = bool(self.footer) and room > 2
+        yield from self._requests(stats, self.look.requests, max(1, room - 2 if has_footer else room))
         if has_footer:
             yield Text()
-            yield Text(self._footer, "dim", no_wrap=True, overflow="ellipsis")
+            yield Text(self.footer, "dim", no_wrap=True, overflow="ellipsis")
 
     def _title(self) -> Text:
-        title = Text.assemble(("PageKV", "bold"), f"  {self._target}", no_wrap=True, overflow="ellipsis")
-        if self._info is not None:
-            title.append(f"  {self._info.model_id or 'no model'} on {self._info.backend}", "dim")
-        if self._problem:
-            title.append(f"  {self._problem}", "bold red")
-        elif self._look is not None and not self._look.stats.executor_attached:
+        title = Text.assemble(("PageKV", "bold"), f"  {self.target}", no_wrap=True, overflow="ellipsis")
+        if self.info is not None:
+            title.append(f"  {self.info.model_id or 'no model'} on {self.info.backend}", "dim")
+        if self.problem:
+            title.append(f"  {self.problem}", "bold red")
+        elif self.look is not None and not self.look.stats.executor_attached:
             title.append("  no executor", "bold red")
         return title
 
-    def _rate_table(self, width: int) -> Table:
-        rates, look = self._rates, self._look
-        assert look is not None
-        stats = look.stats
+    def _rate_table(self, stats: Stats, width: int) -> Table:
+        rates = self.rates
         table = Table.grid(padding=(0, 2))
         # Without an active block there is no share to show.
         filled = _percent(stats.utilization if stats.active_blocks else None)
@@ -149,10 +143,7 @@ class TopFrame:
             table.add_row(*cells)
         return table
 
-    def _requests(self, room: int) -> RenderResult:
-        look = self._look
-        assert look is not None
-        stats, listed = look.stats, look.requests
+    def _requests(self, stats: Stats, listed: RequestList, room: int) -> RenderResult:
         yield Text.assemble(
             ("Requests", "bold"),
             (f"  {stats.running_sequences} sequences run, {stats.waiting_sequences} wait; "

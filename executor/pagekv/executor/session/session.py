@@ -21,13 +21,14 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, OutOfMemory, PageKVError, StaleEpoch, Unavailable
 from pagekv.common.logs import Log
 from pagekv.executor.backend.interface import Backend, BackendDescription
 from pagekv.executor.session.epoch import Epoch, LaunchedStep
+from pagekv.executor.session.field_checks import check_range
 from pagekv.executor.session.step import ExecutedStep, Step
 from pagekv.executor.session.step_check import MAX_STEP_TOKENS, EpochLimits
 from pagekv.executor.session.step_stream import StepStream
@@ -75,7 +76,6 @@ class Session:
         self._loop = asyncio.get_running_loop()
         self._backend: Backend | None = None
         self._closed = False
-        self._model_id = ""
         # The latest by block size, so that `attach` need not wait for the worker thread to fence an epoch.
         self._descriptions: dict[int, BackendDescription] = {}
         self._current: Epoch | None = None
@@ -87,21 +87,16 @@ class Session:
         self.lost = asyncio.Event()
         self.lost_reason = ""
 
-    def serve(self, backend: Backend, model_id: str = "") -> None:
-        """Answers calls from now on with a loaded backend. `model_id` is the name under which managers find the model,
-        where the backend knows only a directory of this machine; empty: as the backend says.
-        """
+    def serve(self, backend: Backend) -> None:
+        """Answers calls from now on with a loaded backend."""
         self._backend = backend
-        self._model_id = model_id
 
     async def describe(self, block_size: int, token_budget: int) -> BackendDescription:
         """The loaded model and measured memory. Raises InvalidRequest, or Unavailable while loading."""
         backend = self._serving()
         _check_block_size(block_size)
-        _check_range("token_budget", token_budget, 1, MAX_STEP_TOKENS)
+        check_range("token_budget", token_budget, 1, MAX_STEP_TOKENS)
         description = await self._ask(backend, lambda: backend.describe(block_size, token_budget))
-        if self._model_id:
-            description = replace(description, model_id=self._model_id)
         self._descriptions[block_size] = description
         return description
 
@@ -115,8 +110,8 @@ class Session:
         if not 1 <= len(order.manager_id) <= MAX_MANAGER_ID:
             raise InvalidRequest("manager_id", f"must be 1 to {MAX_MANAGER_ID} characters, has {len(order.manager_id)}")
         _check_block_size(order.block_size)
-        _check_range("num_device_blocks", order.num_device_blocks, 1, MAX_BLOCKS)
-        _check_range("num_host_blocks", order.num_host_blocks, 0, MAX_BLOCKS)
+        check_range("num_device_blocks", order.num_device_blocks, 1, MAX_BLOCKS)
+        check_range("num_host_blocks", order.num_host_blocks, 0, MAX_BLOCKS)
         async with self._attaching:
             description = self._descriptions.get(order.block_size)
             if description is None:
@@ -348,11 +343,6 @@ class Session:
 def _check_block_size(block_size: int) -> None:
     if not 1 <= block_size <= MAX_BLOCK_SIZE or block_size & (block_size - 1):
         raise InvalidRequest("block_size", f"must be a power of two from 1 to {MAX_BLOCK_SIZE}, got {block_size}")
-
-
-def _check_range(field: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise InvalidRequest(field, f"must be from {low} to {high}, got {value}")
 
 
 def _check_fit(order: AttachOrder, description: BackendDescription) -> None:

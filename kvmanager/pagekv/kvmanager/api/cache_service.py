@@ -1,4 +1,4 @@
-"""pagekv.v1.CacheService: looks into the KV cache. Hashes are written in hex, for people to read."""
+"""pagekv.v1.CacheService: looks into the KV cache."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotFound
 from pagekv.kvmanager.api.prompt_reader import PromptReader
 from pagekv.kvmanager.api.served_model import ServedModel
-from pagekv.kvmanager.api.validation import check_media, check_request_id, read_cache_controls
+from pagekv.kvmanager.api.validation import check_length, check_media, check_request_id, read_cache_controls
 from pagekv.kvmanager.engine.interface import Engine
-from pagekv.kvmanager.engine.views import BlockView, ExplainedBlock, by_name
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
 from pagekv.kvmanager.kvcache.pins import MAX_LEASE_S, MIN_LEASE_S
@@ -28,13 +27,6 @@ MAX_LIMIT = 10_000
 # Events in one message: with token ids in blocks of 256 less than 2 MB, and a few milliseconds to write.
 MAX_EVENTS = 1024
 MAX_PIN_ID_CHARACTERS = 64
-_STATES = {
-    pb.BLOCK_STATE_UNSPECIFIED: None,
-    pb.BLOCK_STATE_FREE: "free",
-    pb.BLOCK_STATE_CACHED: "cached",
-    pb.BLOCK_STATE_ACTIVE: "active",
-    pb.BLOCK_STATE_PINNED: "pinned",
-}
 _TIERS = {Tier.DEVICE: pb.TIER_DEVICE, Tier.HOST: pb.TIER_HOST}
 
 
@@ -46,13 +38,11 @@ class CacheService(pb_grpc.CacheServiceServicer):
         self._served_model = served_model
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
-        return pb.GetStatsResponse(**by_name(self._queries.stats()))
+        return self._queries.stats()
 
     async def LookupPrefix(self, request: pb.LookupPrefixRequest, context: Any) -> pb.LookupPrefixResponse:
         prompt, identity = await self._read_prompt(request)
-        return pb.LookupPrefixResponse(
-            prompt_tokens=len(prompt), **by_name(self._queries.lookup_prefix(prompt, identity))
-        )
+        return self._queries.lookup_prefix(prompt, identity)
 
     async def ExplainPrefix(self, request: pb.ExplainPrefixRequest, context: Any) -> pb.ExplainPrefixResponse:
         _check_limit(request.limit)
@@ -60,62 +50,44 @@ class CacheService(pb_grpc.CacheServiceServicer):
         num_blocks = -(-len(prompt) // self._served_model.served().model.block_size)
         if request.start >= num_blocks:
             raise InvalidRequest("start", f"must be from 0 to {num_blocks - 1} (the prompt), got {request.start}")
-        found = self._queries.explain_prefix(prompt, identity, request.start, request.limit or DEFAULT_EXPLANATIONS)
-        return pb.ExplainPrefixResponse(
-            blocks=map(_explanation, found.blocks),
-            next_start=found.next_start,
-            prompt_tokens=len(prompt),
-            cached_tokens=found.cached_tokens,
-        )
+        return self._queries.explain_prefix(prompt, identity, request.start, request.limit or DEFAULT_EXPLANATIONS)
 
     async def ListRequests(self, request: pb.ListRequestsRequest, context: Any) -> pb.ListRequestsResponse:
         _check_limit(request.limit)
-        views, total = self._queries.list_requests(request.limit or DEFAULT_REQUESTS)
-        return pb.ListRequestsResponse(requests=[pb.RequestInfo(**by_name(view)) for view in views], total=total)
+        return self._queries.list_requests(request.limit or DEFAULT_REQUESTS)
 
     async def GetBlockTable(self, request: pb.GetBlockTableRequest, context: Any) -> pb.GetBlockTableResponse:
         check_request_id("request_id", request.request_id)
-        views = self._queries.block_tables(request.request_id)
-        if views is None:
+        tables = self._queries.block_tables(request.request_id)
+        if tables is None:
             raise NotFound(f"no request {request.request_id!r} is running or waiting")
-        return pb.GetBlockTableResponse(
-            sequences=[
-                pb.SequenceBlocks(**by_name(view) | {"block_hashes": [digest.hex() for digest in view.block_hashes]})
-                for view in views
-            ]
-        )
+        return tables
 
     async def ListBlocks(self, request: pb.ListBlocksRequest, context: Any) -> pb.ListBlocksResponse:
         num_blocks = self._served_model.served().model.num_device_blocks
         if request.start >= num_blocks:
             raise InvalidRequest("start", f"must be from 0 to {num_blocks - 1} (the pool), got {request.start}")
         _check_limit(request.limit)
-        if request.state not in _STATES:
-            raise InvalidRequest("state", f"must be from 0 to {len(_STATES) - 1}, got {request.state}")
-        blocks, next_start = self._queries.list_blocks(
-            request.start, request.limit or DEFAULT_BLOCKS, _STATES[request.state]
-        )
-        return pb.ListBlocksResponse(blocks=map(_block_info, blocks), next_start=next_start)
+        if request.state not in pb.BlockState.values():
+            raise InvalidRequest("state", f"must be from 0 to {max(pb.BlockState.values())}, got {request.state}")
+        return self._queries.list_blocks(request.start, request.limit or DEFAULT_BLOCKS, request.state)
 
     async def PinPrefix(self, request: pb.PinPrefixRequest, context: Any) -> pb.PinPrefixResponse:
         lease = request.lease_seconds
         if not MIN_LEASE_S <= lease <= MAX_LEASE_S:
             raise InvalidRequest("lease_seconds", f"must be from {MIN_LEASE_S} to {MAX_LEASE_S}, got {lease}")
         prompt, identity = await self._read_prompt(request)
-        return pb.PinPrefixResponse(**by_name(self._queries.pin_prefix(prompt, identity, lease)))
+        return self._queries.pin_prefix(prompt, identity, lease)
 
     async def UnpinPrefix(self, request: pb.UnpinPrefixRequest, context: Any) -> pb.UnpinPrefixResponse:
-        if not 1 <= len(request.pin_id) <= MAX_PIN_ID_CHARACTERS:
-            raise InvalidRequest(
-                "pin_id", f"must be from 1 to {MAX_PIN_ID_CHARACTERS} characters, has {len(request.pin_id)}"
-            )
+        check_length("pin_id", request.pin_id, MAX_PIN_ID_CHARACTERS)
         return pb.UnpinPrefixResponse(unpinned_tokens=self._queries.unpin_prefix(request.pin_id))
 
     async def ResetPrefixCache(self, request: pb.ResetPrefixCacheRequest, context: Any) -> pb.ResetPrefixCacheResponse:
         reset = self._queries.reset_prefix_cache(request.force)
         if reset is None:
             raise FailedPrecondition("running requests or pins hold blocks: wait for them to end, or use force")
-        return pb.ResetPrefixCacheResponse(**by_name(reset))
+        return reset
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
         watch = self._queries.watch_events()
@@ -150,21 +122,6 @@ class CacheService(pb_grpc.CacheServiceServicer):
 def _check_limit(limit: int) -> None:
     if limit > MAX_LIMIT:
         raise InvalidRequest("limit", f"must be from 0 to {MAX_LIMIT}, got {limit}")
-
-
-def _block_info(view: BlockView) -> pb.BlockInfo:
-    if view.ref_count:
-        state = pb.BLOCK_STATE_ACTIVE if view.ref_count > view.pins else pb.BLOCK_STATE_PINNED
-    else:
-        state = pb.BLOCK_STATE_CACHED if view.block_hash else pb.BLOCK_STATE_FREE
-    hashes = {"block_hash": view.block_hash.hex(), "parent_hash": view.parent_hash.hex()}
-    return pb.BlockInfo(state=state, **by_name(view) | hashes)
-
-
-def _explanation(block: ExplainedBlock) -> pb.BlockExplanation:
-    outcome = pb.BlockOutcome.Value(f"BLOCK_OUTCOME_{block.outcome.name}")
-    digest = block.block_hash.hex() if block.block_hash is not None else ""
-    return pb.BlockExplanation(**by_name(block) | {"outcome": outcome, "block_hash": digest})
 
 
 def _pieces(diff: Diff, with_tokens: bool) -> Iterator[tuple[Sequence[pb.CacheEvent], bool]]:

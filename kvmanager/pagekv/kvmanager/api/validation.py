@@ -35,19 +35,27 @@ MAX_LENGTH_PENALTY = 10
 MAX_MEDIA = 256
 MAX_MEDIA_HASH_CHARACTERS = 128
 DEFAULT_MAX_TOKENS = 16
-# Fields without use for beam search, with the value that means the same as absent.
-_BEAM_NEUTRAL: dict[str, float] = {
-    "temperature": 0.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
+# Bounds of numbers that depend on nothing else. Of two of them the lower bound is outside.
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "beam_width": (0, MAX_BEAM_WIDTH),
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0, 10),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "logprobs": (0, MAX_LOGPROBS),
+    "length_penalty": (-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
 }
+_ABOVE = ("top_p", "repetition_penalty")
+# Parameters without use for beam search, which must be as here or absent; and those that must be absent.
+_GREEDY = SamplingParams(temperature=0.0)
+_BEAM_NEUTRAL = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip  # several entries a line
+_BEAM_ABSENT = ("seed", "stop", "logprobs", "logit_bias")
 # The field of each kind of prompt.
 _INPUT_FIELDS = {"text": "text", "tokenized": "tokenized.input_ids", "chat": "chat.messages"}
-_BEAM_ABSENT = ("seed", "stop", "logprobs", "logit_bias")
 
 
 async def read_generate(
@@ -143,46 +151,26 @@ def _context(model: EngineInfo) -> str:
 
 def _read_sampling(params: types_pb2.SamplingParams, vocab_size: int) -> SamplingParams:
     """All parameters but max_tokens and min_tokens, whose bounds depend on the prompt."""
-    given: dict[str, Any] = {descriptor.name: value for descriptor, value in params.ListFields()}
-
-    def number(name: str, default: float, low: float, high: float, above: bool = False) -> float:
-        value: float = given.get(name, default)
-        _check(f"sampling_params.{name}", value, low, high, above)
-        return value
-
-    def whole(name: str, default: int, low: int, high: int) -> int:
-        value: int = given.get(name, default)
-        _check(f"sampling_params.{name}", value, low, high)
-        return value
-
-    beam_width = whole("beam_width", 0, 0, MAX_BEAM_WIDTH)
-    return SamplingParams(
-        temperature=number("temperature", 0.0 if beam_width else 1.0, 0, 100),
-        top_p=number("top_p", 1.0, 0, 1, above=True),
-        top_k=whole("top_k", 0, 0, vocab_size),
-        min_p=number("min_p", 0.0, 0, 1),
-        seed=given.get("seed", secrets.randbits(64)),
-        stop_token_ids=_read_stop_token_ids(params, vocab_size),
-        ignore_eos=params.ignore_eos,
-        repetition_penalty=number("repetition_penalty", 1.0, 0, 10, above=True),
-        presence_penalty=number("presence_penalty", 0.0, -2, 2),
-        frequency_penalty=number("frequency_penalty", 0.0, -2, 2),
-        logprobs=whole("logprobs", 0, 0, MAX_LOGPROBS) if "logprobs" in given else None,
-        logit_bias=_read_logit_bias(params, vocab_size),
-        beam_width=beam_width,
-        length_penalty=number("length_penalty", 1.0, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
-        early_stopping=params.early_stopping,
-    )
+    elsewhere = ("n", "stop", "max_tokens", "min_tokens")
+    found = ((descriptor.name, value) for descriptor, value in params.ListFields())
+    given: dict[str, Any] = {name: value for name, value in found if name not in elsewhere}
+    for name, (low, high) in (_BOUNDS | {"top_k": (0, vocab_size)}).items():
+        if name in given:
+            _check(f"sampling_params.{name}", given[name], low, high, above=name in _ABOVE)
+    given["stop_token_ids"] = _read_stop_token_ids(params, vocab_size)
+    given["logit_bias"] = _read_logit_bias(params, vocab_size)
+    given.setdefault("temperature", 0.0 if params.beam_width else 1.0)
+    given.setdefault("seed", secrets.randbits(64))
+    return SamplingParams(**given)
 
 
 def _check_beams(params: types_pb2.SamplingParams, sampling: SamplingParams, n: int, model: EngineInfo) -> None:
     """Refuses a beam search that cannot be run, and fields of beam search or sampling that would be ignored."""
-    given = {descriptor.name: value for descriptor, value in params.ListFields()}
     width = sampling.beam_width
     if not width:
-        for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
-            if given.get(name, neutral) != neutral:
-                raise InvalidRequest(f"sampling_params.{name}", f"must be absent without beam_width, got {given[name]}")
+        for name in ("length_penalty", "early_stopping"):
+            if (value := getattr(sampling, name)) != getattr(_GREEDY, name):
+                raise InvalidRequest(f"sampling_params.{name}", f"must be absent without beam_width, got {value}")
         return
     num_ends = len(sampling.end_ids(model.eos_token_ids))
     most = min(MAX_BEAM_WIDTH, MAX_CANDIDATES - num_ends, model.vocab_size - num_ends, model.num_device_blocks)
@@ -194,14 +182,15 @@ def _check_beams(params: types_pb2.SamplingParams, sampling: SamplingParams, n: 
         )
     if n > width:
         raise InvalidRequest("sampling_params.n", f"must be from 1 to beam_width ({width}), got {n}")
-    for name, neutral in _BEAM_NEUTRAL.items():
-        if given.get(name, neutral) != neutral:
+    for name in _BEAM_NEUTRAL:
+        value, neutral = getattr(sampling, name), getattr(_GREEDY, name)
+        if value != neutral:
             raise InvalidRequest(
-                f"sampling_params.{name}", f"must be {neutral:g} or absent with beam_width, got {given[name]}"
+                f"sampling_params.{name}", f"must be {neutral:g} or absent with beam_width, got {value}"
             )
-    for name in _BEAM_ABSENT:
-        if name in given:
-            raise InvalidRequest(f"sampling_params.{name}", "must be absent with beam_width")
+    for descriptor, _ in params.ListFields():
+        if descriptor.name in _BEAM_ABSENT:
+            raise InvalidRequest(f"sampling_params.{descriptor.name}", "must be absent with beam_width")
 
 
 def _read_stop_token_ids(params: types_pb2.SamplingParams, vocab_size: int) -> tuple[int, ...]:
@@ -215,10 +204,7 @@ def _read_stop_token_ids(params: types_pb2.SamplingParams, vocab_size: int) -> t
 def _read_stops(params: types_pb2.SamplingParams, tokenizer: Tokenizer | None) -> list[str]:
     _check_count("sampling_params.stop", len(params.stop), MAX_STOPS)
     for index, stop in enumerate(params.stop):
-        if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
-            raise InvalidRequest(
-                f"sampling_params.stop[{index}]", f"must be from 1 to {MAX_STOP_CHARACTERS} characters, has {len(stop)}"
-            )
+        check_length(f"sampling_params.stop[{index}]", stop, MAX_STOP_CHARACTERS)
     if params.stop and tokenizer is None:
         raise InvalidRequest("sampling_params.stop", "this deployment has no tokenizer; use stop_token_ids")
     return list(params.stop)
@@ -242,11 +228,7 @@ def read_cache_controls(cache: types_pb2.CacheControls) -> CacheIdentity:
             raise InvalidRequest(field, f"must be at most {MAX_NAME_BYTES} bytes of UTF-8, has {size}")
     _check_count("cache.media_hashes", len(cache.media_hashes), MAX_MEDIA)
     for index, media in enumerate(cache.media_hashes):
-        if not 1 <= len(media.hash) <= MAX_MEDIA_HASH_CHARACTERS:
-            raise InvalidRequest(
-                f"cache.media_hashes[{index}].hash",
-                f"must be from 1 to {MAX_MEDIA_HASH_CHARACTERS} characters, has {len(media.hash)}",
-            )
+        check_length(f"cache.media_hashes[{index}].hash", media.hash, MAX_MEDIA_HASH_CHARACTERS)
     return CacheIdentity(
         namespace=cache.namespace,
         adapter_id=cache.adapter_id,
@@ -269,6 +251,12 @@ def _check(field: str, value: float, low: float, high: float, above: bool = Fals
     if not low <= value <= high or (above and value == low):
         bounds = f"above {low:g} and up to {high:g}" if above else f"from {low} to {high}"
         raise InvalidRequest(field, f"must be {bounds}, got {value}")
+
+
+def check_length(field: str, text: str, most: int) -> None:
+    """Raises InvalidRequest unless `text` has from 1 to `most` characters."""
+    if not 1 <= len(text) <= most:
+        raise InvalidRequest(field, f"must be from 1 to {most} characters, has {len(text)}")
 
 
 def _check_count(field: str, count: int, most: int) -> None:

@@ -16,7 +16,7 @@ def check_admissible(command: GenerateCommand, state: EngineState) -> None:
         raise Unavailable("the manager is shutting down", RETRY_DELAY_S)
     scheduler, model, config = state.serving(), state.model, state.config
     assert model is not None
-    if command.request_id in state.live:
+    if state.live.get(command.request_id) is not None:
         raise AlreadyExists("request_id", f"{command.request_id!r} is in use by a running request")
     width, most = command.sampling.beam_width, scheduler.limits.max_running
     check_fits(command, model)

@@ -10,23 +10,21 @@ import numpy as np
 
 from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.engine.capacity import blocks_needed, total_tokens
-from pagekv.kvmanager.engine.explain import KnownAdapters, explain_prefix
-from pagekv.kvmanager.engine.miss_counters import MissCounters
+from pagekv.kvmanager.engine.explain import KnownAdapters, PrefixExplainer
 from pagekv.kvmanager.engine.observer import Observer
-from pagekv.kvmanager.engine.views import ExplainedPrefix, PinResult, PrefixMatch, ResetCounts
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events.log import TableLog
-from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
 from pagekv.kvmanager.kvcache.pins import Pins
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.step_plan import Admitted
+from pagekv.v1 import cache_service_pb2 as pb
 
 
 class CacheAdmin:
-    """Owned by the engine loop, which calls `adopt` for each pool and `step_boundary` after planning or committing.
+    """Owned by the engine loop, which calls `adopt` for each pool.
 
     Outlives the pools: the log of what left them and the watches go on after an executor is lost; pins end with it.
     """
@@ -42,7 +40,8 @@ class CacheAdmin:
         table was cleared outside of a step.
         """
         self.log = TableLog(clock)
-        self.counters = MissCounters()
+        # Blocks of prompts that hit at first admission, and why others missed; cumulative.
+        self.counters = pb.GetStatsResponse()
         self._prefix_cache = prefix_cache
         self._max_pinned_share = max_pinned_share
         self._wake = wake
@@ -60,10 +59,6 @@ class CacheAdmin:
         self._fingerprint = fingerprint
         self._arm()
         self.log.attach(pool.table, host)
-
-    def step_boundary(self, step: int) -> None:
-        """The table is consistent, with `step` steps completed."""
-        self.log.step_boundary(step)
 
     def close(self, error: Exception) -> None:
         """Ends every watch with `error`; no lease ends any more."""
@@ -87,14 +82,28 @@ class CacheAdmin:
         self._adapters.note(identity.namespace, identity.adapter_id)
 
     def count_admissions(self, admitted: Iterable[Admitted]) -> None:
-        """Sequences got their blocks for the first time."""
+        """Counts blocks that hit, and why the first other one misses, of sequences that got their blocks for the first
+        time in the step just planned.
+        """
+        totals, size = self.counters, self.pool.block_size
         for each in admitted:
-            reads_cache = self._prefix_cache and each.sequence.request.command.identity.read
-            self.counters.count(each, self.pool.block_size, self.log, reads_cache)
+            sequence, hits = each.sequence, each.hit_blocks
+            totals.prompt_blocks_total += -(-sequence.num_prompt // size)
+            totals.cached_blocks_total += min(hits, sequence.num_prompt // size)
+            if each.missed is None:
+                full, partial = divmod(sequence.num_tokens, size)
+                looked_up = self._prefix_cache and sequence.request.command.identity.read
+                totals.misses_partial_tail_total += bool(looked_up and partial and hits == full)
+            elif (removed := self.log.removed_ago(each.missed)) is not None:
+                totals.misses_cleared_total += removed.cleared
+                totals.misses_evicted_total += not removed.cleared
+            else:
+                totals.misses_diverged_total += bool(each.shared_tokens)
+                totals.misses_never_seen_total += not each.shared_tokens
 
     # -- prefixes
 
-    def lookup(self, token_ids: Sequence[int], identity: CacheIdentity, partial_hits: bool) -> PrefixMatch:
+    def lookup(self, token_ids: Sequence[int], identity: CacheIdentity, partial_hits: bool) -> pb.LookupPrefixResponse:
         """The cached part of a prompt; changes nothing. `partial_hits`: with the start of another block, by copying."""
         size = self.pool.block_size
         root = self._root(identity, identity.adapter_id)
@@ -108,21 +117,18 @@ class CacheAdmin:
         partial = 0
         if partial_hits and not kept and not identity.media and found < len(tokens):
             _, partial = self.pool.table.longest_run(hits[-1] if hits else root, tokens[found : found + size])
-        return PrefixMatch(device_tokens=found, host_tokens=kept, block_ids=hits, partial_tokens=partial)
+        return pb.LookupPrefixResponse(
+            prompt_tokens=len(tokens), device_tokens=found, host_tokens=kept, block_ids=hits, partial_tokens=partial
+        )
 
-    def explain(self, token_ids: Sequence[int], identity: CacheIdentity, start: int, limit: int) -> ExplainedPrefix:
+    def explain(
+        self, token_ids: Sequence[int], identity: CacheIdentity, start: int, limit: int
+    ) -> pb.ExplainPrefixResponse:
         """Why a page of a prompt's blocks hits or misses; changes nothing."""
         others = self._adapters.others(identity.namespace, identity.adapter_id)
-        return explain_prefix(
-            self.pool,
-            self.log,
-            self._root(identity, identity.adapter_id),
-            token_ids,
-            identity.media,
-            [(adapter, self._root(identity, adapter)) for adapter in others],
-            start,
-            limit,
-        )
+        roots = [(adapter, self._root(identity, adapter)) for adapter in others]
+        root = self._root(identity, identity.adapter_id)
+        return PrefixExplainer(self.pool, self.log, root, token_ids, identity.media, roots).page(start, limit)
 
     def _root(self, identity: CacheIdentity, adapter_id: str) -> bytes:
         return root_digest(self._fingerprint, identity.namespace, adapter_id)
@@ -131,16 +137,16 @@ class CacheAdmin:
 
     def pin(
         self, token_ids: Sequence[int], identity: CacheIdentity, lease_s: float, live: Iterable[GenerateCommand]
-    ) -> PinResult:
+    ) -> pb.PinPrefixResponse:
         """Pins the cached part of a prompt, beside the live requests. Raises LimitExceeded, with nothing changed."""
         blocks = self.lookup(token_ids, identity, partial_hits=False).block_ids
         if not blocks:
-            return PinResult("", 0)
+            return pb.PinPrefixResponse()
         size = self.pool.block_size
         needs = [blocks_needed(total_tokens(command), size, command.sampling.beam_width) for command in live]
         pin_id = self.pins.pin(blocks, lease_s, max(needs, default=0))
         self._arm()
-        return PinResult(pin_id, len(blocks) * self.pool.block_size)
+        return pb.PinPrefixResponse(pin_id=pin_id, pinned_tokens=len(blocks) * size)
 
     def unpin(self, pin_id: str) -> int:
         """Ends a pin; tokens it held, 0 when there is no such pin."""
@@ -166,22 +172,18 @@ class CacheAdmin:
 
     # -- the whole table
 
-    def reset(self, scheduler: Scheduler, force: bool) -> ResetCounts | None:
+    def reset(self, scheduler: Scheduler, force: bool) -> pb.ResetPrefixCacheResponse | None:
         """As `EngineQueries.reset_prefix_cache`."""
         if not force and self.pool.num_active:
             return None
         # Watchers get the change at the next step boundary, which must not wait for a step.
         self._wake()
-        if not force:
-            return ResetCounts(scheduler.clear_prefix_cache())
-        before = scheduler.counters.preemptions
-        scheduler.preempt_all()
-        ended = self.pins.end_all()
-        self._arm()
+        before, ended = scheduler.counters.preemptions, 0
+        if force:
+            scheduler.preempt_all()
+            ended = self.pins.end_all()
+            self._arm()
         # Sequences that drain keep their blocks, as private ones, until their last token is here.
         removed = scheduler.clear_prefix_cache()
-        return ResetCounts(removed, scheduler.counters.preemptions - before, ended)
-
-    def watch(self) -> TableWatch:
-        """The table now and as it changes. Raises LimitExceeded."""
-        return self.log.watch()
+        preempted = scheduler.counters.preemptions - before
+        return pb.ResetPrefixCacheResponse(removed_blocks=removed, preempted_sequences=preempted, ended_pins=ended)

@@ -25,11 +25,6 @@ def total_tokens(command: GenerateCommand) -> int:
     return len(command.prompt_ids) - command.resumed_tokens + command.sampling.max_tokens
 
 
-def fits(command: GenerateCommand, model: EngineInfo) -> bool:
-    """Whether a deployment can take the request to its end."""
-    return total_tokens(command) <= longest_sequence(model, command.sampling.beam_width)
-
-
 def check_prompt_fits(field: str, num_prompt: int, beam_width: int, model: EngineInfo) -> None:
     """Raises InvalidRequest, with needed and available blocks, when the pool cannot hold a prompt given in `field`."""
     needed = blocks_needed(num_prompt + 1, model.block_size, beam_width)

@@ -6,7 +6,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from typing import cast
 
 import grpc
@@ -37,27 +36,6 @@ class AttachRefused(Exception):
     """The flags and this executor do not go together; trying again would not help."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExecutorDescription:
-    """The answer to Describe, as far as the manager decides by it; names, units and meanings as there."""
-
-    model_id: str
-    model_fingerprint: str
-    vocab_size: int
-    max_model_len: int
-    bytes_per_block: int
-    device_kv_bytes: int
-    layout: str
-    backend: str
-    eos_token_ids: tuple[int, ...]
-    max_sequences: int
-    # Inputs of the swapping policy; 0 where not measured, or without host memory.
-    host_kv_bytes: int = 0
-    device_to_host_bytes_per_s: int = 0
-    host_to_device_bytes_per_s: int = 0
-    prefill_tokens_per_s: int = 0
-
-
 class ExecutorLink:
     """One channel and, after `attach`, one epoch. After an error, close the link and make another."""
 
@@ -86,14 +64,13 @@ class ExecutorLink:
         self._step = 0
         self.epoch = 0
 
-    async def describe(self, block_size: int, token_budget: int) -> ExecutorDescription:
+    async def describe(self, block_size: int, token_budget: int) -> pb.DescribeResponse:
         """Asks what is loaded. Raises ExecutorLost, or AttachRefused when it will not take these numbers."""
         request = pb.DescribeRequest(block_size=block_size, token_budget=token_budget)
         with _refusals("Describe"):
             answer = await self._stub.Describe(request, timeout=DESCRIBE_TIMEOUT_S)
         self._eos = tuple(answer.eos_token_ids)
-        told = {field.name: getattr(answer, field.name) for field in fields(ExecutorDescription)}
-        return ExecutorDescription(**told | {"eos_token_ids": self._eos})
+        return answer
 
     async def attach(self, manager_id: str, model: EngineInfo, layout: str, take_over: bool) -> None:
         """Opens an epoch with empty pools of the model's sizes, and its stream of steps. Raises ExecutorLost or

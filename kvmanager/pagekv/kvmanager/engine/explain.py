@@ -7,41 +7,18 @@ there has sent these tokens, so such a block counts as never seen.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
 
-from pagekv.kvmanager.engine.views import BlockOutcome, ExplainedBlock, ExplainedPrefix
 from pagekv.kvmanager.kvcache.block_hash import MediaSpan, chain_digests, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events.log import TableLog
+from pagekv.v1 import cache_service_pb2 as pb
 
 
-def explain_prefix(
-    pool: BlockPool,
-    log: TableLog,
-    root: bytes,
-    token_ids: Sequence[int],
-    media: Sequence[MediaSpan],
-    other_roots: Sequence[tuple[str, bytes]],
-    start: int,
-    limit: int,
-) -> ExplainedPrefix:
-    """Explains up to `limit` blocks of a prompt from block `start` on. `root` is the digest before the first block,
-    `other_roots` are adapters ("": none) and the roots that the prompt would have with them.
-    """
-    explainer = _Explainer(pool, log, root, token_ids, media, other_roots)
-    total = -(-len(token_ids) // pool.block_size)
-    end = min(total, start + limit)
-    return ExplainedPrefix(
-        blocks=list(explainer.blocks(start, end)),
-        next_start=end if end < total else None,
-        cached_tokens=len(explainer.hits) * pool.block_size,
-    )
-
-
-class _Explainer:
+class PrefixExplainer:
     """Compares one prompt with the present table."""
 
     def __init__(
@@ -53,71 +30,81 @@ class _Explainer:
         media: Sequence[MediaSpan],
         other_roots: Sequence[tuple[str, bytes]],
     ) -> None:
+        """`root` is the digest before the first block, `other_roots` are adapters ("": none) and the roots that the
+        prompt would have with them.
+        """
         size = pool.block_size
         self._pool, self._log, self._root, self._media = pool, log, root, media
         self._tokens = np.array(token_ids, np.uint32)
         chunks = self._tokens[: len(token_ids) // size * size].reshape(-1, size)
         self._digests = chain_digests(root, token_bytes(token_ids), size, media)
-        self.hits = pool.match(self._digests, chunks)
+        self._hits = pool.match(self._digests, chunks)
         # Compared by tokens alone, so only up to the first medium.
         plain = min((span.position for span in media), default=len(token_ids)) // size
         # By other adapter: how many leading blocks are cached for it. The longest is kept.
         reach = [(len(pool.table.match_tokens(other, chunks[:plain])), adapter) for adapter, other in other_roots]
         self._elsewhere = max(reach, default=(0, ""), key=lambda pair: pair[0])
 
-    def blocks(self, start: int, end: int) -> Iterator[ExplainedBlock]:
-        """Blocks [start, end) of the prompt."""
-        for index in range(start, min(end, len(self._digests))):
-            yield self._full_block(index)
-        if start <= len(self._digests) < end:
-            yield self._tail()
+    def page(self, start: int, limit: int) -> pb.ExplainPrefixResponse:
+        """Explains up to `limit` blocks of the prompt from block `start` on."""
+        size, full = self._pool.block_size, len(self._digests)
+        total = -(-len(self._tokens) // size)
+        end = min(total, start + limit)
+        return pb.ExplainPrefixResponse(
+            blocks=[self._full_block(index) if index < full else self._tail() for index in range(start, end)],
+            next_start=end if end < total else None,
+            prompt_tokens=len(self._tokens),
+            cached_tokens=len(self._hits) * size,
+        )
 
-    def _full_block(self, index: int) -> ExplainedBlock:
+    def _full_block(self, index: int) -> pb.BlockExplanation:
         size, digest = self._pool.block_size, self._digests[index]
-        explanation = partial(ExplainedBlock, index * size, (index + 1) * size, block_hash=digest)
-        if index < len(self.hits):
-            block = self.hits[index]
+        explanation = partial(pb.BlockExplanation, start=index * size, end=(index + 1) * size, block_hash=digest.hex())
+        if index < len(self._hits):
+            block = self._hits[index]
             reason = f"cached in block {block}"
             if (index + 1) * size == len(self._tokens):
                 reason += "; a request still computes its last token"
-            return explanation(BlockOutcome.HIT, reason, block_id=block, shared_tokens=size)
+            return explanation(outcome=pb.BLOCK_OUTCOME_HIT, reason=reason, block_id=block, shared_tokens=size)
         held = self._pool.table.lookup(digest)
-        if held is not None and index > len(self.hits):
+        if held is not None and index > len(self._hits):
             reason = f"cached in block {held}, but a block before it is not"
-            return explanation(BlockOutcome.UNREACHABLE, reason, block_id=held, shared_tokens=size)
+            return explanation(outcome=pb.BLOCK_OUTCOME_UNREACHABLE, reason=reason, block_id=held, shared_tokens=size)
         removed = self._log.removed_ago(digest)
         if removed is not None:
             when = f"{removed.steps} steps and {removed.seconds:.1f} s ago"
             reason = f"the table was cleared {when}" if removed.cleared else f"evicted {when}"
-            outcome = BlockOutcome.CLEARED if removed.cleared else BlockOutcome.EVICTED
-            return explanation(outcome, reason, steps_ago=removed.steps, seconds_ago=removed.seconds)
+            outcome = pb.BLOCK_OUTCOME_CLEARED if removed.cleared else pb.BLOCK_OUTCOME_EVICTED
+            return explanation(outcome=outcome, reason=reason, steps_ago=removed.steps, seconds_ago=removed.seconds)
         reach, adapter = self._elsewhere
         if index < reach:
             where = f"for adapter {adapter!r}" if adapter else "without an adapter"
-            return explanation(BlockOutcome.OTHER_IDENTITY, f"cached {where}")
-        if index > len(self.hits):
-            return explanation(BlockOutcome.NEVER_SEEN, "never stored; it follows a block that misses")
+            return explanation(outcome=pb.BLOCK_OUTCOME_OTHER_IDENTITY, reason=f"cached {where}")
+        if index > len(self._hits):
+            return explanation(
+                outcome=pb.BLOCK_OUTCOME_NEVER_SEEN, reason="never stored; it follows a block that misses"
+            )
         near, shared = self._nearest(index)
         if shared:
             reason = (
                 f"block {near} follows the same prefix and shares {shared} of {size} tokens; "
                 f"they differ at position {index * size + shared}"
             )
-            return explanation(BlockOutcome.DIVERGED, reason, block_id=near, shared_tokens=shared)
-        return explanation(BlockOutcome.NEVER_SEEN, "never stored after this prefix")
+            return explanation(outcome=pb.BLOCK_OUTCOME_DIVERGED, reason=reason, block_id=near, shared_tokens=shared)
+        return explanation(outcome=pb.BLOCK_OUTCOME_NEVER_SEEN, reason="never stored after this prefix")
 
-    def _tail(self) -> ExplainedBlock:
+    def _tail(self) -> pb.BlockExplanation:
         size, index = self._pool.block_size, len(self._digests)
         tail = len(self._tokens) - index * size
         reason = f"{tail} of {size} tokens: only full blocks are cached; {size - tail} more would fill it"
-        near, shared = self._nearest(index) if index == len(self.hits) else (-1, 0)
+        near, shared = self._nearest(index) if index == len(self._hits) else (-1, 0)
         if shared:
             reason += f"; block {near} begins with the first {shared}"
-        return ExplainedBlock(
-            index * size,
-            len(self._tokens),
-            BlockOutcome.PARTIAL_TAIL,
-            reason,
+        return pb.BlockExplanation(
+            start=index * size,
+            end=len(self._tokens),
+            outcome=pb.BLOCK_OUTCOME_PARTIAL_TAIL,
+            reason=reason,
             block_id=near if shared else None,
             shared_tokens=shared,
         )
@@ -128,7 +115,7 @@ class _Explainer:
         tokens = self._tokens[start : start + self._pool.block_size]
         if any(span.position < start + len(tokens) and span.position + span.length > start for span in self._media):
             return -1, 0
-        return self._pool.table.longest_run(self.hits[-1] if self.hits else self._root, tokens)
+        return self._pool.table.longest_run(self._hits[-1] if self._hits else self._root, tokens)
 
 
 # Pairs of namespace and adapter that are kept, and adapters of one namespace that are compared.

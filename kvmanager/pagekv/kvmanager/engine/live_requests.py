@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.request.wakeups import Wakeups
-from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq, SeqStatus, live_request
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus, live_request
 
 
 class LiveRequests:
@@ -31,20 +30,9 @@ class LiveRequests:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._requests
-
     def all(self) -> list[LiveRequest]:
         """All requests by arrival, in a new list: requests may end while the caller goes through it."""
         return list(self._requests.values())
-
-    def commands(self) -> Iterable[GenerateCommand]:
-        """The command of each request."""
-        return (request.command for request in self._requests.values())
-
-    def sequences(self) -> Iterable[Seq]:
-        """Every sequence of every request, finished ones included."""
-        return (sequence for request in self._requests.values() for sequence in request.sequences)
 
     def add(self, command: GenerateCommand, root: bytes) -> LiveRequest:
         """Adds a request whose id is free; `root` is the parent digest of its first block."""

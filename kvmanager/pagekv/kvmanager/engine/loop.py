@@ -18,12 +18,12 @@ from pagekv.common.errors import Overloaded, Unavailable
 from pagekv.common.logs import Log
 from pagekv.kvmanager.engine.admission_control import check_admissible
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
-from pagekv.kvmanager.engine.capacity import fits
+from pagekv.kvmanager.engine.capacity import longest_sequence, total_tokens
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.executor_client import AttachRefused, ExecutorLink, ExecutorLost
 from pagekv.kvmanager.engine.live_requests import LiveRequests
 from pagekv.kvmanager.engine.observer import Observers, RequestEnd
-from pagekv.kvmanager.engine.outputs import deliver, deliver_abort, unfinished_outputs
+from pagekv.kvmanager.engine.outputs import deliver, deliver_abort
 from pagekv.kvmanager.engine.queries import EngineQueries
 from pagekv.kvmanager.engine.recovery import FailedSteps, Fault, Reconnect
 from pagekv.kvmanager.engine.sizing import size_limits, size_model
@@ -33,12 +33,13 @@ from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_hash import root_digest
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
-from pagekv.kvmanager.kvcache.eviction_policy import make_order
+from pagekv.kvmanager.kvcache.eviction_policy import EvictionOrder
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
+from pagekv.kvmanager.scheduling.step_plan import StepResult
 
 log = Log(__name__)
 
@@ -109,7 +110,7 @@ class EngineLoop:
         await link.attach(self._manager_id, model, description.layout, config.take_over)
         limits = size_limits(description, config)
         self._fail_misfits(model, limits.max_running)
-        order = make_order(config.eviction_policy, model.num_device_blocks, config.protected_share)
+        order = EvictionOrder(model.num_device_blocks, config.eviction_policy, config.protected_share)
         clock = time.monotonic if config.block_ages else None
         pool = BlockPool(model.num_device_blocks, config.block_size, order, self._cache.log, clock)
         host = HostPool(model.num_host_blocks, config.block_size, self._cache.log)
@@ -148,7 +149,8 @@ class EngineLoop:
             log.warning("the executor changed", same_model=same, blocks=model.num_device_blocks, model=model.model_id)
         for request in self._live.all():
             width = request.command.sampling.beam_width
-            if not (same and fits(request.command, model) and width <= max_running):
+            fits = total_tokens(request.command) <= longest_sequence(model, width)
+            if not (same and fits and width <= max_running):
                 what = "another model, a smaller pool, or room for fewer sequences"
                 self._fail(request, Unavailable(f"the executor restarted with {what}"))
 
@@ -164,7 +166,7 @@ class EngineLoop:
                     plan = self._in_flight.answered(result)
                     committed = scheduler.commit(plan, result)
                     self._in_flight.pop()
-                    self._totals.count(result, self._work_left)
+                    self._count(result)
                     self._failed.clear(plan, committed.sequences)
                     ended = deliver(committed, result)
                     self.observers.committed(plan, result, committed)
@@ -172,7 +174,7 @@ class EngineLoop:
                         self._remove_if_finished(sequence.request, RequestEnd.FINISHED)
                     self._work_left = len(self._live) > 0
                 ahead = scheduler.schedule() if len(self._in_flight) < self._config.pipeline_depth else None
-                self._cache.step_boundary(self._totals.steps_total)
+                self._cache.log.step_boundary(self._totals.steps_total)
                 if ahead is not None:
                     self._cache.count_admissions(ahead.admitted)
                     self.observers.planned(ahead)
@@ -184,6 +186,14 @@ class EngineLoop:
                 await self._wake.wait()
         finally:
             watchdog.cancel()
+
+    def _count(self, result: StepResult) -> None:
+        totals = self._totals
+        totals.steps_total += 1
+        totals.computed_tokens_total += result.computed_tokens
+        totals.executor_busy_us_total += result.execute_us
+        # Waiting for a step counts against the manager only where there was something to plan.
+        totals.executor_idle_us_total += result.idle_us if self._work_left else 0
 
     async def _watch(self) -> None:
         """Ends with ExecutorLost when the oldest step in flight is overdue; wakes the loop to see it."""
@@ -288,9 +298,8 @@ class EngineLoop:
 
     def _abort(self, request: LiveRequest) -> None:
         self._totals.aborted_requests_total += 1
-        unfinished = unfinished_outputs(request)
+        deliver_abort(request)
         self._finish(request, RequestEnd.ABORTED)
-        deliver_abort(request, unfinished)
 
     def _fail(self, request: LiveRequest, error: Exception) -> None:
         self._finish(request, RequestEnd.FAILED)

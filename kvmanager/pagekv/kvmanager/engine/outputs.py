@@ -46,15 +46,12 @@ def _deliver_results(request: LiveRequest) -> None:
         )
 
 
-def unfinished_outputs(request: LiveRequest) -> dict[int, Seq]:
-    """By index: outputs that have not ended, each with a sequence that works on it."""
+def deliver_abort(request: LiveRequest) -> None:
+    """Pushes the finish ABORT to each output that has not ended; to be called while its sequences have not."""
     if request.search is not None:
-        return dict.fromkeys(range(request.command.n), request.sequences[0])
-    return {s.index: s for s in request.sequences if s.state is not SeqStatus.FINISHED}
-
-
-def deliver_abort(request: LiveRequest, outputs: dict[int, Seq]) -> None:
-    """Pushes the finish ABORT to each of these outputs."""
+        outputs = dict.fromkeys(range(request.command.n), request.sequences[0])
+    else:
+        outputs = {s.index: s for s in request.sequences if s.state is not SeqStatus.FINISHED}
     for index, sequence in outputs.items():
         request.stream.push(
             SequenceDelta(

@@ -1,29 +1,30 @@
 """Questions to the engine beside requests: statistics, looks into the cache, pins, resets and watches.
 
-Every call takes effect, or is a snapshot, between two awaits of the engine loop. All but `check_integrity` are called
-by services, and raise Unavailable before the first attachment unless they say otherwise.
+Every call takes effect, or is a snapshot, between two awaits of the engine loop. Answers are messages of the contract,
+where it has them, so that each of their fields is written in one place. All are called by
+services, and raise Unavailable before the first attachment unless they say otherwise.
 """
 
 from __future__ import annotations
 
-from pagekv.common.errors import Unavailable
-from pagekv.kvmanager.engine import snapshots
+from itertools import islice
+
+import numpy as np
+
+from pagekv.common.errors import InvalidRequest, Unavailable
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.state import RETRY_DELAY_S, EngineState
-from pagekv.kvmanager.engine.views import (
-    BlockDetail,
-    BlockMap,
-    BlockView,
-    EngineStats,
-    ExplainedPrefix,
-    PinResult,
-    PrefixMatch,
-    RequestView,
-    ResetCounts,
-    SequenceView,
-)
+from pagekv.kvmanager.engine.views import BlockDetail, BlockMap
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
+from pagekv.kvmanager.kvcache.prefix_table import PrefixTable
+from pagekv.kvmanager.scheduling.scheduler import Scheduler
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus
+from pagekv.v1 import cache_service_pb2 as pb
+
+# Bounds of a block's detail: blocks of its chain, and requests that hold it.
+MAX_CHAIN = 256
+MAX_HOLDERS_NAMED = 20
 
 
 class EngineQueries:
@@ -37,70 +38,234 @@ class EngineQueries:
         self._state.serving()
         return self._state.cache
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> pb.GetStatsResponse:
         """A snapshot of every counter and gauge."""
-        return snapshots.collect_stats(self._state)
+        state, scheduler, cache = self._state, self._state.serving(), self._state.cache
+        pool, host, counters, prompts = scheduler.pool, scheduler.host, scheduler.counters, cache.counters
+        stats = pb.GetStatsResponse(
+            block_size=pool.block_size,
+            num_blocks=pool.num_blocks,
+            free_blocks=pool.num_free,
+            cached_free_blocks=pool.num_cached_free,
+            active_blocks=pool.num_active,
+            kv_usage=pool.num_active / pool.num_blocks,
+            utilization=utilization(scheduler),
+            running_sequences=len(scheduler.running),
+            waiting_sequences=scheduler.num_waiting,
+            prompt_tokens_total=counters.prompt_tokens,
+            cached_tokens_total=counters.cached_tokens,
+            prefix_hit_rate=counters.cached_tokens / max(1, counters.prompt_tokens),
+            generated_tokens_total=counters.generated_tokens,
+            evicted_blocks_total=pool.evictions,
+            preemptions_total=counters.preemptions,
+            executor_restarts_total=max(0, state.epochs - 1),
+            hash_alarms_total=pool.hash_alarms + host.hash_alarms,
+            executor_attached=state.attached,
+            published_blocks=pool.num_published,
+            pinned_blocks=cache.pins.num_blocks,
+            pins=len(cache.pins),
+            watchers=cache.log.num_watches,
+            block_hit_rate=prompts.cached_blocks_total / max(1, prompts.prompt_blocks_total),
+            num_host_blocks=host.num_blocks,
+            host_cached_blocks=host.num_cached,
+            host_held_blocks=host.num_held,
+            swap_preemptions_total=counters.swap_preemptions,
+            swapped_out_blocks_total=counters.swapped_out,
+            swapped_in_blocks_total=counters.swapped_in,
+            written_back_blocks_total=counters.written_back,
+            host_evicted_blocks_total=host.evictions,
+            unread_sequences=state.live.num_unread,
+        )
+        stats.MergeFrom(state.totals)
+        stats.MergeFrom(prompts)
+        return stats
 
-    def lookup_prefix(self, token_ids: list[int], identity: CacheIdentity) -> PrefixMatch:
+    def lookup_prefix(self, token_ids: list[int], identity: CacheIdentity) -> pb.LookupPrefixResponse:
         """The cached part of a prompt; changes nothing."""
         limits = self._state.serving().limits
         return self._state.cache.lookup(token_ids, identity, limits.prefix_cache and limits.partial_hits)
 
-    def explain_prefix(self, token_ids: list[int], identity: CacheIdentity, start: int, limit: int) -> ExplainedPrefix:
+    def explain_prefix(
+        self, token_ids: list[int], identity: CacheIdentity, start: int, limit: int
+    ) -> pb.ExplainPrefixResponse:
         """Why each of up to `limit` blocks of a prompt, from block `start` on, hits or misses; changes nothing."""
         return self._cache.explain(token_ids, identity, start, limit)
 
-    def pin_prefix(self, token_ids: list[int], identity: CacheIdentity, lease_s: int) -> PinResult:
+    def pin_prefix(self, token_ids: list[int], identity: CacheIdentity, lease_s: int) -> pb.PinPrefixResponse:
         """Keeps the cached part of a prompt for `lease_s` seconds. Raises LimitExceeded, with nothing changed."""
-        return self._cache.pin(token_ids, identity, lease_s, self._state.live.commands())
+        return self._cache.pin(token_ids, identity, lease_s, (request.command for request in self._state.live.all()))
 
     def unpin_prefix(self, pin_id: str) -> int:
         """Ends a pin; tokens it held, 0 when there is no such pin."""
         return self._cache.unpin(pin_id)
 
-    def watch_events(self) -> TableWatch:
-        """The prefix table now and as it changes; the caller closes it. Raises LimitExceeded."""
-        if self._state.stopping:
-            raise Unavailable("the manager is shutting down", RETRY_DELAY_S)
-        return self._cache.watch()
-
-    def block_tables(self, request_id: str) -> list[SequenceView] | None:
-        """Block tables of a live request; None when there is no such request, or no executor yet."""
-        request = self._state.live.get(request_id)
-        return None if request is None else snapshots.sequence_views(request, self._state.config.block_size)
-
-    def list_requests(self, limit: int) -> tuple[list[RequestView], int]:
-        """Up to `limit` live requests, running ones first, by arrival; and how many are live."""
-        self._state.serving()
-        live = self._state.live.all()
-        return snapshots.request_views(live, limit), len(live)
-
-    def list_blocks(self, start: int, limit: int, state: str | None) -> tuple[list[BlockView], int | None]:
-        """Up to `limit` blocks by ascending id from `start`, in a state ("free", "cached", "active", "pinned"; None:
-        any), and the id to go on from.
-        """
-        return snapshots.block_views(self._cache, start, limit, state)
-
-    def block_map(self) -> BlockMap | None:
-        """Every block of both pools, as arrays; None before the first attachment."""
-        return None if self._state.scheduler is None else snapshots.block_map(self._state)
-
-    def block_detail(self, block: int) -> BlockDetail:
-        """A device block and its place in the prefix table and in live requests. Raises InvalidRequest."""
-        self._state.serving()
-        return snapshots.block_detail(self._state, block)
-
-    def host_block(self, block: int) -> BlockView:
-        """A block of the host pool, without its parent. Raises InvalidRequest."""
-        return snapshots.host_block_view(self._state.serving().host, block)
-
-    def reset_prefix_cache(self, force: bool) -> ResetCounts | None:
+    def reset_prefix_cache(self, force: bool) -> pb.ResetPrefixCacheResponse | None:
         """Removes every cached block. While blocks are held: None, and nothing changed; with `force` running sequences
         are preempted, and pins end.
         """
         return self._state.cache.reset(self._state.serving(), force)
 
-    def check_integrity(self) -> None:
-        """Recomputes every counter from scratch; raises InvariantError."""
-        state = self._state
-        state.serving().check_integrity(state.live.sequences(), state.cache.pins.tables())
+    def watch_events(self) -> TableWatch:
+        """The prefix table now and as it changes; the caller closes it. Raises LimitExceeded."""
+        if self._state.stopping:
+            raise Unavailable("the manager is shutting down", RETRY_DELAY_S)
+        return self._cache.log.watch()
+
+    def block_tables(self, request_id: str) -> pb.GetBlockTableResponse | None:
+        """Block tables of a live request; None when there is no such request, or no executor yet."""
+        request, size = self._state.live.get(request_id), self._state.config.block_size
+        if request is None:
+            return None
+        tables = []
+        for sequence in request.sequences:
+            if sequence.state is SeqStatus.FINISHED:
+                continue
+            num_full = min(len(sequence.block_table), sequence.num_computed // size)
+            table = pb.SequenceBlocks(
+                index=sequence.index,
+                state="running" if sequence.state is SeqStatus.DRAINING else sequence.state.value,
+                num_tokens=sequence.num_tokens,
+                computed_tokens=sequence.num_computed,
+                block_ids=sequence.block_table,
+                block_hashes=[digest.hex() for digest in sequence.digests[:num_full]],
+            )
+            tables.append(table)
+        return pb.GetBlockTableResponse(sequences=tables)
+
+    def list_requests(self, limit: int) -> pb.ListRequestsResponse:
+        """Up to `limit` live requests, running ones first, by arrival; and how many are live."""
+        self._state.serving()
+        live = self._state.live.all()
+        first = sorted(live, key=_waits)[:limit]
+        return pb.ListRequestsResponse(requests=map(_request_info, first), total=len(live))
+
+    def list_blocks(self, start: int, limit: int, state: pb.BlockState.ValueType) -> pb.ListBlocksResponse:
+        """Up to `limit` blocks by ascending id from `start`, those in a state (UNSPECIFIED: all)."""
+        # Vector operations: the engine loop waits meanwhile, and a pool may have millions of blocks.
+        pool, pins = self._cache.pool, self._cache.pins.holders[start:]
+        ref_counts, published = pool.ref_counts[start:], pool.table.published[start:]
+        if state == pb.BLOCK_STATE_UNSPECIFIED:
+            wanted = np.ones(len(ref_counts), np.bool_)
+        elif state == pb.BLOCK_STATE_ACTIVE:
+            wanted = ref_counts > pins
+        elif state == pb.BLOCK_STATE_PINNED:
+            wanted = (ref_counts == pins) & (pins > 0)
+        else:
+            wanted = (ref_counts == 0) & (published == (state == pb.BLOCK_STATE_CACHED))
+        blocks: list[int] = (start + np.flatnonzero(wanted)[: limit + 1]).tolist()
+        return pb.ListBlocksResponse(
+            blocks=map(self._block_info, blocks[:limit]), next_start=blocks[limit] if len(blocks) > limit else None
+        )
+
+    def _block_info(self, block: int) -> pb.BlockInfo:
+        cache = self._state.cache
+        table, ref_count, pins = cache.pool.table, cache.pool.ref_count(block), int(cache.pins.holders[block])
+        digest, parent = table.digest(block) or b"", table.parent(block) or b""
+        if ref_count:
+            state = pb.BLOCK_STATE_ACTIVE if ref_count > pins else pb.BLOCK_STATE_PINNED
+        else:
+            state = pb.BLOCK_STATE_CACHED if digest else pb.BLOCK_STATE_FREE
+        return pb.BlockInfo(
+            block_id=block,
+            ref_count=ref_count,
+            state=state,
+            block_hash=digest.hex(),
+            parent_hash=parent.hex(),
+            pins=pins,
+        )
+
+    def block_map(self) -> BlockMap | None:
+        """Every block of both pools, as arrays of which only `host_keyed` is a copy; None before the first
+        attachment.
+        """
+        state, cache = self._state, self._state.cache
+        if state.scheduler is None:
+            return None
+        pool, host = state.scheduler.pool, state.scheduler.host
+        return BlockMap(
+            epoch=state.epochs,
+            step=state.totals.steps_total,
+            ref_counts=pool.ref_counts,
+            pins=cache.pins.holders,
+            published=pool.table.published,
+            evictions=pool.evictions,
+            host_ref_counts=host.ref_counts,
+            host_keyed=host.keyed_blocks(),
+        )
+
+    def block_detail(self, block: int) -> BlockDetail:
+        """A device block and its place in the prefix table and in live requests. Raises InvalidRequest."""
+        pool = self._cache.pool
+        _check_block_id(block, pool.num_blocks)
+        chain, complete = _chain(pool.table, block)
+        holders = (
+            request.command.request_id
+            for request in self._state.live.all()
+            if any((sequence.blocks() == block).any() for sequence in request.sequences)
+        )
+        return BlockDetail(
+            block=self._block_info(block),
+            cached_s=pool.table.age_s(block),
+            token_ids=pool.table.token_ids(block) if pool.table.published[block] else None,
+            chain=chain,
+            chain_complete=complete,
+            requests=list(islice(holders, MAX_HOLDERS_NAMED)),
+        )
+
+    def host_block(self, block: int) -> pb.BlockInfo:
+        """Id, holders and hash of a block of the host pool. Raises InvalidRequest."""
+        host = self._state.serving().host
+        _check_block_id(block, host.num_blocks)
+        return pb.BlockInfo(
+            block_id=block, ref_count=int(host.ref_counts[block]), block_hash=(host.key(block) or b"").hex()
+        )
+
+
+def utilization(scheduler: Scheduler) -> float:
+    """Tokens with keys and values in held blocks / slots of held blocks, 0 to 1; 1 when nothing is held.
+
+    Only blocks that their sequence has not filled yet can have empty slots, and each of those has one holder.
+    """
+    size = scheduler.pool.block_size
+    slots = scheduler.pool.num_active * size
+    empty = sum(len(sequence.block_table) * size - sequence.num_computed for sequence in scheduler.running)
+    return 1.0 - empty / slots if slots else 1.0
+
+
+def _waits(request: LiveRequest) -> bool:
+    return not any(sequence.block_table for sequence in request.sequences)
+
+
+def _request_info(request: LiveRequest) -> pb.RequestInfo:
+    sequences, first = request.sequences, request.sequences[0]
+    return pb.RequestInfo(
+        request_id=request.command.request_id,
+        state="waiting" if _waits(request) else "running",
+        priority=request.command.priority,
+        num_sequences=len(sequences),
+        prompt_tokens=first.num_prompt,
+        cached_tokens=first.cached_tokens or 0,
+        computed_tokens=first.num_computed,
+        generated_tokens=sum(sequence.num_output for sequence in sequences),
+        max_total_tokens=first.max_total,
+        num_blocks=sum(len(sequence.block_table) for sequence in sequences),
+        preemptions=sum(sequence.preemptions for sequence in sequences),
+    )
+
+
+def _check_block_id(block: int, num_blocks: int) -> None:
+    if block >= num_blocks:
+        raise InvalidRequest("block_id", f"must be from 0 to {num_blocks - 1} (the pool), got {block}")
+
+
+def _chain(table: PrefixTable, block: int) -> tuple[list[int], bool]:
+    """The blocks before a block, parent first, and whether the last of them begins a prompt."""
+    chain: list[int] = []
+    while len(chain) < MAX_CHAIN:
+        parent = table.parent(block)
+        before = table.lookup(parent) if parent is not None else None
+        if before is None:
+            return chain, parent is not None
+        chain.append(before)
+        block = before
+    return chain, False

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from pagekv.kvmanager.engine.config import EngineConfig
-from pagekv.kvmanager.engine.executor_client import AttachRefused, ExecutorDescription
+from pagekv.kvmanager.engine.executor_client import AttachRefused
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 
+if TYPE_CHECKING:
+    from pagekv.v1.executor_service_pb2 import DescribeResponse
 
-def size_model(description: ExecutorDescription, config: EngineConfig) -> EngineInfo:
+
+def size_model(description: DescribeResponse, config: EngineConfig) -> EngineInfo:
     """Pool sizes and context that flags and executor allow. Raises AttachRefused when the flags ask for more than there
     is. The context may be longer than the pool holds: `capacity` then refuses requests, naming the pool.
     """
@@ -31,7 +35,7 @@ def size_model(description: ExecutorDescription, config: EngineConfig) -> Engine
         model_fingerprint=description.model_fingerprint,
         max_model_len=min(description.max_model_len, config.max_model_len or description.max_model_len),
         vocab_size=description.vocab_size,
-        eos_token_ids=description.eos_token_ids,
+        eos_token_ids=tuple(description.eos_token_ids),
         block_size=config.block_size,
         num_device_blocks=num_blocks,
         num_host_blocks=_num_host_blocks(description, config),
@@ -40,7 +44,7 @@ def size_model(description: ExecutorDescription, config: EngineConfig) -> Engine
     )
 
 
-def _num_host_blocks(description: ExecutorDescription, config: EngineConfig) -> int:
+def _num_host_blocks(description: DescribeResponse, config: EngineConfig) -> int:
     """Raises AttachRefused when the flags ask for more than there is."""
     fitting = description.host_kv_bytes // max(1, description.bytes_per_block)
     if config.num_host_blocks > fitting:
@@ -53,7 +57,7 @@ def _num_host_blocks(description: ExecutorDescription, config: EngineConfig) -> 
     return config.num_host_blocks or fitting
 
 
-def size_limits(description: ExecutorDescription, config: EngineConfig) -> SchedulerLimits:
+def size_limits(description: DescribeResponse, config: EngineConfig) -> SchedulerLimits:
     """The limits of the flags as far as this executor allows, with its measured rates."""
     swap = replace(
         config.limits.swap,

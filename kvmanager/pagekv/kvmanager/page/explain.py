@@ -9,9 +9,9 @@ from pagekv.kvmanager.api.prompt_reader import PromptReader, check_token_ids
 from pagekv.kvmanager.api.served_model import Served
 from pagekv.kvmanager.api.validation import MAX_NAME_BYTES
 from pagekv.kvmanager.engine.interface import Engine
-from pagekv.kvmanager.engine.views import ExplainedBlock
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.text.tokenizer import Tokenizer
+from pagekv.v1 import cache_service_pb2 as pb
 
 # Blocks that are explained at most; the page says how many more there are.
 MAX_BLOCKS = 1000
@@ -69,14 +69,14 @@ async def _prompt(served: Served, asked: dict[str, Any]) -> list[int]:
     return ids
 
 
-def _block(block: ExplainedBlock, prompt: list[int], tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _block(block: pb.BlockExplanation, prompt: list[int], tokenizer: Tokenizer | None) -> dict[str, Any]:
     return {
         "start": block.start,
         "end": block.end,
-        "outcome": block.outcome.name.lower(),
+        "outcome": pb.BlockOutcome.Name(block.outcome).removeprefix("BLOCK_OUTCOME_").lower(),
         "reason": block.reason,
-        "block_id": block.block_id,
-        "block_hash": block.block_hash.hex() if block.block_hash else "",
+        "block_id": block.block_id if block.HasField("block_id") else None,
+        "block_hash": block.block_hash,
         "shared_tokens": block.shared_tokens,
         # Text of the prompt, cut where blocks are.
         "text": tokenizer.decode(prompt[block.start : block.end]) if tokenizer is not None else None,

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagekv.kvmanager.engine.interface import Engine
-from pagekv.kvmanager.engine.views import EngineInfo, EngineStats, by_name
+from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.page.block_states import HOST_STATES, STATES, Bytes, change, counts, whole
+from pagekv.v1 import cache_service_pb2
 
 # Requests in a frame.
 MAX_REQUESTS = 200
@@ -38,15 +39,16 @@ class PoolFrame:
     events: int
 
 
-def totals(stats: EngineStats, live_requests: int) -> dict[str, Any]:
+def totals(stats: cache_service_pb2.GetStatsResponse, live_requests: int) -> dict[str, Any]:
     """The statistics in a frame."""
     return {name: getattr(stats, name) for name in _TOTALS} | {"live_requests": live_requests}
 
 
 def request_rows(engine: Engine) -> tuple[dict[str, Row], int]:
     """Up to MAX_REQUESTS live requests by request id, running ones first; and how many are live."""
-    views, live = engine.queries.list_requests(MAX_REQUESTS)
-    return {view.request_id: by_name(view) for view in views}, live
+    found = engine.queries.list_requests(MAX_REQUESTS)
+    names = [field.name for field in cache_service_pb2.RequestInfo.DESCRIPTOR.fields]
+    return {info.request_id: {name: getattr(info, name) for name in names} for info in found.requests}, found.total
 
 
 def snapshot(frame: PoolFrame, model: EngineInfo, boot: str) -> dict[str, Any]:

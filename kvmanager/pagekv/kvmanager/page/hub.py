@@ -21,7 +21,6 @@ from pagekv.common.logs import Log
 from pagekv.kvmanager.engine.interface import Engine
 from pagekv.kvmanager.page import frame as frames
 from pagekv.kvmanager.page.block_states import device_bytes, host_bytes
-from pagekv.kvmanager.page.cache_changes import CacheChanges
 from pagekv.kvmanager.page.event_feed import EventFeed
 from pagekv.kvmanager.page.frame import PoolFrame
 from pagekv.kvmanager.page.rates import PoolRates
@@ -64,7 +63,6 @@ class PageHub:
         self._boot = secrets.token_hex(8)
         self.feed = EventFeed()
         self._rates = PoolRates()
-        self._cache_changes = CacheChanges()
         self._viewers: set[Viewer] = set()
         self._task: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
@@ -91,9 +89,8 @@ class PageHub:
         if not self._viewers and self._task is not None:
             self._task.cancel()
             self._task = None
-            self.feed.recording = False
+            self.feed.pause()
             self._rates.pause()
-            self._cache_changes.pause()
             self._counted_at = float("-inf")
             self.frame = None
 
@@ -148,8 +145,7 @@ class PageHub:
         if old is None or old.epoch != blocks.epoch or now - self._counted_at >= COUNT_S:
             self._counted_at = now
             stats = queries.stats()
-            for kind, about in self._cache_changes.look(blocks):
-                self.feed.note(kind, **about)
+            self.feed.look(blocks)
             self._rates.add(now, stats)
             requests, live = frames.request_rows(self._engine)
             totals = frames.totals(stats, live)

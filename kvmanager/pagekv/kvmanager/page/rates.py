@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pagekv.kvmanager.engine.views import EngineStats
+if TYPE_CHECKING:
+    from pagekv.v1.cache_service_pb2 import GetStatsResponse
 
 # Seconds that the charts go back.
 KEPT_S = 120.0
@@ -24,7 +25,7 @@ class PoolRates:
     def __init__(self) -> None:
         self.total = 0
         self._kept: deque[Point] = deque()
-        self._looks: deque[tuple[float, EngineStats]] = deque()
+        self._looks: deque[tuple[float, GetStatsResponse]] = deque()
 
     def since(self, number: int) -> list[Point]:
         """Kept points with numbers above this one."""
@@ -34,7 +35,7 @@ class PoolRates:
         """Drops the counters seen so far, as nobody will look for a while: the next rates begin with the next look."""
         self._looks.clear()
 
-    def add(self, now: float, stats: EngineStats) -> None:
+    def add(self, now: float, stats: GetStatsResponse) -> None:
         """Adds a point for the counters at `now`, seconds of a clock that never goes back."""
         self._looks.append((now, stats))
         while self._looks[0][0] < now - HIT_RATE_S:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any, cast
 
 import grpc
@@ -23,9 +22,7 @@ IDS = types_pb2.TokenizedInput(input_ids=[5, 6, 7])
 def test_stats_arrive_under_their_names() -> None:
     async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
         answer = await stub.GetStats(pb.GetStatsRequest())
-        expected = asdict(engine.queries.stats())
-        assert {field.name for field in answer.DESCRIPTOR.fields} == expected.keys()
-        assert {name: getattr(answer, name) for name in expected} == expected
+        assert answer == engine.queries.stats()
 
     run(body)
 

@@ -10,19 +10,20 @@ import pytest
 from support.clients.table_reader import Reader, table_of
 from support.engine.cached_prefixes import Clock
 from support.engine.fake_executor import FakeExecutor, expected_output
+from support.engine.integrity import check_scheduler, pin_tables
 from support.engine.scheduler_driver import VOCAB, Driver, finished, output
 
 from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.capacity import blocks_needed
 from pagekv.kvmanager.engine.observer import Observer
-from pagekv.kvmanager.engine.views import BlockOutcome
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.step_plan import StepPlan
+from pagekv.v1 import cache_service_pb2 as pb
 
 BLOCKS, SIZE = 16, 4
 ANY = CacheIdentity()
@@ -51,7 +52,7 @@ class WatchedDriver(Driver):
 
     def check(self) -> None:
         sequences = (s for request in self.requests for s in request.sequences)
-        self.scheduler.check_integrity(sequences, self.admin.pins.tables())
+        check_scheduler(self.scheduler, sequences, self.admin.pins)
 
     def live_commands(self) -> list[GenerateCommand]:
         return [request.command for request in self.requests if not finished(request)]
@@ -63,9 +64,9 @@ class History:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.driver = WatchedDriver(partial_hits=rng.random() < 0.5)
-        self.readers = [Reader(self.driver.admin.watch())]
+        self.readers = [Reader(self.driver.admin.log.watch())]
         # Read now and then only.
-        self.slow = Reader(self.driver.admin.watch())
+        self.slow = Reader(self.driver.admin.log.watch())
         self.pins: list[str] = []
         self.steps = 0
 
@@ -94,7 +95,7 @@ class History:
         elif move < 0.99:
             driver.lose_executor()
         else:
-            self.readers.append(Reader(admin.watch()))
+            self.readers.append(Reader(admin.log.watch()))
 
     def submit(self, prompt: list[int], max_tokens: int, n: int, beam_width: int) -> None:
         try:
@@ -113,7 +114,7 @@ class History:
         if pin.pin_id:
             self.pins.append(pin.pin_id)
             cached = [block.outcome for block in admin.explain(prompt, ANY, 0, 99).blocks]
-            assert cached[: pin.pinned_tokens // SIZE] == [BlockOutcome.HIT] * (pin.pinned_tokens // SIZE)
+            assert cached[: pin.pinned_tokens // SIZE] == [pb.BLOCK_OUTCOME_HIT] * (pin.pinned_tokens // SIZE)
 
     def clock_goes_on(self, seconds: int) -> None:
         self.driver.clock.now += seconds
@@ -123,7 +124,7 @@ class History:
         """Checks after every step planned or committed, and after calls of services in between."""
         driver, admin = self.driver, self.driver.admin
         self.steps += 1
-        admin.step_boundary(self.steps)
+        admin.log.step_boundary(self.steps)
         driver.check()
         table = table_of(driver.pool)
         for reader in self.readers:
@@ -132,7 +133,7 @@ class History:
         if self.rng.random() < 0.1:
             self.slow.read()
             assert self.slow.table == table
-        for blocks in admin.pins.tables():
+        for blocks in pin_tables(admin.pins):
             assert all(driver.pool.table.digest(block) is not None for block in blocks)
         assert admin.pins.num_blocks <= BLOCKS // 2
 

@@ -9,7 +9,7 @@ from support.engine.engine_harness import Bench, command, expect, read, run
 from support.engine.fake_engine import MODEL
 
 from pagekv.common.errors import InvalidRequest
-from pagekv.kvmanager.engine.capacity import blocks_needed, fits, longest_sequence
+from pagekv.kvmanager.engine.capacity import blocks_needed, longest_sequence, total_tokens
 from pagekv.kvmanager.engine.loop import EngineLoop
 
 
@@ -21,9 +21,9 @@ def test_the_last_token_needs_no_slot_and_beams_may_share_nothing(tokens: int, b
 def test_resumed_tokens_are_part_of_the_output() -> None:
     """A pool of 10 blocks of 4 holds 41 tokens, prompt and output."""
     whole = command("a", [1] * 11, max_tokens=30)
-    assert fits(whole, MODEL)
-    assert fits(replace(whole, prompt_ids=[1] * 16, resumed_tokens=5), MODEL)
-    assert not fits(replace(whole, prompt_ids=[1] * 12), MODEL)
+    assert total_tokens(whole) == longest_sequence(MODEL, 0) == 41
+    assert total_tokens(replace(whole, prompt_ids=[1] * 16, resumed_tokens=5)) == 41
+    assert total_tokens(replace(whole, prompt_ids=[1] * 12)) == 42
 
 
 def test_the_context_may_be_longer_than_what_the_pool_holds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from support.engine.cached_prefixes import ROOT, Clock, cache, evict_all, hold, root_of
+from support.engine.integrity import check_pool
 
-from pagekv.kvmanager.engine.explain import explain_prefix
-from pagekv.kvmanager.engine.views import BlockOutcome, ExplainedBlock, ExplainedPrefix
+from pagekv.kvmanager.engine.explain import PrefixExplainer
 from pagekv.kvmanager.kvcache.block_hash import MediaSpan
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events.log import TableLog
+from pagekv.v1 import cache_service_pb2 as pb
 
-HIT, NEVER, TAIL = BlockOutcome.HIT, BlockOutcome.NEVER_SEEN, BlockOutcome.PARTIAL_TAIL
+HIT, NEVER, TAIL = pb.BLOCK_OUTCOME_HIT, pb.BLOCK_OUTCOME_NEVER_SEEN, pb.BLOCK_OUTCOME_PARTIAL_TAIL
 
 
 class Bench:
@@ -28,11 +29,11 @@ class Bench:
         others: tuple[str, ...] = (),
         start: int = 0,
         limit: int = 10_000,
-    ) -> ExplainedPrefix:
+    ) -> pb.ExplainPrefixResponse:
         other_roots = [(adapter, root_of(adapter_id=adapter)) for adapter in others]
-        return explain_prefix(self.pool, self.log, root, prompt, media, other_roots, start, limit)
+        return PrefixExplainer(self.pool, self.log, root, prompt, media, other_roots).page(start, limit)
 
-    def outcomes(self, prompt: list[int], **more: object) -> list[BlockOutcome]:
+    def outcomes(self, prompt: list[int], **more: object) -> list[pb.BlockOutcome.ValueType]:
         return [block.outcome for block in self.explain(prompt, **more).blocks]  # type: ignore[arg-type]  # by name
 
 
@@ -40,12 +41,16 @@ def test_hits_then_a_partial_tail() -> None:
     bench = Bench()
     first, second = cache(bench.pool, [*range(8)])
     found = bench.explain([*range(8), 99])
-    assert (found.cached_tokens, found.next_start) == (8, None)
+    assert (found.cached_tokens, found.HasField("next_start")) == (8, False)
     one, two, tail = found.blocks
     digest = bench.pool.table.digest(first)
-    assert one == ExplainedBlock(0, 4, HIT, f"cached in block {first}", digest, first, 4)
+    assert digest is not None
+    assert one == pb.BlockExplanation(
+        end=4, outcome=HIT, reason=f"cached in block {first}", block_hash=digest.hex(), block_id=first, shared_tokens=4
+    )
     assert (two.start, two.end, two.outcome, two.block_id) == (4, 8, HIT, second)
-    assert tail == ExplainedBlock(8, 9, TAIL, "1 of 4 tokens: only full blocks are cached; 3 more would fill it")
+    reason = "1 of 4 tokens: only full blocks are cached; 3 more would fill it"
+    assert tail == pb.BlockExplanation(start=8, end=9, outcome=TAIL, reason=reason)
 
 
 def test_looking_changes_nothing() -> None:
@@ -94,7 +99,7 @@ def test_evicted_says_when() -> None:
     bench.log.step_boundary(22)
     bench.clock.now += 3.4
     (block,) = bench.explain([*range(4)]).blocks
-    assert (block.outcome, block.reason) == (BlockOutcome.EVICTED, "evicted 12 steps and 3.4 s ago")
+    assert (block.outcome, block.reason) == (pb.BLOCK_OUTCOME_EVICTED, "evicted 12 steps and 3.4 s ago")
     assert (block.steps_ago, block.seconds_ago) == (12, bench.clock.now - 100)
 
 
@@ -104,7 +109,7 @@ def test_cleared_says_when() -> None:
     bench.pool.clear_prefix_table()
     bench.log.step_boundary(3)
     (block,) = bench.explain([*range(4)]).blocks
-    assert (block.outcome, block.reason) == (BlockOutcome.CLEARED, "the table was cleared 3 steps and 0.0 s ago")
+    assert (block.outcome, block.reason) == (pb.BLOCK_OUTCOME_CLEARED, "the table was cleared 3 steps and 0.0 s ago")
 
 
 def test_a_block_behind_a_hole_is_unreachable() -> None:
@@ -118,7 +123,7 @@ def test_a_block_behind_a_hole_is_unreachable() -> None:
     bench.pool.free(long[:2])
     evict_all(bench.pool)
     blocks = bench.explain([*range(8), *range(60, 64)], media=media).blocks
-    assert [b.outcome for b in blocks] == [BlockOutcome.EVICTED] * 2 + [BlockOutcome.UNREACHABLE]
+    assert [b.outcome for b in blocks] == [pb.BLOCK_OUTCOME_EVICTED] * 2 + [pb.BLOCK_OUTCOME_UNREACHABLE]
     assert blocks[2].block_id == long[2]
     assert blocks[2].reason == f"cached in block {long[2]}, but a block before it is not"
 
@@ -131,9 +136,9 @@ def test_what_follows_an_evicted_block_leaves_with_it() -> None:
     bench.pool.free(long[:2])
     bench.pool.free(long[:2])
     evict_all(bench.pool)
-    assert [b.outcome for b in bench.explain([*range(8), *range(60, 64)]).blocks] == [BlockOutcome.EVICTED] * 3
+    assert [b.outcome for b in bench.explain([*range(8), *range(60, 64)]).blocks] == [pb.BLOCK_OUTCOME_EVICTED] * 3
     assert bench.pool.num_published == 0
-    bench.pool.check_integrity([long[2:].tolist()])
+    check_pool(bench.pool, [long[2:].tolist()])
 
 
 def test_diverged_says_where() -> None:
@@ -141,7 +146,7 @@ def test_diverged_says_where() -> None:
     blocks = cache(bench.pool, [*range(8)])
     found = bench.explain([0, 1, 2, 3, 4, 5, 99, 7, 8])
     diverged = found.blocks[1]
-    assert (diverged.outcome, diverged.block_id, diverged.shared_tokens) == (BlockOutcome.DIVERGED, blocks[1], 2)
+    assert (diverged.outcome, diverged.block_id, diverged.shared_tokens) == (pb.BLOCK_OUTCOME_DIVERGED, blocks[1], 2)
     assert diverged.reason == (
         f"block {blocks[1]} follows the same prefix and shares 2 of 4 tokens; they differ at position 6"
     )
@@ -161,7 +166,7 @@ def test_another_adapter_of_the_namespace_is_named() -> None:
     bench = Bench()
     cache(bench.pool, [*range(8)], root_of(adapter_id="a"))
     blocks = bench.explain([*range(12)], others=("b", "a")).blocks
-    assert [b.outcome for b in blocks] == [BlockOutcome.OTHER_IDENTITY] * 2 + [NEVER]
+    assert [b.outcome for b in blocks] == [pb.BLOCK_OUTCOME_OTHER_IDENTITY] * 2 + [NEVER]
     assert blocks[0].reason == "cached for adapter 'a'"
     cache(bench.pool, [7] * 4)
     (block,) = bench.explain([7] * 4, root=root_of(adapter_id="b"), others=("",)).blocks
@@ -196,8 +201,8 @@ def test_a_long_prompt_comes_in_pages() -> None:
     cache(bench.pool, [*range(8)])
     prompt = [*range(18)]
     whole = bench.explain(prompt)
-    assert whole.next_start is None
+    assert not whole.HasField("next_start")
     pages = [bench.explain(prompt, start=start, limit=2) for start in (0, 2, 4)]
-    assert [page.next_start for page in pages] == [2, 4, None]
+    assert [page.next_start for page in pages] == [2, 4, 0]
     assert [block for page in pages for block in page.blocks] == whole.blocks
     assert {page.cached_tokens for page in pages} == {8}

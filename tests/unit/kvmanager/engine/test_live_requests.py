@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from support.engine.engine_harness import DESCRIPTION, Bench, command, expect, read, run, until
+from support.engine.engine_harness import Bench, command, described, expect, read, run, until
 
 from pagekv.common.errors import Overloaded, Unavailable
 from pagekv.kvmanager.engine.loop import EngineLoop
@@ -33,7 +31,7 @@ def test_a_sequence_that_ended_before_the_others_counts_as_unread(monkeypatch: p
         engine.release(search)
         failing = engine.submit(command("b", [3], max_tokens=40))
         await until(lambda: engine.queries.stats().running_sequences == 1)
-        bench.description = replace(DESCRIPTION, model_fingerprint="other")
+        bench.description = described(model_fingerprint="other")
         assert bench.link is not None
         bench.link.lose()
         with pytest.raises(Unavailable):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from support.engine.engine_harness import DESCRIPTION, VOCAB, Bench, command, config, expect, read, run, until
+from support.engine.engine_harness import VOCAB, Bench, command, config, described, expect, read, run, until
 
 from pagekv.common.errors import InvalidRequest, Unavailable
 from pagekv.kvmanager.engine.loop import EngineLoop
@@ -79,7 +79,7 @@ def test_another_model_ends_requests_and_keeps_the_counters(monkeypatch: pytest.
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("a", [1, 2, 3])))
         before = engine.queries.stats()
-        bench.description = replace(DESCRIPTION, model_fingerprint="beef", eos_token_ids=tuple(range(VOCAB)))
+        bench.description = described(model_fingerprint="beef", eos_token_ids=tuple(range(VOCAB)))
         assert bench.link is not None
         bench.link.lose()
         await until(lambda: len(bench.attaches) >= 2)
@@ -99,7 +99,7 @@ def test_a_smaller_pool_ends_the_requests_that_no_longer_fit(monkeypatch: pytest
         large = engine.submit(command("large", [1, 2, 3], max_tokens=40))
         small = engine.submit(command("small", [1, 2, 3]))
         await until(lambda: len(bench.plans) >= 3)
-        bench.description = replace(DESCRIPTION, device_kv_bytes=5)
+        bench.description = described(device_kv_bytes=5)
         assert bench.link is not None
         bench.link.lose()
         assert await read(small) == expect([1, 2, 3])
@@ -121,7 +121,7 @@ def test_fewer_slots_end_the_searches_that_need_more(monkeypatch: pytest.MonkeyP
         wide = engine.submit(GenerateCommand("wide", [1, 2, 3], sampling))
         plain = engine.submit(command("plain", [4, 5], max_tokens=20))
         await until(lambda: len(bench.plans) >= 6)
-        bench.description = replace(DESCRIPTION, max_sequences=3)
+        bench.description = described(max_sequences=3)
         assert bench.link is not None
         bench.link.lose()
         with pytest.raises(Unavailable, match="fewer sequences"):
@@ -159,7 +159,9 @@ def test_a_request_that_ends_before_its_sequences_part_leaves_nothing(monkeypatc
         bench.step_s = 0.05
         left, other = engine.submit(command("left", [4, 5, 6], n=3)), engine.submit(command("other", [1, 2, 3]))
         await until(lambda: len(bench.plans) > 0)
-        assert [view.state for view in engine.queries.block_tables("left") or []] == ["running", "forking", "forking"]
+        tables = engine.queries.block_tables("left")
+        assert tables is not None
+        assert [table.state for table in tables.sequences] == ["running", "forking", "forking"]
         engine.release(left)
         assert await read(other) == expect([1, 2, 3])
 
@@ -179,7 +181,7 @@ def test_a_preempted_request_is_swapped_out_and_its_stream_goes_on(monkeypatch: 
         assert stats.swapped_out_blocks_total > 0
 
     limits = replace(config().limits, swap=SwapPolicy("swap"))
-    monkeypatch.setattr("support.engine.engine_harness.DESCRIPTION", replace(DESCRIPTION, host_kv_bytes=40))
+    monkeypatch.setattr("support.engine.engine_harness.DESCRIPTION", described(host_kv_bytes=40))
     run(monkeypatch, body, num_device_blocks=9, limits=limits)
 
 

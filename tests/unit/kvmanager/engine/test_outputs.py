@@ -6,7 +6,7 @@ import asyncio
 
 from support.engine.engine_harness import command
 
-from pagekv.kvmanager.engine.outputs import deliver, deliver_abort, unfinished_outputs
+from pagekv.kvmanager.engine.outputs import deliver, deliver_abort
 from pagekv.kvmanager.request.command import FinishReason
 from pagekv.kvmanager.request.logprobs import TokenLogprobs
 from pagekv.kvmanager.request.stream import RequestStream, SequenceDelta
@@ -36,9 +36,7 @@ def test_tokens_logprobs_and_ends_of_a_step_reach_the_stream() -> None:
 def test_an_abort_ends_the_outputs_that_have_not_ended() -> None:
     request = make(3)
     request.sequences[1].state = SeqStatus.FINISHED
-    unfinished = unfinished_outputs(request)
-    assert list(unfinished) == [0, 2]
-    deliver_abort(request, unfinished)
+    deliver_abort(request)
     assert [(delta.index, delta.finish) for delta in taken(request)] == [
         (0, FinishReason.ABORT),
         (2, FinishReason.ABORT),

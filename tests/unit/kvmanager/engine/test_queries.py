@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import pytest
 from support.engine.engine_harness import Bench, Link, command, config, expect, read, run, until
+from support.engine.integrity import check_engine
 
 from pagekv.common.errors import LimitExceeded, Unavailable
 from pagekv.kvmanager.engine import loop as engine_loop
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.engine.views import BlockOutcome, ResetCounts
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 from pagekv.kvmanager.request.command import GenerateCommand
+from pagekv.v1 import cache_service_pb2 as pb
 
 ANY = CacheIdentity()
 EIGHT = [*range(8)]
@@ -24,7 +25,7 @@ def identified(name: str, prompt: list[int], identity: CacheIdentity) -> Generat
     return replace(command(name, prompt, 1), identity=identity)
 
 
-def outcomes(engine: EngineLoop, prompt: list[int], identity: CacheIdentity = ANY) -> list[BlockOutcome]:
+def outcomes(engine: EngineLoop, prompt: list[int], identity: CacheIdentity = ANY) -> list[pb.BlockOutcome.ValueType]:
     return [block.outcome for block in engine.queries.explain_prefix(prompt, identity, 0, 99).blocks]
 
 
@@ -42,8 +43,8 @@ def followed(watch: TableWatch) -> set[bytes]:
 
 
 def listed(engine: EngineLoop) -> set[bytes]:
-    blocks, _ = engine.queries.list_blocks(0, 9999, None)
-    return {block.block_hash for block in blocks} - {b""}
+    blocks = engine.queries.list_blocks(0, 9999, pb.BLOCK_STATE_UNSPECIFIED).blocks
+    return {bytes.fromhex(block.block_hash) for block in blocks} - {b""}
 
 
 def test_a_forced_reset_while_requests_run_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +62,7 @@ def test_a_forced_reset_while_requests_run_changes_no_token(monkeypatch: pytest.
         assert reset.removed_blocks > 0
         assert listed(engine) == set()
         assert engine.queries.unpin_prefix(pin.pin_id) == 0
-        assert outcomes(engine, EIGHT) == [BlockOutcome.CLEARED] * 2
+        assert outcomes(engine, EIGHT) == [pb.BLOCK_OUTCOME_CLEARED] * 2
         assert [await read(stream) for stream in streams] == [expect([i, *EIGHT], 30) for i in range(3)]
         assert engine.queries.stats().preemptions_total == 3
 
@@ -74,7 +75,7 @@ def test_a_reset_is_refused_while_pins_hold_blocks(monkeypatch: pytest.MonkeyPat
         pin = engine.queries.pin_prefix(EIGHT, ANY, 60)
         assert (pin.pinned_tokens, engine.queries.reset_prefix_cache(force=False)) == (8, None)
         assert engine.queries.unpin_prefix(pin.pin_id) == 8
-        assert engine.queries.reset_prefix_cache(force=False) == ResetCounts(2)
+        assert engine.queries.reset_prefix_cache(force=False) == pb.ResetPrefixCacheResponse(removed_blocks=2)
 
     run(monkeypatch, body)
 
@@ -87,7 +88,7 @@ def test_watchers_see_a_reset_though_nothing_runs(monkeypatch: pytest.MonkeyPatc
         await asyncio.sleep(0)
         watch = engine.queries.watch_events()
         assert len(watch.take_snapshot(99)) == 2
-        assert engine.queries.reset_prefix_cache(force=False) == ResetCounts(2)
+        assert engine.queries.reset_prefix_cache(force=False) == pb.ResetPrefixCacheResponse(removed_blocks=2)
         told = await asyncio.wait_for(watch.take(), 2)
         assert told.cleared
         assert not told.stored
@@ -103,10 +104,10 @@ def test_pins_are_gauges_and_a_state_of_blocks(monkeypatch: pytest.MonkeyPatch) 
         stats = engine.queries.stats()
         assert (stats.pins, stats.pinned_blocks, stats.active_blocks, stats.cached_free_blocks) == (2, 2, 2, 1)
         assert (stats.published_blocks, stats.kv_usage) == (3, 2 / 64)
-        blocks, _ = engine.queries.list_blocks(0, 99, "pinned")
+        blocks = engine.queries.list_blocks(0, 99, pb.BLOCK_STATE_PINNED).blocks
         assert sorted((block.ref_count, block.pins) for block in blocks) == [(1, 1), (2, 2)]
-        assert engine.queries.list_blocks(0, 99, "active") == ([], None)
-        engine.queries.check_integrity()
+        assert engine.queries.list_blocks(0, 99, pb.BLOCK_STATE_ACTIVE) == pb.ListBlocksResponse()
+        check_engine(engine.queries)
         for pin in pins:
             engine.queries.unpin_prefix(pin)
         assert engine.queries.pin_prefix([40, 41, 42, 43], ANY, 60).pin_id == ""
@@ -143,7 +144,7 @@ def test_a_request_that_pins_leave_no_room_for_is_refused_and_the_other_way_roun
         with pytest.raises(LimitExceeded, match="need 10 blocks; 1 of 10 are pinned"):
             engine.submit(command("x", [1, 2, 3], 38))
         assert await read(engine.submit(command("y", [1, 2, 3], 34))) == expect([1, 2, 3], 34)
-        assert outcomes(engine, prompt)[0] is BlockOutcome.HIT
+        assert outcomes(engine, prompt)[0] is pb.BLOCK_OUTCOME_HIT
         assert pin.pinned_tokens == 4
         engine.queries.reset_prefix_cache(force=True)
 
@@ -159,7 +160,7 @@ def test_steady_pressure_preempts_rather_than_evicts_what_is_pinned(monkeypatch:
         assert [await read(stream) for stream in streams] == [expect([40 + i] * 4, 16) for i in range(2)]
         assert engine.queries.stats().preemptions_total > 0
         assert engine.queries.stats().evicted_blocks_total >= evictions
-        assert outcomes(engine, EIGHT) == [BlockOutcome.HIT] * 2
+        assert outcomes(engine, EIGHT) == [pb.BLOCK_OUTCOME_HIT] * 2
         engine.queries.reset_prefix_cache(force=True)
 
     run(monkeypatch, body, num_device_blocks=8)
@@ -177,9 +178,9 @@ def test_watchers_follow_the_table_through_a_lost_executor(monkeypatch: pytest.M
         bench.link.lose()
         await until(lambda: len(bench.attaches) == 2)
         assert engine.queries.stats().pins == 0
-        assert outcomes(engine, EIGHT) == [BlockOutcome.CLEARED] * 2
+        assert outcomes(engine, EIGHT) == [pb.BLOCK_OUTCOME_CLEARED] * 2
         assert await read(stream) == expect([7, *EIGHT], 30)
-        engine._cache.step_boundary(engine.queries.stats().steps_total)
+        engine._cache.log.step_boundary(engine.queries.stats().steps_total)
         assert followed(early) == followed(late) == listed(engine) != set()
         assert engine.queries.stats().watchers == 2
         early.close()
@@ -209,9 +210,9 @@ def test_stopping_ends_every_watch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_adapters_of_a_namespace_are_explained_to_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(identified("a", EIGHT, CacheIdentity("mine", "lora"))))
-        other = BlockOutcome.OTHER_IDENTITY
+        other = pb.BLOCK_OUTCOME_OTHER_IDENTITY
         assert outcomes(engine, EIGHT, CacheIdentity("mine")) == [other, other]
-        assert outcomes(engine, EIGHT, CacheIdentity("yours")) == [BlockOutcome.NEVER_SEEN] * 2
+        assert outcomes(engine, EIGHT, CacheIdentity("yours")) == [pb.BLOCK_OUTCOME_NEVER_SEEN] * 2
 
     run(monkeypatch, body)
 
@@ -235,7 +236,7 @@ def test_nothing_is_served_before_an_executor_was_attached() -> None:
             lambda: engine.queries.unpin_prefix("pin-1"),
             lambda: engine.queries.reset_prefix_cache(force=True),
             engine.queries.watch_events,
-            lambda: engine.queries.list_blocks(0, 1, None),
+            lambda: engine.queries.list_blocks(0, 1, pb.BLOCK_STATE_FREE),
         ):
             with pytest.raises(Unavailable, match="no executor"):
                 call()
@@ -250,7 +251,7 @@ def test_looking_a_prompt_up_counts_its_full_blocks(monkeypatch: pytest.MonkeyPa
         assert engine.queries.lookup_prefix(list(range(8)), CacheIdentity()).device_tokens == 8
         assert engine.queries.lookup_prefix(list(range(7)), CacheIdentity()).device_tokens == 4
         assert engine.queries.lookup_prefix(list(range(8)), CacheIdentity(namespace="other")).device_tokens == 0
-        assert engine.queries.reset_prefix_cache(force=False) == ResetCounts(3)
+        assert engine.queries.reset_prefix_cache(force=False) == pb.ResetPrefixCacheResponse(removed_blocks=3)
         assert engine.queries.lookup_prefix(list(range(8)), CacheIdentity()).device_tokens == 0
 
     run(monkeypatch, body)

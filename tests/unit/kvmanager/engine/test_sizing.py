@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from support.engine.engine_harness import DESCRIPTION, Bench, Link, command, config, expect, read, run, until
+from support.engine.engine_harness import Bench, Link, command, config, described, expect, read, run, until
 
 from pagekv.kvmanager.engine import loop as engine_loop
 from pagekv.kvmanager.engine.executor_client import AttachRefused
@@ -16,7 +16,7 @@ from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
 
 def test_the_host_pool_is_as_large_as_flag_and_executor_allow(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_host = replace(DESCRIPTION, host_kv_bytes=24)
+    with_host = described(host_kv_bytes=24)
     swap = replace(config().limits, swap=SwapPolicy("swap"))
     assert size_model(with_host, config(limits=swap)).num_host_blocks == 24
     assert size_model(with_host, config(limits=swap, num_host_blocks=9)).num_host_blocks == 9
@@ -30,7 +30,7 @@ def test_an_executor_that_comes_back_smaller_gets_what_it_holds(monkeypatch: pyt
         bench.step_s = 0.01
         streams = [engine.submit(command(f"r{i}", [i, 1, 2])) for i in range(6)]
         await until(lambda: len(bench.plans) >= 3)
-        bench.description = replace(DESCRIPTION, max_sequences=2)
+        bench.description = described(max_sequences=2)
         assert bench.link is not None
         bench.link.lose()
         assert [await read(stream) for stream in streams] == [expect([i, 1, 2]) for i in range(6)]

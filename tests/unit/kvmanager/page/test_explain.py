@@ -16,6 +16,11 @@ from pagekv.kvmanager.api.served_model import Served
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.page.explain import explain
+from pagekv.v1 import cache_service_pb2 as pb
+
+
+def name_of(block: pb.BlockExplanation) -> str:
+    return pb.BlockOutcome.Name(block.outcome).removeprefix("BLOCK_OUTCOME_").lower()
 
 
 def test_explaining_agrees_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +34,8 @@ def test_explaining_agrees_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> N
         assert (answer["prompt_tokens"], answer["cached_tokens"]) == (13, expected.cached_tokens)
         assert answer["num_blocks"] == 4
         assert [(block["outcome"], block["reason"], block["block_id"]) for block in answer["blocks"]] == [
-            (block.outcome.name.lower(), block.reason, block.block_id) for block in expected.blocks
+            (name_of(block), block.reason, block.block_id if block.HasField("block_id") else None)
+            for block in expected.blocks
         ]
         assert [block["outcome"] for block in answer["blocks"]] == ["hit", "hit", "diverged", "partial_tail"]
         other = await explain(engine, served, {"token_ids": prompt, "namespace": "elsewhere"})

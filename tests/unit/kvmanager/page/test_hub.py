@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 from contextlib import suppress
-from dataclasses import replace
 
 import pytest
 from support.browser.page_reader import PageReader
@@ -108,7 +107,7 @@ def test_a_snapshot_and_differences_are_what_the_pools_are(seed: int, monkeypatc
             assert [event["n"] for event in reader.events] == sorted({event["n"] for event in reader.events})
             look.hub.remove_viewer(viewer)
 
-    monkeypatch.setattr(engine_harness, "DESCRIPTION", replace(engine_harness.DESCRIPTION, host_kv_bytes=32))
+    monkeypatch.setattr(engine_harness, "DESCRIPTION", engine_harness.described(host_kv_bytes=32))
     limits = SchedulerLimits(64, 32, 0.0, prefix_cache=True, swap=SwapPolicy("swap"), write_back=True)
     engine_harness.run(monkeypatch, body, num_device_blocks=40, num_host_blocks=32, limits=limits)
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from support.engine.fake_engine import FakeEngine
-
 from pagekv.kvmanager.page.rates import KEPT_S, PoolRates
+from pagekv.v1 import cache_service_pb2 as pb
 
-STATS = replace(
-    FakeEngine().stats(),
+STATS = pb.GetStatsResponse(
     prompt_tokens_total=100,
     cached_tokens_total=0,
     steps_total=10,
@@ -25,14 +21,14 @@ def test_rates_are_of_the_time_between_two_looks() -> None:
     rates.add(1.0, STATS)
     rates.add(
         3.0,
-        replace(
-            STATS,
+        pb.GetStatsResponse(
             prompt_tokens_total=140,
             cached_tokens_total=10,
             steps_total=14,
             generated_tokens_total=70,
             computed_tokens_total=190,
             executor_busy_us_total=30_000,
+            kv_usage=0.25,
         ),
     )
     first, second = rates.since(0)

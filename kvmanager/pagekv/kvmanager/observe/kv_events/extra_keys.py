@@ -32,7 +32,6 @@ class BlockExtraKeys(NamedTuple):
 _NOBODYS = "", ""
 # Blocks with no extra keys; always this object.
 PLAIN = BlockExtraKeys()
-_PLAIN_FIRST = BlockExtraKeys(first=True)
 
 
 class ExtraKeys:
@@ -68,18 +67,12 @@ class ExtraKeys:
         return [self._stored((tier, digest), parent) for digest, parent in zip(digests, parents, strict=True)]
 
     def _stored(self, key: Key, parent: bytes) -> BlockExtraKeys:
-        whose = self._roots.get(parent)
-        first = whose is not None
-        if whose is None and self._of:
-            whose = self._of.get((Tier.DEVICE, parent)) or self._of.get((Tier.HOST, parent))
-        if whose is None or whose == _NOBODYS:
-            whose = _NOBODYS
-        else:
-            self._of[key] = whose
-        media = self._media.get(key[1]) if self._media else None
-        if whose is _NOBODYS and media is None:
-            return _PLAIN_FIRST if first else PLAIN
-        return BlockExtraKeys(*whose, first, tuple(media or ()))
+        root, of = self._roots.get(parent), self._of
+        whose = root or of.get((Tier.DEVICE, parent)) or of.get((Tier.HOST, parent)) or _NOBODYS
+        if whose != _NOBODYS:
+            of[key] = whose
+        keys = BlockExtraKeys(*whose, root is not None, tuple(self._media.get(key[1], ())))
+        return PLAIN if keys == PLAIN else keys
 
     def removed(self, tier: Tier, digests: Iterable[bytes]) -> None:
         """Removes blocks that left a table; to be called after `stored` of the same batch."""

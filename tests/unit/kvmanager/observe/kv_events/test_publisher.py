@@ -22,6 +22,7 @@ from pagekv.kvmanager.kvcache.block_hash import short_hash
 from pagekv.kvmanager.observe.kv_events import publisher as kv_event_publisher
 from pagekv.kvmanager.observe.kv_events.publisher import KvEventPublisher
 from pagekv.kvmanager.observe.kv_events.vllm_format import Events
+from pagekv.v1 import cache_service_pb2 as pb
 
 Body = Callable[[EngineLoop, Bench, KvEventPublisher], Awaitable[None]]
 EIGHT = [*range(8)]
@@ -91,8 +92,8 @@ class Subscriber:
 
 
 def device_hashes(engine: EngineLoop) -> set[int]:
-    blocks, _ = engine.queries.list_blocks(0, 9999, None)
-    return {short_hash(block.block_hash) for block in blocks if block.block_hash}
+    blocks = engine.queries.list_blocks(0, 9999, pb.BLOCK_STATE_UNSPECIFIED).blocks
+    return {short_hash(bytes.fromhex(block.block_hash)) for block in blocks if block.block_hash}
 
 
 async def work(engine: EngineLoop, rounds: int = 6) -> None:
@@ -185,7 +186,7 @@ def test_neither_a_subscriber_nor_an_asker_that_reads_nothing_holds_anything_up(
         stuck, keen = Subscriber(publisher, most_unread=1), Subscriber(publisher)
         # Enough to fill what the operating system keeps for a socket that nobody reads.
         for _ in range(400):
-            publisher._publish([Events(1, msgpack.packb({"type": "AllBlocksCleared", "padding": "x" * 8000}))])
+            publisher._publish(Events(1, msgpack.packb({"type": "AllBlocksCleared", "padding": "x" * 8000})))
         for _ in range(3):
             await stuck.dealer.send_multipart((b"", bytes(8)))
         await until(lambda: len(publisher._replays) == 3)

@@ -136,7 +136,7 @@ def test_every_token_but_a_first_one_has_a_gap(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_preemptions_by_mode_and_what_they_move(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     async def body(engine: EngineLoop, bench: Bench, requests: RequestMetrics) -> None:
-        bench.description = replace(harness.DESCRIPTION, bytes_per_block=3, device_kv_bytes=60, host_kv_bytes=300)
+        bench.description = harness.described(bytes_per_block=3, device_kv_bytes=60, host_kv_bytes=300)
         assert bench.link is not None
         bench.link.lose()
         await harness.until(lambda: len(bench.attaches) == 2)

@@ -85,7 +85,11 @@ def test_a_trace_has_every_request_in_order_of_arrival(monkeypatch: pytest.Monke
         for stream in (*short, several, searched):
             await read(stream)
         aborted = engine.submit(command("aborted", [1, 2, 3], 40))
-        await until(lambda: (views := engine.queries.block_tables("aborted")) is not None and views[0].num_tokens > 8)
+        await until(
+            lambda: (
+                (tables := engine.queries.block_tables("aborted")) is not None and tables.sequences[0].num_tokens > 8
+            )
+        )
         engine.abort("aborted")
         await read(aborted)
         never = engine.submit(command("never", [5], 4))

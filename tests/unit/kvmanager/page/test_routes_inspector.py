@@ -8,8 +8,8 @@ from support.engine.engine_harness import Bench, command, read, until
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.engine.views import BlockView, SequenceView
-from pagekv.kvmanager.page.inspector import block_detail, host_block_detail, request_detail
+from pagekv.kvmanager.page.routes import block_detail, sequence_detail
+from pagekv.v1 import cache_service_pb2 as pb
 
 PROMPT = list(range(20))
 
@@ -17,11 +17,11 @@ PROMPT = list(range(20))
 def test_a_block_has_its_hash_chain_and_age_but_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("first", PROMPT)))
-        blocks, _ = engine.queries.list_blocks(0, 40, "cached")
+        blocks = engine.queries.list_blocks(0, 40, pb.BLOCK_STATE_CACHED).blocks
         by_hash = {block.block_hash: block for block in blocks}
         for block in blocks:
             shown = block_detail(engine.queries.block_detail(block.block_id), None, with_tokens=False)
-            assert (shown["block_hash"], shown["parent_hash"]) == (block.block_hash.hex(), block.parent_hash.hex())
+            assert (shown["block_hash"], shown["parent_hash"]) == (block.block_hash, block.parent_hash)
             assert (shown["ref_count"], shown["requests"]) == (0, [])
             assert shown["cached_s"] >= 0
             chain, parent = [], by_hash.get(block.parent_hash)
@@ -30,7 +30,7 @@ def test_a_block_has_its_hash_chain_and_age_but_no_text(monkeypatch: pytest.Monk
                 parent = by_hash.get(parent.parent_hash)
             assert (shown["chain"], shown["chain_complete"]) == (chain, True)
             assert not {"token_ids", "text"} & set(shown)
-        ((free, *_), _) = engine.queries.list_blocks(0, 40, "free")
+        (free, *_) = engine.queries.list_blocks(0, 40, pb.BLOCK_STATE_FREE).blocks
         shown = block_detail(engine.queries.block_detail(free.block_id), None, with_tokens=True)
         assert (shown["cached_s"], "token_ids" in shown) == (None, False)
         with pytest.raises(InvalidRequest, match=r"must be from 0 to 39 \(the pool\), got 40"):
@@ -45,7 +45,9 @@ def test_a_held_block_names_its_requests_and_where_allowed_its_tokens(monkeypatc
     async def body(engine: EngineLoop, bench: Bench) -> None:
         streams = [engine.submit(command(name, PROMPT, 100)) for name in ("one", "two")]
         await until(lambda: engine.queries.stats().running_sequences == 2)
-        (table, *_) = engine.queries.block_tables("one") or []
+        tables = engine.queries.block_tables("one")
+        assert tables is not None
+        (table,) = tables.sequences
         shown = block_detail(engine.queries.block_detail(table.block_ids[0]), None, with_tokens=True)
         assert (shown["requests"], shown["ref_count"]) == (["one", "two"], 2)
         assert (shown["token_ids"], shown["text"]) == (PROMPT[:4], None)
@@ -55,10 +57,6 @@ def test_a_held_block_names_its_requests_and_where_allowed_its_tokens(monkeypatc
     engine_harness.run(monkeypatch, body, num_device_blocks=64)
 
 
-def test_host_blocks_and_block_tables() -> None:
-    assert host_block_detail(BlockView(3, 1, b"\xab")) == {"block_id": 3, "ref_count": 1, "block_hash": "ab"}
-    assert request_detail("gone", None) == {"request_id": "gone", "sequences": []}
-    views = [SequenceView(0, "running", 9, 8, [7, 3, 1], [b"a", b"b"])]
-    assert request_detail("r", views)["sequences"] == [
-        {"index": 0, "state": "running", "tokens": 9, "computed": 8, "block_ids": [7, 3, 1]}
-    ]
+def test_block_tables() -> None:
+    view = pb.SequenceBlocks(state="running", num_tokens=9, computed_tokens=8, block_ids=[7, 3, 1])
+    assert sequence_detail(view) == {"index": 0, "state": "running", "tokens": 9, "computed": 8, "block_ids": [7, 3, 1]}

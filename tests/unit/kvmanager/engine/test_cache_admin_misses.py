@@ -29,7 +29,7 @@ def test_misses_are_counted_by_their_reason(monkeypatch: pytest.MonkeyPatch) -> 
             before = engine.queries.stats()
             await read(engine.submit(identified("r", prompt, identity)))
             after = engine.queries.stats()
-            names = [name for name in after.__slots__ if name.startswith("misses_")]
+            names = [field.name for field in after.DESCRIPTOR.fields if field.name.startswith("misses_")]
             found = [name for name in names if getattr(after, name) > getattr(before, name)]
             assert sum(getattr(after, name) - getattr(before, name) for name in names) == len(found)
             return " ".join(name.removeprefix("misses_").removesuffix("_total") for name in found)

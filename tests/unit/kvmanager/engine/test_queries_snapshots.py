@@ -10,15 +10,18 @@ from support.engine.scheduler_driver import Driver
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.live_requests import LiveRequests
 from pagekv.kvmanager.engine.observer import Observer
-from pagekv.kvmanager.engine.snapshots import block_views, collect_stats
+from pagekv.kvmanager.engine.queries import EngineQueries
 from pagekv.kvmanager.engine.state import EngineState
-from pagekv.kvmanager.engine.views import EngineStats
+from pagekv.v1 import cache_service_pb2 as pb
 
 
-def stats(driver: Driver) -> EngineStats:
-    cache = CacheAdmin(True, 0.5, lambda: None)
+def queries(driver: Driver, cache: CacheAdmin) -> EngineQueries:
     cache.adopt(driver.pool, driver.scheduler.host, "model", Observer())
-    return collect_stats(EngineState(config(), cache, LiveRequests(0), scheduler=driver.scheduler))
+    return EngineQueries(EngineState(config(), cache, LiveRequests(0), scheduler=driver.scheduler))
+
+
+def stats(driver: Driver) -> pb.GetStatsResponse:
+    return queries(driver, CacheAdmin(True, 0.5, lambda: None)).stats()
 
 
 def test_gauges_follow_the_blocks() -> None:
@@ -66,21 +69,30 @@ def test_blocks_are_listed_by_state_in_pages() -> None:
     driver.submit([1, 2, 3, 4, 5], max_tokens=1)
     driver.drain()
     cache = CacheAdmin(True, 1.0, lambda: None)
-    cache.adopt(driver.pool, driver.scheduler.host, "model", Observer())
+    asked = queries(driver, cache)
     cache.pins.pin(driver.pool.table.match_tokens(driver.requests[0].root, np.array([[1, 2]], np.uint32)), 60, 0)
     driver.submit([1, 2, 9], max_tokens=4)
     driver.plan()
     states = {}
-    for state in ("free", "cached", "active", "pinned", None):
+    for state in (
+        pb.BLOCK_STATE_FREE,
+        pb.BLOCK_STATE_CACHED,
+        pb.BLOCK_STATE_ACTIVE,
+        pb.BLOCK_STATE_PINNED,
+        pb.BLOCK_STATE_UNSPECIFIED,
+    ):
         found: list[int] = []
         start: int | None = 0
         while start is not None:
-            views, start = block_views(cache, start, 2, state)
-            assert 1 <= len(views) <= 2
-            found += [view.block_id for view in views]
+            page = asked.list_blocks(start, 2, state)
+            assert 1 <= len(page.blocks) <= 2
+            assert state == pb.BLOCK_STATE_UNSPECIFIED or {block.state for block in page.blocks} == {state}
+            found += [block.block_id for block in page.blocks]
+            start = page.next_start if page.HasField("next_start") else None
         states[state] = found
-        if state == "active":
+        if state == pb.BLOCK_STATE_ACTIVE:
             driver.abort(driver.requests[1])
-    assert (states[None], states["active"], states["cached"], states["pinned"]) == (list(range(12)), [0, 3], [1], [0])
-    assert sorted(states["free"] + states["cached"] + states["active"]) == list(range(12))
-    assert block_views(cache, 0, 2, "active") == ([], None)
+    free, cached, active, pinned, everything = states.values()
+    assert (everything, active, cached, pinned) == (list(range(12)), [0, 3], [1], [0])
+    assert sorted(free + cached + active) == list(range(12))
+    assert asked.list_blocks(0, 2, pb.BLOCK_STATE_ACTIVE) == pb.ListBlocksResponse()
