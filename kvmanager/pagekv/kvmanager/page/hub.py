@@ -150,13 +150,12 @@ class PageHub:
             requests, live = frames.request_rows(self._engine)
             totals = frames.totals(stats, live)
         else:
-            requests, totals = old.requests, old.totals
+            requests, totals = old.fields["requests"], old.fields["totals"]
             if old.events == self.feed.total and np.array_equal(old.device, device) and np.array_equal(old.host, host):
                 return
         number = old.number + 1 if old is not None else 1
-        self.frame = PoolFrame(
-            number, blocks.epoch, blocks.step, device, host, requests, totals, self._rates.total, self.feed.total
-        )
+        fields = frames.fields(blocks.step, device, host, requests, totals)
+        self.frame = PoolFrame(number, blocks.epoch, device, host, self._rates.total, self.feed.total, fields)
         self._messages = {}
         news, self._news = self._news, asyncio.Event()
         news.set()
