@@ -154,18 +154,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             _replay_trace(args)
     except (StepsError, TraceError) as error:
-        return _failed(error)
+        reason = str(error)
     except OSError as error:
-        return _failed(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else error)
+        reason = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
     except MemoryError:
-        return _failed("not enough memory for a pool of this size; ask for fewer blocks with --blocks")
+        reason = "not enough memory for a pool of this size; ask for fewer blocks with --blocks"
     except KeyboardInterrupt:
         sys.stderr.write("\n")
         return 130
-    return 0
-
-
-def _failed(reason: object) -> int:
+    else:
+        return 0
     sys.stderr.write(f"{PROG}: {reason}\n")
     return 1
 

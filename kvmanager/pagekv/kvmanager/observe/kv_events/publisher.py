@@ -27,8 +27,7 @@ from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import Observer
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
-from pagekv.kvmanager.observe.kv_events.extra_keys import ExtraKeys
-from pagekv.kvmanager.observe.kv_events.vllm_format import Events, KvEventFormat, pack
+from pagekv.kvmanager.observe.kv_events.vllm_format import Events, ExtraKeys, KvEventFormat, pack
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import StepPlan
 
