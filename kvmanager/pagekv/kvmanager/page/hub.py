@@ -113,12 +113,9 @@ class PageHub:
             # With a snapshot a page draws its charts afresh.
             points = self._rates.since(0)
         else:
-            content = frames.delta(seen, frame)
-            points = self._rates.since(seen.points)
-        events = self.feed.since(0 if seen is None else seen.events)
-        content |= {"points": points} if points else {}
-        content |= {"events": events} if events else {}
-        return content
+            content, points = frames.delta(seen, frame), self._rates.since(seen.points)
+        news = {"points": points, "events": self.feed.since(0 if seen is None else seen.events)}
+        return content | {name: items for name, items in news.items() if items}
 
     async def _look_again_and_again(self) -> None:
         while True:

@@ -129,15 +129,15 @@ class Events(NamedTuple):
     packed: bytes | bytearray
 
 
+# The first batch of a stream: all blocks that a reader knew of are gone.
+BEGINNING = Events(1, _CLEARED)
+
+
 class KvEventFormat:
     """Turns changes into batches of packed events."""
 
     def __init__(self, extra_keys: ExtraKeys) -> None:
         self._known = extra_keys
-
-    def beginning(self) -> Events:
-        """The first batch of a stream: all blocks that a reader knew of are gone."""
-        return Events(1, _CLEARED)
 
     def snapshot(self, found: Sequence[Stored]) -> Iterator[Events]:
         """Batches that store these blocks, those of a tier in this order."""

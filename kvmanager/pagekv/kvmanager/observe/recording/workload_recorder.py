@@ -83,13 +83,12 @@ class WorkloadRecorder(Observer):
         while self._entries and self._entries[0].output_length is not None:
             self._write(self._entries.popleft())
         if len(self._entries) - len(self._live) > MAX_WAITING:
-            self._flush()
+            self.flush()
 
-    def close(self) -> None:
-        """Writes the requests that have ended. To be called before the file is closed."""
-        self._flush()
-
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Writes the requests that have ended, those that wait for an earlier one too. To be called before the file is
+        closed.
+        """
         for entry in self._entries:
             if entry.output_length is not None:
                 self._write(entry)
