@@ -113,12 +113,9 @@ class PageHub:
             # With a snapshot a page draws its charts afresh.
             points = self._rates.since(0)
         else:
-            content = frames.delta(seen, frame)
-            points = self._rates.since(seen.points)
-        events = self.feed.since(0 if seen is None else seen.events)
-        content |= {"points": points} if points else {}
-        content |= {"events": events} if events else {}
-        return content
+            content, points = frames.delta(seen, frame), self._rates.since(seen.points)
+        news = {"points": points, "events": self.feed.since(0 if seen is None else seen.events)}
+        return content | {name: items for name, items in news.items() if items}
 
     async def _look_again_and_again(self) -> None:
         while True:
@@ -150,13 +147,12 @@ class PageHub:
             requests, live = frames.request_rows(self._engine)
             totals = frames.totals(stats, live)
         else:
-            requests, totals = old.requests, old.totals
+            requests, totals = old.fields["requests"], old.fields["totals"]
             if old.events == self.feed.total and np.array_equal(old.device, device) and np.array_equal(old.host, host):
                 return
         number = old.number + 1 if old is not None else 1
-        self.frame = PoolFrame(
-            number, blocks.epoch, blocks.step, device, host, requests, totals, self._rates.total, self.feed.total
-        )
+        fields = frames.fields(blocks.step, device, host, requests, totals)
+        self.frame = PoolFrame(number, blocks.epoch, device, host, self._rates.total, self.feed.total, fields)
         self._messages = {}
         news, self._news = self._news, asyncio.Event()
         news.set()
