@@ -63,7 +63,7 @@ class MiniManager:
                 budget -= count
         if not scheduled:
             return False
-        sampled = self._backend.execute(scheduled)
+        sampled = self._backend.launch(scheduled).collect()
         for item in scheduled:
             item.state.computed_tokens += item.count
             if item.samples:

@@ -119,11 +119,11 @@ class Victim:
     def recompute(self) -> None:
         """In a step that is run anyway, beside a decode."""
         state = SequenceState(0, [1] * self._length, self._length, self._device, 0, Sampling())
-        self._backend.execute([Scheduled(state, 0, self._length), self._other()])
+        self._backend.launch([Scheduled(state, 0, self._length), self._other()])
 
     def without(self) -> None:
         """That step without it."""
-        self._backend.execute([self._other()])
+        self._backend.launch([self._other()])
 
     def _other(self) -> Scheduled:
         return Scheduled(SequenceState(1, [1, 1], 1, self._decode, 0, Sampling()), 0, 1)

@@ -1,6 +1,6 @@
 """Random requests through the real engine loop and a real oracle: shared prefixes, cancels, a tiny pool, chunks.
 
-The engine loop runs in the test's process, so `check_integrity` can be called while it works.
+The engine loop runs in the test's process, so `check_engine` can be called while it works.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 from support.clients.stack import running_executor
+from support.engine.integrity import check_engine
 from support.executor.expected_tokens import expected_tokens
 
 from pagekv.kvmanager.engine.config import EngineConfig
@@ -107,10 +108,10 @@ def test_every_output_of_ten_thousand_random_requests_is_right() -> None:
             for command in commands:
                 await one(engine, random.Random(command.request_id), command, tally)
                 if number == 0:
-                    engine.queries.check_integrity()
+                    check_engine(engine.queries)
 
         await asyncio.gather(*(worker(number) for number in range(CONCURRENCY)))
-        engine.queries.check_integrity()
+        check_engine(engine.queries)
         await engine.stop(5)
         await loop
         return engine

@@ -1,23 +1,25 @@
-"""Every call with one answer, written once for both clients: the request, and how the answer is read."""
+"""Both clients but for their way of waiting: each call is written once, as a coroutine that each client carries out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar, Unpack, cast, overload
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pagekv.client import wire
+from pagekv.client.channel import DEFAULT_RESUME_TIMEOUT_S, DEFAULT_TARGET, DEFAULT_TIMEOUT_S, channel_options
+from pagekv.client.errors import NotFound, from_rpc_error
 from pagekv.client.resumable_generation import ResumableGeneration
 from pagekv.client.types import (
     BlockList,
     BlockState,
     CacheControls,
     CacheReset,
+    Chunk,
     Completion,
+    EventBatch,
     GenerateOptions,
     HealthStatus,
     ModelInfo,
@@ -29,11 +31,14 @@ from pagekv.client.types import (
     SequenceBlocks,
     Stats,
 )
+from pagekv.client.wire import event_batch, filled, flat, list_blocks_request, prompt_request
 from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import cache_service_pb2_grpc, inference_service_pb2_grpc
 from pagekv.v1 import inference_service_pb2 as pb
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from pagekv.client.aio import AsyncPageKVClient
     from pagekv.client.client import PageKVClient
 
@@ -41,26 +46,12 @@ P = ParamSpec("P")
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 Result = TypeVar("Result")
+Values = TypeVar("Values", bound="DataclassInstance")
 ResultOut = TypeVar("ResultOut", covariant=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Call(Generic[Result]):
-    """One call: the stub's method, the request, and the function from answer to result.
-
-    A method of `ClientCalls` that is annotated with Call[T] returns T from the blocking client, and is awaited for T
-    from the asyncio one.
-    """
-
-    method: Callable[..., Any]
-    request: Any
-    read: Callable[[Any], Result]
-    # The result where the server answers NOT_FOUND; None: NotFound is raised.
-    if_not_found: Result | None = None
-
-
-class UnaryMethod(Protocol[P, ResultOut]):
-    """How type checkers see a method made by `unary`."""
+class ClientMethod(Protocol[P, ResultOut]):
+    """How type checkers see a method made by `for_both`."""
 
     @overload
     def __get__(self, client: PageKVClient, owner: Any = None) -> Callable[P, ResultOut]: ...
@@ -68,129 +59,185 @@ class UnaryMethod(Protocol[P, ResultOut]):
     def __get__(self, client: AsyncPageKVClient, owner: Any = None) -> Callable[P, Coroutine[Any, Any, ResultOut]]: ...
 
 
-def unary(make: Callable[Concatenate[Any, P], Call[Result]]) -> UnaryMethod[P, Result]:
-    """Makes a method that carries out the Call of `make`: at once, or as a coroutine of the asyncio client."""
+def for_both(make: Callable[Concatenate[Any, P], Coroutine[Any, Any, Result]]) -> ClientMethod[P, Result]:
+    """Makes a method that carries a coroutine out: at once in the blocking client, awaited in the asyncio one."""
 
     @wraps(make)
     def method(client: Any, *args: P.args, **kwargs: P.kwargs) -> Any:
-        return client._call(make(client, *args, **kwargs))
+        return client._carry_out(make(client, *args, **kwargs))
 
-    # For help(), which shows the result as type checkers do.
-    make.__annotations__["return"] = str(make.__annotations__["return"]).removeprefix("Call[").removesuffix("]")
-    return cast("UnaryMethod[P, Result]", method)
-
-
-def _call(
-    method: grpc.UnaryUnaryMultiCallable[Request, Answer], request: Request, read: Callable[[Answer], Result]
-) -> Call[Result]:
-    return Call(method, request, read)
+    return cast("ClientMethod[P, Result]", method)
 
 
 class ClientCalls:
-    """The part that both clients share: the stubs of one channel, the time limits, and the calls with one answer."""
+    """The part that both clients share. A client says how it connects, sleeps, waits, and carries a coroutine out."""
 
-    def __init__(self, target: str, channel: Any, timeout: float | None, resume_timeout_s: float) -> None:
+    _connect: ClassVar[staticmethod[..., Any]]
+    # The result is waited for too.
+    _sleep: ClassVar[staticmethod[[float], Any]]
+
+    def __init__(
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+        resume_timeout_s: float = DEFAULT_RESUME_TIMEOUT_S,
+    ) -> None:
+        """`target` is host:port or unix:/path. `timeout`: seconds for each call but generating ones, None for no limit.
+
+        `resume_timeout_s`: how long a generation whose connection broke goes on trying to reach the server again; 0
+        raises ConnectionLost at once. Nothing is connected before the first call. An asyncio client is made where its
+        event loop runs.
+        """
         self.target = target
         self._timeout = timeout
         self._resume_timeout_s = resume_timeout_s
+        self._channel = self._connect(target, options=channel_options(target))
         # At run time one stub class serves both kinds of channel.
-        self._inference = inference_service_pb2_grpc.InferenceServiceStub(channel)
-        self._cache = cache_service_pb2_grpc.CacheServiceStub(channel)
-        self._health = health_pb2_grpc.HealthStub(channel)
+        self._inference = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
+        self._cache = cache_service_pb2_grpc.CacheServiceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
 
-    @unary
-    def abort(self, *request_ids: str) -> Call[list[str]]:
+    def _carry_out(self, steps: Coroutine[Any, Any, Any]) -> Any:
+        raise NotImplementedError
+
+    async def _wait_for(self, begun: Any) -> Any:
+        """The result of what a stub or `_sleep` returned."""
+        raise NotImplementedError
+
+    def _messages(self, call: Any) -> AsyncIterator[Any]:
+        """The messages of a stream."""
+        raise NotImplementedError
+
+    async def _ask(self, method: grpc.UnaryUnaryMultiCallable[Request, Answer], request: Request) -> Answer:
+        try:
+            answer: Answer = await self._wait_for(method(request, timeout=self._timeout))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self.target) from error
+        return answer
+
+    async def _ask_for(
+        self, cls: type[Values], method: grpc.UnaryUnaryMultiCallable[Request, Any], request: Request
+    ) -> Values:
+        """The answer as a dataclass."""
+        return flat(cls, await self._ask(method, request))
+
+    @for_both
+    async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
+        """Generates one continuation of a prompt and returns it whole. Options: see GenerateOptions."""
+        return (await self._generate_whole(prompt, 1, options))[0]
+
+    @for_both
+    async def generate_n(self, prompt: Prompt, n: int, **options: Unpack[GenerateOptions]) -> list[Completion]:
+        """Generates `n` independent continuations, 1 to 64, by index; with `beam_width` the `n` best, best first."""
+        return await self._generate_whole(prompt, n, options)
+
+    async def _generate_whole(self, prompt: Prompt, n: int, options: GenerateOptions) -> list[Completion]:
+        generation = self._generation(prompt, n, options, only_complete=True)
+        async for _ in self._chunks(generation):
+            pass
+        return [generation.completions[index] for index in range(n)]
+
+    @for_both
+    async def abort(self, *request_ids: str) -> list[str]:
         """Ends requests early; their streams finish with "abort". Returns the ids that were live."""
-        request = pb.AbortRequest(request_ids=request_ids)
-        return _call(self._inference.Abort, request, lambda answer: list(answer.aborted))
+        return list((await self._ask(self._inference.Abort, pb.AbortRequest(request_ids=request_ids))).aborted)
 
-    @unary
-    def tokenize(self, prompt: Prompt) -> Call[list[int]]:
+    @for_both
+    async def tokenize(self, prompt: Prompt) -> list[int]:
         """Token ids of a text or conversation, exactly as generating would encode it."""
-        request = wire.prompt_request(pb.TokenizeRequest(), prompt)
-        return _call(self._inference.Tokenize, request, lambda answer: list(answer.token_ids))
+        request = prompt_request(pb.TokenizeRequest(), prompt)
+        return list((await self._ask(self._inference.Tokenize, request)).token_ids)
 
-    @unary
-    def detokenize(self, token_ids: Sequence[int]) -> Call[str]:
+    @for_both
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""
-        request = wire.filled(pb.DetokenizeRequest(), token_ids=token_ids)
-        return _call(self._inference.Detokenize, request, lambda answer: answer.text)
+        request = filled(pb.DetokenizeRequest(), token_ids=token_ids)
+        return (await self._ask(self._inference.Detokenize, request)).text
 
-    @unary
-    def model_info(self) -> Call[ModelInfo]:
+    @for_both
+    async def model_info(self) -> ModelInfo:
         """The model served and the limits of the deployment."""
-        request = pb.GetModelInfoRequest()
-        return _call(self._inference.GetModelInfo, request, lambda answer: wire.flat(ModelInfo, answer))
+        return await self._ask_for(ModelInfo, self._inference.GetModelInfo, pb.GetModelInfoRequest())
 
-    @unary
-    def stats(self) -> Call[Stats]:
+    @for_both
+    async def stats(self) -> Stats:
         """Counters and gauges of pool, prefix cache and scheduler."""
-        return _call(self._cache.GetStats, cache_pb.GetStatsRequest(), lambda answer: wire.flat(Stats, answer))
+        return await self._ask_for(Stats, self._cache.GetStats, cache_pb.GetStatsRequest())
 
-    @unary
-    def lookup_prefix(self, prompt: Prompt, *, cache: CacheControls | None = None) -> Call[PrefixLookup]:
+    @for_both
+    async def lookup_prefix(self, prompt: Prompt, *, cache: CacheControls | None = None) -> PrefixLookup:
         """How many leading tokens of a prompt are cached now. Changes nothing."""
-        request = wire.prompt_request(cache_pb.LookupPrefixRequest(), prompt, cache)
-        return _call(self._cache.LookupPrefix, request, lambda answer: wire.flat(PrefixLookup, answer))
+        request = prompt_request(cache_pb.LookupPrefixRequest(), prompt, cache)
+        return await self._ask_for(PrefixLookup, self._cache.LookupPrefix, request)
 
-    @unary
-    def explain_prefix(
+    @for_both
+    async def explain_prefix(
         self, prompt: Prompt, *, cache: CacheControls | None = None, start: int = 0, limit: int = 1000
-    ) -> Call[PrefixExplanation]:
+    ) -> PrefixExplanation:
         """Why each block of a prompt hits or misses, from block `start` on, `limit` (1 to 10000) at most."""
-        request = wire.prompt_request(cache_pb.ExplainPrefixRequest(), prompt, cache, start=start, limit=limit)
-        return _call(self._cache.ExplainPrefix, request, wire.explanation)
+        request = prompt_request(cache_pb.ExplainPrefixRequest(), prompt, cache, start=start, limit=limit)
+        return await self._ask_for(PrefixExplanation, self._cache.ExplainPrefix, request)
 
-    @unary
-    def pin_prefix(self, prompt: Prompt, lease_seconds: int, *, cache: CacheControls | None = None) -> Call[Pin]:
+    @for_both
+    async def pin_prefix(self, prompt: Prompt, lease_seconds: int, *, cache: CacheControls | None = None) -> Pin:
         """Keeps what is cached of a prompt from eviction for 1 to 86400 seconds. Raises LimitExceeded."""
-        request = wire.prompt_request(cache_pb.PinPrefixRequest(), prompt, cache, lease_seconds=lease_seconds)
-        return _call(self._cache.PinPrefix, request, lambda answer: wire.flat(Pin, answer))
+        request = prompt_request(cache_pb.PinPrefixRequest(), prompt, cache, lease_seconds=lease_seconds)
+        return await self._ask_for(Pin, self._cache.PinPrefix, request)
 
-    @unary
-    def unpin_prefix(self, pin_id: str) -> Call[int]:
+    @for_both
+    async def unpin_prefix(self, pin_id: str) -> int:
         """Ends a pin; tokens no longer pinned by it, 0 when it was unknown or had expired."""
         request = cache_pb.UnpinPrefixRequest(pin_id=pin_id)
-        return _call(self._cache.UnpinPrefix, request, lambda answer: answer.unpinned_tokens)
+        return (await self._ask(self._cache.UnpinPrefix, request)).unpinned_tokens
 
-    @unary
-    def list_requests(self, limit: int = 100) -> Call[RequestList]:
+    @for_both
+    async def list_requests(self, limit: int = 100) -> RequestList:
         """Up to `limit` (1 to 10000) live requests, those that run first."""
-        request = wire.filled(cache_pb.ListRequestsRequest(), limit=limit)
-        return _call(self._cache.ListRequests, request, wire.request_list)
+        request = filled(cache_pb.ListRequestsRequest(), limit=limit)
+        return await self._ask_for(RequestList, self._cache.ListRequests, request)
 
-    @unary
-    def block_table(self, request_id: str) -> Call[list[SequenceBlocks]]:
+    @for_both
+    async def block_table(self, request_id: str) -> list[SequenceBlocks]:
         """The block tables of a live request, one per sequence. Raises NotFound."""
+        request = cache_pb.GetBlockTableRequest(request_id=request_id)
+        answer = await self._ask(self._cache.GetBlockTable, request)
+        return [flat(SequenceBlocks, sequence) for sequence in answer.sequences]
 
-        def read(answer: cache_pb.GetBlockTableResponse) -> list[SequenceBlocks]:
-            return [wire.flat(SequenceBlocks, sequence) for sequence in answer.sequences]
-
-        return _call(self._cache.GetBlockTable, cache_pb.GetBlockTableRequest(request_id=request_id), read)
-
-    @unary
-    def list_blocks(self, start: int = 0, limit: int = 100, state: BlockState | None = None) -> Call[BlockList]:
+    @for_both
+    async def list_blocks(self, start: int = 0, limit: int = 100, state: BlockState | None = None) -> BlockList:
         """Blocks of the pool by id from `start`, `limit` (1 to 10000) at most, only those in `state` if given."""
-        return _call(self._cache.ListBlocks, wire.list_blocks_request(start, limit, state), wire.block_list)
+        request = list_blocks_request(start, limit, state)
+        return await self._ask_for(BlockList, self._cache.ListBlocks, request)
 
-    @unary
-    def reset_prefix_cache(self, *, force: bool = False) -> Call[CacheReset]:
+    @for_both
+    async def reset_prefix_cache(self, *, force: bool = False) -> CacheReset:
         """Removes every cached prefix. While requests or pins hold blocks it raises FailedPrecondition, unless
         `force` preempts the requests, which go on by themselves, and ends the pins.
         """
         request = cache_pb.ResetPrefixCacheRequest(force=force)
-        return _call(self._cache.ResetPrefixCache, request, lambda answer: wire.flat(CacheReset, answer))
+        return await self._ask_for(CacheReset, self._cache.ResetPrefixCache, request)
 
-    @unary
-    def health(self, service: str = "") -> Call[HealthStatus]:
+    @for_both
+    async def health(self, service: str = "") -> HealthStatus:
         """Health of the server, or of one of its services by full name. Raises Unreachable when nothing answers."""
+        try:
+            answer: Any = await self._ask(self._health.Check, health_pb2.HealthCheckRequest(service=service))
+        except NotFound:
+            return "SERVICE_UNKNOWN"
+        status: HealthStatus = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+        return status
 
-        def read(answer: Any) -> HealthStatus:
-            status: HealthStatus = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
-            return status
-
-        request = health_pb2.HealthCheckRequest(service=service)
-        return Call(self._health.Check, request, read, if_not_found="SERVICE_UNKNOWN")
+    async def _events(self, token_ids: bool, snapshot_only: bool) -> AsyncGenerator[EventBatch]:
+        request = cache_pb.WatchEventsRequest(omit_token_ids=not token_ids, snapshot_only=snapshot_only)
+        call = self._cache.WatchEvents(request)
+        try:
+            async for response in self._messages(call):
+                yield event_batch(response)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self.target) from error
+        finally:
+            call.cancel()
 
     def _generation(
         self, prompt: Prompt, n: int, options: GenerateOptions, *, only_complete: bool = False
@@ -199,10 +246,37 @@ class ClientCalls:
             prompt, n, options, default_resume_timeout_s=self._resume_timeout_s, only_complete=only_complete
         )
 
-    def _unary_timeout(self, generation: ResumableGeneration) -> float | None:
-        """Seconds for a call that `generation` waits for."""
-        limits = [limit for limit in (self._timeout, generation.remaining_s()) if limit is not None]
-        return min(limits, default=None)
+    async def _chunks(self, generation: ResumableGeneration) -> AsyncGenerator[Chunk]:
+        while not generation.done:
+            try:
+                await self._prepare(generation)
+                call = self._inference.Generate(generation.request(), timeout=generation.remaining_s())
+                try:
+                    async for response in self._messages(call):
+                        chunk = generation.take(response)
+                        if chunk is not None:
+                            yield chunk
+                finally:
+                    # Aborts the request when the caller gave up; no effect on a call that has ended.
+                    call.cancel()
+                generation.ended()
+            except grpc.RpcError as error:
+                if not generation.done:
+                    pause_s = generation.failed(from_rpc_error(error, self.target))
+                    await self._wait_for(self._sleep(pause_s))
+
+    async def _prepare(self, generation: ResumableGeneration) -> None:
+        request = generation.prompt_to_encode()
+        if request is None:
+            return
+
+        def limit() -> float | None:
+            limits = [limit for limit in (self._timeout, generation.remaining_s()) if limit is not None]
+            return min(limits, default=None)
+
+        encoded = await self._wait_for(self._inference.Tokenize(request, timeout=limit()))
+        info = await self._wait_for(self._inference.GetModelInfo(pb.GetModelInfoRequest(), timeout=limit()))
+        generation.prompt_encoded(list(encoded.token_ids), flat(ModelInfo, info).longest_sequence)
 
 
 class StreamState:

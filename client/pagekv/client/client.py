@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
-from types import TracebackType
-from typing import Self, Unpack
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator, Iterator
+from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
-from pagekv.client import wire
-from pagekv.client.calls import Call, ClientCalls, Result, StreamState
-from pagekv.client.channel import DEFAULT_RESUME_TIMEOUT_S, DEFAULT_TARGET, DEFAULT_TIMEOUT_S, channel_options
-from pagekv.client.errors import NotFound, from_rpc_error
+from pagekv.client.calls import ClientCalls, StreamState
 from pagekv.client.resumable_generation import ResumableGeneration
-from pagekv.client.types import Chunk, Completion, EventBatch, GenerateOptions, ModelInfo, Prompt
-from pagekv.v1 import cache_service_pb2 as cache_pb
-from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.client.types import Chunk, EventBatch, GenerateOptions, Prompt
 
 __all__ = ["PageKVClient", "Stream"]
+
+T = TypeVar("T")
+
+
+def _carry_out(steps: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that never waits for an event loop, since all that it awaits has blocked."""
+    try:
+        steps.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise AssertionError("a coroutine of the blocking client waits")
+
+
+def _one_by_one(items: AsyncGenerator[T]) -> Generator[T]:
+    """The items of a generator that never waits for an event loop, which is closed with this one."""
+    try:
+        while True:
+            yield _carry_out(items.asend(None))
+    except StopAsyncIteration:
+        return
+    finally:
+        _carry_out(items.aclose())
 
 
 class PageKVClient(ClientCalls):
@@ -28,41 +45,26 @@ class PageKVClient(ClientCalls):
     Overloaded and Unavailable say when to come back, Unreachable that nothing answers at the address.
     """
 
-    def __init__(
-        self,
-        target: str = DEFAULT_TARGET,
-        *,
-        timeout: float | None = DEFAULT_TIMEOUT_S,
-        resume_timeout_s: float = DEFAULT_RESUME_TIMEOUT_S,
-    ) -> None:
-        """`target` is host:port or unix:/path. `timeout`: seconds for each call but generating ones, None for no limit.
+    _connect = staticmethod(grpc.insecure_channel)
+    _sleep = staticmethod(time.sleep)
+    _carry_out = staticmethod(_carry_out)
 
-        `resume_timeout_s`: how long a generation whose connection broke goes on trying to reach the server again; 0
-        raises ConnectionLost at once. Nothing is connected before the first call.
-        """
-        self._channel = grpc.insecure_channel(target, options=channel_options(target))
-        super().__init__(target, self._channel, timeout, resume_timeout_s)
+    async def _wait_for(self, begun: Any) -> Any:
+        return begun
+
+    async def _messages(self, call: Any) -> AsyncIterator[Any]:
+        for message in call:
+            yield message
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Closes the connection; calls still running are cancelled. Idempotent."""
         self._channel.close()
-
-    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
-        """Generates one continuation of a prompt and returns it whole. Options: see GenerateOptions."""
-        return self.generate_n(prompt, 1, **options)[0]
-
-    def generate_n(self, prompt: Prompt, n: int, **options: Unpack[GenerateOptions]) -> list[Completion]:
-        """Generates `n` independent continuations, 1 to 64, by index; with `beam_width` the `n` best, best first."""
-        generation = self._generation(prompt, n, options, only_complete=True)
-        for _ in self._chunks(generation):
-            pass
-        return [generation.completions[index] for index in range(n)]
 
     def stream(self, prompt: Prompt, *, n: int = 1, **options: Unpack[GenerateOptions]) -> Stream:
         """Generates and yields chunks as they arrive. Closing the stream aborts the request.
@@ -71,7 +73,7 @@ class PageKVClient(ClientCalls):
         with `n` above 1 the server computes again what was received.
         """
         generation = self._generation(prompt, n, options)
-        return Stream(generation, self._chunks(generation))
+        return Stream(generation, _one_by_one(self._chunks(generation)))
 
     def watch_events(self, *, token_ids: bool = True, snapshot_only: bool = False) -> Generator[EventBatch]:
         """The prefix table as it changes: a snapshot, then a batch at every step boundary with changes.
@@ -79,50 +81,7 @@ class PageKVClient(ClientCalls):
         `TableReplica` applies them. Goes on until it is closed, unless `snapshot_only`. Raises FellBehind when the
         batches are taken too slowly, and does not reconnect: another server has another table.
         """
-        call = self._cache.WatchEvents(
-            cache_pb.WatchEventsRequest(omit_token_ids=not token_ids, snapshot_only=snapshot_only)
-        )
-        try:
-            for response in call:
-                yield wire.event_batch(response)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, self.target) from error
-        finally:
-            call.cancel()
-
-    def _call(self, call: Call[Result]) -> Result:
-        try:
-            return call.read(call.method(call.request, timeout=self._timeout))
-        except grpc.RpcError as error:
-            failure = from_rpc_error(error, self.target)
-            if isinstance(failure, NotFound) and call.if_not_found is not None:
-                return call.if_not_found
-            raise failure from error
-
-    def _chunks(self, generation: ResumableGeneration) -> Generator[Chunk]:
-        while not generation.done:
-            try:
-                self._prepare(generation)
-                call = self._inference.Generate(generation.request(), timeout=generation.remaining_s())
-                try:
-                    for response in call:
-                        chunk = generation.take(response)
-                        if chunk is not None:
-                            yield chunk
-                finally:
-                    # Aborts the request when the caller gave up; no effect on a call that has ended.
-                    call.cancel()
-                generation.ended()
-            except grpc.RpcError as error:
-                if not generation.done:
-                    time.sleep(generation.failed(from_rpc_error(error, self.target)))
-
-    def _prepare(self, generation: ResumableGeneration) -> None:
-        request = generation.prompt_to_encode()
-        if request is not None:
-            encoded = self._inference.Tokenize(request, timeout=self._unary_timeout(generation))
-            info = self._inference.GetModelInfo(pb.GetModelInfoRequest(), timeout=self._unary_timeout(generation))
-            generation.prompt_encoded(list(encoded.token_ids), wire.flat(ModelInfo, info).longest_sequence)
+        return _one_by_one(self._events(token_ids, snapshot_only))
 
 
 class Stream(StreamState, Iterator[Chunk]):
@@ -141,7 +100,7 @@ class Stream(StreamState, Iterator[Chunk]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -1,12 +1,10 @@
-"""From gRPC statuses back to exceptions: one table, the mirror of `pagekv.common.statuses.STATUS_TABLE`.
+"""From gRPC statuses back to exceptions, by the table of `pagekv.common.statuses`.
 
 Every call of the clients raises subclasses of `PageKVError` and nothing of gRPC's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -28,7 +26,7 @@ from pagekv.common.errors import (
     StaleEpoch,
     Unavailable,
 )
-from pagekv.common.statuses import ERROR_DOMAIN, STATUS_DETAILS_KEY
+from pagekv.common.statuses import ERROR_DOMAIN, STATUS_DETAILS_KEY, STATUS_TABLE
 
 __all__ = [
     "AlreadyExists", "Cancelled", "ComputationFailed", "ConnectionLost", "DeadlineExceeded", "FailedPrecondition",
@@ -61,47 +59,11 @@ class ServerError(PageKVError):
         self.code = code
 
 
-@dataclass(frozen=True, slots=True)
-class RequestFailure:
-    """A status taken apart; what the server did not send is empty."""
-
-    code: grpc.StatusCode
-    message: str
-    target: str
-    reason: str = ""
-    field: str = ""
-    description: str = ""
-    retry_delay_s: float = 1.0
-
-
-# (status, ErrorInfo.reason) to exception. An empty reason is for statuses that did not come from a PageKV handler: gRPC
-# itself, a proxy. Any other pair is a ServerError.
-EXCEPTIONS: dict[tuple[grpc.StatusCode, str], Callable[[RequestFailure], PageKVError]] = {
-    (grpc.StatusCode.ALREADY_EXISTS, "ALREADY_EXISTS"): lambda f: AlreadyExists(f.field, f.description),
-    (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"): lambda f: InvalidRequest(f.field, f.description),
-    (grpc.StatusCode.NOT_FOUND, "NOT_FOUND"): lambda f: NotFound(f.message),
-    (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"): lambda f: Overloaded(f.message, f.retry_delay_s),
-    (grpc.StatusCode.RESOURCE_EXHAUSTED, "LIMIT_EXCEEDED"): lambda f: LimitExceeded(f.message),
-    (grpc.StatusCode.RESOURCE_EXHAUSTED, "OUT_OF_MEMORY"): lambda f: OutOfMemory(f.message),
-    (grpc.StatusCode.UNAVAILABLE, "NOT_SERVING"): lambda f: Unavailable(
-        f"PageKV at {f.target} is not serving: {f.message}", f.retry_delay_s
-    ),
-    (grpc.StatusCode.FAILED_PRECONDITION, "FAILED_PRECONDITION"): lambda f: FailedPrecondition(f.message),
-    (grpc.StatusCode.ABORTED, "STALE_EPOCH"): lambda f: StaleEpoch(f.message),
-    (grpc.StatusCode.ABORTED, "FELL_BEHIND"): lambda f: FellBehind(f.message),
-    (grpc.StatusCode.INTERNAL, "COMPUTATION_FAILED"): lambda f: ComputationFailed(f.message),
-    (grpc.StatusCode.UNIMPLEMENTED, "NOT_IMPLEMENTED"): lambda f: NotImplementedYet(f.message),
-    (grpc.StatusCode.NOT_FOUND, ""): lambda f: NotFound(f.message),
-    (grpc.StatusCode.UNAVAILABLE, ""): lambda f: _unavailable(f),
-    (grpc.StatusCode.UNIMPLEMENTED, ""): lambda f: ServerError(
-        "UNIMPLEMENTED", f"the server at {f.target} does not know this call: is it a PageKV manager? ({f.message})"
-    ),
-    (grpc.StatusCode.DEADLINE_EXCEEDED, ""): lambda f: DeadlineExceeded(
-        f"PageKV at {f.target} did not finish in time; allow more with timeout="
-    ),
-    (grpc.StatusCode.CANCELLED, ""): lambda f: _cancelled(f),
+_CLASSES: dict[tuple[grpc.StatusCode, str], type[PageKVError]] = {
+    **{(row.code, row.reason): cls for cls, row in STATUS_TABLE.items()},
+    # Without a reason: not from a PageKV handler, but from gRPC itself or a proxy.
+    (grpc.StatusCode.NOT_FOUND, ""): NotFound,
 }
-
 # How gRPC words a connection that was never made. Only this text tells it from one that broke: the code is the same.
 _NEVER_CONNECTED = (
     "failed to connect",
@@ -110,58 +72,59 @@ _NEVER_CONNECTED = (
     "errors resolving",
     "Failed to create secure",
 )
-
-
-def _unavailable(failure: RequestFailure) -> PageKVError:
-    if any(words in failure.message for words in _NEVER_CONNECTED):
-        return Unreachable(
-            f"cannot reach PageKV at {failure.target}: is it running? Start it with `pagekv up` "
-            "or name another address with --target (target= in Python)"
-        )
-    return ConnectionLost(f"the connection to PageKV at {failure.target} was lost: {failure.message}")
-
-
 # How gRPC words a cancellation that began on this side.
 _CANCELLED_HERE = ("Locally cancelled", "Channel closed")
 
 
-def _cancelled(failure: RequestFailure) -> PageKVError:
-    if any(words in failure.message for words in _CANCELLED_HERE):
-        return Cancelled(f"the call to PageKV at {failure.target} was cancelled")
-    # A gRPC server that shuts down cancels calls that it has not looked at yet (github.com/grpc/grpc/issues/41785).
-    return ConnectionLost(f"PageKV at {failure.target} shut down before it took the call")
-
-
 def from_rpc_error(error: grpc.RpcError, target: str) -> PageKVError:
     """The exception for a failed call of a sync or asyncio stub to `target`."""
-    failure = _take_apart(error, target)
-    build = EXCEPTIONS.get((failure.code, failure.reason))
-    if build is not None:
-        return build(failure)
-    return ServerError(failure.code.name, f"PageKV at {target} failed with {failure.code.name}: {failure.message}")
-
-
-def _take_apart(error: grpc.RpcError, target: str) -> RequestFailure:
     # Any: what stubs raise is an RpcError with the methods of a Call, which no common type of grpc's says.
     call: Any = error
-    code = call.code() or grpc.StatusCode.UNKNOWN
-    message = call.details() or ""
-    found: dict[str, Any] = {}
+    code, message = call.code() or grpc.StatusCode.UNKNOWN, call.details() or ""
+    details: dict[str, Any] = {}
     for key, value in call.trailing_metadata() or ():
         if key == STATUS_DETAILS_KEY:
-            found |= _details(value)
-    return RequestFailure(code=code, message=message, target=target, **found)
+            details |= _details(value)
+    reason, delay_s = details.get("reason", ""), details.get("retry_delay_s", 1.0)
+    cls = _CLASSES.get((code, reason))
+    if cls is None:
+        return _without_class(code, reason, message, target)
+    if issubclass(cls, InvalidRequest):
+        return cls(details.get("field", ""), details.get("description", ""))
+    if issubclass(cls, Unavailable):
+        return cls(f"PageKV at {target} is not serving: {message}", delay_s)
+    return cls(message, delay_s) if issubclass(cls, Overloaded) else cls(message)
+
+
+def _without_class(code: grpc.StatusCode, reason: str, message: str, target: str) -> PageKVError:
+    """The exception for a status that the servers' table does not have."""
+    match code, reason:
+        case grpc.StatusCode.UNAVAILABLE, "":
+            if any(words in message for words in _NEVER_CONNECTED):
+                return Unreachable(
+                    f"cannot reach PageKV at {target}: is it running? Start it with `pagekv up` "
+                    "or name another address with --target (target= in Python)"
+                )
+            return ConnectionLost(f"the connection to PageKV at {target} was lost: {message}")
+        case grpc.StatusCode.CANCELLED, "":
+            if any(words in message for words in _CANCELLED_HERE):
+                return Cancelled(f"the call to PageKV at {target} was cancelled")
+            # A gRPC server that shuts down cancels calls that it has not looked at (github.com/grpc/grpc/issues/41785).
+            return ConnectionLost(f"PageKV at {target} shut down before it took the call")
+        case grpc.StatusCode.DEADLINE_EXCEEDED, "":
+            return DeadlineExceeded(f"PageKV at {target} did not finish in time; allow more with timeout=")
+        case grpc.StatusCode.UNIMPLEMENTED, "":
+            message = f"the server at {target} does not know this call: is it a PageKV manager? ({message})"
+            return ServerError(code.name, message)
+    return ServerError(code.name, f"PageKV at {target} failed with {code.name}: {message}")
 
 
 def _details(raw: bytes) -> dict[str, Any]:
     found: dict[str, Any] = {}
     try:
         for detail in status_pb2.Status.FromString(raw).details:
-            info, bad, retry = (
-                error_details_pb2.ErrorInfo(),
-                error_details_pb2.BadRequest(),
-                error_details_pb2.RetryInfo(),
-            )
+            info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+            retry = error_details_pb2.RetryInfo()
             if detail.Unpack(info) and info.domain == ERROR_DOMAIN:
                 found["reason"] = info.reason
             elif detail.Unpack(bad) and bad.field_violations:

@@ -13,10 +13,9 @@ from __future__ import annotations
 import random
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from pagekv.client import wire
 from pagekv.client.errors import (
     AlreadyExists,
     ConnectionLost,
@@ -27,6 +26,7 @@ from pagekv.client.errors import (
     Unavailable,
 )
 from pagekv.client.types import Chunk, Completion, GenerateOptions, PositionLogprobs, Prompt
+from pagekv.client.wire import flat, generate_request
 from pagekv.v1 import inference_service_pb2 as pb
 
 FIRST_PAUSE_S = 0.1
@@ -34,88 +34,74 @@ LONGEST_PAUSE_S = 2.0
 
 
 @dataclass(slots=True)
-class _ResumedSequence:
-    """The one sequence of a generation: what the caller has, and how much of it came before the last resumption."""
+class _Sequence:
+    """One sequence as far as the caller has it, and the place of the present connection in it. A connection begins at
+    the first token or, if the sequence `resumes`, behind the last one of the connection before.
+    """
 
+    resumes: bool
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    # From the first connection that brought tokens.
-    cached_tokens: int = 0
-    prompt_tokens: int = 0
-    tokens_before_resume: int = 0
-    texts_before_resume: int = 0
-
-    def interrupted(self) -> None:
-        """The connection broke."""
-        self.tokens_before_resume, self.texts_before_resume = len(self.token_ids), len(self.texts)
-
-    def unseen_part(self, chunk: Chunk) -> Chunk:
-        """The chunk, all of which is new, with the prompt's cached tokens: a resumed call counts the answer too."""
-        if not self.tokens_before_resume:
-            self.cached_tokens, self.prompt_tokens = chunk.cached_tokens, chunk.prompt_tokens
-        self.token_ids += chunk.token_ids
-        self.logprobs += chunk.logprobs
-        self.texts.append(chunk.text)
-        return replace(chunk, cached_tokens=self.cached_tokens)
-
-    def finish(self, end: Completion) -> Completion:
-        """The whole sequence: the end of a resumed call leaves out what was generated before."""
-        if not self.tokens_before_resume:
-            return end
-        return replace(
-            end,
-            text="".join(self.texts[: self.texts_before_resume]) + end.text,
-            token_ids=(*self.token_ids[: self.tokens_before_resume], *end.token_ids),
-            logprobs=(*self.logprobs[: self.tokens_before_resume], *end.logprobs),
-            cached_tokens=self.cached_tokens,
-        )
-
-
-@dataclass(slots=True)
-class _ReplayedSequence:
-    """One of several sequences: what the caller has, and how much of it the present connection has brought again."""
-
-    token_ids: list[int] = field(default_factory=list)
     num_chars: int = 0
     # From the first connection that brought tokens.
     cached_tokens: int = 0
-    replayed_tokens: int = 0
-    replayed_chars: int = 0
+    prompt_tokens: int = 0
+    # Where the present connection began, in tokens and in characters, and how far it has come.
+    first_token: int = 0
+    first_char: int = 0
+    next_token: int = 0
+    next_char: int = 0
     ended: bool = False
 
     def interrupted(self) -> None:
-        """The connection broke; the next one begins at the first token."""
-        self.replayed_tokens = self.replayed_chars = 0
+        """The connection broke."""
+        if self.resumes:
+            self.first_token, self.first_char = len(self.token_ids), self.num_chars
+        self.next_token, self.next_char = self.first_token, self.first_char
 
     def unseen_part(self, chunk: Chunk) -> Chunk | None:
-        """The part that the caller does not have; None where there is none. Raises ServerError for other tokens."""
-        known = len(self.token_ids[self.replayed_tokens : self.replayed_tokens + len(chunk.token_ids)])
-        self._check(chunk.token_ids[:known], self.replayed_tokens)
+        """The part that the caller does not have, None where there is none. Cached tokens are the prompt's: a resumed
+        call counts the answer too. Raises ServerError for other tokens.
+        """
+        known = len(self.token_ids[self.next_token : self.next_token + len(chunk.token_ids)])
+        self._check(chunk.token_ids[:known], self.next_token)
         if not self.token_ids:
-            self.cached_tokens = chunk.cached_tokens
+            self.cached_tokens, self.prompt_tokens = chunk.cached_tokens, chunk.prompt_tokens
         new = replace(
             chunk,
             token_ids=chunk.token_ids[known:],
             logprobs=chunk.logprobs[known:],
-            text=chunk.text[self.num_chars - self.replayed_chars :],
+            text=chunk.text[self.num_chars - self.next_char :],
             cached_tokens=self.cached_tokens,
         )
-        self.replayed_tokens += len(chunk.token_ids)
-        self.replayed_chars += len(chunk.text)
+        self.next_token += len(chunk.token_ids)
+        self.next_char += len(chunk.text)
         self.token_ids += new.token_ids
-        self.num_chars = max(self.num_chars, self.replayed_chars)
+        self.logprobs += new.logprobs
+        self.texts.append(new.text)
+        self.num_chars = max(self.num_chars, self.next_char)
         return new if new.token_ids or new.text else None
 
     def finish(self, end: Completion) -> Completion:
-        """The sequence, which is whole on every connection. Raises ServerError for other tokens."""
-        self._check(end.token_ids if self.ended else end.token_ids[: len(self.token_ids)])
-        self.ended = True
-        cached_tokens = self.cached_tokens if self.token_ids else end.cached_tokens
-        self.token_ids = list(end.token_ids)
-        return replace(end, cached_tokens=cached_tokens)
+        """The whole sequence: the end of a resumed call leaves out what was generated before.
 
-    def _check(self, token_ids: tuple[int, ...], start: int = 0) -> None:
+        Raises ServerError for other tokens.
+        """
+        came = len(self.token_ids) - self.first_token
+        self._check(end.token_ids if self.ended else end.token_ids[:came], self.first_token)
+        cached_tokens = self.cached_tokens if self.token_ids else end.cached_tokens
+        self.token_ids[self.first_token :] = end.token_ids
+        self.ended = True
+        return replace(
+            end,
+            text="".join(self.texts)[: self.first_char] + end.text,
+            token_ids=tuple(self.token_ids),
+            logprobs=(*self.logprobs[: self.first_token], *end.logprobs),
+            cached_tokens=cached_tokens,
+        )
+
+    def _check(self, token_ids: tuple[int, ...], start: int) -> None:
         """Raises ServerError unless these are the tokens received from `start` on."""
         if tuple(self.token_ids[start : start + len(token_ids)]) != token_ids:
             raise ServerError(
@@ -138,12 +124,12 @@ class ResumableGeneration:
         only_complete: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises InvalidRequest and TypeError as `wire.generate_request` does."""
+        """Raises InvalidRequest and TypeError as `generate_request` does."""
         self._clock = clock
         self._resume_timeout_s = options.get("resume_timeout_s", default_resume_timeout_s)
         # Only chunks tell what was received, so what is to be resumed must be streamed.
         only_complete = only_complete and (n > 1 or self._resume_timeout_s <= 0)
-        self._original = wire.generate_request(prompt, n, options, only_complete=only_complete)
+        self._original = generate_request(prompt, n, options, only_complete=only_complete)
         # Fixed here and not left to the server, so that every connection of this generation means the same one.
         sampling = self._original.sampling_params
         if not sampling.HasField("seed") and not sampling.beam_width:
@@ -152,12 +138,8 @@ class ResumableGeneration:
             self._original.request_id = f"req-{secrets.token_hex(12)}"
         timeout = options.get("timeout")
         self._deadline = None if timeout is None else clock() + timeout
-        self._n = n
-        self._resumed = _ResumedSequence()
-        # By index.
-        self._sequences: Sequence[_ResumedSequence | _ReplayedSequence] = (
-            [_ReplayedSequence() for _ in range(n)] if n > 1 else [self._resumed]
-        )
+        # By index. One alone is resumed; several are replayed, and none of them leaves out what was received.
+        self._sequences = [_Sequence(resumes=n == 1) for _ in range(n)]
         # A message of a sequence has come.
         self._begun = False
         # Fingerprint of the model that generated the tokens received.
@@ -175,7 +157,13 @@ class ResumableGeneration:
     @property
     def done(self) -> bool:
         """Every sequence is complete."""
-        return len(self.completions) == self._n
+        return len(self.completions) == len(self._sequences)
+
+    @property
+    def _received(self) -> list[int]:
+        """The tokens that the next call leaves out."""
+        first = self._sequences[0]
+        return first.token_ids[: first.first_token]
 
     def remaining_s(self) -> float | None:
         """Seconds left of the caller's timeout. Raises DeadlineExceeded when it has passed."""
@@ -188,7 +176,7 @@ class ResumableGeneration:
 
     def prompt_to_encode(self) -> pb.TokenizeRequest | None:
         """The request for Tokenize that must come before the next `request`; None where none is needed."""
-        if self._prompt_ids is not None or not self._resumed.token_ids:
+        if self._prompt_ids is not None or not self._received:
             return None
         if self._original.WhichOneof("input") == "chat":
             return pb.TokenizeRequest(chat=self._original.chat)
@@ -199,11 +187,12 @@ class ResumableGeneration:
 
         Raises ServerError when the tokenizer has changed.
         """
-        if len(token_ids) != self._resumed.prompt_tokens:
+        prompt_tokens = self._sequences[0].prompt_tokens
+        if len(token_ids) != prompt_tokens:
             raise ServerError(
                 "FAILED_PRECONDITION",
-                f"cannot resume: the prompt had {self._resumed.prompt_tokens} tokens and the server that came back "
-                f"makes it {len(token_ids)}; is it another model?",
+                f"cannot resume: the prompt had {prompt_tokens} tokens and the server that came back makes it "
+                f"{len(token_ids)}; is it another model?",
             )
         self._prompt_ids = token_ids
         sampling = self._original.sampling_params
@@ -213,7 +202,7 @@ class ResumableGeneration:
 
     def request(self) -> pb.GenerateRequest:
         """The message for the next call."""
-        received = self._resumed.token_ids
+        received = self._received
         if not received:
             # Another model would go on in other words: the server refuses that.
             self._original.model_fingerprint = self._model_fingerprint
@@ -235,9 +224,11 @@ class ResumableGeneration:
         self._model_fingerprint = response.model_fingerprint or self._model_fingerprint
         self._begun = True
         if not response.HasField("complete"):
-            chunk = wire.chunk(response.request_id, response.chunk)
+            chunk = flat(Chunk, response.chunk, request_id=response.request_id)
             return self._sequences[chunk.index].unseen_part(chunk)
-        end = self._sequences[response.complete.index].finish(wire.completion(response.request_id, response.complete))
+        complete = response.complete
+        end = flat(Completion, complete, request_id=response.request_id, token_ids=tuple(complete.output_ids))
+        end = self._sequences[end.index].finish(end)
         # A sequence that ended before the connection broke ends again, and keeps its first end.
         self.completions.setdefault(end.index, replace(end, resumes=self._resumes))
         return None

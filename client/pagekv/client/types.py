@@ -277,7 +277,7 @@ class RequestInfo:
 class RequestList:
     """Live requests, those that run first; `total`: how many there are."""
 
-    requests: list[RequestInfo]
+    requests: tuple[RequestInfo, ...]
     total: int
 
 

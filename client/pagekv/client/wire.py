@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import cache, partial
 from operator import attrgetter
@@ -156,8 +156,9 @@ def list_blocks_request(start: int, limit: int, state: types.BlockState | None) 
 def flat(cls: type[Values], message: Message, **given: Any) -> Values:
     """A dataclass whose fields are the message's, by name, but for those that are given.
 
-    A repeated field becomes a tuple, an enum's value its name in lower case without the prefix, and an optional field
-    that is not set None. Raises ServerError for a value of an enum that is unspecified, or unknown to this client.
+    A message becomes the dataclass of its name, a repeated field a tuple, an enum's value its name in lower case
+    without the prefix, and an optional field that is not set None. Raises ServerError for a value of an enum that is
+    unspecified, or unknown to this client.
     """
     for name, read in _readers(cls, message.DESCRIPTOR):
         if name not in given:
@@ -174,12 +175,16 @@ def _readers(cls: type[Any], descriptor: Descriptor) -> list[tuple[str, Callable
 
 def _reader(field: FieldDescriptor) -> Callable[[Any], Any]:
     get, name = attrgetter(field.name), field.name
+    # [] is the default of repeated fields in every version of protobuf.
+    repeated = field.default_value == []
+    if field.message_type is not None:
+        made = partial(flat, getattr(types, field.message_type.name))
+        return lambda message: tuple(map(made, get(message))) if repeated else made(get(message))
     if field.enum_type is not None:
         return partial(_enum_name, get, field.enum_type.name, _enum_names(field.enum_type))
     if field.has_presence:
         return lambda message: get(message) if message.HasField(name) else None
-    # [] is the default of repeated fields in every version of protobuf.
-    return get if field.default_value != [] else lambda message: tuple(get(message))
+    return (lambda message: tuple(get(message))) if repeated else get
 
 
 def _enum_names(enum: EnumDescriptor) -> dict[int, str]:
@@ -197,69 +202,16 @@ def _enum_name(get: Callable[[Any], int], enum: str, names: dict[int, str], mess
     return name
 
 
-def request_list(message: cache_pb.ListRequestsResponse) -> types.RequestList:
-    """The answer of ListRequests."""
-    return types.RequestList([flat(types.RequestInfo, request) for request in message.requests], message.total)
-
-
-def block_list(message: cache_pb.ListBlocksResponse) -> types.BlockList:
-    """The answer of ListBlocks."""
-    return flat(types.BlockList, message, blocks=tuple(flat(types.BlockInfo, block) for block in message.blocks))
-
-
-def explanation(message: cache_pb.ExplainPrefixResponse) -> types.PrefixExplanation:
-    """The answer of ExplainPrefix."""
-    return flat(
-        types.PrefixExplanation, message, blocks=tuple(flat(types.BlockExplanation, block) for block in message.blocks)
-    )
+_EVENTS = {"stored": types.BlockStored, "removed": types.BlockRemoved, "cleared": types.TableCleared}
 
 
 def event_batch(message: cache_pb.WatchEventsResponse) -> types.EventBatch:
-    """One message of WatchEvents."""
+    """One message of WatchEvents. Raises ServerError for an event that is unknown to this client."""
     return types.EventBatch(message.sequence, message.snapshot, tuple(map(_event, message.events)), message.more)
 
 
 def _event(message: cache_pb.CacheEvent) -> types.BlockStored | types.BlockRemoved | types.TableCleared:
     kind = message.WhichOneof("event")
-    if kind == "stored":
-        return flat(types.BlockStored, message.stored)
-    if kind == "removed":
-        return flat(types.BlockRemoved, message.removed)
-    if kind == "cleared":
-        return types.TableCleared()
-    raise ServerError("UNKNOWN_EVENT", "the server sent an event that this client does not know; update the client")
-
-
-def chunk(request_id: str, message: pb.GenerateChunk) -> types.Chunk:
-    """A chunk of a stream."""
-    return types.Chunk(
-        request_id=request_id,
-        index=message.index,
-        token_ids=tuple(message.token_ids),
-        text=message.text,
-        prompt_tokens=message.prompt_tokens,
-        completion_tokens=message.completion_tokens,
-        cached_tokens=message.cached_tokens,
-        logprobs=_logprobs(message.logprobs),
-    )
-
-
-def completion(request_id: str, message: pb.GenerateComplete) -> types.Completion:
-    """The end of a sequence."""
-    return flat(
-        types.Completion,
-        message,
-        request_id=request_id,
-        token_ids=tuple(message.output_ids),
-        logprobs=_logprobs(message.logprobs),
-    )
-
-
-def _logprobs(messages: Sequence[types_pb2.PositionLogprobs]) -> tuple[types.PositionLogprobs, ...]:
-    return tuple(
-        types.PositionLogprobs(
-            chosen=types.TokenLogprob(position.chosen.token_id, position.chosen.logprob),
-            top=tuple(types.TokenLogprob(top.token_id, top.logprob) for top in position.top),
-        )
-        for position in messages
-    )
+    if kind is None:
+        raise ServerError("UNKNOWN_EVENT", "the server sent an event that this client does not know; update the client")
+    return flat(_EVENTS[kind], getattr(message, kind))

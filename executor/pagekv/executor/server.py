@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from pagekv.common.server import GrpcServer, run_async, spare_the_collector, sto
 from pagekv.executor.backend.interface import Backend
 from pagekv.executor.config import ExecutorConfig, parse_config
 from pagekv.executor.fresh_process import faults_before, start_anew
-from pagekv.executor.machine import available_bytes
+from pagekv.executor.machine import available_bytes, shorten_spinning
 from pagekv.executor.rpc.service import SERVICE_NAME, ExecutorService
 from pagekv.executor.session.session import Session
 from pagekv.executor.session.worker_thread import WorkerThread
@@ -92,9 +93,12 @@ def _torch_has_gpu() -> bool:
     # Without CuPy the answer is known, and torch need not be asked.
     if importlib.util.find_spec("cupy") is None:
         return False
-    from pagekv.executor.cuda.device import cuda_is_usable
+    shorten_spinning()
+    import torch
 
-    return cuda_is_usable()
+    with suppress(ImportError):
+        return torch.cuda.is_available() and bool(importlib.import_module("cupy"))
+    return False
 
 
 def _usable_gpu(config: ExecutorConfig) -> Gpu:
@@ -182,7 +186,7 @@ class Executor:
         await asyncio.wait([stopped, loading], return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             spare_the_collector()
-            self._session.serve(loading.result(), model_id(config.model))
+            self._session.serve(loading.result())
             await self._grpc.set_serving(True)
             self._serving_since = time.perf_counter()
             lost = asyncio.create_task(self._session.lost.wait(), name="device lost")

@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 import time
+from collections.abc import MutableMapping
 from typing import Any
 
 LOG_FORMATS = ("text", "json")
@@ -55,28 +56,11 @@ def setup_logs(service: str, level: str, fmt: str) -> None:
     logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
 
 
-class Log:
+class Log(logging.LoggerAdapter[logging.Logger]):
     """A logger whose keyword arguments become fields: `log.info("attached", epoch=7)`."""
 
     def __init__(self, name: str) -> None:
-        self._logger = logging.getLogger(name)
+        super().__init__(logging.getLogger(name))
 
-    def debug(self, message: str, **fields: Any) -> None:
-        """Logs details for the search of an error."""
-        self._logger.debug(message, extra={"fields": fields})
-
-    def info(self, message: str, **fields: Any) -> None:
-        """Logs what an operator wants to know of a healthy server."""
-        self._logger.info(message, extra={"fields": fields})
-
-    def warning(self, message: str, **fields: Any) -> None:
-        """Logs trouble that the server copes with."""
-        self._logger.warning(message, extra={"fields": fields})
-
-    def error(self, message: str, **fields: Any) -> None:
-        """Logs a failure."""
-        self._logger.error(message, extra={"fields": fields})
-
-    def exception(self, message: str, **fields: Any) -> None:
-        """As `error`, with the exception being handled."""
-        self._logger.error(message, exc_info=True, extra={"fields": fields})
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        return msg, {"exc_info": kwargs.pop("exc_info", None), "extra": {"fields": kwargs}}

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import inspect
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import grpc
@@ -156,7 +156,7 @@ def spare_the_collector() -> None:
     gc.freeze()
 
 
-def run_async(main: Callable[[], Awaitable[int]]) -> int:
+def run_async(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
     """Runs a process's main coroutine on uvloop where it is installed."""
     try:
         import uvloop
@@ -165,8 +165,4 @@ def run_async(main: Callable[[], Awaitable[int]]) -> int:
     except ImportError:
         factory = None
     with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(_as_coroutine(main))
-
-
-async def _as_coroutine(main: Callable[[], Awaitable[int]]) -> int:
-    return await main()
+        return runner.run(main())

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.engine.fake_executor import FakeExecutor, expected_output
+from support.engine.integrity import check_engine
 
 from pagekv.kvmanager.engine import loop as engine_loop
 from pagekv.kvmanager.engine.config import EngineConfig
@@ -160,7 +161,7 @@ def run(
         assert not task.done(), task.exception()
         assert test.done(), "the test hangs"
         await test
-        engine.queries.check_integrity()
+        check_engine(engine.queries)
         assert engine.queries.stats().active_blocks == 0
         await engine.stop(1)
         await task

@@ -6,8 +6,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-from pagekv.kvmanager.replay.cost_model import StepCost
-from pagekv.kvmanager.replay.options import ReplayOptions
+from pagekv.kvmanager.replay.options import ReplayOptions, StepCost
 from pagekv.kvmanager.replay.trace import TraceRecord, read_trace
 
 SAMPLE = read_trace(Path(__file__).resolve().parents[2] / "data" / "traces" / "mooncake_sample.jsonl")

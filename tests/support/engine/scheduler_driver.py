@@ -6,6 +6,7 @@ from collections import deque
 from typing import Any
 
 from support.engine.fake_executor import FakeExecutor
+from support.engine.integrity import check_scheduler
 
 from pagekv.kvmanager.engine.outputs import deliver
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, root_digest
@@ -169,7 +170,7 @@ class Driver:
 
     def check(self) -> None:
         live = (s for request in self.requests for s in request.sequences)
-        self.scheduler.check_integrity(live, self.pins.tables())
+        check_scheduler(self.scheduler, live, self.pins)
 
 
 def copies(plan: StepPlan) -> list[tuple[int, int]]:

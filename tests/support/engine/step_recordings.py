@@ -47,9 +47,11 @@ class RecordedDriver(Driver):
         share = self.protected_share
         self.recorder = StepRecorder(
             self.memory,  # type: ignore[arg-type]  # as much of a file as is used
-            eviction_policy="lru" if share is None else "slru",
-            protected_share=share or 0.0,
-            aging=self.priority_aging,
+            config(
+                eviction_policy="lru" if share is None else "slru",
+                protected_share=share or 0.0,
+                priority_aging=self.priority_aging,
+            ),
         )
         self.scheduler = Scheduler(self.pool, self.scheduler.limits, self.eos, self.host, self.recorder)
         self.pins = self._new_pins()
@@ -103,9 +105,7 @@ def record_busy_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Runs a busy engine; returns its recording."""
     file = RecordingFile(tmp_path / "steps", "steps")
     limits = SchedulerLimits(32, 8, 0.0, True, swap=SwapPolicy("swap"), write_back=True)
-    assert config().eviction_policy == "slru"
-    recorder = StepRecorder(file, eviction_policy="slru", protected_share=config().protected_share, aging=256)
-    assert config().priority_aging == 256
+    recorder = StepRecorder(file, config())
 
     class Recorded(EngineLoop):
         def __init__(self, *args: Any, **fields: Any) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Launch, Scheduled, SequenceState
 from pagekv.executor.cuda.backend import CudaBackend
+from pagekv.executor.cuda.device import CudaDevice
 from pagekv.kernels.launcher import Launcher
 from pagekv.kernels.swap import CopyStream, Streams
 from pagekv.kernels.variants import Variant
@@ -47,7 +48,7 @@ class Recordable(NeverWaits):
 class HostMark:
     """Everything is done when it returns."""
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Nothing to wait for."""
 
 
@@ -68,8 +69,8 @@ class HostStreams:
 
 
 @dataclass
-class HostDevice:
-    """A `Device` without streams. Recording a graph notes the function, which must be `Recordable`; replaying runs it
+class HostDevice(CudaDevice):
+    """A device without streams. Recording a graph notes the function, which must be `Recordable`; replaying runs it
     with what it had bound when it was recorded. (Recording runs it too, as a GPU does not, which changes nothing: the
     step that is recorded is the first to be replayed.)"""
 
@@ -94,7 +95,7 @@ class HostDevice:
     def unpin(self, tensor: torch.Tensor) -> None:
         self.pinned_bytes -= tensor.nbytes
 
-    def mark(self) -> HostMark:
+    def mark(self) -> Any:
         return HostMark()
 
     def synchronize(self) -> None:

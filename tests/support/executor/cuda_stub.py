@@ -226,5 +226,5 @@ def device() -> Any:
     from pagekv.executor.cuda.device import CudaDevice
 
     made = CudaDevice()
-    made._torch_device = torch.device("cpu")
+    made.torch_device = torch.device("cpu")
     return made

@@ -37,8 +37,7 @@ def checksum(backend: OracleBackend) -> str:
     """A digest of both pools."""
     digest = hashlib.sha256()
     for pool in (backend._device, backend._host):
-        digest.update(pool.tokens.tobytes())
-        digest.update(pool.digests.tobytes())
+        digest.update(pool.tobytes())
     return digest.hexdigest()
 
 

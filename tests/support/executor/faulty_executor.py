@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 from pagekv.executor import server
 from pagekv.executor.backend.interface import Backend, Launch, Scheduled
@@ -55,7 +56,7 @@ def emulated(fails_at: int | None) -> Backend:
     from pagekv.common.models import resolve_model
 
     class Mark(HostMark):
-        def wait(self) -> None:
+        def synchronize(self) -> None:
             device.synchronize()
 
     class FaultyDevice(HostDevice):
@@ -65,7 +66,7 @@ def emulated(fails_at: int | None) -> Backend:
             if fails_at is not None and self.marks >= fails_at:
                 raise RuntimeError(WORDS)
 
-        def mark(self) -> HostMark:
+        def mark(self) -> Any:
             # A step of the profile has none.
             self.marks += 1
             return Mark()

@@ -10,11 +10,11 @@ from collections import deque
 from typing import Any
 
 from support.engine.scheduler_driver import Driver
-from support.executor.expected_tokens import expected_tokens
+from support.executor.expected_tokens import chain, choose_token, expected_tokens, mix
 
 from pagekv.executor.backend.interface import Backend, SequenceState
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel
-from pagekv.executor.oracle.reference import FIRST, choose_token, extend_chain, likeliest
+from pagekv.executor.oracle.reference import likeliest
 from pagekv.executor.rpc import wire as executor_wire
 from pagekv.executor.session.epoch import Epoch
 from pagekv.executor.session.step_check import EpochLimits
@@ -134,7 +134,6 @@ def _candidates(
     prefix: list[int], banned: list[int], vocab: int, eos: tuple[int, ...], count: int
 ) -> list[tuple[int, float]]:
     """The oracle's likeliest tokens after a prefix."""
-    digests, _ = extend_chain(FIRST, prefix)
-    read = sum(map(int, digests)) % 2**64
+    read = sum(map(mix, chain(prefix))) % 2**64
     token, drawn = choose_token(read, len(prefix), vocab_size=vocab, eos_token_ids=eos, banned=banned)
     return list(likeliest(token, drawn, vocab, count))

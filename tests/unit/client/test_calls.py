@@ -53,7 +53,7 @@ def test_the_other_calls(server: ScriptedServer, client: PageKVClient) -> None:
     live = cache_pb.RequestInfo(request_id="r", state="waiting", priority=-1, prompt_tokens=7)
     some = cache_pb.ListRequestsRequest(limit=5)
     server.expect("ListRequests", cache_pb.ListRequestsResponse(requests=[live], total=9), check=is_equal(some))
-    assert client.list_requests(5) == RequestList([RequestInfo("r", "waiting", -1, 0, 7, 0, 0, 0, 0, 0, 0)], 9)
+    assert client.list_requests(5) == RequestList((RequestInfo("r", "waiting", -1, 0, 7, 0, 0, 0, 0, 0, 0),), 9)
     block = cache_pb.BlockInfo(block_id=3, ref_count=1, state=cache_pb.BLOCK_STATE_ACTIVE)
     listing = cache_pb.ListBlocksRequest(start=3, limit=1, state=cache_pb.BLOCK_STATE_ACTIVE)
     server.expect("ListBlocks", cache_pb.ListBlocksResponse(blocks=[block], next_start=4), check=is_equal(listing))

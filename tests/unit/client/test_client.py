@@ -43,7 +43,7 @@ def test_generate_sends_every_option_and_types_the_answer(server: ScriptedServer
     logprobs = [types_pb2.PositionLogprobs(chosen=chosen, top=[chosen])]
     server.expect(
         "Generate",
-        chunk(7),
+        chunk(7, cached=2),
         complete(
             7,
             text="seven",

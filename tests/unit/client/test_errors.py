@@ -65,15 +65,6 @@ def test_statuses_become_domain_exceptions(
             assert str(sent) in str(caught.value)
 
 
-def test_every_status_of_the_servers_table_has_its_exception() -> None:
-    from pagekv.client.errors import EXCEPTIONS, RequestFailure
-    from pagekv.common.statuses import STATUS_TABLE
-
-    for cls, row in STATUS_TABLE.items():
-        made = EXCEPTIONS[row.code, row.reason](RequestFailure(row.code, "m", "t", row.reason, "f", "d"))
-        assert type(made) is cls
-
-
 def test_nobody_listens(make_client: Any) -> None:
     target = f"127.0.0.1:{free_port()}"
     client = make_client(target)

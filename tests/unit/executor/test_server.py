@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.clients.stack import Process, environment
 
 from pagekv.common.port_file import read_port_file
-from pagekv.executor.backend.layout import LAYOUT
+from pagekv.executor.backend.interface import LAYOUT
 from pagekv.v1 import executor_service_pb2 as pb
 from pagekv.v1 import executor_service_pb2_grpc as pb_grpc
 

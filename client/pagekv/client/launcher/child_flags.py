@@ -30,9 +30,9 @@ def flag_value(name: str, args: Sequence[str], env: Mapping[str, str]) -> str | 
     return value
 
 
-def event_endpoints(args: Sequence[str], env: Mapping[str, str], pair: int, pairs: int) -> dict[str, str]:
-    """KV event addresses of manager number `pair` of `pairs`, started with `args` in `env`, by the flags' names; none
-    where no events are published, "" for an address that is not set.
+def event_endpoints(args: Sequence[str], env: Mapping[str, str], pairs: int) -> list[dict[str, str]]:
+    """KV event addresses of each of `pairs` managers, started with `args` in `env`, by the flags' names; none where no
+    events are published, "" for an address that is not set.
 
     The first manager (0) has those of its flags; the others get ports above them, or a number behind an ipc path.
     Raises ValueError where ports run out.
@@ -40,30 +40,24 @@ def event_endpoints(args: Sequence[str], env: Mapping[str, str], pair: int, pair
     given = [word for word in args if word in ("--kv-events", "--no-kv-events")]
     publishes = given[-1] == "--kv-events" if given else is_true(env.get(variable_of("kv-events"), ""))
     if not publishes:
-        return {}
+        return [{}] * pairs
     endpoints = {EVENTS_FLAG: flag_value(EVENTS_FLAG, args, env) or DEFAULT_ENDPOINT}
     endpoints[REPLAY_FLAG] = flag_value(REPLAY_FLAG, args, env) or ""
-    if not pair:
-        return endpoints
     first, second = map(tcp_port, endpoints.values())
     apart = abs(first - second) if first and second else 0
     # With this distance from pair to pair no two sockets meet.
     stride = 1 if apart >= pairs else apart + 1
-    return {name: _moved(name, endpoint, pair, stride) for name, endpoint in endpoints.items()}
-
-
-def event_args(args: Sequence[str], env: Mapping[str, str], pair: int, pairs: int) -> list[str]:
-    """Flags that give manager number `pair` the addresses of `event_endpoints`, where the first manager has others."""
-    first, own = (event_endpoints(args, env, number, pairs) for number in (0, pair))
-    return [f"--{name}={endpoint}" for name, endpoint in own.items() if endpoint != first[name]]
+    return [
+        {name: _moved(name, endpoint, pair, stride) for name, endpoint in endpoints.items()} for pair in range(pairs)
+    ]
 
 
 def _moved(name: str, endpoint: str, pair: int, stride: int) -> str:
-    """`endpoint` for another pair. Port 0, and what is no address of a socket, is left to the manager."""
-    if endpoint.startswith("ipc://"):
+    """`endpoint` for a pair. Port 0, and what is no address of a socket, is left to the manager."""
+    if pair and endpoint.startswith("ipc://"):
         return f"{endpoint}-{pair + 1}"
     port = tcp_port(endpoint)
-    if not port:
+    if not pair or not port:
         return endpoint
     if port + pair * stride > _LAST_PORT:
         raise ValueError(f"--{name} {endpoint}: leaves no port for pair {pair + 1}; choose a lower one")

@@ -5,7 +5,6 @@ The extra `gateway` installs it. Only its command line is used; the HTTP API is 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 import urllib.request
@@ -32,11 +31,6 @@ class GatewayConfig:
     # Further arguments (`smg launch --help`).
     args: Sequence[str] = ()
     command: Sequence[str] = COMMAND
-
-
-def is_installed() -> bool:
-    """Whether the extra `gateway` is installed."""
-    return importlib.util.find_spec("smg") is not None
 
 
 def gateway_args(config: GatewayConfig, target: str, metrics_target: str, managers: Sequence[str]) -> list[str]:

@@ -10,9 +10,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -20,8 +21,8 @@ from typing import Any, Self
 
 import grpc
 
-from pagekv.client.launcher.child_flags import event_args, event_endpoints, flag_value, tcp_port
-from pagekv.client.launcher.gateway import COMMAND, GatewayConfig, gateway_args, has_tokenizer, is_installed, serves
+from pagekv.client.launcher.child_flags import event_endpoints, flag_value, tcp_port
+from pagekv.client.launcher.gateway import COMMAND, GatewayConfig, gateway_args, has_tokenizer, serves
 from pagekv.common.port_file import read_port_file
 from pagekv.common.probe import check
 
@@ -113,7 +114,7 @@ class Stack:
     def __init__(self, config: StackConfig) -> None:
         """Chooses the ports. Raises StackError when one is taken, or when what is asked for is not installed."""
         self._config = config
-        if config.gateway is not None and config.gateway.command is COMMAND and not is_installed():
+        if config.gateway is not None and config.gateway.command is COMMAND and find_spec("smg") is None:
             raise StackError("the gateway is not installed: pip install 'pagekv[gateway]'")
         # Shared by all calls, so that no two processes are given one port.
         ports: set[int] = set()
@@ -135,17 +136,11 @@ class Stack:
             except StackError:
                 self.page_moved = True
         try:
-            self._event_args = [
-                event_args(config.manager_args, os.environ, pair, config.replicas) for pair in range(config.replicas)
-            ]
-            endpoints = [
-                event_endpoints(config.manager_args, os.environ, pair, config.replicas)
-                for pair in range(config.replicas)
-            ]
+            self._event_endpoints = event_endpoints(config.manager_args, os.environ, config.replicas)
         except ValueError as error:
             raise StackError(str(error)) from error
-        for each in endpoints:
-            _refuse_taken(ports, each)
+        for endpoints in self._event_endpoints:
+            _refuse_taken(ports, endpoints)
         # For port files; there from `with` on.
         self._directory: TemporaryDirectory[str]
         # In the order of starting.
@@ -189,23 +184,20 @@ class Stack:
             self._spawn_server("executor", pair, target, config.executor_command, config.executor_args)
         for pair, target in enumerate(self.targets):
             command = [*config.manager_command, "--executor", self.executor_targets[pair]]
-            args = [*self._page_args(pair), *config.manager_args, *self._event_args[pair]]
-            self._spawn_server("manager", pair, target, command, args)
-
-    def _page_args(self, pair: int) -> list[str]:
-        if self._config.page_port is None:
-            return []
-        port = 0 if pair or self.page_moved else self._config.page_port
-        return ["--http-listen", f"{self._config.host}:{port}"]
+            if config.page_port is not None:
+                page_port = 0 if pair or self.page_moved else config.page_port
+                command += ["--http-listen", f"{config.host}:{page_port}"]
+            # The first manager has the addresses that its flags say.
+            events = [
+                f"--{name}={endpoint}" for name, endpoint in self._event_endpoints[pair].items() if pair and endpoint
+            ]
+            self._spawn_server("manager", pair, target, command, [*config.manager_args, *events])
 
     def _spawn_server(self, role: str, pair: int, target: str, command: Sequence[str], args: Sequence[str]) -> None:
-        name = self._name(role, pair)
+        name = role if self._config.replicas == 1 else f"{role} {pair + 1}"
         port_file = flag_value("port-file", args, {}) or f"{self._directory.name}/{name}"
         command = [*command, "--listen", target, "--port-file", port_file, *args]
         self._spawn(name, command, partial(_serves, target), Path(port_file))
-
-    def _name(self, role: str, number: int) -> str:
-        return role if self._config.replicas == 1 else f"{role} {number + 1}"
 
     def _start_gateway(self, config: GatewayConfig) -> None:
         if not has_tokenizer(self.target):
@@ -219,25 +211,10 @@ class Stack:
     ) -> bool:
         """Waits until all are healthy. False when `stop` was set first. Raises StackError on a death or the timeout.
 
-        The gateway is started once all managers serve: it asks them what they serve. `on_wait` gets
-        the name of the process waited for and the seconds waited.
+        `on_wait` gets the name of the process waited for and the seconds waited.
         """
-        wait_for = partial(self._wait_for, time.monotonic(), timeout_s, stop or threading.Event(), on_wait)
-        ready = wait_for(self.children)
-        if not ready or self._config.gateway is None:
-            return ready
-        self._start_gateway(self._config.gateway)
-        return wait_for(self.children[-1:])
-
-    def _wait_for(
-        self,
-        begun: float,
-        timeout_s: float,
-        stop: threading.Event,
-        on_wait: Callable[[str, float], None] | None,
-        children: Sequence[Child],
-    ) -> bool:
-        for child in children:
+        begun, stop = time.monotonic(), stop or threading.Event()
+        for child in self._in_order():
             while not child.ready():
                 waited = time.monotonic() - begun
                 self.check()
@@ -248,6 +225,13 @@ class Stack:
                 if stop.wait(_POLL_S):
                     return False
         return True
+
+    def _in_order(self) -> Iterator[Child]:
+        """Every process. The gateway, which asks the managers what they serve, is started once the others are ready."""
+        yield from [*self.children]
+        if self._config.gateway is not None:
+            self._start_gateway(self._config.gateway)
+            yield self.children[-1]
 
     def check(self) -> None:
         """Raises StackError when a process has died."""

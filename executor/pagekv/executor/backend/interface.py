@@ -11,6 +11,11 @@ from typing import NamedTuple, Protocol
 
 # Stands in `SequenceState.token_ids` for a token that a launched step samples and that is not collected yet.
 UNKNOWN_TOKEN = -1
+# The layout of the block pools, by name, on which manager and executor agree at `Attach`:
+# [num_blocks, num_layers, 2 (keys, values), block_size, num_kv_heads, head_size], row major: one block is one
+# contiguous slab over all layers, so a swap, a copy-on-write and a transfer are one copy each. A backend whose
+# elements are something else (the oracle's digests) keeps the part that matters: a block is one contiguous slab.
+LAYOUT = "blocks-first-v1"
 
 
 class CopyDirection(Enum):
@@ -184,21 +189,3 @@ class Backend(Protocol):
         every later call would fail. Called on the thread that the error was raised on.
         """
         ...
-
-
-class SynchronousBackend:
-    """The rest of `Backend` for a backend whose `execute` returns the tokens that a step sampled."""
-
-    def execute(self, scheduled: list[Scheduled]) -> dict[int, Sampled]:
-        """Computes every scheduled position in one pass; returns the sampled token per seq_id that `samples`."""
-        raise NotImplementedError
-
-    def launch(self, scheduled: list[Scheduled]) -> Launch:
-        return Finished(self.execute(scheduled))
-
-    def finish(self, states: list[SequenceState]) -> None:
-        """Nothing is kept of a sequence."""
-
-    def is_lost(self, error: Exception) -> bool:
-        """False: memory of this process lives as long as the process."""
-        return False

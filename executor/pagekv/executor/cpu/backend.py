@@ -7,7 +7,14 @@ from pathlib import Path
 import torch
 
 from pagekv.executor.backend.fingerprint import model_fingerprint
-from pagekv.executor.backend.interface import BackendDescription, BlockCopies, Sampled, Scheduled, SynchronousBackend
+from pagekv.executor.backend.interface import (
+    BackendDescription,
+    BlockCopies,
+    Finished,
+    Launch,
+    Scheduled,
+    SequenceState,
+)
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.linear import pack_linears
 from pagekv.executor.cpu.profile import measure_swap_rates, profile_step
@@ -21,7 +28,7 @@ DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfl
 MAX_MEMORY_SHARE = 0.9
 
 
-class CpuBackend(SynchronousBackend):
+class CpuBackend:
     """States: loaded; with pools after `allocate`, which may be called again. Implements `Backend`."""
 
     def __init__(
@@ -92,6 +99,13 @@ class CpuBackend(SynchronousBackend):
     def copy_blocks(self, copies: BlockCopies) -> None:
         self.cache.copy(copies)
 
-    def execute(self, scheduled: list[Scheduled]) -> dict[int, Sampled]:
-        """Raises ArithmeticError when the model computes something that is no number."""
-        return run_step(self._loaded.model, self.cache, scheduled)
+    def launch(self, scheduled: list[Scheduled]) -> Launch:
+        """Computes at once. Raises ArithmeticError when the model computes something that is no number."""
+        return Finished(run_step(self._loaded.model, self.cache, scheduled))
+
+    def finish(self, states: list[SequenceState]) -> None:
+        """Nothing is kept of a sequence."""
+
+    def is_lost(self, error: Exception) -> bool:
+        """False: memory of this process lives as long as the process."""
+        return False

@@ -10,9 +10,9 @@ from pagekv.common.errors import OutOfMemory
 from pagekv.common.logs import Log
 from pagekv.executor.backend.fingerprint import model_fingerprint
 from pagekv.executor.backend.interface import BackendDescription, BlockCopies, Launch, Scheduled, SequenceState
-from pagekv.executor.cuda.device import Device
+from pagekv.executor.cuda.device import CudaDevice
 from pagekv.executor.cuda.kernel_attention import kv_geometry, serving_variant
-from pagekv.executor.cuda.pools import HostMemoryError, KvPools
+from pagekv.executor.cuda.pools import KvPools
 from pagekv.executor.cuda.preflight import check_room, gib
 from pagekv.executor.cuda.profile import profile_step
 from pagekv.executor.cuda.runner import StepRunner
@@ -41,7 +41,7 @@ class CudaBackend:
         self,
         model_path: Path,
         model_id: str,
-        device: Device,
+        device: CudaDevice,
         dtype: str = "auto",
         kv_dtype: str = "auto",
         kv_memory: int = 0,
@@ -66,7 +66,6 @@ class CudaBackend:
         kept = weights if kv_dtype == "auto" else torch.float8_e4m3fn
         device.prepare(serving_variant(model_path, loaded, kept, device.launcher))
         self._graphs = graphs
-        self._pools: KvPools | None = None
         self._runner: StepRunner | None = None
         self._info = ModelBackendInfo(
             backend="cuda",
@@ -92,7 +91,7 @@ class CudaBackend:
         key, info = (block_size, token_budget), self._info
         if key in info.profiles:
             return info.profiles[key]
-        if self._pools is not None:
+        if self._runner is not None:
             # Pools have taken the memory that a profile needs: one of a step at least as large will do.
             larger = [profile for (_, budget), profile in info.profiles.items() if budget >= token_budget]
             if larger:
@@ -103,7 +102,7 @@ class CudaBackend:
             )
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise OutOfMemory(f"token_budget: a step of {token_budget} tokens does not fit the GPU: {error}") from error
-        if self._pools is None:
+        if self._runner is None:
             # Less than before by what a first step loads.
             info.available = min(info.available, self._device.available_bytes())
         info.add_profile(key, profile)
@@ -113,9 +112,9 @@ class CudaBackend:
         """After an error there are no pools, and nothing is pinned."""
         self._device.synchronize()
         # The old pools are freed first: both at once might not fit.
-        if self._pools is not None:
-            self._pools.close()
-        self._runner = self._pools = None
+        if self._runner is not None:
+            self._runner.pools.close()
+        self._runner = None
         size = self._info.geometry.bytes_per_block(block_size)
         available = self._device.available_bytes()
         if size * num_device_blocks > available:
@@ -123,41 +122,26 @@ class CudaBackend:
                 f"{num_device_blocks} device blocks need {size * num_device_blocks} bytes; {available} are available: "
                 "give the manager a smaller --num-device-blocks"
             )
-        pools = self._allocate_pools(block_size, num_device_blocks, num_host_blocks)
+        pools = KvPools(self._info.geometry, block_size, num_device_blocks, self._device)
         try:
-            self._runner = StepRunner(self._loaded, pools, self._device, self._info.max_sequences, self._graphs)
-        except BaseException as error:
-            # Before the memory is freed, which the driver would still hold as locked.
-            pools.close()
-            if isinstance(error, torch.OutOfMemoryError):
-                raise MemoryError(f"what steps need beside {num_device_blocks} device blocks: {error}") from error
-            raise
-        self._pools = pools
-
-    def _allocate_pools(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> KvPools:
-        """The pools. Host memory that cannot be had is not offered again: a manager without a fixed number of host
-        blocks attaches with fewer, one with --num-host-blocks says that the flag is too large.
-        """
-        size = self._info.geometry.bytes_per_block(block_size) * num_host_blocks
-        try:
-            available = available_bytes()
-            if size > available:
-                raise HostMemoryError(
-                    f"{num_host_blocks} host blocks need {size} bytes; {available} are available: give the manager a "
-                    "smaller --num-host-blocks, or the executor more memory"
+            runner = StepRunner(self._loaded, pools, self._device, self._info.max_sequences, self._graphs)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(f"what steps need beside {num_device_blocks} device blocks: {error}") from error
+        # Last, since memory that is still pinned must not be freed.
+        if num_host_blocks:
+            try:
+                pools.add_host_pool(num_host_blocks)
+            except MemoryError:
+                # Not offered again: a manager without a fixed number of host blocks attaches with fewer, one with
+                # --num-host-blocks says that the flag is too large.
+                self._host_bytes = min(self._host_bytes, size * num_host_blocks // 2)
+                log.warning(
+                    "no memory for the host pool: offering less",
+                    needed=size * num_host_blocks,
+                    offering=self._host_bytes,
                 )
-            return KvPools(self._info.geometry, block_size, num_device_blocks, num_host_blocks, self._device)
-        except HostMemoryError:
-            self._host_bytes = min(self._host_bytes, size // 2)
-            log.warning("no memory for the host pool: offering less", needed=size, offering=self._host_bytes)
-            raise
-
-    @property
-    def cache(self) -> KvPools:
-        """The pools. Raises RuntimeError before `allocate`."""
-        if self._pools is None:
-            raise RuntimeError("no pools are allocated")
-        return self._pools
+                raise
+        self._runner = runner
 
     @property
     def runner(self) -> StepRunner:
@@ -166,8 +150,13 @@ class CudaBackend:
             raise RuntimeError("no pools are allocated")
         return self._runner
 
+    @property
+    def cache(self) -> KvPools:
+        """The pools. Raises RuntimeError before `allocate`."""
+        return self.runner.pools
+
     def copy_blocks(self, copies: BlockCopies) -> None:
-        self.runner.copy(copies)
+        self.cache.copy(copies, self.runner.attention)
 
     def launch(self, scheduled: list[Scheduled]) -> Launch:
         """Raises ValueError or RuntimeError before anything is touched when an id, a length or a
@@ -193,7 +182,7 @@ class CudaBackend:
         return False
 
 
-def _load(model_path: Path, dtype: torch.dtype, device: Device) -> LoadedModel:
+def _load(model_path: Path, dtype: torch.dtype, device: CudaDevice) -> LoadedModel:
     """As `load_model`. Raises ValueError also where the weights do not fit into what is left of the GPU's memory, as
     far as possible before they are read.
     """

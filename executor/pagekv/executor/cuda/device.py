@@ -1,7 +1,7 @@
 """The GPU as the backend uses it besides tensors and kernels: pinned memory, marks in its stream, graphs, measuring.
 
-The rest of this package runs on any device of torch; tests run it on the CPU, with another `Device` and a launcher that
-emulates the kernels.
+The rest of this package runs on any device of torch; tests run it on the CPU, with a device that overrides all methods
+and a launcher that emulates the kernels.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,103 +25,8 @@ COPY_BYTES = 64 * 2**20
 COPY_ROUNDS = 4
 
 
-class Mark(Protocol):
-    """A place in the device's stream."""
-
-    def wait(self) -> None:
-        """Returns when everything enqueued before it is done. Any thread may wait."""
-        ...
-
-
-class Device(Protocol):
-    """One device and its stream, into which one thread enqueues."""
-
-    @property
-    def torch_device(self) -> torch.device:
-        """Where tensors go."""
-        ...
-
-    @property
-    def launcher(self) -> Launcher:
-        """Launches kernels into the stream."""
-        ...
-
-    @property
-    def versions(self) -> dict[str, str]:
-        """The device's name and what drives it, for `Describe`."""
-        ...
-
-    def prepare(self, variant: Variant) -> None:
-        """Compiles the kernels of a variant, so that no step waits for it."""
-        ...
-
-    @property
-    def streams(self) -> Streams:
-        """For swapping: copy streams beside the one that computes."""
-        ...
-
-    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A small page-locked tensor: copies with the device run while the host goes on. Raises MemoryError."""
-        ...
-
-    def pin(self, tensor: torch.Tensor) -> None:
-        """Page-locks host memory of any size until `unpin`. Raises MemoryError."""
-        ...
-
-    def unpin(self, tensor: torch.Tensor) -> None:
-        """Unlocks what `pin` locked."""
-        ...
-
-    def mark(self) -> Mark:
-        """Marks the end of what is enqueued so far."""
-        ...
-
-    def synchronize(self) -> None:
-        """Waits for everything enqueued. Raises RuntimeError when something of it failed, and each time from then on:
-        the device is lost to this process.
-        """
-        ...
-
-    def available_bytes(self) -> int:
-        """Device memory that this process can still get."""
-        ...
-
-    def reset_peak(self) -> None:
-        """Begins measuring `peak_bytes`."""
-        ...
-
-    def peak_bytes(self) -> int:
-        """The most that tensors held at once since `reset_peak`, beyond what they held then."""
-        ...
-
-    def bandwidth(self) -> tuple[int, int]:
-        """Bytes per second (device to host, host to device), measured with pinned memory."""
-        ...
-
-    def capture(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Records what `function` enqueues, without running it. Calling the result enqueues it all again, on the very
-        same memory, and returns the same tensor, which the next call overwrites.
-
-        Raises torch.OutOfMemoryError when memory for it is short, another RuntimeError when `function` does what
-        cannot be recorded.
-        """
-        ...
-
-
-class _Event:
-    """A `Mark` of CUDA."""
-
-    def __init__(self) -> None:
-        # Blocking: a thread that waits sleeps instead of spinning.
-        self._event: Any = torch.cuda.Event(blocking=True)
-        self._event.record()
-
-    def wait(self) -> None:
-        self._event.synchronize()
-
-
 class CudaDevice:
-    """The GPU that torch calls current, with a new stream. Implements `Device`.
+    """The GPU that torch calls current, with a new stream.
 
     A stream is current for one thread, so the thread that constructs the device must be the one that uses it.
     """
@@ -130,40 +35,36 @@ class CudaDevice:
         """Raises GpuUnavailable, saying what is missing."""
         if not torch.cuda.is_available():
             raise GpuUnavailable(f"torch {torch.__version__} finds no GPU: it needs a CUDA build of torch and a driver")
-        self._torch_device = torch.device("cuda", torch.cuda.current_device())
-        torch.cuda.set_stream(torch.cuda.Stream(self._torch_device))
-        self._launcher = CupyLauncher(say=log.info)
-        self._streams = CudaStreams()
+        # Where tensors go.
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        torch.cuda.set_stream(torch.cuda.Stream(self.torch_device))
+        self._cupy_launcher = CupyLauncher(say=log.info)
+        import cupy
+
+        self.launcher: Launcher = self._cupy_launcher
+        # For swapping: copy streams beside the one that computes.
+        self.streams: Streams = CudaStreams()
+        # The device's name and what drives it, for `Describe`.
+        self.versions = {
+            "cuda": str(torch.version.cuda),
+            "cupy": cupy.__version__,
+            "gpu": torch.cuda.get_device_name(self.torch_device),
+        }
         # Graphs run one after the other and their results are used before the next runs, so all share one memory pool.
         # The first graph after all were discarded begins a new pool, since torch frees the old one.
         self._graph_pool: Any = None
         self._replays: weakref.WeakSet[Callable[[], torch.Tensor]] = weakref.WeakSet()
         self._held_before = 0
 
-    @property
-    def torch_device(self) -> torch.device:
-        return self._torch_device
-
-    @property
-    def launcher(self) -> Launcher:
-        return self._launcher
-
-    @property
-    def versions(self) -> dict[str, str]:
-        import cupy
-
-        return {
-            "cuda": str(torch.version.cuda),
-            "cupy": cupy.__version__,
-            "gpu": torch.cuda.get_device_name(self._torch_device),
-        }
-
     def prepare(self, variant: Variant) -> None:
-        self._launcher.prepare(variant)
+        """Compiles the kernels of a variant, so that no step waits for it."""
+        self._cupy_launcher.prepare(variant)
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """torch keeps freed pinned memory and reuses it once copies with it are done, so buffers of a step cost no
-        system call.
+        """A small page-locked tensor: copies with the device run while the host goes on. Raises MemoryError.
+
+        torch keeps freed pinned memory and reuses it once copies with it are done, so buffers of a step cost no system
+        call.
         """
         try:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -173,39 +74,47 @@ class CudaDevice:
                 "memory limit of the container"
             ) from error
 
-    @property
-    def streams(self) -> Streams:
-        return self._streams
-
     def pin(self, tensor: torch.Tensor) -> None:
+        """Page-locks host memory of any size until `unpin`. Raises MemoryError."""
         pin(tensor)
 
     def unpin(self, tensor: torch.Tensor) -> None:
+        """Unlocks what `pin` locked."""
         unpin(tensor)
 
-    def mark(self) -> Mark:
-        return _Event()
+    def mark(self) -> torch.cuda.Event:
+        """Marks the end of what is enqueued so far. Any thread may wait for it (`synchronize`)."""
+        # Blocking: a thread that waits sleeps instead of spinning.
+        event = torch.cuda.Event(blocking=True)
+        event.record()
+        return event
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self._torch_device)
+        """Waits for everything enqueued. Raises RuntimeError when something of it failed, and each time from then on:
+        the device is lost to this process.
+        """
+        torch.cuda.synchronize(self.torch_device)
 
     def available_bytes(self) -> int:
+        """Device memory that this process can still get."""
         torch.cuda.empty_cache()
-        return int(torch.cuda.mem_get_info(self._torch_device)[0])
+        return int(torch.cuda.mem_get_info(self.torch_device)[0])
 
     def reset_peak(self) -> None:
+        """Begins measuring `peak_bytes`."""
         self.synchronize()
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self._torch_device)
-        self._held_before = torch.cuda.memory_reserved(self._torch_device)
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        self._held_before = torch.cuda.memory_reserved(self.torch_device)
 
     def peak_bytes(self) -> int:
-        """Counts memory that torch reserved, since the pool cannot have it."""
-        return max(0, torch.cuda.max_memory_reserved(self._torch_device) - self._held_before)
+        """The most that torch reserved since `reset_peak`, beyond what it held then: the pool cannot have it."""
+        return max(0, torch.cuda.max_memory_reserved(self.torch_device) - self._held_before)
 
     def bandwidth(self) -> tuple[int, int]:
+        """Bytes per second (device to host, host to device), measured with pinned memory."""
         host = self.pinned((COPY_BYTES,), torch.uint8)
-        device = torch.empty(COPY_BYTES, dtype=torch.uint8, device=self._torch_device)
+        device = torch.empty(COPY_BYTES, dtype=torch.uint8, device=self.torch_device)
         return self._copy_rate(host, device), self._copy_rate(device, host)
 
     def _copy_rate(self, destination: torch.Tensor, source: torch.Tensor) -> int:
@@ -219,10 +128,16 @@ class CudaDevice:
         return int(COPY_BYTES / best)
 
     def capture(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Records what `function` enqueues, without running it. Calling the result enqueues it all again, on the very
+        same memory, and returns the same tensor, which the next call overwrites.
+
+        Raises torch.OutOfMemoryError when memory for it is short, another RuntimeError when `function` does what
+        cannot be recorded.
+        """
         if not self._replays:
             self._graph_pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.current_stream(self._torch_device)
+        stream = torch.cuda.current_stream(self.torch_device)
         try:
             # Thread-local: the thread that collects steps may wait for a mark meanwhile.
             with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
@@ -242,14 +157,3 @@ class CudaDevice:
 
         self._replays.add(replay)
         return replay
-
-
-def cuda_is_usable() -> bool:
-    """True where this backend can run: torch sees a GPU and CuPy is installed."""
-    if not torch.cuda.is_available():
-        return False
-    try:
-        import cupy  # noqa: F401 - only whether it can be imported
-    except ImportError:
-        return False
-    return True

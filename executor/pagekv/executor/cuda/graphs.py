@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from pagekv.common.logs import Log
-from pagekv.executor.cuda.device import Device
+from pagekv.executor.cuda.device import CudaDevice
 from pagekv.kernels.attention_plan import GraphCapacity
 
 log = Log(__name__)
@@ -75,7 +75,7 @@ class GraphCache:
     the second is recorded; later ones are replayed. The least recently used go first.
     """
 
-    def __init__(self, device: Device, enabled: bool = True) -> None:
+    def __init__(self, device: CudaDevice, enabled: bool = True) -> None:
         self.enabled = enabled
         self._device = device
         # None: met once.

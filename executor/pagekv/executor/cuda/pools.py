@@ -8,53 +8,50 @@ import numpy.typing as npt
 import torch
 
 from pagekv.executor.backend.interface import BlockCopies, CopyDirection
-from pagekv.executor.cuda.device import Device
+from pagekv.executor.cuda.device import CudaDevice
+from pagekv.executor.machine import available_bytes
 from pagekv.executor.model.kv_geometry import BlockGeometry
 from pagekv.kernels.attention import PagedAttention
 from pagekv.kernels.host_memory import host_memory
 from pagekv.kernels.swap import BlockSwapper
 
 
-class HostMemoryError(MemoryError):
-    """The host pool cannot be had; the device's could."""
-
-
 class KvPools:
     """Both `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_size]`. Unwritten slots hold anything.
 
-    States: in use, then closed.
+    States: without host blocks, with them after `add_host_pool`, then closed.
     """
 
-    def __init__(
-        self, geometry: BlockGeometry, block_size: int, num_device_blocks: int, num_host_blocks: int, device: Device
-    ) -> None:
-        """Raises MemoryError, or HostMemoryError, when the pools cannot be had."""
+    def __init__(self, geometry: BlockGeometry, block_size: int, num_device_blocks: int, device: CudaDevice) -> None:
+        """Raises MemoryError when the device's pool cannot be had."""
         self.block_size = block_size
-        shape = (geometry.num_layers, 2, block_size, geometry.num_kv_heads, geometry.head_size)
+        shape = (num_device_blocks, geometry.num_layers, 2, block_size, geometry.num_kv_heads, geometry.head_size)
         self._device = device
         try:
-            self.device = torch.empty((num_device_blocks, *shape), dtype=geometry.dtype, device=device.torch_device)
+            self.device = torch.empty(shape, dtype=geometry.dtype, device=device.torch_device)
         except RuntimeError as error:
             raise MemoryError(
                 f"{num_device_blocks} device blocks: {error}; give the manager a smaller --num-device-blocks"
             ) from error
-        try:
-            self.host = self._host_pool((num_host_blocks, *shape), geometry.dtype)
-            self._swapper = BlockSwapper(device.streams, self.device, self.host)
-            # Last, so that nothing stays pinned when an earlier line raises.
-            if num_host_blocks:
-                device.pin(self.host)
-        except MemoryError as error:
-            raise HostMemoryError(
-                f"{num_host_blocks} host blocks: {error}; give the manager a smaller --num-host-blocks, or the "
-                "executor more memory"
-            ) from error
+        self.host = torch.empty((0, *shape[1:]), dtype=geometry.dtype)
+        self._swapper = BlockSwapper(device.streams, self.device, self.host)
 
-    @staticmethod
-    def _host_pool(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        if not shape[0]:
-            return torch.empty(shape, dtype=dtype)
-        return torch.from_numpy(host_memory(math.prod(shape) * dtype.itemsize)).view(dtype).view(shape)
+    def add_host_pool(self, num_blocks: int) -> None:
+        """Raises MemoryError, with nothing pinned, when it cannot be had."""
+        shape = (num_blocks, *self.device.shape[1:])
+        size, available = math.prod(shape) * self.device.itemsize, available_bytes()
+        try:
+            if size > available:
+                raise MemoryError(f"they need {size} bytes; {available} are available")
+            host = torch.from_numpy(host_memory(size)).view(self.device.dtype).view(shape)
+            self._device.pin(host)
+        except MemoryError as error:
+            raise MemoryError(
+                f"{num_blocks} host blocks: {error}; give the manager a smaller --num-host-blocks, or the executor "
+                "more memory"
+            ) from error
+        self.host = host
+        self._swapper = BlockSwapper(self._device.streams, self.device, host)
 
     def close(self) -> None:
         """Gives the pinned memory back; nothing may be under way."""

@@ -6,7 +6,7 @@ import math
 import time
 
 from pagekv.executor.backend.interface import Sampling
-from pagekv.executor.cuda.device import Device
+from pagekv.executor.cuda.device import CudaDevice
 from pagekv.executor.cuda.pools import KvPools
 from pagekv.executor.cuda.runner import StepRunner, graph_logits_shape
 from pagekv.executor.model.description import StepProfile, num_blocks, prompt_lengths, prompt_step
@@ -24,7 +24,7 @@ def profile_step(
     block_size: int,
     token_budget: int,
     max_sequences: int,
-    device: Device,
+    device: CudaDevice,
     graphs: bool = True,
 ) -> StepProfile:
     """Runs steps of `token_budget` tokens over a pool made for this: prompts as long as the model allows, timed,
@@ -34,7 +34,7 @@ def profile_step(
     lengths = prompt_lengths(token_budget, loaded.max_model_len, max_sequences)
     wide = [1] * min(token_budget, max_sequences)
     most_blocks = max(len(wide), num_blocks(lengths, block_size))
-    pools = KvPools(kv_geometry, block_size, most_blocks, 0, device)
+    pools = KvPools(kv_geometry, block_size, most_blocks, device)
     runner = StepRunner(loaded, pools, device, max_sequences, graphs=False)
     runner.launch(prompt_step([min(lengths[0], 16)], block_size, FULL_SAMPLING)).collect()  # first calls set things up
     device.reset_peak()

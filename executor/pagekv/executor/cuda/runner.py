@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pagekv.executor.backend.interface import BlockCopies, Sampled, Scheduled, SequenceState
-from pagekv.executor.cuda.device import Device, Mark
+from pagekv.executor.backend.interface import Sampled, Scheduled, SequenceState
+from pagekv.executor.cuda.device import CudaDevice
 from pagekv.executor.cuda.device_sequences import NO_BLOCK, DeviceSequences
 from pagekv.executor.cuda.graphs import GraphCache, GraphKey, graph_key, largest_batch, next_power
 from pagekv.executor.cuda.kernel_attention import KernelAttention, make_attention
@@ -32,9 +32,9 @@ class StepRunner:
     """One model over one pair of pools. Lives as long as the pools."""
 
     def __init__(
-        self, loaded: LoadedModel, pools: KvPools, device: Device, max_sequences: int, graphs: bool = True
+        self, loaded: LoadedModel, pools: KvPools, device: CudaDevice, max_sequences: int, graphs: bool = True
     ) -> None:
-        self._loaded, self._pools, self._device = loaded, pools, device
+        self._loaded, self.pools, self._device = loaded, pools, device
         self.attention = make_attention(loaded, pools.device, device.launcher)
         self.graphs = GraphCache(device, graphs)
         where = device.torch_device
@@ -52,21 +52,17 @@ class StepRunner:
         """Frees what is kept of these sequences."""
         self._live.remove(states)
 
-    def copy(self, copies: BlockCopies) -> None:
-        """Copies whole blocks, after what was launched before and before what is launched later."""
-        self._pools.copy(copies, self.attention)
-
     @torch.inference_mode()
     def launch(self, scheduled: list[Scheduled]) -> StepOnDevice:
         """Enqueues a step. Raises ValueError or RuntimeError before anything is enqueued when an id, a length or a slot
         is out of its bounds.
         """
-        inputs = build_inputs(scheduled, self._live, self._pools.block_size)
+        inputs = build_inputs(scheduled, self._live, self.pools.block_size)
         sampling = SamplingInputs(inputs.sampling, self._loaded.num_logits, self._penalties)
         key = self._graph_key(inputs)
         host = self._plan(inputs, sampling, key)
         tables = inputs.batch.block_tables
-        self._pools.before_step(tables[tables != NO_BLOCK])
+        self.pools.before_step(tables[tables != NO_BLOCK])
         self._upload(host)
         if key is not None:
             logits = self.graphs.run(key, self._graph_forward(host, key))[: len(inputs.sampling)]
@@ -94,7 +90,7 @@ class StepRunner:
         return plan_step(
             inputs.batch,
             num_blocks=self.attention.num_blocks,
-            block_size=self._pools.block_size,
+            block_size=self.pools.block_size,
             num_heads=self.attention.num_heads,
             num_kv_heads=self.attention.num_kv_heads,
             variant=self.attention.variant,
@@ -173,7 +169,7 @@ class StepRunner:
 class StepOnDevice:
     """A launched step. Implements `Launch`."""
 
-    _mark: Mark
+    _mark: torch.cuda.Event
     # The sequences that sample. Their tokens, -1 where the logits are not numbers; pinned, filled once the mark is
     # reached.
     _states: list[SequenceState]
@@ -190,7 +186,7 @@ class StepOnDevice:
 
     def collect(self) -> dict[int, Sampled]:
         """As `Launch.collect`. Raises ArithmeticError when the model computed something that is no number."""
-        self._mark.wait()
+        self._mark.synchronize()
         if self._tokens is None:
             return {}
         tokens: list[int] = self._tokens.tolist()

@@ -10,8 +10,7 @@ import torch
 import transformers
 
 from pagekv.common.logs import Log
-from pagekv.executor.backend.interface import BackendDescription, Sampling, Scheduled, SequenceState
-from pagekv.executor.backend.layout import LAYOUT
+from pagekv.executor.backend.interface import LAYOUT, BackendDescription, Sampling, Scheduled, SequenceState
 from pagekv.executor.model.kv_geometry import BlockGeometry
 from pagekv.executor.model.loading import LoadedModel
 

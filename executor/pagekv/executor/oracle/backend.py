@@ -4,8 +4,9 @@
 the positions it computes, then reads, through the block tables, every slot that attention would read, and fails when
 one holds anything but the prefix of its sequence. The next token is a function of the digests read.
 
-Full blocks that a sequence has found right once are read again only after a write to one of them: every write sets its
-number on its blocks. So the time of a step grows with its sequences and, a little, with their blocks.
+Full blocks that a sequence has found right once are not read again until a write to such a block, after which every
+sequence reads from its start. A write of that kind is an error of the manager, or brings back equal contents; so the
+time of a step grows with its sequences, not with their lengths.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from __future__ import annotations
 import hashlib
 import platform
 import time
+from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from pagekv.executor.backend.interface import (
+    LAYOUT,
+    UNKNOWN_TOKEN,
     BackendDescription,
     BlockCopies,
     CopyDirection,
@@ -29,16 +32,24 @@ from pagekv.executor.backend.interface import (
     Scheduled,
     SequenceState,
 )
-from pagekv.executor.backend.layout import LAYOUT
-from pagekv.executor.oracle.expected_slots import ExpectedSlots, Numbers, spread
-from pagekv.executor.oracle.reference import Words, choose_token, choose_tokens, likeliest
+from pagekv.executor.backend.sampling import banned_tokens
+from pagekv.executor.oracle.reference import (
+    FIRST,
+    MASK,
+    Numbers,
+    Words,
+    choose_tokens,
+    extend_chains,
+    likeliest,
+    mix,
+    spread,
+)
 
+SLOT = np.dtype([("token", np.uint32), ("digest", np.uint64)])
 # Contents of an unwritten slot.
-POISON_TOKEN = 0xFFFF_FFFF
-POISON_DIGEST = 0x5EED_0FDE_ADBE_EF00
-BYTES_PER_SLOT = 4 + 8
+POISON = np.array((0xFFFF_FFFF, 0x5EED_0FDE_ADBE_EF00), SLOT)
 # The default pool: a million slots.
-DEFAULT_KV_BYTES = BYTES_PER_SLOT * 2**20
+DEFAULT_KV_BYTES = SLOT.itemsize * 2**20
 
 
 class SlotError(Exception):
@@ -58,18 +69,21 @@ class OracleModel:
 
 
 @dataclass(slots=True)
-class _Pool:
-    """Slots of a pool, of shape [num_blocks, block_size]; and the number of the latest write to each block."""
+class _Reader:
+    """State of a live sequence."""
 
-    tokens: npt.NDArray[np.uint32]
-    digests: Words
-    written: Numbers
+    state: SequenceState
+    # The tokens of all positions computed so far; and the one sampled last, which an UNKNOWN_TOKEN stands for.
+    tokens: array[int] = field(default_factory=lambda: array("I"))
+    latest: int = UNKNOWN_TOKEN
+    # Leading positions, of full blocks, that were found right; the chain behind them, and the sum of their digests.
+    found: int = 0
+    chain: int = FIRST
+    sum: int = 0
 
-    @classmethod
-    def poisoned(cls, num_blocks: int, block_size: int) -> _Pool:
-        shape = (num_blocks, block_size)
-        poisons = np.full(shape, POISON_TOKEN, np.uint32), np.full(shape, POISON_DIGEST, np.uint64)
-        return cls(*poisons, np.zeros(num_blocks, np.int64))
+    def blocks(self, first: int, end: int, block_size: int) -> list[int]:
+        """The blocks of positions [first, end)."""
+        return self.state.block_table[first // block_size : -(-end // block_size)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +125,12 @@ class OracleBackend:
         self._step_time_s = step_time_s
         self._sleep = sleep
         self._block_size = 1
-        self._device = _Pool.poisoned(0, 1)
-        self._host = _Pool.poisoned(0, 1)
-        self._rows = ExpectedSlots(1)
-        # Writes to the device pool so far.
-        self._writes = 0
+        # [num_blocks, block_size]
+        self._device = self._host = np.full((0, 1), POISON)
+        # By seq_id.
+        self._readers: dict[int, _Reader] = {}
+        # By device block: how many sequences have it in their `found`.
+        self._num_found = np.zeros(0, np.int64)
         # When the last step launched begins and ends, perf_counter.
         self._begin = self._end = 0.0
 
@@ -133,7 +148,7 @@ class OracleBackend:
             kv_dtype="digest",
             vocab_size=model.vocab_size,
             max_model_len=model.max_model_len,
-            bytes_per_block=block_size * BYTES_PER_SLOT,
+            bytes_per_block=block_size * SLOT.itemsize,
             device_kv_bytes=self._kv_bytes,
             host_kv_bytes=self._kv_bytes,
             layout=LAYOUT,
@@ -145,22 +160,22 @@ class OracleBackend:
 
     def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None:
         """Replaces the pools by poisoned ones. Raises MemoryError beyond the bound."""
-        most = self._kv_bytes // (block_size * BYTES_PER_SLOT)
+        most = self._kv_bytes // (block_size * SLOT.itemsize)
         if max(num_device_blocks, num_host_blocks) > most:
             raise MemoryError(f"a pool may have {most} blocks of {block_size} slots, asked for {num_device_blocks}")
         self._block_size = block_size
-        self._device = _Pool.poisoned(num_device_blocks, block_size)
-        self._host = _Pool.poisoned(num_host_blocks, block_size)
-        self._rows = ExpectedSlots(block_size)
+        self._device = np.full((num_device_blocks, block_size), POISON)
+        self._host = np.full((num_host_blocks, block_size), POISON)
+        self._readers.clear()
+        self._num_found = np.zeros(num_device_blocks, np.int64)
 
     def copy_blocks(self, copies: BlockCopies) -> None:
         """Copies tokens and digests of whole blocks."""
         source = self._host if copies.direction is CopyDirection.SWAP_IN else self._device
         destination = self._host if copies.direction is CopyDirection.SWAP_OUT else self._device
-        self._writes += 1
-        destination.tokens[copies.destinations] = source.tokens[copies.sources]
-        destination.digests[copies.destinations] = source.digests[copies.sources]
-        destination.written[copies.destinations] = self._writes
+        if destination is self._device and self._num_found[copies.destinations].any():
+            self._read_all_again()
+        destination[copies.destinations] = source[copies.sources]
 
     def launch(self, scheduled: list[Scheduled]) -> Launch:
         """The step is judged at once. Where steps have a time, the result comes later, and the call returns when the
@@ -181,119 +196,114 @@ class OracleBackend:
         All writes come before all reads, as every layer of a model writes the keys and values of the whole step before
         it attends: a sequence may read what another one computes in the same step.
         """
-        rows = np.array([self._rows.row(item.state) for item in scheduled], np.int64)
-        starts = np.array([item.start for item in scheduled], np.int64)
-        ends = starts + np.array([item.count for item in scheduled], np.int64)
-        self._rows.grow(rows, ends)
-        self._write(rows, starts, ends)
-        return self._sample_all(scheduled, rows, ends, self._read(rows, ends))
+        readers = [self._reader(item) for item in scheduled]
+        sums = self._write_and_read(readers, np.array([item.start for item in scheduled]))
+        sampling = [at for at, item in enumerate(scheduled) if item.samples]
+        return self._sample([readers[at] for at in sampling], sums[sampling]) if sampling else {}
 
     def finish(self, states: list[SequenceState]) -> None:
-        """Frees the rows of these sequences."""
+        """Ends what is known of these sequences."""
         for state in states:
-            self._rows.remove(state)
+            reader = self._readers.pop(state.seq_id, None)
+            if reader is not None:
+                self._num_found[reader.blocks(0, reader.found, self._block_size)] -= 1
 
     def is_lost(self, error: Exception) -> bool:
         """False: there is no device."""
         return False
 
-    def _write(self, rows: Numbers, starts: Numbers, ends: Numbers) -> None:
-        of_rows, positions, _ = spread(rows, starts, ends)
-        slots = self._rows.slots(of_rows, positions)
-        self._writes += 1
-        self._device.tokens.reshape(-1)[slots] = self._rows.tokens[of_rows, positions]
-        self._device.digests.reshape(-1)[slots] = self._rows.digests[of_rows, positions]
-        self._device.written[slots // self._block_size] = self._writes
+    def _reader(self, item: Scheduled) -> _Reader:
+        """The reader of a sequence, with the tokens that it computes."""
+        state = item.state
+        reader = self._readers.get(state.seq_id)
+        if reader is None or reader.state is not state:
+            self.finish([state])
+            reader = self._readers[state.seq_id] = _Reader(state)
+        tokens = state.token_ids[len(reader.tokens) : item.start + item.count]
+        # Only the last can be unknown: those before were taken in when it was sampled.
+        if tokens[-1] == UNKNOWN_TOKEN:
+            tokens[-1] = reader.latest
+        reader.tokens.extend(tokens)
+        return reader
 
-    def _read(self, rows: Numbers, ends: Numbers) -> Words:
-        """The sum of the digests each sequence reads, shape [len(rows)], all of them found right."""
-        known = self._rows
-        self._invalidate_rewritten(rows[known.found[rows] > 0])
-        of_rows, positions, firsts = spread(rows, known.found[rows], ends)
-        slots = known.slots(of_rows, positions)
-        tokens = self._device.tokens.reshape(-1)[slots]
-        digests = self._device.digests.reshape(-1)[slots]
-        wrong = (tokens != known.tokens[of_rows, positions]) | (digests != known.digests[of_rows, positions])
+    def _read_all_again(self) -> None:
+        self._num_found[:] = 0
+        for reader in self._readers.values():
+            reader.found, reader.chain, reader.sum = 0, FIRST, 0
+
+    def _write_and_read(self, readers: list[_Reader], starts: Numbers) -> Words:
+        """Writes the positions from `starts` on, then reads all that is not in `found`. Returns the sum of the digests
+        that each sequence reads, shape [len(readers)].
+        """
+        size, pool = self._block_size, self._device.reshape(-1)
+        begins = np.array([reader.found for reader in readers])
+        ends = np.array([len(reader.tokens) for reader in readers])
+        rows, places, firsts = spread(ends - begins)
+        tables = [reader.blocks(reader.found, len(reader.tokens), size) for reader in readers]
+        blocks = np.array([block for table in tables for block in table])
+        first_blocks = spread(np.array(list(map(len, tables))))[2]
+        slots = blocks[first_blocks[rows] + places // size] * size + places % size
+        written = places >= (starts - begins)[rows]
+        if self._num_found[slots[written] // size].any():
+            self._read_all_again()
+            return self._write_and_read(readers, starts)
+        expected = np.empty(len(rows), SLOT)
+        expected["token"] = np.frombuffer(b"".join([r.tokens[r.found :] for r in readers]), np.uint32)
+        states = np.array([reader.chain for reader in readers], np.uint64)
+        chains = extend_chains(states, expected["token"].astype(np.uint64), ends - begins)
+        expected["digest"] = mix(chains)
+        pool[slots[written]] = expected[written]
+        wrong = pool[slots] != expected
         if wrong.any():
             at = int(np.argmax(wrong))
-            raise self._slot_error(int(of_rows[at]), int(positions[at]), int(tokens[at]), int(digests[at]))
-        sums: Words = np.add.reduceat(digests, firsts) + known.found_sum[rows]
-        self._note_found(rows, ends)
+            reader = readers[rows[at]]
+            raise self._slot_error(reader.state, reader.found + int(places[at]), int(slots[at]), expected[at])
+        sums: Words = np.add.reduceat(expected["digest"], firsts) + np.array([r.sum for r in readers], np.uint64)
+        full = ends - ends % size
+        for row in np.flatnonzero(full > begins).tolist():
+            reader, first = readers[row], int(firsts[row])
+            last = first + int(full[row] - begins[row])
+            self._num_found[reader.blocks(reader.found, int(full[row]), size)] += 1
+            reader.found, reader.chain = int(full[row]), int(chains[last - 1])
+            reader.sum = (reader.sum + int(expected["digest"][first:last].sum())) & MASK
         return sums
 
-    def _invalidate_rewritten(self, rows: Numbers) -> None:
-        """Rows with a block that was written to since it was found right are read from the start again."""
-        if not len(rows):
-            return
-        known, size = self._rows, self._block_size
-        of_rows, places, firsts = spread(rows, np.zeros_like(rows), known.found[rows] // size)
-        written = self._device.written[known.blocks[of_rows, places]]
-        rewritten = rows[np.maximum.reduceat(written, firsts) > known.found_after[rows]]
-        known.found[rewritten] = known.found_sum[rewritten] = 0
-
-    def _note_found(self, rows: Numbers, ends: Numbers) -> None:
-        """Keeps that every full block of these rows was found right, up to `ends`."""
-        known = self._rows
-        known.found_after[rows] = self._writes
-        full = ends - ends % self._block_size
-        more = full > known.found[rows]
-        if more.any():
-            rows, full = rows[more], full[more]
-            of_rows, positions, firsts = spread(rows, known.found[rows], full)
-            known.found_sum[rows] += np.add.reduceat(known.digests[of_rows, positions], firsts)
-            known.found[rows] = full
-
-    def _slot_error(self, row: int, position: int, token: int, digest: int) -> SlotError:
-        known = self._rows
-        block, offset = int(known.blocks[row, position // self._block_size]), position % self._block_size
-        expected, expected_digest = int(known.tokens[row, position]), int(known.digests[row, position])
-        if (token, digest) == (POISON_TOKEN, POISON_DIGEST):
+    def _slot_error(self, state: SequenceState, position: int, slot: int, expected: np.void) -> SlotError:
+        found = self._device.reshape(-1)[slot]
+        if found == POISON:
             what = "nothing was ever written there"
-        elif token == expected:
-            what = f"found this token after another prefix (digest {digest:016x})"
+        elif found["token"] == expected["token"]:
+            what = f"found this token after another prefix (digest {found['digest']:016x})"
         else:
-            what = f"found token {token} of another sequence or position (digest {digest:016x})"
+            what = f"found token {found['token']} of another sequence or position (digest {found['digest']:016x})"
         return SlotError(
-            f"sequence {known.state(row).seq_id} position {position} (block {block} slot {offset}): "
-            f"expected token {expected} (digest {expected_digest:016x}), {what}"
+            f"sequence {state.seq_id} position {position} "
+            f"(block {slot // self._block_size} slot {slot % self._block_size}): "
+            f"expected token {expected['token']} (digest {expected['digest']:016x}), {what}"
         )
 
-    def _sample_all(self, scheduled: list[Scheduled], rows: Numbers, ends: Numbers, read: Words) -> dict[int, Sampled]:
-        """A token for each sequence whose last known token was computed. `read`: sums of digests, [len(scheduled)]."""
-        known = self._rows
-        lengths = np.array([len(item.state.token_ids) for item in scheduled], np.int64)
-        sampling = np.flatnonzero(ends == lengths)
-        plain = sampling[known.plain[rows[sampling]]]
-        tokens = choose_tokens(
-            read[plain],
-            lengths[plain].astype(np.uint64),
-            vocab_size=self._model.vocab_size,
-            eos_token_ids=self._model.eos_token_ids,
-            drawing=known.drawing[rows[plain]],
-            seeds=known.seed[rows[plain]],
-            indices=known.index[rows[plain]],
-        )
-        known.latest[rows[plain]] = tokens
-        sampled = dict(zip(plain.tolist(), map(Sampled, tokens.tolist()), strict=True))
-        for at in sampling[~known.plain[rows[sampling]]].tolist():
-            sampled[at] = self._sample(scheduled[at].state, int(read[at]))
-            known.latest[rows[at]] = sampled[at].token_id
-        return {scheduled[at].state.seq_id: sampled[at] for at in sampling.tolist()}
-
-    def _sample(self, state: SequenceState, read: int) -> Sampled:
-        sampling, model = state.sampling, self._model
-        num_output = len(state.token_ids) - state.num_prompt_tokens
-        token, drawn = choose_token(
-            read,
-            len(state.token_ids),
+    def _sample(self, readers: list[_Reader], reads: Words) -> dict[int, Sampled]:
+        """A token for each of these sequences. `reads`: sums of digests, [len(readers)]."""
+        model, states = self._model, [reader.state for reader in readers]
+        tokens, drawn = choose_tokens(
+            reads,
+            np.array([len(state.token_ids) for state in states], np.uint64),
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
-            banned=sampling.banned_until_min if num_output < sampling.min_tokens else (),
-            temperature=sampling.temperature,
-            seed=sampling.seed,
-            sequence_index=sampling.sequence_index,
+            drawing=np.array([state.sampling.temperature > 0 for state in states]),
+            seeds=np.array([state.sampling.seed for state in states], np.uint64),
+            indices=np.array([state.sampling.sequence_index for state in states], np.uint64),
         )
-        if sampling.logprobs is None:
-            return Sampled(token)
-        top = likeliest(token, drawn, model.vocab_size, max(1, sampling.logprobs))
-        return Sampled(token, top[0][1], top[: sampling.logprobs])
+        sampled = {}
+        for reader, token, number in zip(readers, tokens.tolist(), drawn.tolist(), strict=True):
+            state, num_logprobs = reader.state, reader.state.sampling.logprobs
+            banned = banned_tokens(state, model.vocab_size)
+            while token in banned:
+                token = (token + 1) % model.vocab_size
+            reader.latest = token
+            if num_logprobs is None:
+                sampled[state.seq_id] = Sampled(token)
+            else:
+                top = likeliest(token, number, model.vocab_size, max(1, num_logprobs))
+                sampled[state.seq_id] = Sampled(token, top[0][1], top[:num_logprobs])
+        return sampled

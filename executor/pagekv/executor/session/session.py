@@ -21,7 +21,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, OutOfMemory, PageKVError, StaleEpoch, Unavailable
@@ -75,7 +75,6 @@ class Session:
         self._loop = asyncio.get_running_loop()
         self._backend: Backend | None = None
         self._closed = False
-        self._model_id = ""
         # The latest by block size, so that `attach` need not wait for the worker thread to fence an epoch.
         self._descriptions: dict[int, BackendDescription] = {}
         self._current: Epoch | None = None
@@ -87,12 +86,9 @@ class Session:
         self.lost = asyncio.Event()
         self.lost_reason = ""
 
-    def serve(self, backend: Backend, model_id: str = "") -> None:
-        """Answers calls from now on with a loaded backend. `model_id` is the name under which managers find the model,
-        where the backend knows only a directory of this machine; empty: as the backend says.
-        """
+    def serve(self, backend: Backend) -> None:
+        """Answers calls from now on with a loaded backend."""
         self._backend = backend
-        self._model_id = model_id
 
     async def describe(self, block_size: int, token_budget: int) -> BackendDescription:
         """The loaded model and measured memory. Raises InvalidRequest, or Unavailable while loading."""
@@ -100,8 +96,6 @@ class Session:
         _check_block_size(block_size)
         _check_range("token_budget", token_budget, 1, MAX_STEP_TOKENS)
         description = await self._ask(backend, lambda: backend.describe(block_size, token_budget))
-        if self._model_id:
-            description = replace(description, model_id=self._model_id)
         self._descriptions[block_size] = description
         return description
 

@@ -1,7 +1,7 @@
 """Questions to the engine beside requests: statistics, looks into the cache, pins, resets and watches.
 
 Every call takes effect, or is a snapshot, between two awaits of the engine loop. Answers are messages of the contract,
-where it has them, so that each of their fields is written in one place. All but `check_integrity` are called by
+where it has them, so that each of their fields is written in one place. All are called by
 services, and raise Unavailable before the first attachment unless they say otherwise.
 """
 
@@ -219,12 +219,6 @@ class EngineQueries:
         return pb.BlockInfo(
             block_id=block, ref_count=int(host.ref_counts[block]), block_hash=(host.key(block) or b"").hex()
         )
-
-    def check_integrity(self) -> None:
-        """Recomputes every counter from scratch; raises InvariantError."""
-        state = self._state
-        sequences = (sequence for request in state.live.all() for sequence in request.sequences)
-        state.serving().check_integrity(sequences, state.cache.pins.tables())
 
 
 def utilization(scheduler: Scheduler) -> float:

@@ -31,6 +31,7 @@ _UNSUPPORTED_SAMPLING = {
     "prompt_logprobs": "PageKV computes no log-probabilities of prompts",
     "truncate_prompt_tokens": "PageKV never cuts a prompt",
 }
+_SHARED = types_pb2.SamplingParams.DESCRIPTOR.fields_by_name
 # Seeds are signed there, and any 64 bits here.
 _SEED_MASK = 2**64 - 1
 _FINISH_REASONS = {
@@ -70,40 +71,22 @@ def read_request(request: vllm.GenerateRequest, model: EngineInfo) -> pb.Generat
 
 
 def _read_sampling(params: vllm.SamplingParams) -> types_pb2.SamplingParams:
+    # Without fields that are 0 and have no presence: 0 and absent mean the same to PageKV then, too.
+    given = {field.name: value for field, value in params.ListFields()}
     for name, why in _UNSUPPORTED_SAMPLING.items():
-        if params.HasField(name):
+        if name in given:
             raise InvalidRequest(f"sampling_params.{name}", f"must be absent: {why}")
     constraint = params.WhichOneof("constraint")
     if constraint is not None:
         raise InvalidRequest(f"sampling_params.{constraint}", "must be absent: PageKV constrains no output")
-    read = types_pb2.SamplingParams(
-        top_p=params.top_p or 1.0,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        min_tokens=params.min_tokens,
-        n=params.n or 1,
-        stop=params.stop,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-        repetition_penalty=params.repetition_penalty or 1.0,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-    )
-    if params.HasField("temperature"):
-        read.temperature = params.temperature
-    if params.HasField("max_tokens"):
-        read.max_tokens = params.max_tokens
-    if params.HasField("seed"):
-        read.seed = params.seed & _SEED_MASK
-    if params.HasField("logprobs"):
-        if params.logprobs < 0:
-            raise InvalidRequest("sampling_params.logprobs", f"must be from 0 to {MAX_LOGPROBS}, got {params.logprobs}")
-        read.logprobs = params.logprobs
-    for token_id, bias in params.logit_bias.items():
+    if params.logprobs < 0:
+        raise InvalidRequest("sampling_params.logprobs", f"must be from 0 to {MAX_LOGPROBS}, got {params.logprobs}")
+    for token_id in params.logit_bias:
         if token_id < 0:
             raise InvalidRequest("sampling_params.logit_bias", f"token ids must be 0 or more, got {token_id}")
-        read.logit_bias[token_id] = bias
-    return read
+    if "seed" in given:
+        given["seed"] &= _SEED_MASK
+    return types_pb2.SamplingParams(**{name: value for name, value in given.items() if name in _SHARED})
 
 
 def write_response(response: pb.GenerateResponse, stop_token_ids: Collection[int]) -> vllm.GenerateResponse:
@@ -111,23 +94,19 @@ def write_response(response: pb.GenerateResponse, stop_token_ids: Collection[int
     model matched.
     """
     if response.WhichOneof("event") == "chunk":
-        return vllm.GenerateResponse(chunk=_chunk(response.chunk))
-    return vllm.GenerateResponse(complete=_complete(response.complete, stop_token_ids))
-
-
-def _chunk(chunk: pb.GenerateChunk) -> vllm.GenerateStreamChunk:
-    return vllm.GenerateStreamChunk(
-        token_ids=chunk.token_ids,
-        prompt_tokens=chunk.prompt_tokens,
-        # Tokens of this chunk alone: the gateway adds them up.
-        completion_tokens=len(chunk.token_ids),
-        cached_tokens=chunk.cached_tokens,
-        output_logprobs=_logprobs(chunk.logprobs),
-        index=chunk.index,
-    )
-
-
-def _complete(complete: pb.GenerateComplete, stop_token_ids: Collection[int]) -> vllm.GenerateComplete:
+        chunk = response.chunk
+        return vllm.GenerateResponse(
+            chunk=vllm.GenerateStreamChunk(
+                token_ids=chunk.token_ids,
+                prompt_tokens=chunk.prompt_tokens,
+                # Tokens of this chunk alone: the gateway adds them up.
+                completion_tokens=len(chunk.token_ids),
+                cached_tokens=chunk.cached_tokens,
+                output_logprobs=_logprobs(chunk.logprobs),
+                index=chunk.index,
+            )
+        )
+    complete = response.complete
     written = vllm.GenerateComplete(
         output_ids=complete.output_ids,
         finish_reason=_FINISH_REASONS[complete.finish_reason],
@@ -142,7 +121,7 @@ def _complete(complete: pb.GenerateComplete, stop_token_ids: Collection[int]) ->
         written.matched_stop_str = complete.stop_string
     elif matched == "stop_token_id" and complete.stop_token_id in stop_token_ids:
         written.matched_token_id = complete.stop_token_id
-    return written
+    return vllm.GenerateResponse(complete=written)
 
 
 def _logprobs(positions: Iterable[types_pb2.PositionLogprobs]) -> vllm.OutputLogProbs | None:
@@ -152,9 +131,6 @@ def _logprobs(positions: Iterable[types_pb2.PositionLogprobs]) -> vllm.OutputLog
         written.token_ids.append(position.chosen.token_id)
         written.token_logprobs.append(position.chosen.logprob)
         if position.top:
-            written.top_logprobs.append(
-                vllm.TopLogProbs(
-                    token_ids=[top.token_id for top in position.top], values=[top.logprob for top in position.top]
-                )
-            )
+            top = position.top
+            written.top_logprobs.add(token_ids=[t.token_id for t in top], values=[t.logprob for t in top])
     return written if written.token_ids else None

@@ -65,7 +65,8 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         self._served_model = served_model
         self._serving = serving
         self._started = time.monotonic()
-        self._throughput = _Throughput()
+        # When GetLoads was asked for last, and the tokens generated until then.
+        self._looked = self._started, 0
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Registers the service."""
@@ -104,7 +105,8 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         )
 
     async def GetLoads(self, request: vllm.GetLoadsRequest, context: Any) -> vllm.GetLoadsResponse:
-        stats = self._engine.queries.stats()
+        stats, now = self._engine.queries.stats(), time.monotonic()
+        (before, tokens), self._looked = self._looked, (now, stats.generated_tokens_total)
         load = vllm.SchedulerLoad(
             num_running_reqs=stats.running_sequences,
             num_waiting_reqs=stats.waiting_sequences,
@@ -112,7 +114,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
             num_used_tokens=stats.active_blocks * stats.block_size,
             max_total_num_tokens=stats.num_blocks * stats.block_size,
             token_usage=stats.kv_usage,
-            gen_throughput=self._throughput.tokens_per_second(stats.generated_tokens_total),
+            gen_throughput=(stats.generated_tokens_total - tokens) / max(now - before, 1e-3),
             cache_hit_rate=stats.prefix_hit_rate,
             utilization=stats.utilization,
         )
@@ -149,13 +151,11 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         if not 0 <= request.timeout_s <= MAX_FLUSH_S:
             raise InvalidRequest("timeout_s", f"must be from 0 to {MAX_FLUSH_S:g}, got {request.timeout_s}")
         deadline = time.monotonic() + request.timeout_s
-        reset = self._engine.queries.reset_prefix_cache(force=False)
         # Nothing signals the moment when the last block is free.
-        while reset is None and time.monotonic() < deadline:
+        while (reset := self._engine.queries.reset_prefix_cache(force=False)) is None:
+            if time.monotonic() >= deadline:
+                return common.FlushCacheResponse(message="blocks are in use by requests or pins; nothing was changed")
             await asyncio.sleep(FLUSH_STEP_S)
-            reset = self._engine.queries.reset_prefix_cache(force=False)
-        if reset is None:
-            return common.FlushCacheResponse(message="blocks are in use by requests or pins; nothing was changed")
         return common.FlushCacheResponse(success=True, message=f"{reset.removed_blocks} blocks left the prefix cache")
 
     async def GetTokenizer(
@@ -175,11 +175,12 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         watch = self._engine.queries.watch_events()
         context.add_done_callback(lambda _: watch.close())
 
-        def root() -> bytes:
-            """Chain root of a request without namespace and adapter."""
-            return root_digest(self._attached_model().model_fingerprint, "", "")
+        def model() -> EngineInfo:
+            if self._engine.model is None:
+                raise Unavailable("no executor is attached yet")
+            return self._engine.model
 
-        events = KvEvents(root, self._attached_model().block_size)
+        events = KvEvents(lambda: root_digest(model().model_fingerprint, "", ""), model().block_size)
         await context.write(events.begin())
         while blocks := watch.take_snapshot(MAX_BLOCKS):
             for batch in events.stored(blocks):
@@ -198,28 +199,6 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
 
     async def StopProfile(self, request: common.StopProfileRequest, context: Any) -> common.ProfileResponse:
         raise NotImplementedYet("PageKV has no profiler to stop")
-
-    def _attached_model(self) -> EngineInfo:
-        """Raises Unavailable before the first attachment."""
-        model = self._engine.model
-        if model is None:
-            raise Unavailable("no executor is attached yet")
-        return model
-
-
-class _Throughput:
-    """Tokens per second between two looks at a counter."""
-
-    def __init__(self) -> None:
-        self._at = time.monotonic()
-        self._total = 0
-
-    def tokens_per_second(self, total: int) -> float:
-        """The rate since the last look; the counter is at `total` now."""
-        now = time.monotonic()
-        rate = (total - self._total) / max(now - self._at, 1e-3)
-        self._at, self._total = now, total
-        return rate
 
 
 def _served_name(model_id: str) -> str:

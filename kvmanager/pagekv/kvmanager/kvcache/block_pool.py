@@ -228,26 +228,3 @@ class BlockPool:
         if len(unheld):
             self._num_cached_free += int(np.count_nonzero(self.table.published[unheld]))
             self._free.append(unheld)
-
-    # -- proof
-
-    def check_integrity(self, tables: Sequence[Sequence[int]]) -> None:
-        """Recomputes every counter from scratch against the block tables that hold blocks; raises InvariantError."""
-        expected = np.zeros(self.num_blocks, np.int32)
-        for table in tables:
-            if len(set(table)) != len(table):
-                raise InvariantError(f"a block table names a block twice: {list(table)}")
-            for block in table:
-                expected[block] += 1
-        wrong = np.flatnonzero(expected != self._ref_count)
-        if len(wrong):
-            block = int(wrong[0])
-            raise InvariantError(f"block {block}: ref_count {self.ref_count(block)}, held by {expected[block]} tables")
-        unheld = np.flatnonzero(expected == 0).tolist()
-        queued = list(self._free)
-        if sorted(queued) != unheld or len(queued) != len(self._free):
-            raise InvariantError(f"{len(unheld)} blocks are held by nobody, the free queue has {len(queued)}")
-        self.table.check_integrity()
-        cached_free = int(np.count_nonzero(self.table.published[unheld]))
-        if cached_free != self._num_cached_free:
-            raise InvariantError(f"{cached_free} cached free blocks, counter says {self._num_cached_free}")

@@ -201,24 +201,3 @@ class HostPool:
             del self._block_of[key]
             self._key[block] = None
         return key
-
-    # -- proof
-
-    def check_integrity(self, held: Sequence[Sequence[int]]) -> None:
-        """Recomputes every count from the blocks that each sequence holds; raises InvariantError."""
-        expected = np.zeros(self.num_blocks, np.int32)
-        for blocks in held:
-            for block in blocks:
-                expected[block] += 1
-        wrong = np.flatnonzero(expected != self._ref_count)
-        if len(wrong):
-            block = int(wrong[0])
-            raise InvariantError(
-                f"host block {block}: ref_count {self._ref_count[block]}, held by {expected[block]} sequences"
-            )
-        unheld = np.flatnonzero(expected == 0).tolist()
-        if sorted(self._free) != unheld:
-            raise InvariantError(f"{len(unheld)} host blocks are held by nobody, {len(self._free)} are free")
-        keyed = {key: block for block, key in enumerate(self._key) if key is not None}
-        if keyed != self._block_of:
-            raise InvariantError(f"{len(keyed)} host blocks have keys, the map has {len(self._block_of)}")

@@ -125,7 +125,3 @@ class Pins:
         for pin_id in ended:
             self.unpin(pin_id)
         return len(ended)
-
-    def tables(self) -> list[list[int]]:
-        """The blocks of each pin, for `BlockPool.check_integrity`."""
-        return [pin.blocks.tolist() for pin in self._pins.values()]

@@ -297,18 +297,3 @@ class PrefixTable:
         self._trie.clear()
         self.published[:] = False
         return removed
-
-    # -- proof
-
-    def check_integrity(self) -> None:
-        """Recomputes everything from the digests; raises InvariantError."""
-        held = {digest: block for block, digest in enumerate(self._digest) if digest is not None}
-        if held != self._block_of:
-            raise InvariantError(f"{len(held)} blocks hold digests, the prefix table has {len(self._block_of)}")
-        blocks = set(held.values())
-        if sorted(blocks) != np.flatnonzero(self.published).tolist():
-            raise InvariantError(f"{len(held)} blocks hold digests, {int(self.published.sum())} are marked published")
-        stray = self._parent_digest_of.keys() - blocks
-        if stray:
-            raise InvariantError(f"parents kept of blocks that are not in the table, such as {sorted(stray)[:8]}")
-        self._trie.check_integrity(blocks - self._parent_digest_of.keys())

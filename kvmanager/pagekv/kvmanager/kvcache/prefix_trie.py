@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort_right
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -265,27 +265,6 @@ class PrefixTrie:
         elif len(siblings) == 1:
             self._child_at[parent] = siblings[0]
             del self._children_of[node]
-
-    # -- proof
-
-    def check_integrity(self, blocks: Container[int]) -> None:
-        """Compares both directions, from parents and from children, for the blocks that should be in the trie. Raises
-        InvariantError.
-        """
-        children: dict[Node, list[int]] = {}
-        for block in range(len(self._parent)):
-            parent = self.parent(block)
-            if (block in self) != (block in blocks) or (parent is None) == (block in self):
-                raise InvariantError(f"block {block} has the parent {parent!r}, is to be there: {block in blocks}")
-            if parent is not None:
-                children.setdefault(parent, []).append(block)
-        for node in {*range(len(self._child)), *self._children_of, *children}:
-            found, named = self._children(node), children.get(node, [])
-            if list(found) != sorted(found, key=self._row) or sorted(found) != named:
-                raise InvariantError(f"node {node!r} has the children {list(found)}, {named} name it as parent")
-        listed = {node for node, named in children.items() if isinstance(node, bytes) or len(named) > 1}
-        if self._children_of.keys() != listed or len(self._root_of) != (self._parent == _ROOT).sum():
-            raise InvariantError(f"{len(self._children_of)} nodes have lists of children, {len(listed)} should have")
 
 
 def _common_tokens(row: bytes, wanted: bytes) -> int:

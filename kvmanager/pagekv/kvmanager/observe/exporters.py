@@ -9,7 +9,6 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagekv.common.logs import Log
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.observe.flags import ObserveConfig
@@ -19,8 +18,6 @@ from pagekv.kvmanager.observe.recording.workload_recorder import WorkloadRecorde
 
 if TYPE_CHECKING:
     from pagekv.kvmanager.observe.kv_events.publisher import KvEventPublisher
-
-log = Log(__name__)
 
 
 class Exporters:
@@ -39,32 +36,19 @@ class Exporters:
         """Adds observers to an engine that does not run yet. Raises OSError when a file or an endpoint cannot be
         had, and ImportError without ZeroMQ; the caller then calls `discard`.
         """
-        if self._config.kv_events:
-            self._start_publishing(engine)
-        self._start_recording(engine)
-
-    def _start_publishing(self, engine: EngineLoop) -> None:
-        from pagekv.kvmanager.observe.kv_events.publisher import KvEventPublisher
-
-        config = self._config
-        self._publisher = KvEventPublisher(config.kv_events_endpoint, config.kv_events_replay_endpoint)
-        self._publisher.bind()
-        engine.observers.add(self._publisher)
-        self._publishing = asyncio.create_task(self._publish(self._publisher, engine), name="KV events")
-
-    def _start_recording(self, engine: EngineLoop) -> None:
         config, planning = self._config, self._planning
+        if config.kv_events:
+            from pagekv.kvmanager.observe.kv_events.publisher import KvEventPublisher
+
+            self._publisher = KvEventPublisher(config.kv_events_endpoint, config.kv_events_replay_endpoint)
+            self._publisher.bind()
+            engine.observers.add(self._publisher)
+            self._publishing = asyncio.create_task(self._publisher.run(engine), name="KV events")
         if config.record:
             self._workload = WorkloadRecorder(self._recording(config.record, "requests"))
             engine.observers.add(self._workload)
         if config.record_steps:
-            recorder = StepRecorder(
-                self._recording(config.record_steps, "steps"),
-                eviction_policy=planning.eviction_policy,
-                protected_share=planning.protected_share,
-                aging=planning.priority_aging,
-            )
-            engine.observers.add(recorder)
+            engine.observers.add(StepRecorder(self._recording(config.record_steps, "steps"), planning))
 
     def _recording(self, path: str, what: str) -> RecordingFile:
         try:
@@ -73,22 +57,12 @@ class Exporters:
             raise OSError(f"cannot record {what}: {error}") from error
         return self._files[-1]
 
-    @staticmethod
-    async def _publish(publisher: KvEventPublisher, engine: EngineLoop) -> None:
-        log.info("publishing KV events", endpoint=publisher.endpoint, replay=publisher.replay_endpoint or None)
-        try:
-            await publisher.run(engine)
-        except Exception:
-            log.exception("no more KV events")
-
     def listening(self) -> dict[str, Any]:
         """Endpoints of KV events and names of recordings, with the keys of `pagekv.common.port_file`."""
         found: dict[str, Any] = {}
         if self._publisher is not None:
-            found["kv_events"] = {
-                "endpoint": self._publisher.endpoint,
-                "replay_endpoint": self._publisher.replay_endpoint,
-            }
+            publisher = self._publisher
+            found["kv_events"] = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
         if self._files:
             found["recordings"] = [str(file.path) for file in self._files]
         return found

@@ -9,10 +9,11 @@ says otherwise, and everybody who can reach the port can read all of it.
 from __future__ import annotations
 
 import ipaddress
-import json
 from collections.abc import Awaitable, Callable, Iterable
 
 from aiohttp import web
+
+from pagekv.common.errors import InvalidRequest, NotFound, Overloaded, PageKVError, Unavailable
 
 # Bytes of a request's body at most: a prompt to explain.
 MAX_BODY_BYTES = 4 * 2**20
@@ -21,6 +22,9 @@ SHUTDOWN_S = 1.0
 # Errors below this path are JSON, as answers are.
 API = "/api/"
 METRICS = "/metrics"
+
+# Subclasses stand before their bases: the first match wins.
+_STATUS: dict[type[PageKVError], int] = {InvalidRequest: 400, NotFound: 404, Overloaded: 429, Unavailable: 503}
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -42,6 +46,7 @@ class HttpServer:
         self._names = frozenset(names)
         self._app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
         self._app.add_routes(routes)
+        self._app.on_response_prepare.append(_add_headers)
         self._runner = web.AppRunner(self._app, access_log=None, shutdown_timeout=SHUTDOWN_S)
 
     async def start(self) -> int:
@@ -58,17 +63,17 @@ class HttpServer:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             self._check(request)
-            response = await handler(request)
+            return await handler(request)
+        except PageKVError as error:
+            status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 500)
+            field = {"field": error.field} if isinstance(error, InvalidRequest) else {}
+            return web.json_response({"error": str(error), **field}, status=status)
         except web.HTTPException as error:
-            error.headers.update(HEADERS)
             if not request.path.startswith(API):
                 raise
-            text = json.dumps({"error": (error.text or error.reason).strip()})
             headers = {name: value for name, value in error.headers.items() if name != "Content-Type"}
-            return web.Response(text=text, content_type="application/json", status=error.status, headers=headers)
-        if not response.prepared:
-            response.headers.update(HEADERS)
-        return response
+            answer = {"error": (error.text or error.reason).strip()}
+            return web.json_response(answer, status=error.status, headers=headers)
 
     def _check(self, request: web.Request) -> None:
         """Raises HTTPForbidden."""
@@ -93,6 +98,12 @@ class HttpServer:
         return everywhere or may_name(host, self._host)
 
 
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(HEADERS)
+    # Browsers ask every time whether their copy of a file is still the same.
+    response.headers.setdefault("Cache-Control", "no-store" if request.path.startswith(API) else "no-cache")
+
+
 def may_name(host: str, listen: str) -> bool:
     """Whether a request that names `host` may have meant the server that listens on `listen`.
 
@@ -101,22 +112,17 @@ def may_name(host: str, listen: str) -> bool:
     """
     if is_loopback(listen):
         return is_loopback(host)
-    return host.lower() == listen.lower() or "." not in host or _is_address(host)
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+    return host.lower() == listen.lower() or "." not in host or _address(host) is not None
 
 
 def is_loopback(host: str) -> bool:
     """Whether this name or address means this machine and no other."""
-    if host.lower() == "localhost":
-        return True
+    address = _address(host)
+    return host.lower() == "localhost" or (address is not None and address.is_loopback)
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host)
     except ValueError:
-        return False
+        return None

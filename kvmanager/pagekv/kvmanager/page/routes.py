@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
-from collections.abc import Awaitable, Callable
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-from pagekv.common.errors import InvalidRequest, NotFound, Overloaded, PageKVError, Unavailable
+from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.api.validation import check_request_id
 from pagekv.kvmanager.engine.interface import Engine
-from pagekv.kvmanager.observe.http_server import HEADERS
+from pagekv.kvmanager.engine.views import BlockDetail
 from pagekv.kvmanager.page.explain import explain
 from pagekv.kvmanager.page.frame import request_rows
 from pagekv.kvmanager.page.hub import PageHub, Viewer
-from pagekv.kvmanager.page.inspector import block_detail, host_block_detail, request_detail
+from pagekv.kvmanager.text.tokenizer import Tokenizer
+from pagekv.v1 import cache_service_pb2 as pb
 
 # Seconds that one message may take to be read before its reader counts as gone.
 WRITE_TIMEOUT_S = 30.0
 # Seconds without a message after which a reader is written a comment.
 KEEP_ALIVE_S = 5.0
-# Subclasses stand before their bases: the first match wins.
-_STATUS: dict[type[PageKVError], int] = {InvalidRequest: 400, NotFound: 404, Overloaded: 429, Unavailable: 503}
-_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+STATIC = Path(__file__).with_name("static")
 
 
 class Page:
@@ -42,28 +39,22 @@ class Page:
 
     def routes(self) -> list[web.AbstractRouteDef]:
         """To be served by `HttpServer`."""
-        files = [_static(f"/page/{name}", name) for name in _names() if name != "index.html"]
         return [
-            _static("/", "index.html"),
-            *files,
+            web.get("/", _index),
+            web.static("/page", STATIC),
             web.get("/api/stream", self._stream),
-            web.get("/api/block/{block_id:[0-9]{1,10}}", _answered(self._block)),
-            web.get("/api/host-block/{block_id:[0-9]{1,10}}", _answered(self._host_block)),
-            web.get("/api/requests", _answered(self._requests)),
-            web.get("/api/request", _answered(self._request)),
-            web.post("/api/explain", _answered(self._explain)),
+            web.get("/api/block/{block_id:[0-9]{1,10}}", self._block),
+            web.get("/api/host-block/{block_id:[0-9]{1,10}}", self._host_block),
+            web.get("/api/requests", self._requests),
+            web.get("/api/request", self._request),
+            web.post("/api/explain", self._explain),
         ]
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         """Server-sent events: a snapshot, then changes, each a JSON object. Another snapshot begins an epoch."""
+        viewer = self._hub.add_viewer()
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         try:
-            viewer = self._hub.add_viewer()
-        except Overloaded as error:
-            return _error(error)
-        try:
-            response = web.StreamResponse(
-                headers={**HEADERS, "Content-Type": "text/event-stream", "Cache-Control": "no-store"}
-            )
             await response.prepare(request)
             # The browser then knows that it is connected before there is an executor to tell of.
             await response.write(b"retry: 1000\n\n")
@@ -76,31 +67,40 @@ class Page:
         finally:
             self._hub.remove_viewer(viewer)
 
-    async def _block(self, request: web.Request) -> dict[str, Any]:
+    async def _block(self, request: web.Request) -> web.Response:
         tokenizer = self._served_model.served().tokenizer if self._show_text else None
-        block = int(request.match_info["block_id"])
-        return block_detail(self._engine.queries.block_detail(block), tokenizer, with_tokens=self._show_text)
+        found = self._engine.queries.block_detail(int(request.match_info["block_id"]))
+        return web.json_response(block_detail(found, tokenizer, with_tokens=self._show_text))
 
-    async def _host_block(self, request: web.Request) -> dict[str, Any]:
-        return host_block_detail(self._engine.queries.host_block(int(request.match_info["block_id"])))
+    async def _host_block(self, request: web.Request) -> web.Response:
+        block = self._engine.queries.host_block(int(request.match_info["block_id"]))
+        return web.json_response(
+            {"block_id": block.block_id, "ref_count": block.ref_count, "block_hash": block.block_hash}
+        )
 
-    async def _requests(self, request: web.Request) -> dict[str, Any]:
+    async def _requests(self, request: web.Request) -> web.Response:
         requests, live = request_rows(self._engine)
-        return {"requests": requests, "live": live}
+        return web.json_response({"requests": requests, "live": live})
 
-    async def _request(self, request: web.Request) -> dict[str, Any]:
+    async def _request(self, request: web.Request) -> web.Response:
         # Not part of the path: "." and ".." are ids, and mean something else in a path.
         request_id = request.query.get("id", "")
         check_request_id("id", request_id)
-        return request_detail(request_id, self._engine.queries.block_tables(request_id))
+        # Requests end while somebody looks at them, so one that is not live is no error.
+        found = self._engine.queries.block_tables(request_id) or pb.GetBlockTableResponse()
+        return web.json_response({"request_id": request_id, "sequences": list(map(sequence_detail, found.sequences))})
 
-    async def _explain(self, request: web.Request) -> dict[str, Any]:
+    async def _explain(self, request: web.Request) -> web.Response:
         try:
             # As UTF-8, whatever the header says.
             asked = json.loads(await request.read())
         except (ValueError, RecursionError) as error:
             raise InvalidRequest("body", "must be JSON") from error
-        return await explain(self._engine, self._served_model.served(), asked)
+        return web.json_response(await explain(self._engine, self._served_model.served(), asked))
+
+
+async def _index(request: web.Request) -> web.FileResponse:
+    return web.FileResponse(STATIC / "index.html")
 
 
 async def _next_lines(viewer: Viewer) -> bytes:
@@ -112,45 +112,31 @@ async def _next_lines(viewer: Viewer) -> bytes:
         return b":\n\n"
 
 
-def _answered(
-    handler: Callable[[web.Request], Awaitable[dict[str, Any]]],
-) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """The handler with its answer, or its error, as JSON."""
-
-    async def answer(request: web.Request) -> web.Response:
-        try:
-            return _json(await handler(request), 200)
-        except PageKVError as error:
-            return _error(error)
-
-    return answer
-
-
-def _json(value: dict[str, Any], status: int) -> web.Response:
-    headers = {"Cache-Control": "no-store"}
-    return web.Response(text=json.dumps(value), content_type="application/json", status=status, headers=headers)
-
-
-def _error(error: PageKVError) -> web.Response:
-    status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 500)
-    field = {"field": error.field} if isinstance(error, InvalidRequest) else {}
-    return _json({"error": str(error), **field}, status)
+def block_detail(detail: BlockDetail, tokenizer: Tokenizer | None, *, with_tokens: bool) -> dict[str, Any]:
+    """A device block. `with_tokens`: with its content, as text too where there is a tokenizer."""
+    block, tokens = detail.block, detail.token_ids
+    shown: dict[str, Any] = {
+        "block_id": block.block_id,
+        "ref_count": block.ref_count,
+        "pins": block.pins,
+        "block_hash": block.block_hash,
+        "parent_hash": block.parent_hash,
+        "cached_s": detail.cached_s,
+        "chain": detail.chain,
+        "chain_complete": detail.chain_complete,
+        "requests": detail.requests,
+    }
+    if with_tokens and tokens is not None:
+        shown |= {"token_ids": tokens, "text": tokenizer.decode(tokens) if tokenizer is not None else None}
+    return shown
 
 
-def _names() -> list[str]:
-    return sorted(file.name for file in resources.files("pagekv.kvmanager.page").joinpath("static").iterdir())
-
-
-def _static(path: str, name: str) -> web.AbstractRouteDef:
-    """A file of this package, read once. Browsers ask every time whether their copy is still the same."""
-    body = resources.files("pagekv.kvmanager.page").joinpath("static", name).read_bytes()
-    kind = _TYPES[name[name.rindex(".") :]]
-    tag = hashlib.sha256(body).hexdigest()[:16]
-
-    async def serve(request: web.Request) -> web.Response:
-        headers = {"Cache-Control": "no-cache", "ETag": f'"{tag}"'}
-        if request.if_none_match and any(known.value == tag for known in request.if_none_match):
-            return web.Response(status=304, headers=headers)
-        return web.Response(body=body, content_type=kind, charset="utf-8", headers=headers)
-
-    return web.get(path, serve)
+def sequence_detail(table: pb.SequenceBlocks) -> dict[str, Any]:
+    """A sequence's block table, in order of the tokens."""
+    return {
+        "index": table.index,
+        "state": table.state,
+        "tokens": table.num_tokens,
+        "computed": table.computed_tokens,
+        "block_ids": list(table.block_ids),
+    }

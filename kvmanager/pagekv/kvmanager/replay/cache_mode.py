@@ -16,19 +16,15 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pagekv.kvmanager.errors import InvariantError
-from pagekv.kvmanager.kvcache.block_hash import TOKEN_BYTES, chain_digests, root_digest
+from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.replay.options import NO_CACHE, ReplayOptions
 from pagekv.kvmanager.replay.report import Row
-from pagekv.kvmanager.replay.synthetic_prompt import distinct_prefixes, prompt_bytes
+from pagekv.kvmanager.replay.synthetic_prompt import distinct_prefixes, prompt_tokens
 from pagekv.kvmanager.replay.trace import TraceRecord
-
-
-def distinct_blocks(records: Sequence[TraceRecord], options: ReplayOptions) -> int:
-    """Blocks with which a pool never evicts."""
-    return -(-options.tokens_per_id // options.block_size) * distinct_prefixes(records)
 
 
 def replay_cache(
@@ -40,51 +36,50 @@ def replay_cache(
 ) -> Row:
     """One row. Records must have hash ids; `num_blocks` None: unbounded. `progress` gets the records done so far."""
     begun = time.perf_counter()
-    size = options.block_size
-    unbounded = num_blocks is None
-    num_blocks = num_blocks or distinct_blocks(records, options)
+    size, unbounded = options.block_size, num_blocks is None
+    # With a block for every distinct one a pool never evicts.
+    num_blocks = num_blocks or -(-options.tokens_per_id // size) * distinct_prefixes(records)
     pool = BlockPool(num_blocks, size, options.order(policy, num_blocks))
     root = root_digest("replay", "", "")
-    hit_blocks = hit_tokens = prompt_blocks = prompt_tokens = 0
+    hit_blocks = hit_tokens = all_blocks = all_tokens = 0
     for done, record in enumerate(records):
         length = record.input_length
         blocks = -(-length // size) if options.partial_blocks else length // size
-        prompt_blocks += blocks
-        prompt_tokens += length
+        all_blocks += blocks
+        all_tokens += length
         if policy != NO_CACHE:
-            hits = _use(pool, root, prompt_bytes(record, options.tokens_per_id, blocks * size))
+            hits = _use(pool, root, prompt_tokens(record, done, options.tokens_per_id, blocks * size))
             hit_blocks += hits
             hit_tokens += min(hits * size, length)
         if done % 64 == 0:
             progress(done)
-    wall_s = time.perf_counter() - begun
     return Row(
         policy=policy,
         blocks=pool.num_blocks,
         unbounded=unbounded,
         requests=len(records),
         hit_blocks=hit_blocks,
-        prompt_blocks=prompt_blocks,
+        prompt_blocks=all_blocks,
         hit_tokens=hit_tokens,
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=all_tokens,
         evictions=pool.evictions,
         timing=None,
-        wall_s=wall_s,
+        wall_s=time.perf_counter() - begun,
     )
 
 
-def _use(pool: BlockPool, root: bytes, tokens: bytes) -> int:
+def _use(pool: BlockPool, root: bytes, tokens: NDArray[np.uint32]) -> int:
     """Takes blocks for one prompt and frees them again; returns hits. Where the pool is too small the prompt's end is
     left out.
     """
-    size = pool.block_size
-    chunks = np.frombuffer(tokens, np.uint32).reshape(-1, size)
+    chunks = tokens.reshape(-1, pool.block_size)
     hits = pool.table.match_tokens(root, chunks)
     parent = pool.table.digest(hits[-1]) if hits else root
     assert parent is not None
-    digests = chain_digests(parent, tokens[len(hits) * size * TOKEN_BYTES :], size)
+    left = chunks[len(hits) :]
+    digests = chain_digests(parent, left.tobytes(), pool.block_size)
     # The walk misses blocks whose parent was evicted and came back.
-    found = pool.match(digests, chunks[len(hits) :])
+    found = pool.match(digests, left)
     hits += found
     held = np.array(hits, np.int32)
     pool.touch(held)
@@ -92,9 +87,9 @@ def _use(pool: BlockPool, root: bytes, tokens: bytes) -> int:
     if fresh is None:
         raise InvariantError(f"{pool.num_free} blocks were free and could not be allocated")
     if found:
-        parent, digests = digests[len(found) - 1], digests[len(found) :]
+        parent, digests, left = digests[len(found) - 1], digests[len(found) :], left[len(found) :]
     if len(fresh):
-        new = chunks[len(hits) : len(hits) + len(fresh)]
-        pool.publish_chain(fresh, digests[: len(fresh)], parent, new, first=not hits, media=False)
+        count = len(fresh)
+        pool.publish_chain(fresh, digests[:count], parent, left[:count], first=not hits, media=False)
     pool.free(np.concatenate([held, fresh]))
     return len(hits)

@@ -6,8 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -212,8 +211,9 @@ def _replay(args: argparse.Namespace, options: ReplayOptions, records: list[Trac
     pairs = [(policy, capacity) for policy in args.policy for capacity in args.blocks]
     rows = []
     for number_of_row, (policy, capacity) in enumerate(pairs, 1):
-        with _progress(f"{policy}, {capacity} blocks ({number_of_row} of {len(pairs)})", len(records)) as show:
-            rows.append(replay(records, options, policy, _capacity(capacity), show))
+        show = _progress(f"{policy}, {capacity} blocks ({number_of_row} of {len(pairs)})", len(records))
+        rows.append(replay(records, options, policy, _capacity(capacity), show))
+        show(len(records))
     if args.json:
         report = json.dumps(as_json(str(args.trace), args.mode, options, rows))
     else:
@@ -229,19 +229,13 @@ def _replay(args: argparse.Namespace, options: ReplayOptions, records: list[Trac
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-@contextmanager
-def _progress(label: str, records: int) -> Iterator[Callable[[int], None]]:
-    """Shows on a terminal how many records of a row are done: a bar, or without rich one line a row."""
-    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
-        yield lambda done: None
-        return
-    try:
-        from rich.console import Console
-        from rich.progress import Progress
-    except ImportError:
-        sys.stderr.write(f"{label}\n")
-        yield lambda done: None
-        return
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(label, total=records)
-        yield lambda done: progress.update(task, completed=done)
+def _progress(label: str, records: int) -> Callable[[int], None]:
+    """Shows on a terminal how many records of a row are done."""
+    if not sys.stderr.isatty():
+        return lambda done: None
+
+    def show(done: int) -> None:
+        sys.stderr.write(f"\r{label}: {done:,} of {records:,} requests" + "\n" * (done == records))
+        sys.stderr.flush()
+
+    return show

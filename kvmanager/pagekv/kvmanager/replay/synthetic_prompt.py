@@ -21,7 +21,7 @@ _UNSHARED = 2**30
 _OUTPUT = 2**31
 
 
-def output_tokens(requests: NDArray[np.intp]) -> NDArray[np.intp]:
+def output_tokens(requests: NDArray[np.int64]) -> NDArray[np.int64]:
     """The token ids that the requests with these indices generate again and again."""
     return _OUTPUT + requests
 
@@ -36,20 +36,7 @@ def distinct_prefixes(records: Iterable[TraceRecord]) -> int:
     return len(tree)
 
 
-def prompt_ids(record: TraceRecord, index: int, tokens_per_id: int) -> list[int]:
-    """The prompt of request `index`, `record.input_length` token ids."""
-    if not record.hash_ids:
-        return [_UNSHARED + index] * record.input_length
-    tokens: list[int] = []
-    for hash_id in record.hash_ids:
-        tokens += [hash_id] * tokens_per_id
-    del tokens[record.input_length :]
-    return tokens
-
-
-def prompt_bytes(record: TraceRecord, tokens_per_id: int, length: int) -> bytes:
-    """`length` token ids of the prompt as `block_hash.token_bytes` gives them; the last id is repeated to fill up."""
-    ids = np.asarray(record.hash_ids, dtype="<u4")
-    spans = np.repeat(ids, tokens_per_id)[:length]
-    tail = np.full(length - len(spans), ids[-1], dtype="<u4")
-    return spans.tobytes() + tail.tobytes()
+def prompt_tokens(record: TraceRecord, index: int, tokens_per_id: int, length: int) -> NDArray[np.uint32]:
+    """The first `length` token ids of the prompt of request `index`; its last hash id is repeated to fill up."""
+    ids = np.array(record.hash_ids or (_UNSHARED + index,), np.uint32)
+    return np.take(ids, np.arange(length) // tokens_per_id, mode="clip")

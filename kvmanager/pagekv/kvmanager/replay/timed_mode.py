@@ -6,18 +6,22 @@ steps are planned ahead, so a step sees the arrivals up to the moment it was pla
 
 from __future__ import annotations
 
+import hashlib
 import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import msgpack
+
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_hash import root_digest
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
+from pagekv.kvmanager.observe.recording.step_recorder import plan_columns
 from pagekv.kvmanager.replay.options import ReplayOptions
 from pagekv.kvmanager.replay.report import Row, Spread, StepTiming
 from pagekv.kvmanager.replay.simulated_executor import BegunStep, SimulatedExecutor
-from pagekv.kvmanager.replay.synthetic_prompt import distinct_prefixes, prompt_ids
+from pagekv.kvmanager.replay.synthetic_prompt import distinct_prefixes, prompt_tokens
 from pagekv.kvmanager.replay.trace import TraceRecord
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.stream import RequestStream
@@ -64,16 +68,16 @@ def replay_timed(
         simulated_s=replay.now_s - (replay.arrivals[0] if fitting else 0.0),
         peak_waiting=replay.peak_waiting,
         peak_blocks=replay.peak_blocks,
-        decisions=executor.decisions(),
+        decisions=replay.decisions.hexdigest(),
     )
     return Row(
         policy=policy,
         blocks=num_blocks,
         unbounded=unbounded,
         requests=len(records),
-        hit_blocks=executor.hit_blocks,
+        hit_blocks=replay.hit_blocks,
         prompt_blocks=sum(record.input_length // options.block_size for record in fitting),
-        hit_tokens=executor.hit_tokens,
+        hit_tokens=counters.cached_tokens,
         prompt_tokens=sum(record.input_length for record in fitting),
         evictions=replay.scheduler.pool.evictions,
         timing=timing,
@@ -95,6 +99,9 @@ class _TimedReplay:
         self.now_s = self.arrivals[0] if records else 0.0
         # Integrals over simulated time.
         self.slot_s = self.unused_slot_s = 0.0
+        self.hit_blocks = 0
+        # SHA-256 over every plan.
+        self.decisions = hashlib.sha256()
         self.peak_waiting = self.peak_blocks = 0
         self._records = records
         self._options = options
@@ -130,7 +137,7 @@ class _TimedReplay:
 
     def _request(self, index: int) -> LiveRequest:
         record = self._records[index]
-        prompt = prompt_ids(record, index, self._options.tokens_per_id)
+        prompt = prompt_tokens(record, index, self._options.tokens_per_id, record.input_length).tolist()
         command = GenerateCommand(f"r{index}", prompt, SamplingParams(max_tokens=record.output_length))
         # Nobody reads the stream: the executor counts the generated tokens.
         return live_request(command, RequestStream(command.request_id, 1), index, self._root, 0)
@@ -139,6 +146,9 @@ class _TimedReplay:
         plan = self.scheduler.schedule()
         if plan is None:
             return False
+        self.decisions.update(msgpack.packb(plan_columns(plan)))
+        for admitted in plan.admitted:
+            self.hit_blocks += (admitted.sequence.cached_tokens or 0) // self._options.block_size
         step = self.executor.begin(plan)
         active = self.scheduler.pool.num_active
         self.peak_blocks = max(self.peak_blocks, active)

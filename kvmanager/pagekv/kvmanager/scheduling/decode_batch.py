@@ -18,7 +18,6 @@ from array import array
 import numpy as np
 from numpy.typing import NDArray
 
-from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_hash import TOKEN_BYTES
 from pagekv.kvmanager.scheduling.sequence import NO_SEQ_ID, Seq
 
@@ -256,20 +255,3 @@ class DecodeBatch:
             begin = have % size
             tokens.frombytes(self._tail[seq_id, have // size & 1, begin : begin + end - have].tobytes())
         return tokens
-
-    # -- proof
-
-    def check_integrity(self, here: list[Seq]) -> None:
-        """Compares the rows with the sequences that are at the executor; raises InvariantError."""
-        for sequence in here:
-            seq_id = sequence.seq_id
-            if seq_id == NO_SEQ_ID or self._sequences[seq_id] is not sequence:
-                raise InvariantError(f"sequence {sequence.key} has seq_id {seq_id}, which is not its own")
-        holders = {sequence.seq_id for sequence in here}
-        used = {seq_id for seq_id, sequence in enumerate(self._sequences) if sequence is not None}
-        if used != holders | self._removed or used & set(self._free):
-            raise InvariantError(f"seq_ids {sorted(used)} are used, {sorted(holders | self._removed)} should be")
-        for seq_id in np.flatnonzero(self.decoding).tolist():
-            known, computed, pending = int(self.known[seq_id]), int(self.computed[seq_id]), int(self.pending[seq_id])
-            if seq_id not in holders or computed != known + pending - 1:
-                raise InvariantError(f"row {seq_id} decodes with {known} known, {computed} computed, {pending} pending")

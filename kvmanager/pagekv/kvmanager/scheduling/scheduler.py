@@ -15,7 +15,7 @@ Python work only for the few that fill a block, begin or end.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -285,45 +285,3 @@ class Scheduler:
         self.pool.hash_alarms += lost_pool.hash_alarms
         self.host.evictions += lost_host.evictions
         self.host.hash_alarms += lost_host.hash_alarms
-
-    # -- proof
-
-    def check_integrity(self, live: Iterable[Seq], pins: Iterable[Sequence[int]] = ()) -> None:
-        """Recomputes block counts and queue lengths from the live sequences and the blocks of each pin; raises
-        InvariantError.
-        """
-        sequences = list(live)
-        held = [s for s in sequences if s.state in HOLDING]
-        self.pool.check_integrity([*(s.block_table for s in held), *pins])
-        # Host blocks of an earlier epoch are gone with their pool.
-        self.host.check_integrity([s.swapped.held() for s in sequences if s.swapped and s.swapped.pool is self.host])
-        if sorted(held, key=key) != self.running:
-            raise InvariantError(f"{len(held)} sequences hold blocks, the running order has {len(self.running)}")
-        self._check_waiting(sequences)
-        # Beams are at the executor only while they compute, and those that return are not there yet.
-        returning = self._running.returning
-        self._running.batch.check_integrity(
-            [s for s in held if s.seq_id != NO_SEQ_ID or (s.request.search is None and s not in returning)]
-        )
-        for s in held:
-            covered = -(-max(s.num_tokens, s.num_computed) // self.pool.block_size)
-            if not s.num_computed <= s.num_total <= s.max_total or covered not in (
-                len(s.block_table),
-                len(s.block_table) + 1,
-            ):
-                raise InvariantError(
-                    f"sequence {s.key}: {s.num_computed} computed of {s.num_total} (at most {s.max_total}) in "
-                    f"{len(s.block_table)} blocks of {self.pool.block_size}"
-                )
-
-    def _check_waiting(self, sequences: list[Seq]) -> None:
-        waiting = sum(1 for s in sequences if s.state is SeqStatus.WAITING)
-        if waiting != len(self.waiting):
-            raise InvariantError(f"{waiting} sequences wait, the waiting queue counts {len(self.waiting)}")
-        forking = [s.request.arrival for s in sequences if s.state is SeqStatus.FORKING]
-        if self.waiting.num_forking != len(forking):
-            raise InvariantError(f"{self.waiting.num_forking} sequences are counted that wait for a fork")
-        parents = {request.arrival for request in self.waiting.forking}
-        parents |= {s.request.arrival for s in sequences if s.index == 0 and s.state is SeqStatus.WAITING}
-        if not parents.issuperset(forking):
-            raise InvariantError(f"requests {sorted({*forking} - parents)} wait for a fork that nobody makes")

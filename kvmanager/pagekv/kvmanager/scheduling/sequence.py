@@ -83,8 +83,8 @@ class Swapped:
 class Seq:
     """Progress, in tokens. Invariants while RUNNING or DRAINING:
 
-    num_computed <= len(token_ids) + num_pending, and len(block_table) == ceil(max(known, num_computed) / block_size)
-    where known is len(token_ids): blocks exist for what is known or being computed and for nothing else.
+    num_computed <= known + tokens promised by steps in flight, and len(block_table) == ceil(max(known, num_computed) /
+    block_size) where known is len(token_ids): blocks exist for what is known or being computed and for nothing else.
 
     Counts and tokens have one owner: the sequence itself, or, while it has a `seq_id`, its row in the decode batch.
     The properties ask the owner.
@@ -145,16 +145,6 @@ class Seq:
             self._num_computed = count
         else:
             self.batch.computed[self.seq_id] = count
-
-    @property
-    def num_pending(self) -> int:
-        """Sampled tokens promised by steps in flight."""
-        return 0 if self.batch is None else int(self.batch.pending[self.seq_id])
-
-    @property
-    def num_total(self) -> int:
-        """Tokens known or promised."""
-        return self.num_tokens + self.num_pending
 
     @property
     def num_output(self) -> int:

@@ -12,7 +12,7 @@ from support.clients.top_answers import INFO, LISTED, STATS
 
 from pagekv.client import FailedPrecondition, PageKVClient
 from pagekv.client.cli.top_view import Look, TopFrame, TopRates, TopWatcher, spark
-from pagekv.client.types import ModelInfo, RequestInfo, RequestList, Stats
+from pagekv.client.types import ModelInfo, RequestList, Stats
 from pagekv.client.wire import flat
 from pagekv.v1 import cache_service_pb2 as cache_pb
 
@@ -22,8 +22,7 @@ def look(at: float, **changes: float) -> Look:
     stats.CopyFrom(STATS)
     for name, value in changes.items():
         setattr(stats, name, value)
-    requests = [flat(RequestInfo, request) for request in LISTED.requests]
-    return Look(at, flat(Stats, stats), RequestList(requests, LISTED.total))
+    return Look(at, flat(Stats, stats), flat(RequestList, LISTED))
 
 
 def drawn(rates: TopRates, now: Look, width: int = 100, height: int | None = None, footer: str = "") -> list[str]:

@@ -11,21 +11,16 @@ from pagekv.client.launcher.child_flags import (
     DEFAULT_ENDPOINT,
     EVENTS_FLAG,
     REPLAY_FLAG,
-    event_args,
-    flag_value,
+    event_endpoints,
     vocabulary_args,
 )
 from pagekv.kvmanager.config import parse_config
 
 
 def endpoints_of(*args: str, pairs: int = 3, env: dict[str, str] | None = None) -> list[tuple[str, str]]:
-    """Addresses at which each manager publishes and replays, read from its command line."""
-    found = []
-    for pair in range(pairs):
-        told = ["--kv-events", *args, *event_args(["--kv-events", *args], env or {}, pair, pairs)]
-        endpoint, replay = (flag_value(name, told, env or {}) for name in (EVENTS_FLAG, REPLAY_FLAG))
-        found.append((endpoint or DEFAULT_ENDPOINT, replay or ""))
-    return found
+    """Addresses at which each manager publishes and replays."""
+    found = event_endpoints(["--kv-events", *args], env or {}, pairs)
+    return [(each[EVENTS_FLAG], each[REPLAY_FLAG]) for each in found]
 
 
 def test_every_pair_publishes_its_events_on_ports_of_its_own() -> None:
@@ -49,12 +44,12 @@ def test_no_two_sockets_of_any_pairs_meet(apart: int) -> None:
 
 def test_events_are_found_in_flags_and_variables_and_the_last_flag_wins() -> None:
     env = {"PAGEKV_KV_EVENTS": "On", "PAGEKV_KV_EVENTS_ENDPOINT": "tcp://127.0.0.1:7000"}
-    assert event_args([], env, 1, 2) == ["--kv-events-endpoint=tcp://127.0.0.1:7001"]
-    assert event_args(["--no-kv-events"], env, 1, 2) == []
-    assert event_args([], {}, 1, 2) == []
+    assert [each[EVENTS_FLAG] for each in event_endpoints([], env, 2)] == [f"tcp://127.0.0.1:700{n}" for n in range(2)]
+    assert event_endpoints(["--no-kv-events"], env, 2) == event_endpoints([], {}, 2) == [{}, {}]
     args = ["--kv-events", "--kv-events-endpoint", "tcp://127.0.0.1:1", "--kv-events-endpoint=tcp://127.0.0.1:8000"]
-    assert event_args(args, env, 1, 2) == ["--kv-events-endpoint=tcp://127.0.0.1:8001"]
-    assert event_args(args, env, 0, 2) == []
+    assert [each[EVENTS_FLAG] for each in event_endpoints(args, env, 2)] == [
+        f"tcp://127.0.0.1:800{n}" for n in range(2)
+    ]
 
 
 def test_an_oracle_without_a_model_has_the_vocabulary_of_the_tokenizer(tmp_path: Path) -> None:

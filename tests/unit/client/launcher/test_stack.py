@@ -200,7 +200,7 @@ def test_of_several_pairs_one_may_die(journal: Path) -> None:
 
 
 def test_a_gateway_that_is_not_installed_is_a_clear_error(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagekv.client.launcher.stack.is_installed", lambda: False)
+    monkeypatch.setattr("pagekv.client.launcher.stack.find_spec", lambda name: None)
     with pytest.raises(StackError, match=r"pip install 'pagekv\[gateway\]'"):
         Stack(config(journal, gateway=GatewayConfig(port=0)))
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from support.executor.cpu_driver import VOCAB, Driver, prompts_of, save_model
 
-from pagekv.executor.backend.interface import Sampling
-from pagekv.executor.backend.layout import LAYOUT
+from pagekv.executor.backend.interface import LAYOUT, Sampling, Scheduled, SequenceState
 from pagekv.executor.cpu import CpuBackend
 
 
@@ -52,7 +51,16 @@ def test_pools_that_cannot_fit_are_refused(llama: Path) -> None:
     with pytest.raises(MemoryError, match="are available"):
         backend.allocate(256, 10**9, 0)
     with pytest.raises(RuntimeError, match="no pools"):
-        backend.execute([])
+        backend.launch([])
+
+
+def test_a_step_is_computed_when_launched(llama: Path) -> None:
+    backend = CpuBackend(llama, "m", threads=1)
+    backend.allocate(16, 4, 0)
+    launch = backend.launch([Scheduled(SequenceState(4, [1], 1, [0], 0, Sampling()), 0, 1)])
+    assert launch.ready
+    assert list(launch.collect()) == [4]
+    assert not backend.is_lost(RuntimeError())
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagekv.executor.backend.interface import BlockCopies, CopyDirection
+from pagekv.executor.backend.interface import LAYOUT, BlockCopies, CopyDirection
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.model.kv_geometry import BlockGeometry
 
@@ -23,6 +23,7 @@ def cache() -> KvCache:
 
 
 def test_a_block_is_one_contiguous_slab(cache: KvCache) -> None:
+    assert LAYOUT == "blocks-first-v1"
     assert cache.device.shape == (7, 3, 2, BLOCK_SIZE, 2, 5)
     assert cache.device.is_contiguous()
     assert cache.host.shape == (6, 3, 2, BLOCK_SIZE, 2, 5)

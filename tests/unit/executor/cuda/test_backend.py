@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.executor.cuda_host import HostDevice, host_backend, save_small_model
 
-from pagekv.executor.backend.layout import LAYOUT
+from pagekv.executor.backend.interface import LAYOUT
 from pagekv.executor.config import parse_config
 from pagekv.executor.server import load_backend
 

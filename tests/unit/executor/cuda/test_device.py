@@ -50,7 +50,7 @@ class _Graph:
 def _device() -> CudaDevice:
     """Without a GPU: only what `capture` uses."""
     device = object.__new__(CudaDevice)
-    device._torch_device = torch.device("cuda")
+    device.torch_device = torch.device("cuda")
     device._graph_pool = None
     device._replays = weakref.WeakSet()
     return device

@@ -81,7 +81,7 @@ class _CountingDevice(HostDevice):
 def test_a_failed_allocation_leaves_nothing_pinned(
     llama: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, raised: type[BaseException]
 ) -> None:
-    """A failure after the host pool was pinned unpins it; lack of memory becomes a MemoryError."""
+    """The host pool is pinned last; lack of memory becomes a MemoryError."""
     device = _CountingDevice()
     backend = host_backend(llama, device)
 
@@ -92,8 +92,8 @@ def test_a_failed_allocation_leaves_nothing_pinned(
         patch.setattr("pagekv.executor.cuda.backend.StepRunner", failing)
         with pytest.raises(raised):
             backend.allocate(4, 8, 2)
-    assert (device.num_pins, device.held) == (1, [])
+    assert (device.num_pins, device.held) == (0, [])
     with pytest.raises(RuntimeError, match="no pools"):
         backend.launch([])
     backend.allocate(4, 8, 2)
-    assert (device.num_pins, device.held) == (2, [backend.cache.host.data_ptr()])
+    assert (device.num_pins, device.held) == (1, [backend.cache.host.data_ptr()])

@@ -6,64 +6,50 @@ import random
 
 import numpy as np
 from support.executor.executor_steps import VOCAB
-from support.executor.expected_tokens import expected_tokens
+from support.executor.expected_tokens import chain, choose_token, expected_tokens, mix
 
-from pagekv.executor.oracle.reference import (
-    EOS_ONE_IN,
-    FACTOR,
-    FIRST,
-    MASK,
-    choose_token,
-    choose_tokens,
-    extend_chain,
-    extend_chains,
-    likeliest,
-    mix,
-    mix_all,
-)
+from pagekv.executor.oracle import reference
+from pagekv.executor.oracle.reference import EOS_ONE_IN, FIRST, choose_tokens, extend_chains, likeliest
 
 PROMPT = list(range(100, 110))
 
 
-def test_chain_is_the_recurrence_however_it_is_cut() -> None:
+def test_chains_are_the_recurrence_however_they_are_cut() -> None:
     rng = random.Random(7)
     tokens = [rng.randrange(2**32) for _ in range(600)]
-    reference, state = [], FIRST
-    for token in tokens:
-        state = (state * FACTOR + mix(token)) & MASK
-        reference.append(mix(state))
     for cuts in ([600], [1, 599], [8, 9, 583], [1] * 600):
-        found, chain, begin = [], FIRST, 0
+        found: list[int] = []
         for length in cuts:
-            digests, chain = extend_chain(chain, tokens[begin : begin + length])
-            found += digests.tolist()
-            begin += length
-        assert found == reference
-        assert chain == state
-    assert mix_all(np.array(tokens, np.uint64)).tolist() == [mix(token) for token in tokens]
+            states = np.array([found[-1] if found else FIRST], np.uint64)
+            next_tokens = np.array(tokens[len(found) : len(found) + length], np.uint64)
+            found += extend_chains(states, next_tokens, np.array([length])).tolist()
+        assert found == chain(tokens)
+    assert reference.mix(np.array(tokens, np.uint64)).tolist() == [mix(token) for token in tokens]
 
 
 def test_many_at_once_are_as_each_alone() -> None:
     rng = random.Random(8)
     words = [[rng.randrange(2**64) for _ in range(300)] for _ in range(2)]
     tokens = [rng.randrange(2**20) for _ in range(300)]
-    digests, states = extend_chains(np.array(words[0], np.uint64), np.array(tokens, np.uint64))
-    alone = [extend_chain(state, [token]) for state, token in zip(words[0], tokens, strict=True)]
-    assert [(int(digest[0]), state) for digest, state in alone] == list(
-        zip(digests.tolist(), states.tolist(), strict=True)
+    runs = [[rng.randrange(2**20) for _ in range(rng.randint(1, 20))] for _ in words[0]]
+    states = extend_chains(
+        np.array(words[0], np.uint64),
+        np.array([token for run in runs for token in run], np.uint64),
+        np.array([len(run) for run in runs]),
     )
+    assert states.tolist() == [h for run, state in zip(runs, words[0], strict=True) for h in chain(run, state)]
     for eos in ((), (0,), (3, 9)):
         drawing = [rng.random() < 0.5 for _ in tokens]
-        chosen = choose_tokens(
+        chosen, drawn = choose_tokens(
             np.array(words[0], np.uint64),
             np.array(tokens, np.uint64),
             vocab_size=512,
             eos_token_ids=eos,
             drawing=np.array(drawing),
-            seeds=np.array([mix(word) for word in words[1]], np.uint64),
-            indices=np.array([mix(row % 4) for row in range(300)], np.uint64),
+            seeds=np.array(words[1], np.uint64),
+            indices=np.array([row % 4 for row in range(300)], np.uint64),
         )
-        assert chosen.tolist() == [
+        assert list(zip(chosen.tolist(), drawn.tolist(), strict=True)) == [
             choose_token(
                 words[0][row],
                 tokens[row],
@@ -72,7 +58,7 @@ def test_many_at_once_are_as_each_alone() -> None:
                 temperature=float(drawing[row]),
                 seed=words[1][row],
                 sequence_index=row % 4,
-            )[0]
+            )
             for row in range(300)
         ]
 

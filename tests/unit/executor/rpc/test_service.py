@@ -17,8 +17,7 @@ from support.executor.expected_tokens import expected_tokens
 
 from pagekv.common.server import GrpcServer
 from pagekv.common.statuses import STATUS_DETAILS_KEY
-from pagekv.executor.backend.interface import Sampled, Scheduled
-from pagekv.executor.backend.layout import LAYOUT
+from pagekv.executor.backend.interface import LAYOUT, Sampled, Scheduled
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel
 from pagekv.executor.rpc.service import SERVICE_NAME, ExecutorService
 from pagekv.executor.session.session import Session

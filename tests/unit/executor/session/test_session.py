@@ -10,8 +10,7 @@ import pytest
 from support.executor.executor_steps import new_sequence
 
 from pagekv.common.errors import FailedPrecondition, StaleEpoch
-from pagekv.executor.backend.interface import Sampled, Scheduled
-from pagekv.executor.backend.layout import LAYOUT
+from pagekv.executor.backend.interface import LAYOUT, Sampled, Scheduled
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel
 from pagekv.executor.session.session import AttachOrder, Session
 from pagekv.executor.session.step import Step

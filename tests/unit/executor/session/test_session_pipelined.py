@@ -12,8 +12,7 @@ import pytest
 from support.executor.executor_steps import new_sequence
 
 from pagekv.common.errors import InvalidRequest, Unavailable
-from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Launch, Sampled, Scheduled, SequenceState
-from pagekv.executor.backend.layout import LAYOUT
+from pagekv.executor.backend.interface import LAYOUT, UNKNOWN_TOKEN, Launch, Sampled, Scheduled, SequenceState
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel
 from pagekv.executor.session.session import AttachOrder, Session, StepFailed
 from pagekv.executor.session.step import ExecutedStep, Step

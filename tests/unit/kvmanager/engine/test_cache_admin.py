@@ -10,6 +10,7 @@ import pytest
 from support.clients.table_reader import Reader, table_of
 from support.engine.cached_prefixes import Clock
 from support.engine.fake_executor import FakeExecutor, expected_output
+from support.engine.integrity import check_scheduler, pin_tables
 from support.engine.scheduler_driver import VOCAB, Driver, finished, output
 
 from pagekv.common.errors import LimitExceeded
@@ -51,7 +52,7 @@ class WatchedDriver(Driver):
 
     def check(self) -> None:
         sequences = (s for request in self.requests for s in request.sequences)
-        self.scheduler.check_integrity(sequences, self.admin.pins.tables())
+        check_scheduler(self.scheduler, sequences, self.admin.pins)
 
     def live_commands(self) -> list[GenerateCommand]:
         return [request.command for request in self.requests if not finished(request)]
@@ -132,7 +133,7 @@ class History:
         if self.rng.random() < 0.1:
             self.slow.read()
             assert self.slow.table == table
-        for blocks in admin.pins.tables():
+        for blocks in pin_tables(admin.pins):
             assert all(driver.pool.table.digest(block) is not None for block in blocks)
         assert admin.pins.num_blocks <= BLOCKS // 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from support.engine.cached_prefixes import ROOT, Clock, cache, evict_all, hold, root_of
+from support.engine.integrity import check_pool
 
 from pagekv.kvmanager.engine.explain import PrefixExplainer
 from pagekv.kvmanager.kvcache.block_hash import MediaSpan
@@ -137,7 +138,7 @@ def test_what_follows_an_evicted_block_leaves_with_it() -> None:
     evict_all(bench.pool)
     assert [b.outcome for b in bench.explain([*range(8), *range(60, 64)]).blocks] == [pb.BLOCK_OUTCOME_EVICTED] * 3
     assert bench.pool.num_published == 0
-    bench.pool.check_integrity([long[2:].tolist()])
+    check_pool(bench.pool, [long[2:].tolist()])
 
 
 def test_diverged_says_where() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from support.engine.engine_harness import Bench, Link, command, config, expect, read, run, until
+from support.engine.integrity import check_engine
 
 from pagekv.common.errors import LimitExceeded, Unavailable
 from pagekv.kvmanager.engine import loop as engine_loop
@@ -106,7 +107,7 @@ def test_pins_are_gauges_and_a_state_of_blocks(monkeypatch: pytest.MonkeyPatch) 
         blocks = engine.queries.list_blocks(0, 99, pb.BLOCK_STATE_PINNED).blocks
         assert sorted((block.ref_count, block.pins) for block in blocks) == [(1, 1), (2, 2)]
         assert engine.queries.list_blocks(0, 99, pb.BLOCK_STATE_ACTIVE) == pb.ListBlocksResponse()
-        engine.queries.check_integrity()
+        check_engine(engine.queries)
         for pin in pins:
             engine.queries.unpin_prefix(pin)
         assert engine.queries.pin_prefix([40, 41, 42, 43], ANY, 60).pin_id == ""

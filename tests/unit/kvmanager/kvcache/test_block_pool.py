@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from support.engine.integrity import check_pool
 
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest, token_bytes
@@ -56,7 +57,7 @@ def test_allocate_takes_all_or_nothing() -> None:
     assert pool.num_free == 4
     assert held(pool, 3) == [0, 1, 2]
     assert pool.num_active == 3
-    pool.check_integrity([[0, 1, 2]])
+    check_pool(pool, [[0, 1, 2]])
 
 
 def test_longest_hit_stops_at_the_first_miss() -> None:
@@ -182,7 +183,7 @@ def test_clear_forgets_and_keeps_what_is_held() -> None:
     assert pool.clear_prefix_table() == 2
     assert match(pool, [1, 2]) == []
     assert pool.num_active == 1
-    pool.check_integrity([blocks[:1]])
+    check_pool(pool, [blocks[:1]])
 
 
 def test_a_block_tells_for_how_long_its_content_is_cached() -> None:
@@ -236,11 +237,11 @@ def test_misuse_is_a_broken_invariant() -> None:
 
 
 @pytest.mark.parametrize("damage", ["ref", "table", "gauge"])
-def test_check_integrity_sees_damage(damage: str) -> None:
+def test_check_pool_sees_damage(damage: str) -> None:
     pool = BlockPool(3, 1)
     blocks = held(pool, 1)
     publish(pool, blocks, [1])
-    pool.check_integrity([blocks])
+    check_pool(pool, [blocks])
     if damage == "ref":
         pool._ref_count[2] = 1
     elif damage == "table":
@@ -248,4 +249,4 @@ def test_check_integrity_sees_damage(damage: str) -> None:
     else:
         pool._num_cached_free = 1
     with pytest.raises(InvariantError):
-        pool.check_integrity([blocks])
+        check_pool(pool, [blocks])

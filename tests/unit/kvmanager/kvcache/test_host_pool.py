@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support.engine.integrity import check_host
 
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
@@ -50,7 +51,7 @@ def test_blocks_are_evicted_least_recently_used_first_and_never_while_held() -> 
     assert keep(pool, [(3, 0)]) == ([blocks[0]], [0])
     assert find(pool, [(0, 0), (1, 0), (2, 0), (3, 0)]) == [NO_BLOCK, blocks[1], blocks[2], blocks[0]]
     assert (pool.evictions, pool.num_free) == (1, 1)
-    pool.check_integrity([[blocks[2]], [blocks[0]]])
+    check_host(pool, [[blocks[2]], [blocks[0]]])
 
 
 def test_what_is_there_is_held_and_not_filled_again() -> None:
@@ -69,7 +70,7 @@ def test_as_far_as_there_is_room() -> None:
     blocks, fresh = keep(pool, [(1, 0), (0, 0), (2, 0), (3, 0), (0, 0)])
     assert (len(blocks), fresh) == (3, [0, 2])
     assert blocks[1] == held[0]
-    pool.check_integrity([held, blocks])
+    check_host(pool, [held, blocks])
 
 
 def test_what_makes_room_for_another_is_not_there_any_more() -> None:
@@ -90,14 +91,14 @@ def test_a_colliding_digest_is_a_miss_an_alarm_and_private() -> None:
     second, fresh = keep(pool, [(0, 1), (1, 0)])
     assert fresh == [0, 1]
     assert find(pool, [(0, 0), (1, 0)]) == [first[0], second[1]]
-    pool.check_integrity([first, second])
+    check_host(pool, [first, second])
 
 
 @pytest.mark.parametrize("damage", ["ref", "key", "queue"])
-def test_check_integrity_sees_damage(damage: str) -> None:
+def test_check_host_sees_damage(damage: str) -> None:
     pool = HostPool(3, 2)
     blocks, _ = keep(pool, [(0, 0)])
-    pool.check_integrity([blocks])
+    check_host(pool, [blocks])
     if damage == "ref":
         pool._ref_count[2] = 1
     elif damage == "key":
@@ -105,7 +106,7 @@ def test_check_integrity_sees_damage(damage: str) -> None:
     else:
         pool._free.remove(np.array([2], np.int32))
     with pytest.raises(InvariantError):
-        pool.check_integrity([blocks])
+        check_host(pool, [blocks])
 
 
 def test_what_nobody_holds_cannot_be_released() -> None:
@@ -220,7 +221,7 @@ def test_a_batch_is_the_same_as_one_after_the_other(data: st.DataObject) -> None
         elif move == "clear":
             pool.clear()
             plain.content.clear()
-        pool.check_integrity(held)
+        check_host(pool, held)
         assert list(pool._free) == plain.free
         assert [pool.key(block) for block in range(size)] == [
             digest(plain.content[block][0]) if block in plain.content else None for block in range(size)

@@ -6,6 +6,7 @@ import random
 
 import pytest
 from support.engine.cached_prefixes import Clock, cache, evict_all
+from support.engine.integrity import check_pool, pin_tables
 
 from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.kvcache import pins as pins_module
@@ -156,7 +157,7 @@ def test_random_pins_keep_every_count_right(seed: int) -> None:
         else:
             assert pins.end_all() >= 0
             assert len(pins) == 0
-        pool.check_integrity(pins.tables())
+        check_pool(pool, pin_tables(pins))
         assert pins.num_blocks == pool.num_active
-        assert pins.num_blocks == len({block for table in pins.tables() for block in table})
+        assert pins.num_blocks == len({block for table in pin_tables(pins) for block in table})
     assert all(expiry > clock.now for expiry in [pins.next_expiry] if expiry is not None)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from support.engine.integrity import check_table
 
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_hash import block_digest, chain_digests, root_digest, token_bytes
@@ -40,7 +41,7 @@ class Table(PrefixTable):
         added = self.add_chain(
             ids(blocks), digests[first:], parent, rows(tokens)[first:], first=first == 0, media=False
         )
-        self.check_integrity()
+        check_table(self)
         return added
 
     def found(self, tokens: list[int]) -> list[int]:
@@ -134,7 +135,7 @@ def test_what_follows_leaves_with_a_block() -> None:
     removed, digests = table.remove(ids([1]))
     assert removed.tolist() == [1, 2]
     assert digests == chain_digests(ROOT, token_bytes([1, 2, 3, 4, 5, 6]), SIZE)[1:]
-    table.check_integrity()
+    check_table(table)
     assert table.found([1, 2, 9, 9]) == [0, 3]
     assert sorted(table.remove(ids([0]))[0].tolist()) == [0, 3]
     assert len(table) == 0
@@ -149,7 +150,7 @@ def test_blocks_with_media_are_found_by_digest_alone() -> None:
     pictures = [block_digest(parent, token_bytes([7, 7]), [(0, name)]) for name in ("cat", "dog")]
     for block, digest in enumerate(pictures, 1):
         table.add_chain(ids([block]), [digest], parent, rows([7, 7]), first=False, media=True)
-    table.check_integrity()
+    check_table(table)
     assert [table.lookup(digest) for digest in pictures] == [1, 2]
     assert table.parents([1, 2]) == [parent, parent]
     assert table.match_tokens(ROOT, rows([1, 2, 7, 7])) == [0]
@@ -160,7 +161,7 @@ def test_blocks_with_media_are_found_by_digest_alone() -> None:
     columns = table.columns()
     assert (columns.media, columns.parents[[2, 3]].tolist()) == ({2, 3}, [0, 0])
     table.remove(ids([3]))
-    table.check_integrity()
+    check_table(table)
 
 
 def test_columns_are_a_copy() -> None:
@@ -169,7 +170,7 @@ def test_columns_are_a_copy() -> None:
     columns = table.columns()
     assert table.clear() == 2
     assert len(table) == 0
-    table.check_integrity()
+    check_table(table)
     assert columns.published.nonzero()[0].tolist() == [1, 3]
     assert (columns.parents[1], columns.parents[3], columns.parent_digest_of) == (3, -1, {3: ROOT})
     assert columns.tokens[[3, 1]].tolist() == [[1, 2], [3, 4]]
@@ -195,4 +196,4 @@ def test_blocks_after_others_enter_only_in_the_simple_case() -> None:
     assert table.match_tokens(ROOT, rows([1, 1, 2, 2, 3, 3])) == [0, 1, 2]
     assert table.match_tokens(ROOT, rows([7, 7])) == [4]
     assert len(table) == 4
-    table.check_integrity()
+    check_table(table)

@@ -6,7 +6,7 @@ import pytest
 
 from pagekv.common.flags import declarations
 from pagekv.kvmanager.kvcache.eviction_policy import LruOrder, SegmentedLruOrder
-from pagekv.kvmanager.replay.options import ReplayOptions, TimedOptions
+from pagekv.kvmanager.replay.options import ReplayOptions, StepCost, TimedOptions
 
 OPTIONS = ReplayOptions(block_size=16, tokens_per_id=512, partial_blocks=False)
 
@@ -39,3 +39,9 @@ def test_flags_of_timed_mode_come_before_those_of_costs() -> None:
         "decode-us",
         "kv-read-ns",
     ]
+
+
+def test_a_step_costs_the_sum_of_its_parts_and_nothing_where_it_computes_nothing() -> None:
+    cost = StepCost(step_ms=1.0, prefill_us=10.0, decode_us=100.0, kv_read_ns=1000.0)
+    assert cost.seconds(3, 2, 50) == pytest.approx(1e-3 + 30e-6 + 200e-6 + 50e-6)
+    assert cost.seconds(0, 0, 50) == 0.0

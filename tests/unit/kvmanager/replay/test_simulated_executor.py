@@ -12,9 +12,9 @@ from support.engine.replays import random_trace
 
 from pagekv.kvmanager.kvcache.block_hash import root_digest
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
-from pagekv.kvmanager.replay.cost_model import StepCost
+from pagekv.kvmanager.replay.options import StepCost
 from pagekv.kvmanager.replay.simulated_executor import BegunStep, SimulatedExecutor
-from pagekv.kvmanager.replay.synthetic_prompt import prompt_ids
+from pagekv.kvmanager.replay.synthetic_prompt import prompt_tokens
 from pagekv.kvmanager.replay.trace import TraceRecord
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.stream import RequestStream
@@ -59,9 +59,8 @@ class CountingExecutor:
 
 
 def request_of(record: TraceRecord, index: int) -> LiveRequest:
-    command = GenerateCommand(
-        f"r{index}", prompt_ids(record, index, 4), SamplingParams(max_tokens=record.output_length)
-    )
+    prompt = prompt_tokens(record, index, 4, record.input_length).tolist()
+    command = GenerateCommand(f"r{index}", prompt, SamplingParams(max_tokens=record.output_length))
     return live_request(command, RequestStream("", 1), index, root_digest("", "", ""), 0)
 
 

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 from support.engine.replays import SMALL, SMALLER, ignore
 
-from pagekv.kvmanager.replay.cost_model import StepCost
-from pagekv.kvmanager.replay.options import ReplayOptions
+from pagekv.kvmanager.replay.options import ReplayOptions, StepCost
 from pagekv.kvmanager.replay.report import Row, StepTiming
-from pagekv.kvmanager.replay.synthetic_prompt import prompt_ids
+from pagekv.kvmanager.replay.synthetic_prompt import prompt_tokens
 from pagekv.kvmanager.replay.timed_mode import replay_timed
 from pagekv.kvmanager.replay.trace import TraceRecord
 
@@ -34,7 +33,7 @@ def test_an_unbounded_pool_hits_every_full_block_seen_before() -> None:
         seen: set[tuple[int, ...]] = set()
         expected = 0
         for index, record in enumerate(sorted(SMALLER, key=lambda record: record.arrival_s)):
-            tokens = prompt_ids(record, index, 4)
+            tokens = prompt_tokens(record, index, 4, record.input_length).tolist()
             size = options.block_size
             prefixes = [tuple(tokens[: end + size]) for end in range(0, len(tokens) - size + 1, size)]
             # At least one token is computed.

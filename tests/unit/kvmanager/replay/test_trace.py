@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagekv.kvmanager.replay.synthetic_prompt import distinct_prefixes, output_tokens, prompt_bytes, prompt_ids
+from pagekv.kvmanager.replay.synthetic_prompt import distinct_prefixes, output_tokens, prompt_tokens
 from pagekv.kvmanager.replay.trace import TraceError, TraceRecord, read_trace
 
 DATA = Path(__file__).resolve().parents[3] / "data" / "traces"
@@ -113,15 +113,15 @@ def test_files_that_are_no_trace(tmp_path: Path) -> None:
 
 def test_prompts_agree_as_far_as_their_hash_ids() -> None:
     first, second = TraceRecord(0, 10, 1, (5, 6, 7)), TraceRecord(0, 12, 1, (5, 6, 8))
-    one, two = prompt_ids(first, 0, 4), prompt_ids(second, 1, 4)
+    one, two = prompt_tokens(first, 0, 4, 10).tolist(), prompt_tokens(second, 1, 4, 12).tolist()
     assert (len(one), len(two)) == (10, 12)
     assert one[:8] == two[:8]
     assert not set(one[8:]) & set(two[8:])
-    unlike = [prompt_ids(TraceRecord(0, 4, 1, ()), index, 4) for index in (0, 1)]
+    unlike = [prompt_tokens(TraceRecord(0, 4, 1, ()), index, 4, 4).tolist() for index in (0, 1)]
     outputs = output_tokens(np.array([0, 1])).tolist()
     assert not {*unlike[0], outputs[0]} & {*unlike[1], *one, *two, outputs[1]}
-    # Bytes are the same token ids; past the end the last id goes on.
-    assert prompt_bytes(first, 4, 12) == b"".join(i.to_bytes(4, "little") for i in [*one, 7, 7])
+    # Past the end the last id goes on.
+    assert prompt_tokens(first, 0, 4, 12).tolist() == [*one, 7, 7]
 
 
 def test_distinct_prefixes_count_chains_not_ids() -> None:

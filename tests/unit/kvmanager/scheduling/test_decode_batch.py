@@ -8,6 +8,7 @@ import weakref
 
 import numpy as np
 import pytest
+from support.engine.integrity import check_batch, pending
 from support.engine.scheduler_driver import Driver
 
 from pagekv.kvmanager.scheduling.decode_batch import DecodeBatch
@@ -62,7 +63,7 @@ def test_a_row_is_kept_until_the_last_promised_token_has_come() -> None:
     batch.settle()
     newcomer = decoding(driver, batch, 5)
     assert newcomer.seq_id not in rows
-    assert (preempted.num_pending, finished.num_pending) == (1, 1)
+    assert (pending(preempted), pending(finished)) == (1, 1)
     batch.pending[rows] -= 1
     assert batch.alive[rows].tolist() == [True, False]
     batch.append(rows[:1], np.array([77], np.uint32))
@@ -79,9 +80,9 @@ def test_a_lost_executor_frees_every_row_and_forgets_what_was_promised() -> None
     sequences = [decoding(driver, batch, 3) for _ in range(3)]
     batch.remove(sequences[1], finished=False)
     batch.clear()
-    assert all((s.seq_id, s.num_pending, s.batch) == (NO_SEQ_ID, 0, None) for s in sequences)
+    assert all((s.seq_id, pending(s), s.batch) == (NO_SEQ_ID, 0, None) for s in sequences)
     assert len(batch.decoding_rows()) == 0
-    batch.check_integrity([])
+    check_batch(batch, [])
 
 
 def test_the_tokens_of_a_sequence_that_has_ended_are_kept_by_nobody() -> None:

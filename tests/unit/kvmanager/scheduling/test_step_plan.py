@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from support.engine.fake_executor import expected_output
+from support.engine.integrity import pending
 from support.engine.scheduler_driver import VOCAB, Driver, output
 
 from pagekv.kvmanager.scheduling.step_plan import Admitted
@@ -19,7 +20,7 @@ def test_the_next_step_is_planned_while_one_is_in_flight() -> None:
     ahead = driver.plan()
     assert ahead is not None
     assert ahead.num_tokens == 1
-    assert (request.sequences[0].num_pending, len(request.sequences[0].token_ids)) == (2, 5)
+    assert (pending(request.sequences[0]), len(request.sequences[0].token_ids)) == (2, 5)
     driver.drain()
     assert output(request) == expect([1, 2, 3, 4, 5], 4)
 

@@ -16,7 +16,7 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import zmq
 import zmq.asyncio
@@ -52,7 +52,7 @@ RETRY_S = 1.0
 PAUSE_S = 0.2
 # Topic of every batch: vLLM's default.
 _TOPIC = b""
-_END = (-1).to_bytes(8, "big", signed=True)
+_END = ((-1).to_bytes(8, "big", signed=True), b"")
 
 
 class KvEventPublisher(Observer):
@@ -60,7 +60,6 @@ class KvEventPublisher(Observer):
 
     def __init__(self, endpoint: str, replay_endpoint: str = "", clock: Callable[[], float] = time.time) -> None:
         """Endpoints as the flags have them; no replays with an empty one. `clock` gives seconds since 1970."""
-        self._asked_for = endpoint, replay_endpoint
         self._clock = clock
         self._extra_keys = ExtraKeys()
         self._format = KvEventFormat(self._extra_keys)
@@ -71,10 +70,10 @@ class KvEventPublisher(Observer):
         self._sent_bytes = 0
         self._replays: set[asyncio.Task[None]] = set()
         self._context = zmq.Context()
-        self._pub: zmq.Socket[bytes] | None = None
-        self._router: zmq.asyncio.Socket | None = None
-        # Bound addresses, with the port that was free where port 0 was asked for; empty before `bind`.
-        self.endpoint = self.replay_endpoint = ""
+        self._pub = self._context.socket(zmq.PUB)
+        self._router = zmq.asyncio.Context(self._context).socket(zmq.ROUTER) if replay_endpoint else None
+        # From `bind` on with the port that was free where port 0 was asked for.
+        self.endpoint, self.replay_endpoint = endpoint, replay_endpoint
 
     # -- observer
 
@@ -94,19 +93,14 @@ class KvEventPublisher(Observer):
 
     def bind(self) -> None:
         """Opens the sockets. Raises OSError, naming the flag, when an endpoint cannot be had."""
-        endpoint, replay_endpoint = self._asked_for
-        pub = self._context.socket(zmq.PUB)
-        pub.setsockopt(zmq.SNDHWM, MAX_UNSENT)
-        self.endpoint = _bind(pub, "--kv-events-endpoint", endpoint)
-        self._pub = pub
-        if replay_endpoint:
-            router = zmq.asyncio.Context(self._context).socket(zmq.ROUTER)
-            router.setsockopt(zmq.SNDHWM, MAX_UNSENT_REPLAYS)
-            router.setsockopt(zmq.RCVHWM, MAX_REPLAYS)
+        self._pub.setsockopt(zmq.SNDHWM, MAX_UNSENT)
+        self.endpoint = _bind(self._pub, "--kv-events-endpoint", self.endpoint)
+        if self._router is not None:
+            self._router.setsockopt(zmq.SNDHWM, MAX_UNSENT_REPLAYS)
+            self._router.setsockopt(zmq.RCVHWM, MAX_REPLAYS)
             # An error when an asker cannot take more, or is gone; by default its messages are dropped in silence.
-            router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self.replay_endpoint = _bind(router, "--kv-events-replay-endpoint", replay_endpoint)
-            self._router = router
+            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self.replay_endpoint = _bind(self._router, "--kv-events-replay-endpoint", self.replay_endpoint)
 
     def close(self) -> None:
         """Closes the sockets; messages that are not sent within 100 ms are dropped."""
@@ -119,6 +113,7 @@ class KvEventPublisher(Observer):
 
     async def run(self, engine: EngineLoop) -> None:
         """Publishes until the manager stops."""
+        log.info("publishing KV events", endpoint=self.endpoint, replay=self.replay_endpoint or None)
         replays = asyncio.create_task(self._serve_replays(), name="KV event replays")
         try:
             await engine.wait_ready()
@@ -136,33 +131,32 @@ class KvEventPublisher(Observer):
                     await asyncio.sleep(RETRY_S)
         except Unavailable:
             pass  # the manager is shutting down
+        except Exception:
+            log.exception("no more KV events")
         finally:
             replays.cancel()
 
     async def _publish_changes(self, watch: TableWatch) -> None:
-        self._publish([self._format.beginning()])
+        self._publish(self._format.beginning())
         while blocks := watch.take_snapshot(SNAPSHOT_PIECE):
-            self._publish(self._format.snapshot(blocks))
+            for events in self._format.snapshot(blocks):
+                self._publish(events)
             await asyncio.sleep(0)
         while True:
             for events in self._format.changed(await watch.take()):
-                self._publish([events])
+                self._publish(events)
                 await asyncio.sleep(0)
             await asyncio.sleep(PAUSE_S)
 
-    def _publish(self, batches: Iterable[Events]) -> None:
-        assert self._pub is not None
-        for events in batches:
-            number, payload = next(self._numbers), pack(self._clock(), events)
-            # PUB drops what a subscriber has no room for, so this never waits.
-            self._pub.send(_TOPIC, zmq.NOBLOCK | zmq.SNDMORE)
-            self._pub.send(number.to_bytes(8, "big"), zmq.NOBLOCK | zmq.SNDMORE)
-            self._pub.send(payload, zmq.NOBLOCK)
-            if self._router is not None:
-                self._sent.append((number, payload))
-                self._sent_bytes += len(payload)
-                while len(self._sent) > MAX_REPLAY_BATCHES or self._sent_bytes > MAX_REPLAY_BYTES:
-                    self._sent_bytes -= len(self._sent.popleft()[1])
+    def _publish(self, events: Events) -> None:
+        number, payload = next(self._numbers), pack(self._clock(), events)
+        # PUB drops what a subscriber has no room for, so this never waits.
+        self._pub.send_multipart((_TOPIC, number.to_bytes(8, "big"), payload), zmq.NOBLOCK)
+        if self._router is not None:
+            self._sent.append((number, payload))
+            self._sent_bytes += len(payload)
+            while len(self._sent) > MAX_REPLAY_BATCHES or self._sent_bytes > MAX_REPLAY_BYTES:
+                self._sent_bytes -= len(self._sent.popleft()[1])
 
     # -- replays
 
@@ -183,20 +177,19 @@ class KvEventPublisher(Observer):
 
     async def _replay(self, asker: bytes, first: int) -> None:
         """Sends all kept batches from number `first` on, and the end. Gives up when the asker takes nothing in."""
-        batches = [(number, payload) for number, payload in self._sent if number >= first]
-        for count, (number, payload) in enumerate(batches, 1):
-            if not await self._answer(asker, _TOPIC, number.to_bytes(8, "big"), payload):
+        batches = [(number.to_bytes(8, "big"), payload) for number, payload in self._sent if number >= first]
+        for count, (number, payload) in enumerate([*batches, _END], 1):
+            if not await self._answer((asker, b"", _TOPIC, number, payload)):
                 return
             if count % REPLAY_PIECE == 0:
                 await asyncio.sleep(0)
-        await self._answer(asker, b"", _END, b"")
 
-    async def _answer(self, asker: bytes, topic: bytes, number: bytes, payload: bytes) -> bool:
+    async def _answer(self, frames: tuple[bytes, ...]) -> bool:
         assert self._router is not None
         deadline = time.monotonic() + REPLAY_PATIENCE_S
         while True:
             try:
-                await self._router.send_multipart((asker, b"", topic, number, payload), zmq.NOBLOCK)
+                await self._router.send_multipart(frames, zmq.NOBLOCK)
                 return True
             except zmq.Again:
                 if time.monotonic() > deadline:

@@ -8,7 +8,6 @@ the name and the labels are vLLM's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -20,43 +19,22 @@ from prometheus_client.registry import Collector
 from pagekv.common.errors import Unavailable
 from pagekv.kvmanager.engine.interface import Engine
 from pagekv.kvmanager.engine.views import EngineInfo
-from pagekv.kvmanager.observe.metrics.histogram import Histogram
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 
 if TYPE_CHECKING:
     from pagekv.v1.cache_service_pb2 import GetStatsResponse
 
-# One value, or one for each value of a label.
-Values = float | Mapping[str, float]
-# Labels that all samples of a family have.
-Labels = Mapping[str, str]
-_NONE: Labels = {}
+# One value, or a label and the values for each of its values.
+Values = float | tuple[str, Mapping[str, float]]
 
 
-def _family(
-    kind: type[CounterMetricFamily | GaugeMetricFamily],
-    name: str,
-    text: str,
-    values: Values,
-    label: str = "",
-    common: Labels = _NONE,
-) -> Metric:
+def _family(name: str, text: str, values: Values, common: Mapping[str, str]) -> Metric:
+    """A counter, if the name ends with _total, or a gauge; `common` are labels that all samples have."""
+    label, by_label = values if isinstance(values, tuple) else ("", {"": values})
+    kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
     family = kind(name, text, labels=[*common, label] if label else [*common])
-    if isinstance(values, Mapping):
-        for of, value in values.items():
-            family.add_metric([*common.values(), of], value)
-    else:
-        family.add_metric([*common.values()], values)
-    return family
-
-
-# Samples of a counter are called `name`_total.
-_counter, _gauge = partial(_family, CounterMetricFamily), partial(_family, GaugeMetricFamily)
-
-
-def _histogram(name: str, text: str, histogram: Histogram, common: Labels = _NONE) -> Metric:
-    family = HistogramMetricFamily(name, text, labels=[*common])
-    family.add_metric([*common.values()], histogram.buckets(), histogram.total)
+    for of, value in by_label.items():
+        family.add_metric([*common.values(), of] if label else [*common.values()], value)
     return family
 
 
@@ -76,141 +54,86 @@ class EngineCollector(Collector):
         except Unavailable:
             stats = None
         attached = stats is not None and stats.executor_attached
-        yield _gauge("pagekv_executor_attached", "1 while an executor is attached, else 0", attached)
-        if model is not None and stats is not None:
-            name = model.model_id or model.backend
-            yield from self._vllm(stats, {"model_name": name, "engine": "0"})
-            yield from _pool(stats)
-            yield from _cache(stats, model)
-            yield from self._steps(stats)
-            labels = {"model_name": name, "backend": model.backend, "block_size": str(model.block_size)}
-            yield _gauge("pagekv_info", "Always 1; what is served", 1, common=labels)
+        yield _family("pagekv_executor_attached", "1 while an executor is attached, else 0", attached, {})
+        if model is None or stats is None:
+            return
+        model_name = model.model_id or model.backend
+        vllm = {"model_name": model_name, "engine": "0"}
+        for name, text, values in self._values(stats, model):
+            yield _family(name, text, values, vllm if name.startswith("vllm:") else {})
+        for histogram in self._requests.histograms:
+            common = vllm if histogram.name.startswith("vllm:") else {}
+            family = HistogramMetricFamily(histogram.name, histogram.text, labels=[*common])
+            family.add_metric([*common.values()], histogram.buckets(), histogram.total)
+            yield family
+        info = {"model_name": model_name, "backend": model.backend, "block_size": str(model.block_size)}
+        yield _family("pagekv_info", "Always 1; what is served", 1, info)
 
-    def _vllm(self, stats: GetStatsResponse, common: Labels) -> Iterator[Metric]:
-        """Metrics whose meaning is vLLM's."""
+    def _values(self, stats: GetStatsResponse, model: EngineInfo) -> list[tuple[str, str, Values]]:
+        """Name, help and values of every counter and gauge."""
         looked_up = self._prefix_cache
-        requests = self._requests
-        queries, hits = stats.prompt_tokens_total * looked_up, stats.cached_tokens_total * looked_up
-        for name, text, count in (
-            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", queries),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache", hits),
-            ("num_preemptions", "Preemptions", stats.preemptions_total),
-            ("prompt_tokens", "Prompt tokens of admitted requests", stats.prompt_tokens_total),
-            ("generation_tokens", "Tokens generated", stats.generated_tokens_total),
-        ):
-            yield _counter(f"vllm:{name}", text, count, common=common)
-        yield _gauge(
-            "vllm:kv_cache_usage_perc", "Held blocks / blocks of the device pool, 0 to 1", stats.kv_usage, common=common
-        )
-        yield _gauge("vllm:num_requests_running", "Sequences that hold blocks", stats.running_sequences, common=common)
-        yield _gauge(
-            "vllm:num_requests_waiting", "Sequences that wait for blocks", stats.waiting_sequences, common=common
-        )
-        yield _counter(
-            "vllm:request_success", "Sequences that ended, by why", requests.finished, "finished_reason", common
-        )
-        for name, text, histogram in (
-            ("time_to_first_token_seconds", "From queued to the first token", requests.time_to_first_token),
-            ("inter_token_latency_seconds", "Between tokens of a sequence", requests.inter_token_latency),
-            ("e2e_request_latency_seconds", "From queued to the end", requests.e2e_latency),
-            ("request_queue_time_seconds", "From queued to the first step", requests.queue_time),
-            ("request_prefill_time_seconds", "From the first step to the first token", requests.prefill_time),
-            ("request_decode_time_seconds", "From the first token to the end", requests.decode_time),
-            ("request_prompt_tokens", "Prompt tokens of a request", requests.prompt_tokens),
-            ("request_generation_tokens", "Tokens generated for a sequence", requests.generation_tokens),
-        ):
-            yield _histogram(f"vllm:{name}", text, histogram, common)
 
-    def _steps(self, stats: GetStatsResponse) -> Iterator[Metric]:
-        yield _histogram("pagekv_step_seconds", "A step in the executor", self._requests.step_seconds)
-        yield _histogram("pagekv_step_tokens", "Tokens computed in a step", self._requests.step_tokens)
-        busy, idle = stats.executor_busy_us_total * 1e-6, stats.executor_idle_us_total * 1e-6
-        refused = "Requests refused: too much waits, to be computed or to be read"
-        for name, text, count in (
-            ("pagekv_computed_tokens", "Tokens computed", stats.computed_tokens_total),
-            ("pagekv_executor_busy_seconds", "Seconds in steps", busy),
-            ("pagekv_executor_idle_seconds", "Seconds between steps while there was work", idle),
-            ("pagekv_executor_restarts", "Epochs after the first", stats.executor_restarts_total),
-            ("pagekv_requests", "Requests accepted", stats.requests_total),
-            ("pagekv_requests_aborted", "Requests aborted", stats.aborted_requests_total),
-            ("pagekv_requests_rejected", refused, stats.rejected_requests_total),
-        ):
-            yield _counter(name, text, count)
+        def tiers(device: int, host: int) -> Values:
+            return "tier", {"device": device, "host": host}
 
-
-def _pool(stats: GetStatsResponse) -> Iterator[Metric]:
-    for name, text, device, host in (
-        ("pagekv_pool_blocks", "Blocks", stats.num_blocks, stats.num_host_blocks),
-        (
-            "pagekv_free_blocks",
-            "Blocks held by nobody, cached ones included",
-            stats.free_blocks,
-            stats.num_host_blocks - stats.host_held_blocks,
-        ),
-        ("pagekv_active_blocks", "Blocks held by sequences or pins", stats.active_blocks, stats.host_held_blocks),
-        (
-            "pagekv_cached_blocks",
-            "Blocks that a prompt can hit, held ones included",
-            stats.published_blocks,
-            stats.host_cached_blocks,
-        ),
-    ):
-        yield _gauge(name, text, {"device": device, "host": host}, "tier")
-    for name, text, device in (
-        ("pagekv_cached_free_blocks", "Cached blocks held by nobody", stats.cached_free_blocks),
-        ("pagekv_pinned_blocks", "Blocks under a pin", stats.pinned_blocks),
-    ):
-        yield _gauge(name, text, {"device": device}, "tier")
-    yield _gauge("pagekv_pins", "Pins", stats.pins)
-    yield _gauge("pagekv_watchers", "Readers of WatchEvents", stats.watchers)
-    unread = "Sequences that have ended in calls that are not read to their end"
-    yield _gauge("pagekv_unread_sequences", unread, stats.unread_sequences)
-    yield _gauge("pagekv_slot_utilization", "Filled slots / slots of held blocks, 0 to 1", stats.utilization)
-
-
-def _cache(stats: GetStatsResponse, model: EngineInfo) -> Iterator[Metric]:
-    yield _counter("pagekv_prompt_blocks", "Blocks of admitted prompts", stats.prompt_blocks_total)
-    yield _counter("pagekv_prompt_blocks_cached", "Of those, hits", stats.cached_blocks_total)
-    yield _counter(
-        "pagekv_prefix_misses",
-        "Prompts by why their first block that missed did",
-        {
-            "never_seen": stats.misses_never_seen_total,
-            "evicted": stats.misses_evicted_total,
-            "cleared": stats.misses_cleared_total,
-            "diverged": stats.misses_diverged_total,
-            "partial_tail": stats.misses_partial_tail_total,
-        },
-        "reason",
-    )
-    yield _counter(
-        "pagekv_evicted_blocks",
-        "Cached blocks evicted",
-        {"device": stats.evicted_blocks_total, "host": stats.host_evicted_blocks_total},
-        "tier",
-    )
-    yield _counter(
-        "pagekv_preemptions",
-        "Preemptions by what became of the blocks",
-        {
-            "swap": stats.swap_preemptions_total,
-            "recompute": stats.preemptions_total - stats.swap_preemptions_total,
-        },
-        "mode",
-    )
-    moved = {
-        "out": stats.swapped_out_blocks_total,
-        "in": stats.swapped_in_blocks_total,
-        "write_back": stats.written_back_blocks_total,
-    }
-    yield _counter("pagekv_swapped_blocks", "Blocks copied between device and host", moved, "direction")
-    yield _counter(
-        "pagekv_swapped_bytes",
-        "Bytes copied between device and host",
-        {direction: blocks * model.bytes_per_block for direction, blocks in moved.items()},
-        "direction",
-    )
-    yield _counter("pagekv_hash_alarms", "Digests that stood for other tokens", stats.hash_alarms_total)
+        moved = {
+            "out": stats.swapped_out_blocks_total,
+            "in": stats.swapped_in_blocks_total,
+            "write_back": stats.written_back_blocks_total,
+        }
+        moved_bytes = {way: blocks * model.bytes_per_block for way, blocks in moved.items()}
+        reasons = ("never_seen", "evicted", "cleared", "diverged", "partial_tail")
+        misses = {reason: getattr(stats, f"misses_{reason}_total") for reason in reasons}
+        swaps = stats.swap_preemptions_total
+        preemptions = {"swap": swaps, "recompute": stats.preemptions_total - swaps}
+        held = stats.host_held_blocks
+        return [
+            # The meaning of these is vLLM's.
+            ("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache",
+             stats.prompt_tokens_total * looked_up),
+            ("vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache",
+             stats.cached_tokens_total * looked_up),
+            ("vllm:num_preemptions_total", "Preemptions", stats.preemptions_total),
+            ("vllm:prompt_tokens_total", "Prompt tokens of admitted requests", stats.prompt_tokens_total),
+            ("vllm:generation_tokens_total", "Tokens generated", stats.generated_tokens_total),
+            ("vllm:kv_cache_usage_perc", "Held blocks / blocks of the device pool, 0 to 1", stats.kv_usage),
+            ("vllm:num_requests_running", "Sequences that hold blocks", stats.running_sequences),
+            ("vllm:num_requests_waiting", "Sequences that wait for blocks", stats.waiting_sequences),
+            ("vllm:request_success_total", "Sequences that ended, by why",
+             ("finished_reason", self._requests.finished)),
+            ("pagekv_pool_blocks", "Blocks", tiers(stats.num_blocks, stats.num_host_blocks)),
+            ("pagekv_free_blocks", "Blocks held by nobody, cached ones included",
+             tiers(stats.free_blocks, stats.num_host_blocks - held)),
+            ("pagekv_active_blocks", "Blocks held by sequences or pins", tiers(stats.active_blocks, held)),
+            ("pagekv_cached_blocks", "Blocks that a prompt can hit, held ones included",
+             tiers(stats.published_blocks, stats.host_cached_blocks)),
+            ("pagekv_cached_free_blocks", "Cached blocks held by nobody",
+             ("tier", {"device": stats.cached_free_blocks})),
+            ("pagekv_pinned_blocks", "Blocks under a pin", ("tier", {"device": stats.pinned_blocks})),
+            ("pagekv_pins", "Pins", stats.pins),
+            ("pagekv_watchers", "Readers of WatchEvents", stats.watchers),
+            ("pagekv_unread_sequences", "Sequences that have ended in calls that are not read to their end",
+             stats.unread_sequences),
+            ("pagekv_slot_utilization", "Filled slots / slots of held blocks, 0 to 1", stats.utilization),
+            ("pagekv_prompt_blocks_total", "Blocks of admitted prompts", stats.prompt_blocks_total),
+            ("pagekv_prompt_blocks_cached_total", "Of those, hits", stats.cached_blocks_total),
+            ("pagekv_prefix_misses_total", "Prompts by why their first block that missed did", ("reason", misses)),
+            ("pagekv_evicted_blocks_total", "Cached blocks evicted",
+             tiers(stats.evicted_blocks_total, stats.host_evicted_blocks_total)),
+            ("pagekv_preemptions_total", "Preemptions by what became of the blocks", ("mode", preemptions)),
+            ("pagekv_swapped_blocks_total", "Blocks copied between device and host", ("direction", moved)),
+            ("pagekv_swapped_bytes_total", "Bytes copied between device and host", ("direction", moved_bytes)),
+            ("pagekv_hash_alarms_total", "Digests that stood for other tokens", stats.hash_alarms_total),
+            ("pagekv_computed_tokens_total", "Tokens computed", stats.computed_tokens_total),
+            ("pagekv_executor_busy_seconds_total", "Seconds in steps", stats.executor_busy_us_total * 1e-6),
+            ("pagekv_executor_idle_seconds_total", "Seconds between steps while there was work",
+             stats.executor_idle_us_total * 1e-6),
+            ("pagekv_executor_restarts_total", "Epochs after the first", stats.executor_restarts_total),
+            ("pagekv_requests_total", "Requests accepted", stats.requests_total),
+            ("pagekv_requests_aborted_total", "Requests aborted", stats.aborted_requests_total),
+            ("pagekv_requests_rejected_total", "Requests refused: too much waits, to be computed or to be read",
+             stats.rejected_requests_total),
+        ]  # fmt: skip  # laid out as a table
 
 
 def metrics_routes(collector: Collector) -> list[web.AbstractRouteDef]:

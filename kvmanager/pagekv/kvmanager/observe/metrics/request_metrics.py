@@ -7,13 +7,13 @@ only when it enters, gets its first token, or ends.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from pagekv.kvmanager.engine.observer import Observer, RequestEnd
-from pagekv.kvmanager.observe.metrics.histogram import Histogram
-from pagekv.kvmanager.observe.metrics.inter_token_latency import InterTokenLatency
-from pagekv.kvmanager.scheduling.sequence import LiveRequest
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
 from pagekv.kvmanager.scheduling.step_plan import Committed, StepPlan, StepResult
 
 # Seconds: vLLM's bounds, with finer ones below for small models and fast requests.
@@ -37,6 +37,82 @@ REASONS = ("stop", "length", "abort", "error")
 _REST = {RequestEnd.FINISHED: "stop", RequestEnd.ABORTED: "abort", RequestEnd.FAILED: "error"}
 
 
+class Histogram:
+    """Counts by bucket; they never fall. Takes many equal values at once: prometheus-client's own histogram takes one
+    at a time, with a lock each.
+    """
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
+        """Name and help as Prometheus has them. `bounds` ascend: a bucket counts values above the bound before its own
+        and up to its own.
+        """
+        self.name, self.text = name, text
+        self._bounds = list(bounds)
+        # The last count is of values above every bound.
+        self._counts = [0] * (len(self._bounds) + 1)
+        # Sum of all values.
+        self.total = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Adds `value`, `count` times."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self.total += value * count
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Upper bound and number of values up to it, as Prometheus writes them; the last bound is +Inf."""
+        bounds = [*(f"{float(bound)}" for bound in self._bounds), "+Inf"]
+        return [*zip(bounds, accumulate(self._counts), strict=True)]
+
+
+class InterTokenLatency:
+    """Seconds between the tokens of each sequence, for all sequences of a step at once: in steady state the same ones
+    get a token in every step, so all have waited for as long, one observation with a weight. A sequence that comes back
+    after a preemption or a lost executor has waited since its latest token, too.
+    """
+
+    def __init__(self, histogram: Histogram) -> None:
+        """`histogram` takes the gaps."""
+        self._histogram = histogram
+        # Sequences that got a token in the latest step, in its order, and when that was.
+        self._latest: list[Seq] = []
+        self._latest_set: set[Seq] = set()
+        self._latest_at = 0.0
+        # Seconds: the latest token of every other live sequence that has one.
+        self._last: dict[Seq, float] = {}
+
+    def take(self, sequences: list[Seq], now: float) -> list[int]:
+        """Counts a token for each sequence; returns the positions of the sequences that got their first."""
+        if not sequences:
+            return []
+        first: list[int] = []
+        before = self._latest_set
+        if sequences == self._latest:
+            stayed = len(sequences)
+        else:
+            self._latest, self._latest_set = sequences, set(sequences)
+            self._last |= dict.fromkeys(before - self._latest_set, self._latest_at)
+            stayed = len(before & self._latest_set)
+            for position, sequence in enumerate(sequences) if stayed < len(sequences) else ():
+                if sequence not in before:
+                    last = self._last.pop(sequence, None)
+                    if last is None:
+                        first.append(position)
+                    else:
+                        self._histogram.observe(now - last)
+        if stayed:
+            self._histogram.observe(now - self._latest_at, stayed)
+        self._latest_at = now
+        return first
+
+    def finish(self, request: LiveRequest) -> None:
+        """Removes a request that has ended."""
+        for sequence in request.sequences:
+            self._last.pop(sequence, None)
+            if sequence in self._latest_set:
+                self._latest_set.remove(sequence)
+                self._latest = []
+
+
 @dataclass(slots=True)
 class _Progress:
     """Times of one request, in seconds on the clock."""
@@ -49,24 +125,31 @@ class _Progress:
 
 
 class RequestMetrics(Observer):
-    """Histograms by name, and `finished`: sequences by reason, cumulative."""
+    """`histograms`, and `finished`: sequences by reason, cumulative."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` gives seconds."""
         self._clock = clock
         self._live: dict[LiveRequest, _Progress] = {}
         self.finished = dict.fromkeys(REASONS, 0)
-        self.time_to_first_token = Histogram(FIRST_TOKEN)
-        self.inter_token_latency = Histogram(INTER_TOKEN)
-        self.e2e_latency = Histogram(LATENCY)
-        self.queue_time = Histogram(LATENCY)
-        self.prefill_time = Histogram(LATENCY)
-        self.decode_time = Histogram(LATENCY)
-        self.prompt_tokens = Histogram(TOKENS)
-        self.generation_tokens = Histogram(TOKENS)
-        self.step_seconds = Histogram(STEP)
-        self.step_tokens = Histogram(TOKENS)
+        self.histograms: list[Histogram] = []
+        add = self._histogram
+        first_text, prefill_text = "From queued to the first token", "From the first step to the first token"
+        self.time_to_first_token = add("vllm:time_to_first_token_seconds", first_text, FIRST_TOKEN)
+        self.inter_token_latency = add("vllm:inter_token_latency_seconds", "Between tokens of a sequence", INTER_TOKEN)
+        self.e2e_latency = add("vllm:e2e_request_latency_seconds", "From queued to the end", LATENCY)
+        self.queue_time = add("vllm:request_queue_time_seconds", "From queued to the first step", LATENCY)
+        self.prefill_time = add("vllm:request_prefill_time_seconds", prefill_text, LATENCY)
+        self.decode_time = add("vllm:request_decode_time_seconds", "From the first token to the end", LATENCY)
+        self.prompt_tokens = add("vllm:request_prompt_tokens", "Prompt tokens of a request", TOKENS)
+        self.generation_tokens = add("vllm:request_generation_tokens", "Tokens generated for a sequence", TOKENS)
+        self.step_seconds = add("pagekv_step_seconds", "A step in the executor", STEP)
+        self.step_tokens = add("pagekv_step_tokens", "Tokens computed in a step", TOKENS)
         self._inter_token = InterTokenLatency(self.inter_token_latency)
+
+    def _histogram(self, name: str, text: str, bounds: Sequence[float]) -> Histogram:
+        self.histograms.append(Histogram(name, text, bounds))
+        return self.histograms[-1]
 
     def submitted(self, request: LiveRequest) -> None:
         self._live[request] = _Progress(self._clock())

@@ -27,6 +27,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.observer import Observer
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_hash import token_bytes
@@ -83,13 +84,13 @@ def _name(sequence: Seq) -> tuple[int, int]:
 class StepRecorder(Observer):
     """Packs records on the event loop, since what they hold goes on changing; the file's thread writes them."""
 
-    def __init__(self, file: RecordingFile, *, eviction_policy: str, protected_share: float, aging: int) -> None:
-        """The policy and share are those of every pool, `aging` is what a level of priority is worth in arrivals."""
+    def __init__(self, file: RecordingFile, planning: EngineConfig) -> None:
+        """`planning` is the configuration of the engine whose decisions are recorded."""
         self._file = file
         self._packer = msgpack.Packer()
         self._check = 0
-        header = {"format": FORMAT, "version": VERSION, "eviction_policy": eviction_policy}
-        self._write({**header, "protected_share": protected_share, "priority_aging": aging})
+        header = {name: getattr(planning, name) for name in ("eviction_policy", "protected_share", "priority_aging")}
+        self._write({"format": FORMAT, "version": VERSION, **header})
 
     def _add(self, kind: str, *values: Any) -> None:
         if not self._file.over:

@@ -186,7 +186,7 @@ def test_neither_a_subscriber_nor_an_asker_that_reads_nothing_holds_anything_up(
         stuck, keen = Subscriber(publisher, most_unread=1), Subscriber(publisher)
         # Enough to fill what the operating system keeps for a socket that nobody reads.
         for _ in range(400):
-            publisher._publish([Events(1, msgpack.packb({"type": "AllBlocksCleared", "padding": "x" * 8000}))])
+            publisher._publish(Events(1, msgpack.packb({"type": "AllBlocksCleared", "padding": "x" * 8000})))
         for _ in range(3):
             await stuck.dealer.send_multipart((b"", bytes(8)))
         await until(lambda: len(publisher._replays) == 3)

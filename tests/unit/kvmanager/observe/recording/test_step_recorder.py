@@ -13,6 +13,7 @@ import pytest
 from support.engine.engine_harness import Bench, command, expect, read, run
 from support.engine.step_recordings import EIGHT, RecordedDriver, record_busy_engine, records
 
+from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.observe.recording.file import RecordingFile
@@ -67,7 +68,7 @@ def test_an_error_is_recorded_behind_the_call_that_raised_it() -> None:
 
 def test_a_full_disk_changes_nothing_but_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     file = RecordingFile(Path("/dev/full"), "steps")
-    recorder = StepRecorder(file, eviction_policy="slru", protected_share=0.2, aging=256)
+    recorder = StepRecorder(file, EngineConfig())
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
         for number in range(3):

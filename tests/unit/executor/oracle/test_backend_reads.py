@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
+from support.executor.expected_tokens import chain, mix
 
 from pagekv.executor.backend.interface import BlockCopies, CopyDirection, Sampling, Scheduled, SequenceState
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel, SlotError
-from pagekv.executor.oracle.reference import FIRST, extend_chain
 
 NUM_BLOCKS = 12
 
@@ -78,10 +78,9 @@ class History:
         device = self.backend._device
         for item in scheduled:
             tokens = item.state.token_ids[: item.start + item.count]
-            digests, _ = extend_chain(FIRST, tokens)
-            for position, (token, digest) in enumerate(zip(tokens, digests.tolist(), strict=True)):
+            for position, (token, state) in enumerate(zip(tokens, chain(tokens), strict=True)):
                 slot = item.state.block_table[position // self.size], position % self.size
-                if (device.tokens[slot], device.digests[slot]) != (token, digest):
+                if device[slot].item() != (token, mix(state)):
                     return False
         return True
 

@@ -8,7 +8,7 @@ from support.engine.engine_harness import Bench, command, read, until
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.page.inspector import block_detail, host_block_detail, request_detail
+from pagekv.kvmanager.page.routes import block_detail, sequence_detail
 from pagekv.v1 import cache_service_pb2 as pb
 
 PROMPT = list(range(20))
@@ -57,14 +57,7 @@ def test_a_held_block_names_its_requests_and_where_allowed_its_tokens(monkeypatc
     engine_harness.run(monkeypatch, body, num_device_blocks=64)
 
 
-def test_host_blocks_and_block_tables() -> None:
-    assert host_block_detail(pb.BlockInfo(block_id=3, ref_count=1, block_hash="ab")) == {
-        "block_id": 3,
-        "ref_count": 1,
-        "block_hash": "ab",
-    }
-    assert request_detail("gone", None) == {"request_id": "gone", "sequences": []}
+def test_block_tables() -> None:
     table = pb.SequenceBlocks(state="running", num_tokens=9, computed_tokens=8, block_ids=[7, 3, 1])
-    assert request_detail("r", pb.GetBlockTableResponse(sequences=[table]))["sequences"] == [
-        {"index": 0, "state": "running", "tokens": 9, "computed": 8, "block_ids": [7, 3, 1]}
-    ]
+    shown = {"index": 0, "state": "running", "tokens": 9, "computed": 8, "block_ids": [7, 3, 1]}
+    assert sequence_detail(table) == shown

@@ -1,0 +1,160 @@
+"""Recomputes every counter and index of the manager from scratch; each function raises InvariantError."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+
+import numpy as np
+
+from pagekv.kvmanager.engine.queries import EngineQueries
+from pagekv.kvmanager.errors import InvariantError
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.host_pool import HostPool
+from pagekv.kvmanager.kvcache.pins import Pins
+from pagekv.kvmanager.kvcache.prefix_table import Blocks, PrefixTable
+from pagekv.kvmanager.kvcache.prefix_trie import Node, PrefixTrie
+from pagekv.kvmanager.scheduling.decode_batch import DecodeBatch
+from pagekv.kvmanager.scheduling.scheduler import Scheduler
+from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_SEQ_ID, Seq, SeqStatus, key
+
+
+def pin_tables(pins: Pins) -> list[list[int]]:
+    """The blocks of each pin."""
+    return [pin.blocks.tolist() for pin in pins._pins.values()]
+
+
+def pending(sequence: Seq) -> int:
+    """Sampled tokens promised by steps in flight."""
+    return 0 if sequence.batch is None else int(sequence.batch.pending[sequence.seq_id])
+
+
+def check_engine(queries: EngineQueries) -> None:
+    """An engine that serves, between two awaits of its loop."""
+    state = queries._state
+    sequences = (sequence for request in state.live.all() for sequence in request.sequences)
+    check_scheduler(state.serving(), sequences, state.cache.pins)
+
+
+def check_scheduler(scheduler: Scheduler, live: Iterable[Seq], pins: Pins) -> None:
+    """Block counts and queue lengths, from the live sequences and the pins."""
+    sequences = list(live)
+    held = [s for s in sequences if s.state in HOLDING]
+    check_pool(scheduler.pool, [*(s.block_table for s in held), *pin_tables(pins)])
+    # Host blocks of an earlier epoch are gone with their pool.
+    check_host(scheduler.host, [s.swapped.held() for s in sequences if s.swapped and s.swapped.pool is scheduler.host])
+    if sorted(held, key=key) != scheduler.running:
+        raise InvariantError(f"{len(held)} sequences hold blocks, the running order has {len(scheduler.running)}")
+    _check_waiting(scheduler, sequences)
+    # Beams are at the executor only while they compute, and those that return are not there yet.
+    returning = scheduler._running.returning
+    here = [s for s in held if s.seq_id != NO_SEQ_ID or (s.request.search is None and s not in returning)]
+    check_batch(scheduler._running.batch, here)
+    for s in held:
+        covered = -(-max(s.num_tokens, s.num_computed) // scheduler.pool.block_size)
+        total = s.num_tokens + pending(s)
+        if not s.num_computed <= total <= s.max_total or len(s.block_table) not in (covered, covered - 1):
+            raise InvariantError(
+                f"sequence {s.key}: {s.num_computed} computed of {total} (at most {s.max_total}) in "
+                f"{len(s.block_table)} blocks of {scheduler.pool.block_size}"
+            )
+
+
+def _check_waiting(scheduler: Scheduler, sequences: list[Seq]) -> None:
+    queue = scheduler.waiting
+    waiting = sum(1 for s in sequences if s.state is SeqStatus.WAITING)
+    if waiting != len(queue):
+        raise InvariantError(f"{waiting} sequences wait, the waiting queue counts {len(queue)}")
+    forking = [s.request.arrival for s in sequences if s.state is SeqStatus.FORKING]
+    if queue.num_forking != len(forking):
+        raise InvariantError(f"{queue.num_forking} sequences are counted that wait for a fork")
+    parents = {request.arrival for request in queue.forking}
+    parents |= {s.request.arrival for s in sequences if s.index == 0 and s.state is SeqStatus.WAITING}
+    if not parents.issuperset(forking):
+        raise InvariantError(f"requests {sorted({*forking} - parents)} wait for a fork that nobody makes")
+
+
+def check_batch(batch: DecodeBatch, here: list[Seq]) -> None:
+    """The rows, from the sequences that are at the executor."""
+    for sequence in here:
+        seq_id = sequence.seq_id
+        if seq_id == NO_SEQ_ID or batch._sequences[seq_id] is not sequence:
+            raise InvariantError(f"sequence {sequence.key} has seq_id {seq_id}, which is not its own")
+    holders = {sequence.seq_id for sequence in here}
+    used = {seq_id for seq_id, sequence in enumerate(batch._sequences) if sequence is not None}
+    if used != holders | batch._removed or used & set(batch._free):
+        raise InvariantError(f"seq_ids {sorted(used)} are used, {sorted(holders | batch._removed)} should be")
+    for seq_id in np.flatnonzero(batch.decoding).tolist():
+        known, computed, pending = int(batch.known[seq_id]), int(batch.computed[seq_id]), int(batch.pending[seq_id])
+        if seq_id not in holders or computed != known + pending - 1:
+            raise InvariantError(f"row {seq_id} decodes with {known} known, {computed} computed, {pending} pending")
+
+
+def _check_holders(ref_counts: Blocks, tables: Sequence[Sequence[int]], free: list[int], what: str) -> None:
+    """Holders and free queue of a pool, from the lists of blocks that its holders have."""
+    expected = np.zeros(len(ref_counts), np.int32)
+    for table in tables:
+        for block in table:
+            expected[block] += 1
+    wrong = np.flatnonzero(expected != ref_counts)
+    if len(wrong):
+        block = int(wrong[0])
+        raise InvariantError(f"{what} {block}: ref_count {ref_counts[block]}, held by {expected[block]}")
+    unheld = np.flatnonzero(expected == 0).tolist()
+    if sorted(free) != unheld:
+        raise InvariantError(f"{what}: {len(unheld)} are held by nobody, {len(free)} are free")
+
+
+def check_pool(pool: BlockPool, tables: Sequence[Sequence[int]]) -> None:
+    """A device pool, from the block tables that hold blocks."""
+    for table in tables:
+        if len(set(table)) != len(table):
+            raise InvariantError(f"a block table names a block twice: {list(table)}")
+    free = list(pool._free)
+    _check_holders(pool.ref_counts, tables, free, "block")
+    if len(free) != pool.num_free:
+        raise InvariantError(f"the free queue has {len(free)} blocks, it counts {pool.num_free}")
+    check_table(pool.table)
+    cached_free = int(np.count_nonzero(pool.table.published[free]))
+    if cached_free != pool.num_cached_free:
+        raise InvariantError(f"{cached_free} cached free blocks, counter says {pool.num_cached_free}")
+
+
+def check_host(host: HostPool, held: Sequence[Sequence[int]]) -> None:
+    """A host pool, from the blocks that each sequence holds."""
+    _check_holders(host.ref_counts, held, list(host._free), "host block")
+    keyed = {digest: block for block, digest in enumerate(host._key) if digest is not None}
+    if keyed != host._block_of:
+        raise InvariantError(f"{len(keyed)} host blocks have keys, the map has {len(host._block_of)}")
+
+
+def check_table(table: PrefixTable) -> None:
+    """A prefix table, from its digests."""
+    held = {digest: block for block, digest in enumerate(table._digest) if digest is not None}
+    if held != table._block_of:
+        raise InvariantError(f"{len(held)} blocks hold digests, the prefix table has {len(table._block_of)}")
+    blocks = set(held.values())
+    if sorted(blocks) != np.flatnonzero(table.published).tolist():
+        raise InvariantError(f"{len(held)} blocks hold digests, {int(table.published.sum())} are marked published")
+    stray = table._parent_digest_of.keys() - blocks
+    if stray:
+        raise InvariantError(f"parents kept of blocks that are not in the table, such as {sorted(stray)[:8]}")
+    check_trie(table._trie, blocks - table._parent_digest_of.keys())
+
+
+def check_trie(trie: PrefixTrie, blocks: Container[int]) -> None:
+    """Both directions, from parents and from children, for the blocks that should be in the trie."""
+    children: dict[Node, list[int]] = {}
+    for block in range(len(trie._parent)):
+        parent = trie.parent(block)
+        if (block in trie) != (block in blocks) or (parent is None) == (block in trie):
+            raise InvariantError(f"block {block} has the parent {parent!r}, is to be there: {block in blocks}")
+        if parent is not None:
+            children.setdefault(parent, []).append(block)
+    for node in {*range(len(trie._child)), *trie._children_of, *children}:
+        found, named = trie._children(node), children.get(node, [])
+        if list(found) != sorted(found, key=trie._row) or sorted(found) != named:
+            raise InvariantError(f"node {node!r} has the children {list(found)}, {named} name it as parent")
+    listed = {node for node, named in children.items() if isinstance(node, bytes) or len(named) > 1}
+    followers = sum(len(named) for node, named in children.items() if isinstance(node, bytes))
+    if trie._children_of.keys() != listed or len(trie._root_of) != followers:
+        raise InvariantError(f"{len(trie._children_of)} nodes have lists of children, {len(listed)} should have")
