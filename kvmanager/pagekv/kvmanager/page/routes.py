@@ -12,7 +12,7 @@ from aiohttp import web
 from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.api.validation import check_request_id
-from pagekv.kvmanager.engine.interface import Engine
+from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.views import BlockDetail
 from pagekv.kvmanager.page.explain import explain
 from pagekv.kvmanager.page.frame import request_rows
@@ -30,7 +30,7 @@ STATIC = Path(__file__).with_name("static")
 class Page:
     """The routes over one engine."""
 
-    def __init__(self, engine: Engine, served_model: ServedModel, hub: PageHub, *, show_text: bool) -> None:
+    def __init__(self, engine: EngineLoop, served_model: ServedModel, hub: PageHub, *, show_text: bool) -> None:
         """`show_text`: whether blocks are shown with their content."""
         self._engine = engine
         self._served_model = served_model
