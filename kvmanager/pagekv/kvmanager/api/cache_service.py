@@ -10,7 +10,7 @@ from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotFound
 from pagekv.kvmanager.api.prompt_reader import PromptReader
 from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.api.validation import check_length, check_media, check_request_id, read_cache_controls
-from pagekv.kvmanager.engine.interface import Engine
+from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
 from pagekv.kvmanager.kvcache.pins import MAX_LEASE_S, MIN_LEASE_S
@@ -33,7 +33,7 @@ _TIERS = {Tier.DEVICE: pb.TIER_DEVICE, Tier.HOST: pb.TIER_HOST}
 class CacheService(pb_grpc.CacheServiceServicer):
     """Every answer is a snapshot between two steps. Errors are raised as `PageKVError`."""
 
-    def __init__(self, engine: Engine, served_model: ServedModel) -> None:
+    def __init__(self, engine: EngineLoop, served_model: ServedModel) -> None:
         self._queries = engine.queries
         self._served_model = served_model
 

@@ -27,7 +27,7 @@ from pagekv.kvmanager.api.generate_call import GenerateCall
 from pagekv.kvmanager.api.inference_service import trace_parent_of
 from pagekv.kvmanager.api.served_model import Served, ServedModel
 from pagekv.kvmanager.api.validation import read_abort_ids, read_generate
-from pagekv.kvmanager.engine.interface import Engine
+from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.gateway.generate import read_request, write_response
 from pagekv.kvmanager.gateway.kv_events import MAX_BLOCKS, KvEvents
@@ -59,7 +59,7 @@ NAMELESS_MODEL = "pagekv"
 class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # published without types
     """Errors are raised as `PageKVError`; the server's interceptor turns them into statuses."""
 
-    def __init__(self, engine: Engine, served_model: ServedModel, serving: Callable[[], bool]) -> None:
+    def __init__(self, engine: EngineLoop, served_model: ServedModel, serving: Callable[[], bool]) -> None:
         """`serving`: whether the manager takes requests now, as its health service says."""
         self._engine = engine
         self._served_model = served_model

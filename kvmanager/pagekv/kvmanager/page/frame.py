@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pagekv.kvmanager.engine.interface import Engine
+from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.page.block_states import HOST_STATES, STATES, Bytes, change, counts, whole
 from pagekv.v1 import cache_service_pb2
@@ -49,7 +49,7 @@ def totals(stats: cache_service_pb2.GetStatsResponse, live_requests: int) -> dic
     return {name: getattr(stats, name) for name in _TOTALS} | {"live_requests": live_requests}
 
 
-def request_rows(engine: Engine) -> tuple[dict[str, Row], int]:
+def request_rows(engine: EngineLoop) -> tuple[dict[str, Row], int]:
     """Up to MAX_REQUESTS live requests by request id, running ones first; and how many are live."""
     found = engine.queries.list_requests(MAX_REQUESTS)
     names = [field.name for field in cache_service_pb2.RequestInfo.DESCRIPTOR.fields]

@@ -18,7 +18,7 @@ import numpy as np
 
 from pagekv.common.errors import Overloaded
 from pagekv.common.logs import Log
-from pagekv.kvmanager.engine.interface import Engine
+from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.page import frame as frames
 from pagekv.kvmanager.page.block_states import device_bytes, host_bytes
 from pagekv.kvmanager.page.event_feed import EventFeed
@@ -57,7 +57,7 @@ class Viewer:
 class PageHub:
     """States: idle (no viewer, nothing runs) ⇄ looking."""
 
-    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, engine: EngineLoop, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
         self._clock = clock
         self._boot = secrets.token_hex(8)
