@@ -11,12 +11,13 @@ from support.kernels.host_build import HostLauncher
 
 from pagekv.kernels.bench.machine import KernelTiming
 from pagekv.kernels.bench.workload import MIB
-from pagekv.kernels.swap import CopyStream
+from pagekv.kernels.swap import CopyStream, Streams
 
 
-class FakeStreams:
+class FakeStreams(Streams):
     """Copies at once, in order, so that no events are needed."""
 
+    def __init__(self) -> None: ...
     def mark(self, stream: CopyStream) -> None: ...
     def wait(self, stream: CopyStream, event: None) -> None: ...
     def done(self, event: None) -> bool:

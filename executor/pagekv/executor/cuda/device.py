@@ -16,7 +16,7 @@ import torch
 from pagekv.common.logs import Log
 from pagekv.kernels.cupy_launcher import CupyLauncher, GpuUnavailable
 from pagekv.kernels.launcher import Launcher
-from pagekv.kernels.swap import CudaStreams, Streams, pin, unpin
+from pagekv.kernels.swap import Streams, pin, unpin
 from pagekv.kernels.variants import Variant
 
 log = Log(__name__)
@@ -133,7 +133,7 @@ class CudaDevice:
         self._torch_device = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_stream(torch.cuda.Stream(self._torch_device))
         self._launcher = CupyLauncher(say=log.info)
-        self._streams = CudaStreams()
+        self._streams = Streams()
         # Graphs run one after the other and their results are used before the next runs, so all share one memory pool.
         # The first graph after all were discarded begins a new pool, since torch frees the old one.
         self._graph_pool: Any = None

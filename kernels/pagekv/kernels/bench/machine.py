@@ -13,7 +13,7 @@ import torch
 
 from pagekv.kernels.bench.workload import GIB, MIB
 from pagekv.kernels.cupy_launcher import CupyLauncher, GpuUnavailable, Say
-from pagekv.kernels.swap import CudaStreams, Streams
+from pagekv.kernels.swap import Streams
 
 MOST_MEMORY = 72 * GIB
 """Room for a pool of 64 GiB."""
@@ -77,7 +77,7 @@ class CudaMachine:
 
     def streams(self) -> Streams:
         """Streams for swapping blocks."""
-        return CudaStreams()
+        return Streams()
 
     def state(self) -> dict[str, float]:
         """The clock of the multiprocessors now, where NVML is installed."""
