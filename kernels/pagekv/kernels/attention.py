@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pagekv.kernels import launch_config
-from pagekv.kernels.attention_plan import AttentionPlan, GraphCapacity, HostPlan, Ints, StepBatch, plan_step
+from pagekv.kernels.attention_plan import AttentionPlan, GraphKey, HostPlan, Ints, StepBatch, plan_step
 from pagekv.kernels.decode_plan import MOST_FUSED_PARTIALS
 from pagekv.kernels.launcher import Launcher
 from pagekv.kernels.params import BLOCK_COPY, CACHE_WRITE, DECODE, MERGE, PREFILL, fill
@@ -120,7 +120,7 @@ class PagedAttention:
         return 0 if 0 in self._windows else int(max(self._windows))
 
     def plan(
-        self, batch: StepBatch, *, capacity: GraphCapacity | None = None, extra: Mapping[str, Ints] | None = None
+        self, batch: StepBatch, *, graph: GraphKey | None = None, extra: Mapping[str, Ints] | None = None
     ) -> HostPlan:
         """`plan_step` for this model and pool."""
         return plan_step(
@@ -131,7 +131,7 @@ class PagedAttention:
             num_kv_heads=self.num_kv_heads,
             variant=self.variant,
             window=self.plan_window,
-            capacity=capacity,
+            graph=graph,
             extra=extra,
         )
 

@@ -12,7 +12,7 @@ import torch
 from pagekv.executor.backend.interface import BlockCopies, Sampled, Scheduled, SequenceState
 from pagekv.executor.cuda.device import Device, Mark
 from pagekv.executor.cuda.device_sequences import NO_BLOCK, DeviceSequences
-from pagekv.executor.cuda.graphs import GraphCache, GraphKey, graph_key, largest_batch, next_power
+from pagekv.executor.cuda.graphs import GraphCache, graph_key, largest_batch, next_power
 from pagekv.executor.cuda.kernel_attention import KernelAttention, make_attention
 from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.executor.cuda.pools import KvPools
@@ -21,7 +21,7 @@ from pagekv.executor.cuda.sampling_inputs import SamplingInputs
 from pagekv.executor.cuda.step_inputs import StepInputs, build_inputs
 from pagekv.executor.model.attention_interface import ALL_ROWS, LAST_ROW, LogitRows, forward
 from pagekv.executor.model.loading import LoadedModel
-from pagekv.kernels.attention_plan import HostPlan, Ints
+from pagekv.kernels.attention_plan import GraphKey, HostPlan, Ints
 from pagekv.kernels.decode_plan import num_decode_items
 
 # int32 words of the buffer that inputs are uploaded to, at first; it grows, and graphs are then recorded anew.
@@ -93,7 +93,7 @@ class StepRunner:
         rows = key.batch if key is not None else len(inputs.input_ids)
         return self.attention.plan(
             inputs.batch,
-            capacity=key.capacity() if key is not None else None,
+            graph=key,
             extra={
                 "input_ids": _padded(inputs.input_ids, rows, 0),
                 "device_indices": _padded(inputs.device_indices, rows, self._live.spare),
