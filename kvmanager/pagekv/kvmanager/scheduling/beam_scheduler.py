@@ -91,8 +91,10 @@ class BeamScheduler:
                 children.append(sequence)
             kept.add(continuation.parent)
             following.append(sequence)
-        while not (forked := self._tables.fork_beams(parents, children)) and self._preemption.preempt_behind(beams[0]):
-            pass  # Like decodes, a search takes blocks from those behind it.
+        while not (forked := self._tables.fork(parents, children, recomputed=0)):
+            # Like decodes, a search takes blocks from those behind it.
+            if not self._preemption.preempt_behind(beams[0]):
+                break
         for continuation, sequence in zip(continuing, following, strict=True):
             sequence.token_ids.append(continuation.token_id)
             sequence.candidates = None

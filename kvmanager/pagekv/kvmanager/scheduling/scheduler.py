@@ -5,11 +5,7 @@ counted though its value is unknown, so step N + 1 can be planned while step N r
 end a sequence, the step in flight has computed one token too many for it, which is dropped.
 
 Order within a step: decodes first; then beams and forks; then prefills under way; then admissions from the waiting
-queue while budget, sequence slots and blocks last. Only decodes and beams need blocks beyond those taken at admission,
-so only they preempt, and the victim, the last of the running order, never stands before the one that needs the block.
-
-Sequences that decode live in the columns of `DecodeBatch`, so that a step costs a fixed number of vector operations and
-Python work only for the few that fill a block, begin or end.
+queue while budget, sequence slots and blocks last.
 """
 
 from __future__ import annotations
@@ -161,7 +157,8 @@ class Scheduler:
             blocks = np.array(list(found.values()), np.int32)
         self._tables.append_blocks(sequences, blocks, *batch.complete_blocks(rows))
         batch.slots[rows] += self.pool.block_size
-        step.add_blocks(rows.tolist(), blocks)
+        step.plan.append_seq_ids += rows.tolist()
+        step.plan.append_blocks += blocks.tolist()
         return preempts
 
     def _allocate_one_by_one(self, sequences: list[Seq]) -> dict[Seq, int]:
@@ -237,7 +234,7 @@ class Scheduler:
         elif state is not SeqStatus.FINISHED:
             if sequence.seq_id != NO_SEQ_ID:
                 self._running.batch.remove(sequence, finished=True)
-            self._tables.release_swapped(sequence)
+            self._tables.swapper.release(sequence)
             self.waiting.remove(sequence)
             if state is SeqStatus.WAITING and sequence.index == 0:
                 # Nothing computes the prompt for the others any more.
