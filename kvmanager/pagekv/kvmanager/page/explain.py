@@ -9,7 +9,7 @@ from pagekv.kvmanager.api.prompt_reader import PromptReader, check_token_ids
 from pagekv.kvmanager.api.served_model import Served
 from pagekv.kvmanager.api.validation import MAX_NAME_BYTES
 from pagekv.kvmanager.engine.interface import Engine
-from pagekv.kvmanager.engine.views import ExplainedBlock
+from pagekv.kvmanager.engine.views import ExplainedBlock, by_name
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 
@@ -70,14 +70,9 @@ async def _prompt(served: Served, asked: dict[str, Any]) -> list[int]:
 
 
 def _block(block: ExplainedBlock, prompt: list[int], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    return {
-        "start": block.start,
-        "end": block.end,
+    return by_name(block) | {
         "outcome": block.outcome.name.lower(),
-        "reason": block.reason,
-        "block_id": block.block_id,
         "block_hash": block.block_hash.hex() if block.block_hash else "",
-        "shared_tokens": block.shared_tokens,
         # Text of the prompt, cut where blocks are.
         "text": tokenizer.decode(prompt[block.start : block.end]) if tokenizer is not None else None,
     }
