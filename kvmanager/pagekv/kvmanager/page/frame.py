@@ -39,7 +39,7 @@ class PoolFrame:
 
 
 def fields(step: int, device: Bytes, host: Bytes, requests: dict[str, Row], totals: dict[str, Any]) -> dict[str, Any]:
-    """What a frame has besides the blocks."""
+    """All that a frame has besides the blocks."""
     states = {"counts": counts(device, STATES), "host_counts": counts(host, HOST_STATES)}
     return {"step": step, **states, "requests": requests, "totals": totals}
 

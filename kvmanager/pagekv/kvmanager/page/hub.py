@@ -51,7 +51,7 @@ class Viewer:
                 message = self._hub.message(self._seen, frame)
                 self._seen = frame
                 return message
-            await self._hub.news()
+            await self._hub.news.wait()
 
 
 class PageHub:
@@ -65,7 +65,8 @@ class PageHub:
         self._rates = PoolRates()
         self._viewers: set[Viewer] = set()
         self._task: asyncio.Task[None] | None = None
-        self._news = asyncio.Event()
+        # Set, and replaced, with the next frame.
+        self.news = asyncio.Event()
         self._counted_at = float("-inf")
         # The latest frame; None while nobody looks, or before the first attachment.
         self.frame: PoolFrame | None = None
@@ -93,10 +94,6 @@ class PageHub:
             self._rates.pause()
             self._counted_at = float("-inf")
             self.frame = None
-
-    async def news(self) -> None:
-        """Waits for the next frame."""
-        await self._news.wait()
 
     def message(self, seen: PoolFrame | None, frame: PoolFrame) -> str:
         """The message that takes a viewer from the frame it has, None for none, to `frame`, the latest."""
@@ -154,5 +151,5 @@ class PageHub:
         fields = frames.fields(blocks.step, device, host, requests, totals)
         self.frame = PoolFrame(number, blocks.epoch, device, host, self._rates.total, self.feed.total, fields)
         self._messages = {}
-        news, self._news = self._news, asyncio.Event()
+        news, self.news = self.news, asyncio.Event()
         news.set()

@@ -29,8 +29,7 @@ class Spread:
         if not values:
             return None
         seconds = np.frombuffer(values, dtype=np.float64)
-        p50, p90, p99 = np.percentile(seconds, (50, 90, 99))
-        return cls(float(p50), float(p90), float(p99), float(seconds.mean()), float(seconds.max()))
+        return cls(*map(float, (*np.percentile(seconds, (50, 90, 99)), seconds.mean(), seconds.max())))
 
 
 @dataclass(frozen=True, slots=True)
