@@ -273,7 +273,7 @@ class EngineLoop:
         assert model is not None
         request = self._live.add(command, root_digest(model.model_fingerprint, identity.namespace, identity.adapter_id))
         self._totals.requests_total += 1
-        self._state.cache.note_request(identity)
+        self._state.cache.adapters.note(identity.namespace, identity.adapter_id)
         self._state.serving().add(request)
         self.observers.submitted(request)
         self._wake.set()
