@@ -8,18 +8,12 @@ from dataclasses import replace
 from pagekv.kvmanager.api.output_processor import OutputProcessor, TextDelta
 from pagekv.kvmanager.api.served_model import Served
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.request.command import FinishReason, GenerateCommand
+from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.request.logprobs import TokenLogprobs
 from pagekv.kvmanager.request.stream import RequestStream, SequenceDelta
 from pagekv.kvmanager.text.stop_strings import StopStrings
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
-
-FINISH_REASONS = {
-    FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
-    FinishReason.ABORT: types_pb2.FINISH_REASON_ABORT,
-}
 
 
 class GenerateCall:
@@ -110,7 +104,7 @@ class GenerateCall:
         assert news.finish is not None
         complete = pb.GenerateComplete(
             index=delta.index,
-            finish_reason=FINISH_REASONS[news.finish],
+            finish_reason=types_pb2.FinishReason.Value(f"FINISH_REASON_{news.finish.name}"),
             output_ids=output.token_ids,
             text="".join(output.texts),
             prompt_tokens=self._prompt_tokens,
