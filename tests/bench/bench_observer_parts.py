@@ -17,8 +17,7 @@ from pagekv.kvmanager.gateway.service import SERVICE_NAME, VllmEngine
 from pagekv.kvmanager.observe.exporters import Exporters
 from pagekv.kvmanager.observe.flags import ObserveConfig
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
-from pagekv.kvmanager.observe.tracing.otlp import Tracing, otlp_processor
-from pagekv.kvmanager.observe.tracing.spans import RequestSpans
+from pagekv.kvmanager.observe.tracing import Tracing, otlp_processor
 from pagekv.kvmanager.page.hub import PageHub
 
 # Is given an engine before that is attached; adds its observers and starts what it needs.
@@ -46,7 +45,7 @@ async def spans(engine: EngineLoop) -> AsyncIterator[None]:
     """To a collector of this process that takes everything, in a thread."""
     with collector() as port:
         tracing = Tracing(otlp_processor(f"http://127.0.0.1:{port}/v1/traces"))
-        engine.observers.add(RequestSpans(tracing.emit))
+        engine.observers.add(tracing)
         yield
         await tracing.close()
 

@@ -19,7 +19,7 @@ import numpy as np
 from pagekv.kvmanager.engine.executor_wire import step_request
 from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
-from pagekv.kvmanager.kvcache.eviction_policy import make_order
+from pagekv.kvmanager.kvcache.eviction_policy import EvictionOrder
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.stream import RequestStream
@@ -47,7 +47,7 @@ def scheduler(num_blocks: int, max_running: int = 2048, num_host_blocks: int = 0
 
 def make_pool(num_blocks: int) -> BlockPool:
     """With the manager's default eviction."""
-    return BlockPool(num_blocks, BLOCK_SIZE, make_order("slru", num_blocks, 0.2))
+    return BlockPool(num_blocks, BLOCK_SIZE, EvictionOrder(num_blocks, "slru", 0.2))
 
 
 def request(index: int, prompt: list[int], max_tokens: int) -> LiveRequest:

@@ -12,7 +12,7 @@ from support.kernels.host_build import HostLauncher
 from support.kernels.small_step import VARIANT, plan
 
 from pagekv.kernels.attention import PagedAttention, Rope, dtype_name
-from pagekv.kernels.attention_plan import GraphCapacity, StepBatch, plan_step
+from pagekv.kernels.attention_plan import GraphKey, StepBatch
 from pagekv.kernels.bench.scene import Scene, Setup
 from pagekv.kernels.variants import UnsupportedVariant, Variant
 
@@ -92,13 +92,8 @@ def test_names_of_element_types() -> None:
 def test_a_mixed_step_is_its_parts(scene: Scene) -> None:
     # One step with a decode of the first sequence and a chunk of the second equals both done apart.
     counts, contexts = np.array([1, 5], np.int32), scene.lengths
-    host = plan_step(
-        StepBatch(np.array([0, 1, 6], np.int32), contexts, scene.tables, np.array([True, False])),
-        num_blocks=scene.num_blocks,
-        block_size=16,
-        num_heads=8,
-        num_kv_heads=2,
-        variant=VARIANT,
+    host = scene.attention.plan(
+        StepBatch(np.array([0, 1, 6], np.int32), contexts, scene.tables, np.array([True, False]))
     )
     words = torch.from_numpy(host.words)
     rows = np.concatenate([np.arange(end - n, end) for n, end in zip(counts, np.cumsum(contexts), strict=True)])
@@ -111,17 +106,9 @@ def test_a_mixed_step_is_its_parts(scene: Scene) -> None:
 
 def test_a_padded_plan_gives_the_same_bits(scene: Scene) -> None:
     # Replays of a captured graph.
-    capacity = GraphCapacity(sequences=4, rows=4, table_width=5, decode_items=6, merge_items=2, partials=4)
-    host = plan_step(
-        StepBatch(np.arange(3, dtype=np.int32), scene.lengths, scene.tables, np.array([True, True])),
-        num_blocks=scene.num_blocks,
-        block_size=16,
-        num_heads=8,
-        num_kv_heads=2,
-        variant=VARIANT,
-        capacity=capacity,
-    )
-    words, scratch = torch.from_numpy(host.words), torch.empty(scene.attention.scratch_bytes(4), dtype=torch.uint8)
+    batch = StepBatch(np.arange(3, dtype=np.int32), scene.lengths, scene.tables, np.array([True, True]))
+    host = scene.attention.plan(batch, graph=GraphKey(batch=4, table_width=5, items=6))
+    words, scratch = torch.from_numpy(host.words), torch.empty(scene.attention.scratch_bytes(6), dtype=torch.uint8)
     query = torch.zeros(4, 8, 64, dtype=torch.float16)
     query[:2] = scene.query[[2, 39]]
     out = torch.full_like(query, torch.nan)

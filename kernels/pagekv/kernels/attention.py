@@ -2,7 +2,7 @@
 tensor is anything with `data_ptr()`, `shape`, `stride()` and `dtype` (torch's, on any device).
 
     attention = PagedAttention(CupyLauncher(), pool, variant, num_heads=32)
-    plan = plan_step(batch, ...).bind(...)          # attention_plan.py: once a step
+    plan = attention.plan(batch).bind(...)          # attention_plan.py: once a step
     for layer in range(num_layers):
         attention.write(layer, key, value, plan)    # the new tokens' keys and values into their slots
         attention.attend(layer, query, out, plan)   # decode, merge and prefill, as far as the step has such rows
@@ -13,12 +13,12 @@ Everything is enqueued on the launcher's current stream; nothing waits.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pagekv.kernels import launch_config
-from pagekv.kernels.attention_plan import AttentionPlan
+from pagekv.kernels.attention_plan import AttentionPlan, GraphKey, HostPlan, Ints, StepBatch, plan_step
 from pagekv.kernels.decode_plan import MOST_FUSED_PARTIALS
 from pagekv.kernels.launcher import Launcher
 from pagekv.kernels.params import BLOCK_COPY, CACHE_WRITE, DECODE, MERGE, PREFILL, fill
@@ -118,6 +118,22 @@ class PagedAttention:
     def plan_window(self) -> int:
         """`window` for `plan_step`: the widest window of any layer, 0 if any layer sees everything."""
         return 0 if 0 in self._windows else int(max(self._windows))
+
+    def plan(
+        self, batch: StepBatch, *, graph: GraphKey | None = None, extra: Mapping[str, Ints] | None = None
+    ) -> HostPlan:
+        """`plan_step` for this model and pool."""
+        return plan_step(
+            batch,
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            variant=self.variant,
+            window=self.plan_window,
+            graph=graph,
+            extra=extra,
+        )
 
     def scratch_bytes(self, num_partials: int) -> int:
         """As the function of this name, for this model."""

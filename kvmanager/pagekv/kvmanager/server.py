@@ -22,7 +22,6 @@ from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.observe.exporters import Exporters
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
-from pagekv.kvmanager.observe.tracing.spans import RequestSpans
 from pagekv.kvmanager.text.tokenizer import Tokenizer, TokenizerError
 from pagekv.v1 import cache_service_pb2, cache_service_pb2_grpc, inference_service_pb2, inference_service_pb2_grpc
 
@@ -155,10 +154,10 @@ class Manager:
         if not self._config.observe.otlp_endpoint:
             return
         with needs_extra("--otlp-endpoint", "observe"):
-            from pagekv.kvmanager.observe.tracing.otlp import Tracing, otlp_processor
+            from pagekv.kvmanager.observe.tracing import Tracing, otlp_processor
         tracing = Tracing(otlp_processor(self._config.observe.otlp_endpoint))
         self._opened.push_async_callback(tracing.close)
-        self.engine.observers.add(RequestSpans(tracing.emit))
+        self.engine.observers.add(tracing)
         log.info("sending spans", endpoint=self._config.observe.otlp_endpoint)
 
     def _page_routes(self) -> list[web.AbstractRouteDef]:

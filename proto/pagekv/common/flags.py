@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn, TypeVar, cast
 
 ENV_PREFIX = "PAGEKV_"
@@ -132,7 +132,7 @@ def flag_metadata(
     """Metadata of a field that a flag sets. `name` is the flag's where the field has another one, `make` turns what was
     parsed into the field's value; other arguments are those of `FlagParser.flag`.
     """
-    return {_FLAG: (name, help, default, make, arguments)}
+    return {_FLAG: Declaration(name, "", help, default, make, arguments)}
 
 
 def flag_group(title: str) -> dict[str, str]:
@@ -144,8 +144,8 @@ def declarations(config: type[Any], group: str = "") -> Iterator[Declaration]:
     """Every flag of a configuration dataclass and of the groups in it, in the order of the fields."""
     for each in fields(config):
         if _FLAG in each.metadata:
-            name, help, default, make, arguments = each.metadata[_FLAG]
-            yield Declaration(name or each.name.replace("_", "-"), group, help, default, make, arguments)
+            declared = each.metadata[_FLAG]
+            yield replace(declared, name=declared.name or each.name.replace("_", "-"), group=group)
         elif _GROUP in each.metadata:
             yield from declarations(cast("type[Any]", each.default_factory), each.metadata[_GROUP])
 
@@ -163,9 +163,9 @@ def from_args(config: type[T], args: argparse.Namespace, **values: Any) -> T:
     """A `config` of what was parsed; fields without a flag have the value given here, or their default."""
     for each in fields(cast("Any", config)):
         if _FLAG in each.metadata:
-            name, _, _, make, _ = each.metadata[_FLAG]
-            value = getattr(args, _dest(name or each.name))
-            values[each.name] = make(value) if make else value
+            declared = each.metadata[_FLAG]
+            value = getattr(args, _dest(declared.name or each.name))
+            values[each.name] = declared.make(value) if declared.make else value
         elif _GROUP in each.metadata:
             values[each.name] = from_args(cast("type[Any]", each.default_factory), args)
     return config(**values)

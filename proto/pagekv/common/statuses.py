@@ -6,8 +6,7 @@ status with this table. Clients map statuses back with the same one (`pagekv.cli
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
@@ -34,8 +33,7 @@ ERROR_DOMAIN = "pagekv"
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 
 
-@dataclass(frozen=True, slots=True)
-class StatusRow:
+class StatusRow(NamedTuple):
     """How one exception class looks on the wire."""
 
     code: grpc.StatusCode

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagekv.client.planning.kv_geometry import GivenGeometry
-
 LLAMA = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
@@ -14,7 +12,6 @@ LLAMA = {
     "torch_dtype": "bfloat16",
     "max_position_embeddings": 131072,
 }
-NOTHING_GIVEN = GivenGeometry()
 
 
 def without(*names: str, **changes: Any) -> dict[str, Any]:

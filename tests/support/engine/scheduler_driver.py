@@ -11,7 +11,7 @@ from support.engine.integrity import check_scheduler
 from pagekv.kvmanager.engine.outputs import deliver
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, root_digest
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
-from pagekv.kvmanager.kvcache.eviction_policy import LruOrder, SegmentedLruOrder
+from pagekv.kvmanager.kvcache.eviction_policy import EvictionOrder
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.pins import Pins
 from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, SamplingParams
@@ -77,7 +77,7 @@ class Driver:
 
     def _new_pool(self, num_blocks: int) -> None:
         share = self.protected_share
-        order = LruOrder(num_blocks) if share is None else SegmentedLruOrder(num_blocks, share)
+        order = EvictionOrder(num_blocks) if share is None else EvictionOrder(num_blocks, "slru", share)
         self.pool = BlockPool(num_blocks, self.block_size, order)
         self.pins = Pins(self.pool, max_share=1.0)
         self.host = HostPool(self.host_blocks, self.block_size)

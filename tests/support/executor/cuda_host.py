@@ -52,8 +52,11 @@ class HostMark:
         """Nothing to wait for."""
 
 
-class HostStreams:
+class HostStreams(Streams):
     """Every copy is done when it returns."""
+
+    def __init__(self) -> None:
+        """There is no GPU."""
 
     def mark(self, stream: CopyStream) -> None:
         """Nothing to wait for."""

@@ -83,5 +83,4 @@ class World:
             (s.seq_id, tuple(s.token_ids), s.num_prompt_tokens, tuple(s.block_table), s.computed_tokens, s.sampling)
             for s in self.epoch.live.values()
         ]
-        held = {seq_id: frozenset(blocks) for seq_id, blocks in self.epoch.held.items()}
-        return checksum(self.backend), live, held, self.epoch.next_step
+        return checksum(self.backend), live, self.epoch.next_step

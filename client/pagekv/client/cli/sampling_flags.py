@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 
 from pagekv.client.cli.parser import CommandParser
 from pagekv.client.cli.terminal import milliseconds
-from pagekv.client.types import CacheControls, Chunk, Completion, GenerateOptions
+from pagekv.client.client import PageKVClient
+from pagekv.client.types import CacheControls, Chunk, Completion, GenerateOptions, Prompt
 
 # Flag, type, help. A flag that is not given is not sent; bounds are the server's to check, which names the field.
 _FLAGS: tuple[tuple[str, type, str], ...] = (
@@ -91,6 +93,18 @@ class Stopwatch:
         if self._first is None or self._last <= self._first or completion_tokens <= self._first_tokens:
             return None
         return (completion_tokens - self._first_tokens) / (self._last - self._first)
+
+
+def stream_to(
+    write: Callable[[str], None], client: PageKVClient, prompt: Prompt, options: GenerateOptions
+) -> tuple[Completion, Stopwatch]:
+    """Generates one continuation; `write` gets the text as it arrives."""
+    watch = Stopwatch()
+    with client.stream(prompt, **options) as stream:
+        for chunk in stream:
+            watch.see(chunk)
+            write(chunk.text)
+    return stream.completion, watch
 
 
 def summary(completion: Completion, watch: Stopwatch) -> str:

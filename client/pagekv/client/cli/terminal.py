@@ -112,10 +112,15 @@ def _columns(stream: TextIO) -> int:
 
 
 def table(
-    rows: Sequence[Sequence[object]], header: Sequence[str] = (), *, indent: str = "", width: int | None = None
+    rows: Sequence[Sequence[object]],
+    header: Sequence[str] = (),
+    *,
+    indent: str = "",
+    width: int | None = None,
+    right: bool = False,
 ) -> str:
-    """Columns two spaces apart; columns of numbers to the right. Rows are equally long. The last column is broken into
-    lines where a row would be wider than `width`, unless that would leave it too narrow to read.
+    """Columns two spaces apart; columns of numbers to the right, or all of them. Rows are equally long. The last column
+    is broken into lines where a row would be wider than `width`, unless that would leave it too narrow to read.
     """
     cells = [[str(cell) for cell in row] for row in rows]
     if header:
@@ -123,7 +128,7 @@ def table(
     if not cells:
         return ""
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    numeric = [all(isinstance(row[column], (int, float)) for row in rows) for column in range(len(widths))]
+    numeric = [right or all(isinstance(row[column], (int, float)) for row in rows) for column in range(len(widths))]
     lines = []
     if width is not None and (room := width - len(indent) - sum(widths[:-1]) - 2 * len(widths[:-1])) >= _NARROWEST:
         cells = [line for row in cells for line in _broken(row, room)]

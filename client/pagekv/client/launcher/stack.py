@@ -11,12 +11,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
 from typing import Any, Self
 
 import grpc
@@ -70,29 +69,63 @@ class StackConfig:
     on_log: Callable[[str, str], None] | None = None
 
 
-@dataclass(slots=True)
 class Child:
     """One process and the end of its log. States: running → ended."""
 
-    name: str
-    popen: subprocess.Popen[str]
-    # Whether it serves now.
-    ready: Callable[[], bool]
-    # None for the gateway, which writes none.
-    port_file: Path | None
-    lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
-    reader: threading.Thread | None = None
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        ready: Callable[[], bool],
+        port_file: Path,
+        on_log: Callable[[str, str], None] | None,
+    ) -> None:
+        """Starts it. `ready` says whether it serves now; a gateway writes no port file. Raises StackError."""
+        self.name, self.ready, self._port_file, self._on_log = name, ready, port_file, on_log
+        self.lines: deque[str] = deque(maxlen=KEPT_LINES)
+        try:
+            self.popen = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                env=_environment(),
+                # Ctrl-C in the terminal is for this process alone, which stops its children in order.
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise StackError(f"cannot start the {name}: {error}") from error
+        # A full pipe would stall the process.
+        self._reader = threading.Thread(target=self._read, name=f"{name}-log", daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.popen.stdout is not None
+        for line in self.popen.stdout:
+            self.lines.append(line.rstrip("\n"))
+            if self._on_log is not None:
+                self._on_log(self.name, line.rstrip("\n"))
 
     @property
     def listening(self) -> dict[str, Any]:
         """Addresses and files as in `pagekv.common.port_file`; empty until the process listens."""
-        return {} if self.port_file is None else read_port_file(self.port_file)
+        return read_port_file(self._port_file)
+
+    def wait_until(self, deadline: float) -> None:
+        """Waits for its end, and kills it if that has not come by then, in seconds of `time.monotonic`."""
+        try:
+            self.popen.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            self.popen.wait()
+        self._reader.join(timeout=2)
 
     def death(self) -> StackError:
         """How the process ended, and its last log lines."""
         status = self.popen.wait()
-        if self.reader is not None:
-            self.reader.join(timeout=2)
+        self._reader.join(timeout=2)
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
         if status == USAGE:
             # argparse's usage stands before the reason, and is longer than what is kept; behind it stands a hint at the
@@ -167,7 +200,7 @@ class Stack:
         self._directory = TemporaryDirectory(prefix="pagekv-up-")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             self.stop()
         except BaseException:
@@ -197,14 +230,15 @@ class Stack:
         name = role if self._config.replicas == 1 else f"{role} {pair + 1}"
         port_file = flag_value("port-file", args, {}) or f"{self._directory.name}/{name}"
         command = [*command, "--listen", target, "--port-file", port_file, *args]
-        self._spawn(name, command, partial(_serves, target), Path(port_file))
+        self.children.append(Child(name, command, partial(_serves, target), Path(port_file), self._config.on_log))
 
     def _start_gateway(self, config: GatewayConfig) -> None:
         if not has_tokenizer(self.target):
             raise StackError("the gateway needs a tokenizer: serve a model that has one, or name one with --tokenizer")
         args = gateway_args(config, self.gateway_target, self.gateway_metrics_target, self.targets)
         ready = partial(serves, self.gateway_target, len(self.targets))
-        self._spawn("gateway", [*config.command, *args], ready)
+        no_file = Path(self._directory.name, "gateway")
+        self.children.append(Child("gateway", [*config.command, *args], ready, no_file, self._config.on_log))
 
     def wait_ready(
         self, timeout_s: float, stop: threading.Event | None = None, on_wait: Callable[[str, float], None] | None = None
@@ -258,78 +292,25 @@ class Stack:
         The gateway learns at the same time as the managers that this is the end, and passes on what their running
         streams still bring. Once they are gone nothing can be left in it, so it need not wait for anything else.
         """
-        gateway, managers, executors = (
-            [child for child in self.children if child.name.split()[0] == role]
-            for role in ("gateway", "manager", "executor")
-        )
-        _terminate([*gateway, *managers])
-        _wait(managers, self._config.stop_timeout_s)
-        _wait(gateway, _GATEWAY_LAST_S)
-        _terminate(executors)
-        _wait(executors, self._config.stop_timeout_s)
+        for roles in (("manager", "gateway"), ("executor",)):
+            for child in self._of(*roles):
+                child.popen.terminate()
+            for role in roles:
+                deadline = time.monotonic() + (_GATEWAY_LAST_S if role == "gateway" else self._config.stop_timeout_s)
+                for child in self._of(role):
+                    child.wait_until(deadline)
+
+    def _of(self, *roles: str) -> list[Child]:
+        return [child for child in self.children if child.name.split()[0] in roles]
 
     def listening(self, key: str) -> list[Any]:
         """The values of this key in the managers' port files, where it is there."""
-        return [
-            child.listening[key]
-            for child in self.children
-            if child.name.startswith("manager") and key in child.listening
-        ]
+        return [child.listening[key] for child in self._of("manager") if key in child.listening]
 
     def kill(self) -> None:
         """Kills all at once; may be called from a signal handler while `stop` waits."""
         for child in self.children:
-            if child.popen.poll() is None:
-                child.popen.kill()
-
-    def _spawn(
-        self, name: str, command: Sequence[str], ready: Callable[[], bool], port_file: Path | None = None
-    ) -> None:
-        try:
-            popen = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                env=_environment(),
-                # Ctrl-C in the terminal is for this process alone, which stops its children in order.
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise StackError(f"cannot start the {name}: {error}") from error
-        child = Child(name, popen, ready, port_file)
-        child.reader = threading.Thread(target=self._read, args=(child,), name=f"{name}-log", daemon=True)
-        child.reader.start()
-        self.children.append(child)
-
-    def _read(self, child: Child) -> None:
-        # A full pipe would stall the process.
-        assert child.popen.stdout is not None
-        for line in child.popen.stdout:
-            child.lines.append(line.rstrip("\n"))
-            if self._config.on_log is not None:
-                self._config.on_log(child.name, line.rstrip("\n"))
-
-
-def _terminate(children: Sequence[Child]) -> None:
-    for child in children:
-        if child.popen.poll() is None:
-            child.popen.terminate()
-
-
-def _wait(children: Sequence[Child], timeout_s: float) -> None:
-    """Waits for them all together, and kills those that take longer."""
-    deadline = time.monotonic() + timeout_s
-    for child in children:
-        try:
-            child.popen.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
             child.popen.kill()
-            child.popen.wait()
-        if child.reader is not None:
-            child.reader.join(timeout=2)
 
 
 def _environment() -> dict[str, str]:

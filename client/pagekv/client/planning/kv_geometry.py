@@ -34,35 +34,13 @@ _KV_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 @dataclass(frozen=True, slots=True)
 class KvGeometry:
-    """The keys and values that a KV cache stores for each token. `context`: tokens of one sequence at most.
-
-    Raises InvalidRequest.
-    """
+    """The keys and values that a KV cache stores for each token. `context`: tokens of one sequence at most."""
 
     layers: int
     kv_heads: int
     head_size: int
     dtype: str = DEFAULT_DTYPE
     context: int = DEFAULT_CONTEXT
-
-    def __post_init__(self) -> None:
-        _check("layers", self.layers, MAX_LAYERS)
-        _check("kv_heads", self.kv_heads, MAX_KV_HEADS)
-        _check("head_size", self.head_size, MAX_HEAD_SIZE)
-        _check("context", self.context, MAX_TOKENS)
-        if self.dtype not in DTYPE_BYTES:
-            raise InvalidRequest("dtype", f"must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
-
-
-@dataclass(frozen=True, slots=True)
-class GivenGeometry:
-    """Values that the user gives; None leaves one to the config."""
-
-    layers: int | None = None
-    kv_heads: int | None = None
-    head_size: int | None = None
-    dtype: str | None = None
-    context: int | None = None
 
 
 def canonical_dtype(name: str) -> str:
@@ -74,36 +52,33 @@ def canonical_dtype(name: str) -> str:
     return known
 
 
-def geometry_from_config(config: Config, given: GivenGeometry) -> tuple[KvGeometry, list[str]]:
-    """The geometry of a model, `given` before its config.json, and notes on what was assumed.
+def geometry_from_config(config: Config, given: Config) -> tuple[KvGeometry, list[str]]:
+    """The geometry of a model, and notes on what was assumed. `given` has the names of a config.json and wins over it.
 
     `num_key_value_heads` defaults to `num_attention_heads`, `head_dim` to `hidden_size / num_attention_heads`; the
     language model of a multimodal one is its `text_config`. Raises InvalidRequest with the config's name of a field
     that is missing or wrong, and for caches that are not keys and values by KV head.
     """
     nested = config.get("text_config")
-    scopes: tuple[Config, ...] = (nested, config) if isinstance(nested, Mapping) else (config,)
+    scopes: tuple[Config, ...] = (given, nested, config) if isinstance(nested, Mapping) else (given, config)
     notes: list[str] = []
-    _check_layer_kinds(scopes, given, notes)
-    layers = given.layers or _integer(scopes, _LAYERS, MAX_LAYERS, "--layers")
-    kv_heads = given.kv_heads or _kv_heads(scopes)
-    head_size = given.head_size or _head_size(scopes)
-    dtype = given.dtype or _dtype(scopes, notes)
-    context = given.context
-    if context is None and _find(scopes, _CONTEXT) is None:
-        context = DEFAULT_CONTEXT
-        notes.append(f"the config names no context: {context} tokens assumed; --context changes it")
-    context = context or _integer(scopes, _CONTEXT, MAX_TOKENS, "--context")
+    _check_layer_kinds(scopes, notes)
+    layers = _integer(scopes, _LAYERS, MAX_LAYERS, "--layers")
+    kv_heads, head_size, dtype = _kv_heads(scopes), _head_size(scopes), _dtype(scopes, notes)
+    if _find(scopes, _CONTEXT) is None:
+        notes.append(f"the config names no context: {DEFAULT_CONTEXT} tokens assumed; --context changes it")
+        return KvGeometry(layers, kv_heads, head_size, dtype), notes
+    context = _integer(scopes, _CONTEXT, MAX_TOKENS, "--context")
     return KvGeometry(layers, kv_heads, head_size, dtype, context), notes
 
 
-def _check_layer_kinds(scopes: tuple[Config, ...], given: GivenGeometry, notes: list[str]) -> None:
+def _check_layer_kinds(scopes: tuple[Config, ...], notes: list[str]) -> None:
     if _find(scopes, ("kv_lora_rank",)) is not None:
         raise InvalidRequest("kv_lora_rank", "multi-head latent attention does not cache keys and values by KV head")
     kinds = _find(scopes, ("layer_types",))
     names = {str(kind) for kind in kinds} if isinstance(kinds, list) else set()
     other = sorted(names - _KV_LAYER_TYPES)
-    if other and given.layers is None:
+    if other and _find(scopes[:1], _LAYERS) is None:
         raise InvalidRequest(
             "layer_types",
             f"{', '.join(other)} keeps no keys and values by token: give the number of attention layers with --layers",
@@ -154,12 +129,7 @@ def _integer(scopes: tuple[Config, ...], names: tuple[str, ...], high: int, flag
     value = _find(scopes, names)
     if value is None:
         raise InvalidRequest(names[0], f"is missing in the config: give {flag}")
-    _check(names[0], value, high)
-    number: int = value
-    return number
-
-
-def _check(field: str, value: object, high: int) -> None:
     # bool is an int to Python, and JSON's true is none to anybody.
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:
-        raise InvalidRequest(field, f"must be a whole number from 1 to {high}, got {value!r}")
+        raise InvalidRequest(names[0], f"must be a whole number from 1 to {high}, got {value!r}")
+    return value

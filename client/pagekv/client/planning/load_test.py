@@ -1,4 +1,8 @@
-"""A load generator: random prompts against a running stack, closed loop or Poisson arrivals, and measurements."""
+"""A load generator: random prompts against a running stack, closed loop or Poisson arrivals, and measurements.
+
+A request's first token waits for the queue and the prompt, later ones for steps shared with other requests: two
+latencies with two causes, judged each by its own objective.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from statistics import fmean, quantiles
 
 from pagekv.client.aio import AsyncPageKVClient
 from pagekv.client.errors import PageKVError
-from pagekv.client.planning.slo import DEFAULT_OBJECTIVES, Objectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,30 @@ class LoadOutcome:
     error: str | None = None
 
 
+class Diagnosis(Enum):
+    """The likely cause of a request's latencies; the first that applies, since a late first token delays the rest."""
+
+    PREFILL = "prefill, admission or chunking"
+    DECODE = "decode pressure or KV budget"
+    WITHIN = "within objectives"
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """Upper bounds in milliseconds, which themselves are within."""
+
+    ttft_ms: float = 500.0
+    inter_token_ms: float = 50.0
+
+    def diagnose(self, ttft_ms: float, inter_token_ms: float) -> Diagnosis:
+        """`inter_token_ms` is the mean of one request; 0 when it had one token."""
+        if ttft_ms > self.ttft_ms:
+            return Diagnosis.PREFILL
+        if inter_token_ms > self.inter_token_ms:
+            return Diagnosis.DECODE
+        return Diagnosis.WITHIN
+
+
 @dataclass(frozen=True, slots=True)
 class LatencySpread:
     """Percentiles (linear between ranks), mean and maximum of a measure, in seconds."""
@@ -86,15 +115,9 @@ class LatencySpread:
         """None when there are no values."""
         if not values:
             return None
-        ordered = sorted(values)
-
-        def at(share: float) -> float:
-            position = share * (len(ordered) - 1)
-            low = int(position)
-            high = min(low + 1, len(ordered) - 1)
-            return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-        return LatencySpread(at(0.5), at(0.9), at(0.99), sum(ordered) / len(ordered), ordered[-1])
+        # `quantiles` wants two values at least.
+        cuts = quantiles(values if len(values) > 1 else [*values] * 2, n=100, method="inclusive")
+        return LatencySpread(cuts[49], cuts[89], cuts[98], fmean(values), max(values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +179,7 @@ async def run_jobs(
     workload: Workload,
     jobs: Sequence[LoadJob],
     on_progress: OnProgress | None = None,
-    objectives: Objectives = DEFAULT_OBJECTIVES,
+    objectives: Objectives = Objectives(),
 ) -> LoadReport:
     """Sends the jobs and measures. `on_progress` gets the requests ended and the tokens generated so far."""
     outcomes: list[LoadOutcome] = []
@@ -226,15 +249,13 @@ async def _measure(
     return outcome
 
 
-def _diagnose(outcome: LoadOutcome, objectives: Objectives) -> str:
-    gaps = outcome.inter_token_s
-    return objectives.diagnose(1e3 * (outcome.ttft_s or 0.0), 1e3 * sum(gaps) / len(gaps) if gaps else 0.0).value
-
-
-def summarise(
-    outcomes: Sequence[LoadOutcome], seconds: float, objectives: Objectives = DEFAULT_OBJECTIVES
-) -> LoadReport:
+def summarise(outcomes: Sequence[LoadOutcome], seconds: float, objectives: Objectives = Objectives()) -> LoadReport:
     """The report of a run that took `seconds`."""
+
+    def diagnosis(outcome: LoadOutcome) -> str:
+        ttft_s, gaps = outcome.ttft_s or 0.0, outcome.inter_token_s
+        return objectives.diagnose(1e3 * ttft_s, 1e3 * fmean(gaps) if gaps else 0.0).value
+
     good = [outcome for outcome in outcomes if outcome.error is None]
     prompt, cached, output = (
         sum(getattr(outcome, name) for outcome in good) for name in ("prompt_tokens", "cached_tokens", "output_tokens")
@@ -253,5 +274,5 @@ def summarise(
         ttft_s=LatencySpread.of([outcome.ttft_s for outcome in good if outcome.ttft_s is not None]),
         inter_token_s=LatencySpread.of([gap for outcome in good for gap in outcome.inter_token_s]),
         total_s=LatencySpread.of([outcome.total_s for outcome in good]),
-        diagnoses=dict(Counter(_diagnose(outcome, objectives) for outcome in good if outcome.ttft_s is not None)),
+        diagnoses=dict(Counter(diagnosis(outcome) for outcome in good if outcome.ttft_s is not None)),
     )

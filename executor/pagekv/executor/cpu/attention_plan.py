@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from pagekv.executor.backend.interface import Scheduled
+from pagekv.executor.backend.interface import Scheduled, SequenceState
 from pagekv.executor.cpu.shared_prefixes import SharedPrefix, shared_prefixes
 
 # Reading this many bytes of keys and values costs as much as one more gather and kernel call.
@@ -36,12 +36,11 @@ class PromptChunk:
 
 @dataclass(frozen=True, slots=True)
 class WindowedChunk:
-    """Rows [first, last) of one sequence see the first `num_keys` slots of `blocks` as `mask` `[1, 1, R, N]` says."""
+    """Rows [first, last) of one sequence see the first N slots of `blocks` as `mask` `[1, 1, R, N]` says."""
 
     first: int
     last: int
     blocks: torch.Tensor
-    num_keys: int
     mask: torch.Tensor
 
 
@@ -77,13 +76,13 @@ class Plan:
     contexts: list[Context] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Row:
     """One scheduled sequence in rows [first, first + count). `shared`: leading blocks in shared prefixes."""
 
     item: Scheduled
-    first: int
-    shared: int
+    first: int = 0
+    shared: int = 0
 
 
 class CpuAttentionPlan:
@@ -96,95 +95,72 @@ class CpuAttentionPlan:
         self._block_size, self._null_block, self._block_bytes, self._dtype = block_size, null_block, block_bytes, dtype
         tables = [item.state.block_table[: item.start // block_size] for item in scheduled]
         self._shared = shared_prefixes(tables, max(1, CALL_BYTES // block_bytes))
-        self._rows = self._pack(scheduled)
-        self._longest = max(item.start + item.count for item in scheduled)
-        self._plans: dict[int | None, Plan] = {}
-        self._index_tokens()
-
-    def _pack(self, scheduled: Sequence[Scheduled]) -> list[_Row]:
-        """Chunks first, then decodes by how much each reads alone, so that neighbours make good groups."""
-        shared = [0] * len(scheduled)
+        self._members = [_Row(item) for item in scheduled]
         for prefix in self._shared:
             for member in prefix.members:
-                shared[member] = max(shared[member], prefix.last)
-
-        def place(member: int) -> tuple[bool, int]:
-            item = scheduled[member]
-            return item.count == 1, 0 if item.count > 1 else item.start // self._block_size - shared[member]
-
-        rows: list[_Row] = []
-        first = 0
-        self._row_of = [0] * len(scheduled)
-        for member in sorted(range(len(scheduled)), key=place):
-            self._row_of[member] = len(rows)
-            rows.append(_Row(scheduled[member], first, shared[member]))
-            first += scheduled[member].count
-        return rows
-
-    def _index_tokens(self) -> None:
+                self._members[member].shared = max(self._members[member].shared, prefix.last)
+        # Chunks first, then decodes by how much each reads alone, so that neighbours make good groups.
+        self._rows = sorted(self._members, key=self._place)
+        self._longest = max(item.start + item.count for item in scheduled)
+        self._plans: dict[int | None, Plan] = {}
         ids: list[int] = []
-        positions, blocks = [], []
-        for row in self._rows:
-            item = row.item
-            ids += item.state.token_ids[item.start : item.start + item.count]
-            position = np.arange(item.start, item.start + item.count)
-            positions.append(position)
-            low = item.start // self._block_size
-            table = np.array(item.state.block_table[low : (item.start + item.count - 1) // self._block_size + 1])
-            blocks.append(table[position // self._block_size - low])
-        all_positions = np.concatenate(positions)
-        # Packed token ids and positions, [1, T].
-        self.input_ids = torch.tensor(ids, dtype=torch.int64)[None]
-        self.position_ids = torch.from_numpy(all_positions)[None]
-        # Block and offset in it of every row, [T] each.
-        self.slots = (torch.from_numpy(np.concatenate(blocks)), torch.from_numpy(all_positions % self._block_size))
+        positions: list[int] = []
+        blocks: list[int] = []
         # Rows whose logits are sampled, each with its sequence.
-        self.sampling = [(row.first + row.item.count - 1, row.item.state) for row in self._rows if row.item.samples]
+        self.sampling: list[tuple[int, SequenceState]] = []
+        for row in self._rows:
+            row.first, item, state = len(ids), row.item, row.item.state
+            places = range(item.start, item.start + item.count)
+            ids += state.token_ids[places.start : places.stop]
+            positions += places
+            blocks += [state.block_table[place // block_size] for place in places]
+            if item.samples:
+                self.sampling.append((len(ids) - 1, state))
+        # Packed token ids and positions, [1, T].
+        self.input_ids = torch.tensor(ids)[None]
+        self.position_ids = torch.tensor(positions)[None]
+        # Block and offset in it of every row, [T] each.
+        self.slots = (torch.tensor(blocks), self.position_ids[0] % block_size)
+
+    def _place(self, row: _Row) -> tuple[int, int]:
+        return (1, row.item.start // self._block_size - row.shared) if row.item.count == 1 else (0, 0)
 
     def reads(self, window: int | None) -> Plan:
         """The reads of a layer with this window; built once per step and distinct window."""
         if window is not None and window >= self._longest:
             window = None
         if window not in self._plans:
-            self._plans[window] = self._full_plan() if window is None else self._windowed_plan(window)
+            self._plans[window] = self._plan(window)
         return self._plans[window]
 
-    def _full_plan(self) -> Plan:
-        plan = Plan()
+    def _plan(self, window: int | None) -> Plan:
+        plan, size = Plan(), self._block_size
         for row in self._rows:
-            if row.item.count > 1:
-                plan.parts.append(PromptChunk(row.first, row.first + row.item.count))
-                own = row.item.start - row.shared * self._block_size
-                if own > 0:
-                    last = -(-row.item.start // self._block_size)
-                    rows = slice(row.first, row.first + row.item.count)
-                    plan.contexts.append(Context(rows, _ids(row.item.state.block_table[row.shared : last]), own))
-        plan.parts += self._decode_groups(None)
-        plan.contexts += [self._context(prefix) for prefix in self._shared]
+            start, count = row.item.start, row.item.count
+            if count == 1:
+                continue
+            if window is not None and (start > 0 or count > window):
+                for begin in range(start, start + count, WINDOW_ROWS):
+                    end = min(begin + WINDOW_ROWS, start + count)
+                    plan.parts.append(self._windowed_chunk(row, begin, end, window))
+                continue
+            plan.parts.append(PromptChunk(row.first, row.first + count))
+            own = start - row.shared * size
+            if own > 0:
+                blocks = row.item.state.block_table[row.shared : -(-start // size)]
+                plan.contexts.append(Context(slice(row.first, row.first + count), torch.tensor(blocks), own))
+        plan.parts += self._decode_groups(window)
+        if window is None:
+            plan.contexts += [self._context(prefix) for prefix in self._shared]
         return plan
 
     def _context(self, prefix: SharedPrefix) -> Context:
-        members = sorted((self._rows[self._row_of[member]] for member in prefix.members), key=lambda row: row.first)
-        indices = np.concatenate([np.arange(row.first, row.first + row.item.count) for row in members])
-        begin, end = int(indices[0]), int(indices[-1]) + 1
-        rows = slice(begin, end) if end - begin == len(indices) else torch.from_numpy(indices)
+        members = sorted((self._members[member] for member in prefix.members), key=lambda row: row.first)
+        indices = [index for row in members for index in range(row.first, row.first + row.item.count)]
+        begin, end = indices[0], indices[-1] + 1
+        rows = slice(begin, end) if end - begin == len(indices) else torch.tensor(indices)
         blocks = members[0].item.state.block_table[prefix.first : prefix.last]
-        return Context(rows, _ids(blocks), len(blocks) * self._block_size)
-
-    def _windowed_plan(self, window: int) -> Plan:
-        plan = Plan()
-        for row in self._rows:
-            item = row.item
-            if item.count == 1:
-                continue
-            if item.start == 0 and item.count <= window:
-                plan.parts.append(PromptChunk(row.first, row.first + item.count))
-                continue
-            for begin in range(0, item.count, WINDOW_ROWS):
-                end = min(begin + WINDOW_ROWS, item.count)
-                plan.parts.append(self._windowed_chunk(row, item.start + begin, item.start + end, window))
-        plan.parts += self._decode_groups(window)
-        return plan
+        return Context(rows, torch.tensor(blocks), len(blocks) * self._block_size)
 
     def _windowed_chunk(self, row: _Row, start: int, end: int, window: int) -> WindowedChunk:
         """Positions [start, end) of a row."""
@@ -194,7 +170,7 @@ class CpuAttentionPlan:
         key = np.arange(low * self._block_size, end)[None]
         mask = self._mask((key <= query) & (key > query - window))[None, None]
         first = row.first + start - row.item.start
-        return WindowedChunk(first, first + end - start, _ids(blocks), mask.shape[-1], mask)
+        return WindowedChunk(first, first + end - start, torch.tensor(blocks), mask)
 
     def _decode_groups(self, window: int | None) -> list[DecodeGroup]:
         groups: list[DecodeGroup] = []
@@ -204,8 +180,8 @@ class CpuAttentionPlan:
             if row.item.count > 1:
                 continue
             position = row.item.start
-            low = row.shared if window is None else max(0, position - window + 1) // self._block_size
-            visible = 0 if window is None else max(0, position - window + 1) - low * self._block_size
+            first_seen = row.shared * self._block_size if window is None else max(0, position - window + 1)
+            low, begin = divmod(first_seen, self._block_size)
             blocks = row.item.state.block_table[low : position // self._block_size + 1]
             widest = max([len(blocks), *(len(other[1]) for other in members)])
             size = widest * (len(members) + 1)
@@ -213,7 +189,7 @@ class CpuAttentionPlan:
             if members and (padding * self._block_bytes > CALL_BYTES or size * self._block_bytes > MAX_GATHER_BYTES):
                 groups.append(self._decode_group(members))
                 members, used = [], 0
-            members.append((row.first, blocks, visible, position + 1 - low * self._block_size))
+            members.append((row.first, blocks, begin, position + 1 - low * self._block_size))
             used += len(blocks)
         if members:
             groups.append(self._decode_group(members))
@@ -232,7 +208,7 @@ class CpuAttentionPlan:
         return DecodeGroup(
             first,
             first + len(members),
-            torch.tensor(padded, dtype=torch.int64).flatten(),
+            torch.tensor(padded).flatten(),
             torch.from_numpy(np.concatenate([unwritten, unwritten + len(members) * slot.size])),
             self._mask((slot >= begin) & (slot < end))[:, None, None],
         )
@@ -240,7 +216,3 @@ class CpuAttentionPlan:
     def _mask(self, visible: np.ndarray) -> torch.Tensor:
         """Added to scores: 0 where visible, else minus infinity."""
         return torch.from_numpy(np.where(visible, np.float32(0), np.float32(-math.inf))).to(self._dtype)
-
-
-def _ids(blocks: list[int]) -> torch.Tensor:
-    return torch.tensor(blocks, dtype=torch.int64)

@@ -59,8 +59,8 @@ class PagedStepAttention:
 
     def _windowed(self, layer: int, query: torch.Tensor, chunk: WindowedChunk, scores: Scores) -> Part:
         keys, values = self._cache.gather(layer, chunk.blocks)
-        keys, values = keys[: chunk.num_keys].transpose(0, 1), values[: chunk.num_keys].transpose(0, 1)
-        return _chunk(query, keys, values, scores, chunk.mask)
+        num_keys = chunk.mask.shape[-1]
+        return _chunk(query, keys[:num_keys].transpose(0, 1), values[:num_keys].transpose(0, 1), scores, chunk.mask)
 
     def _context(self, layer: int, query: torch.Tensor, context: Context, scores: Scores) -> Part:
         """`query` `[num_heads, R, head_size]`; every row sees every key."""

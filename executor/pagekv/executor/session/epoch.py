@@ -14,12 +14,10 @@ from pagekv.executor.backend.interface import (
     Backend,
     Finished,
     Launch,
-    Sampled,
-    Scheduled,
     SequenceState,
 )
 from pagekv.executor.session.step import ExecutedStep, Step
-from pagekv.executor.session.step_check import CheckedStep, EpochLimits, check_step
+from pagekv.executor.session.step_check import EpochLimits, check_step
 
 
 @dataclass(slots=True)
@@ -37,60 +35,28 @@ class Epoch:
     backend: Backend
     # In the order they entered the epoch.
     live: dict[int, SequenceState] = field(default_factory=dict)
-    # The blocks of every live sequence's table, for membership tests that do not grow with the table.
-    held: dict[int, set[int]] = field(default_factory=dict)
     next_step: int = 1
     over: bool = False
     failed: bool = False
     # perf_counter_ns at the end of the step before; 0: no step yet.
-    _last_end: int = 0
+    last_end: int = 0
 
     def launch(self, step: Step) -> LaunchedStep:
         """Checks and applies a step and hands it to the backend. Raises InvalidRequest or StaleEpoch before anything is
         touched; after any other exception, from the backend, state and memory are undefined: the epoch is over.
         """
         begin = time.perf_counter_ns()
-        checked = check_step(step, self.epoch, self.next_step, self.live, self.held, self.limits)
-        self._apply(checked)
-        launch = self.backend.launch(checked.scheduled) if checked.scheduled else Finished({})
-        sampling = self._advance(checked.scheduled)
-        self.next_step += 1
-        return LaunchedStep(self, step.step, begin, checked.num_tokens, launch, sampling)
-
-    def _apply(self, checked: CheckedStep) -> None:
-        """Changes state in the order of the contract: finish, copy, enter, append."""
-        if checked.finished:
-            self.backend.finish([self.live[seq_id] for seq_id in checked.finished])
-        for seq_id in checked.finished:
-            del self.live[seq_id], self.held[seq_id]
-        for copies in checked.copies:
+        live, scheduled = check_step(step, self.epoch, self.next_step, self.live, self.limits)
+        # In the order of the contract: finish, copy, enter, append.
+        if step.finished_seqs:
+            self.backend.finish([self.live[seq_id] for seq_id in step.finished_seqs])
+        for copies in step.memory_ops:
             if copies.sources:
                 self.backend.copy_blocks(copies)
-        for state in checked.new:
-            self.live[state.seq_id] = state
-            self.held[state.seq_id] = set(state.block_table)
-        for seq_id, block in checked.appends:
-            self.live[seq_id].block_table.append(block)
-            self.held[seq_id].add(block)
-
-    def report(self, step: int, begin: int, num_tokens: int, sampled: dict[int, Sampled]) -> ExecutedStep:
-        """The report of a step that ends now. A step launched while the one before ran begins when that one ends."""
-        end = time.perf_counter_ns()
-        idle = max(0, begin - self._last_end) if self._last_end else 0
-        execute = end - max(begin, self._last_end)
-        self._last_end = end
-        return ExecutedStep(
-            epoch=self.epoch,
-            step=step,
-            sampled=sampled,
-            computed_tokens=num_tokens,
-            execute_us=execute // 1000,
-            idle_us=idle // 1000,
-        )
-
-    @staticmethod
-    def _advance(scheduled: list[Scheduled]) -> list[tuple[SequenceState, int]]:
-        """Counts scheduled positions as computed; returns sequences that sample with the index of the unknown token."""
+        self.live = live
+        for seq_id, block in zip(step.append_seqs, step.append_blocks, strict=True):
+            live[seq_id].block_table.append(block)
+        launch = self.backend.launch(scheduled) if scheduled else Finished({})
         sampling = []
         for item in scheduled:
             state = item.state
@@ -98,7 +64,8 @@ class Epoch:
             if state.computed_tokens == len(state.token_ids):
                 sampling.append((state, len(state.token_ids)))
                 state.token_ids.append(UNKNOWN_TOKEN)
-        return sampling
+        self.next_step += 1
+        return LaunchedStep(self, step.step, begin, sum(item.count for item in scheduled), launch, sampling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,4 +96,14 @@ class LaunchedStep:
         if len(ordered) != len(sampled):
             odd = sorted(sampled.keys() - ordered.keys())
             raise RuntimeError(f"the backend sampled sequences that have tokens left to compute: {odd}")
-        return self._epoch.report(self._step, self._begin, self._num_tokens, ordered)
+        # A step launched while the one before ran begins when that one ends.
+        end, last_end = time.perf_counter_ns(), self._epoch.last_end
+        self._epoch.last_end = end
+        return ExecutedStep(
+            epoch=self._epoch.epoch,
+            step=self._step,
+            sampled=ordered,
+            computed_tokens=self._num_tokens,
+            execute_us=(end - max(self._begin, last_end)) // 1000,
+            idle_us=max(0, self._begin - last_end) // 1000 if last_end else 0,
+        )

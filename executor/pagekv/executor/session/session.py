@@ -28,6 +28,7 @@ from pagekv.common.errors import FailedPrecondition, InvalidRequest, OutOfMemory
 from pagekv.common.logs import Log
 from pagekv.executor.backend.interface import Backend, BackendDescription
 from pagekv.executor.session.epoch import Epoch, LaunchedStep
+from pagekv.executor.session.field_checks import check_range
 from pagekv.executor.session.step import ExecutedStep, Step
 from pagekv.executor.session.step_check import MAX_STEP_TOKENS, EpochLimits
 from pagekv.executor.session.step_stream import StepStream
@@ -94,7 +95,7 @@ class Session:
         """The loaded model and measured memory. Raises InvalidRequest, or Unavailable while loading."""
         backend = self._serving()
         _check_block_size(block_size)
-        _check_range("token_budget", token_budget, 1, MAX_STEP_TOKENS)
+        check_range("token_budget", token_budget, 1, MAX_STEP_TOKENS)
         description = await self._ask(backend, lambda: backend.describe(block_size, token_budget))
         self._descriptions[block_size] = description
         return description
@@ -109,8 +110,8 @@ class Session:
         if not 1 <= len(order.manager_id) <= MAX_MANAGER_ID:
             raise InvalidRequest("manager_id", f"must be 1 to {MAX_MANAGER_ID} characters, has {len(order.manager_id)}")
         _check_block_size(order.block_size)
-        _check_range("num_device_blocks", order.num_device_blocks, 1, MAX_BLOCKS)
-        _check_range("num_host_blocks", order.num_host_blocks, 0, MAX_BLOCKS)
+        check_range("num_device_blocks", order.num_device_blocks, 1, MAX_BLOCKS)
+        check_range("num_host_blocks", order.num_host_blocks, 0, MAX_BLOCKS)
         async with self._attaching:
             description = self._descriptions.get(order.block_size)
             if description is None:
@@ -342,11 +343,6 @@ class Session:
 def _check_block_size(block_size: int) -> None:
     if not 1 <= block_size <= MAX_BLOCK_SIZE or block_size & (block_size - 1):
         raise InvalidRequest("block_size", f"must be a power of two from 1 to {MAX_BLOCK_SIZE}, got {block_size}")
-
-
-def _check_range(field: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise InvalidRequest(field, f"must be from {low} to {high}, got {value}")
 
 
 def _check_fit(order: AttachOrder, description: BackendDescription) -> None:

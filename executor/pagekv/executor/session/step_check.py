@@ -1,18 +1,18 @@
 """Every rule of a step, checked against the live state before any state or memory is touched.
 
 A manager is not trusted with the executor's memory: a step that names a wrong id, length, slot or epoch is refused
-whole, with the proto path of the field and its bounds. The cost is that of what the step changes, plus a few
-comparisons per live sequence.
+whole, with the proto path of the field and its bounds. The cost is that of what the step changes and of the block
+tables that it appends to, plus a few comparisons per live sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pagekv.common.errors import InvalidRequest, StaleEpoch
 from pagekv.executor.backend.interface import BlockCopies, CopyDirection, Scheduled, SequenceState
-from pagekv.executor.session.sampling_check import check_columns, check_sampling
+from pagekv.executor.session.field_checks import check_columns, check_distinct, check_ids, check_sampling
 from pagekv.executor.session.step import NO_SAMPLING, Step
 
 # Tokens one step may compute at most, even where more were profiled.
@@ -36,82 +36,42 @@ class EpochLimits:
         return -(-self.max_model_len // self.block_size)
 
 
-@dataclass(slots=True)
-class CheckedStep:
-    """A step that broke no rule, in the form it is applied in."""
-
-    finished: list[int]
-    copies: list[BlockCopies]
-    new: list[SequenceState]
-    # (seq_id, block), in order.
-    appends: list[tuple[int, int]] = field(default_factory=list)
-    # In the order the sequences entered the epoch; without those that compute no token.
-    scheduled: list[Scheduled] = field(default_factory=list)
-    num_tokens: int = 0
-
-
 def check_step(
-    step: Step,
-    epoch: int,
-    next_step: int,
-    live: Mapping[int, SequenceState],
-    held: Mapping[int, set[int]],
-    limits: EpochLimits,
-) -> CheckedStep:
-    """The step in the form it is applied in. Raises StaleEpoch or InvalidRequest; changes nothing.
-
-    `live` is by seq_id in the order of entering; `held` has the blocks of each live sequence's table.
+    step: Step, epoch: int, next_step: int, live: Mapping[int, SequenceState], limits: EpochLimits
+) -> tuple[dict[int, SequenceState], list[Scheduled]]:
+    """The sequences that are live after the step, by seq_id, and the shares of those that compute a token; both in the
+    order of entering, as `live` is. Raises StaleEpoch or InvalidRequest; changes nothing.
     """
     if step.epoch != epoch:
         raise StaleEpoch(f"epoch: {step.epoch} is over, the epoch now is {epoch}: attach again")
     if step.step != next_step:
         raise InvalidRequest("step", f"must be {next_step}, one more than the step before, got {step.step}")
-    return _Check(step, live, held, limits).run()
+    check = _Check(step, live, limits)
+    return check.live, check.scheduled
 
 
 class _Check:
     """One pass over one step; a class only because the checks share what the step brings in."""
 
-    def __init__(
-        self, step: Step, live: Mapping[int, SequenceState], held: Mapping[int, set[int]], limits: EpochLimits
-    ) -> None:
+    def __init__(self, step: Step, live: Mapping[int, SequenceState], limits: EpochLimits) -> None:
         self._step = step
-        self._live = live
-        self._held = held
         self._limits = limits
-        self._finished: set[int] = set()
-        # seq_id to (index in new_seqs, state).
-        self._new: dict[int, tuple[int, SequenceState]] = {}
-        # The blocks of the tables in `_new`, like `held` for live sequences.
-        self._new_held: dict[int, set[int]] = {}
-        # seq_id to the blocks this step appends, in order; a dictionary for fast membership tests.
-        self._appended: dict[int, dict[int, None]] = {}
-
-    def run(self) -> CheckedStep:
-        checked = CheckedStep(self._step.finished_seqs, self._step.memory_ops, self._step.new_seqs)
-        self._check_finished()
-        for index, copies in enumerate(self._step.memory_ops):
-            self._check_copies(f"memory_ops[{index}]", copies)
-        for index, state in enumerate(self._step.new_seqs):
-            self._check_new(index, state)
-        staying = len(self._live) - len(self._finished) + len(checked.new)
-        if staying > self._limits.max_sequences:
-            raise InvalidRequest(
-                "new_seqs", f"must leave at most {self._limits.max_sequences} live sequences, would leave {staying}"
-            )
-        checked.appends = self._check_appends()
-        self._schedule(checked, self._counts())
-        return checked
-
-    def _check_finished(self) -> None:
-        for index, seq_id in enumerate(self._step.finished_seqs):
-            if seq_id not in self._live:
+        self.live = dict(live)
+        for index, seq_id in enumerate(step.finished_seqs):
+            if seq_id not in live:
                 raise InvalidRequest(f"finished_seqs[{index}]", f"must be a live sequence, got {seq_id}")
-            if seq_id in self._finished:
+            if self.live.pop(seq_id, None) is None:
                 raise InvalidRequest(f"finished_seqs[{index}]", f"names sequence {seq_id} twice")
-            self._finished.add(seq_id)
-
-    # -- memory operations
+        for index, copies in enumerate(step.memory_ops):
+            self._check_copies(f"memory_ops[{index}]", copies)
+        for index, state in enumerate(step.new_seqs):
+            self._check_new(f"new_seqs[{index}]", state)
+            self.live[state.seq_id] = state
+        if len(self.live) > limits.max_sequences:
+            raise InvalidRequest(
+                "new_seqs", f"must leave at most {limits.max_sequences} live sequences, would leave {len(self.live)}"
+            )
+        self.scheduled = self._schedule(self._extended_tables(), self._counts())
 
     def _check_copies(self, path: str, op: BlockCopies) -> None:
         device, host = self._limits.num_device_blocks, self._limits.num_host_blocks
@@ -120,12 +80,10 @@ class _Check:
         if op.direction is not CopyDirection.COPY and not host:
             raise InvalidRequest(f"{path}.kind", f"must be COPY: there is no host pool to {op.direction.value} with")
         check_columns(f"{path}.destinations", op.destinations, "sources", op.sources)
-        _check_blocks(f"{path}.sources", op.sources, host if op.direction is CopyDirection.SWAP_IN else device)
-        _check_blocks(
-            f"{path}.destinations", op.destinations, host if op.direction is CopyDirection.SWAP_OUT else device
-        )
-        if (index := _first_repeated(op.destinations)) is not None:
-            raise InvalidRequest(f"{path}.destinations[{index}]", f"names block {op.destinations[index]} twice")
+        check_ids(f"{path}.sources", op.sources, "block", host if op.direction is CopyDirection.SWAP_IN else device)
+        pool_size = host if op.direction is CopyDirection.SWAP_OUT else device
+        check_ids(f"{path}.destinations", op.destinations, "block", pool_size)
+        check_distinct(f"{path}.destinations", op.destinations)
         if op.direction is CopyDirection.COPY:
             # All pairs of one operation may be copied at once, so a chain inside it would have no defined result.
             sources = set(op.sources)
@@ -136,34 +94,22 @@ class _Check:
                         f"must not be a source of the same operation, got block {block}",
                     )
 
-    # -- entering sequences
-
-    def _check_new(self, index: int, new: SequenceState) -> None:
-        path, limits = f"new_seqs[{index}]", self._limits
-        if new.seq_id in self._new or (new.seq_id in self._live and new.seq_id not in self._finished):
+    def _check_new(self, path: str, new: SequenceState) -> None:
+        tokens, table, limits = new.token_ids, new.block_table, self._limits
+        if new.seq_id in self.live:
             raise InvalidRequest(f"{path}.seq_id", f"must not be in use by a live sequence, got {new.seq_id}")
-        tokens, table = new.token_ids, new.block_table
         if not 1 <= len(tokens) <= limits.max_model_len:
             raise InvalidRequest(
                 f"{path}.token_ids", f"must have from 1 to {limits.max_model_len} entries, has {len(tokens)}"
             )
-        if max(tokens) >= limits.vocab_size:
-            at = next(i for i, token in enumerate(tokens) if token >= limits.vocab_size)
-            raise InvalidRequest(
-                f"{path}.token_ids[{at}]", f"must be a token id below {limits.vocab_size}, got {tokens[at]}"
-            )
+        check_ids(f"{path}.token_ids", tokens, "token", limits.vocab_size)
         if not 1 <= new.num_prompt_tokens <= len(tokens):
             raise InvalidRequest(
                 f"{path}.num_prompt_tokens",
                 f"must be from 1 to the number of token_ids ({len(tokens)}), got {new.num_prompt_tokens}",
             )
-        if len(table) > limits.max_blocks:
-            raise InvalidRequest(
-                f"{path}.block_ids", f"must have at most {limits.max_blocks} entries, has {len(table)}"
-            )
-        _check_blocks(f"{path}.block_ids", table, limits.num_device_blocks)
-        if (at_block := _first_repeated(table)) is not None:
-            raise InvalidRequest(f"{path}.block_ids[{at_block}]", f"names block {table[at_block]} twice")
+        check_ids(f"{path}.block_ids", table, "block", limits.num_device_blocks, limits.max_blocks)
+        check_distinct(f"{path}.block_ids", table)
         most = min(len(tokens) - 1, len(table) * limits.block_size)
         if new.computed_tokens > most:
             raise InvalidRequest(
@@ -174,40 +120,29 @@ class _Check:
         if new.sampling is NO_SAMPLING:
             raise InvalidRequest(f"{path}.sampling", "must be set")
         check_sampling(f"{path}.sampling", new.sampling, limits.vocab_size, limits.max_model_len)
-        self._new[new.seq_id] = (index, new)
-        self._new_held[new.seq_id] = set(table)
 
-    # -- appended blocks
-
-    def _check_appends(self) -> list[tuple[int, int]]:
-        seqs, blocks = self._step.append_seqs, self._step.append_blocks
+    def _extended_tables(self) -> dict[int, list[int]]:
+        """By seq_id: the block tables that the step appends to, with what it appends."""
+        seqs, blocks, most = self._step.append_seqs, self._step.append_blocks, self._limits.max_blocks
         check_columns("append_blocks", blocks, "append_seqs", seqs)
-        _check_blocks("append_blocks", blocks, self._limits.num_device_blocks)
+        check_ids("append_blocks", blocks, "block", self._limits.num_device_blocks)
+        tables: dict[int, dict[int, None]] = {}
         for index, (seq_id, block) in enumerate(zip(seqs, blocks, strict=True)):
-            state = self._state(f"append_seqs[{index}]", seq_id)
-            held = self._new_held[seq_id] if seq_id in self._new else self._held[seq_id]
-            added = self._appended.setdefault(seq_id, {})
-            if block in held or block in added:
-                raise InvalidRequest(
-                    f"append_blocks[{index}]", f"block {block} is in the table of sequence {seq_id} already"
-                )
-            added[block] = None
-            if len(state.block_table) + len(added) > self._limits.max_blocks:
-                raise InvalidRequest(
-                    f"append_blocks[{index}]",
-                    f"the table of sequence {seq_id} must have at most {self._limits.max_blocks} blocks",
-                )
-        return list(zip(seqs, blocks, strict=True))
+            path, state = f"append_blocks[{index}]", self._state(f"append_seqs[{index}]", seq_id)
+            if seq_id not in tables:
+                tables[seq_id] = dict.fromkeys(state.block_table)
+            if block in tables[seq_id]:
+                raise InvalidRequest(path, f"block {block} is in the table of sequence {seq_id} already")
+            tables[seq_id][block] = None
+            if len(tables[seq_id]) > most:
+                raise InvalidRequest(path, f"the table of sequence {seq_id} must have at most {most} blocks")
+        return {seq_id: list(table) for seq_id, table in tables.items()}
 
     def _state(self, path: str, seq_id: int) -> SequenceState:
         """The state of a sequence that is live in this step."""
-        if seq_id in self._new:
-            return self._new[seq_id][1]
-        if seq_id not in self._live or seq_id in self._finished:
+        if seq_id not in self.live:
             raise InvalidRequest(path, f"must be a live sequence, got {seq_id}")
-        return self._live[seq_id]
-
-    # -- scheduled tokens
+        return self.live[seq_id]
 
     def _counts(self) -> dict[int, int]:
         """Tokens to compute by seq_id, for the sequences that the step names."""
@@ -227,78 +162,48 @@ class _Check:
             counts[seq_id] = count
         return counts
 
-    def _schedule(self, checked: CheckedStep, counts: dict[int, int]) -> None:
-        """Fills `scheduled`, checking that every computed position has a slot that no other sequence writes."""
+    def _schedule(self, tables: Mapping[int, list[int]], counts: Mapping[int, int]) -> list[Scheduled]:
+        """Checks that every computed position has a slot that no other sequence writes."""
         block_size, max_len = self._limits.block_size, self._limits.max_model_len
-        states = [state for seq_id, state in self._live.items() if seq_id not in self._finished]
-        states += checked.new
+        scheduled: list[Scheduled] = []
         # Block to the one sequence that writes it in this step.
         writers: dict[int, int] = {}
-        total = 0
-        for state in states:
-            seq_id = state.seq_id
-            count = counts.get(seq_id, 1)
+        for seq_id, state in self.live.items():
+            start, count = state.computed_tokens, counts.get(seq_id, 1)
             if not count:
                 continue
-            table, start = state.block_table, state.computed_tokens
-            end = start + count
-            added = list(self._appended[seq_id]) if seq_id in self._appended else []
-            num_blocks = len(table) + len(added)
-            if end > num_blocks * block_size or end > max_len:
-                raise self._no_slots(state, end, num_blocks)
-            for logical in range(start // block_size, (end - 1) // block_size + 1):
-                block = table[logical] if logical < len(table) else added[logical - len(table)]
+            table, end = tables.get(seq_id, state.block_table), start + count
+            if end > max_len:
+                raise InvalidRequest(
+                    self._tokens_path(seq_id),
+                    f"sequence {seq_id} would compute position {end - 1}, the model holds {max_len} tokens",
+                )
+            if end > len(table) * block_size:
+                raise InvalidRequest(
+                    self._blocks_path(seq_id),
+                    f"sequence {seq_id} would compute position {end - 1}, its {len(table)} blocks of {block_size} "
+                    f"hold positions below {len(table) * block_size}",
+                )
+            for block in table[start // block_size : (end - 1) // block_size + 1]:
                 if writers.setdefault(block, seq_id) != seq_id:
-                    raise self._written_twice(block, writers[block], seq_id)
-            total += count
-            checked.scheduled.append(Scheduled(state, start, count))
+                    raise InvalidRequest(
+                        self._blocks_path(seq_id),
+                        f"block {block} would be written by sequences {writers[block]} and {seq_id} in one step",
+                    )
+            scheduled.append(Scheduled(state, start, count))
+        total = sum(item.count for item in scheduled)
         if total > MAX_STEP_TOKENS:
             raise InvalidRequest(
                 "scheduled_tokens", f"a step must compute at most {MAX_STEP_TOKENS} tokens, not {total}"
             )
-        checked.num_tokens = total
-
-    def _no_slots(self, state: SequenceState, end: int, num_blocks: int) -> InvalidRequest:
-        what = f"sequence {state.seq_id} would compute position {end - 1}"
-        if end > self._limits.max_model_len:
-            return InvalidRequest(
-                self._tokens_path(state.seq_id), f"{what}, the model holds {self._limits.max_model_len} tokens"
-            )
-        return InvalidRequest(
-            self._blocks_path(state.seq_id),
-            f"{what}, its {num_blocks} blocks of {self._limits.block_size} hold positions below "
-            f"{num_blocks * self._limits.block_size}",
-        )
-
-    def _written_twice(self, block: int, first: int, second: int) -> InvalidRequest:
-        return InvalidRequest(
-            self._blocks_path(second), f"block {block} would be written by sequences {first} and {second} in one step"
-        )
+        return scheduled
 
     def _blocks_path(self, seq_id: int) -> str:
         """The field that gives a sequence its blocks."""
-        return f"new_seqs[{self._new[seq_id][0]}].block_ids" if seq_id in self._new else "append_blocks"
+        entered = [index for index, state in enumerate(self._step.new_seqs) if state.seq_id == seq_id]
+        return f"new_seqs[{entered[0]}].block_ids" if entered else "append_blocks"
 
     def _tokens_path(self, seq_id: int) -> str:
         """The field that says how many tokens a sequence computes."""
         seqs = self._step.scheduled_seqs
         return f"scheduled_tokens[{seqs.index(seq_id)}]" if seq_id in seqs else "scheduled_seqs"
-
-
-def _check_blocks(path: str, blocks: list[int], pool_size: int) -> None:
-    """Raises InvalidRequest for the first id that is not in the pool."""
-    if blocks and max(blocks) >= pool_size:
-        index = next(i for i, block in enumerate(blocks) if block >= pool_size)
-        raise InvalidRequest(f"{path}[{index}]", f"must be a block id below {pool_size}, got {blocks[index]}")
-
-
-def _first_repeated(ids: list[int]) -> int | None:
-    """Index of the first id that stood before; None when all differ."""
-    if len(set(ids)) == len(ids):
-        return None
-    seen: set[int] = set()
-    for index, number in enumerate(ids):
-        if number in seen:
-            return index
-        seen.add(number)
-    return None

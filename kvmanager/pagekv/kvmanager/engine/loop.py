@@ -34,7 +34,7 @@ from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_hash import root_digest
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
-from pagekv.kvmanager.kvcache.eviction_policy import make_order
+from pagekv.kvmanager.kvcache.eviction_policy import EvictionOrder
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.request.stream import RequestStream
@@ -111,7 +111,7 @@ class EngineLoop:
         await link.attach(self._manager_id, model, description.layout, config.take_over)
         limits = size_limits(description, config)
         self._fail_misfits(model, limits.max_running)
-        order = make_order(config.eviction_policy, model.num_device_blocks, config.protected_share)
+        order = EvictionOrder(model.num_device_blocks, config.eviction_policy, config.protected_share)
         clock = time.monotonic if config.block_ages else None
         pool = BlockPool(model.num_device_blocks, config.block_size, order, self._state.cache.log, clock)
         host = HostPool(model.num_host_blocks, config.block_size, self._state.cache.log)

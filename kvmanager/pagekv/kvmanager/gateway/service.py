@@ -83,9 +83,11 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         served = self._served_model.served()
         model = served.model
         directory = "" if served.tokenizer is None else str(served.tokenizer.directory or "")
+        name = model.model_id or NAMELESS_MODEL
         return vllm.GetModelInfoResponse(
-            model_path=model.model_id or NAMELESS_MODEL,
-            served_model_name=_served_name(model.model_id),
+            model_path=name,
+            # For clients: the last part of a directory, else the model id.
+            served_model_name=Path(name).name if Path(name).is_absolute() else name,
             tokenizer_path=directory,
             is_generation=True,
             max_context_length=model.max_model_len,
@@ -199,11 +201,6 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
 
     async def StopProfile(self, request: common.StopProfileRequest, context: Any) -> common.ProfileResponse:
         raise NotImplementedYet("PageKV has no profiler to stop")
-
-
-def _served_name(model_id: str) -> str:
-    """The name for clients: the last part of a directory, else the model id."""
-    return Path(model_id).name if Path(model_id).is_absolute() else model_id or NAMELESS_MODEL
 
 
 def _zip(directory: Path) -> bytes:

@@ -1,15 +1,13 @@
-"""Eviction policies: the order in which free blocks are given away (DESIGN 5).
+"""The order in which free blocks are given away (DESIGN 5).
 
-Every policy keeps a chain whole from its front: as blocks are freed deepest first, and a hit on a block is a hit on all
-blocks before it, no block goes before the cached ones that follow it. None looks at a clock, so equal histories evict
-equally.
+A chain stays whole from its front: as blocks are freed deepest first, and a hit on a block is a hit on all blocks
+before it, no block goes before the cached ones that follow it. No clock is looked at, so equal histories evict equally.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +16,7 @@ from pagekv.kvmanager.kvcache.free_queue import FreeQueue
 
 Blocks = NDArray[np.int32]
 
-# `lru`: least recently used first. `slru`: the same in two segments, see SegmentedLruOrder.
+# `slru`: least recently used first in two segments, see EvictionOrder. `lru`: the same with nothing protected.
 POLICIES = ("lru", "slru")
 DEFAULT_POLICY = "slru"
 DEFAULT_PROTECTED_SHARE = 0.2
@@ -26,55 +24,10 @@ DEFAULT_PROTECTED_SHARE = 0.2
 _PROMPTS_PROTECTED = 8
 
 
-class EvictionOrder(Protocol):
-    """Free blocks, the next to be evicted first. Starts with every block in it."""
+class EvictionOrder:
+    """Free blocks, the next to be evicted first; starts with every block in it.
 
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[int]: ...
-
-    def append(self, blocks: Blocks) -> None:
-        """Adds blocks that became free, the deepest of a chain first; earlier ones are evicted sooner."""
-        ...
-
-    def remove(self, blocks: Blocks) -> None:
-        """Removes free blocks that are held again."""
-        ...
-
-    def pop(self, count: int) -> Blocks:
-        """Removes and returns the next `count` blocks; at least so many are free."""
-        ...
-
-    def hit(self, blocks: Blocks) -> None:
-        """Counts a prefix hit on these blocks: all of a prompt's cached blocks from the first one on, held by now."""
-        ...
-
-    def invalidate(self, blocks: Blocks) -> None:
-        """The content of these blocks, free or held, is void."""
-        ...
-
-
-def make_order(policy: str, num_blocks: int, protected_share: float = DEFAULT_PROTECTED_SHARE) -> EvictionOrder:
-    """An order with every block in it. `policy` is one of POLICIES; `protected_share`, 0 to 1, matters to `slru`."""
-    if policy == "lru":
-        return LruOrder(num_blocks)
-    if policy == "slru":
-        return SegmentedLruOrder(num_blocks, protected_share)
-    raise ValueError(f"eviction policy: must be one of {', '.join(POLICIES)}, got {policy!r}")
-
-
-class LruOrder(FreeQueue):
-    """Least recently used first."""
-
-    def hit(self, blocks: Blocks) -> None:
-        """Does nothing: only recency counts."""
-
-    def invalidate(self, blocks: Blocks) -> None:
-        """Does nothing: no hits are remembered."""
-
-
-class SegmentedLruOrder:
-    """Segmented LRU (Karedla, Love and Wherry, Computer 27(3), 1994), with a bound on what one prompt can protect.
+    Segmented LRU (Karedla, Love and Wherry, Computer 27(3), 1994), with a bound on what one prompt can protect.
 
     States of a free block: on probation, or protected. A block that was hit since it was filled is proven, and is
     protected when it becomes free; all others are on probation and go first. So content that is read only once, one
@@ -86,12 +39,17 @@ class SegmentedLruOrder:
     turn of one long context would push everything else out. Deeper blocks are on probation, as under plain LRU.
     """
 
-    def __init__(self, num_blocks: int, protected_share: float = DEFAULT_PROTECTED_SHARE) -> None:
+    def __init__(self, num_blocks: int, policy: str = "lru", protected_share: float = DEFAULT_PROTECTED_SHARE) -> None:
+        """`policy` is one of POLICIES; `protected_share`, 0 to 1, matters to `slru`. Raises ValueError."""
+        if policy not in POLICIES:
+            raise ValueError(f"eviction policy: must be one of {', '.join(POLICIES)}, got {policy!r}")
+        if policy == "lru":
+            protected_share = 0
         self.capacity = int(num_blocks * protected_share)
         # Blocks of one prompt, from its first, that can be protected.
         self.depth = min(self.capacity, max(1, self.capacity // _PROMPTS_PROTECTED))
         self._probation = FreeQueue(num_blocks)
-        self._protected = self._probation.beside(self.capacity)
+        self._protected = FreeQueue(num_blocks, self.capacity)
         # Which queue a free block is in, and which one a held block will join.
         self._proven = np.zeros(num_blocks, np.bool_)
 
@@ -103,7 +61,7 @@ class SegmentedLruOrder:
         return chain(self._probation, self._protected)
 
     def append(self, blocks: Blocks) -> None:
-        """Puts blocks that became free at the tail of their segment, in order."""
+        """Puts blocks that became free, the deepest of a chain first, at the tail of their segment."""
         unproven, proven = self._divided(blocks)
         # Probation first: blocks before them in their chain may fall back at once, and must come after them.
         if len(unproven):
@@ -120,7 +78,7 @@ class SegmentedLruOrder:
             self._protected.append(proven)
 
     def remove(self, blocks: Blocks) -> None:
-        """Removes free blocks from either segment."""
+        """Removes free blocks that are held again."""
         unproven, proven = self._divided(blocks)
         if len(unproven):
             self._probation.remove(unproven)
@@ -149,11 +107,13 @@ class SegmentedLruOrder:
         return np.concatenate([unproven, proven])
 
     def hit(self, blocks: Blocks) -> None:
-        """Proves the first `depth` of the blocks."""
+        """Counts a prefix hit on all of a prompt's cached blocks from the first one on, held by now: the first `depth`
+        are proven.
+        """
         self._proven[blocks[: self.depth]] = True
 
     def invalidate(self, blocks: Blocks) -> None:
-        """The next content of these blocks has to prove itself; protected blocks fall back to probation."""
+        """The content of these blocks, free or held, is void; protected ones fall back to probation."""
         proven = blocks[self._proven[blocks]]
         if not len(proven):
             return

@@ -22,26 +22,15 @@ _WINDOW = 64  # entries looked at together when taking from the head, at least
 class FreeQueue:
     """States of a block id: in the queue, or out of it. Arrays of block ids are int32."""
 
-    def __init__(self, num_blocks: int, *, full: bool = True) -> None:
-        """With block ids 0 to num_blocks - 1 in order, or empty."""
-        self._begin(num_blocks, np.full(num_blocks, _OUT, np.int32), 0)
-        if full:
-            self.append(np.arange(num_blocks, dtype=np.int32))
-
-    def _begin(self, capacity: int, position: NDArray[np.int32], offset: int) -> None:
+    def __init__(self, num_blocks: int, capacity: int | None = None) -> None:
+        """With block ids 0 to num_blocks - 1 in order; or empty, for at most `capacity` of them."""
+        most = num_blocks if capacity is None else capacity
         # Room for half as many further joins as there can be blocks, so clearings are rare enough to be cheap.
-        self._entries = np.empty(capacity + (capacity + 1) // 2, np.int32)
-        self._position = position
-        # The position of entry i is offset + i.
-        self._offset = offset
+        self._entries = np.empty(most + (most + 1) // 2, np.int32)
+        self._position = np.full(num_blocks, _OUT, np.int32)
         self._head = self._tail = self._length = 0
-
-    def beside(self, capacity: int) -> FreeQueue:
-        """A second queue, empty, for at most `capacity` of the same blocks, none of which may ever be in both."""
-        other = FreeQueue.__new__(FreeQueue)
-        # One column of positions serves both queues: positions of the second lie behind all of the first.
-        other._begin(capacity, self._position, self._offset + len(self._entries))
-        return other
+        if capacity is None:
+            self.append(np.arange(num_blocks, dtype=np.int32))
 
     def __len__(self) -> int:
         return self._length
@@ -56,7 +45,7 @@ class FreeQueue:
             self._clear_voided()
         end = self._tail + len(blocks)
         self._entries[self._tail : end] = blocks
-        self._position[blocks] = self._positions(self._tail, end)
+        self._position[blocks] = np.arange(self._tail, end, dtype=np.int32)
         self._tail = end
         self._length += len(blocks)
 
@@ -79,7 +68,8 @@ class FreeQueue:
         left = count
         while left:
             window = self._entries[self._head : min(self._head + max(left, _WINDOW), self._tail)]
-            valid = np.flatnonzero(self._position[window] == self._positions(self._head, self._head + len(window)))
+            here = np.arange(self._head, self._head + len(window), dtype=np.int32)
+            valid = np.flatnonzero(self._position[window] == here)
             if len(valid) >= left:
                 valid = valid[:left]
                 self._head += int(valid[-1]) + 1
@@ -91,18 +81,14 @@ class FreeQueue:
         self.remove(blocks)
         return blocks
 
-    def _positions(self, start: int, end: int) -> NDArray[np.int32]:
-        """Positions of the entries [start, end)."""
-        return np.arange(self._offset + start, self._offset + end, dtype=np.int32)
-
     def _valid_entries(self) -> NDArray[np.int32]:
         entries = self._entries[self._head : self._tail]
-        valid: NDArray[np.int32] = entries[self._position[entries] == self._positions(self._head, self._tail)]
+        valid: NDArray[np.int32] = entries[self._position[entries] == np.arange(self._head, self._tail, dtype=np.int32)]
         return valid
 
     def _clear_voided(self) -> None:
         """Moves the valid entries to the front of the array."""
         valid = self._valid_entries()
         self._entries[: len(valid)] = valid
-        self._position[valid] = self._positions(0, len(valid))
+        self._position[valid] = np.arange(len(valid), dtype=np.int32)
         self._head, self._tail = 0, len(valid)

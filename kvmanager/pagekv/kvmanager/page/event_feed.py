@@ -7,8 +7,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pagekv.kvmanager.engine.observer import Observer, RequestEnd
-from pagekv.kvmanager.engine.views import EngineInfo
+from pagekv.kvmanager.engine.views import BlockMap, EngineInfo
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import StepPlan
 
@@ -26,6 +29,9 @@ class EventFeed(Observer):
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.recording = False
         self.total = 0
+        # The prefix table at the latest look.
+        self._published: NDArray[np.bool_] | None = None
+        self._epoch = self._evictions = 0
         self._clock = clock
         self._kept: deque[Event] = deque(maxlen=KEPT)
 
@@ -38,6 +44,32 @@ class EventFeed(Observer):
         if self.recording:
             self.total += 1
             self._kept.append({"n": self.total, "at": round(self._clock(), 3), "kind": kind, **about})
+
+    def pause(self) -> None:
+        """Records nothing for a while; the next look counts as the first."""
+        self.recording = False
+        self._published = None
+
+    def look(self, blocks: BlockMap) -> None:
+        """Records how many blocks entered and left the prefix table since the look before, "cleared", "evicted" and
+        "stored" with the first block stored; nothing at the first look and at the first one of an epoch. A block that
+        was evicted and filled again in between counts as evicted and as stored.
+        """
+        before, evicted, same_pool = self._published, blocks.evictions - self._evictions, blocks.epoch == self._epoch
+        now = self._published = blocks.published.copy()
+        self._epoch, self._evictions = blocks.epoch, blocks.evictions
+        if before is None or not same_pool:
+            return
+        entered = np.flatnonzero(now & ~before)
+        left, had = int(np.count_nonzero(before & ~now)), int(np.count_nonzero(before))
+        stored = int(np.count_nonzero(now)) - had + evicted
+        if left == had > evicted:
+            self.note("cleared", blocks=had)
+            stored = len(entered)
+        elif evicted:
+            self.note("evicted", blocks=evicted)
+        if stored > 0:
+            self.note("stored", blocks=stored, block=int(entered[0]) if len(entered) else None)
 
     # -- Observer
 

@@ -21,7 +21,6 @@ from pagekv.common.logs import Log
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.page import frame as frames
 from pagekv.kvmanager.page.block_states import device_bytes, host_bytes
-from pagekv.kvmanager.page.cache_changes import CacheChanges
 from pagekv.kvmanager.page.event_feed import EventFeed
 from pagekv.kvmanager.page.frame import PoolFrame
 from pagekv.kvmanager.page.rates import PoolRates
@@ -64,7 +63,6 @@ class PageHub:
         self._boot = secrets.token_hex(8)
         self.feed = EventFeed()
         self._rates = PoolRates()
-        self._cache_changes = CacheChanges()
         self._viewers: set[Viewer] = set()
         self._task: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
@@ -91,9 +89,8 @@ class PageHub:
         if not self._viewers and self._task is not None:
             self._task.cancel()
             self._task = None
-            self.feed.recording = False
+            self.feed.pause()
             self._rates.pause()
-            self._cache_changes.pause()
             self._counted_at = float("-inf")
             self.frame = None
 
@@ -116,12 +113,9 @@ class PageHub:
             # With a snapshot a page draws its charts afresh.
             points = self._rates.since(0)
         else:
-            content = frames.delta(seen, frame)
-            points = self._rates.since(seen.points)
-        events = self.feed.since(0 if seen is None else seen.events)
-        content |= {"points": points} if points else {}
-        content |= {"events": events} if events else {}
-        return content
+            content, points = frames.delta(seen, frame), self._rates.since(seen.points)
+        news = {"points": points, "events": self.feed.since(0 if seen is None else seen.events)}
+        return content | {name: items for name, items in news.items() if items}
 
     async def _look_again_and_again(self) -> None:
         while True:
@@ -148,19 +142,17 @@ class PageHub:
         if old is None or old.epoch != blocks.epoch or now - self._counted_at >= COUNT_S:
             self._counted_at = now
             stats = queries.stats()
-            for kind, about in self._cache_changes.look(blocks):
-                self.feed.note(kind, **about)
+            self.feed.look(blocks)
             self._rates.add(now, stats)
             requests, live = frames.request_rows(self._engine)
             totals = frames.totals(stats, live)
         else:
-            requests, totals = old.requests, old.totals
+            requests, totals = old.fields["requests"], old.fields["totals"]
             if old.events == self.feed.total and np.array_equal(old.device, device) and np.array_equal(old.host, host):
                 return
         number = old.number + 1 if old is not None else 1
-        self.frame = PoolFrame(
-            number, blocks.epoch, blocks.step, device, host, requests, totals, self._rates.total, self.feed.total
-        )
+        fields = frames.fields(blocks.step, device, host, requests, totals)
+        self.frame = PoolFrame(number, blocks.epoch, device, host, self._rates.total, self.feed.total, fields)
         self._messages = {}
         news, self._news = self._news, asyncio.Event()
         news.set()

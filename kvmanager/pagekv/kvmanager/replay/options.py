@@ -9,7 +9,6 @@ from pagekv.kvmanager.kvcache.eviction_policy import (
     DEFAULT_POLICY,
     DEFAULT_PROTECTED_SHARE,
     EvictionOrder,
-    make_order,
 )
 from pagekv.kvmanager.kvcache.eviction_policy import POLICIES as EVICTION_POLICIES
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
@@ -85,4 +84,4 @@ class ReplayOptions(TimedOptions):
 
     def order(self, policy: str, num_blocks: int) -> EvictionOrder:
         """Free blocks of a pool in the order of a policy; without a cache any order will do."""
-        return make_order(DEFAULT_POLICY if policy == NO_CACHE else policy, num_blocks, self.protected_share)
+        return EvictionOrder(num_blocks, DEFAULT_POLICY if policy == NO_CACHE else policy, self.protected_share)

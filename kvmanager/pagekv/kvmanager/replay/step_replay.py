@@ -19,7 +19,7 @@ import numpy as np
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
-from pagekv.kvmanager.kvcache.eviction_policy import make_order
+from pagekv.kvmanager.kvcache.eviction_policy import EvictionOrder
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.observe.recording.step_recorder import COLUMNS, FORMAT, SAMPLING, VERSION, numbers, plan_columns
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
@@ -85,28 +85,22 @@ def _after(report: StepsReport) -> str:
 
 
 def _records(path: Path, report: StepsReport) -> Iterator[Any]:
-    """Every whole record, checked. Raises StepsError where the file is not what was written."""
+    """Every whole record, checked. Raises StepsError where the file is not what was written, and ValueError."""
     check = 0
     with path.open("rb") as file:
         unpacker = msgpack.Unpacker(file, max_buffer_size=_MAX_RECORD_BYTES)
         while True:
             begin = unpacker.tell()
             try:
-                value = unpacker.unpack()
+                expected, packed = unpacker.unpack()
+                check = zlib.crc32(packed, check)
             except msgpack.OutOfData:
                 break
             except Exception as error:
                 raise StepsError(f"{_after(report)}: not a recording of steps, or damaged: {error!r}") from error
-            if not (isinstance(value, list) and len(value) == 2 and isinstance(value[1], bytes)):
-                raise StepsError(f"{_after(report)}: not a recording of steps, or damaged")
-            check = zlib.crc32(value[1], check)
-            if check != value[0]:
+            if check != expected:
                 raise StepsError(f"{_after(report)}: the recording was changed or damaged here")
-            try:
-                record = msgpack.unpackb(value[1])
-            except Exception as error:
-                raise StepsError(f"{_after(report)}: a record that makes no sense: {error!r}") from error
-            yield record
+            yield msgpack.unpackb(packed)
         report.complete = begin == path.stat().st_size
 
 
@@ -169,7 +163,7 @@ class _Replay:
 
     def _attach(self, epoch: dict[str, Any]) -> None:
         num_blocks, size = epoch["num_blocks"], epoch["block_size"]
-        order = make_order(self._header["eviction_policy"], num_blocks, self._header["protected_share"])
+        order = EvictionOrder(num_blocks, self._header["eviction_policy"], self._header["protected_share"])
         pool, host = BlockPool(num_blocks, size, order), HostPool(epoch["num_host_blocks"], size)
         limits = SchedulerLimits(**{**epoch["limits"], "swap": SwapPolicy(**epoch["limits"]["swap"])})
         if self._scheduler is None:
@@ -206,12 +200,12 @@ class _Replay:
         if plan is not None:
             self._in_flight.append(plan)
             self._report.preemptions += len(plan.preempted)
-        self._report.steps += recorded is not None or plan is not None
+        if recorded is None and plan is None:
+            return
+        self._report.steps += 1
         step = f"step {self._report.steps}"
         if recorded is None or plan is None:
-            if recorded is not None or plan is not None:
-                raise StepsError(f"{step}: {'derived' if recorded is None else 'recorded'}, but not both")
-            return
+            raise StepsError(f"{step}: {'derived' if recorded is None else 'recorded'}, but not both")
         for name, before, now in zip(COLUMNS, recorded, plan_columns(plan), strict=True):
             if before != now:
                 raise StepsError(f"{step}: {name}: recorded {_shown(before)}, derived {_shown(now)}")
@@ -219,10 +213,7 @@ class _Replay:
     def _commit(self, step: int, seq_ids: bytes | None, tokens: bytes, candidates: list[Any]) -> None:
         plan = self._in_flight.popleft()
         sampled = plan.sampling.tolist() if seq_ids is None else numbers(seq_ids)
-        likeliest = {
-            seq_id: TokenLogprobs(0, 0.0, tuple((token, logprob) for token, logprob in top))
-            for seq_id, top in candidates
-        }
+        likeliest = {seq_id: TokenLogprobs(0, 0.0, tuple(map(tuple, top))) for seq_id, top in candidates}
         self._now().commit(plan, StepResult(step, sampled, numbers(tokens), likeliest, plan.num_tokens, 0, 0))
 
     def _finish(self, arrival: int, index: int) -> None:

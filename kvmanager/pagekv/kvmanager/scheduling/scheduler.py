@@ -23,7 +23,8 @@ from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.scheduling.admission import Admission
-from pagekv.kvmanager.scheduling.beam_scheduler import BeamScheduler, begin_search
+from pagekv.kvmanager.scheduling.beam_scheduler import BeamScheduler
+from pagekv.kvmanager.scheduling.beam_search import BeamSearch
 from pagekv.kvmanager.scheduling.block_tables import BlockTables
 from pagekv.kvmanager.scheduling.counters import SchedulerCounters
 from pagekv.kvmanager.scheduling.decode_batch import Rows
@@ -34,7 +35,6 @@ from pagekv.kvmanager.scheduling.running_queue import RunningQueue
 from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_SEQ_ID, LiveRequest, Seq, SeqStatus, key
 from pagekv.kvmanager.scheduling.step_builder import StepBuilder
 from pagekv.kvmanager.scheduling.step_plan import Committed, StepPlan, StepResult
-from pagekv.kvmanager.scheduling.stop_check import check_stop
 from pagekv.kvmanager.scheduling.waiting_queue import WaitingQueue
 
 
@@ -86,7 +86,7 @@ class Scheduler:
         """Queues a request: its sequence 0; the others follow by fork."""
         self._listener.adding(request)
         if request.command.sampling.beam_width:
-            begin_search(request, self._eos)
+            request.search = BeamSearch(request.command.sampling, request.command.n, self._eos)
         self.waiting.add(request)
 
     # -- planning
@@ -215,7 +215,7 @@ class Scheduler:
         known = batch.append(rows, tokens)
         self.counters.generated_tokens += len(rows)
         sequences = batch.sequences(rows)
-        endings = check_stop(batch, rows, tokens, known, self._eos)
+        endings = batch.check_stop(rows, tokens, known, self._eos)
         for position in endings:
             self._finish(sequences[position])
         searched = self._beams.take_candidates(plan, result) if plan.beams else []

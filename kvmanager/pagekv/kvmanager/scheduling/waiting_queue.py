@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left, insort
 
-from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq, SeqStatus
-
-# Entries of sequences that no longer wait which are never worth clearing.
-DEAD_ENTRIES = 64
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq, SeqStatus, key
 
 
 class WaitingQueue:
-    """A heap with lazy removal: entries whose sequence is no longer WAITING are dropped when they surface.
-
-    Where others always come first they would never surface, so the heap is cleared of them once they are most of it.
-    A preempted sequence keeps its key, so it stands before everything of its priority that arrived later. The queue
-    outlives the executor.
+    """A sorted list. A preempted sequence keeps its key, so it stands before everything of its priority that arrived
+    later. The queue outlives the executor.
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int, int], Seq]] = []
-        self._length = 0
+        self._order: list[Seq] = []
         # Sequences in the state FORKING.
         self.num_forking = 0
         # Requests whose sequence 0 was admitted while others wait for its prompt.
         self.forking: list[LiveRequest] = []
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._order)
 
     def add(self, request: LiveRequest) -> None:
         """Queues sequence 0 of a new request; the others wait for a fork."""
@@ -37,31 +30,23 @@ class WaitingQueue:
     def push(self, sequence: Seq) -> None:
         """Makes a sequence that holds nothing wait for admission."""
         sequence.state = SeqStatus.WAITING
-        heapq.heappush(self._heap, (sequence.key, sequence))
-        self._length += 1
+        insort(self._order, sequence, key=key)
 
     def head(self) -> Seq | None:
         """The next to admit, or None."""
-        while self._heap and self._heap[0][1].state is not SeqStatus.WAITING:
-            heapq.heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
+        return self._order[0] if self._order else None
 
     def pop(self) -> Seq:
-        """Takes the head; call right after `head` returned it."""
-        self._length -= 1
-        return heapq.heappop(self._heap)[1]
+        """Takes the head."""
+        return self._order.pop(0)
 
     def remove(self, sequence: Seq) -> None:
         """Ends a sequence that waits."""
         if sequence.state is SeqStatus.FORKING:
             self.num_forking -= 1
-            sequence.state = SeqStatus.FINISHED
-            return
+        else:
+            del self._order[bisect_left(self._order, sequence.key, key=key)]
         sequence.state = SeqStatus.FINISHED
-        self._length -= 1
-        if len(self._heap) > 2 * self._length + DEAD_ENTRIES:
-            self._heap = [entry for entry in self._heap if entry[1].state is SeqStatus.WAITING]
-            heapq.heapify(self._heap)
 
     # -- forks
 

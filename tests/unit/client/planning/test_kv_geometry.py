@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.clients.llama_config import LLAMA, NOTHING_GIVEN, without
+from support.clients.llama_config import LLAMA, without
 
 from pagekv.client.errors import InvalidRequest
-from pagekv.client.planning.kv_geometry import GivenGeometry, KvGeometry, geometry_from_config
+from pagekv.client.planning.kv_geometry import KvGeometry, geometry_from_config
 
 
 @pytest.mark.parametrize(
@@ -32,18 +32,19 @@ from pagekv.client.planning.kv_geometry import GivenGeometry, KvGeometry, geomet
     ids=["llama", "dtype", "mha", "null heads", "head_dim", "null head_dim", "text_config", "gpt2"],
 )
 def test_the_geometry_of_a_config(config: dict[str, Any], expected: KvGeometry) -> None:
-    assert geometry_from_config(config, NOTHING_GIVEN) == (expected, [])
+    assert geometry_from_config(config, {}) == (expected, [])
 
 
 def test_flags_win_over_the_config() -> None:
-    given = GivenGeometry(layers=2, kv_heads=3, head_size=4, dtype="int8", context=5)
+    names = ("num_hidden_layers", "num_key_value_heads", "head_dim", "dtype", "max_position_embeddings")
+    given = dict(zip(names, (2, 3, 4, "int8", 5), strict=True))
     assert geometry_from_config(LLAMA, given)[0] == geometry_from_config({}, given)[0] == KvGeometry(2, 3, 4, "int8", 5)
 
 
 def test_what_is_assumed_is_said() -> None:
     geometry, notes = geometry_from_config(
         without("torch_dtype", "max_position_embeddings", layer_types=["full_attention", "sliding_attention"]),
-        NOTHING_GIVEN,
+        {},
     )
     assert (geometry.dtype, geometry.context) == ("float16", 8192)
     assert [note.partition(":")[0] for note in notes] == [
@@ -70,5 +71,5 @@ def test_what_is_assumed_is_said() -> None:
 )
 def test_a_wrong_config_is_refused_by_field(config: dict[str, Any], field: str, description: str) -> None:
     with pytest.raises(InvalidRequest, match=description) as caught:
-        geometry_from_config(config, NOTHING_GIVEN)
+        geometry_from_config(config, {})
     assert caught.value.field == field

@@ -6,7 +6,15 @@ import itertools
 
 import pytest
 
-from pagekv.client.planning.load_test import LatencySpread, LoadOutcome, Workload, make_jobs, summarise
+from pagekv.client.planning.load_test import (
+    Diagnosis,
+    LatencySpread,
+    LoadOutcome,
+    Objectives,
+    Workload,
+    make_jobs,
+    summarise,
+)
 
 
 def workload(**changes: object) -> Workload:
@@ -92,3 +100,37 @@ def test_shapes_in_words() -> None:
         "400 requests, Poisson arrivals at 2.5/s, prompts of 3 to 5 tokens after a shared prefix of 9, "
         "4 output tokens, temperature 0.5, seed 1"
     )
+
+
+@pytest.mark.parametrize(
+    ("ttft_ms", "inter_token_ms", "diagnosis"),
+    [
+        (780, 22, Diagnosis.PREFILL),  # 8,000 prompt tokens
+        (48, 23, Diagnosis.WITHIN),  # 200
+        (51, 61, Diagnosis.DECODE),  # 220
+        (780, 61, Diagnosis.PREFILL),
+        (500, 50, Diagnosis.WITHIN),
+    ],
+)
+def test_late_first_tokens_and_slow_ones_have_different_causes(
+    ttft_ms: float, inter_token_ms: float, diagnosis: Diagnosis
+) -> None:
+    assert Objectives().diagnose(ttft_ms, inter_token_ms) is diagnosis
+
+
+def test_objectives_can_be_set() -> None:
+    assert Objectives(ttft_ms=1000, inter_token_ms=100).diagnose(780, 61) is Diagnosis.WITHIN
+
+
+def test_a_report_counts_its_requests_by_what_they_point_to() -> None:
+    outcomes = [
+        LoadOutcome(ttft_s=0.78, inter_token_s=[0.022]),
+        LoadOutcome(ttft_s=0.048, inter_token_s=[0.01, 0.036]),
+        LoadOutcome(ttft_s=0.051, inter_token_s=[0.002, 0.12]),
+        LoadOutcome(ttft_s=0.05),
+        LoadOutcome(error="Overloaded"),
+        LoadOutcome(),  # no token, so no latency to judge
+    ]
+    report = summarise(outcomes, 1.0, Objectives())
+    assert report.diagnoses == {Diagnosis.PREFILL.value: 1, Diagnosis.WITHIN.value: 2, Diagnosis.DECODE.value: 1}
+    assert sum(report.diagnoses.values()) == 4

@@ -88,7 +88,7 @@ def test_a_window_reads_only_its_blocks() -> None:
     chunk, group = step.reads(6).parts
     assert isinstance(chunk, WindowedChunk)
     assert chunk.blocks.tolist() == [23, 24, 25, 26]
-    assert chunk.num_keys == 14
+    assert chunk.mask.shape == (1, 1, 6, 14)
     visible = (chunk.mask[0, 0] == 0).tolist()
     for row, position in enumerate(range(20, 26)):
         assert [12 + key for key in range(14) if visible[row][key]] == list(range(position - 5, position + 1))

@@ -30,7 +30,7 @@ def base_step(rng: random.Random, world: World) -> pb.StepRequest:
     """A step that is likely to be good: grows sequences that need a block, finishes some, enters some."""
     epoch = world.epoch
     request = pb.StepRequest(epoch=EPOCH, step=epoch.next_step)
-    used = set().union(*epoch.held.values()) if epoch.held else set()
+    used = {block for state in epoch.live.values() for block in state.block_table}
     free = [block for block in range(NUM_BLOCKS) if block not in used]
     rng.shuffle(free)
     for seq_id, state in epoch.live.items():
@@ -169,8 +169,7 @@ def check_invariants(world: World) -> None:
     for seq_id, state in world.epoch.live.items():
         assert 0 <= state.computed_tokens < len(state.token_ids)
         assert state.computed_tokens <= min(len(state.block_table) * 4, 64)
-        assert world.epoch.held[seq_id] == set(state.block_table)
+        assert seq_id == state.seq_id
         assert len(set(state.block_table)) == len(state.block_table)
         assert all(0 <= block < NUM_BLOCKS for block in state.block_table)
         assert all(0 <= token < VOCAB for token in state.token_ids)
-    assert world.epoch.held.keys() == world.epoch.live.keys()

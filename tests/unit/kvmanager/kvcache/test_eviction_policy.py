@@ -16,7 +16,7 @@ from support.engine.scheduler_driver import Driver
 
 from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
-from pagekv.kvmanager.kvcache.eviction_policy import POLICIES, SegmentedLruOrder, make_order
+from pagekv.kvmanager.kvcache.eviction_policy import POLICIES, EvictionOrder
 
 ROOT = root_digest("model", "", "")
 SIZE = 4
@@ -26,13 +26,13 @@ def ids(blocks: list[int]) -> NDArray[np.int32]:
     return np.array(blocks, np.int32)
 
 
-def num_protected(order: SegmentedLruOrder) -> int:
+def num_protected(order: EvictionOrder) -> int:
     """Free blocks that are evicted last."""
     return len(order._protected)
 
 
 class PlainLists:
-    """`SegmentedLruOrder` block by block, on plain lists."""
+    """`EvictionOrder` block by block, on plain lists."""
 
     def __init__(self, num_blocks: int, capacity: int, depth: int) -> None:
         self.capacity, self.depth = capacity, depth
@@ -69,7 +69,7 @@ class PlainLists:
 @given(st.data())
 def test_slru_agrees_with_plain_lists(data: st.DataObject) -> None:
     num_blocks = data.draw(st.integers(1, 24))
-    order = SegmentedLruOrder(num_blocks, data.draw(st.sampled_from([0.0, 0.1, 0.3, 0.5, 1.0])))
+    order = EvictionOrder(num_blocks, "slru", data.draw(st.sampled_from([0.0, 0.1, 0.3, 0.5, 1.0])))
     model = PlainLists(num_blocks, order.capacity, order.depth)
     for _ in range(data.draw(st.integers(0, 25))):
         free = model.probation + model.protected
@@ -89,7 +89,7 @@ def test_slru_agrees_with_plain_lists(data: st.DataObject) -> None:
 
 
 def test_more_than_there_are_is_refused_and_nothing_is_taken() -> None:
-    order = SegmentedLruOrder(4, 0.5)
+    order = EvictionOrder(4, "slru", 0.5)
     order.hit(order.pop(1))
     order.append(ids([0]))
     with pytest.raises(IndexError, match="5 blocks wanted, 4 are free"):
@@ -99,7 +99,7 @@ def test_more_than_there_are_is_refused_and_nothing_is_taken() -> None:
 
 def test_an_unknown_policy_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="must be one of lru, slru, got 'fifo'"):
-        make_order("fifo", 4)
+        EvictionOrder(4, "fifo")
 
 
 # -- under a pool
@@ -109,7 +109,7 @@ class Cache:
     """A pool with a policy, and prompts that are read through it. A prompt is a list of words, one block each."""
 
     def __init__(self, policy: str, num_blocks: int, share: float = 0.2) -> None:
-        self.order = make_order(policy, num_blocks, share)
+        self.order = EvictionOrder(num_blocks, policy, share)
         self.pool = BlockPool(num_blocks, SIZE, self.order)
 
     def hold(self, words: list[int]) -> tuple[NDArray[np.int32], int]:
@@ -236,7 +236,7 @@ def test_a_scan_whose_prompts_fork_is_still_a_scan(sampling: dict[str, Any]) -> 
 
 
 def test_the_protected_share_is_a_bound() -> None:
-    order = SegmentedLruOrder(100, 0.25)
+    order = EvictionOrder(100, "slru", 0.25)
     blocks = order.pop(60)
     for first in range(0, 60, 3):
         order.hit(blocks[first : first + 3])
@@ -264,7 +264,6 @@ def test_a_block_filled_anew_has_to_prove_itself() -> None:
     cache, words = Cache("slru", 10, 0.5), Words()
     first = words(1)
     assert [cache.read(first), cache.read(first)] == [0, 1]
-    assert isinstance(cache.order, SegmentedLruOrder)
     assert num_protected(cache.order) == 1
     # More than are on probation: the protected block is taken too.
     cache.read(words(10))

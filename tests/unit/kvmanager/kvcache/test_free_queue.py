@@ -21,7 +21,7 @@ def test_starts_in_order_and_allocates_at_the_head() -> None:
 
 
 def test_can_start_empty() -> None:
-    queue = FreeQueue(3, full=False)
+    queue = FreeQueue(3, 2)
     assert (len(queue), list(queue), queue.pop(0).tolist()) == (0, [], [])
     queue.append(ids([2, 0]))
     assert queue.pop(2).tolist() == [2, 0]
@@ -47,8 +47,7 @@ def test_agrees_with_plain_lists(data: st.DataObject) -> None:
     """Batches of every kind, in a queue and one beside it; joining often enough to fill the entries several times."""
     size = data.draw(st.integers(1, 6))
     capacity = data.draw(st.integers(0, size))
-    first = FreeQueue(size)
-    queues = (first, first.beside(capacity))
+    queues = (FreeQueue(size), FreeQueue(size, capacity))
     models: tuple[list[int], list[int]] = (list(range(size)), [])
     for _ in range(data.draw(st.integers(0, 40))):
         which = data.draw(st.sampled_from([0, 0, 1]))

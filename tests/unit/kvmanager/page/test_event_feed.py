@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 from support.engine import engine_harness
 from support.engine.engine_harness import Bench, command, expect, read, until
 
 from pagekv.kvmanager.engine.loop import EngineLoop
+from pagekv.kvmanager.engine.views import BlockMap
 from pagekv.kvmanager.page.event_feed import KEPT, EventFeed
 
 
@@ -43,3 +47,47 @@ def test_a_new_viewer_gets_the_last_events() -> None:
         feed.note("stored", blocks=number)
     assert [event["blocks"] for event in feed.since(0)] == list(range(5, KEPT + 5))
     assert [event["n"] for event in feed.since(KEPT + 4)] == [KEPT + 5]
+
+
+NOBODY = np.zeros(4, np.int32)
+
+
+class Looking:
+    """A feed, and the events of one look."""
+
+    def __init__(self) -> None:
+        self.feed = EventFeed()
+        self.feed.recording = True
+
+    def at(self, published: list[bool], evictions: int, epoch: int = 1) -> list[tuple[str, dict[str, Any]]]:
+        before = self.feed.total
+        self.feed.look(BlockMap(epoch, 0, NOBODY, NOBODY, np.array(published), evictions, NOBODY, NOBODY))
+        return [
+            (event["kind"], {name: event[name] for name in ("blocks", "block") if name in event})
+            for event in self.feed.since(before)
+        ]
+
+
+def test_stored_evicted_and_cleared_blocks_are_counted() -> None:
+    looking = Looking()
+    assert looking.at([True, False, False, False], 0) == []
+    assert looking.at([True, False, True, True], 0) == [("stored", {"blocks": 2, "block": 2})]
+    # Block 0 was evicted and filled again, block 2 was evicted.
+    assert looking.at([True, False, False, True], 2) == [
+        ("evicted", {"blocks": 2}),
+        ("stored", {"blocks": 1, "block": None}),
+    ]
+    assert looking.at([False, True, False, False], 2) == [
+        ("cleared", {"blocks": 2}),
+        ("stored", {"blocks": 1, "block": 1}),
+    ]
+    assert looking.at([False, True, False, False], 2) == []
+
+
+def test_looks_at_different_pools_and_around_a_pause_are_not_compared() -> None:
+    looking = Looking()
+    looking.at([True] * 4, 0)
+    assert looking.at([False] * 4, 0, epoch=2) == []
+    looking.feed.pause()
+    looking.feed.recording = True
+    assert looking.at([True] * 4, 0, epoch=2) == []

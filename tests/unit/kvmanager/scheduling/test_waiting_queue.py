@@ -44,19 +44,6 @@ def test_children_wait_for_a_fork_until_they_are_taken() -> None:
     assert (queue.forking, queue.num_forking) == ([], 0)
 
 
-def test_requests_that_leave_the_middle_of_the_queue_leave_no_trace() -> None:
-    """Others always come first, so their entries would never surface."""
-    driver = Driver(num_blocks=8, max_running=1)
-    driver.submit([1] * 8, max_tokens=8)
-    driver.step()
-    driver.submit([2] * 8, max_tokens=1, priority=-1)
-    for _ in range(1000):
-        driver.abort(driver.submit([3] * 8, priority=1))
-    assert len(driver.scheduler.waiting) == 1
-    assert len(driver.scheduler.waiting._heap) < 100
-    driver.drain()
-
-
 def test_a_waiting_request_is_passed_by_a_bounded_number() -> None:
     """No starvation: with an aging of 3 fewer than three later requests of the next better priority go first."""
     driver = Driver(max_running=1, priority_aging=3)

@@ -7,15 +7,22 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from pagekv.client.aio import AsyncPageKVClient
 from pagekv.client.cli.commands.up import describe
 from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_flags, add_target
 from pagekv.client.cli.terminal import Terminal, milliseconds, table
-from pagekv.client.planning.load_test import LatencySpread, LoadReport, Workload, make_jobs, run_jobs
-from pagekv.client.planning.slo import Diagnosis, Objectives
+from pagekv.client.planning.load_test import (
+    Diagnosis,
+    LatencySpread,
+    LoadReport,
+    Objectives,
+    Workload,
+    make_jobs,
+    run_jobs,
+)
 from pagekv.client.types import ModelInfo
 from pagekv.common.flags import integer, number
 
@@ -73,16 +80,11 @@ def add(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     """Exit status 1 when a request failed."""
-    workload = Workload(
-        requests=args.requests,
-        concurrency=None if args.rate is not None else args.concurrency,
-        rate=args.rate,
-        prompt_tokens=args.prompt_tokens,
-        output_tokens=args.output_tokens,
-        shared_prefix=args.shared_prefix,
-        temperature=args.temperature,
-        seed=secrets.randbits(31) if args.seed is None else args.seed,
-    )
+    if args.rate is not None:
+        args.concurrency = None
+    if args.seed is None:
+        args.seed = secrets.randbits(31)
+    workload = Workload(**{each.name: getattr(args, each.name) for each in fields(Workload)})
     info, report = asyncio.run(_run(args, workload, terminal))
     if args.json:
         terminal.json(

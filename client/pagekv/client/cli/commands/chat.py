@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_target, connect
-from pagekv.client.cli.sampling_flags import Stopwatch, add_sampling, options_of, summary
+from pagekv.client.cli.sampling_flags import add_sampling, options_of, stream_to, summary
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.client import PageKVClient
 from pagekv.client.errors import InvalidRequest
@@ -64,14 +64,15 @@ def _turn(
 ) -> None:
     """One exchange, added to `messages` when it went well; an answer stopped by Ctrl-C is kept as far as it came."""
     asked = ChatMessage("user", line)
-    watch, texts = Stopwatch(), list[str]()
+    texts = list[str]()
+
+    def show(text: str) -> None:
+        texts.append(text)
+        if not args.json:
+            terminal.write(text)
+
     try:
-        with client.stream([*messages, asked], **options_of(args)) as stream:
-            for chunk in stream:
-                watch.see(chunk)
-                texts.append(chunk.text)
-                if not args.json:
-                    terminal.write(chunk.text)
+        completion, watch = stream_to(show, client, [*messages, asked], options_of(args))
     except InvalidRequest as error:
         # Mostly a conversation longer than the context.
         if not interactive:
@@ -85,10 +86,10 @@ def _turn(
         terminal.note("[stopped]")
     else:
         if args.json:
-            terminal.json(stream.completion)
+            terminal.json(completion)
         else:
             terminal.print()
-            terminal.note(summary(stream.completion, watch))
+            terminal.note(summary(completion, watch))
     messages += [asked, ChatMessage("assistant", "".join(texts))]
 
 

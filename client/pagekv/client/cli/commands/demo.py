@@ -9,7 +9,7 @@ import time
 from pagekv.client.cli.commands.generate import stream_text
 from pagekv.client.cli.commands.up import add_stack_flags, describe, stack_config, wait_ready
 from pagekv.client.cli.parser import Subparsers, add_command
-from pagekv.client.cli.sampling_flags import Stopwatch
+from pagekv.client.cli.sampling_flags import stream_to
 from pagekv.client.cli.terminal import Terminal, milliseconds, pagekv_command
 from pagekv.client.client import PageKVClient
 from pagekv.client.launcher.stack import Stack
@@ -73,15 +73,15 @@ def _show(client: PageKVClient, args: argparse.Namespace, terminal: Terminal, re
         if talk:
             terminal.print()
             terminal.write(terminal.bold(prompt))
-            completions.append(stream_text(client, prompt, options, terminal)[0])
+            completions.append(stream_text(client, prompt, options, terminal))
         else:
             completions.append(client.generate(prompt, **options))
-    runs = [_timed(client, LONG_PROMPT) for _ in range(2)]
-    (cold, cold_ttft), (warm, warm_ttft) = runs
+    greedy: GenerateOptions = {"max_tokens": 16, "temperature": 0.0}
+    (cold, first), (warm, second) = (stream_to(lambda text: None, client, LONG_PROMPT, greedy) for _ in range(2))
     if talk:
         terminal.print()
         terminal.print(f"The same prompt of {cold.prompt_tokens} tokens twice, greedy:")
-        for name, completion, ttft in (("first", cold, cold_ttft), ("second", warm, warm_ttft)):
+        for name, completion, ttft in (("first", cold, first.ttft_s), ("second", warm, second.ttft_s)):
             cached, computed = completion.cached_tokens, completion.prompt_tokens - completion.cached_tokens
             terminal.print(
                 f"  {name:6} time: {cached:3} tokens from the prefix cache, {computed:3} computed, "
@@ -109,7 +109,7 @@ def _show(client: PageKVClient, args: argparse.Namespace, terminal: Terminal, re
                 "texts": [completion.text for completion in completions],
                 "prompt_tokens": warm.prompt_tokens,
                 "cached_tokens": [cold.cached_tokens, warm.cached_tokens],
-                "ttft_s": [cold_ttft, warm_ttft],
+                "ttft_s": [first.ttft_s, second.ttft_s],
                 "generated_tokens": stats.generated_tokens_total,
             }
         )
@@ -118,11 +118,3 @@ def _show(client: PageKVClient, args: argparse.Namespace, terminal: Terminal, re
     if not hit:
         terminal.error("pagekv: the second run of a prompt did not come from the prefix cache, or differed")
     return 0 if generated and hit else 1
-
-
-def _timed(client: PageKVClient, prompt: str) -> tuple[Completion, float | None]:
-    watch = Stopwatch()
-    with client.stream(prompt, max_tokens=16, temperature=0.0) as stream:
-        for chunk in stream:
-            watch.see(chunk)
-    return stream.completion, watch.ttft_s

@@ -6,10 +6,10 @@ import argparse
 from dataclasses import asdict
 
 from pagekv.client.cli.parser import Subparsers, add_command, add_prompt, add_target, connect, read_prompt
-from pagekv.client.cli.sampling_flags import Stopwatch, add_beams, add_sampling, options_of, summary
+from pagekv.client.cli.sampling_flags import add_beams, add_sampling, options_of, stream_to, summary
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.client import PageKVClient
-from pagekv.client.types import Completion, GenerateOptions
+from pagekv.client.types import Completion, GenerateOptions, Prompt
 
 EXAMPLES = """\
   pagekv generate "In the beginning" --max-tokens 60
@@ -45,11 +45,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         if not args.json:
             stream_text(client, prompt, options, terminal)
             return 0
-        watch = Stopwatch()
-        with client.stream(prompt, **options) as stream:
-            for chunk in stream:
-                watch.see(chunk)
-        completion = stream.completion
+        completion, watch = stream_to(lambda text: None, client, prompt, options)
         terminal.json(
             {
                 "completions": [asdict(completion)],
@@ -60,24 +56,17 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     return 0
 
 
-def stream_text(
-    client: PageKVClient, prompt: str | list[int], options: GenerateOptions, terminal: Terminal
-) -> tuple[Completion, Stopwatch]:
+def stream_text(client: PageKVClient, prompt: Prompt, options: GenerateOptions, terminal: Terminal) -> Completion:
     """Writes the text as it arrives, a line end, and the summary on standard error."""
-    watch = Stopwatch()
-    with client.stream(prompt, **options) as stream:
-        try:
-            for chunk in stream:
-                watch.see(chunk)
-                terminal.write(chunk.text)
-        except BaseException:
-            # The text so far keeps its own line above the error, or above the shell's prompt after Ctrl-C.
-            terminal.print()
-            raise
-        completion = stream.completion
+    try:
+        completion, watch = stream_to(terminal.write, client, prompt, options)
+    except BaseException:
+        # The text so far keeps its own line above the error, or above the shell's prompt after Ctrl-C.
+        terminal.print()
+        raise
     terminal.print("" if completion.text else shown_text(completion))
     terminal.note(summary(completion, watch))
-    return completion, watch
+    return completion
 
 
 def headline(completion: Completion) -> str:

@@ -11,33 +11,8 @@ from pathlib import Path
 from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_flags
 from pagekv.client.cli.terminal import Terminal, table
 from pagekv.client.errors import InvalidRequest
-from pagekv.client.planning.kv_budget import (
-    Footprint,
-    KvBudget,
-    PrefixSaving,
-    Shard,
-    Waste,
-    blocks_for,
-    bytes_per_block,
-    bytes_per_token,
-    capacity,
-    footprint,
-    prefix_saving,
-    shard_kv_heads,
-    waste,
-)
-from pagekv.client.planning.kv_geometry import (
-    DEFAULT_CONTEXT,
-    DEFAULT_DTYPE,
-    MAX_HEAD_SIZE,
-    MAX_KV_HEADS,
-    MAX_LAYERS,
-    MAX_TOKENS,
-    GivenGeometry,
-    KvGeometry,
-    canonical_dtype,
-    geometry_from_config,
-)
+from pagekv.client.planning import kv_budget, kv_geometry
+from pagekv.client.planning.kv_geometry import KvGeometry
 from pagekv.common.flags import integer, number, power_of_two, size_in_bytes
 from pagekv.common.models import ModelNotFound, resolve_model
 
@@ -62,14 +37,16 @@ def add(commands: Subparsers) -> None:
         commands, "plan", "compute the memory of a KV cache, and the requests that fit", run, examples=EXAMPLES
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a model directory, a config.json, demo, or a hub id")
+    most = kv_geometry.MAX_TOKENS
     add_flags(
         parser.add_argument_group("shape of the model"),
-        ("layers", integer(1, MAX_LAYERS), None, "N", "attention layers"),
-        ("kv-heads", integer(1, MAX_KV_HEADS), None, "N", "KV heads of a layer"),
-        ("head-size", integer(1, MAX_HEAD_SIZE), None, "N", "elements of a head's vector"),
-        ("dtype", _dtype, None, "TYPE", f"of the KV cache, such as fp8 [the model's, else {DEFAULT_DTYPE}]"),
-        ("context", integer(1, MAX_TOKENS), None, "N",
-         f"tokens of a sequence at most [the model's, else {DEFAULT_CONTEXT}]"),
+        ("layers", integer(1, kv_geometry.MAX_LAYERS), None, "N", "attention layers"),
+        ("kv-heads", integer(1, kv_geometry.MAX_KV_HEADS), None, "N", "KV heads of a layer"),
+        ("head-size", integer(1, kv_geometry.MAX_HEAD_SIZE), None, "N", "elements of a head's vector"),
+        ("dtype", _dtype, None, "TYPE",
+         f"of the KV cache, such as fp8 [the model's, else {kv_geometry.DEFAULT_DTYPE}]"),
+        ("context", integer(1, most), None, "N",
+         f"tokens of a sequence at most [the model's, else {kv_geometry.DEFAULT_CONTEXT}]"),
     )  # fmt: skip  # laid out as a table
     add_flags(
         parser.add_argument_group("deployment"),
@@ -80,11 +57,11 @@ def add(commands: Subparsers) -> None:
     )
     add_flags(
         parser.add_argument_group("questions"),
-        ("contexts", numbers(1, MAX_TOKENS), None, "N,N",
+        ("contexts", numbers(1, most), None, "N,N",
          "footprints at these lengths [4096, 32768 and 131072 up to the context, and the context]"),
         ("batches", numbers(1, 10**6), (1, 8, 32, 128), "N,N", "and at so many sequences [1,8,32,128]"),
-        ("lengths", numbers(1, MAX_TOKENS), None, "N,N", "waste of sequences of these lengths, reserved and paged"),
-        ("shared-prefix", integer(1, MAX_TOKENS), None, "N", "blocks saved where requests share N tokens"),
+        ("lengths", numbers(1, most), None, "N,N", "waste of sequences of these lengths, reserved and paged"),
+        ("shared-prefix", integer(1, most), None, "N", "blocks saved where requests share N tokens"),
         ("requests", integer(1, 10**9), 100, "N", "requests that share the prefix [100]"),
     )  # fmt: skip  # laid out as a table
 
@@ -97,35 +74,35 @@ def numbers(low: int, high: int) -> Callable[[str], tuple[int, ...]]:
 
 def _dtype(text: str) -> str:
     try:
-        return canonical_dtype(text)
+        return kv_geometry.canonical_dtype(text)
     except InvalidRequest as error:
         raise argparse.ArgumentTypeError(error.description) from error
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     """Computes and prints; starts nothing and asks no server."""
-    given = GivenGeometry(args.layers, args.kv_heads, args.head_size, args.dtype, args.context)
-    geometry, weights, notes = _geometry(args.model, given)
+    geometry, weights, notes = _geometry(args)
+    block_size, tp = args.block_size, args.tp
     for flag, tokens in (("--lengths", max(args.lengths or [0])), ("--shared-prefix", args.shared_prefix or 0)):
         if tokens > geometry.context:
             raise UsageError(f"{flag}: {tokens} tokens are more than the context of {geometry.context}")
-    shard = shard_kv_heads(geometry.kv_heads, args.tp)
+    shard = kv_budget.shard_kv_heads(geometry.kv_heads, tp)
     contexts = args.contexts or sorted({*(c for c in DEFAULT_CONTEXTS if c < geometry.context), geometry.context})
-    grid = [[footprint(geometry, args.block_size, args.tp, c, batch) for batch in args.batches] for c in contexts]
-    fits = None if args.memory is None else capacity(geometry, args.block_size, args.tp, args.memory, args.overhead)
-    wasted = waste(geometry, args.block_size, args.lengths) if args.lengths else None
-    saving = prefix_saving(args.requests, args.shared_prefix, args.block_size) if args.shared_prefix else None
+    grid = [[kv_budget.footprint(geometry, block_size, tp, c, batch) for batch in args.batches] for c in contexts]
+    fits = None if args.memory is None else kv_budget.capacity(geometry, block_size, tp, args.memory, args.overhead)
+    wasted = args.lengths and kv_budget.waste(geometry, block_size, args.lengths)
+    saving = args.shared_prefix and kv_budget.prefix_saving(args.requests, args.shared_prefix, block_size)
     if args.json:
         terminal.json(
             {
                 "model": asdict(geometry),
-                "block_size": args.block_size,
-                "tp": args.tp,
+                "block_size": block_size,
+                "tp": tp,
                 "rank": asdict(shard),
-                "bytes_per_token": bytes_per_token(geometry),
-                "bytes_per_token_per_rank": bytes_per_token(geometry, shard.kv_heads),
-                "bytes_per_block_per_rank": bytes_per_block(geometry, args.block_size, shard.kv_heads),
-                "blocks_per_full_context": blocks_for(geometry.context, args.block_size),
+                "bytes_per_token": kv_budget.bytes_per_token(geometry),
+                "bytes_per_token_per_rank": kv_budget.bytes_per_token(geometry, shard.kv_heads),
+                "bytes_per_block_per_rank": kv_budget.bytes_per_block(geometry, block_size, shard.kv_heads),
+                "blocks_per_full_context": kv_budget.blocks_for(geometry.context, block_size),
                 "footprints": [asdict(cell) for row in grid for cell in row],
                 "weight_bytes": weights,
                 "capacity": fits and asdict(fits),
@@ -135,35 +112,41 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
             }
         )
         return 0
-    of_rank = " of each rank" if args.tp > 1 else ""
+    of_rank = " of each rank" if tp > 1 else ""
     groups = {
         f"KV cache{of_rank}, by context and sequences": _grid_text(grid),
-        f"memory{of_rank}": _memory_text(geometry, fits, weights, args.tp),
+        f"memory{of_rank}": _memory_text(geometry, fits, weights, tp),
         "waste": wasted and _waste_text(wasted, geometry.context),
-        "shared prefix": saving and _saving_text(saving, args.block_size),
+        "shared prefix": saving and _saving_text(saving, block_size),
     }
     texts = [f"{terminal.bold(title)}\n{text}" for title, text in groups.items() if text is not None]
-    terminal.print("\n\n".join([_model_text(geometry, shard, args.block_size, args.tp), *texts]))
+    terminal.print("\n\n".join([_model_text(geometry, shard, block_size, tp), *texts]))
     for note in notes:
         terminal.note(note)
     return 0
 
 
-def _geometry(model: str | None, given: GivenGeometry) -> tuple[KvGeometry, int | None, list[str]]:
+def _geometry(args: argparse.Namespace) -> tuple[KvGeometry, int | None, list[str]]:
     """Shape, bytes of the weights if they are there to see, and notes."""
-    if model is None:
-        if given.layers is None or given.kv_heads is None or given.head_size is None:
+    given = {
+        "num_hidden_layers": args.layers,
+        "num_key_value_heads": args.kv_heads,
+        "head_dim": args.head_size,
+        "dtype": args.dtype,
+        "max_position_embeddings": args.context,
+    }
+    if args.model is None:
+        if None in (args.layers, args.kv_heads, args.head_size):
             raise UsageError("MODEL, or all of --layers, --kv-heads and --head-size, are required")
-        dtype, context = given.dtype or DEFAULT_DTYPE, given.context or DEFAULT_CONTEXT
-        return KvGeometry(given.layers, given.kv_heads, given.head_size, dtype, context), None, []
-    path = Path(model).expanduser()
+        return kv_geometry.geometry_from_config({}, given)[0], None, []
+    path = Path(args.model).expanduser()
     if not path.is_file():
         try:
-            path = resolve_model(model, weights=False) / "config.json"
+            path = resolve_model(args.model, weights=False) / "config.json"
         except ModelNotFound as error:
             raise UsageError(str(error)) from error
     try:
-        geometry, notes = geometry_from_config(_read_json(path), given)
+        geometry, notes = kv_geometry.geometry_from_config(_read_json(path), given)
     except InvalidRequest as error:
         raise UsageError(f"{path}: {error}") from error
     return geometry, weight_bytes(path.parent), notes
@@ -214,8 +197,8 @@ def size_text(num_bytes: int) -> str:
     return f"{value:,.2f} {unit}"
 
 
-def _model_text(geometry: KvGeometry, shard: Shard, block_size: int, tp: int) -> str:
-    token, rank_token = bytes_per_token(geometry), bytes_per_token(geometry, shard.kv_heads)
+def _model_text(geometry: KvGeometry, shard: kv_budget.Shard, block_size: int, tp: int) -> str:
+    token, rank_token = kv_budget.bytes_per_token(geometry), kv_budget.bytes_per_token(geometry, shard.kv_heads)
     heads = _count(geometry.kv_heads, "KV head")
     rows = [
         ("model", f"{_count(geometry.layers, 'layer')}, {heads} of {geometry.head_size}, {geometry.dtype}, "
@@ -229,19 +212,19 @@ def _model_text(geometry: KvGeometry, shard: Shard, block_size: int, tp: int) ->
         ]
     rows += [
         ("a block" + " on a rank" * (tp > 1), f"{size_text(block_size * rank_token)}, {_count(block_size, 'token')}"),
-        ("a full sequence", f"{_count(blocks_for(geometry.context, block_size), 'block')}"),
+        ("a full sequence", f"{_count(kv_budget.blocks_for(geometry.context, block_size), 'block')}"),
         ("tail waste", f"at most {_count(block_size - 1, 'token')} of a sequence"),
     ]
     return table(rows)
 
 
-def _grid_text(grid: Sequence[Sequence[Footprint]]) -> str:
+def _grid_text(grid: Sequence[Sequence[kv_budget.Footprint]]) -> str:
     rows = [[f"{row[0].context}", *(size_text(cell.bytes_per_rank) for cell in row)] for row in grid]
     header = ["context", *(f"x {cell.batch}" for cell in grid[0])]
-    return _right(rows, header)
+    return table(rows, header, indent="  ", right=True)
 
 
-def _memory_text(geometry: KvGeometry, fits: KvBudget | None, weights: int | None, tp: int) -> str:
+def _memory_text(geometry: KvGeometry, fits: kv_budget.KvBudget | None, weights: int | None, tp: int) -> str:
     """Weights and KV cache are two budgets: the one does not come out of the other."""
     rows = []
     if weights is None:
@@ -262,10 +245,11 @@ def _memory_text(geometry: KvGeometry, fits: KvBudget | None, weights: int | Non
     return table(rows, indent="  ")
 
 
-def _waste_text(wasted: Waste, context: int) -> str:
-    tails = _right(
-        [[f"{t.tokens}", f"{t.blocks}", f"{t.slots}", f"{t.unused}", f"{context - t.tokens}"] for t in wasted.tails],
+def _waste_text(wasted: kv_budget.Waste, context: int) -> str:
+    tails = table(
+        [(t.tokens, t.blocks, t.slots, t.unused, context - t.tokens) for t in wasted.tails],
         ["tokens", "blocks", "slots", "unused", "unused if reserved"],
+        indent="  ",
     )
     rows = [
         ("live", size_text(wasted.live_bytes)),
@@ -278,7 +262,7 @@ def _waste_text(wasted: Waste, context: int) -> str:
     return f"{tails}\n\n{table(rows, indent='  ')}"
 
 
-def _saving_text(saving: PrefixSaving, block_size: int) -> str:
+def _saving_text(saving: kv_budget.PrefixSaving, block_size: int) -> str:
     rows = [
         ("requests", f"{saving.requests} with {_count(saving.prefix_tokens, 'token')} in common"),
         ("apart", _count(saving.blocks_unshared, "block")),
@@ -297,10 +281,3 @@ def _saving_text(saving: PrefixSaving, block_size: int) -> str:
 
 def _count(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def _right(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
-    """A table of figures with units: all columns to the right."""
-    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-    padded = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in (header, *rows)]
-    return table(padded[1:], padded[0], indent="  ")

@@ -35,7 +35,7 @@ class RemovedAgo:
 
 
 class TableLog:
-    """Implements `block_pool.TableListener` and `host_pool.HostLog` for the pools of one epoch after another."""
+    """The log of the pools of one epoch after another. Digests are 32 bytes."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` gives seconds."""

@@ -8,12 +8,13 @@ from dataclasses import replace
 from itertools import count, pairwise
 
 import pytest
+from opentelemetry.sdk.trace import SpanProcessor
 from support.engine import engine_harness as harness
 from support.engine.engine_harness import Bench, command, read
 
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import RequestEnd
-from pagekv.kvmanager.observe.tracing.spans import MAX_SPANS, RequestSpans, Span, TracedRequest, wall_ns
+from pagekv.kvmanager.observe.tracing import MAX_SPANS, Span, TracedRequest, Tracing, wall_ns
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
@@ -28,7 +29,8 @@ def run(monkeypatch: pytest.MonkeyPatch, body: Body, **changes: object) -> dict[
     """The traces that were handed on, by request id."""
     traces: list[TracedRequest] = []
     ticks = count()
-    observer = RequestSpans(traces.append, clock=lambda: next(ticks))
+    observer = Tracing(SpanProcessor(), clock=lambda: next(ticks))
+    monkeypatch.setattr(observer, "emit", traces.append)
     harness.run(monkeypatch, body, observers=[observer], **changes)
     assert (observer._traces, observer._progress, observer._prefilling) == ({}, {}, {})
     for trace in traces:

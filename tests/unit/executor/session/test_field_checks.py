@@ -9,7 +9,7 @@ import pytest
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.executor.backend.interface import Sampling
-from pagekv.executor.session.sampling_check import check_sampling
+from pagekv.executor.session.field_checks import check_sampling
 
 NAN, INF = math.nan, math.inf
 

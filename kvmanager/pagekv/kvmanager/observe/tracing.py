@@ -1,14 +1,31 @@
-"""The phases of a request and their times: queued, prefill chunks, decode, preempted, swapped out. No OpenTelemetry.
+"""Requests as OpenTelemetry spans, sent to a collector over OTLP/HTTP from a thread of its own: the phases of a request
+(queued, prefill chunks, decode, preempted, swapped out) and their times.
 
-A step in which nothing begins or ends costs two calls; spans are handed on when their request has ended.
+A step in which nothing begins or ends costs two calls; spans are made when their request has ended. Spans that the
+collector does not take in time are dropped: the queue of the exporter's thread is bounded, and nothing waits for it.
+Spans hold counts, times and the request's id; no text and no tokens.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import Decision
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, get_current_span
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from pagekv.kvmanager.engine.observer import Observer, RequestEnd
 from pagekv.kvmanager.engine.views import EngineInfo
@@ -17,6 +34,13 @@ from pagekv.kvmanager.scheduling.step_plan import Committed, NewSeq, StepPlan, S
 
 # Spans of one request at most; more are counted and dropped.
 MAX_SPANS = 256
+
+# Seconds that queued spans get to leave at the end.
+FLUSH_S = 5.0
+_ROOT = "generate"
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+_QUEUED, _PREFILL, _CHUNK, _DECODE, _SEARCH = "queued", "prefill", "prefill chunk", "decode", "beam search"
+_PREEMPTED, _SWAPPED, _LOST, _OVER = "preempted", "swapped", "executor lost", ""
 
 # Wall clock that never steps back: nanoseconds since 1970.
 _OFFSET_NS = time.time_ns() - time.monotonic_ns()
@@ -97,16 +121,23 @@ class _Chunk:
     is_last: bool
 
 
-_QUEUED, _PREFILL, _CHUNK, _DECODE, _SEARCH = "queued", "prefill", "prefill chunk", "decode", "beam search"
-_PREEMPTED, _SWAPPED, _LOST, _OVER = "preempted", "swapped", "executor lost", ""
+def otlp_processor(endpoint: str) -> SpanProcessor:
+    """Sends to this URL in batches. Sizes and delays can be set with OpenTelemetry's own OTEL_BSP_* variables."""
+    return BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint))
 
 
-class RequestSpans(Observer):
-    """Notes the phases of every request, and hands it on when it has ended."""
+class Tracing(Observer):
+    """Notes the phases of every request, and turns them into spans when it has ended. No state is global; callers and
+    OTEL_TRACES_SAMPLER decide which requests are sampled.
+    """
 
-    def __init__(self, emit: Callable[[TracedRequest], None], clock: Callable[[], int] = wall_ns) -> None:
-        """`emit` must neither block nor raise. `clock` gives nanoseconds since 1970."""
-        self._emit = emit
+    def __init__(self, processor: SpanProcessor, clock: Callable[[], int] = wall_ns) -> None:
+        """`processor` gets every span. `clock` gives nanoseconds since 1970."""
+        name = os.environ.get("OTEL_SERVICE_NAME", "pagekv-manager")
+        # Reads OpenTelemetry's variables for sampling and ids.
+        self._provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}), shutdown_on_exit=False)
+        self._processor = processor
+        self._scope = InstrumentationScope("pagekv.kvmanager")
         self._clock = clock
         self._model = ""
         self._traces: dict[LiveRequest, TracedRequest] = {}
@@ -202,7 +233,7 @@ class RequestSpans(Observer):
             self._end_phase(sequence, _OVER, trace.end)
         for progress in self._progress.pop(request).values():
             progress.turn(_OVER, trace.end)
-        self._emit(trace)
+        self.emit(trace)
 
     def _of(self, sequence: Seq) -> _Progress | None:
         of_request = self._progress.get(sequence.request, {})
@@ -218,3 +249,76 @@ class RequestSpans(Observer):
                 del self._prefilling[seq_id]
         decoded = sequence.num_tokens - progress.had if progress.doing == _DECODE else 0
         progress.turn(doing, now, decoded)
+
+    def emit(self, trace: TracedRequest) -> None:
+        """Sends the spans of a request that has ended, below the span that its caller named.
+
+        Spans are made whole, when their times are known already: a tracer that starts and ends them costs eight times
+        as much, and the next step waits for it.
+        """
+        context, command = Context(), trace.request.command
+        if command.trace_parent:
+            context = TraceContextTextMapPropagator().extract({"traceparent": command.trace_parent}, context)
+        caller = get_current_span(context).get_span_context()
+        trace_id = caller.trace_id if caller.is_valid else self._provider.id_generator.generate_trace_id()
+        decision = self._provider.sampler.should_sample(context, trace_id, _ROOT, SpanKind.SERVER).decision
+        if decision is not Decision.RECORD_AND_SAMPLE:
+            return
+        made = partial(ReadableSpan, resource=self._provider.resource, instrumentation_scope=self._scope)
+        root = self._span_context(trace_id)
+        for span in trace.spans:
+            attributes = {"pagekv.sequence": span.sequence}
+            if span.tokens:
+                attributes["pagekv.tokens"] = span.tokens
+            below = self._span_context(trace_id)
+            child = made(span.name, below, root, attributes=attributes, start_time=span.start, end_time=span.end)
+            self._processor.on_end(child)
+        self._processor.on_end(
+            made(
+                _ROOT,
+                root,
+                caller if caller.is_valid else None,
+                attributes=_attributes(trace),
+                kind=SpanKind.SERVER,
+                status=Status(StatusCode.ERROR if trace.how is RequestEnd.FAILED else StatusCode.UNSET),
+                start_time=trace.start,
+                end_time=trace.end,
+            )
+        )
+
+    def _span_context(self, trace_id: int) -> SpanContext:
+        return SpanContext(trace_id, self._provider.id_generator.generate_span_id(), False, _SAMPLED)
+
+    async def close(self) -> None:
+        """Sends queued spans for at most FLUSH_S seconds."""
+        thread = threading.Thread(target=self._processor.shutdown, name="last spans", daemon=True)
+        thread.start()
+        await asyncio.to_thread(thread.join, FLUSH_S)
+
+
+def _attributes(trace: TracedRequest) -> dict[str, str | int | float | tuple[str, ...]]:
+    """Names as in OpenTelemetry's conventions for generative AI where it has one."""
+    request, command = trace.request, trace.request.command
+    sequences = request.sequences
+    if request.search is None:
+        output = sum(sequence.num_output - command.resumed_tokens for sequence in sequences)
+    else:
+        output = sum(len(result.token_ids) for result in request.search.results())
+    attributes: dict[str, str | int | float | tuple[str, ...]] = {
+        "gen_ai.request.model": trace.model,
+        "gen_ai.request.max_tokens": command.sampling.max_tokens,
+        "gen_ai.usage.input_tokens": len(command.prompt_ids) - command.resumed_tokens,
+        "gen_ai.usage.output_tokens": output,
+        "pagekv.request_id": command.request_id,
+        "pagekv.n": command.n,
+        "pagekv.end": trace.how.value,
+        "pagekv.cached_tokens": max((s.cached_tokens or 0 for s in sequences), default=0),
+        "pagekv.preemptions": sum(s.preemptions for s in sequences),
+    }
+    if trace.finish_reasons:
+        attributes["gen_ai.response.finish_reasons"] = tuple(trace.finish_reasons)
+    if trace.first_token:
+        attributes["pagekv.time_to_first_token_s"] = (trace.first_token - trace.start) * 1e-9
+    if trace.dropped:
+        attributes["pagekv.dropped_spans"] = trace.dropped
+    return attributes

@@ -16,8 +16,7 @@ from support.engine.engine_harness import Bench, command, read
 
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.recovery import Fault
-from pagekv.kvmanager.observe.tracing.otlp import Tracing, otlp_processor
-from pagekv.kvmanager.observe.tracing.spans import RequestSpans
+from pagekv.kvmanager.observe.tracing import Tracing, otlp_processor
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
@@ -38,7 +37,7 @@ def traced(monkeypatch: pytest.MonkeyPatch, *commands: GenerateCommand, poison: 
             except Exception:
                 assert poison
 
-    harness.run(monkeypatch, body, observers=[RequestSpans(tracing.emit)], step_attempts=1)
+    harness.run(monkeypatch, body, observers=[tracing], step_attempts=1)
     return list(exporter.get_finished_spans())
 
 
@@ -112,7 +111,7 @@ def test_a_collector_gets_the_spans_over_http(monkeypatch: pytest.MonkeyPatch) -
         async def body(engine: EngineLoop, bench: Bench) -> None:
             await read(engine.submit(command("a", PROMPT)))
 
-        harness.run(monkeypatch, body, observers=[RequestSpans(tracing.emit)])
+        harness.run(monkeypatch, body, observers=[tracing])
         asyncio.run(tracing.close())
     assert {span.name for span in server.spans} == {"generate", "queued", "prefill chunk", "decode"}
 
@@ -121,7 +120,7 @@ def test_a_collector_that_is_not_there_holds_nothing_up(monkeypatch: pytest.Monk
     """Serving goes on, and the end waits for a bounded time."""
     with collector() as gone:
         url = gone.url
-    monkeypatch.setattr("pagekv.kvmanager.observe.tracing.otlp.FLUSH_S", 0.1)
+    monkeypatch.setattr("pagekv.kvmanager.observe.tracing.FLUSH_S", 0.1)
     tracing = Tracing(otlp_processor(f"{url}/v1/traces"))
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
@@ -129,4 +128,4 @@ def test_a_collector_that_is_not_there_holds_nothing_up(monkeypatch: pytest.Monk
             assert await read(engine.submit(command(name, PROMPT))) == harness.expect(PROMPT)
         await tracing.close()
 
-    harness.run(monkeypatch, body, observers=[RequestSpans(tracing.emit)])
+    harness.run(monkeypatch, body, observers=[tracing])

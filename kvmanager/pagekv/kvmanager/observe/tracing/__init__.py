@@ -1,1 +1,0 @@
-"""Spans of requests, exported over OpenTelemetry."""
