@@ -13,6 +13,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
+from operator import attrgetter
 
 from pagekv.common.errors import Overloaded, Unavailable
 from pagekv.common.logs import Log
@@ -140,11 +141,8 @@ class EngineLoop:
     def _fail_misfits(self, model: EngineInfo, max_running: int) -> None:
         """Fails requests that this executor cannot continue exactly: it may be another one than before."""
         old = self._state.model or model
-        same = (old.model_fingerprint, old.vocab_size, old.eos_token_ids) == (
-            model.model_fingerprint,
-            model.vocab_size,
-            model.eos_token_ids,
-        )
+        identity = attrgetter("model_fingerprint", "vocab_size", "eos_token_ids")
+        same = identity(old) == identity(model)
         if old != model:
             log.warning("the executor changed", same_model=same, blocks=model.num_device_blocks, model=model.model_id)
         for request in self._live.all():
@@ -273,7 +271,7 @@ class EngineLoop:
         assert model is not None
         request = self._live.add(command, root_digest(model.model_fingerprint, identity.namespace, identity.adapter_id))
         self._totals.requests_total += 1
-        self._state.cache.note_request(identity)
+        self._state.cache.adapters.note(identity.namespace, identity.adapter_id)
         self._state.serving().add(request)
         self.observers.submitted(request)
         self._wake.set()
