@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from pagekv.kernels import launch_config
 from pagekv.kernels.attention_plan import AttentionPlan, GraphKey, HostPlan, Ints, StepBatch, plan_step
 from pagekv.kernels.decode_plan import MOST_FUSED_PARTIALS
-from pagekv.kernels.launcher import Launcher
+from pagekv.kernels.launch_config import Launcher
 from pagekv.kernels.params import BLOCK_COPY, CACHE_WRITE, DECODE, MERGE, PREFILL, fill
 from pagekv.kernels.variants import BLOCK_SIZES, UnsupportedVariant, Variant, check_heads
 
@@ -136,8 +136,9 @@ class PagedAttention:
             return
         self._check_rows("key", key, plan, self.num_kv_heads)
         self._check_rows("value", value, plan, self.num_kv_heads)
-        self._launch(
+        self._launcher.launch(
             "pagekv_cache_write",
+            self.variant,
             launch_config.cache_write(plan.num_rows),
             fill(
                 CACHE_WRITE,
@@ -180,8 +181,9 @@ class PagedAttention:
         fused = plan.most_partials <= MOST_FUSED_PARTIALS
         partial_out = plan.scratch
         partial_state = partial_out + plan.num_partials * self.num_heads * self.variant.head_size * 4
-        self._launch(
+        self._launcher.launch(
             "pagekv_decode",
+            self.variant,
             launch_config.decode(self.variant, plan.num_decode_items, self.num_heads, self.num_kv_heads),
             fill(
                 DECODE,
@@ -196,8 +198,9 @@ class PagedAttention:
             ),
         )
         if plan.num_merge_items and not fused:
-            self._launch(
+            self._launcher.launch(
                 "pagekv_merge",
+                self.variant,
                 launch_config.merge(self.variant, plan.num_merge_items, self.num_heads),
                 fill(
                     MERGE,
@@ -217,8 +220,9 @@ class PagedAttention:
             return
         self._check_rows("query", query, plan, self.num_heads)
         self._check_rows("out", out, plan, self.num_heads)
-        self._launch(
+        self._launcher.launch(
             "pagekv_prefill",
+            self.variant,
             launch_config.prefill(self.variant, plan.num_prefill_items, self.num_kv_heads),
             fill(
                 PREFILL,
@@ -240,8 +244,9 @@ class PagedAttention:
         if not pairs.shape[0]:
             return
         block_bytes = self._block_stride * self.variant.kv_element_bytes
-        self._launch(
+        self._launcher.launch(
             "pagekv_block_copy",
+            self.variant,
             launch_config.block_copy(int(pairs.shape[0]), block_bytes),
             fill(BLOCK_COPY, pool=self._pool.data_ptr(), pairs=pairs.data_ptr(), block_bytes=block_bytes),
         )
@@ -268,9 +273,6 @@ class PagedAttention:
             "k_scale": 1.0,
             "v_scale": 1.0,
         }
-
-    def _launch(self, kernel: str, shape: launch_config.LaunchConfig, params: Any) -> None:
-        self._launcher.launch(kernel, self.variant, shape.grid, shape.threads, shape.shared_bytes, params)
 
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.num_layers:

@@ -58,6 +58,4 @@ def write(
         v_scale=1.0,
     )
     shape = launch_config.cache_write(plan.num_rows)
-    attention._launcher.launch(
-        "pagekv_cache_write", attention.variant, shape.grid, shape.threads, shape.shared_bytes, params
-    )
+    attention._launcher.launch("pagekv_cache_write", attention.variant, shape, params)
