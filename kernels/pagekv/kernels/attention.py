@@ -39,11 +39,6 @@ class Tensor(Protocol):
     def data_ptr(self) -> int: ...
 
 
-def scratch_bytes(num_partials: int, num_heads: int, head_size: int) -> int:
-    """Bytes of device memory for a step's partial results: outputs, then (maximum, sum) pairs, float32."""
-    return num_partials * num_heads * (head_size + 2) * 4
-
-
 class PagedAttention:
     """The attention of one model over one block pool. Holds no state of a step."""
 
@@ -124,8 +119,8 @@ class PagedAttention:
         )
 
     def scratch_bytes(self, num_partials: int) -> int:
-        """As the function of this name, for this model."""
-        return scratch_bytes(num_partials, self.num_heads, self.variant.head_size)
+        """Bytes of device memory for a step's partial results: outputs, then (maximum, sum) pairs, float32."""
+        return num_partials * self.num_heads * (self.variant.head_size + 2) * 4
 
     def write(self, layer: int, key: Tensor, value: Tensor, plan: AttentionPlan) -> None:
         """Stores keys and values ([rows, num_kv_heads, head_size]; rows may be apart) in the slots of the plan's rows.
