@@ -11,7 +11,7 @@ from support.kernels.bench_machine import HostMachine
 from support.kernels.host_build import HostLauncher
 from support.kernels.small_step import VARIANT, plan
 
-from pagekv.kernels.attention import PagedAttention, Rope, dtype_name
+from pagekv.kernels.attention import PagedAttention, dtype_name
 from pagekv.kernels.attention_plan import GraphKey, StepBatch
 from pagekv.kernels.bench.scene import Scene, Setup
 from pagekv.kernels.variants import UnsupportedVariant, Variant
@@ -40,8 +40,8 @@ def make(pool: torch.Tensor | None = None, **changes: Any) -> PagedAttention:
         ({"soft_cap": -1.0}, ValueError, "soft_cap: must be finite and at least 0"),
         ({"scale": 0.0}, ValueError, "scale: must be finite and more than 0"),
         ({"scale": float("inf")}, ValueError, "scale: must be finite and more than 0"),
-        ({"k_scales": [1.0]}, ValueError, "k_scales: must have 2 entries, one a layer, got 1"),
-        ({"v_scales": [1.0, 0.0]}, ValueError, "v_scales: must be finite and positive"),
+        ({"windows": [4]}, ValueError, "windows: must have 2 entries, one a layer, got 1"),
+        ({"windows": [4, -1]}, ValueError, r"windows: must be at least 0, got \[4, -1\]"),
     ],
 )
 def test_an_unsupported_model_is_refused_at_start_by_name(
@@ -74,15 +74,6 @@ def test_rows_that_the_kernels_cannot_read_are_refused(query: torch.Tensor, mess
 def test_a_layer_outside_of_the_pool_is_refused() -> None:
     with pytest.raises(ValueError, match=r"layer: must be in \[0, 2\), got 2"):
         make().attend(2, torch.zeros(5, 4, 64), torch.zeros(5, 4, 64), plan().bind(4096, 4096))
-
-
-def test_rope_is_checked() -> None:
-    key = torch.zeros(5, 2, 64, dtype=torch.float16)
-    bound = plan().bind(4096, 4096)
-    with pytest.raises(ValueError, match=r"rope: must be float32 \[positions, even, at most 64\]"):
-        make().write(0, key, key, bound, rope=Rope(torch.zeros(9, 65)))
-    with pytest.raises(ValueError, match="query: is only rotated, which needs rope"):
-        make().write(0, key, key, bound, query=torch.zeros(5, 4, 64, dtype=torch.float16))
 
 
 def test_names_of_element_types() -> None:

@@ -102,7 +102,7 @@ class AttentionPlan:
     merge_counters: int
     prefill_items: int
     scratch: int
-    """Address of float32 [num_partials, num_heads, head_size + 2] words: see `attention.scratch_bytes`."""
+    """Address of float32 [num_partials, num_heads, head_size + 2] words: see `PagedAttention.scratch_bytes`."""
     extra: Mapping[str, int] = field(default_factory=dict)
     """Address of each section of `extra`."""
 
@@ -120,7 +120,7 @@ class HostPlan:
     def bind(self, address: int, scratch: int = 0) -> AttentionPlan:
         """The plan for a copy of `words` at a device address that is a multiple of 16.
 
-        `scratch`: device address of `attention.scratch_bytes(counts["num_partials"])` bytes.
+        `scratch`: device address of `PagedAttention.scratch_bytes(counts["num_partials"])` bytes.
         """
         if address % (4 * ALIGN) or scratch % (4 * ALIGN):
             raise ValueError(f"address: must be a multiple of {4 * ALIGN}, got {address:#x} and scratch {scratch:#x}")

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from gpu_first import rope
 from gpu_first.machine import FirstMachine
-from pagekv.kernels.attention import Rope
+from gpu_first.rope import Rope
 from pagekv.kernels.bench.correctness import (
     ALLOWED,
     BF16,
@@ -91,8 +92,7 @@ def rope_checks(machine: FirstMachine, setup: Setup, rotary_dim: int, *, interle
 
     query, everyone = scene.query.clone(), range(len(setup.lengths))
     plan, held = scene.plan(everyone, scene.lengths, scene.lengths, decode=False)
-    rope = Rope(table, interleaved)
-    scene.attention.write(LAYER, scene.key, scene.value, plan, rope=rope, query=query)
+    rope.write(scene.attention, LAYER, scene.key, scene.value, query, plan, Rope(table, interleaved))
     machine.synchronize()
     del held
     stored = torch.cat([scene.stored(sequence) for sequence in everyone])

@@ -12,9 +12,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from gpu_first import rope
 from gpu_first.floors import SMALL, decode_floor, plain
 from gpu_first.machine import FirstMachine
-from pagekv.kernels.attention import Rope
+from gpu_first.rope import Rope
 from pagekv.kernels.bench import workload
 from pagekv.kernels.bench.machine import Arena, CudaMachine, KernelTiming
 from pagekv.kernels.bench.speed import (
@@ -155,11 +156,11 @@ def rope_write(machine: CudaMachine, arena: Arena, case: RopeWriteCase) -> tuple
     batch = paged(machine, arena, AttentionCase(case.heads, case.tokens, BLOCK_SIZE))
     shape = (case.tokens, case.heads.num_kv_heads, HEAD_SIZE)
     key, value = (torch.randn(shape, device=machine.device).to(torch.bfloat16) for _ in range(2))
-    rope = Rope(torch.ones(64, HEAD_SIZE, device=machine.device))
+    angles = Rope(torch.ones(64, HEAD_SIZE, device=machine.device))
 
     def write(index: int) -> None:
         layer = index % batch.num_layers
-        batch.attention.write(layer, key, value, batch.plan, rope=rope, query=batch.query)
+        rope.write(batch.attention, layer, key, value, batch.query, batch.plan, angles)
 
     return write, batch.num_rounds
 

@@ -26,6 +26,7 @@ from support.kernels.host_build import HostLauncher
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pagekv.kernels.launch_config import LaunchConfig
 from pagekv.kernels.params import Struct
 from pagekv.kernels.sources import translation_unit
 from pagekv.kernels.variants import Variant
@@ -135,9 +136,7 @@ class StubLauncher:
     def prepare(self, variant: Variant, kernels: Any = ()) -> None:
         """Nothing is compiled ahead."""
 
-    def launch(
-        self, kernel: str, variant: Variant, grid: tuple[int, int, int], threads: int, shared_bytes: int, params: Struct
-    ) -> None:
+    def launch(self, kernel: str, variant: Variant, config: LaunchConfig, params: Struct) -> None:
         """Runs the kernel, and notes it where a graph is recorded."""
         StubLauncher.launches_left -= 1
         if StubLauncher.launches_left < 0:
@@ -146,7 +145,7 @@ class StubLauncher:
         kept = params.copy()  # a graph takes parameters by value
 
         def run() -> None:
-            self._host.launch(kernel, variant, grid, threads, shared_bytes, kept)
+            self._host.launch(kernel, variant, config, kept)
 
         run()
         if _recording:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from gpu_first.kernel_checks import replay_checks, rope_checks, smallest_checks, swap_checks
+from gpu_first.rope import Rope
 from support.kernels.bench_machine import FakeStreams, HostMachine
 
-from pagekv.kernels.attention import Rope
 from pagekv.kernels.bench.scene import Setup
 from pagekv.kernels.variants import Variant
 

@@ -15,7 +15,7 @@ import torch
 
 from pagekv.common.logs import Log
 from pagekv.kernels.cupy_launcher import CupyLauncher, GpuUnavailable
-from pagekv.kernels.launcher import Launcher
+from pagekv.kernels.launch_config import Launcher
 from pagekv.kernels.swap import Streams, pin, unpin
 from pagekv.kernels.variants import Variant
 

@@ -42,10 +42,6 @@ class Check:
         """False for NaN."""
         return self.error <= self.allowed
 
-    def row(self) -> dict[str, object]:
-        """The check as JSON."""
-        return {"name": self.name, "error": self.error, "allowed": self.allowed, "passed": self.passed}
-
 
 def variants_to_check() -> list[Variant]:
     """Every pair of element types, every head size, and the features once: each costs seconds of compilation."""
