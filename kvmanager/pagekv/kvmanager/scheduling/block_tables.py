@@ -67,7 +67,7 @@ class BlockTables:
         self._being_computed: list[Blocks] = []
 
     def take_copies(self) -> list[BlockCopy]:
-        """Copies that the step just planned must make, in order. What is published from now on belongs to the next."""
+        """Copies that the step just planned must make, in order; blocks published from now on belong to the next."""
         copies = self._copies[:]
         self._copies.clear()
         self._being_computed.clear()
