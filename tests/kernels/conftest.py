@@ -23,7 +23,6 @@ SAMPLE = (
     "test_decode_plan.py",
     "test_host_memory.py",
     "test_launch_config.py",
-    "test_launcher.py",
     "test_machine_code.py",
     "test_nvrtc.py",
     "test_params.py",

@@ -11,8 +11,8 @@ from support.kernels.bench_machine import HostMachine
 from support.kernels.host_build import HostLauncher
 from support.kernels.small_step import VARIANT, plan
 
-from pagekv.kernels.attention import PagedAttention, Rope, dtype_name
-from pagekv.kernels.attention_plan import GraphCapacity, StepBatch, plan_step
+from pagekv.kernels.attention import PagedAttention, dtype_name
+from pagekv.kernels.attention_plan import GraphKey, StepBatch
 from pagekv.kernels.bench.scene import Scene, Setup
 from pagekv.kernels.variants import UnsupportedVariant, Variant
 
@@ -40,8 +40,8 @@ def make(pool: torch.Tensor | None = None, **changes: Any) -> PagedAttention:
         ({"soft_cap": -1.0}, ValueError, "soft_cap: must be finite and at least 0"),
         ({"scale": 0.0}, ValueError, "scale: must be finite and more than 0"),
         ({"scale": float("inf")}, ValueError, "scale: must be finite and more than 0"),
-        ({"k_scales": [1.0]}, ValueError, "k_scales: must have 2 entries, one a layer, got 1"),
-        ({"v_scales": [1.0, 0.0]}, ValueError, "v_scales: must be finite and positive"),
+        ({"windows": [4]}, ValueError, "windows: must have 2 entries, one a layer, got 1"),
+        ({"windows": [4, -1]}, ValueError, r"windows: must be at least 0, got \[4, -1\]"),
     ],
 )
 def test_an_unsupported_model_is_refused_at_start_by_name(
@@ -76,15 +76,6 @@ def test_a_layer_outside_of_the_pool_is_refused() -> None:
         make().attend(2, torch.zeros(5, 4, 64), torch.zeros(5, 4, 64), plan().bind(4096, 4096))
 
 
-def test_rope_is_checked() -> None:
-    key = torch.zeros(5, 2, 64, dtype=torch.float16)
-    bound = plan().bind(4096, 4096)
-    with pytest.raises(ValueError, match=r"rope: must be float32 \[positions, even, at most 64\]"):
-        make().write(0, key, key, bound, rope=Rope(torch.zeros(9, 65)))
-    with pytest.raises(ValueError, match="query: is only rotated, which needs rope"):
-        make().write(0, key, key, bound, query=torch.zeros(5, 4, 64, dtype=torch.float16))
-
-
 def test_names_of_element_types() -> None:
     assert dtype_name(torch.zeros(1, dtype=torch.float8_e4m3fn)) == "float8_e4m3fn"
 
@@ -92,13 +83,8 @@ def test_names_of_element_types() -> None:
 def test_a_mixed_step_is_its_parts(scene: Scene) -> None:
     # One step with a decode of the first sequence and a chunk of the second equals both done apart.
     counts, contexts = np.array([1, 5], np.int32), scene.lengths
-    host = plan_step(
-        StepBatch(np.array([0, 1, 6], np.int32), contexts, scene.tables, np.array([True, False])),
-        num_blocks=scene.num_blocks,
-        block_size=16,
-        num_heads=8,
-        num_kv_heads=2,
-        variant=VARIANT,
+    host = scene.attention.plan(
+        StepBatch(np.array([0, 1, 6], np.int32), contexts, scene.tables, np.array([True, False]))
     )
     words = torch.from_numpy(host.words)
     rows = np.concatenate([np.arange(end - n, end) for n, end in zip(counts, np.cumsum(contexts), strict=True)])
@@ -111,17 +97,9 @@ def test_a_mixed_step_is_its_parts(scene: Scene) -> None:
 
 def test_a_padded_plan_gives_the_same_bits(scene: Scene) -> None:
     # Replays of a captured graph.
-    capacity = GraphCapacity(sequences=4, rows=4, table_width=5, decode_items=6, merge_items=2, partials=4)
-    host = plan_step(
-        StepBatch(np.arange(3, dtype=np.int32), scene.lengths, scene.tables, np.array([True, True])),
-        num_blocks=scene.num_blocks,
-        block_size=16,
-        num_heads=8,
-        num_kv_heads=2,
-        variant=VARIANT,
-        capacity=capacity,
-    )
-    words, scratch = torch.from_numpy(host.words), torch.empty(scene.attention.scratch_bytes(4), dtype=torch.uint8)
+    batch = StepBatch(np.arange(3, dtype=np.int32), scene.lengths, scene.tables, np.array([True, True]))
+    host = scene.attention.plan(batch, graph=GraphKey(batch=4, table_width=5, items=6))
+    words, scratch = torch.from_numpy(host.words), torch.empty(scene.attention.scratch_bytes(6), dtype=torch.uint8)
     query = torch.zeros(4, 8, 64, dtype=torch.float16)
     query[:2] = scene.query[[2, 39]]
     out = torch.full_like(query, torch.nan)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.kernels.small_step import BATCH, NUM_BLOCKS, plan
 
-from pagekv.kernels.attention_plan import ALIGN, SECTIONS, GraphCapacity, HostPlan, StepBatch
+from pagekv.kernels.attention_plan import ALIGN, SECTIONS, GraphKey, HostPlan, StepBatch
 
 
 def section(host: HostPlan, name: str, *shape: int) -> list[Any]:
@@ -89,12 +89,15 @@ def test_partial_results_need_scratch() -> None:
         host.bind(4096)
 
 
-CAPACITY = GraphCapacity(sequences=6, rows=8, table_width=5, decode_items=8, merge_items=2, prefill_items=3, partials=4)
+GRAPH = GraphKey(batch=6, table_width=5, items=8)
+DECODES = changed(
+    query_start=[0, 1, 2, 2], context_lens=[9, 1, 0], block_tables=BATCH.block_tables[:3], decodes=[True, True, False]
+)
 
 
-def test_sections_of_a_capacity_stay_where_they_are() -> None:
+def test_sections_of_a_graph_stay_where_they_are() -> None:
     small = changed(query_start=[0, 1], context_lens=[1], block_tables=[[1]], decodes=[True])
-    one, other = plan(capacity=CAPACITY), plan(small, capacity=CAPACITY)
+    one, other = plan(DECODES, graph=GRAPH), plan(small, graph=GRAPH)
     assert one.offsets == other.offsets
     assert one.counts == other.counts
     assert one.words.shape == other.words.shape
@@ -102,25 +105,25 @@ def test_sections_of_a_capacity_stay_where_they_are() -> None:
 
 def test_padding_does_nothing() -> None:
     """But that rows beyond the step's, which belong to a sequence without keys, are decoded: to zeros."""
-    host = plan(capacity=CAPACITY)
-    assert section(host, "query_start", 7) == [0, 1, 2, 2, 5, 5, 5]
-    assert section(host, "context_lens", 6) == [9, 1, 0, 5, 0, 0]
-    assert section(host, "slots", 8)[5:] == [-1, -1, -1]
-    assert section(host, "decode_items", 8, 4)[2:5] == [[5, 4, 0, -1], [6, 4, 0, -1], [7, 4, 0, -1]]
-    assert {row[0] for row in section(host, "decode_items", 8, 4)[5:]} == {-1}
-    assert {row[0] for row in section(host, "merge_items", 2, 4)} == {-1}
+    host = plan(DECODES, graph=GRAPH)
+    assert section(host, "query_start", 7) == [0, 1, 2, 2, 2, 2, 2]
+    assert section(host, "context_lens", 6) == [9, 1, 0, 0, 0, 0]
+    assert section(host, "slots", 6)[2:] == [-1, -1, -1, -1]
+    assert section(host, "decode_items", 8, 4)[2:6] == [[row, 3, 0, -1] for row in (2, 3, 4, 5)]
+    assert {row[0] for row in section(host, "decode_items", 8, 4)[6:]} == {-1}
+    assert {row[0] for row in section(host, "merge_items", 6, 4)} == {-1}
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("batch", "graph", "message"),
     [
-        ("sequences", 3, r"query_start: \(5,\) does not fit the capacity of \(4,\)"),
-        ("rows", 4, r"slots: \(5,\) does not fit"),
-        ("table_width", 2, r"block_tables: \(4, 3\) does not fit"),
-        ("decode_items", 4, r"decode_items: \(5, 4\) does not fit the capacity of \(4, 4\)"),
-        ("sequences", 4, "sequences: 3 padded rows need one more than the 4 there are"),
+        (DECODES, GraphKey(2, 5, 8), r"query_start: \(4,\) does not fit the graph's \(3,\)"),
+        (DECODES, GraphKey(6, 2, 8), r"block_tables: \(3, 3\) does not fit"),
+        (DECODES, GraphKey(6, 5, 4), r"decode_items: \(6, 4\) does not fit the graph's \(4, 4\)"),
+        (DECODES, GraphKey(3, 5, 8), "batch: 1 padded rows need one more than the 3 sequences"),
+        (BATCH, GRAPH, r"prefill_items: \(1, 4\) does not fit the graph's \(0, 4\)"),
     ],
 )
-def test_a_step_beyond_the_capacity_is_refused(field: str, value: int, message: str) -> None:
+def test_a_step_beyond_the_graph_is_refused(batch: StepBatch, graph: GraphKey, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        plan(capacity=replace(CAPACITY, **{field: value}))
+        plan(batch, graph=graph)

@@ -30,13 +30,12 @@ def test_correctness_covers_every_type_pair_and_head_size() -> None:
 
 
 def test_setups_reach_what_is_timed() -> None:
-    """Groups, block sizes, contexts for the merge kernel, more work than a launch has blocks, RoPE, subnormals."""
+    """Groups, block sizes, contexts for the merge kernel, more work than a launch has blocks, subnormals."""
     found = setups()
     assert {s.num_heads // s.num_kv_heads for s in found} >= {1, 4, 8, 32, 64}
     assert {s.block_size for s in found} == {1, 16, 256}
     assert any(most_partials(max(s.lengths)) > MOST_FUSED_PARTIALS for s in found)
     assert any(sum(-(-n // SPLIT_TOKENS) for n in s.lengths) * s.num_kv_heads > MAX_BLOCKS for s in found)
-    assert {s.rotary_dim for s in found} == {0, 64, 128}
     assert {s.variant.dtype for s in found if s.subnormal} == {"bfloat16", "float16"}
     assert len({str(s) for s in found}) == len(found)
 
@@ -46,8 +45,6 @@ def test_setups_reach_what_is_timed() -> None:
     [
         (Setup(HALF, (1, 17, 40)), 7),
         (Setup(HALF, (1, 17, 40), num_heads=8, num_kv_heads=1, block_size=1), 7),
-        (Setup(HALF, (1, 17, 40), rotary_dim=64), 9),
-        (Setup(HALF, (3, 20), rotary_dim=32, interleaved=True), 9),
         (Setup(Variant("bfloat16", "float8_e4m3fn", 64), (1, 40), subnormal=True), 7),
         (Setup(HALF, (3, 300, 5), decodes_only=True), 5),
     ],

@@ -1,4 +1,4 @@
-"""The bench's clock and memory."""
+"""The bench's gauge and memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.kernels.bench_machine import HostMachine
 
-from pagekv.kernels.bench.machine import Arena, Clock, Gauge
+from pagekv.kernels.bench.machine import Arena, CudaMachine
 
 
 def test_every_view_is_of_the_arenas_first_bytes(machine: HostMachine) -> None:
@@ -24,19 +24,12 @@ def test_an_arena_of_fp8_holds_numbers(machine: HostMachine) -> None:
     assert not arena.view(torch.float8_e4m3fn, 1024).float().isnan().any()
 
 
-def test_a_share_of_the_time_ends() -> None:
-    now = [0.0]
-    clock = Clock(100, lambda: now[0])
-    in_time = clock.until(0.3)
-    now[0] = 29.0
-    assert in_time()
-    now[0] = 31.0
-    assert not in_time()
-    assert clock.spent == 31
+def test_a_gauge_that_fails_gives_no_figure(machine: HostMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "clock_rate", lambda device: 1980)
+    assert CudaMachine.state(machine) == {"sm_mhz": 1980.0}
 
+    def fail(device: object) -> int:
+        raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
 
-def test_a_gauge_that_fails_gives_no_figure() -> None:
-    def read() -> tuple[float, float]:
-        raise OSError("NVML is gone")
-
-    assert Gauge(read)() == (None, None)
+    monkeypatch.setattr(torch.cuda, "clock_rate", fail)
+    assert CudaMachine.state(machine) == {}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from support.kernels.bench_machine import HostMachine
@@ -34,5 +37,23 @@ def test_nothing_is_timed_where_a_kernel_is_wrong(machine: HostMachine, monkeypa
     monkeypatch.setattr(bench_main, "driver_is_there", lambda: True)
     monkeypatch.setattr(machine_module, "CudaMachine", lambda say: machine)
     monkeypatch.setattr(Bench, "correctness", lambda self, wanted: False)
-    monkeypatch.setattr(Bench, "bandwidth", lambda self: pytest.fail("timed"))
+    monkeypatch.setattr(Bench, "measure", lambda self: pytest.fail("timed"))
     assert bench_main.main([]) == 1
+
+
+def test_the_page_is_printed_and_the_json_written(
+    machine: HostMachine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pagekv.kernels.bench import machine as machine_module
+
+    monkeypatch.setattr(bench_main, "driver_is_there", lambda: True)
+    monkeypatch.setattr(machine_module, "CudaMachine", lambda say: machine)
+    monkeypatch.setattr(Bench, "correctness", lambda self, wanted: len(wanted) > 10)
+    monkeypatch.setattr(Bench, "measure", lambda self: {"copy_gb_per_s": 4300.0, "decode": [{"case": "a"}]})
+    file = tmp_path / "gpu.json"
+    assert bench_main.main(["--json", str(file)]) == 0
+    assert "device copy: 4300 GB/s" in capsys.readouterr().out
+    found = json.loads(file.read_text())
+    assert list(found) == ["machine", "copy_gb_per_s", "decode", "notes", "seconds"]
+    assert bench_main.main(["--correctness-only", "--json", str(file)]) == 0
+    assert list(json.loads(file.read_text())) == ["machine", "notes", "seconds"]

@@ -28,7 +28,7 @@ def copy_blocks(launcher: HostLauncher, block_bytes: int, pairs: list[tuple[int,
     shape = launch_config.block_copy(len(pairs), block_bytes)
     strangers = [pool[block] for block in set(range(num_blocks)) - {*sources, *destinations}]
     with launcher.forbidden(*strangers):
-        launcher.launch("pagekv_block_copy", VARIANT, shape.grid, shape.threads, shape.shared_bytes, params)
+        launcher.launch("pagekv_block_copy", VARIANT, shape, params)
     np.testing.assert_array_equal(pool, expected)
 
 

@@ -97,9 +97,7 @@ class Case:
         owned = np.unique(slots[slots >= 0] // self.block_size)
         foreign = [pool[block] for block in range(self.num_blocks) if block not in owned]
         with launcher.forbidden(*foreign):
-            launcher.launch(
-                "pagekv_cache_write", self.variant, shape_.grid, shape_.threads, shape_.shared_bytes, params
-            )
+            launcher.launch("pagekv_cache_write", self.variant, shape_, params)
 
         if self.rotary_dim:
             exact_key = twin.rotate(exact_key, rope, positions, interleaved=self.interleaved)

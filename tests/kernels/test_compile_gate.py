@@ -139,7 +139,7 @@ def test_a_broken_kernel_is_an_outcome_not_a_crash(monkeypatch: pytest.MonkeyPat
 
 def test_the_record_survives_its_file_and_drops_what_is_gone() -> None:
     record = record_of(DECODE_JOB, FINE)
-    gone = replace(DECODE_JOB, kernel=Kernel("pagekv_gone", "decode.cu", "DecodeParams", ()))
+    gone = replace(DECODE_JOB, kernel=Kernel("pagekv_gone", "decode.cu", ()))
     record.set(gone, FINE)
     record.keep_only([DECODE_JOB])
     again = Record(json.loads(record.dumps()))

@@ -13,6 +13,7 @@ import pytest
 
 from pagekv.kernels import cupy_launcher, nvrtc
 from pagekv.kernels.cupy_launcher import CupyLauncher, GpuUnavailable, import_cupy
+from pagekv.kernels.launch_config import LaunchConfig
 from pagekv.kernels.nvrtc import Compiled
 from pagekv.kernels.params import BLOCK_COPY, MERGE, fill
 from pagekv.kernels.sources import translation_unit
@@ -130,7 +131,7 @@ def launcher(log: list[Any], torch: FakeTorch, said: list[str]) -> CupyLauncher:
 
 def test_a_launch_passes_the_structure_by_value_on_torchs_stream(launcher: CupyLauncher, log: list[Any]) -> None:
     params = merge_params(num_heads=3, out=1 << 40)
-    launcher.launch("pagekv_merge", PLAIN, (3, 32, 1), 256, 1024, params)
+    launcher.launch("pagekv_merge", PLAIN, LaunchConfig((3, 32, 1), 256, 1024), params)
     options = ["--gpu-architecture=sm_90", *KERNELS["pagekv_merge"].options(PLAIN)]
     assert log == [
         ("compiler of CUDA", 13),
@@ -141,15 +142,15 @@ def test_a_launch_passes_the_structure_by_value_on_torchs_stream(launcher: CupyL
 
 
 def test_the_stream_is_the_current_one_at_each_launch(launcher: CupyLauncher, log: list[Any], torch: FakeTorch) -> None:
-    launcher.launch("pagekv_merge", PLAIN, (1, 1, 1), 32, 0, merge_params())
+    launcher.launch("pagekv_merge", PLAIN, LaunchConfig((1, 1, 1), 32, 0), merge_params())
     torch.stream = 8
-    launcher.launch("pagekv_merge", PLAIN, (1, 1, 1), 32, 0, merge_params())
+    launcher.launch("pagekv_merge", PLAIN, LaunchConfig((1, 1, 1), 32, 0), merge_params())
     assert [entry[-1] for entry in log if entry[0] == "launch"] == [7, 8]
 
 
 def test_a_variant_is_compiled_once_and_says_so(launcher: CupyLauncher, log: list[Any], said: list[str]) -> None:
     for _ in range(3):
-        launcher.launch("pagekv_merge", PLAIN, (1, 1, 1), 32, 0, merge_params())
+        launcher.launch("pagekv_merge", PLAIN, LaunchConfig((1, 1, 1), 32, 0), merge_params())
     assert len(asked(log, "compile")) == len(asked(log, "load")) == len(said) == 1
     assert said[0].startswith("kernels: pagekv_merge for float16 d128 on sm_90 ready in ")
 
@@ -157,13 +158,13 @@ def test_a_variant_is_compiled_once_and_says_so(launcher: CupyLauncher, log: lis
 def test_variants_that_a_kernel_does_not_tell_apart_share_their_code(launcher: CupyLauncher, log: list[Any]) -> None:
     params = fill(BLOCK_COPY, **dict.fromkeys(BLOCK_COPY.names or (), 0))
     for variant in (PLAIN, Variant("float32", "float32", 64)):
-        launcher.launch("pagekv_block_copy", variant, (1, 1, 1), 32, 0, params)
+        launcher.launch("pagekv_block_copy", variant, LaunchConfig((1, 1, 1), 32, 0), params)
     assert [entry[0] for entry in log[1:]] == ["compile", "load", "launch", "launch"]
 
 
 def test_large_shared_memory_is_allowed_once(launcher: CupyLauncher, log: list[Any]) -> None:
     for size in (48 << 10, 96 << 10, 64 << 10, 96 << 10, 100 << 10):
-        launcher.launch("pagekv_merge", PLAIN, (1, 1, 1), 32, size, merge_params())
+        launcher.launch("pagekv_merge", PLAIN, LaunchConfig((1, 1, 1), 32, size), merge_params())
     assert [entry[2] for entry in log if entry[0] == "allow"] == [96 << 10, 100 << 10]
 
 
@@ -171,9 +172,9 @@ def test_a_kernel_of_large_shared_memory_gets_all_that_the_multiprocessor_has(
     launcher: CupyLauncher, log: list[Any]
 ) -> None:
     # Else the driver may carve out less than the thread blocks take that have registers: fewer run at a time.
-    launcher.launch("pagekv_merge", PLAIN, (1, 1, 1), 32, 48 << 10, merge_params())
+    launcher.launch("pagekv_merge", PLAIN, LaunchConfig((1, 1, 1), 32, 48 << 10), merge_params())
     assert asked(log, "carve out") == [], "what fits anyway is left to the driver"
-    launcher.launch("pagekv_merge", PLAIN, (1, 1, 1), 32, 70_656, merge_params())
+    launcher.launch("pagekv_merge", PLAIN, LaunchConfig((1, 1, 1), 32, 70_656), merge_params())
     assert [entry[0] for entry in log[-3:]] == ["allow", "carve out", "launch"]
     assert asked(log, "carve out") == [("pagekv_merge", 100)]
 
@@ -182,7 +183,7 @@ def test_prepare_compiles_every_kernel_ahead(launcher: CupyLauncher, log: list[A
     # A capture must not meet a compilation.
     launcher.prepare(PLAIN)
     launcher.prepare(PLAIN)
-    launcher.launch("pagekv_merge", PLAIN, (1, 1, 1), 32, 0, merge_params())
+    launcher.launch("pagekv_merge", PLAIN, LaunchConfig((1, 1, 1), 32, 0), merge_params())
     assert len(asked(log, "compile")) == len(asked(log, "load")) == len(KERNELS)
 
 
@@ -211,7 +212,7 @@ def test_a_second_process_compiles_nothing(launcher: CupyLauncher, log: list[Any
 def test_another_text_can_be_compiled_in_place_of_a_kernels(log: list[Any], torch: FakeTorch) -> None:
     stand_in: Any = torch
     launcher = CupyLauncher(fake_cupy(log), stand_in, lambda line: None, lambda source: f"edited {source}")
-    launcher.launch("pagekv_merge", PLAIN, (1, 1, 1), 32, 0, merge_params())
+    launcher.launch("pagekv_merge", PLAIN, LaunchConfig((1, 1, 1), 32, 0), merge_params())
     assert asked(log, "load")[0][0].startswith(b"edited merge.cu ")
 
 

@@ -1,11 +1,16 @@
-"""Grids of the kernels."""
+"""Grids of the kernels; launchers of a GPU and of the emulation are called alike."""
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
+from support.kernels.host_build import HostLauncher
 
 from pagekv.kernels import launch_config
+from pagekv.kernels.cupy_launcher import CupyLauncher
 from pagekv.kernels.decode_plan import MAX_BLOCKS
+from pagekv.kernels.launch_config import Launcher
 from pagekv.kernels.variants import Variant
 
 HALF = Variant("float16", "float16", 128)
@@ -40,3 +45,8 @@ def test_a_merge_has_a_warp_for_16_dims() -> None:
         160,
         512,
     ]
+
+
+@pytest.mark.parametrize("implementation", [CupyLauncher, HostLauncher])
+def test_launch_takes_what_the_interface_says(implementation: type) -> None:
+    assert inspect.signature(implementation.launch) == inspect.signature(Launcher.launch)  # type: ignore[attr-defined]  # of two classes

@@ -11,11 +11,19 @@ from compile_gate.jobs import COMPILERS
 
 from pagekv.kernels import sources
 from pagekv.kernels.nvrtc import Nvrtc
-from pagekv.kernels.params import DECODE, STRUCTS, fill
+from pagekv.kernels.params import BLOCK_COPY, CACHE_WRITE, DECODE, MERGE, PREFILL, fill
 from pagekv.kernels.sources import translation_unit
 from pagekv.kernels.variants import Variant
 
 PLAIN = Variant("float16", "float16", 128)
+# Name of the C++ structure -> its mirror.
+STRUCTS = {
+    "CacheWriteParams": CACHE_WRITE,
+    "BlockCopyParams": BLOCK_COPY,
+    "DecodeParams": DECODE,
+    "MergeParams": MERGE,
+    "PrefillParams": PREFILL,
+}
 
 
 @pytest.fixture(scope="module", params=COMPILERS)

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagekv.kernels.swap import BlockSwapper, CopyStream, Run, runs
+from pagekv.kernels.swap import BlockSwapper, CopyStream, Run, Streams, runs
 
 Pairs = list[tuple[int, int]]
 pairs_of_blocks = st.lists(
@@ -54,7 +54,7 @@ def test_a_destination_named_twice_is_refused() -> None:
 
 
 @dataclass
-class LateStreams:
+class LateStreams(Streams):
     """Three streams whose work runs when `run` says so, in any order that their waits allow."""
 
     queues: dict[CopyStream, list[Callable[[], bool]]] = field(

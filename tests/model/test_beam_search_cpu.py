@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.engine.fake_executor import beam_search
 from support.executor.cpu_driver import Driver, prompts_of, save_model
 
 from pagekv.executor.backend.interface import BlockCopies, CopyDirection, Sampling, Scheduled, SequenceState
@@ -91,12 +92,12 @@ def test_beams_that_share_blocks_find_what_transformers_finds(name: str, block_s
     backend = CpuBackend(tmp_path, name, threads=1)
     (prompt,) = prompts_of([21], seed=5)
     # Tokens that the best results come upon, so that some of them end early, at least where length counts for nothing.
-    free = BeamSearch(WIDTH, WIDTH, 1.0, False, NEW, frozenset())
+    free = beam_search(WIDTH, WIDTH, 1.0, False, NEW, frozenset())
     BeamDriver(backend, block_size).search(prompt, free)
     end_ids = sorted({found.token_ids[at] for found in free.results() for at in (5, -2)})
     ended: set[int] = set()
     for length_penalty in (0.0, 1.0):
-        search = BeamSearch(WIDTH, RESULTS, length_penalty, False, NEW, frozenset(end_ids))
+        search = beam_search(WIDTH, RESULTS, length_penalty, False, NEW, frozenset(end_ids))
         driver = BeamDriver(backend, block_size)
         driver.search(prompt, search)
         found = [list(result.token_ids) for result in search.results()]

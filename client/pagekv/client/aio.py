@@ -9,7 +9,6 @@ from typing import Any, Self, Unpack
 import grpc
 
 from pagekv.client.calls import ClientCalls, StreamState
-from pagekv.client.resumable_generation import ResumableGeneration
 from pagekv.client.types import Chunk, EventBatch, GenerateOptions, Prompt
 
 __all__ = ["AsyncPageKVClient", "AsyncStream"]
@@ -62,12 +61,9 @@ class AsyncStream(StreamState, AsyncIterator[Chunk]):
     States: open → ended (every chunk was taken, or an error was raised) or closed (the request is aborted).
     """
 
-    def __init__(self, generation: ResumableGeneration, chunks: AsyncGenerator[Chunk]) -> None:
-        super().__init__(generation)
-        self._chunks = chunks
-
     async def __anext__(self) -> Chunk:
-        return await anext(self._chunks)
+        chunk: Chunk = await anext(self._chunks)
+        return chunk
 
     async def __aenter__(self) -> Self:
         return self

@@ -282,8 +282,8 @@ class ClientCalls:
 class StreamState:
     """The part that both streams share: results of the generation that they carry."""
 
-    def __init__(self, generation: ResumableGeneration) -> None:
-        self._generation = generation
+    def __init__(self, generation: ResumableGeneration, chunks: Any) -> None:
+        self._generation, self._chunks = generation, chunks
 
     @property
     def request_id(self) -> str:

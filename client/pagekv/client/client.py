@@ -9,7 +9,6 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 
 from pagekv.client.calls import ClientCalls, StreamState
-from pagekv.client.resumable_generation import ResumableGeneration
 from pagekv.client.types import Chunk, EventBatch, GenerateOptions, Prompt
 
 __all__ = ["PageKVClient", "Stream"]
@@ -90,12 +89,9 @@ class Stream(StreamState, Iterator[Chunk]):
     States: open → ended (every chunk was taken, or an error was raised) or closed (the request is aborted).
     """
 
-    def __init__(self, generation: ResumableGeneration, chunks: Generator[Chunk]) -> None:
-        super().__init__(generation)
-        self._chunks = chunks
-
     def __next__(self) -> Chunk:
-        return next(self._chunks)
+        chunk: Chunk = next(self._chunks)
+        return chunk
 
     def __enter__(self) -> Self:
         return self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import cache, partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
@@ -24,16 +24,8 @@ if TYPE_CHECKING:
 
 Values = TypeVar("Values", bound="DataclassInstance")
 Request = TypeVar("Request", bound=Message)
-WithInput = TypeVar(
-    "WithInput",
-    pb.GenerateRequest,
-    pb.TokenizeRequest,
-    cache_pb.LookupPrefixRequest,
-    cache_pb.ExplainPrefixRequest,
-    cache_pb.PinPrefixRequest,
-)
 
-_SAMPLING_FIELDS = frozenset(field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields) - {"n"}
+_SAMPLING_FIELDS = frozenset(field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields)
 _OPTIONS = frozenset(types.GenerateOptions.__annotations__)
 
 
@@ -47,100 +39,77 @@ def generate_request(
     unknown = sorted(options.keys() - _OPTIONS)
     if unknown:
         raise TypeError(f"unknown option {unknown[0]!r}; known are {', '.join(sorted(_OPTIONS))}")
+    values = {**cast("Mapping[str, Any]", options), "n": n}
+    sampling = {name: values[name] for name in values.keys() & _SAMPLING_FIELDS if values[name] is not None}
+    others = {name: values[name] for name in ("priority", "request_id") if name in values}
     request = pb.GenerateRequest(only_complete=only_complete)
-    set_input(request, prompt)
-    values = cast("Mapping[str, Any]", options)
-    _set(request.sampling_params, "n", n, "sampling_params.")
-    for name in sorted(options.keys() & _SAMPLING_FIELDS):
-        if values[name] is not None:
-            _set(request.sampling_params, name, values[name], "sampling_params.")
-    for name in ("priority", "request_id"):
-        if name in options:
-            _set(request, name, values[name])
-    if "cache" in options:
-        set_cache(request.cache, options["cache"])
-    return request
-
-
-def _set(message: Message, name: str, value: Any, prefix: str = "") -> None:
-    """Assigns a field, or fills a repeated one or a map; `prefix` is the path of the message in the request.
-
-    Raises InvalidRequest where protobuf refuses: a wrong type, a negative number in an unsigned field.
-    """
-    field = getattr(message, name)
-    try:
-        if hasattr(field, "extend"):
-            field.extend((value,) if isinstance(value, str) else value)
-        elif hasattr(field, "update"):
-            field.update(value)
-        else:
-            setattr(message, name, value)
-    except (TypeError, ValueError, AttributeError) as error:
-        shown = repr(value)
-        shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-        raise InvalidRequest(f"{prefix}{name}", f"cannot be {shown}: {error}") from error
-
-
-def set_input(request: WithInput, prompt: types.Prompt) -> None:
-    """Puts a prompt into the request's `input`. Raises InvalidRequest when it is none of the three kinds."""
-    if isinstance(prompt, str):
-        _set(request, "text", prompt)
-        return
-    items = list(prompt)
-    if not items:
-        raise InvalidRequest("input", "must be text, at least one token id or at least one message, is empty")
-    first = items[0]
-    if isinstance(first, (types.ChatMessage, Mapping)):
-        for position, item in enumerate(items):
-            _add_message(request, position, item)
-    elif isinstance(request, pb.TokenizeRequest):
-        raise InvalidRequest("input", "must be text or messages to be encoded, is token ids")
-    else:
-        # Protobuf refuses items of a wrong kind.
-        _set(request.tokenized, "input_ids", items, "tokenized.")
-
-
-def _add_message(request: WithInput, position: int, item: object) -> None:
-    field = f"chat.messages[{position}]"
-    if isinstance(item, types.ChatMessage):
-        role, content = item.role, item.content
-    elif isinstance(item, Mapping) and item.keys() == {"role", "content"}:
-        role, content = item["role"], item["content"]
-    else:
-        raise InvalidRequest(field, f"must have a role and a content and nothing else, is {item!r:.80}")
-    message = request.chat.messages.add()
-    _set(message, "role", role, f"{field}.")
-    _set(message, "content", content, f"{field}.")
-
-
-def set_cache(message: types_pb2.CacheControls, cache: types.CacheControls) -> None:
-    """Fills in cache controls."""
-    for name in ("namespace", "adapter_id"):
-        _set(message, name, getattr(cache, name), "cache.")
-    message.no_read, message.no_write = not cache.read, not cache.write
-    for position, media in enumerate(cache.media_hashes):
-        added = message.media_hashes.add()
-        for name in ("position", "length", "hash"):
-            _set(added, name, getattr(media, name), f"cache.media_hashes[{position}].")
-
-
-def filled(request: Request, **values: Any) -> Request:
-    """The request with these fields. Raises InvalidRequest for values that have no place in it."""
-    for name, value in values.items():
-        _set(request, name, value)
-    return request
+    return prompt_request(request, prompt, options.get("cache"), sampling_params=sampling, **others)
 
 
 def prompt_request(
-    request: WithInput, prompt: types.Prompt, cache: types.CacheControls | None = None, **values: Any
-) -> WithInput:
+    request: Request, prompt: types.Prompt, cache: types.CacheControls | None = None, **values: Any
+) -> Request:
     """The request with a prompt, cache controls if they are given, and these fields. Raises InvalidRequest."""
-    filled(request, **values)
-    set_input(request, prompt)
-    if cache is not None:
-        assert not isinstance(request, pb.TokenizeRequest)
-        set_cache(request.cache, cache)
+    filled(request, **_input(request, prompt), **values)
+    return request if cache is None else filled(request, cache=_cache(cache))
+
+
+def _input(request: Message, prompt: types.Prompt) -> dict[str, Any]:
+    """The field of a request for its prompt. Raises InvalidRequest when that is none of the three kinds."""
+    if isinstance(prompt, str):
+        return {"text": prompt}
+    items = list(prompt)
+    if not items:
+        raise InvalidRequest("input", "must be text, at least one token id or at least one message, is empty")
+    if isinstance(items[0], (types.ChatMessage, Mapping)):
+        return {"chat": {"messages": [_message(position, item) for position, item in enumerate(items)]}}
+    if isinstance(request, pb.TokenizeRequest):
+        raise InvalidRequest("input", "must be text or messages to be encoded, is token ids")
+    # Protobuf refuses items of a wrong kind.
+    return {"tokenized": {"input_ids": items}}
+
+
+def _message(position: int, item: object) -> Mapping[str, Any]:
+    if isinstance(item, types.ChatMessage):
+        return asdict(item)
+    if isinstance(item, Mapping) and item.keys() == {"role", "content"}:
+        return item
+    problem = f"must have a role and a content and nothing else, is {item!r:.80}"
+    raise InvalidRequest(f"chat.messages[{position}]", problem)
+
+
+def _cache(cache: types.CacheControls) -> dict[str, Any]:
+    values = asdict(cache)
+    return {"no_read": not values.pop("read"), "no_write": not values.pop("write"), **values}
+
+
+def filled(request: Request, **values: Any) -> Request:
+    """The request with these fields; mappings are for the messages in it. Raises InvalidRequest, with the path of a
+    field, where protobuf refuses its value: a wrong type, a negative number in an unsigned field.
+    """
+    _fill(request, values, "")
     return request
+
+
+def _fill(message: Message, values: Mapping[str, Any], path: str) -> None:
+    for name, value in values.items():
+        field = getattr(message, name)
+        try:
+            if isinstance(field, Message):
+                _fill(field, value, f"{path}{name}.")
+            elif hasattr(field, "add"):
+                for position, each in enumerate(value):
+                    _fill(field.add(), each, f"{path}{name}[{position}].")
+            elif hasattr(field, "extend"):
+                field.extend((value,) if isinstance(value, str) else value)
+            elif hasattr(field, "update"):
+                field.update(value)
+            else:
+                setattr(message, name, value)
+        except (TypeError, ValueError, AttributeError) as error:
+            shown = repr(value)
+            shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+            raise InvalidRequest(f"{path}{name}", f"cannot be {shown}: {error}") from error
 
 
 def list_blocks_request(start: int, limit: int, state: types.BlockState | None) -> cache_pb.ListBlocksRequest:

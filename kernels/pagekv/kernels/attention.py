@@ -2,7 +2,7 @@
 tensor is anything with `data_ptr()`, `shape`, `stride()` and `dtype` (torch's, on any device).
 
     attention = PagedAttention(CupyLauncher(), pool, variant, num_heads=32)
-    plan = plan_step(batch, ...).bind(...)          # attention_plan.py: once a step
+    plan = attention.plan(batch).bind(...)          # attention_plan.py: once a step
     for layer in range(num_layers):
         attention.write(layer, key, value, plan)    # the new tokens' keys and values into their slots
         attention.attend(layer, query, out, plan)   # decode, merge and prefill, as far as the step has such rows
@@ -13,14 +13,13 @@ Everything is enqueued on the launcher's current stream; nothing waits.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from pagekv.kernels import launch_config
-from pagekv.kernels.attention_plan import AttentionPlan
+from pagekv.kernels.attention_plan import AttentionPlan, GraphKey, HostPlan, Ints, StepBatch, plan_step
 from pagekv.kernels.decode_plan import MOST_FUSED_PARTIALS
-from pagekv.kernels.launcher import Launcher
+from pagekv.kernels.launch_config import Launcher
 from pagekv.kernels.params import BLOCK_COPY, CACHE_WRITE, DECODE, MERGE, PREFILL, fill
 from pagekv.kernels.variants import BLOCK_SIZES, UnsupportedVariant, Variant, check_heads
 
@@ -40,21 +39,6 @@ class Tensor(Protocol):
     def data_ptr(self) -> int: ...
 
 
-@dataclass(frozen=True)
-class Rope:
-    """Rotary embedding applied while keys are written."""
-
-    table: Tensor
-    """float32 [positions, rotary_dim]: the cosines of a position's rotary_dim / 2 angles, then their sines."""
-    interleaved: bool = False
-    """False: element i pairs with i + rotary_dim / 2 (Llama in transformers). True: neighbours are pairs."""
-
-
-def scratch_bytes(num_partials: int, num_heads: int, head_size: int) -> int:
-    """Bytes of device memory for a step's partial results: outputs, then (maximum, sum) pairs, float32."""
-    return num_partials * num_heads * (head_size + 2) * 4
-
-
 class PagedAttention:
     """The attention of one model over one block pool. Holds no state of a step."""
 
@@ -68,14 +52,11 @@ class PagedAttention:
         scale: float | None = None,
         windows: Sequence[int] = (),
         soft_cap: float = 0.0,
-        k_scales: Sequence[float] = (),
-        v_scales: Sequence[float] = (),
     ) -> None:
         """`pool`: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_size], contiguous, of `variant.kv_dtype`.
 
         `scale`: multiplies the logits; default 1 / sqrt(head_size). `windows`: per layer, how many keys a query sees,
-        itself included; 0 or absent: all. `soft_cap`: logits become cap * tanh(logit / cap); 0: none. `k_scales`,
-        `v_scales`: per layer, the factor of a stored fp8 element; absent: 1.
+        itself included; 0 or absent: all. `soft_cap`: logits become cap * tanh(logit / cap); 0: none.
 
         Raises UnsupportedVariant, naming the field, for a combination that no kernel serves, and ValueError for a pool
         that does not match the variant.
@@ -100,15 +81,17 @@ class PagedAttention:
             raise ValueError(f"scale: must be finite and more than 0, got {scale}")
         if not math.isfinite(soft_cap) or soft_cap < 0:
             raise ValueError(f"soft_cap: must be finite and at least 0, got {soft_cap}")
+        if len(windows) not in (0, self.num_layers):
+            raise ValueError(f"windows: must have {self.num_layers} entries, one a layer, got {len(windows)}")
+        if any(window < 0 for window in windows):
+            raise ValueError(f"windows: must be at least 0, got {list(windows)}")
         if (any(windows) or soft_cap) and not variant.features:
             raise UnsupportedVariant("features: window and soft cap need a variant with features")
         self.variant = variant
         self.num_heads = num_heads
         self.scale = 1 / math.sqrt(head_size) if scale is None else scale
         self.soft_cap = soft_cap
-        self._windows = self._per_layer("windows", windows, 0)
-        self._k_scales = self._per_layer("k_scales", k_scales, 1.0)
-        self._v_scales = self._per_layer("v_scales", v_scales, 1.0)
+        self._windows = tuple(windows) or (0,) * self.num_layers
         self._launcher = launcher
         self._pool = pool
         self._kv_stride = self.block_size * self.num_kv_heads * head_size
@@ -117,70 +100,64 @@ class PagedAttention:
     @property
     def plan_window(self) -> int:
         """`window` for `plan_step`: the widest window of any layer, 0 if any layer sees everything."""
-        return 0 if 0 in self._windows else int(max(self._windows))
+        return 0 if 0 in self._windows else max(self._windows)
+
+    def plan(
+        self, batch: StepBatch, *, graph: GraphKey | None = None, extra: Mapping[str, Ints] | None = None
+    ) -> HostPlan:
+        """`plan_step` for this model and pool."""
+        return plan_step(
+            batch,
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            variant=self.variant,
+            window=self.plan_window,
+            graph=graph,
+            extra=extra,
+        )
 
     def scratch_bytes(self, num_partials: int) -> int:
-        """As the function of this name, for this model."""
-        return scratch_bytes(num_partials, self.num_heads, self.variant.head_size)
+        """Bytes of device memory for a step's partial results: outputs, then (maximum, sum) pairs, float32."""
+        return num_partials * self.num_heads * (self.variant.head_size + 2) * 4
 
-    def write(
-        self,
-        layer: int,
-        key: Tensor,
-        value: Tensor,
-        plan: AttentionPlan,
-        *,
-        rope: Rope | None = None,
-        query: Tensor | None = None,
-    ) -> None:
+    def write(self, layer: int, key: Tensor, value: Tensor, plan: AttentionPlan) -> None:
         """Stores keys and values ([rows, num_kv_heads, head_size]; rows may be apart) in the slots of the plan's rows.
-
-        With `rope`, keys are rotated before they are stored (`key` itself is not changed) and `query`
-        ([rows, num_heads, head_size]), if given, is rotated in place.
+        The kernel could rotate keys and queries by RoPE on the way, which models do themselves.
         """
         self._check_layer(layer)
         if not plan.num_rows:
             return
         self._check_rows("key", key, plan, self.num_kv_heads)
         self._check_rows("value", value, plan, self.num_kv_heads)
-        if query is not None:
-            if rope is None:
-                raise ValueError("query: is only rotated, which needs rope")
-            self._check_rows("query", query, plan, self.num_heads)
-        rotary_dim = int(rope.table.shape[1]) if rope else 0
-        if rope and (
-            dtype_name(rope.table) != "float32" or rotary_dim % 2 or not 0 < rotary_dim <= self.variant.head_size
-        ):
-            raise ValueError(
-                f"rope: must be float32 [positions, even, at most {self.variant.head_size}], got "
-                f"{dtype_name(rope.table)} {tuple(rope.table.shape)}"
-            )
-        self._launch(
+        self._launcher.launch(
             "pagekv_cache_write",
+            self.variant,
             launch_config.cache_write(plan.num_rows),
             fill(
                 CACHE_WRITE,
                 key=key.data_ptr(),
                 value=value.data_ptr(),
-                query=query.data_ptr() if query is not None else 0,
+                query=0,
                 pool=self._pool.data_ptr(),
                 slots=plan.slots,
-                rope=rope.table.data_ptr() if rope else 0,
+                rope=0,
                 positions=plan.positions,
                 block_stride=self._block_stride,
                 kv_stride=self._kv_stride,
                 key_stride=key.stride()[0],
                 value_stride=value.stride()[0],
-                query_stride=query.stride()[0] if query is not None else 0,
+                query_stride=0,
                 num_tokens=plan.num_rows,
                 num_heads=self.num_heads,
                 num_kv_heads=self.num_kv_heads,
                 block_size_log2=self.block_size.bit_length() - 1,
                 layer=layer,
-                rotary_dim=rotary_dim,
-                rope_interleaved=int(rope.interleaved) if rope else 0,
-                k_scale=self._k_scales[layer],
-                v_scale=self._v_scales[layer],
+                rotary_dim=0,
+                rope_interleaved=0,
+                k_scale=1.0,
+                v_scale=1.0,
             ),
         )
 
@@ -199,8 +176,9 @@ class PagedAttention:
         fused = plan.most_partials <= MOST_FUSED_PARTIALS
         partial_out = plan.scratch
         partial_state = partial_out + plan.num_partials * self.num_heads * self.variant.head_size * 4
-        self._launch(
+        self._launcher.launch(
             "pagekv_decode",
+            self.variant,
             launch_config.decode(self.variant, plan.num_decode_items, self.num_heads, self.num_kv_heads),
             fill(
                 DECODE,
@@ -215,8 +193,9 @@ class PagedAttention:
             ),
         )
         if plan.num_merge_items and not fused:
-            self._launch(
+            self._launcher.launch(
                 "pagekv_merge",
+                self.variant,
                 launch_config.merge(self.variant, plan.num_merge_items, self.num_heads),
                 fill(
                     MERGE,
@@ -236,8 +215,9 @@ class PagedAttention:
             return
         self._check_rows("query", query, plan, self.num_heads)
         self._check_rows("out", out, plan, self.num_heads)
-        self._launch(
+        self._launcher.launch(
             "pagekv_prefill",
+            self.variant,
             launch_config.prefill(self.variant, plan.num_prefill_items, self.num_kv_heads),
             fill(
                 PREFILL,
@@ -259,8 +239,9 @@ class PagedAttention:
         if not pairs.shape[0]:
             return
         block_bytes = self._block_stride * self.variant.kv_element_bytes
-        self._launch(
+        self._launcher.launch(
             "pagekv_block_copy",
+            self.variant,
             launch_config.block_copy(int(pairs.shape[0]), block_bytes),
             fill(BLOCK_COPY, pool=self._pool.data_ptr(), pairs=pairs.data_ptr(), block_bytes=block_bytes),
         )
@@ -284,12 +265,9 @@ class PagedAttention:
             "window": self._windows[layer],
             "scale": self.scale,
             "soft_cap": self.soft_cap,
-            "k_scale": self._k_scales[layer],
-            "v_scale": self._v_scales[layer],
+            "k_scale": 1.0,
+            "v_scale": 1.0,
         }
-
-    def _launch(self, kernel: str, shape: launch_config.LaunchConfig, params: Any) -> None:
-        self._launcher.launch(kernel, self.variant, shape.grid, shape.threads, shape.shared_bytes, params)
 
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.num_layers:
@@ -308,15 +286,6 @@ class PagedAttention:
             raise ValueError(
                 f"{name}: heads must be side by side and rows at multiples of 16 bytes, got strides {stride}"
             )
-
-    def _per_layer(self, name: str, values: Sequence[Any], default: Any) -> tuple[Any, ...]:
-        if not len(values):
-            return (default,) * self.num_layers
-        if len(values) != self.num_layers:
-            raise ValueError(f"{name}: must have {self.num_layers} entries, one a layer, got {len(values)}")
-        if any(not math.isfinite(value) or value < 0 or (name != "windows" and value == 0) for value in values):
-            raise ValueError(f"{name}: must be finite and positive, got {list(values)}")
-        return tuple(values)
 
 
 def dtype_name(tensor: Tensor) -> str:

@@ -6,8 +6,8 @@ addresses.
     buffer[: host.words.size].copy_(pinned)        # the step's only upload; the caller owns both buffers
     plan = host.bind(buffer.data_ptr(), scratch.data_ptr())
 
-Every section of the upload starts at a multiple of 16 bytes. With `capacity`, sections have a fixed size and place, so
-that a captured CUDA graph may read them again and again. Sections are padded with work that does nothing, and rows
+Every section of the upload starts at a multiple of 16 bytes. With a `GraphKey`, sections have a fixed size and place,
+so that a captured CUDA graph may read them again and again. Sections are padded with work that does nothing, and rows
 beyond the step's with decodes that see no keys, whose result is zeros: later operators never compute on memory that was
 not written.
 """
@@ -49,31 +49,34 @@ class StepBatch:
     kernel."""
 
 
-@dataclass(frozen=True)
-class GraphCapacity:
-    """Fixed sizes of a captured graph's sections. Every step that replays the graph must fit, with a decode item for
-    each padded row, and one sequence more than the step has where there is a padded row.
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """The shape of a step of decodes that a captured graph replays: sizes of its sections. Rows beyond the step's are
+    filled up with a decode item each; then the graph must have room for one sequence more than the step has.
     """
 
-    sequences: int
-    rows: int
+    batch: int
+    """Sequences, and rows."""
     table_width: int
-    decode_items: int
-    merge_items: int
-    prefill_items: int = 0
-    partials: int = 0
+    items: int
+    """Decode items: `batch` where no sequence has more than one split."""
+
+    @property
+    def partials(self) -> int:
+        """Partial results."""
+        return self.items if self.items > self.batch else 0
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every section."""
+        """Shape of every section whose shape the step alone would decide."""
         return {
-            "query_start": (self.sequences + 1,),
-            "context_lens": (self.sequences,),
-            "block_tables": (self.sequences, self.table_width),
-            "slots": (self.rows,),
-            "positions": (self.rows,),
-            "decode_items": (self.decode_items, 4),
-            "merge_items": (self.merge_items, 4),
-            "prefill_items": (self.prefill_items, 4),
+            "query_start": (self.batch + 1,),
+            "context_lens": (self.batch,),
+            "block_tables": (self.batch, self.table_width),
+            "slots": (self.batch,),
+            "positions": (self.batch,),
+            "decode_items": (self.items, 4),
+            "merge_items": (self.batch if self.partials else 0, 4),
+            "prefill_items": (0, 4),
         }
 
 
@@ -82,7 +85,6 @@ class AttentionPlan:
     """A step's work on the device: the addresses and counts that the kernels take."""
 
     num_rows: int
-    num_sequences: int
     table_stride: int
     num_decode_items: int
     num_merge_items: int
@@ -100,7 +102,7 @@ class AttentionPlan:
     merge_counters: int
     prefill_items: int
     scratch: int
-    """Address of float32 [num_partials, num_heads, head_size + 2] words: see `attention.scratch_bytes`."""
+    """Address of float32 [num_partials, num_heads, head_size + 2] words: see `PagedAttention.scratch_bytes`."""
     extra: Mapping[str, int] = field(default_factory=dict)
     """Address of each section of `extra`."""
 
@@ -118,7 +120,7 @@ class HostPlan:
     def bind(self, address: int, scratch: int = 0) -> AttentionPlan:
         """The plan for a copy of `words` at a device address that is a multiple of 16.
 
-        `scratch`: device address of `attention.scratch_bytes(counts["num_partials"])` bytes.
+        `scratch`: device address of `PagedAttention.scratch_bytes(counts["num_partials"])` bytes.
         """
         if address % (4 * ALIGN) or scratch % (4 * ALIGN):
             raise ValueError(f"address: must be a multiple of {4 * ALIGN}, got {address:#x} and scratch {scratch:#x}")
@@ -152,14 +154,14 @@ def plan_step(
     num_kv_heads: int,
     variant: Variant,
     window: int = 0,
-    capacity: GraphCapacity | None = None,
+    graph: GraphKey | None = None,
     extra: Mapping[str, Ints] | None = None,
 ) -> HostPlan:
     """Validates a batch and lays out its work.
 
     `variant`: of the kernels, for their tiles. `window`: the widest window of any layer (0 if any layer sees
-    everything). `extra`: more int32 arrays for the same upload. Raises ValueError naming the field and the first
-    offending entry.
+    everything). `graph`: sizes of the sections. `extra`: more int32 arrays for the same upload. Raises ValueError
+    naming the field and the first offending entry.
     """
     query_start, context_lens, tables = (
         np.ascontiguousarray(array, np.int32) for array in (batch.query_start, batch.context_lens, batch.block_tables)
@@ -170,7 +172,7 @@ def plan_step(
     decodes = np.asarray(batch.decodes, bool)
     decode_sequences = np.flatnonzero(decodes).astype(np.int32)
     # The first sequence beyond the step's has no keys.
-    padding = np.arange(len(slots), max(capacity.rows if capacity else 0, len(slots)), dtype=np.int32)
+    padding = np.arange(len(slots), max(graph.batch if graph else 0, len(slots)), dtype=np.int32)
     work = decode_work(
         rows=np.concatenate([query_start[decode_sequences], padding]),
         sequences=np.concatenate([decode_sequences, np.full_like(padding, len(context_lens))]),
@@ -198,26 +200,28 @@ def plan_step(
         "prefill_items": prefills,
         **{name: np.ascontiguousarray(array, np.int32) for name, array in (extra or {}).items()},
     }
-    if capacity and work.num_partials > capacity.partials:
-        raise ValueError(f"partials: {work.num_partials} do not fit the capacity of {capacity.partials}")
-    shapes = capacity.shapes() if capacity else {}
-    if capacity:
-        shapes["merge_counters"] = (capacity.merge_items, merge_counters(num_heads, num_kv_heads))
+    num_partials, longest = work.num_partials, work.most_partials
+    shapes = {name: array.shape for name, array in arrays.items()}
+    if graph:
+        if num_partials > graph.partials:
+            raise ValueError(f"partials: {num_partials} do not fit the {graph.partials} of the graph")
+        if len(padding) and graph.batch == len(context_lens):
+            raise ValueError(f"batch: {len(padding)} padded rows need one more than the {graph.batch} sequences")
+        num_partials, longest = graph.partials, most_partials(graph.table_width * block_size)
+        shapes |= graph.shapes()
+        shapes["merge_counters"] = (shapes["merge_items"][0], *shapes["merge_counters"][1:])
     words, offsets = pack(arrays, shapes)
-    if capacity and len(padding) and capacity.sequences == len(context_lens):
-        raise ValueError(f"sequences: {len(padding)} padded rows need one more than the {capacity.sequences} there are")
     return HostPlan(
         words,
         offsets,
         {
-            "num_rows": capacity.rows if capacity else len(slots),
-            "num_sequences": capacity.sequences if capacity else len(context_lens),
-            "table_stride": capacity.table_width if capacity else tables.shape[1],
-            "num_decode_items": capacity.decode_items if capacity else len(work.items),
-            "num_merge_items": capacity.merge_items if capacity else len(work.merges),
-            "num_prefill_items": capacity.prefill_items if capacity else len(prefills),
-            "num_partials": capacity.partials if capacity else work.num_partials,
-            "most_partials": most_partials(capacity.table_width * block_size) if capacity else work.most_partials,
+            "num_rows": shapes["slots"][0],
+            "table_stride": shapes["block_tables"][1],
+            "num_decode_items": shapes["decode_items"][0],
+            "num_merge_items": shapes["merge_items"][0],
+            "num_prefill_items": shapes["prefill_items"][0],
+            "num_partials": num_partials,
+            "most_partials": longest,
         },
     )
 
@@ -281,12 +285,11 @@ def row_slots(tables: Ints, positions: Ints, counts: Ints, block_size: int) -> I
 
 
 def pack(arrays: Mapping[str, Ints], shapes: Mapping[str, tuple[int, ...]]) -> tuple[Ints, dict[str, int]]:
-    """All arrays in one, each at a multiple of 16 bytes, padded to its entry of `shapes` where it has one."""
+    """All arrays in one, each at a multiple of 16 bytes, padded to its entry of `shapes`."""
     offsets, end = {}, 0
-    shapes = {**{name: array.shape for name, array in arrays.items()}, **shapes}
     for name, array in arrays.items():
         if any(have > room for have, room in zip(array.shape, shapes[name], strict=True)):
-            raise ValueError(f"{name}: {array.shape} does not fit the capacity of {shapes[name]}")
+            raise ValueError(f"{name}: {array.shape} does not fit the graph's {shapes[name]}")
         offsets[name] = end
         end += -(-math.prod(shapes[name]) // ALIGN) * ALIGN
     words = np.zeros(max(end, ALIGN), np.int32)

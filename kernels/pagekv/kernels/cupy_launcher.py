@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pagekv.kernels.launch_config import LaunchConfig
 from pagekv.kernels.machine_code import MachineCode
 from pagekv.kernels.nvrtc import Nvrtc, NvrtcMissing
 from pagekv.kernels.params import Struct
@@ -136,28 +137,20 @@ class CupyLauncher:
         self._by_text: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._shared: dict[tuple[str, Variant], int] = {}
 
-    def launch(
-        self,
-        kernel: str,
-        variant: Variant,
-        grid: tuple[int, int, int],
-        threads: int,
-        shared_bytes: int,
-        params: Struct,
-    ) -> None:
+    def launch(self, kernel: str, variant: Variant, config: LaunchConfig, params: Struct) -> None:
         """See `Launcher.launch`."""
         if (kernel, variant) not in self._functions:
             self.prepare(variant, [kernel])
         function = self._functions[kernel, variant]
-        if shared_bytes > self._shared[kernel, variant]:
-            function.max_dynamic_shared_size_bytes = shared_bytes
+        if config.shared_bytes > self._shared[kernel, variant]:
+            function.max_dynamic_shared_size_bytes = config.shared_bytes
             # By default the driver may reserve less shared memory than the resident thread blocks need.
             function.preferred_shared_memory_carveout = ALL_SHARED
-            self._shared[kernel, variant] = shared_bytes
+            self._shared[kernel, variant] = config.shared_bytes
         # torch may have switched streams (a capture does), so its stream is looked up each time. CuPy passes a NumPy
         # array of one element by value.
         stream = _Stream(self._torch.cuda.current_stream().cuda_stream)
-        function.kernel(grid, (threads, 1, 1), (params,), shared_bytes, stream)
+        function.kernel(config.grid, (config.threads, 1, 1), (params,), config.shared_bytes, stream)
 
     def prepare(self, variant: Variant, kernels: Iterable[str] = tuple(KERNELS)) -> None:
         """Compiles in parallel the kernels that would be compiled at first use: before serving, and before a graph is

@@ -1,21 +1,39 @@
-"""Threads, grid and dynamic shared memory of each kernel, by the constants of its source."""
+"""How kernels are started: threads, grid and dynamic shared memory of each, by the constants of its source; and the
+interface of what starts them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from pagekv.kernels.decode_plan import MAX_BLOCKS, decode_tile
+from pagekv.kernels.params import Struct
 from pagekv.kernels.prefill_plan import THREADS, prefill_tile
 from pagekv.kernels.variants import Variant
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Grid, threads of a block, and dynamic shared memory of a launch."""
+    """Size of a launch."""
 
     grid: tuple[int, int, int]
+    """Thread blocks in x, y, z, each at least 1."""
     threads: int
+    """Of a block, a multiple of 32."""
     shared_bytes: int
+    """Dynamic shared memory of a block."""
+
+
+class Launcher(Protocol):
+    """Starts kernels: CuPy on a GPU, or the tests' emulation on the CPU. Callers have validated all arguments."""
+
+    def launch(self, kernel: str, variant: Variant, config: LaunchConfig, params: Struct) -> None:
+        """Starts `kernel` (a name of `variants.KERNELS`) on the current stream and returns without waiting for it.
+
+        `params`: the kernel's structure, from `params.fill`; addresses are the device's.
+        """
+        ...
 
 
 def cache_write(num_tokens: int) -> LaunchConfig:

@@ -43,15 +43,6 @@ DECODE = _struct(
 PREFILL = _struct(pointers="query out pool block_tables context_lens query_start items", **_ATTENTION)
 MERGE = _struct(pointers="out partial_out partial_state items", i64="out_stride", i32="num_heads")
 
-# Name of the C++ structure -> its mirror.
-STRUCTS: dict[str, np.dtype[np.void]] = {
-    "CacheWriteParams": CACHE_WRITE,
-    "BlockCopyParams": BLOCK_COPY,
-    "DecodeParams": DECODE,
-    "MergeParams": MERGE,
-    "PrefillParams": PREFILL,
-}
-
 
 @cache
 def _packer(dtype: np.dtype[np.void]) -> tuple[struct.Struct, Callable[[dict[str, float]], tuple[float, ...]]]:

@@ -1,7 +1,7 @@
 """Swapping whole blocks between device and host memory: one asynchronous memcpy per contiguous run of slabs, on copy
 streams beside the one that computes.
 
-    swapper = BlockSwapper(CudaStreams(), device_pool, host_pool)    # host_pool pinned (`pin`)
+    swapper = BlockSwapper(Streams(), device_pool, host_pool)    # host_pool pinned (`pin`)
     swapper.swap_out([7, 8, 9], [0, 1, 2])                           # waits on the device for what was enqueued before
     swapper.swap_in([5], [7])                                        # ordered after the copy that reads block 7
     swapper.before_compute(blocks_of_the_step)                       # the computation waits for these blocks alone
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -62,24 +62,36 @@ class CopyStream(Enum):
     IN = "in"
 
 
-class Streams(Protocol):
-    """The operations of a device that swapping needs."""
+class Streams:
+    """Two copy streams of the current GPU beside torch's current stream. Tests have others."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch = torch
+        self._copies = {CopyStream.OUT: torch.cuda.Stream(), CopyStream.IN: torch.cuda.Stream()}
 
     def mark(self, stream: CopyStream) -> Any:
         """An event after everything that is enqueued on the stream so far."""
-        ...
+        event: Any = self._torch.cuda.Event()
+        event.record(self._stream(stream))
+        return event
 
     def wait(self, stream: CopyStream, event: Any) -> None:
         """Work that is enqueued on the stream from now on runs after the event."""
-        ...
+        self._stream(stream).wait_event(event)
 
     def done(self, event: Any) -> bool:
         """Whether everything before the event has run."""
-        ...
+        return bool(event.query())
 
     def copy(self, stream: CopyStream, destination: Any, source: Any) -> None:
-        """Enqueues the copy of contiguous memory."""
-        ...
+        """Enqueues the copy of contiguous memory of one type, which is one `cudaMemcpyAsync`."""
+        with self._torch.cuda.stream(self._stream(stream)):
+            destination.copy_(source, non_blocking=True)
+
+    def _stream(self, stream: CopyStream) -> Any:
+        return self._copies[stream] if stream in self._copies else self._torch.cuda.current_stream()
 
 
 @dataclass(slots=True)
@@ -169,38 +181,6 @@ class BlockSwapper:
 
     def _remove_done(self) -> None:
         self._pending = [transfer for transfer in self._pending if not self._streams.done(transfer.event)]
-
-
-class CudaStreams:
-    """Two copy streams of the current GPU beside torch's current stream. Implements `Streams`."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self._torch = torch
-        self._copies = {CopyStream.OUT: torch.cuda.Stream(), CopyStream.IN: torch.cuda.Stream()}
-
-    def mark(self, stream: CopyStream) -> Any:
-        """As `Streams.mark`."""
-        event: Any = self._torch.cuda.Event()
-        event.record(self._stream(stream))
-        return event
-
-    def wait(self, stream: CopyStream, event: Any) -> None:
-        """As `Streams.wait`."""
-        self._stream(stream).wait_event(event)
-
-    def done(self, event: Any) -> bool:
-        """As `Streams.done`."""
-        return bool(event.query())
-
-    def copy(self, stream: CopyStream, destination: Any, source: Any) -> None:
-        """As `Streams.copy`: one `cudaMemcpyAsync`, since the memory is contiguous and of one type."""
-        with self._torch.cuda.stream(self._stream(stream)):
-            destination.copy_(source, non_blocking=True)
-
-    def _stream(self, stream: CopyStream) -> Any:
-        return self._copies[stream] if stream in self._copies else self._torch.cuda.current_stream()
 
 
 def pin(tensor: torch.Tensor) -> None:

@@ -101,11 +101,10 @@ def all_variants() -> list[Variant]:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One `extern "C"` kernel: its file, its parameter structure, and the macros that its text depends on."""
+    """One `extern "C"` kernel: its file, and the macros that its text depends on."""
 
     name: str
     source: str
-    struct: str
     macros: tuple[str, ...]
 
     def macros_of(self, variant: Variant) -> dict[str, int]:
@@ -138,11 +137,11 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
     {
         kernel.name: kernel
         for kernel in (
-            Kernel("pagekv_cache_write", "cache_write.cu", "CacheWriteParams", (*DTYPES, HEAD_SIZE)),
-            Kernel("pagekv_block_copy", "block_copy.cu", "BlockCopyParams", ()),
-            Kernel("pagekv_decode", "decode.cu", "DecodeParams", (*DTYPES, HEAD_SIZE, "PAGEKV_FEATURES")),
-            Kernel("pagekv_merge", "merge.cu", "MergeParams", ("PAGEKV_DTYPE", HEAD_SIZE)),
-            Kernel("pagekv_prefill", "prefill.cu", "PrefillParams", (*DTYPES, HEAD_SIZE, "PAGEKV_FEATURES")),
+            Kernel("pagekv_cache_write", "cache_write.cu", (*DTYPES, HEAD_SIZE)),
+            Kernel("pagekv_block_copy", "block_copy.cu", ()),
+            Kernel("pagekv_decode", "decode.cu", (*DTYPES, HEAD_SIZE, "PAGEKV_FEATURES")),
+            Kernel("pagekv_merge", "merge.cu", ("PAGEKV_DTYPE", HEAD_SIZE)),
+            Kernel("pagekv_prefill", "prefill.cu", (*DTYPES, HEAD_SIZE, "PAGEKV_FEATURES")),
         )
     }
 )

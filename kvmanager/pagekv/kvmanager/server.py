@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from pagekv.kvmanager.gateway.service import VllmEngine
-    from pagekv.kvmanager.observe.http_server import HttpServer
-    from pagekv.kvmanager.observe.tracing import Tracing
 
 log = Log(__name__)
 
@@ -63,8 +61,8 @@ class Manager:
         self._draining = False
         self.engine = EngineLoop(config.engine, on_attached=self._on_attached)
         self._exporters = Exporters(config.observe, config.engine)
-        self._tracing: Tracing | None = None
-        self._http: HttpServer | None = None
+        # Closes what `_start` opened besides gRPC and the exporters.
+        self._opened = AsyncExitStack()
         self._state = ServedModel(self.engine)
         services = [
             inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
@@ -149,10 +147,7 @@ class Manager:
     async def _stop_listening(self, grace_s: float) -> None:
         """Closes the ports that were opened; running calls get `grace_s` seconds."""
         await self._grpc.stop(grace_s)
-        if self._http is not None:
-            await self._http.stop()
-        if self._tracing is not None:
-            await self._tracing.close()
+        await self._opened.aclose()
 
     def _start_tracing(self) -> None:
         """Raises ExtraMissing without OpenTelemetry."""
@@ -160,8 +155,9 @@ class Manager:
             return
         with needs_extra("--otlp-endpoint", "observe"):
             from pagekv.kvmanager.observe.tracing import Tracing, otlp_processor
-        self._tracing = Tracing(otlp_processor(self._config.observe.otlp_endpoint))
-        self.engine.observers.add(self._tracing)
+        tracing = Tracing(otlp_processor(self._config.observe.otlp_endpoint))
+        self._opened.push_async_callback(tracing.close)
+        self.engine.observers.add(tracing)
         log.info("sending spans", endpoint=self._config.observe.otlp_endpoint)
 
     def _page_routes(self) -> list[web.AbstractRouteDef]:
@@ -186,9 +182,10 @@ class Manager:
         prefix_cache = self._config.engine.limits.prefix_cache
         collector = EngineCollector(self.engine, requests, prefix_cache=prefix_cache)
         routes = [*metrics_routes(collector), *self._page_routes()]
-        self._http = HttpServer(observe.http_listen, routes, observe.http_names)
+        http = HttpServer(observe.http_listen, routes, observe.http_names)
+        self._opened.push_async_callback(http.stop)
         try:
-            return await self._http.start()
+            return await http.start()
         except OSError as error:
             raise OSError(f"--http-listen {observe.http_listen}: {error}") from error
 

@@ -10,16 +10,14 @@ from typing import Any
 
 import torch
 
+from gpu_first.floors import SMALL, plain, verdict
 from pagekv.kernels.bench.machine import Arena, CudaMachine
-from pagekv.kernels.bench.paged import Rounds
-from pagekv.kernels.bench.report import FloorVerdict
-from pagekv.kernels.bench.speed import PREFILL_ROUNDS
-from pagekv.kernels.bench.workload import BLOCK_SIZE, HEAD_SIZE, SMALL, DecodeCase, Floor, PrefillCase, decode_cases
+from pagekv.kernels.bench.report import Row
+from pagekv.kernels.bench.speed import PREFILL_ROUNDS, layers_and_rounds
+from pagekv.kernels.bench.workload import BLOCK_SIZE, HEAD_SIZE, AttentionCase, decode_cases
 
-Case = DecodeCase | PrefillCase
-
-EACH = Floor("decode of 256 MiB and more, against FlashInfer", 0.97)
-MEAN = Floor("the same, geometric mean", 1.0)
+EACH = ("decode of 256 MiB and more, against FlashInfer", 0.97)
+MEAN = ("the same, geometric mean", 1.0)
 
 
 def load() -> Any:
@@ -29,7 +27,7 @@ def load() -> Any:
     return importlib.import_module("flashinfer")
 
 
-def page_table(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def page_table(case: AttentionCase, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(indptr, indices, last page's length): pages in random order, as many for each sequence as it has blocks."""
     width = -(-case.context // BLOCK_SIZE)
     indptr = torch.arange(0, (case.batch + 1) * width, width, dtype=torch.int32, device=device)
@@ -38,11 +36,10 @@ def page_table(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Te
     return indptr, indices, last
 
 
-def seconds(machine: CudaMachine, arena: Arena, flashinfer: Any, workspace: torch.Tensor, case: Case) -> float:
+def seconds(machine: CudaMachine, arena: Arena, flashinfer: Any, workspace: torch.Tensor, case: AttentionCase) -> float:
     """Median seconds of one layer."""
-    heads, rows = case.heads, case.batch * (1 if isinstance(case, DecodeCase) else case.new)
-    plan = Rounds.of(case.kv_bytes, arena.size, machine.most_rounds)
-    layers = plan.layers
+    heads, rows = case.heads, case.batch * case.new
+    layers, rounds = layers_and_rounds(case.kv_bytes, arena.size, machine.most_rounds)
     width = -(-case.context // BLOCK_SIZE)
     shape = (layers, case.batch * width, 2, BLOCK_SIZE, heads.num_kv_heads, HEAD_SIZE)
     cache = arena.view(torch.bfloat16, *shape)
@@ -50,12 +47,11 @@ def seconds(machine: CudaMachine, arena: Arena, flashinfer: Any, workspace: torc
     pages = page_table(case, machine.device)
     common = (*pages, heads.num_heads, heads.num_kv_heads, HEAD_SIZE, BLOCK_SIZE)
     types = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
-    if isinstance(case, DecodeCase):
+    if case.new == 1:
         # FlashInfer's own advice: tensor cores pay from four query heads a KV head.
         grouped = heads.num_heads // heads.num_kv_heads >= 4
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=grouped)
         wrapper.plan(*common, **types)
-        rounds = plan.count
     else:
         starts = torch.arange(0, rows + 1, case.new, dtype=torch.int32, device=machine.device)
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
@@ -65,19 +61,13 @@ def seconds(machine: CudaMachine, arena: Arena, flashinfer: Any, workspace: torc
     return machine.timed(lambda index: wrapper.run(query, cache[index % layers], out=out), rounds).seconds
 
 
-def floors(rows: Sequence[dict[str, Any]]) -> list[FloorVerdict]:
+def floors(rows: Sequence[Row]) -> list[Row]:
     """The worst ratio and the geometric mean over rows of decodes of at least SMALL bytes."""
-    counted = {case.name for case in decode_cases() if case.plain and case.kv_bytes >= SMALL}
+    counted = {str(case) for case in decode_cases() if plain(case) and case.kv_bytes >= SMALL}
     ratios = {
-        row["case"]: row["against_flashinfer"]
+        f"decode {row['case']}": row["against_flashinfer"]
         for row in rows
         if row["case"] in counted and row.get("against_flashinfer") is not None
     }
-    if not ratios:
-        return [FloorVerdict(EACH), FloorVerdict(MEAN)]
-    worst = min(ratios, key=lambda name: float(ratios[name]))
-    mean = statistics.geometric_mean(ratios.values())
-    return [
-        FloorVerdict(EACH, ratios[worst], f"decode {worst}"),
-        FloorVerdict(MEAN, mean, f"{len(ratios)} cases"),
-    ]
+    mean = {f"{len(ratios)} cases": statistics.geometric_mean(ratios.values())} if ratios else {}
+    return [verdict(*EACH, ratios), verdict(*MEAN, mean)]

@@ -6,6 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from gpu_first import rope
+from gpu_first.machine import FirstMachine
+from gpu_first.rope import Rope
 from pagekv.kernels.bench.correctness import (
     ALLOWED,
     BF16,
@@ -15,15 +18,14 @@ from pagekv.kernels.bench.correctness import (
     largest,
     write_checks,
 )
-from pagekv.kernels.bench.machine import CudaMachine
-from pagekv.kernels.bench.scene import Scene, Setup
+from pagekv.kernels.bench.scene import LAYER, Scene, Setup
 from pagekv.kernels.swap import BlockSwapper
 from pagekv.kernels.variants import Variant
 
 REPLAYS = 200
 
 
-def replay_checks(machine: CudaMachine, setup: Setup, replays: int = REPLAYS) -> Iterator[Check]:
+def replay_checks(machine: FirstMachine, setup: Setup, replays: int = REPLAYS) -> Iterator[Check]:
     """A recorded step gives the same bits every time: counters of merges return to zero, nothing races."""
     scene = Scene(machine, setup)
     attend, out = scene.decode_step(range(len(setup.lengths)))
@@ -40,13 +42,12 @@ def replay_checks(machine: CudaMachine, setup: Setup, replays: int = REPLAYS) ->
 
 
 def swap_checks(
-    machine: CudaMachine, variant: Variant = BF16, lengths: Sequence[int] = (1, 17, 300)
+    machine: FirstMachine, variant: Variant = BF16, lengths: Sequence[int] = (1, 17, 300)
 ) -> Iterator[Check]:
     """Sequences are swapped out and in again to other blocks, beside decodes of other sequences."""
-    scene = Scene(machine, Setup(variant, tuple(lengths), spare_sequences=1))
-    blocks = scene.tables[len(lengths) - 1].tolist()
-    taken = set(scene.tables.ravel().tolist())
-    spare = [block for block in range(scene.num_blocks) if block not in taken][: len(blocks)]
+    # One sequence more, as the spare blocks.
+    scene = Scene(machine, Setup(variant, (*lengths, 1)))
+    blocks, spare = scene.tables[len(lengths) - 1].tolist(), scene.tables[len(lengths)].tolist()
     before = scene.decode(range(len(lengths)))
     size = scene.pool[0].numel() * scene.pool.element_size()
     host = machine.pinned(len(blocks) * size).view(scene.pool.dtype).view(len(blocks), *scene.pool.shape[1:])
@@ -64,14 +65,54 @@ def swap_checks(
     yield Check("swap: decode of a sequence that returned to other blocks", differing(after, before), 0)
 
 
-def smallest_checks(machine: CudaMachine, variant: Variant) -> Iterator[Check]:
+ROPE_BASE = 10_000.0
+
+
+def rope_checks(machine: FirstMachine, setup: Setup, rotary_dim: int, *, interleaved: bool) -> Iterator[Check]:
+    """Cache writes that rotate the first `rotary_dim` elements of keys on the way and of queries in place, by Llama's
+    angles; values are stored as they are.
+    """
+    scene = Scene(machine, setup)
+    half = rotary_dim // 2
+    frequencies = ROPE_BASE ** (-torch.arange(half, device=machine.device, dtype=torch.float64) / half)
+    angles = torch.arange(max(setup.lengths), device=machine.device)[:, None] * frequencies
+    table = torch.cat([angles.cos(), angles.sin()], 1).float()
+    position = torch.cat([torch.arange(length, device=machine.device) for length in setup.lengths])
+    cosine, sine = table.double()[position][:, None].chunk(2, -1)
+    first, second = slice(0, half), slice(half, rotary_dim)
+    if interleaved:
+        first, second = slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)
+
+    def rotated(heads: torch.Tensor) -> torch.Tensor:
+        before = heads.double()
+        after = before.clone()
+        after[..., first] = before[..., first] * cosine - before[..., second] * sine
+        after[..., second] = before[..., second] * cosine + before[..., first] * sine
+        return after
+
+    query, everyone = scene.query.clone(), range(len(setup.lengths))
+    plan, held = scene.plan(everyone, scene.lengths, scene.lengths, decode=False)
+    rope.write(scene.attention, LAYER, scene.key, scene.value, query, plan, Rope(table, interleaved))
+    machine.synchronize()
+    del held
+    stored = torch.cat([scene.stored(sequence) for sequence in everyone])
+    # Numbers of size about 1, rounded to the pool's type.
+    allowed = 4 * (2.0**-7 if scene.kv_dtype.itemsize == 2 else 2.0**-22)
+    label = f"{setup}, RoPE of {rotary_dim}{' interleaved' if interleaved else ''}"
+    yield Check(f"{label}: keys rotated", largest(stored[:, 0], rotated(scene.key)), allowed)
+    yield Check(f"{label}: queries rotated", largest(query, rotated(scene.query)), allowed)
+    values = scene.value.to(scene.kv_dtype).float()
+    yield Check(f"{label}: values written", differing(stored[:, 1].float(), values), 0)
+
+
+def smallest_checks(machine: FirstMachine, variant: Variant) -> Iterator[Check]:
     """The smallest launch of each kernel, each waited for, so that a fault names its kernel."""
     allowed = ALLOWED[variant.dtype]
     short = Scene(machine, Setup(variant, (17,)))
     machine.synchronize()
-    yield from write_checks(short, short.setup)
+    yield from write_checks(short)
     yield Check("decode 1 x 17", largest(short.decode([0]), short.expected_last()), allowed)
     long = Scene(machine, Setup(variant, (5000,), decodes_only=True))
     yield Check("decode 1 x 5000, merged", largest(long.decode([0]), long.expected_last()), allowed)
     yield Check("prefill 17", largest(short.prefill(0, 0, 17), short.expected(0, 0)), allowed)
-    yield from block_copy_checks(short, short.setup)
+    yield from block_copy_checks(short)

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -16,26 +16,38 @@ from typing import Any
 import torch
 
 from gpu_first import flashinfer_peer, tools
-from gpu_first.kernel_checks import REPLAYS, replay_checks, smallest_checks, swap_checks
-from gpu_first.records import Records, StepLog, of_step
+from gpu_first.floors import decode_floor, plain
+from gpu_first.kernel_checks import REPLAYS, replay_checks, rope_checks, smallest_checks, swap_checks
+from gpu_first.kernel_rows import (
+    LayoutCase,
+    RopeWriteCase,
+    decode_row,
+    decode_timing,
+    layout_cases,
+    prefill_row,
+    rope_write,
+    rope_write_row,
+)
+from gpu_first.machine import FirstMachine
+from gpu_first.records import Records, of_step
 from gpu_first.step import Absent, Context, OutOfTime
 from pagekv.kernels.bench import speed
-from pagekv.kernels.bench.correctness import BF16, Check, checks, setups
-from pagekv.kernels.bench.machine import Arena, Clock, CudaMachine
-from pagekv.kernels.bench.report import BenchReport
+from pagekv.kernels.bench.correctness import BF16, SHORT_LENGTHS, Check, checks, setups
+from pagekv.kernels.bench.machine import Arena
 from pagekv.kernels.bench.scene import Scene, Setup
-from pagekv.kernels.bench.stages import Bench
+from pagekv.kernels.bench.stages import Bench, line
 from pagekv.kernels.bench.workload import (
     GQA4,
     MIB,
     MQA,
+    SWAP_BYTES,
+    AttentionCase,
     BlockCopyCase,
-    DecodeCase,
     Heads,
-    PrefillCase,
+    SwapCase,
     WriteCase,
+    block_copy_cases,
     decode_cases,
-    decode_floor,
     prefill_cases,
     swap_cases,
     write_cases,
@@ -49,56 +61,46 @@ SANITIZED_LENGTHS = (1, 17, 300)
 GEMM = 8192
 
 
-def machine_of(context: Context) -> CudaMachine:
+def machine_of(context: Context) -> FirstMachine:
     """The GPU; in a rehearsal its stub."""
     if context.small:
         from support.executor import cuda_stub
 
         return cuda_stub.machine(context.say)
-    return CudaMachine(context.say)
+    return FirstMachine(context.say)
 
 
-@dataclass
-class StepBench(Bench):
-    """A bench of one stage that records its rows as it finds them, and leaves out cases that were measured or
-    crashed."""
-
-    log: StepLog
-
-    def begins(self, section: str, case: str) -> bool:
-        """As `Bench.begins`."""
-        return self.log.begins(section, case)
-
-    def found(self, section: str, row: dict[str, Any]) -> None:
-        """As `Bench.found`."""
-        self.log.found(section, row)
-
-    def until(self, share: float) -> Callable[[], bool]:
-        """The stage has almost all of the step's time."""
-        return self.clock.until(0.96)
+def bench_of(machine: FirstMachine, context: Context, size: int | None = None) -> Bench:
+    """A bench that takes almost all of the step's time. `size`: bytes of its arena, default the machine's."""
+    arena = Arena(machine, 4 * MIB if context.small else size or machine.memory())
+    return Bench(machine, arena, context.seconds, context.say)
 
 
-def bench_of(context: Context, size: int | None = None) -> Bench:
-    """A bench for the step's records. `size`: bytes of its arena, default the machine's."""
-    machine = machine_of(context)
-    size = 4 * MIB if context.small else size or machine.memory()
-    arena = Arena(machine, size)
-    return StepBench(machine, arena, Clock(context.seconds), BenchReport({}), context.say, context.log)
-
-
-def ended(bench: Bench, context: Context) -> None:
-    """Notes what the bench left out. Raises OutOfTime where time ran out."""
-    for note in bench.report.notes:
+def measure(context: Context, bench: Bench, section: str, cases: Iterable[Any], row: Callable[[Any], Any]) -> None:
+    """Records rows as they are found, and leaves out cases that were measured or crashed. Raises OutOfTime."""
+    for case in bench.in_reach(section, 0.96, cases):
+        if context.log.begins(section, str(case)):
+            found = row(case)
+            context.log.found(section, found)
+            context.say(f"{section} {case}: {found.get('microseconds', 0):.1f} us")
+    for note in bench.notes:
         context.log.note(note)
-    if bench.report.late:
-        raise OutOfTime(bench.report.notes[-1])
+    late = [note for note in bench.notes if note.endswith("no time was left")]
+    bench.notes.clear()
+    if late:
+        raise OutOfTime(late[-1])
+
+
+def row_of(check: Check) -> dict[str, Any]:
+    """The check as a record."""
+    return {**asdict(check), "passed": check.passed}
 
 
 def tell(context: Context, found: Iterable[Check]) -> None:
     """Says and records checks as they come."""
     for check in found:
-        context.say(f"{'ok' if check.passed else 'WRONG':<6}{check.name}: error {check.error:.2g}")
-        context.log.check(**check.row())  # type: ignore[arg-type]  # a row has the names of the parameters
+        context.say(line(check))
+        context.log.check(**row_of(check))
 
 
 # --- part 1
@@ -143,10 +145,20 @@ def step_smallest(context: Context) -> None:
 
 
 def step_correctness(context: Context) -> None:
-    """Every setup, one after the other."""
-    bench = bench_of(context, 64 * MIB)
-    bench.correctness([SMALL_SETUP, Setup(SMALL_VARIANT, (3, 20), block_size=1)] if context.small else setups())
-    ended(bench, context)
+    """Every setup, one after the other; then RoPE in the cache write."""
+    machine = machine_of(context)
+    small = [SMALL_SETUP, Setup(SMALL_VARIANT, (3, 20), block_size=1)]
+
+    def row(setup: Setup) -> dict[str, Any]:
+        found = list(checks(machine, setup))
+        for check in found:
+            context.say(line(check))
+        return {"case": str(setup), "checks": [row_of(check) for check in found]}
+
+    measure(context, bench_of(machine, context, 64 * MIB), "correctness", small if context.small else setups(), row)
+    setup, size = (SMALL_SETUP, 64) if context.small else (Setup(BF16, SHORT_LENGTHS), 128)
+    for rotary_dim, interleaved in ((size, False), (size // 2, True)):
+        tell(context, rope_checks(machine, setup, rotary_dim, interleaved=interleaved))
 
 
 def step_replays(context: Context) -> None:
@@ -204,8 +216,8 @@ def _sanitize(context: Context, tool: str) -> None:
     done = subprocess.run(tools.sanitized(tool, log, inner), env=environment)
     ran = of_step(Records(records).read(), "sanitized", "check")
     said = log.read_text(errors="replace").splitlines() if log.is_file() else []
-    for line in said[-40:]:
-        context.say(line)
+    for words in said[-40:]:
+        context.say(words)
     passed = done.returncode == 0 and bool(ran) and all(check["passed"] for check in ran)
     # By one name, so that a later run's verdict takes the place of an earlier one's.
     context.log.check(f"{tool} finds nothing", passed, checks=len(ran), exit=done.returncode, said=said[-6:])
@@ -229,60 +241,71 @@ def step_synccheck(context: Context) -> None:
 # --- part 2
 
 
-def _decode(context: Context, cases: list[DecodeCase], again: bool = False) -> None:
-    bench = bench_of(context)
-    bench.report.copy_gb_per_s = speed.copy_bandwidth(bench.machine, bench.arena)
-    context.log.fact("copy_gb_per_s", bench.report.copy_gb_per_s)
-    bench.decode(cases)
-    if again and context.log.begins("drift", cases[0].name):
-        timing = speed.decode_timing(bench.machine, bench.arena, cases[0])
-        context.log.found("drift", {"case": cases[0].name, **timing.columns()})
-    ended(bench, context)
+def _decode(context: Context, cases: list[AttentionCase], again: bool = False) -> None:
+    machine = machine_of(context)
+    bench = bench_of(machine, context)
+    copy = speed.copy_bandwidth(machine, bench.arena)
+    context.log.fact("copy_gb_per_s", copy)
+    measure(context, bench, "decode", cases, lambda case: decode_row(machine, bench.arena, case, copy))
+    if again and context.log.begins("drift", str(cases[0])):
+        timing = decode_timing(machine, bench.arena, cases[0])
+        context.log.found("drift", {"case": str(cases[0]), **timing.columns()})
 
 
 def step_decode_floors(context: Context) -> None:
     """Cases that a floor counts; the first once more at the end, to see whether the card drifted."""
     cases = [case for case in decode_cases() if decode_floor(case)]
-    _decode(context, [DecodeCase(TINY, 1, 40), DecodeCase(TINY, 2, 300)] if context.small else cases, again=True)
+    _decode(context, [AttentionCase(TINY, 1, 40), AttentionCase(TINY, 2, 300)] if context.small else cases, again=True)
 
 
 def step_decode_layouts(context: Context) -> None:
     """Decodes as real pools and loads have them."""
-    cases = [case for case in decode_cases() if not case.plain]
-    small = [DecodeCase(TINY, 2, 40, ragged=True), DecodeCase(TINY, 2, 40, pool_layers=4)]
-    _decode(context, small if context.small else cases)
+    small: list[AttentionCase] = [LayoutCase(TINY, 2, 40, ragged=True), LayoutCase(TINY, 2, 40, pool_layers=4)]
+    _decode(context, small if context.small else layout_cases())
 
 
 def step_decode_rest(context: Context) -> None:
     """Shapes that no floor counts."""
-    cases = [case for case in decode_cases() if case.plain and not decode_floor(case)]
-    _decode(context, [DecodeCase(TINY, 1, 17)] if context.small else cases)
+    cases = [case for case in decode_cases() if plain(case) and not decode_floor(case)]
+    _decode(context, [AttentionCase(TINY, 1, 17)] if context.small else cases)
 
 
 def step_prefill(context: Context) -> None:
     """Prompts and chunks, those of 4k first, which the floor counts."""
-    bench = bench_of(context)
-    cases = sorted(prefill_cases(), key=lambda case: (case.new, case.cached) != (4096, 0))
-    bench.prefill([PrefillCase(TINY, 1, 24, 16)] if context.small else cases)
-    ended(bench, context)
+    machine = machine_of(context)
+    bench = bench_of(machine, context)
+    cases = sorted(prefill_cases(), key=lambda case: (case.new, case.context) != (4096, 4096))
+    chosen = [AttentionCase(TINY, 1, 40, 24)] if context.small else cases
+    measure(context, bench, "prefill", chosen, lambda case: prefill_row(machine, bench.arena, case))
 
 
 def step_memory(context: Context) -> None:
-    """Cache write and block copy."""
-    bench = bench_of(context)
-    bench.report.copy_gb_per_s = speed.copy_bandwidth(bench.machine, bench.arena)
-    if context.small:
-        bench.memory([WriteCase(TINY, 3)], [BlockCopyCase(TINY, 2)])
-    else:
-        bench.memory(list(write_cases()))
-    ended(bench, context)
+    """Cache write, as the executor does it and with RoPE, and block copy."""
+    machine = machine_of(context)
+    bench = bench_of(machine, context)
+    copy = speed.copy_bandwidth(machine, bench.arena)
+    writes = [WriteCase(TINY, 3)] if context.small else write_cases()
+    ropes = [RopeWriteCase(case.heads, case.tokens) for case in writes]
+    copies = [BlockCopyCase(TINY, 2)] if context.small else block_copy_cases()
+    measure(context, bench, "memory", writes, lambda case: speed.write_row(machine, bench.arena, case, copy))
+    measure(context, bench, "memory", ropes, lambda case: rope_write_row(machine, bench.arena, case, copy))
+    measure(context, bench, "memory", copies, lambda case: speed.block_copy_row(machine, bench.arena, case, copy))
 
 
 def step_swap_speed(context: Context) -> None:
     """Swaps."""
-    bench = bench_of(context)
-    bench.swap(list(swap_cases(256 * 1024))[:2] if context.small else None)
-    ended(bench, context)
+    machine = machine_of(context)
+    bench = bench_of(machine, context)
+    memcpy = speed.pinned_copy(machine, bench.arena, MIB if context.small else 4 * SWAP_BYTES)
+    cases = list(swap_cases(256 * 1024))[:2] if context.small else swap_cases()
+
+    def row(case: SwapCase) -> dict[str, Any]:
+        found = speed.swap_row(machine, bench.arena, case, memcpy)
+        if case.block_size >= 16:
+            found["counts_for"] = {"swap": min(found["out_against_memcpy"], found["in_against_memcpy"])}
+        return found
+
+    measure(context, bench, "swap", cases, row)
 
 
 # --- FlashInfer
@@ -298,20 +321,20 @@ def _flashinfer(context: Context, section: str, cases: Iterable[Any]) -> None:
     workspace = torch.zeros((1 if context.small else 256) * MIB, dtype=torch.uint8, device=machine.device)
     failed = []
     for case in cases:
-        if case.pool_bytes > arena.size or not context.log.begins(section, case.name):
+        if case.pool_bytes > arena.size or not context.log.begins(section, str(case)):
             continue
         try:
             seconds = flashinfer_peer.seconds(machine, arena, module, workspace, case)
         except (RuntimeError, ValueError, TypeError) as error:
             if "CUDA error" in str(error):
                 raise  # the device is gone for this process
-            failed.append(f"{case.name}: {(str(error) or repr(error)).splitlines()[0][:200]}")
+            failed.append(f"{case}: {(str(error) or repr(error)).splitlines()[0][:200]}")
             context.say(failed[-1])
             if "build" in str(error).lower():
                 break  # it would fail again, after as long, for every other case
             continue
-        context.log.found(section, {"case": case.name, "seconds": seconds})
-        context.say(f"FlashInfer, {case.name}: {seconds * 1e6:.1f} us")
+        context.log.found(section, {"case": str(case), "seconds": seconds})
+        context.say(f"FlashInfer, {case}: {seconds * 1e6:.1f} us")
     context.log.check("FlashInfer measured every case", not failed, failed=failed)
 
 
@@ -319,37 +342,34 @@ def step_flashinfer_decode(context: Context) -> None:
     """The cases of the floors, those of tensor cores first: one compilation serves them all."""
     cases = [case for case in decode_cases() if decode_floor(case)]
     cases.sort(key=lambda case: case.heads.num_heads == case.heads.num_kv_heads)
-    _flashinfer(context, "flashinfer decode", [DecodeCase(TINY, 1, 40)] if context.small else cases)
+    _flashinfer(context, "flashinfer decode", [AttentionCase(TINY, 1, 40)] if context.small else cases)
 
 
 def step_flashinfer_prefill(context: Context) -> None:
     """Prefill by its FlashAttention-2 kernels."""
-    _flashinfer(context, "flashinfer prefill", [PrefillCase(TINY, 1, 24, 16)] if context.small else prefill_cases())
+    _flashinfer(context, "flashinfer prefill", [AttentionCase(TINY, 1, 40, 24)] if context.small else prefill_cases())
 
 
 # --- ncu
 
 
-def ncu_targets(small: bool) -> list[tuple[str, Callable[[CudaMachine, Arena], Callable[[], object]]]]:
+def ncu_targets(small: bool) -> list[tuple[str, Callable[[FirstMachine, Arena], Callable[[], object]]]]:
     """The six launches whose insides are asked for, by name: how each is set up, and what starts it."""
 
-    def decode(case: DecodeCase) -> Callable[[CudaMachine, Arena], Callable[[], object]]:
-        return lambda machine, arena: partial(speed.decode_batch(machine, arena, case).attend, 0)
+    def attend(case: AttentionCase) -> Callable[[FirstMachine, Arena], Callable[[], object]]:
+        return lambda machine, arena: partial(speed.paged(machine, arena, case).attend, 0)
 
-    def prefill(machine: CudaMachine, arena: Arena) -> Callable[[], object]:
-        case = PrefillCase(TINY, 1, 24) if small else PrefillCase(GQA4, 2, 4096)
-        return partial(speed.prefill_batch(machine, arena, case).attend, 0)
+    def write(machine: FirstMachine, arena: Arena) -> Callable[[], object]:
+        return partial(rope_write(machine, arena, RopeWriteCase(TINY, 3) if small else RopeWriteCase(GQA4, 2048))[0], 0)
 
-    def write(machine: CudaMachine, arena: Arena) -> Callable[[], object]:
-        return partial(speed.write_round(machine, arena, WriteCase(TINY, 3) if small else WriteCase(GQA4, 2048))[0], 0)
-
+    prefill = AttentionCase(TINY, 1, 24, 24) if small else AttentionCase(GQA4, 2, 4096, 4096)
     if small:
-        decodes = [DecodeCase(TINY, 1, 40)]
+        decodes = [AttentionCase(TINY, 1, 40)]
     else:
-        fp8 = DecodeCase(GQA4, 64, 4096, kv_dtype="float8_e4m3fn")
-        decodes = [DecodeCase(GQA4, 64, 1024), DecodeCase(GQA4, 64, 4096), DecodeCase(MQA, 64, 4096), fp8]
-    named = [(f"decode {case.name}", decode(case)) for case in decodes]
-    return [*named, ("prefill 4k", prefill), ("cache write", write)]
+        fp8 = AttentionCase(GQA4, 64, 4096, kv_dtype="float8_e4m3fn")
+        decodes = [AttentionCase(GQA4, 64, 1024), AttentionCase(GQA4, 64, 4096), AttentionCase(MQA, 64, 4096), fp8]
+    named = [(f"decode {case}", attend(case)) for case in decodes]
+    return [*named, ("prefill 4k", attend(prefill)), ("cache write", write)]
 
 
 def step_profiled(context: Context) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from gpu_first import flashinfer_peer, predictions
+from gpu_first.floors import verdict_line, verdicts
 from gpu_first.parts import PARTS, STEPS
 from gpu_first.predictions import shown
 from gpu_first.records import PASSED, Record, Records, last_run, of_step, status_of
 from gpu_first.tools import EMULATED
-from pagekv.kernels.bench.report import BenchReport
 
 PAGE, JSON = "gpu-first.md", "gpu-first.json"
 
@@ -209,8 +209,7 @@ def tables(rows: dict[str, list[Record]], facts: Record) -> list[tuple[str, str]
         ("drift", "Drift: the first case again, at the end", [*timing, *state]),
         ("prefill", "Prefill, TFLOP/s", [
             ("predicted", lambda row: shown(predictions.prefill(row["new"], row["cached"]), ".0f")),
-            ("measured", _of("tflop_per_s", ".0f")), ("ms", _of("milliseconds", ".3f")),
-            ("least", _of("milliseconds_least", ".3f")), ("most", _of("milliseconds_most", ".3f")), *peers, *state]),
+            ("measured", _of("tflop_per_s", ".0f")), *timing, *peers, *state]),
         ("memory", "Cache write and block copy, share of copy bandwidth", [
             ("predicted", _memory_prediction), ("measured", _of("share_of_copy", ".1%")), *timing]),
         ("swap", "Swap, share of one pinned copy", [
@@ -251,8 +250,7 @@ def join(rows: dict[str, list[Record]]) -> None:
         peer = {row["case"]: row["seconds"] for row in rows.get(f"flashinfer {section}", [])}
         for row in rows.get(section, []):
             if row["case"] in peer:
-                ours = row.get("microseconds", row.get("milliseconds", 0.0) * 1e3) / 1e6
-                row["against_flashinfer"] = peer[row["case"]] / ours
+                row["against_flashinfer"] = peer[row["case"]] / (row["microseconds"] / 1e6)
     alone = {row["case"]: row["step_ms"] for row in rows.get("with graphs", [])}
     for row in rows.get("both processes", []):
         if row["case"] in alone:
@@ -261,8 +259,8 @@ def join(rows: dict[str, list[Record]]) -> None:
 
 def floors_text(rows: dict[str, list[Record]]) -> str:
     """The verdicts, a line each."""
-    verdicts = [*BenchReport({}, sections=rows).floors(), *flashinfer_peer.floors(rows.get("decode", []))]
-    return "\n".join(f"- {verdict}" for verdict in verdicts)
+    found = [*verdicts(rows), *flashinfer_peer.floors(rows.get("decode", []))]
+    return "\n".join(f"- {verdict_line(each)}" for each in found)
 
 
 def notes_text(records: dict[int, list[Record]]) -> str:

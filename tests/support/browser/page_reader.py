@@ -36,13 +36,10 @@ class PageReader:
         if message["type"] == "snapshot":
             self.snapshots += 1
             self.device, self.host = bytearray(message["shown"]), bytearray(message["host_shown"])
-            self.requests = {}
             self.points = []
         apply_change(self.device, message.get("device", {}))
         apply_change(self.host, message.get("host", {}))
-        self.requests |= message.get("requests", {})
-        for name in message.get("gone", []):
-            del self.requests[name]
+        self.requests = message.get("requests", self.requests)
         self.totals = message.get("totals", self.totals)
         self.points += message.get("points", [])
         self.events += message.get("events", [])

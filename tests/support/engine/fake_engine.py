@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pagekv.common.errors import AlreadyExists
+from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.queries import EngineQueries
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
@@ -25,8 +26,10 @@ MODEL = EngineInfo(
 )
 
 
-class FakeEngine(EngineQueries):
-    """Implements `interface.Engine` and its queries. The test pushes deltas with `push`; nothing happens by itself."""
+class FakeEngine(EngineLoop, EngineQueries):
+    """An engine without a loop, and its queries. The test pushes deltas with `push`; nothing happens by itself."""
+
+    model: EngineInfo | None = MODEL
 
     def __init__(self, model: EngineInfo | None = MODEL) -> None:
         self.queries: EngineQueries = self

@@ -8,9 +8,11 @@ shows at once.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
+from pagekv.kvmanager.request.command import SamplingParams
 from pagekv.kvmanager.request.logprobs import TokenLogprobs
 from pagekv.kvmanager.scheduling.beam_search import BeamSearch
 from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind, StepPlan, StepResult
@@ -30,6 +32,20 @@ def likeliest(prefix: tuple[int, ...], vocab: int, count: int) -> list[tuple[int
     total = sum(weights)
     ranked = sorted(range(vocab), key=lambda token: (-weights[token], token))
     return [(token, math.log(weights[token] / total)) for token in ranked[:count]]
+
+
+def beam_search(
+    width: int, num_return: int, penalty: float, early: bool, new: int, end_ids: Iterable[int], least: int = 0
+) -> BeamSearch:
+    sampling = SamplingParams(
+        max_tokens=new,
+        min_tokens=least,
+        stop_token_ids=tuple(end_ids),
+        beam_width=width,
+        length_penalty=penalty,
+        early_stopping=early,
+    )
+    return BeamSearch(sampling, num_return)
 
 
 def expected_beams(prompt: list[int], search: BeamSearch, vocab: int) -> list[tuple[int, ...]]:

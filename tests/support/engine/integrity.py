@@ -31,7 +31,7 @@ def pending(sequence: Seq) -> int:
 def check_engine(queries: EngineQueries) -> None:
     """An engine that serves, between two awaits of its loop."""
     state = queries._state
-    sequences = [sequence for request in state.live.all() for sequence in request.sequences]
+    sequences = (sequence for request in state.live.all() for sequence in request.sequences)
     check_scheduler(state.serving(), sequences, state.cache.pins)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.engine.fake_executor import expected_beams, expected_output
+from support.engine.fake_executor import beam_search, expected_beams, expected_output
 from support.engine.scheduler_driver import Driver, finished, output, results
 from support.executor import wire_driver
 from support.executor.wire_driver import WireDriver
@@ -21,7 +21,6 @@ from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.engine.capacity import blocks_needed, total_tokens
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan, chain_digests, token_bytes
 from pagekv.kvmanager.request.command import GenerateCommand
-from pagekv.kvmanager.scheduling.beam_search import BeamSearch
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus
 
 # Two media that differ where they look alike to the tokens, and one in the middle of a prompt.
@@ -227,7 +226,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Results that a beam search must return."""
         sampling = command.sampling
         ends = frozenset(sampling.stop_token_ids)
-        search = BeamSearch(sampling.beam_width, command.n, 1.0, False, sampling.max_tokens, ends)
+        search = beam_search(sampling.beam_width, command.n, 1.0, False, sampling.max_tokens, ends)
         return [list(tokens) for tokens in expected_beams(command.prompt_ids, search, self.VOCAB)]
 
 

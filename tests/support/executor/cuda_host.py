@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Launch, Scheduled, SequenceState
 from pagekv.executor.cuda.backend import CudaBackend
 from pagekv.executor.cuda.device import CudaDevice
-from pagekv.kernels.launcher import Launcher
+from pagekv.kernels.launch_config import Launcher
 from pagekv.kernels.swap import CopyStream, Streams
 from pagekv.kernels.variants import Variant
 
@@ -52,8 +52,11 @@ class HostMark:
         """Nothing to wait for."""
 
 
-class HostStreams:
+class HostStreams(Streams):
     """Every copy is done when it returns."""
+
+    def __init__(self) -> None:
+        """There is no GPU."""
 
     def mark(self, stream: CopyStream) -> None:
         """Nothing to wait for."""

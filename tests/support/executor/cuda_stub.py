@@ -1,7 +1,7 @@
 """`torch.cuda` without a GPU, as far as the bench and the cuda backend use it, so that their own code for a GPU runs.
 
     with cuda_stub.installed():
-        machine = cuda_stub.machine(say)        # a CudaMachine on CPU tensors; kernels run in the emulation
+        machine = cuda_stub.machine(say)        # a FirstMachine on CPU tensors; kernels run in the emulation
         device = cuda_stub.device()             # a CudaDevice likewise
 
 Streams run what they are given at once and events take the time. A graph records the operators and kernel launches of
@@ -21,11 +21,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+from gpu_first.machine import FirstMachine
 from support.kernels.host_build import HostLauncher
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pagekv.kernels.bench.machine import CudaMachine
+from pagekv.kernels.launch_config import LaunchConfig
 from pagekv.kernels.params import Struct
 from pagekv.kernels.sources import translation_unit
 from pagekv.kernels.variants import Variant
@@ -135,9 +136,7 @@ class StubLauncher:
     def prepare(self, variant: Variant, kernels: Any = ()) -> None:
         """Nothing is compiled ahead."""
 
-    def launch(
-        self, kernel: str, variant: Variant, grid: tuple[int, int, int], threads: int, shared_bytes: int, params: Struct
-    ) -> None:
+    def launch(self, kernel: str, variant: Variant, config: LaunchConfig, params: Struct) -> None:
         """Runs the kernel, and notes it where a graph is recorded."""
         StubLauncher.launches_left -= 1
         if StubLauncher.launches_left < 0:
@@ -146,7 +145,7 @@ class StubLauncher:
         kept = params.copy()  # a graph takes parameters by value
 
         def run() -> None:
-            self._host.launch(kernel, variant, grid, threads, shared_bytes, kept)
+            self._host.launch(kernel, variant, config, kept)
 
         run()
         if _recording:
@@ -213,9 +212,9 @@ def installed() -> Iterator[None]:
         yield
 
 
-def machine(say: Callable[[str], None]) -> CudaMachine:
+def machine(say: Callable[[str], None]) -> FirstMachine:
     """The bench's machine on CPU tensors. Emulated kernels are slow: a graph has two rounds."""
-    made = CudaMachine(say)
+    made = FirstMachine(say)
     made.device = torch.device("cpu")
     made.most_rounds = 2
     return made

@@ -25,7 +25,8 @@ class DeviceSampler:
 
     def sample(self, logits: torch.Tensor, states: Sequence[SequenceState]) -> list[Sampled]:
         inputs = SamplingInputs([self.live.get(state) for state in states], logits.shape[1], self.table)
-        words, offsets = pack(inputs.sections(), {})
+        sections = inputs.sections()
+        words, offsets = pack(sections, {name: array.shape for name, array in sections.items()})
         uploaded = torch.from_numpy(words)
 
         def find(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> torch.Tensor:

@@ -114,15 +114,7 @@ def expected_results(command: GenerateCommand, vocab: int, eos: tuple[int, ...])
     """The results of a beam search over the oracle, best first: the search itself, without blocks."""
     sampling = command.sampling
     ends = sampling.end_ids(eos)
-    search = BeamSearch(
-        sampling.beam_width,
-        command.n,
-        sampling.length_penalty,
-        sampling.early_stopping,
-        sampling.max_tokens,
-        ends,
-        sampling.min_tokens,
-    )
+    search = BeamSearch(sampling, command.n, eos)
     while not search.done:
         banned = sorted(ends) if search.num_tokens < sampling.min_tokens else []
         prefixes = [[*command.prompt_ids, *beam.token_ids] for beam in search.beams]

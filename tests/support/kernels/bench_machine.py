@@ -6,16 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from gpu_first.machine import FirstMachine
 from support.kernels.host_build import HostLauncher
 
-from pagekv.kernels.bench.machine import CudaMachine, KernelTiming
+from pagekv.kernels.bench.machine import KernelTiming
 from pagekv.kernels.bench.workload import MIB
-from pagekv.kernels.swap import CopyStream
+from pagekv.kernels.swap import CopyStream, Streams
 
 
-class FakeStreams:
+class FakeStreams(Streams):
     """Copies at once, in order, so that no events are needed."""
 
+    def __init__(self) -> None: ...
     def mark(self, stream: CopyStream) -> None: ...
     def wait(self, stream: CopyStream, event: None) -> None: ...
     def done(self, event: None) -> bool:
@@ -25,7 +27,7 @@ class FakeStreams:
         destination.copy_(source)
 
 
-class HostMachine(CudaMachine):
+class HostMachine(FirstMachine):
     """The emulated kernels, with a clock that says a millisecond for everything."""
 
     def __init__(self) -> None:
@@ -36,10 +38,12 @@ class HostMachine(CudaMachine):
     def timed(self, run: Callable[[int], object], rounds: int = 1, *, capture: bool = True) -> KernelTiming:
         for index in range(min(rounds, 2)):
             run(index)
-        return KernelTiming(1e-3, 0.9e-3, 1.2e-3, 1980.0, 600.0)
+        return KernelTiming(1e-3, 0.9e-3, 1.2e-3, {"sm_mhz": 1980.0, "watts": 600.0})
 
-    def edited(self, edit: Callable[[str], str]) -> HostLauncher:
-        return HostLauncher(edit=edit)
+    def edited(self, edit: Callable[[str], str]) -> HostMachine:
+        made = HostMachine()
+        made.launcher = HostLauncher(edit=edit)  # type: ignore[assignment]  # as above
+        return made
 
     def recorded(self, run: Callable[[], object]) -> Callable[[], object]:
         return run

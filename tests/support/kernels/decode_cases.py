@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from support.kernels import stored_sequences
 from support.kernels.host_build import SANITIZE, HostLauncher, address, aligned_empty
@@ -53,11 +55,12 @@ def run_decode(
         num_items=len(items),
         **attention_values(sequences, cache, rows, context_lens, features),
     )
-    grid = (blocks, 1, 1) if blocks else shape.grid
+    if blocks:
+        shape = replace(shape, grid=(blocks, 1, 1))
     with launcher.forbidden(*(cache.unowned(context_lens) if SANITIZE else ())):
         for _ in range(launches):
             rows.clear()
-            launcher.launch("pagekv_decode", variant, grid, shape.threads, shape.shared_bytes, params)
+            launcher.launch("pagekv_decode", variant, shape, params)
     if not fused and len(work.merges):
         shape = launch_config.merge(variant, len(work.merges), heads)
         merge = fill(
@@ -69,7 +72,7 @@ def run_decode(
             out_stride=rows.out.shape[1],
             num_heads=heads,
         )
-        launcher.launch("pagekv_merge", variant, shape.grid, shape.threads, shape.shared_bytes, merge)
+        launcher.launch("pagekv_merge", variant, shape, merge)
     assert not counters.any(), "counters are left at zero"
     return rows.result()
 

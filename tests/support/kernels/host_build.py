@@ -1,12 +1,12 @@
 """Kernels compiled for the CPU with g++ and run by `host_cuda.h`: the launcher of tests without a GPU.
 
     launcher = HostLauncher()                   # or HostLauncher(reversed_order=True)
-    launcher.launch("pagekv_decode", variant, grid, threads, shared_bytes, params)
+    launcher.launch("pagekv_decode", variant, config, params)
 
-The launcher is a `pagekv.kernels.launcher.Launcher` whose addresses are those of NumPy arrays or CPU tensors; `launch`
-returns when the kernel has ended. `HostKernelError` names the kernel's mistake: a barrier not reached by all threads, a
-wrong address, undefined arithmetic, a loop that does not end. `edit` changes the kernel's text first, to prove that a
-fault is noticed (`planted_faults.py`).
+The launcher is a `launch_config.Launcher` whose addresses are those of NumPy arrays or CPU tensors; `launch` returns
+when the kernel has ended. `HostKernelError` names the kernel's mistake: a barrier not reached by all threads, a wrong
+address, undefined arithmetic, a loop that does not end. `edit` changes the kernel's text first, to prove that a fault
+is noticed (`planted_faults.py`).
 
 With PAGEKV_HOST_SANITIZE=1, in a process that has libasan preloaded (`sanitizer_environment`), kernels are compiled
 with AddressSanitizer: accesses outside of any array are errors too, and so are those to what
@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pagekv.kernels.launch_config import LaunchConfig
 from pagekv.kernels.params import Struct
 from pagekv.kernels.sources import translation_unit
 from pagekv.kernels.variants import KERNELS, Variant
@@ -90,20 +91,12 @@ class HostLauncher:
         self.edit = edit
         self.seconds = seconds
 
-    def launch(
-        self,
-        kernel: str,
-        variant: Variant,
-        grid: tuple[int, int, int],
-        threads: int,
-        shared_bytes: int,
-        params: Struct,
-    ) -> None:
+    def launch(self, kernel: str, variant: Variant, config: LaunchConfig, params: Struct) -> None:
         """Runs a kernel to its end. Raises HostKernelError, and HostBuildError where it does not compile."""
         source = translation_unit(KERNELS[kernel].source)
         text = self.edit(source) if self.edit else source
         macros = tuple(f"-D{name}={value}" for name, value in KERNELS[kernel].macros_of(variant).items())
-        self.run_text(kernel, text, macros, grid, threads, shared_bytes, params)
+        self.run_text(kernel, text, macros, config.grid, config.threads, config.shared_bytes, params)
 
     def run_text(
         self,

@@ -140,7 +140,7 @@ def run_prefill(
     if len(items):
         unused = np.setdiff1d(np.arange(len(cache.pool)), cache.tables)
         with launcher.forbidden(*(cache.pool[block] for block in unused)):
-            launcher.launch("pagekv_prefill", variant, shape.grid, shape.threads, shape.shared_bytes, params)
+            launcher.launch("pagekv_prefill", variant, shape, params)
     return rows.result()
 
 

@@ -58,8 +58,8 @@ def _of(row: dict[str, Any]) -> dict[str, Any]:
 
 def test_cases_of_one_name_in_two_sections_are_told_apart() -> None:
     rows: dict[str, list[Any]] = {
-        "decode": [{"case": case.name, "microseconds": 100.0, "section": "decode"} for case in decode_cases()],
-        "prefill": [{"case": case.name, "milliseconds": 10.0, "section": "prefill"} for case in prefill_cases()],
+        "decode": [{"case": str(case), "microseconds": 100.0, "section": "decode"} for case in decode_cases()],
+        "prefill": [{"case": str(case), "microseconds": 10000.0, "section": "prefill"} for case in prefill_cases()],
     }
     names = {row["case"] for row in rows["decode"]} & {row["case"] for row in rows["prefill"]}
     assert "MHA, 1 x 16k" in names

@@ -9,6 +9,9 @@ import termios
 import time
 import tty
 
+# A signal that comes between Python's look for one and the wait in the kernel is seen after so many seconds.
+_LONGEST_WAIT_S = 0.5
+
 
 class Keys:
     """In `with`, keys come as they are pressed and are not shown; Ctrl-C goes on to interrupt. Leaving it gives the
@@ -43,8 +46,8 @@ class Keys:
             return False
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
-            if not select.select([self._input], [], [], left)[0]:
-                break
+            if not select.select([self._input], [], [], min(left, _LONGEST_WAIT_S))[0]:
+                continue
             typed = os.read(self._input, 1024)
             if any(key in keys for key in typed):
                 return True

@@ -5,7 +5,9 @@ from __future__ import annotations
 import signal
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -41,41 +43,41 @@ class Look:
     requests: RequestList
 
 
-class TopRates:
-    """Rates between successive states; None where nothing was counted."""
+class TopRates(NamedTuple):
+    """Rates between two states; None where nothing was counted."""
 
-    def __init__(self) -> None:
-        self.hit_rate: deque[float | None] = deque(maxlen=SPARKS)
-        self.usage: deque[float | None] = deque(maxlen=SPARKS)
-        self.step_s: deque[float | None] = deque(maxlen=SPARKS)
-        self.tokens_per_s: deque[float | None] = deque(maxlen=SPARKS)
-        self._before: Look | None = None
+    hit_rate: float | None
+    usage: float | None
+    step_s: float | None
+    tokens_per_s: float | None
 
-    def add(self, look: Look) -> None:
-        """Adds the next state: rates since the one before, or totals for the first one.
 
-        Counters that went back belong to another manager, whose first state this is.
-        """
-        now, before, self._before = look.stats, self._before, look
-        if before is not None and now.steps_total < before.stats.steps_total:
-            before = None
+def rates_between(before: Look | None, look: Look) -> TopRates:
+    """The rates since `before`; without it, totals.
 
-        def grown(name: str) -> int:
-            total: int = getattr(now, name)
-            return total - (getattr(before.stats, name) if before is not None else 0)
+    Counters that went back belong to another manager, whose first state `look` is.
+    """
+    now = look.stats
+    if before is not None and now.steps_total < before.stats.steps_total:
+        before = None
 
-        self.usage.append(now.kv_usage)
-        self.hit_rate.append(_share(grown("cached_tokens_total"), grown("prompt_tokens_total")))
-        self.step_s.append(_share(grown("executor_busy_us_total") / 1e6, grown("steps_total")))
-        generated = grown("generated_tokens_total")
-        self.tokens_per_s.append(None if before is None else _share(generated, look.at - before.at))
+    def grown(name: str) -> int:
+        total: int = getattr(now, name)
+        return total - (getattr(before.stats, name) if before is not None else 0)
+
+    return TopRates(
+        _share(grown("cached_tokens_total"), grown("prompt_tokens_total")),
+        now.kv_usage,
+        _share(grown("executor_busy_us_total") / 1e6, grown("steps_total")),
+        None if before is None else _share(grown("generated_tokens_total"), look.at - before.at),
+    )
 
 
 def _share(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 else None
 
 
-def spark(values: deque[float | None], top: float | None = None) -> str:
+def spark(values: Sequence[float | None], top: float | None = None) -> str:
     """A line of bars, `top` (the highest value if None) being the tallest; a space where there is no value."""
     highest = top if top is not None else max((value for value in values if value is not None), default=0.0)
     if highest <= 0:
@@ -91,7 +93,8 @@ class TopFrame:
     target: str
     info: ModelInfo | None
     look: Look | None
-    rates: TopRates
+    # The latest last.
+    rates: Sequence[TopRates]
     problem: str = ""
     footer: str = ""
 
@@ -125,15 +128,15 @@ class TopFrame:
         return title
 
     def _rate_table(self, stats: Stats, width: int) -> Table:
-        rates = self.rates
+        hit_rate, usage, step_s, tokens_per_s = zip(*self.rates, strict=True)
         table = Table.grid(padding=(0, 2))
         # Without an active block there is no share to show.
         filled = _percent(stats.utilization if stats.active_blocks else None)
         rows = [
-            ("prefix hit rate", rates.hit_rate, 1.0, _percent, f"{stats.prefix_hit_rate:.0%} in all"),
-            ("blocks in use", rates.usage, 1.0, _percent, f"{filled} of their slots filled"),
-            ("step time", rates.step_s, None, milliseconds, f"{stats.steps_total} steps"),
-            ("tokens/s", rates.tokens_per_s, None, _whole, f"{stats.generated_tokens_total} generated"),
+            ("prefix hit rate", hit_rate, 1.0, _percent, f"{stats.prefix_hit_rate:.0%} in all"),
+            ("blocks in use", usage, 1.0, _percent, f"{filled} of their slots filled"),
+            ("step time", step_s, None, milliseconds, f"{stats.steps_total} steps"),
+            ("tokens/s", tokens_per_s, None, _whole, f"{stats.generated_tokens_total} generated"),
         ]
         for name, values, top, format_value, beside in rows:
             latest = next((value for value in reversed(values) if value is not None), None)
@@ -236,7 +239,7 @@ class TopWatcher:
 
     def __init__(self, client: PageKVClient, target: str) -> None:
         self._client, self._target = client, target
-        self._rates = TopRates()
+        self._rates: deque[TopRates] = deque(maxlen=SPARKS)
         self._look: Look | None = None
         self._info: ModelInfo | None = None
         # Last line of every frame.
@@ -247,8 +250,9 @@ class TopWatcher:
         problem = ""
         try:
             self._info = self._client.model_info()
-            self._look = Look(time.monotonic(), self._client.stats(), self._client.list_requests(REQUESTS))
-            self._rates.add(self._look)
+            look = Look(time.monotonic(), self._client.stats(), self._client.list_requests(REQUESTS))
+            self._rates.append(rates_between(self._look, look))
+            self._look = look
         except PageKVError as error:
             if fail:
                 raise

@@ -15,8 +15,8 @@ import torch
 
 from pagekv.common.logs import Log
 from pagekv.kernels.cupy_launcher import CupyLauncher, GpuUnavailable
-from pagekv.kernels.launcher import Launcher
-from pagekv.kernels.swap import CudaStreams, Streams, pin, unpin
+from pagekv.kernels.launch_config import Launcher
+from pagekv.kernels.swap import Streams, pin, unpin
 from pagekv.kernels.variants import Variant
 
 log = Log(__name__)
@@ -43,7 +43,7 @@ class CudaDevice:
 
         self.launcher: Launcher = self._cupy_launcher
         # For swapping: copy streams beside the one that computes.
-        self.streams: Streams = CudaStreams()
+        self.streams = Streams()
         # The device's name and what drives it, for `Describe`.
         self.versions = {
             "cuda": str(torch.version.cuda),

@@ -8,39 +8,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from pagekv.common.logs import Log
 from pagekv.executor.cuda.device import CudaDevice
-from pagekv.kernels.attention_plan import GraphCapacity
+from pagekv.kernels.attention_plan import GraphKey
 
 log = Log(__name__)
 
 MAX_GRAPH_BATCH = 512
 MAX_GRAPHS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class GraphKey:
-    """The shape a graph is recorded for. `items` is `batch` when no sequence has more than one split."""
-
-    batch: int
-    table_width: int
-    items: int
-
-    def capacity(self) -> GraphCapacity:
-        """Sizes of the sections."""
-        split = self.items > self.batch
-        return GraphCapacity(
-            sequences=self.batch,
-            rows=self.batch,
-            table_width=self.table_width,
-            decode_items=self.items,
-            merge_items=self.batch if split else 0,
-            partials=self.items if split else 0,
-        )
 
 
 def graph_key(num_sequences: int, table_width: int, num_items: int) -> GraphKey | None:

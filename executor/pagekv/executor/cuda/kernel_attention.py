@@ -11,7 +11,7 @@ from pagekv.executor.model.kv_geometry import BlockGeometry
 from pagekv.executor.model.loading import LoadedModel
 from pagekv.kernels.attention import PagedAttention
 from pagekv.kernels.attention_plan import AttentionPlan
-from pagekv.kernels.launcher import Launcher
+from pagekv.kernels.launch_config import Launcher
 from pagekv.kernels.variants import UnsupportedVariant, Variant
 
 

@@ -12,7 +12,7 @@ import torch
 from pagekv.executor.backend.interface import Sampled, Scheduled, SequenceState
 from pagekv.executor.cuda.device import CudaDevice
 from pagekv.executor.cuda.device_sequences import NO_BLOCK, DeviceSequences
-from pagekv.executor.cuda.graphs import GraphCache, GraphKey, graph_key, largest_batch, next_power
+from pagekv.executor.cuda.graphs import GraphCache, graph_key, largest_batch, next_power
 from pagekv.executor.cuda.kernel_attention import KernelAttention, make_attention
 from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.executor.cuda.pools import KvPools
@@ -21,7 +21,7 @@ from pagekv.executor.cuda.sampling_inputs import SamplingInputs
 from pagekv.executor.cuda.step_inputs import StepInputs, build_inputs
 from pagekv.executor.model.attention_interface import ALL_ROWS, LAST_ROW, LogitRows, forward
 from pagekv.executor.model.loading import LoadedModel
-from pagekv.kernels.attention_plan import HostPlan, Ints, plan_step
+from pagekv.kernels.attention_plan import GraphKey, HostPlan, Ints
 from pagekv.kernels.decode_plan import num_decode_items
 
 # int32 words of the buffer that inputs are uploaded to, at first; it grows, and graphs are then recorded anew.
@@ -87,15 +87,9 @@ class StepRunner:
     def _plan(self, inputs: StepInputs, sampling: SamplingInputs, key: GraphKey | None) -> HostPlan:
         """The step's inputs on the host. Sections that a graph reads come first, in sizes that follow from the key."""
         rows = key.batch if key is not None else len(inputs.input_ids)
-        return plan_step(
+        return self.attention.plan(
             inputs.batch,
-            num_blocks=self.attention.num_blocks,
-            block_size=self.pools.block_size,
-            num_heads=self.attention.num_heads,
-            num_kv_heads=self.attention.num_kv_heads,
-            variant=self.attention.variant,
-            window=self.attention.plan_window,
-            capacity=key.capacity() if key is not None else None,
+            graph=key,
             extra={
                 "input_ids": _padded(inputs.input_ids, rows, 0),
                 "device_indices": _padded(inputs.device_indices, rows, self._live.spare),

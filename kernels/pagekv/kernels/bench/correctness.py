@@ -15,7 +15,7 @@ import torch
 from pagekv.kernels.bench.machine import CudaMachine
 from pagekv.kernels.bench.scene import Scene, Setup
 from pagekv.kernels.decode_plan import MAX_BLOCKS
-from pagekv.kernels.variants import HEAD_SIZES, Variant
+from pagekv.kernels.variants import DTYPE_PAIRS, HEAD_SIZES, Variant
 
 ALLOWED = {"float32": 5e-5, "float16": 4e-3, "bfloat16": 3e-2}
 """Largest error of a weighted mean of values of size about 1: rounding of weights and of the result."""
@@ -42,27 +42,16 @@ class Check:
         """False for NaN."""
         return self.error <= self.allowed
 
-    def row(self) -> dict[str, object]:
-        """The check as JSON."""
-        return {"name": self.name, "error": self.error, "allowed": self.allowed, "passed": self.passed}
-
 
 def variants_to_check() -> list[Variant]:
     """Every pair of element types, every head size, and the features once: each costs seconds of compilation."""
     return [
-        *(Variant(dtype, kv_dtype, 128) for dtype, kv_dtype in PAIRS),
+        *(Variant(dtype, kv_dtype, 128) for dtype, kv_dtypes in DTYPE_PAIRS.items() for kv_dtype in kv_dtypes),
         *(Variant("bfloat16", "bfloat16", size) for size in HEAD_SIZES if size != 128),
         Variant("float16", "float16", 128, features=True),
     ]
 
 
-PAIRS = (
-    ("bfloat16", "bfloat16"),
-    ("bfloat16", "float8_e4m3fn"),
-    ("float16", "float16"),
-    ("float16", "float8_e4m3fn"),
-    ("float32", "float32"),
-)
 BF16 = Variant("bfloat16", "bfloat16", 128)
 
 
@@ -73,8 +62,6 @@ def setups() -> list[Setup]:
         Setup(BF16, LENGTHS),
         *(Setup(BF16, SHORT_LENGTHS, num_heads=heads, num_kv_heads=kv_heads) for heads, kv_heads in groups),
         *(Setup(BF16, SHORT_LENGTHS, block_size=block_size) for block_size in (1, 256)),
-        Setup(BF16, SHORT_LENGTHS, rotary_dim=128),
-        Setup(BF16, SHORT_LENGTHS, rotary_dim=64, interleaved=True),
         crowd(BF16),
         *(
             Setup(Variant(dtype, "float8_e4m3fn", 128), SHORT_LENGTHS, subnormal=True)
@@ -107,39 +94,31 @@ def checks(machine: CudaMachine, setup: Setup) -> Iterator[Check]:
     scene = Scene(machine, setup)
     allowed = ALLOWED[setup.variant.dtype] * scene.magnitude
     everyone = range(len(setup.lengths))
-    yield from write_checks(scene, setup)
+    yield from write_checks(scene)
     decoded = scene.decode(everyone)
     yield Check(f"{setup}: decode", largest(decoded, scene.expected_last()), allowed)
     if not setup.decodes_only:
-        yield from _prefills(scene, setup, allowed)
+        yield from _prefills(scene, allowed)
     apart = everyone if not setup.decodes_only else range(0, len(setup.lengths), max(1, len(setup.lengths) // 8))
     alone = torch.cat([scene.decode([sequence]) for sequence in apart])
     yield Check(f"{setup}: decode does not depend on the batch", differing(alone, decoded[list(apart)]), 0)
     scene.place(np.random.default_rng(1).permutation(scene.num_blocks))
     again = scene.decode(everyone)
     yield Check(f"{setup}: decode does not depend on the blocks", differing(again, decoded), 0)
-    yield from block_copy_checks(scene, setup)
+    yield from block_copy_checks(scene)
 
 
-def write_checks(scene: Scene, setup: Setup) -> Iterator[Check]:
-    """The pool holds the written keys and values in their slots; with RoPE, keys and queries are rotated."""
-    stored = torch.cat([scene.stored(sequence) for sequence in range(len(setup.lengths))])
-    if setup.rotary_dim:
-        # Numbers of size about 1, rounded to the pool's type; values are stored as they are.
-        allowed = 2.0**-7 if scene.kv_dtype.itemsize == 2 else 2.0**-22
-        yield Check(f"{setup}: keys rotated by RoPE", largest(stored[:, 0], scene.rotated_key), 4 * allowed)
-        yield Check(f"{setup}: queries rotated by RoPE", largest(scene.query, scene.rotated_query), 4 * allowed)
-        yield Check(
-            f"{setup}: values written", differing(stored[:, 1].float(), scene.value.to(scene.kv_dtype).float()), 0
-        )
-        return
+def write_checks(scene: Scene) -> Iterator[Check]:
+    """The pool holds the written keys and values in their slots."""
+    stored = torch.cat([scene.stored(sequence) for sequence in range(len(scene.lengths))])
     # Keys and values side by side, so that keys stored as values are noticed.
     written = torch.stack([scene.key, scene.value], 1).to(scene.kv_dtype)
-    yield Check(f"{setup}: cache write", differing(stored.float(), written.float()), 0)
+    yield Check(f"{scene.setup}: cache write", differing(stored.float(), written.float()), 0)
 
 
-def _prefills(scene: Scene, setup: Setup, allowed: float) -> Iterator[Check]:
+def _prefills(scene: Scene, allowed: float) -> Iterator[Check]:
     """The longest prompt with a reference, whole and in chunks; and the end of a longer one."""
+    setup = scene.setup
     whole = int(np.argmax(np.where(scene.lengths <= MOST_PREFILL, scene.lengths, 0)))
     length = int(scene.lengths[whole])
     rows = scene.prefill(whole, 0, length)
@@ -154,7 +133,7 @@ def _prefills(scene: Scene, setup: Setup, allowed: float) -> Iterator[Check]:
         yield Check(f"{setup}: prefill behind {start} tokens", largest(behind, scene.expected(longest, start)), allowed)
 
 
-def block_copy_checks(scene: Scene, setup: Setup) -> Iterator[Check]:
+def block_copy_checks(scene: Scene) -> Iterator[Check]:
     """A copy of the longest sequence's first block, over the first sequence's last one, is equal to the bit."""
     source, target = int(scene.tables[int(np.argmax(scene.lengths)), 0]), int(scene.tables[0, -1])
     if source != target:
@@ -162,4 +141,4 @@ def block_copy_checks(scene: Scene, setup: Setup) -> Iterator[Check]:
         scene.attention.copy_blocks(pairs)
         scene.machine.synchronize()
         bits = scene.pool.view(torch.uint8)
-        yield Check(f"{setup}: block copy", differing(bits[source], bits[target]), 0)
+        yield Check(f"{scene.setup}: block copy", differing(bits[source], bits[target]), 0)

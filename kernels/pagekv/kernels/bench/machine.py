@@ -1,10 +1,10 @@
-"""The GPU under test: its clock, its memory, and the time that the bench may take."""
+"""The GPU under test: its clock and its memory."""
 
 from __future__ import annotations
 
 import importlib
+import math
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,16 +13,10 @@ import torch
 
 from pagekv.kernels.bench.workload import GIB, MIB
 from pagekv.kernels.cupy_launcher import CupyLauncher, GpuUnavailable, Say
-from pagekv.kernels.launcher import Launcher
-from pagekv.kernels.sources import translation_unit
-from pagekv.kernels.swap import CudaStreams, Streams
+from pagekv.kernels.swap import Streams
 
 MOST_MEMORY = 72 * GIB
 """Room for a pool of 64 GiB."""
-COLD_BYTES = 1 * GIB
-"""Memory that the rounds of a measurement read before they read the same again: many times the largest L2 cache."""
-TARGET_BYTES = 4 * GIB
-"""Least bytes that the rounds of one graph read: about a millisecond, so that the graph's start does not count."""
 MOST_ROUNDS = 256
 TARGET_SECONDS = 0.06
 MOST_REPEATS = 20
@@ -39,19 +33,13 @@ class KernelTiming:
     """The median."""
     least: float
     most: float
-    sm_mhz: float | None = None
-    """Clock of the multiprocessors during the last repeat."""
-    watts: float | None = None
+    state: dict[str, float]
+    """Figures of the GPU while it ran, by the name of their column."""
 
-    def columns(self, unit: str = "microseconds", scale: float = 1e6) -> dict[str, Any]:
+    def columns(self) -> dict[str, float]:
         """Columns of a row of the report."""
-        return {
-            unit: self.seconds * scale,
-            f"{unit}_least": self.least * scale,
-            f"{unit}_most": self.most * scale,
-            "sm_mhz": self.sm_mhz,
-            "watts": self.watts,
-        }
+        times = {"microseconds": self.seconds, "microseconds_least": self.least, "microseconds_most": self.most}
+        return {**{name: value * 1e6 for name, value in times.items()}, **self.state}
 
 
 class CudaMachine:
@@ -65,8 +53,6 @@ class CudaMachine:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.most_rounds = MOST_ROUNDS
         self.launcher = CupyLauncher(say=say)
-        self._say = say
-        self._gauge = Gauge.of_nvml()
         self._stream: Any = torch.cuda.Stream()
 
     def versions(self) -> dict[str, str]:
@@ -91,11 +77,14 @@ class CudaMachine:
 
     def streams(self) -> Streams:
         """Streams for swapping blocks."""
-        return CudaStreams()
+        return Streams()
 
-    def edited(self, edit: Callable[[str], str]) -> Launcher:
-        """A launcher whose kernels are compiled from `edit` of their text."""
-        return CupyLauncher(say=self._say, text=lambda source: edit(translation_unit(source)))
+    def state(self) -> dict[str, float]:
+        """The clock of the multiprocessors now, where NVML is installed."""
+        try:
+            return {"sm_mhz": float(torch.cuda.clock_rate(self.device))}
+        except Exception:  # a failing gauge must not cost a measurement
+            return {}
 
     def synchronize(self) -> None:
         """Waits for everything enqueued. Raises RuntimeError where a kernel failed."""
@@ -117,26 +106,11 @@ class CudaMachine:
                 repeats = max(3, min(MOST_REPEATS, int(TARGET_SECONDS / max(once, 1e-6))))
                 took = sorted(self._clocked(play, capture) / rounds for _ in range(repeats))
                 play()
-                sm_mhz, watts = self._gauge()  # while it runs
+                state = self.state()  # while it runs
                 self._stream.synchronize()
-                return KernelTiming(statistics.median(took), took[0], took[-1], sm_mhz, watts)
+                return KernelTiming(statistics.median(took), took[0], took[-1], state)
         finally:
             callers.wait_stream(self._stream)
-
-    def recorded(self, run: Callable[[], object]) -> Callable[[], object]:
-        """A CUDA graph of `run`: calling it replays the graph and waits for the end."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            run()  # compiles and loads, which a recording cannot include
-            self._stream.synchronize()
-            replay = self._graph(lambda _: run(), 1)
-
-        def play() -> None:
-            with torch.cuda.stream(self._stream):
-                replay()
-                self._stream.synchronize()
-
-        return play
 
     def _graph(self, run: Callable[[int], object], rounds: int) -> Callable[[], object]:
         graph = torch.cuda.CUDAGraph()
@@ -157,37 +131,6 @@ class CudaMachine:
         return float(start.elapsed_time(end)) / 1000
 
 
-class Gauge:
-    """The GPU's clock and power, where NVML is installed."""
-
-    def __init__(self, read: Callable[[], tuple[float | None, float | None]]) -> None:
-        self._read = read
-
-    @classmethod
-    def of_nvml(cls) -> Gauge:
-        """Reads the first visible GPU; (None, None) without NVML."""
-        try:
-            nvml: Any = importlib.import_module("pynvml")
-            nvml.nvmlInit()
-            handle = nvml.nvmlDeviceGetHandleByIndex(0)
-        except Exception:
-            return cls(lambda: (None, None))
-
-        def read() -> tuple[float, float]:
-            # The instantaneous figure: the plain one is an average over a second, longer than a measurement takes.
-            power = nvml.nvmlDeviceGetFieldValues(handle, [nvml.NVML_FI_DEV_POWER_INSTANT])[0].value.uiVal
-            return float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)), power / 1000
-
-        return cls(read)
-
-    def __call__(self) -> tuple[float | None, float | None]:
-        """(MHz of the multiprocessors, watts) now."""
-        try:
-            return self._read()
-        except Exception:  # a failing gauge must not cost a measurement
-            return None, None
-
-
 class Arena:
     """One allocation for the tensors of every case, filled with random numbers once."""
 
@@ -200,28 +143,9 @@ class Arena:
 
     def view(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         """The first elements as a tensor. Every view shares the same memory."""
-        size = dtype.itemsize
-        for extent in shape:
-            size *= extent
+        size = dtype.itemsize * math.prod(shape)
         if size > self.size:
             raise ValueError(f"size: {size} bytes do not fit the arena of {self.size}")
         if dtype == torch.float8_e4m3fn:
             self._bytes[:size].bitwise_and_(0xFE)  # the one NaN of either sign is all ones
         return self._bytes[:size].view(dtype).view(shape)
-
-
-class Clock:
-    """The time that the bench may take."""
-
-    def __init__(self, total: float, now: Callable[[], float] = time.monotonic) -> None:
-        self.total, self._now = total, now
-        self._started = now()
-
-    @property
-    def spent(self) -> float:
-        """Seconds since the clock was made."""
-        return self._now() - self._started
-
-    def until(self, share: float) -> Callable[[], bool]:
-        """Whether there is time left before `share` of the total is spent."""
-        return lambda: self.spent < self.total * share

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from pagekv.kernels.attention import PagedAttention, Rope
-from pagekv.kernels.attention_plan import AttentionPlan, StepBatch, plan_step
+from pagekv.kernels.attention import PagedAttention
+from pagekv.kernels.attention_plan import AttentionPlan, StepBatch
 from pagekv.kernels.bench.machine import CudaMachine
-from pagekv.kernels.bench.paged import upload
+from pagekv.kernels.bench.speed import upload
 from pagekv.kernels.variants import Variant
 
 LAYER, NUM_LAYERS = 1, 2
 WINDOW, SOFT_CAP = 300, 20.0
-ROPE_BASE = 10_000.0
 SUBNORMAL = 2.0**-8
 """Below 2**-6 numbers of e4m3 are subnormal: multiples of 2**-9."""
 
@@ -30,15 +30,10 @@ class Setup:
     num_heads: int = 8
     num_kv_heads: int = 2
     block_size: int = 16
-    rotary_dim: int = 0
-    """Elements of a head that RoPE rotates; 0: no RoPE."""
-    interleaved: bool = False
     subnormal: bool = False
     """Keys and values are too small for normal fp8 numbers; queries are larger for it."""
     decodes_only: bool = False
     """Too many sequences, or too long ones, for a reference of all their rows."""
-    spare_sequences: int = 0
-    """Free blocks, counted in sequences of the longest length."""
 
     def __str__(self) -> str:
         words = [str(self.variant)]
@@ -46,8 +41,6 @@ class Setup:
             words.append(f"{self.num_heads}/{self.num_kv_heads} heads")
         if self.block_size != 16:
             words.append(f"block size {self.block_size}")
-        if self.rotary_dim:
-            words.append(f"RoPE of {self.rotary_dim}{' interleaved' if self.interleaved else ''}")
         if self.subnormal:
             words.append("subnormals")
         if self.decodes_only:
@@ -58,51 +51,26 @@ class Setup:
 class Scene:
     """Sequences of a setup, in scattered blocks of a pool that holds NaN in unwritten slots."""
 
-    def __init__(self, machine: CudaMachine, setup: Setup, seed: int = 0) -> None:
+    def __init__(self, machine: CudaMachine, setup: Setup) -> None:
         self.machine, self.setup = machine, setup
         self.lengths = np.array(setup.lengths, np.int32)
+        self.first_rows = np.cumsum(self.lengths) - self.lengths  # of each sequence in `key`, `value` and `query`
         self.dtype, self.kv_dtype = getattr(torch, setup.variant.dtype), getattr(torch, setup.variant.kv_dtype)
         self.width = -(-int(self.lengths.max()) // setup.block_size)
-        self.num_blocks = (len(setup.lengths) + setup.spare_sequences) * self.width
-        self.generator = torch.Generator(machine.device).manual_seed(seed)
+        self.num_blocks = len(setup.lengths) * self.width
+        self.generator = torch.Generator(machine.device).manual_seed(0)
         self.magnitude = SUBNORMAL if setup.subnormal else 1.0
-        total = int(self.lengths.sum())
-        self.key, self.value = (self.random(total, setup.num_kv_heads, self.magnitude) for _ in range(2))
-        self._given_query = self.random(total, setup.num_heads, 1 / self.magnitude)
-        self.rope = self._rope() if setup.rotary_dim else None
-        self.rotated_key, self.rotated_query = self._rotate(self.key), self._rotate(self._given_query)
-        self.place(np.random.default_rng(seed).permutation(self.num_blocks))
+        self.key, self.value = (self._random(setup.num_kv_heads, self.magnitude) for _ in range(2))
+        self.query = self._random(setup.num_heads, 1 / self.magnitude)
+        self.place(np.random.default_rng(0).permutation(self.num_blocks))
 
-    def random(self, rows: int, heads: int, magnitude: float) -> torch.Tensor:
-        """[rows, heads, head_size]: normal numbers."""
-        shape = (rows, heads, self.setup.variant.head_size)
+    def _random(self, heads: int, magnitude: float) -> torch.Tensor:
+        """[rows of all sequences, heads, head_size]: normal numbers."""
+        shape = (int(self.lengths.sum()), heads, self.setup.variant.head_size)
         made = torch.randn(shape, generator=self.generator, device=self.machine.device) * magnitude
         if self.kv_dtype.itemsize == 1:  # rounded to fp8, so that the reference sees the same numbers
             made = made.clamp(-448, 448).to(self.kv_dtype).float()
         return made.to(self.dtype)
-
-    def _rope(self) -> Rope:
-        """The angles of Llama."""
-        device, half = self.machine.device, self.setup.rotary_dim // 2
-        frequencies = ROPE_BASE ** (-torch.arange(half, device=device, dtype=torch.float64) / half)
-        angles = torch.arange(int(self.lengths.max()), device=device)[:, None] * frequencies
-        return Rope(torch.cat([angles.cos(), angles.sin()], 1).float(), self.setup.interleaved)
-
-    def _rotate(self, heads: torch.Tensor) -> torch.Tensor:
-        """[rows, heads, head_size] in float64, after RoPE."""
-        heads = heads.double()
-        if self.rope is None:
-            return heads
-        table, rotary_dim = self.rope.table, self.setup.rotary_dim
-        assert isinstance(table, torch.Tensor)
-        position = torch.cat([torch.arange(int(length), device=table.device) for length in self.lengths])
-        cosine, sine = table.double()[position][:, None].chunk(2, -1)
-        rotated = heads.clone()
-        first = slice(0, rotary_dim, 2) if self.setup.interleaved else slice(0, rotary_dim // 2)
-        second = slice(1, rotary_dim, 2) if self.setup.interleaved else slice(rotary_dim // 2, rotary_dim)
-        rotated[..., first] = heads[..., first] * cosine - heads[..., second] * sine
-        rotated[..., second] = heads[..., second] * cosine + heads[..., first] * sine
-        return rotated
 
     def place(self, blocks: np.ndarray) -> None:
         """A fresh pool of NaN, the sequences written into these blocks."""
@@ -111,19 +79,13 @@ class Scene:
         size = int(np.prod(shape)) * variant.kv_element_bytes
         bits = torch.full((size,), 0xFF, dtype=torch.uint8, device=self.machine.device)  # NaN in every element type
         self.pool = bits.view(self.kv_dtype).view(shape)
-        self.tables = blocks.reshape(-1, self.width)[: len(self.lengths)].astype(np.int32)
-        features = {"windows": [WINDOW] * NUM_LAYERS, "soft_cap": SOFT_CAP} if variant.features else {}
+        self.tables = blocks.reshape(-1, self.width).astype(np.int32)
+        features: dict[str, Any] = {"windows": [WINDOW] * NUM_LAYERS, "soft_cap": SOFT_CAP} if variant.features else {}
         self.attention = PagedAttention(
-            self.machine.launcher,
-            self.pool,
-            variant,
-            num_heads=setup.num_heads,
-            **features,  # type: ignore[arg-type]  # by name, of several types
+            self.machine.launcher, self.pool, variant, num_heads=setup.num_heads, **features
         )
         plan, held = self.plan(range(len(self.lengths)), self.lengths, self.lengths, decode=False)
-        self.query = self._given_query.clone()  # rotated in place
-        query = self.query if self.rope else None
-        self.attention.write(LAYER, self.key, self.value, plan, rope=self.rope, query=query)
+        self.attention.write(LAYER, self.key, self.value, plan)
         self.machine.synchronize()  # before `held` goes back to the allocator
         del held
 
@@ -132,25 +94,13 @@ class Scene:
     ) -> tuple[AttentionPlan, tuple[torch.Tensor, ...]]:
         """The plan for the last `counts` of the first `contexts` tokens of sequences, and the memory behind its
         addresses."""
-        host = plan_step(
-            StepBatch(
-                query_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
-                context_lens=contexts.astype(np.int32),
-                block_tables=self.tables[list(sequences)],
-                decodes=np.full(len(counts), decode),
-            ),
-            num_blocks=self.num_blocks,
-            block_size=self.setup.block_size,
-            num_heads=self.setup.num_heads,
-            num_kv_heads=self.setup.num_kv_heads,
-            variant=self.setup.variant,
-            window=self.attention.plan_window,
+        batch = StepBatch(
+            query_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+            context_lens=contexts.astype(np.int32),
+            block_tables=self.tables[list(sequences)],
+            decodes=np.full(len(counts), decode),
         )
-        return upload(self.machine, self.attention, host)
-
-    def first_row(self, sequence: int) -> int:
-        """Row of a sequence's first token in `key`, `value` and `query`."""
-        return int(self.lengths[:sequence].sum())
+        return upload(self.machine, self.attention, batch)
 
     def stored(self, sequence: int) -> torch.Tensor:
         """[length, 2, G, D]: a sequence's keys and values in the pool."""
@@ -160,33 +110,25 @@ class Scene:
 
     def decode(self, sequences: Sequence[int]) -> torch.Tensor:
         """[n, H, D]: the last token of each sequence."""
-        attend, out = self.decode_step(sequences)
-        attend()
-        self.machine.synchronize()
-        return out
+        return self._run(*self.decode_step(sequences))
 
     def decode_step(self, sequences: Sequence[int]) -> tuple[Callable[[], None], torch.Tensor]:
         """A function that enqueues the attention of each sequence's last token, and its output: [n, H, D]."""
-        last = np.cumsum(self.lengths)[list(sequences)] - 1
-        query = self.query[torch.from_numpy(last).to(self.machine.device)]
-        counts = np.ones(len(sequences), np.int32)
-        return self._step(query, sequences, counts, self.lengths[list(sequences)], decode=True)
+        chosen = list(sequences)
+        last = torch.from_numpy((self.first_rows + self.lengths)[chosen] - 1).to(self.machine.device)
+        return self._step(self.query[last], chosen, np.ones(len(chosen), np.int32), self.lengths[chosen], decode=True)
 
     def prefill(self, sequence: int, start: int, stop: int) -> torch.Tensor:
         """[stop - start, H, D]: rows of one sequence's prompt, behind its first `start` tokens."""
-        first = self.first_row(sequence)
-        query = self.query[first + start : first + stop]
+        first = int(self.first_rows[sequence])
         counts, contexts = (np.array([count], np.int32) for count in (stop - start, stop))
-        attend, out = self._step(query, [sequence], counts, contexts, decode=False)
-        attend()
-        self.machine.synchronize()
-        return out
+        query = self.query[first + start : first + stop]
+        return self._run(*self._step(query, [sequence], counts, contexts, decode=False))
 
     def _step(
         self, query: torch.Tensor, sequences: Sequence[int], counts: np.ndarray, contexts: np.ndarray, *, decode: bool
     ) -> tuple[Callable[[], None], torch.Tensor]:
         plan, held = self.plan(sequences, counts, contexts, decode=decode)
-        query = query.contiguous()
         out = torch.full_like(query, torch.nan)
 
         def attend(held: tuple[torch.Tensor, ...] = held) -> None:  # keeps the memory as long as the function
@@ -194,16 +136,20 @@ class Scene:
 
         return attend, out
 
+    def _run(self, attend: Callable[[], None], out: torch.Tensor) -> torch.Tensor:
+        attend()
+        self.machine.synchronize()
+        return out
+
     def expected(self, sequence: int, start: int) -> torch.Tensor:
         """[length - start, H, D] in float64: the rows of one sequence from position `start` on."""
         setup = self.setup
-        first, length = self.first_row(sequence), int(self.lengths[sequence])
+        first, length = int(self.first_rows[sequence]), int(self.lengths[sequence])
         group = setup.num_heads // setup.num_kv_heads
         query = self.query[first + start : first + length].double()
-        # Rounded as the pool rounds them.
-        key = self.rotated_key[first : first + length].to(self.dtype).to(self.kv_dtype).double()
-        value = self.value[first : first + length].double()
-        key, value = (t.repeat_interleave(group, 1) for t in (key, value))
+        key, value = (
+            tensor[first : first + length].double().repeat_interleave(group, 1) for tensor in (self.key, self.value)
+        )
         logits = torch.einsum("qhd,khd->hqk", query, key) / setup.variant.head_size**0.5
         if setup.variant.features:
             logits = SOFT_CAP * torch.tanh(logits / SOFT_CAP)

@@ -1,51 +1,108 @@
-"""Speed of the kernels, and of torch's attention over contiguous keys and values, on the same card in the same run."""
+"""Speed of the kernels, set up as in an executor over a pool in the arena, beside what the card's memory allows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
 
-from pagekv.kernels.attention import Rope
+from pagekv.kernels.attention import PagedAttention
+from pagekv.kernels.attention_plan import AttentionPlan, StepBatch
 from pagekv.kernels.bench.machine import Arena, CudaMachine, KernelTiming
-from pagekv.kernels.bench.paged import VARIANT, Paged, Rounds, paged, ragged_lengths
 from pagekv.kernels.bench.workload import (
-    BLOCK_SIZE,
-    COMPACT_CASES,
+    GIB,
     HEAD_SIZE,
     MIB,
+    MIN_LAYERS,
+    NUM_LAYERS,
+    AttentionCase,
     BlockCopyCase,
-    DecodeCase,
-    Heads,
-    PrefillCase,
+    SwapCase,
     WriteCase,
-    counts_for_paging,
 )
+from pagekv.kernels.swap import BlockSwapper
 from pagekv.kernels.variants import Variant
 
 Row = dict[str, Any]
 
-# Backends of torch's attention as peers, with the names of their columns. By itself torch chooses by its version and
-# the GPU: cuDNN on Hopper, where that is new enough.
-FLASH, CUDNN = ("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)
+COLD_BYTES = 1 * GIB
+"""Memory that the rounds of a measurement read before they read the same again: many times the largest L2 cache."""
+TARGET_BYTES = 4 * GIB
+"""Least bytes that the rounds of one graph read: about a millisecond, so that the graph's start does not count."""
+PREFILL_ROUNDS = 4
 
-TABLE_READ = "max(table[first + i], 0)"
-TABLE_COMPUTED = "(i32)(table - p.block_tables) + first + i"
+
+@dataclass
+class Paged:
+    """One step's batch, ready to be attended to on any of several layers."""
+
+    attention: PagedAttention
+    plan: AttentionPlan
+    query: torch.Tensor
+    out: torch.Tensor
+    num_layers: int
+    """Rounds use layers in turn."""
+    num_rounds: int
+    """Of one graph."""
+    held: tuple[torch.Tensor, ...]
+    """Tensors that the plan has addresses of."""
+
+    def attend(self, index: int) -> None:
+        """Enqueues round `index`: attention of the whole batch on one layer, into `out`."""
+        self.attention.attend(index % self.num_layers, self.query, self.out, self.plan)
 
 
-def without_table(text: str) -> str:
-    """The decode kernel's text with block ids computed instead of read: attention over contiguous memory, whose blocks
-    lie in order. Other kernels' texts are returned as they are. Raises ValueError where the text is not as expected.
+def layers_and_rounds(kv_bytes: int, room: int, most: int) -> tuple[int, int]:
+    """Layers that the rounds of a graph take turns on, and its rounds. `kv_bytes`: of one layer. `room`: bytes for all
+    layers. `most`: rounds of a graph, and layers.
+
+    A round must not find the keys of an earlier one in the cache, so the layers together have COLD_BYTES and are never
+    fewer than MIN_LAYERS. A graph must take about a millisecond, so it reads TARGET_BYTES.
     """
-    if "pagekv_decode(" not in text:
-        return text
-    if TABLE_READ not in text:
-        raise ValueError(f"the decode kernel has no {TABLE_READ!r} any more")
-    return text.replace(TABLE_READ, TABLE_COMPUTED)
+    layers = max(1, min(most, room // kv_bytes, max(MIN_LAYERS, -(-COLD_BYTES // kv_bytes))))
+    wanted = max(layers, -(-TARGET_BYTES // kv_bytes))
+    return layers, max(1, min(most, -(-wanted // layers) * layers))
+
+
+def upload(
+    machine: CudaMachine, attention: PagedAttention, batch: StepBatch
+) -> tuple[AttentionPlan, tuple[torch.Tensor, ...]]:
+    """The batch's plan on the device, and the memory behind its addresses."""
+    plan = attention.plan(batch)
+    words = torch.from_numpy(plan.words).to(machine.device)
+    size = max(16, attention.scratch_bytes(plan.counts["num_partials"]))
+    scratch = torch.empty(size, dtype=torch.uint8, device=machine.device)
+    return plan.bind(words.data_ptr(), scratch.data_ptr()), (words, scratch)
+
+
+def paged(
+    machine: CudaMachine, arena: Arena, case: AttentionCase, *, num_layers: int = 0, scattered: bool = True
+) -> Paged:
+    """The batch of a case. `num_layers`: of the pool; 0: as many as `layers_and_rounds` says. `scattered`: blocks in
+    random order, else each sequence's blocks in order and side by side.
+    """
+    variant = Variant("bfloat16", case.kv_dtype, HEAD_SIZE)
+    width = -(-int(case.contexts.max()) // case.block_size)
+    num_blocks, rows = case.batch * width, case.batch * case.new
+    slab = 2 * case.block_size * case.heads.num_kv_heads * HEAD_SIZE * variant.kv_element_bytes
+    layers, rounds = layers_and_rounds(num_blocks * slab, arena.size, machine.most_rounds)
+    layers = num_layers or layers
+    kv_dtype = getattr(torch, case.kv_dtype)
+    pool = arena.view(kv_dtype, num_blocks, layers, 2, case.block_size, case.heads.num_kv_heads, HEAD_SIZE)
+    blocks = np.random.default_rng(0).permutation(num_blocks) if scattered else np.arange(num_blocks)
+    attention = PagedAttention(machine.launcher, pool, variant, num_heads=case.heads.num_heads)
+    step = StepBatch(
+        query_start=np.arange(0, rows + 1, case.new, dtype=np.int32),
+        context_lens=case.contexts,
+        block_tables=blocks.reshape(case.batch, width).astype(np.int32),
+        decodes=np.full(case.batch, case.new == 1),
+    )
+    query = torch.randn(rows, case.heads.num_heads, HEAD_SIZE, device=machine.device).to(torch.bfloat16)
+    bound, held = upload(machine, attention, step)
+    rounds = max(rounds, layers) if case.new == 1 else min(layers, PREFILL_ROUNDS)
+    return Paged(attention, bound, query, torch.empty_like(query), layers, rounds, (*held, pool))
 
 
 def copy_bandwidth(machine: CudaMachine, arena: Arena) -> float:
@@ -56,140 +113,89 @@ def copy_bandwidth(machine: CudaMachine, arena: Arena) -> float:
     return 2 * half / took.seconds / 1e9
 
 
-def decode_row(machine: CudaMachine, arena: Arena, case: DecodeCase, bandwidth: float) -> Row:
-    """One decode case: scattered blocks; where paging is judged, without a block table too; torch over contiguous
-    memory; and in the executor's layout, the same work in a compact pool.
-    """
-    timing = decode_timing(machine, arena, case)
+def memory_row(case: AttentionCase | WriteCase | BlockCopyCase, timing: KernelTiming, bandwidth: float) -> Row:
+    """A case's time beside the least that its bytes take at the bandwidth of a copy, in GB/s."""
     gb_per_s = case.bytes / timing.seconds / 1e9
-    row = {
-        "case": case.name,
-        "batch": case.batch,
-        "context": case.context,
+    return {
+        "case": str(case),
         **timing.columns(),
+        "floor_microseconds": case.bytes / bandwidth / 1e3,
         "gb_per_s": gb_per_s,
         "share_of_copy": gb_per_s / bandwidth,
     }
-    if counts_for_paging(case):
-        plain = decode_timing(machine, arena, case, scattered=False, launcher=machine.edited(without_table))
-        row["against_no_table"] = plain.seconds / timing.seconds
-    if case in COMPACT_CASES:
-        row["against_compact"] = decode_timing(machine, arena, COMPACT_CASES[case]).seconds / timing.seconds
-    if case.plain:
-        row |= against(
-            "flash",
-            timing.seconds,
-            lambda: sdpa_timing(machine, arena, FLASH[1], case.heads, case.batch, 1, case.context).seconds,
-        )
-    return row
 
 
-def decode_timing(machine: CudaMachine, arena: Arena, case: DecodeCase, **options: Any) -> KernelTiming:
-    """`options` as of `paged`."""
-    batch = decode_batch(machine, arena, case, **options)
-    return machine.timed(batch.attend, batch.num_rounds)
-
-
-def decode_batch(machine: CudaMachine, arena: Arena, case: DecodeCase, **options: Any) -> Paged:
-    """The batch of a decode case."""
-    return paged(
-        machine,
-        arena,
-        case.heads,
-        batch=case.batch,
-        context=case.context,
-        block_size=case.block_size,
-        variant=Variant("bfloat16", case.kv_dtype, HEAD_SIZE) if case.kv_dtype != VARIANT.kv_dtype else VARIANT,
-        lengths=ragged_lengths(case.batch, case.context) if case.ragged else None,
-        num_layers=case.pool_layers or None,
-        **options,
-    )
-
-
-def prefill_row(machine: CudaMachine, arena: Arena, case: PrefillCase) -> Row:
-    """One prefill case, and torch over contiguous memory: by FlashAttention, the peer, and by cuDNN."""
-    batch = prefill_batch(machine, arena, case)
-    timing = machine.timed(batch.attend, min(batch.num_layers, PREFILL_ROUNDS))
-    row = {
-        "case": case.name,
-        "new": case.new,
-        "cached": case.cached,
-        **timing.columns("milliseconds", 1e3),
-        "tflop_per_s": case.flops / timing.seconds / 1e12,
-    }
-    # For a chunk behind a prefix, cuDNN would be timed with a dense mask that torch builds.
-    for name, backend in (FLASH,) if case.cached else (FLASH, CUDNN):
-
-        def peer(backend: SDPBackend = backend) -> float:
-            return sdpa_timing(machine, arena, backend, case.heads, case.batch, case.new, case.context).seconds
-
-        row |= against(name, timing.seconds, peer)
-    return row
-
-
-PREFILL_ROUNDS = 4
-
-
-def prefill_batch(machine: CudaMachine, arena: Arena, case: PrefillCase) -> Paged:
-    """The batch of a prefill case."""
-    return paged(machine, arena, case.heads, batch=case.batch, context=case.context, new=case.new, decode=False)
+def attention_row(machine: CudaMachine, arena: Arena, case: AttentionCase, bandwidth: float) -> Row:
+    """A decode or prefill case over scattered blocks. Decodes are bound by bytes, prompts by operations."""
+    batch = paged(machine, arena, case)
+    timing = machine.timed(batch.attend, batch.num_rounds)
+    row = memory_row(case, timing, bandwidth)
+    return {**row, "tflop_per_s": case.flops / timing.seconds / 1e12} if case.new > 1 else row
 
 
 def write_row(machine: CudaMachine, arena: Arena, case: WriteCase, bandwidth: float) -> Row:
-    """Cache write with RoPE; each token is a sequence of its own, so that slots are scattered."""
-    write, rounds = write_round(machine, arena, case)
-    timing = machine.timed(write, rounds)
-    gb_per_s = case.bytes / timing.seconds / 1e9
-    return {"case": case.name, **timing.columns(), "gb_per_s": gb_per_s, "share_of_copy": gb_per_s / bandwidth}
-
-
-def write_round(machine: CudaMachine, arena: Arena, case: WriteCase) -> tuple[Callable[[int], object], int]:
-    """A round of a cache write, and the number of rounds of a graph."""
-    batch = paged(machine, arena, case.heads, batch=case.tokens, context=16)
+    """Cache write; each token is a sequence of its own, so that slots are scattered."""
+    batch = paged(machine, arena, AttentionCase(case.heads, case.tokens, 16))
     shape = (case.tokens, case.heads.num_kv_heads, HEAD_SIZE)
     key, value = (torch.randn(shape, device=machine.device).to(torch.bfloat16) for _ in range(2))
-    rope = Rope(torch.ones(64, HEAD_SIZE, device=machine.device))
-    return batch.write(key, value, rope), batch.num_rounds
+
+    def write(index: int) -> None:
+        batch.attention.write(index % batch.num_layers, key, value, batch.plan)
+
+    return memory_row(case, machine.timed(write, batch.num_rounds), bandwidth)
 
 
 def block_copy_row(machine: CudaMachine, arena: Arena, case: BlockCopyCase, bandwidth: float) -> Row:
     """Copies between random blocks of one pool."""
-    batch = paged(machine, arena, case.heads, batch=2 * case.blocks, context=BLOCK_SIZE, num_layers=case.LAYERS)
+    batch = paged(machine, arena, AttentionCase(case.heads, 2 * case.blocks, 16), num_layers=NUM_LAYERS)
     pairs = torch.randperm(2 * case.blocks, device=machine.device).to(torch.int32).view(case.blocks, 2)
-    timing = machine.timed(lambda _: batch.attention.copy_blocks(pairs), 4)
-    gb_per_s = case.bytes / timing.seconds / 1e9
-    return {"case": case.name, **timing.columns(), "gb_per_s": gb_per_s, "share_of_copy": gb_per_s / bandwidth}
+    return memory_row(case, machine.timed(lambda _: batch.attention.copy_blocks(pairs), 4), bandwidth)
 
 
-def sdpa_timing(
-    machine: CudaMachine, arena: Arena, backend: SDPBackend, heads: Heads, batch: int, new: int, context: int
-) -> KernelTiming:
-    """torch's attention at the same shape, over its best layout: keys and values contiguous for each head."""
-    kv_bytes = batch * context * 2 * heads.num_kv_heads * HEAD_SIZE * 2
-    rounds = Rounds.of(kv_bytes, arena.size, machine.most_rounds)
-    cache = arena.view(torch.bfloat16, rounds.layers, 2, batch, heads.num_kv_heads, context, HEAD_SIZE)
-    query = torch.randn(batch, heads.num_heads, new, HEAD_SIZE, device=machine.device).to(torch.bfloat16)
-    grouped = heads.num_heads != heads.num_kv_heads
-    # A single query sees everything; a whole prompt is causal; a chunk behind a prefix is causal from the lower right.
-    mask = causal_lower_right(new, context) if 1 < new < context else None
-
-    def run(index: int) -> None:
-        key, value = cache[index % rounds.layers]
-        with sdpa_kernel(backend):
-            scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, is_causal=1 < new == context, enable_gqa=grouped
-            )
-
-    return machine.timed(run, rounds.count if new == 1 else min(rounds.layers, PREFILL_ROUNDS))
+def pinned_copy(machine: CudaMachine, arena: Arena, size: int) -> tuple[float, float]:
+    """GB/s (out, in) of one copy of `size` bytes between the device and pinned memory."""
+    device, host = arena.view(torch.uint8, size), machine.pinned(size)
+    out = machine.timed(lambda _: host.copy_(device, non_blocking=True), capture=False).seconds
+    into = machine.timed(lambda _: device.copy_(host, non_blocking=True), capture=False).seconds
+    return size / out / 1e9, size / into / 1e9
 
 
-def against(peer: str, ours: float, measure: Callable[[], float]) -> Row:
-    """Speed in multiples of a peer's; for a peer that fails, the reason. Raises RuntimeError for a fault of the device,
-    after which the process cannot use it.
-    """
-    try:
-        return {f"against_{peer}": measure() / ours}
-    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-        if "CUDA error" in str(error):
-            raise
-        return {f"against_{peer}": None, f"{peer}_failed": (str(error) or type(error).__name__).splitlines()[0][:200]}
+def swap_row(machine: CudaMachine, arena: Arena, case: SwapCase, memcpy: tuple[float, float]) -> Row:
+    """Swaps each way and both ways at once. `memcpy`: GB/s of a pinned copy out and in."""
+    shape = (4 * case.num_blocks, case.bytes // case.num_blocks)
+    swapper = BlockSwapper(
+        machine.streams(), arena.view(torch.uint8, *shape), machine.pinned(4 * case.bytes).view(shape)
+    )
+    (device, outside), (device_in, outside_in) = (block_ids(case, seed) for seed in range(2))
+
+    def out(_: int) -> None:
+        swapper.swap_out(device, outside)
+        swapper.before_compute()
+
+    def into(_: int) -> None:
+        swapper.swap_in(outside_in, device_in)
+        swapper.before_compute()
+
+    def both(_: int) -> None:
+        swapper.swap_out(device, outside)
+        swapper.swap_in(outside_in, device_in)
+        swapper.before_compute()
+
+    rates = [case.bytes / machine.timed(run, capture=False).seconds / 1e9 for run in (out, into, both)]
+    return {
+        "case": str(case),
+        "out_gb_per_s": rates[0],
+        "in_gb_per_s": rates[1],
+        "both_gb_per_s": 2 * rates[2],
+        "out_against_memcpy": rates[0] / memcpy[0],
+        "in_against_memcpy": rates[1] / memcpy[1],
+    }
+
+
+def block_ids(case: SwapCase, half: int) -> tuple[list[int], list[int]]:
+    """Device and host blocks of a case, in one half of pools of four times as many: scattered blocks never adjoin."""
+    rng = np.random.default_rng(half)
+    step = 2 if case.scattered else 1
+    blocks = [rng.permutation(case.num_blocks) if case.scattered else np.arange(case.num_blocks) for _ in range(2)]
+    device, host = ((each * step + 2 * half * case.num_blocks).tolist() for each in blocks)
+    return device, host

@@ -10,7 +10,7 @@ from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotFound
 from pagekv.kvmanager.api.prompt_reader import PromptReader
 from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.api.validation import check_length, check_media, check_request_id, read_cache_controls
-from pagekv.kvmanager.engine.interface import Engine
+from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
 from pagekv.kvmanager.kvcache.pins import MAX_LEASE_S, MIN_LEASE_S
@@ -33,7 +33,7 @@ _TIERS = {Tier.DEVICE: pb.TIER_DEVICE, Tier.HOST: pb.TIER_HOST}
 class CacheService(pb_grpc.CacheServiceServicer):
     """Every answer is a snapshot between two steps. Errors are raised as `PageKVError`."""
 
-    def __init__(self, engine: Engine, served_model: ServedModel) -> None:
+    def __init__(self, engine: EngineLoop, served_model: ServedModel) -> None:
         self._queries = engine.queries
         self._served_model = served_model
 
@@ -48,8 +48,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
         _check_limit(request.limit)
         prompt, identity = await self._read_prompt(request)
         num_blocks = -(-len(prompt) // self._served_model.served().model.block_size)
-        if request.start >= num_blocks:
-            raise InvalidRequest("start", f"must be from 0 to {num_blocks - 1} (the prompt), got {request.start}")
+        _check_start(request.start, num_blocks, "prompt")
         return self._queries.explain_prefix(prompt, identity, request.start, request.limit or DEFAULT_EXPLANATIONS)
 
     async def ListRequests(self, request: pb.ListRequestsRequest, context: Any) -> pb.ListRequestsResponse:
@@ -65,8 +64,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
 
     async def ListBlocks(self, request: pb.ListBlocksRequest, context: Any) -> pb.ListBlocksResponse:
         num_blocks = self._served_model.served().model.num_device_blocks
-        if request.start >= num_blocks:
-            raise InvalidRequest("start", f"must be from 0 to {num_blocks - 1} (the pool), got {request.start}")
+        _check_start(request.start, num_blocks, "pool")
         _check_limit(request.limit)
         if request.state not in pb.BlockState.values():
             raise InvalidRequest("state", f"must be from 0 to {max(pb.BlockState.values())}, got {request.state}")
@@ -109,14 +107,16 @@ class CacheService(pb_grpc.CacheServiceServicer):
     async def _read_prompt(self, request: PromptRequest) -> tuple[list[int], CacheIdentity]:
         """Token ids and cache identity of a request about a prompt. Raises InvalidRequest, Unavailable."""
         served = self._served_model.served()
-        model = served.model
-        identity = read_cache_controls(request.cache)
-        reader = PromptReader(
-            served.tokenizer, model.vocab_size, model.max_model_len, f"the context has {model.max_model_len} tokens"
-        )
+        identity, most = read_cache_controls(request.cache), served.model.max_model_len
+        reader = PromptReader(served.tokenizer, served.model.vocab_size, most, f"the context has {most} tokens")
         prompt = await reader.read(request)
         check_media(identity, len(prompt))
         return prompt, identity
+
+
+def _check_start(start: int, num_blocks: int, of: str) -> None:
+    if start >= num_blocks:
+        raise InvalidRequest("start", f"must be from 0 to {num_blocks - 1} (the {of}), got {start}")
 
 
 def _check_limit(limit: int) -> None:

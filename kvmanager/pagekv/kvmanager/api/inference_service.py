@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from typing import Any
 
 from pagekv.common.errors import InvalidRequest
@@ -10,7 +11,7 @@ from pagekv.kvmanager.api.generate_call import GenerateCall
 from pagekv.kvmanager.api.prompt_reader import PromptReader, check_token_ids
 from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.api.validation import read_abort_ids, read_generate
-from pagekv.kvmanager.engine.interface import Engine
+from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import inference_service_pb2_grpc as pb_grpc
 
@@ -23,7 +24,7 @@ INLINE_TOKENS = 1024
 class InferenceService(pb_grpc.InferenceServiceServicer):
     """Errors are raised as `PageKVError`; the server's interceptor turns them into statuses."""
 
-    def __init__(self, engine: Engine, served_model: ServedModel) -> None:
+    def __init__(self, engine: EngineLoop, served_model: ServedModel) -> None:
         self._engine = engine
         self._served_model = served_model
 
@@ -68,19 +69,12 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
         served = self._served_model.served()
-        model, tokenizer = served.model, served.tokenizer
+        tokenizer, shown = served.tokenizer, asdict(served.model)
+        del shown["bytes_per_block"]
         return pb.GetModelInfoResponse(
-            model_id=model.model_id,
-            model_fingerprint=model.model_fingerprint,
-            max_model_len=model.max_model_len,
-            vocab_size=model.vocab_size,
-            eos_token_ids=model.eos_token_ids,
             has_tokenizer=tokenizer is not None,
             has_chat_template=tokenizer is not None and tokenizer.chat_template is not None,
-            block_size=model.block_size,
-            num_device_blocks=model.num_device_blocks,
-            num_host_blocks=model.num_host_blocks,
-            backend=model.backend,
+            **shown,
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from pagekv.kvmanager.request.command import FinishReason, GenerateCommand
-from pagekv.kvmanager.request.logprobs import TokenLogprobs
+from pagekv.kvmanager.request.logprobs import PackedLogprobs, TokenLogprobs
 from pagekv.kvmanager.request.stream import SequenceDelta
 from pagekv.kvmanager.text.detokenizer import Detokenizer
 from pagekv.kvmanager.text.stop_strings import StopMatcher, StopStrings
@@ -26,7 +26,7 @@ class TextDelta:
 
 
 class OutputProcessor:
-    """Tokens to text for one sequence. Without a tokenizer the text stays empty."""
+    """Tokens to text for one sequence, and its output so far. Without a tokenizer the text stays empty."""
 
     def __init__(self, command: GenerateCommand, stops: StopStrings, tokenizer: Tokenizer | None) -> None:
         """Takes in resumed tokens at once: text held back at their end comes with the first new tokens."""
@@ -38,6 +38,10 @@ class OutputProcessor:
         self._resumed_match: str | None = None
         # Tokens generated, resumed ones included.
         self.num_tokens = 0
+        # The whole output so far without them, which goes into GenerateComplete.
+        self.token_ids: list[int] = []
+        self.texts: list[str] = []
+        self.logprobs = PackedLogprobs()
         for token_id in self._resumed:
             _, self._resumed_match = self._add(token_id)
             if self._resumed_match is not None:
@@ -76,9 +80,13 @@ class OutputProcessor:
             if stop_string is not None:
                 out.token_ids, out.logprobs = token_ids[:position], delta.logprobs[:position]
                 out.finish, out.stop_token_id, out.stop_string = FinishReason.STOP, None, stop_string
-                return out
-        if out.finish is not None:
+                break
+        if out.finish is not None and out.stop_string is None:
             out.text += self._flush()
+        self.token_ids += out.token_ids
+        self.texts.append(out.text)
+        if out.logprobs:
+            self.logprobs.extend(out.logprobs)
         return out
 
     def _add(self, token_id: int) -> tuple[str, str | None]:

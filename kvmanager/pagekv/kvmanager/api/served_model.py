@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagekv.common.errors import Unavailable
-from pagekv.kvmanager.engine.interface import Engine
+from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 
@@ -21,7 +21,7 @@ class Served:
 class ServedModel:
     """Shared by the services of one manager. States: starting → open ⇄ closed while the model changes."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineLoop) -> None:
         self._engine = engine
         self._tokenizer: Tokenizer | None = None
         self._fingerprint: str | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagekv.common.errors import AlreadyExists, InvalidRequest, Overloaded, Unavailable
-from pagekv.kvmanager.engine.capacity import blocks_needed, check_fits, total_tokens
+from pagekv.kvmanager.engine.capacity import blocks_needed, check_output_fits, total_tokens
 from pagekv.kvmanager.engine.state import RETRY_DELAY_S, EngineState
 from pagekv.kvmanager.request.command import GenerateCommand
 
@@ -18,8 +18,17 @@ def check_admissible(command: GenerateCommand, state: EngineState) -> None:
     assert model is not None
     if state.live.get(command.request_id) is not None:
         raise AlreadyExists("request_id", f"{command.request_id!r} is in use by a running request")
+    # Checked by `read_generate`, but another executor may have come since: encoding a long text takes time.
+    if command.model_fingerprint not in ("", model.model_fingerprint):
+        raise Unavailable("the executor came back with another model while the request was read")
+    total, max_tokens = total_tokens(command), command.sampling.max_tokens
     width, most = command.sampling.beam_width, scheduler.limits.max_running
-    check_fits(command, model)
+    check_output_fits(total - max_tokens, max_tokens, width, model)
+    if total > model.max_model_len:
+        raise InvalidRequest(
+            "sampling_params.max_tokens",
+            f"prompt and output of {total} tokens do not fit, the context has {model.max_model_len} tokens",
+        )
     if command.n > config.max_queue:
         raise InvalidRequest(
             "sampling_params.n", f"must be from 1 to {config.max_queue} (--max-queue), got {command.n}"
@@ -29,7 +38,7 @@ def check_admissible(command: GenerateCommand, state: EngineState) -> None:
             "sampling_params.beam_width",
             f"must be from 0 to {most} (--max-running and what the executor takes), got {width}",
         )
-    state.cache.check_room(blocks_needed(total_tokens(command), model.block_size, width))
+    state.cache.check_room(blocks_needed(total, model.block_size, width))
     waiting = scheduler.num_waiting
     if waiting + command.n > config.max_queue:
         raise Overloaded(f"the queue is full: {waiting} sequences wait, at most {config.max_queue}", RETRY_DELAY_S)

@@ -46,7 +46,8 @@ class CacheAdmin:
         self._max_pinned_share = max_pinned_share
         self._wake = wake
         self._clock = clock
-        self._adapters = KnownAdapters()
+        # Of accepted requests.
+        self.adapters = KnownAdapters()
         self._timer: asyncio.TimerHandle | None = None
 
     def adopt(self, pool: BlockPool, host: HostPool, fingerprint: str, observer: Observer) -> None:
@@ -76,10 +77,6 @@ class CacheAdmin:
                 f"prompt and output need {needed} blocks; {pinned} of {self.pool.num_blocks} are pinned until they are "
                 "unpinned or their leases end"
             )
-
-    def note_request(self, identity: CacheIdentity) -> None:
-        """A request was accepted."""
-        self._adapters.note(identity.namespace, identity.adapter_id)
 
     def count_admissions(self, admitted: Iterable[Admitted]) -> None:
         """Counts blocks that hit, and why the first other one misses, of sequences that got their blocks for the first
@@ -125,7 +122,7 @@ class CacheAdmin:
         self, token_ids: Sequence[int], identity: CacheIdentity, start: int, limit: int
     ) -> pb.ExplainPrefixResponse:
         """Why a page of a prompt's blocks hits or misses; changes nothing."""
-        others = self._adapters.others(identity.namespace, identity.adapter_id)
+        others = self.adapters.others(identity.namespace, identity.adapter_id)
         roots = [(adapter, self._root(identity, adapter)) for adapter in others]
         root = self._root(identity, identity.adapter_id)
         return PrefixExplainer(self.pool, self.log, root, token_ids, identity.media, roots).page(start, limit)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagekv.common.errors import InvalidRequest, Unavailable
+from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.request.command import GenerateCommand
 
@@ -46,24 +46,6 @@ def check_output_fits(num_prompt: int, max_tokens: int, beam_width: int, model: 
         raise InvalidRequest(
             "sampling_params.max_tokens",
             f"must be from 1 to {most}, got {max_tokens}: {_needs(total, needed, beam_width, model)}",
-        )
-
-
-def check_fits(command: GenerateCommand, model: EngineInfo) -> None:
-    """Raises InvalidRequest unless a deployment can take the request to its end, and Unavailable when it was read for
-    another model.
-
-    Repeats what `read_generate` has checked with `check_output_fits`: the executor may have come back with another
-    model or a smaller pool since, as encoding a long text takes time.
-    """
-    if command.model_fingerprint not in ("", model.model_fingerprint):
-        raise Unavailable("the executor came back with another model while the request was read")
-    sampling, total = command.sampling, total_tokens(command)
-    check_output_fits(total - sampling.max_tokens, sampling.max_tokens, sampling.beam_width, model)
-    if total > model.max_model_len:
-        raise InvalidRequest(
-            "sampling_params.max_tokens",
-            f"prompt and output of {total} tokens do not fit, the context has {model.max_model_len} tokens",
         )
 
 

@@ -68,9 +68,7 @@ class ExecutorLink:
         """Asks what is loaded. Raises ExecutorLost, or AttachRefused when it will not take these numbers."""
         request = pb.DescribeRequest(block_size=block_size, token_budget=token_budget)
         with _refusals("Describe"):
-            answer = await self._stub.Describe(request, timeout=DESCRIBE_TIMEOUT_S)
-        self._eos = tuple(answer.eos_token_ids)
-        return answer
+            return await self._stub.Describe(request, timeout=DESCRIBE_TIMEOUT_S)
 
     async def attach(self, manager_id: str, model: EngineInfo, layout: str, take_over: bool) -> None:
         """Opens an epoch with empty pools of the model's sizes, and its stream of steps. Raises ExecutorLost or
@@ -86,7 +84,7 @@ class ExecutorLink:
         )
         with _refusals("Attach"):
             answer = await self._stub.Attach(request, timeout=ATTACH_TIMEOUT_S)
-        self.epoch = answer.epoch
+        self.epoch, self._eos = answer.epoch, model.eos_token_ids
         self._call = self._stub.Run()
         self._reader = asyncio.create_task(self._read(self._call), name="executor results")
 

@@ -13,6 +13,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
+from operator import attrgetter
 
 from pagekv.common.errors import Overloaded, Unavailable
 from pagekv.common.logs import Log
@@ -45,7 +46,7 @@ log = Log(__name__)
 
 
 class EngineLoop:
-    """Implements `interface.Engine`. States: detached → attached ⇄ detached → stopped.
+    """States: detached → attached ⇄ detached → stopped. Every method is called on the event loop that runs `run`.
 
     Ways in which a request ends; each frees its blocks at once and passes through `_remove_if_finished`:
 
@@ -64,8 +65,8 @@ class EngineLoop:
         self._wake = asyncio.Event()
         self._ready = asyncio.Event()
         self._live = LiveRequests(config.priority_aging)
-        self._cache = CacheAdmin(config.limits.prefix_cache, config.max_pinned_share, self._wake.set)
-        self._state = EngineState(config, self._cache, self._live)
+        cache = CacheAdmin(config.limits.prefix_cache, config.max_pinned_share, self._wake.set)
+        self._state = EngineState(config, cache, self._live)
         self._totals = self._state.totals
         self.queries = EngineQueries(self._state)
         self._in_flight = StepsInFlight()
@@ -112,14 +113,14 @@ class EngineLoop:
         self._fail_misfits(model, limits.max_running)
         order = EvictionOrder(model.num_device_blocks, config.eviction_policy, config.protected_share)
         clock = time.monotonic if config.block_ages else None
-        pool = BlockPool(model.num_device_blocks, config.block_size, order, self._cache.log, clock)
-        host = HostPool(model.num_host_blocks, config.block_size, self._cache.log)
+        pool = BlockPool(model.num_device_blocks, config.block_size, order, self._state.cache.log, clock)
+        host = HostPool(model.num_host_blocks, config.block_size, self._state.cache.log)
         if state.scheduler is None:
             state.scheduler = Scheduler(pool, limits, model.eos_token_ids, host, self.observers)
         else:
             self._in_flight.end_epoch()
             state.scheduler.lose_executor(pool, limits, model.eos_token_ids, host)
-        self._cache.adopt(pool, host, model.model_fingerprint, self.observers)
+        self._state.cache.adopt(pool, host, model.model_fingerprint, self.observers)
         state.model = model
         state.epochs += 1
         state.attached = True
@@ -140,11 +141,8 @@ class EngineLoop:
     def _fail_misfits(self, model: EngineInfo, max_running: int) -> None:
         """Fails requests that this executor cannot continue exactly: it may be another one than before."""
         old = self._state.model or model
-        same = (old.model_fingerprint, old.vocab_size, old.eos_token_ids) == (
-            model.model_fingerprint,
-            model.vocab_size,
-            model.eos_token_ids,
-        )
+        identity = attrgetter("model_fingerprint", "vocab_size", "eos_token_ids")
+        same = identity(old) == identity(model)
         if old != model:
             log.warning("the executor changed", same_model=same, blocks=model.num_device_blocks, model=model.model_id)
         for request in self._live.all():
@@ -174,9 +172,9 @@ class EngineLoop:
                         self._remove_if_finished(sequence.request, RequestEnd.FINISHED)
                     self._work_left = len(self._live) > 0
                 ahead = scheduler.schedule() if len(self._in_flight) < self._config.pipeline_depth else None
-                self._cache.log.step_boundary(self._totals.steps_total)
+                self._state.cache.log.step_boundary(self._totals.steps_total)
                 if ahead is not None:
-                    self._cache.count_admissions(ahead.admitted)
+                    self._state.cache.count_admissions(ahead.admitted)
                     self.observers.planned(ahead)
                     self._in_flight.add(ahead)
                     await link.send(ahead, self._config.step_timeout_s)
@@ -249,16 +247,20 @@ class EngineLoop:
         for request in self._live.all():
             self._abort(request)
         self._state.stopping = True
-        self._cache.close(Unavailable("the manager is shutting down", RETRY_DELAY_S))
+        self._state.cache.close(Unavailable("the manager is shutting down", RETRY_DELAY_S))
         self._wake.set()
 
-    # -- interface.Engine
+    # -- called by services; none of it blocks
 
     @property
     def model(self) -> EngineInfo | None:
+        """The served model; None until an executor is attached for the first time."""
         return self._state.model
 
     def submit(self, command: GenerateCommand) -> RequestStream:
+        """Queues a request. Raises AlreadyExists, Overloaded, Unavailable, InvalidRequest when it can never fit, or
+        LimitExceeded when it cannot beside what is pinned.
+        """
         try:
             check_admissible(command, self._state)
         except Overloaded:
@@ -269,13 +271,14 @@ class EngineLoop:
         assert model is not None
         request = self._live.add(command, root_digest(model.model_fingerprint, identity.namespace, identity.adapter_id))
         self._totals.requests_total += 1
-        self._cache.note_request(identity)
+        self._state.cache.adapters.note(identity.namespace, identity.adapter_id)
         self._state.serving().add(request)
         self.observers.submitted(request)
         self._wake.set()
         return request.stream
 
     def abort(self, request_id: str) -> bool:
+        """Ends a request; its stream gets finish ABORT. False when it is not live. Its blocks are free at once."""
         request = self._live.get(request_id)
         if request is None:
             return False
@@ -283,11 +286,15 @@ class EngineLoop:
         return True
 
     def release(self, stream: RequestStream) -> None:
+        """The reader has gone: what still runs of the stream's request ends as by `abort`, never another request that
+        has its id by now. To be called for every stream: its ended sequences count as unread until then.
+        """
         request = self._live.release(stream)
         if request is not None:
             self._abort(request)
 
     def finish_sequence(self, stream: RequestStream, index: int) -> None:
+        """The reader found a stop string: ends one sequence quietly; nothing more is pushed for it."""
         request = self._live.of(stream)
         if request is not None:
             self._state.serving().finish(request.sequences[index])

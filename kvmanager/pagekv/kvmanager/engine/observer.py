@@ -64,14 +64,16 @@ class Observers(Observer):
     """Passes every call on to all observers. One that raises is logged and dropped: watching never ends serving."""
 
     def __init__(self) -> None:
-        # Replaced, never changed, as an observer may be dropped while `_tell` goes through them.
+        # Replaced, never changed, as an observer may be dropped while a call goes through them.
         self._all: tuple[Observer, ...] = ()
 
     def add(self, observer: Observer) -> None:
         """Adds an observer of everything from now on."""
         self._all = (*self._all, observer)
 
-    def _tell(self, what: str, *told: object) -> None:
+
+def _passed_on(what: str) -> Callable[..., None]:
+    def passed_on(self: Observers, *told: object) -> None:
         for observer in self._all:
             try:
                 getattr(observer, what)(*told)
@@ -82,11 +84,6 @@ class Observers(Observer):
                     told=what,
                 )
                 self._all = tuple(other for other in self._all if other is not observer)
-
-
-def _passed_on(what: str) -> Callable[..., None]:
-    def passed_on(self: Observers, *told: object) -> None:
-        self._tell(what, *told)
 
     return passed_on
 

@@ -1,8 +1,8 @@
 """Questions to the engine beside requests: statistics, looks into the cache, pins, resets and watches.
 
 Every call takes effect, or is a snapshot, between two awaits of the engine loop. Answers are messages of the contract,
-where it has them, so that each of their fields is written in one place. All are called by
-services, and raise Unavailable before the first attachment unless they say otherwise.
+where it has them, so that each of their fields is written in one place. All are called by services, and raise
+Unavailable before the first attachment unless they say otherwise.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from pagekv.kvmanager.api.generate_call import GenerateCall
 from pagekv.kvmanager.api.inference_service import trace_parent_of
 from pagekv.kvmanager.api.served_model import Served, ServedModel
 from pagekv.kvmanager.api.validation import read_abort_ids, read_generate
-from pagekv.kvmanager.engine.interface import Engine
+from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.gateway.generate import read_request, write_response
 from pagekv.kvmanager.gateway.kv_events import MAX_BLOCKS, KvEvents
@@ -59,7 +59,7 @@ NAMELESS_MODEL = "pagekv"
 class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # published without types
     """Errors are raised as `PageKVError`; the server's interceptor turns them into statuses."""
 
-    def __init__(self, engine: Engine, served_model: ServedModel, serving: Callable[[], bool]) -> None:
+    def __init__(self, engine: EngineLoop, served_model: ServedModel, serving: Callable[[], bool]) -> None:
         """`serving`: whether the manager takes requests now, as its health service says."""
         self._engine = engine
         self._served_model = served_model
@@ -83,9 +83,11 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         served = self._served_model.served()
         model = served.model
         directory = "" if served.tokenizer is None else str(served.tokenizer.directory or "")
+        name = model.model_id or NAMELESS_MODEL
         return vllm.GetModelInfoResponse(
-            model_path=model.model_id or NAMELESS_MODEL,
-            served_model_name=_served_name(model.model_id),
+            model_path=name,
+            # For clients: the last part of a directory, else the model id.
+            served_model_name=Path(name).name if Path(name).is_absolute() else name,
             tokenizer_path=directory,
             is_generation=True,
             max_context_length=model.max_model_len,
@@ -199,11 +201,6 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
 
     async def StopProfile(self, request: common.StopProfileRequest, context: Any) -> common.ProfileResponse:
         raise NotImplementedYet("PageKV has no profiler to stop")
-
-
-def _served_name(model_id: str) -> str:
-    """The name for clients: the last part of a directory, else the model id."""
-    return Path(model_id).name if Path(model_id).is_absolute() else model_id or NAMELESS_MODEL
 
 
 def _zip(directory: Path) -> bytes:

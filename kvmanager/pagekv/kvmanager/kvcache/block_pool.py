@@ -15,37 +15,14 @@ operations, however many.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
 from pagekv.kvmanager.errors import InvariantError
+from pagekv.kvmanager.kvcache.events.log import TableLog
 from pagekv.kvmanager.kvcache.eviction_policy import EvictionOrder
 from pagekv.kvmanager.kvcache.prefix_table import Blocks, BlockTokens, PrefixTable
 from pagekv.kvmanager.kvcache.prefix_trie import Node
-
-
-class TableListener(Protocol):
-    """Receives every insertion into and removal from the prefix table. Digests are 32 bytes."""
-
-    # Whether `stored` is to be called.
-    watched: bool
-
-    def stored(
-        self, digests: Sequence[bytes], parents: Sequence[bytes], tokens: BlockTokens, *, text: bool, first: bool
-    ) -> None:
-        """Blocks entered the table, each after the block or chain root at its position in `parents`; `text`: no block
-        has media; `first`: the first block, and no other, follows a chain root.
-        """
-        ...
-
-    def removed(self, digests: Sequence[bytes]) -> None:
-        """The blocks of these digests left the table."""
-        ...
-
-    def cleared(self) -> None:
-        """Every block left the table."""
-        ...
 
 
 class BlockPool:
@@ -56,7 +33,7 @@ class BlockPool:
         num_blocks: int,
         block_size: int,
         order: EvictionOrder | None = None,
-        log: TableListener | None = None,
+        log: TableLog | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         """`order`: the eviction order, least recently used by default; it starts with every block in it. `clock` gives
@@ -64,11 +41,11 @@ class BlockPool:
         """
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._ref_count = np.zeros(num_blocks, np.int32)
-        self.table = PrefixTable(num_blocks, block_size, self._ref_count, clock)
+        # Holders of every block, [num_blocks]. Not to be changed by others.
+        self.ref_counts = np.zeros(num_blocks, np.int32)
+        self.table = PrefixTable(num_blocks, block_size, self.ref_counts, clock)
         self._free = order if order is not None else EvictionOrder(num_blocks)
         self._log = log
-        self._num_cached_free = 0
         self.evictions = 0
         self.hash_alarms = 0
 
@@ -82,7 +59,7 @@ class BlockPool:
     @property
     def num_cached_free(self) -> int:
         """Free blocks that can still be hit."""
-        return self._num_cached_free
+        return int(np.count_nonzero(self.table.published & (self.ref_counts == 0)))
 
     @property
     def num_active(self) -> int:
@@ -96,16 +73,11 @@ class BlockPool:
 
     def ref_count(self, block: int) -> int:
         """Holders of the block."""
-        return int(self._ref_count[block])
-
-    @property
-    def ref_counts(self) -> Blocks:
-        """Holders of every block, [num_blocks]. Not to be changed."""
-        return self._ref_count
+        return int(self.ref_counts[block])
 
     def num_unheld(self, blocks: Blocks) -> int:
         """How many of these blocks nobody holds: so many fewer are free once they are touched."""
-        return len(blocks) - int(np.count_nonzero(self._ref_count[blocks]))
+        return len(blocks) - int(np.count_nonzero(self.ref_counts[blocks]))
 
     # -- prefix table
 
@@ -155,7 +127,6 @@ class BlockPool:
         entered, superseded, collided = self.table.add_chain(blocks, digests, parent, tokens, first=first, media=media)
         self.hash_alarms += collided
         if superseded:
-            self._num_cached_free -= len(superseded)
             self._free.invalidate(np.array(superseded, np.int32))
         if entered and self._log is not None and self._log.watched:
             parents = [parent, *digests[:-1]]
@@ -177,7 +148,6 @@ class BlockPool:
         if self._log is not None:
             self._log.cleared()
         self._free.invalidate(np.flatnonzero(self.table.published).astype(np.int32))
-        self._num_cached_free = 0
         return self.table.clear()
 
     # -- holding
@@ -189,11 +159,10 @@ class BlockPool:
 
     def share(self, blocks: Blocks) -> None:
         """Adds a holder to each block, none twice; cached blocks leave the free queue, so nobody can evict them."""
-        unheld = blocks[self._ref_count[blocks] == 0]
+        unheld = blocks[self.ref_counts[blocks] == 0]
         if len(unheld):
             self._free.remove(unheld)
-            self._num_cached_free -= int(np.count_nonzero(self.table.published[unheld]))
-        self._ref_count[blocks] += 1
+        self.ref_counts[blocks] += 1
 
     def allocate(self, count: int, on_evict: Callable[[Blocks], None] | None = None) -> Blocks | None:
         """Takes `count` blocks from the head of the free queue, evicting cached ones; None, and nothing taken, when
@@ -210,21 +179,19 @@ class BlockPool:
             # Blocks that follow an evicted one leave the table with it, and may remain free, or held.
             cached, digests = self.table.remove(cached)
             self._free.invalidate(cached)
-            self._num_cached_free -= self.num_unheld(cached)
             if self._log is not None:
                 self._log.removed(digests)
-        self._ref_count[blocks] = 1
+        self.ref_counts[blocks] = 1
         return blocks
 
     def free(self, blocks: Blocks) -> None:
         """Takes one holder off each block of a sequence's table, last block first: on equal age the deepest block is
         evicted first, so a chain never has a hole before its tail.
         """
-        left = self._ref_count[blocks] - 1
+        left = self.ref_counts[blocks] - 1
         if len(left) and left.min() < 0:
             raise InvariantError(f"free of block {int(blocks[left.argmin()])}, which nobody holds")
-        self._ref_count[blocks] = left
+        self.ref_counts[blocks] = left
         unheld = blocks[left == 0][::-1]
         if len(unheld):
-            self._num_cached_free += int(np.count_nonzero(self.table.published[unheld]))
             self._free.append(unheld)

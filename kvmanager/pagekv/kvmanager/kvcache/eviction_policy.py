@@ -107,8 +107,8 @@ class EvictionOrder:
         return np.concatenate([unproven, proven])
 
     def hit(self, blocks: Blocks) -> None:
-        """Counts a prefix hit on all of a prompt's cached blocks from the first one on, held by now: it proves the
-        first `depth`.
+        """Counts a prefix hit on all of a prompt's cached blocks from the first one on, held by now: the first `depth`
+        are proven.
         """
         self._proven[blocks[: self.depth]] = True
 

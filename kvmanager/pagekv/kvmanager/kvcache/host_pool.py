@@ -12,7 +12,7 @@ preempted sequence that holds it. Token ids are compared on every hit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,28 +20,20 @@ from numpy.typing import NDArray
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.free_queue import FreeQueue
 
+if TYPE_CHECKING:
+    from pagekv.kvmanager.kvcache.events.log import TableLog
+
 NO_BLOCK = -1
-
-
-class HostLog(Protocol):
-    """Receives every key that enters or leaves the host pool. Digests are 32 bytes."""
-
-    def host_stored(self, digest: bytes, parent: bytes, tokens: NDArray[np.uint32]) -> None:
-        """A block entered the pool under `digest`, after the block or chain root `parent`; `tokens`: [block_size]."""
-        ...
-
-    def host_removed(self, digest: bytes) -> None:
-        """The block of this digest left the pool."""
-        ...
 
 
 class HostPool:
     """Fixed pool of `num_blocks` host blocks of `block_size` tokens; 0 blocks make one that is always full."""
 
-    def __init__(self, num_blocks: int, block_size: int, log: HostLog | None = None) -> None:
+    def __init__(self, num_blocks: int, block_size: int, log: TableLog | None = None) -> None:
         self.num_blocks = num_blocks
         self._log = log
-        self._ref_count = np.zeros(num_blocks, np.int32)
+        # Holders of every block, [num_blocks]. Not to be changed by others.
+        self.ref_counts = np.zeros(num_blocks, np.int32)
         self._free = FreeQueue(num_blocks)
         self._key: list[bytes | None] = [None] * num_blocks
         # Digest of the block or chain root before each keyed block; that block need not be in the host pool.
@@ -67,11 +59,6 @@ class HostPool:
     def num_cached(self) -> int:
         """Blocks that can be hit, held ones included."""
         return len(self._block_of)
-
-    @property
-    def ref_counts(self) -> NDArray[np.int32]:
-        """Holders of every block, [num_blocks]. Not to be changed."""
-        return self._ref_count
 
     # -- asking
 
@@ -118,16 +105,16 @@ class HostPool:
     def hold(self, blocks: Sequence[int]) -> None:
         """Adds a holder to each block, none named twice; held blocks are not evicted."""
         wanted = np.array(blocks, np.int32)
-        self._free.remove(wanted[self._ref_count[wanted] == 0])
-        self._ref_count[wanted] += 1
+        self._free.remove(wanted[self.ref_counts[wanted] == 0])
+        self.ref_counts[wanted] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
         """Takes a holder off each block, none named twice; a block without holders joins the tail of the free queue."""
         held = np.array(blocks, np.int32)
-        left = self._ref_count[held] - 1
+        left = self.ref_counts[held] - 1
         if len(left) and left.min() < 0:
             raise InvariantError(f"release of host block {blocks[int(left.argmin())]}, which nobody holds")
-        self._ref_count[held] = left
+        self.ref_counts[held] = left
         self._free.append(held[left == 0])
 
     def keep(
@@ -168,7 +155,7 @@ class HostPool:
     ) -> list[int]:
         """Blocks to be filled with the first of these contents, as many as there are."""
         taken = self._free.pop(min(len(digests), len(self._free)))
-        self._ref_count[taken] = 1
+        self.ref_counts[taken] = 1
         blocks: list[int] = taken.tolist()
         keyed: list[int] = []
         block_of, log = self._block_of, self._log

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +21,6 @@ MIN_LEASE_S, MAX_LEASE_S = 1, 86_400
 class PinLease:
     """One lease, which ends at `expires_at` (seconds of the clock) or before."""
 
-    pin_id: str
     blocks: Blocks
     expires_at: float
 
@@ -51,8 +49,6 @@ class Pins:
         self._max_share = max_share
         self._clock = clock
         self._pins: dict[str, PinLease] = {}
-        # (expires_at, pin id), also of some pins that ended earlier.
-        self._expiries: list[tuple[float, str]] = []
         # Pins that hold each block, [num_blocks]. Read only for others.
         self.holders = np.zeros(pool.num_blocks, np.int32)
         # Blocks held by at least one pin.
@@ -63,8 +59,8 @@ class Pins:
 
     @property
     def next_expiry(self) -> float | None:
-        """When to call `expire` next, in seconds of the clock; it may then find nothing to do. None: never."""
-        return self._expiries[0][0] if self._expiries else None
+        """When to call `expire` next, in seconds of the clock. None: never."""
+        return min((pin.expires_at for pin in self._pins.values()), default=None)
 
     def pin(self, blocks: Sequence[int], lease_s: float, largest_need: int) -> str:
         """Holds cached blocks for `lease_s` seconds and returns the id of the pin.
@@ -93,10 +89,9 @@ class Pins:
         self._pool.share(held)
         self.holders[held] += 1
         self.num_blocks = pinned
-        pin = PinLease(f"pin-{secrets.token_hex(8)}", held, self._clock() + lease_s)
-        self._pins[pin.pin_id] = pin
-        heapq.heappush(self._expiries, (pin.expires_at, pin.pin_id))
-        return pin.pin_id
+        pin_id = f"pin-{secrets.token_hex(8)}"
+        self._pins[pin_id] = PinLease(held, self._clock() + lease_s)
+        return pin_id
 
     def unpin(self, pin_id: str) -> int:
         """Ends a pin; returns how many blocks it held, 0 when there is no such pin."""
@@ -107,17 +102,15 @@ class Pins:
         self._pool.free(pin.blocks)
         self.holders[pin.blocks] -= 1
         self.num_blocks -= int(np.count_nonzero(self.holders[pin.blocks] == 0))
-        if len(self._expiries) > 2 * len(self._pins) + 64:
-            self._expiries = [(pin.expires_at, pin.pin_id) for pin in self._pins.values()]
-            heapq.heapify(self._expiries)
         return len(pin.blocks)
 
     def expire(self) -> int:
-        """Ends every pin whose lease is over; returns how many."""
-        now, before = self._clock(), len(self._pins)
-        while self._expiries and self._expiries[0][0] <= now:
-            self.unpin(heapq.heappop(self._expiries)[1])
-        return before - len(self._pins)
+        """Ends every pin whose lease is over, the earliest first; returns how many."""
+        now = self._clock()
+        over = sorted((pin.expires_at, pin_id) for pin_id, pin in self._pins.items() if pin.expires_at <= now)
+        for _, pin_id in over:
+            self.unpin(pin_id)
+        return len(over)
 
     def end_all(self) -> int:
         """Ends every pin; returns how many."""

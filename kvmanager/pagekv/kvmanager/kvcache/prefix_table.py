@@ -100,10 +100,6 @@ class PrefixTable:
             return self._parent_digest_of.get(block)
         return self._digest[parent] if isinstance(parent, int) else parent
 
-    def parents(self, blocks: Sequence[int]) -> list[bytes]:
-        """`parent` of blocks that are in the table."""
-        return list(map(self.parent, blocks))  # type: ignore[arg-type]  # only other blocks have None
-
     def token_ids(self, block: int) -> list[int]:
         """The token ids of a block in the table, [block_size]."""
         ids: list[int] = self._tokens[block].tolist()
@@ -183,7 +179,8 @@ class PrefixTable:
             entered = [position for position in range(len(blocks)) if position not in left_out]
             blocks, parents, tokens = [blocks[at] for at in entered], [parents[at] for at in entered], tokens[entered]
         self._fill(np.array(blocks, np.int32), tokens)
-        self._trie.add_after(blocks, parents)
+        for block, parent in zip(blocks, parents, strict=True):
+            self._trie.add(block, parent)
         return left_out
 
     def add_chain(

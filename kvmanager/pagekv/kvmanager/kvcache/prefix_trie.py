@@ -74,21 +74,6 @@ class PrefixTrie:
             raise InvariantError(f"block {block} is in the prefix trie already")
         self._attach(block, parent)
 
-    def add_after(self, blocks: Sequence[int], parents: Sequence[Node]) -> None:
-        """`add` for each block and the parent at its position."""
-        parent_at, child_at = self._parent_at, self._child_at
-        for block, parent in zip(blocks, parents, strict=True):
-            # The usual case inline, as every decoding sequence comes here once a block.
-            if (
-                isinstance(parent, int)
-                and child_at[parent] == _NONE
-                and parent_at[parent] != _ABSENT
-                and parent_at[block] == _ABSENT
-            ):
-                parent_at[block], child_at[parent] = parent, block
-            else:
-                self.add(block, parent)
-
     def add_chain(self, blocks: NDArray[np.int32], parent: Node) -> None:
         """Enters absent blocks, at least one: the first after `parent`, each other one after the block before it.
         Raises as `add` does.

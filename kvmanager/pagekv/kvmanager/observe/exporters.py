@@ -82,6 +82,6 @@ class Exporters:
             self._publisher.close()
             self._publisher = None
         if self._workload is not None:
-            self._workload.close()
+            self._workload.flush()
         for file in self._files:
             await asyncio.to_thread(file.close)

@@ -37,10 +37,8 @@ def _collector(text: str) -> str:
 
 def zmq_endpoint(text: str) -> str:
     """A type for `tcp://host:port`, or `ipc://path`; empty for none."""
-    kind, found, rest = text.partition("://")
-    host, _, port = rest.rpartition(":")
-    is_tcp = kind == "tcp" and host and port.isascii() and port.isdigit() and int(port) <= 65535
-    if text and not (found and (is_tcp or (kind == "ipc" and rest))):
+    tcp = re.fullmatch(r"tcp://.+:([0-9]+)", text)
+    if text and not (re.fullmatch(r"ipc://.+", text) or (tcp and int(tcp[1]) <= 65535)):
         raise argparse.ArgumentTypeError(
             f"must be tcp://host:port with a port from 0 to 65535, or ipc://path, got {text!r}"
         )

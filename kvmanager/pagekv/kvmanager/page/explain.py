@@ -8,7 +8,7 @@ from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.api.prompt_reader import PromptReader, check_token_ids
 from pagekv.kvmanager.api.served_model import Served
 from pagekv.kvmanager.api.validation import MAX_NAME_BYTES
-from pagekv.kvmanager.engine.interface import Engine
+from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 from pagekv.v1 import cache_service_pb2 as pb
@@ -18,7 +18,7 @@ MAX_BLOCKS = 1000
 _FIELDS = frozenset({"text", "token_ids", "namespace", "adapter_id"})
 
 
-async def explain(engine: Engine, served: Served, asked: object) -> dict[str, Any]:
+async def explain(engine: EngineLoop, served: Served, asked: object) -> dict[str, Any]:
     """The answer to {"text": ...} or {"token_ids": [...]}, with "namespace" and "adapter_id" or without. Raises
     InvalidRequest, Unavailable.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pagekv.kvmanager.engine.interface import Engine
+from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.page.block_states import HOST_STATES, STATES, Bytes, change, counts, whole
 from pagekv.v1 import cache_service_pb2
@@ -29,14 +29,19 @@ class PoolFrame:
 
     number: int
     epoch: int
-    step: int
     device: Bytes
     host: Bytes
-    requests: dict[str, Row]
-    totals: dict[str, Any]
     # Numbers of the last point of the charts and of the last event before this moment.
     points: int
     events: int
+    # The rest of a message as it is sent, by name: step, counts of both pools, requests, totals.
+    fields: dict[str, Any]
+
+
+def fields(step: int, device: Bytes, host: Bytes, requests: dict[str, Row], totals: dict[str, Any]) -> dict[str, Any]:
+    """All that a frame has besides the blocks."""
+    states = {"counts": counts(device, STATES), "host_counts": counts(host, HOST_STATES)}
+    return {"step": step, **states, "requests": requests, "totals": totals}
 
 
 def totals(stats: cache_service_pb2.GetStatsResponse, live_requests: int) -> dict[str, Any]:
@@ -44,7 +49,7 @@ def totals(stats: cache_service_pb2.GetStatsResponse, live_requests: int) -> dic
     return {name: getattr(stats, name) for name in _TOTALS} | {"live_requests": live_requests}
 
 
-def request_rows(engine: Engine) -> tuple[dict[str, Row], int]:
+def request_rows(engine: EngineLoop) -> tuple[dict[str, Row], int]:
     """Up to MAX_REQUESTS live requests by request id, running ones first; and how many are live."""
     found = engine.queries.list_requests(MAX_REQUESTS)
     names = [field.name for field in cache_service_pb2.RequestInfo.DESCRIPTOR.fields]
@@ -59,7 +64,6 @@ def snapshot(frame: PoolFrame, model: EngineInfo, boot: str) -> dict[str, Any]:
         "type": "snapshot",
         "boot": boot,
         "epoch": frame.epoch,
-        "step": frame.step,
         "model": {
             "id": model.model_id, "backend": model.backend, "block_size": model.block_size,
             "max_model_len": model.max_model_len,
@@ -71,26 +75,12 @@ def snapshot(frame: PoolFrame, model: EngineInfo, boot: str) -> dict[str, Any]:
         "host_shown": len(frame.host),
         "device": whole(frame.device),
         "host": whole(frame.host),
-        "counts": counts(frame.device, STATES),
-        "host_counts": counts(frame.host, HOST_STATES),
-        "requests": frame.requests,
-        "totals": frame.totals,
+        **frame.fields,
     }  # fmt: skip  # laid out as a table
 
 
 def delta(old: PoolFrame, new: PoolFrame) -> dict[str, Any]:
     """A message that takes a reader from one frame of an epoch to a later one; unchanged fields are left out."""
-    message: dict[str, Any] = {"type": "delta", "step": new.step}
-    device, host = change(old.device, new.device), change(old.host, new.host)
-    if device:
-        message |= {"device": device, "counts": counts(new.device, STATES)}
-    if host:
-        message |= {"host": host, "host_counts": counts(new.host, HOST_STATES)}
-    if new.requests is not old.requests:
-        changed = {name: row for name, row in new.requests.items() if old.requests.get(name) != row}
-        gone = [name for name in old.requests if name not in new.requests]
-        message |= {"requests": changed} if changed else {}
-        message |= {"gone": gone} if gone else {}
-    if new.totals != old.totals:
-        message["totals"] = new.totals
-    return message
+    states = {"device": change(old.device, new.device), "host": change(old.host, new.host)}
+    message = {name: value for name, value in new.fields.items() if old.fields[name] != value}
+    return {"type": "delta", **message, **{name: runs for name, runs in states.items() if runs}}

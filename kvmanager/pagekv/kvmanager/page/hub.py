@@ -18,7 +18,7 @@ import numpy as np
 
 from pagekv.common.errors import Overloaded
 from pagekv.common.logs import Log
-from pagekv.kvmanager.engine.interface import Engine
+from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.page import frame as frames
 from pagekv.kvmanager.page.block_states import device_bytes, host_bytes
 from pagekv.kvmanager.page.event_feed import EventFeed
@@ -51,13 +51,13 @@ class Viewer:
                 message = self._hub.message(self._seen, frame)
                 self._seen = frame
                 return message
-            await self._hub.news()
+            await self._hub.news.wait()
 
 
 class PageHub:
     """States: idle (no viewer, nothing runs) ⇄ looking."""
 
-    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, engine: EngineLoop, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
         self._clock = clock
         self._boot = secrets.token_hex(8)
@@ -65,7 +65,8 @@ class PageHub:
         self._rates = PoolRates()
         self._viewers: set[Viewer] = set()
         self._task: asyncio.Task[None] | None = None
-        self._news = asyncio.Event()
+        # Set, and replaced, with the next frame.
+        self.news = asyncio.Event()
         self._counted_at = float("-inf")
         # The latest frame; None while nobody looks, or before the first attachment.
         self.frame: PoolFrame | None = None
@@ -94,10 +95,6 @@ class PageHub:
             self._counted_at = float("-inf")
             self.frame = None
 
-    async def news(self) -> None:
-        """Waits for the next frame."""
-        await self._news.wait()
-
     def message(self, seen: PoolFrame | None, frame: PoolFrame) -> str:
         """The message that takes a viewer from the frame it has, None for none, to `frame`, the latest."""
         number = seen.number if seen is not None else 0
@@ -113,12 +110,9 @@ class PageHub:
             # With a snapshot a page draws its charts afresh.
             points = self._rates.since(0)
         else:
-            content = frames.delta(seen, frame)
-            points = self._rates.since(seen.points)
-        events = self.feed.since(0 if seen is None else seen.events)
-        content |= {"points": points} if points else {}
-        content |= {"events": events} if events else {}
-        return content
+            content, points = frames.delta(seen, frame), self._rates.since(seen.points)
+        news = {"points": points, "events": self.feed.since(0 if seen is None else seen.events)}
+        return content | {name: items for name, items in news.items() if items}
 
     async def _look_again_and_again(self) -> None:
         while True:
@@ -150,13 +144,12 @@ class PageHub:
             requests, live = frames.request_rows(self._engine)
             totals = frames.totals(stats, live)
         else:
-            requests, totals = old.requests, old.totals
+            requests, totals = old.fields["requests"], old.fields["totals"]
             if old.events == self.feed.total and np.array_equal(old.device, device) and np.array_equal(old.host, host):
                 return
         number = old.number + 1 if old is not None else 1
-        self.frame = PoolFrame(
-            number, blocks.epoch, blocks.step, device, host, requests, totals, self._rates.total, self.feed.total
-        )
+        fields = frames.fields(blocks.step, device, host, requests, totals)
+        self.frame = PoolFrame(number, blocks.epoch, device, host, self._rates.total, self.feed.total, fields)
         self._messages = {}
-        news, self._news = self._news, asyncio.Event()
+        news, self.news = self.news, asyncio.Event()
         news.set()

@@ -12,13 +12,13 @@ from aiohttp import web
 from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.api.validation import check_request_id
-from pagekv.kvmanager.engine.interface import Engine
+from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.views import BlockDetail
 from pagekv.kvmanager.page.explain import explain
 from pagekv.kvmanager.page.frame import request_rows
 from pagekv.kvmanager.page.hub import PageHub, Viewer
 from pagekv.kvmanager.text.tokenizer import Tokenizer
-from pagekv.v1 import cache_service_pb2
+from pagekv.v1 import cache_service_pb2 as pb
 
 # Seconds that one message may take to be read before its reader counts as gone.
 WRITE_TIMEOUT_S = 30.0
@@ -30,7 +30,7 @@ STATIC = Path(__file__).with_name("static")
 class Page:
     """The routes over one engine."""
 
-    def __init__(self, engine: Engine, served_model: ServedModel, hub: PageHub, *, show_text: bool) -> None:
+    def __init__(self, engine: EngineLoop, served_model: ServedModel, hub: PageHub, *, show_text: bool) -> None:
         """`show_text`: whether blocks are shown with their content."""
         self._engine = engine
         self._served_model = served_model
@@ -87,9 +87,8 @@ class Page:
         request_id = request.query.get("id", "")
         check_request_id("id", request_id)
         # Requests end while somebody looks at them, so one that is not live is no error.
-        found = self._engine.queries.block_tables(request_id)
-        views = found.sequences if found is not None else ()
-        return web.json_response({"request_id": request_id, "sequences": [sequence_detail(view) for view in views]})
+        found = self._engine.queries.block_tables(request_id) or pb.GetBlockTableResponse()
+        return web.json_response({"request_id": request_id, "sequences": list(map(sequence_detail, found.sequences))})
 
     async def _explain(self, request: web.Request) -> web.Response:
         try:
@@ -119,9 +118,9 @@ def block_detail(detail: BlockDetail, tokenizer: Tokenizer | None, *, with_token
     shown: dict[str, Any] = {
         "block_id": block.block_id,
         "ref_count": block.ref_count,
+        "pins": block.pins,
         "block_hash": block.block_hash,
         "parent_hash": block.parent_hash,
-        "pins": block.pins,
         "cached_s": detail.cached_s,
         "chain": detail.chain,
         "chain_complete": detail.chain_complete,
@@ -132,12 +131,12 @@ def block_detail(detail: BlockDetail, tokenizer: Tokenizer | None, *, with_token
     return shown
 
 
-def sequence_detail(view: cache_service_pb2.SequenceBlocks) -> dict[str, Any]:
+def sequence_detail(table: pb.SequenceBlocks) -> dict[str, Any]:
     """A sequence's block table, in order of the tokens."""
     return {
-        "index": view.index,
-        "state": view.state,
-        "tokens": view.num_tokens,
-        "computed": view.computed_tokens,
-        "block_ids": list(view.block_ids),
+        "index": table.index,
+        "state": table.state,
+        "tokens": table.num_tokens,
+        "computed": table.computed_tokens,
+        "block_ids": list(table.block_ids),
     }

@@ -23,8 +23,7 @@ from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.replay.options import NO_CACHE, ReplayOptions
 from pagekv.kvmanager.replay.report import Row
-from pagekv.kvmanager.replay.synthetic_prompt import distinct_prefixes, prompt_tokens
-from pagekv.kvmanager.replay.trace import TraceRecord
+from pagekv.kvmanager.replay.trace import TraceRecord, distinct_prefixes, prompt_tokens
 
 
 def replay_cache(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeVar
 
 from pagekv.common.flags import FlagParser, add_flags, from_args, integer, number, power_of_two
 from pagekv.kvmanager.kvcache.eviction_policy import DEFAULT_POLICY, DEFAULT_PROTECTED_SHARE
@@ -29,6 +30,7 @@ from pagekv.kvmanager.replay.trace import (
 
 PROG = "pagekv replay"
 _MAX_BLOCKS = 2**31 - 1
+_Value = TypeVar("_Value")
 _EPILOG = """\
 examples:
   pagekv replay conversation_trace.jsonl --blocks 20000,40000,80000,all
@@ -41,14 +43,9 @@ In cache mode a prompt's partial last block counts as a block; --full-blocks cou
 """
 
 
-def _listed(check: Callable[[str], object]) -> Callable[[str], list[str]]:
-    def parse(text: str) -> list[str]:
-        parts = [part.strip() for part in text.split(",")]
-        for part in parts:
-            check(part)
-        return list(dict.fromkeys(parts))
-
-    return parse
+def _listed(read: Callable[[str], _Value]) -> Callable[[str], list[_Value]]:
+    """A type for values with commas between them."""
+    return lambda text: list(dict.fromkeys(read(part.strip()) for part in text.split(",")))
 
 
 def _capacity(text: str) -> int | None:
@@ -154,18 +151,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             _replay_trace(args)
     except (StepsError, TraceError) as error:
-        return _failed(error)
+        reason = str(error)
     except OSError as error:
-        return _failed(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else error)
+        reason = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
     except MemoryError:
-        return _failed("not enough memory for a pool of this size; ask for fewer blocks with --blocks")
+        reason = "not enough memory for a pool of this size; ask for fewer blocks with --blocks"
     except KeyboardInterrupt:
         sys.stderr.write("\n")
         return 130
-    return 0
-
-
-def _failed(reason: object) -> int:
+    else:
+        return 0
     sys.stderr.write(f"{PROG}: {reason}\n")
     return 1
 
@@ -211,8 +206,8 @@ def _replay(args: argparse.Namespace, options: ReplayOptions, records: list[Trac
     pairs = [(policy, capacity) for policy in args.policy for capacity in args.blocks]
     rows = []
     for number_of_row, (policy, capacity) in enumerate(pairs, 1):
-        show = _progress(f"{policy}, {capacity} blocks ({number_of_row} of {len(pairs)})", len(records))
-        rows.append(replay(records, options, policy, _capacity(capacity), show))
+        show = _progress(f"{policy}, {capacity or 'all'} blocks ({number_of_row} of {len(pairs)})", len(records))
+        rows.append(replay(records, options, policy, capacity, show))
         show(len(records))
     if args.json:
         report = json.dumps(as_json(str(args.trace), args.mode, options, rows))

@@ -29,8 +29,7 @@ class Spread:
         if not values:
             return None
         seconds = np.frombuffer(values, dtype=np.float64)
-        p50, p90, p99 = np.percentile(seconds, (50, 90, 99))
-        return cls(float(p50), float(p90), float(p99), float(seconds.mean()), float(seconds.max()))
+        return cls(*map(float, (*np.percentile(seconds, (50, 90, 99)), seconds.mean(), seconds.max())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,35 +143,30 @@ def draw(path: Path, title: str, rows: Sequence[Row]) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 
-    policies = list(dict.fromkeys(row.policy for row in rows))
-    capacities = sorted({row.blocks for row in rows})
+    # Title, how values are written, and label, capacity and value of each point.
+    panels = [
+        ("prefix hits / prompt blocks", PercentFormatter(1.0), [(r.policy, r.blocks, r.block_hit_rate) for r in rows])
+    ]
     spreads = [(row, row.timing.ttft_s) for row in rows if row.timing is not None and row.timing.ttft_s is not None]
-    panels = 2 if spreads else 1
-    figure = Figure(figsize=(7.5, 3.2 * panels), layout="constrained")
-    figure.suptitle(title)
-    axes = figure.subplots(panels, squeeze=False)[:, 0]
-    rates = axes[0]
-    rates.set_title("prefix hits / prompt blocks", loc="left")
-    rates.yaxis.set_major_formatter(PercentFormatter(1.0))
-    for policy in policies:
-        points = sorted((row.blocks, row.block_hit_rate) for row in rows if row.policy == policy)
-        rates.plot(*zip(*points, strict=True), marker="o", label=policy)
     if spreads:
-        waits = axes[1]
-        waits.set_title("time to first token, simulated", loc="left")
-        waits.yaxis.set_major_formatter(FuncFormatter(lambda seconds, _: duration(seconds)))
-        for policy in policies:
-            for name in ("p50", "p99"):
-                points = sorted((row.blocks, getattr(spread, name)) for row, spread in spreads if row.policy == policy)
-                if points:
-                    waits.plot(*zip(*points, strict=True), marker="o", label=f"{policy} {name}")
-    for each in axes:
-        each.set_xscale("log")
-        each.set_xticks(capacities, [f"{blocks:,}" for blocks in capacities])
-        each.xaxis.set_minor_locator(NullLocator())
-        each.set_xlabel("capacity in blocks")
-        each.set_ylim(bottom=0)
-        each.grid(axis="y")
-        each.legend()
+        waits = [(f"{r.policy} {name}", r.blocks, getattr(s, name)) for r, s in spreads for name in ("p50", "p99")]
+        written = FuncFormatter(lambda seconds, _: duration(seconds))
+        panels.append(("time to first token, simulated", written, waits))
+    figure = Figure(figsize=(7.5, 3.2 * len(panels)), layout="constrained")
+    figure.suptitle(title)
+    capacities = sorted({row.blocks for row in rows})
+    for axes, (name, form, values) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
+        axes.set_title(name, loc="left")
+        axes.yaxis.set_major_formatter(form)
+        for label in dict.fromkeys(label for label, _, _ in values):
+            points = sorted((blocks, value) for of, blocks, value in values if of == label)
+            axes.plot(*zip(*points, strict=True), marker="o", label=label)
+        axes.set_xscale("log")
+        axes.set_xticks(capacities, [f"{blocks:,}" for blocks in capacities])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel("capacity in blocks")
+        axes.set_ylim(bottom=0)
+        axes.grid(axis="y")
+        axes.legend()
     kind = path.suffix.lower().removeprefix(".")
     figure.savefig(path, format=kind if kind in ("png", "pdf") else "svg")

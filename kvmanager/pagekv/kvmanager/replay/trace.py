@@ -6,6 +6,13 @@
 
 Two records share a prefix as far as their hash ids agree. The last id covers the rest of the prompt, so there
 are ceil(input_length / tokens per id) ids.
+
+In a replay every token of a span is the span's hash id. So two prompts agree precisely as far as their hash ids agree,
+whatever the block size, and spans with different ids share not even one token. Outputs are not hashed in traces: each
+request's are unlike anything else, and a next turn that repeats them has hash ids of its own. Token ids are
+
+    0 .. 2**30 - 1      hash ids          2**31 .. 2**32 - 1   outputs, by request
+    2**30 .. 2**31 - 1  prompts of traces without hash ids, by request
 """
 
 from __future__ import annotations
@@ -19,12 +26,15 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 FORMATS = ("auto", "mooncake", "azure")
 MAX_LENGTH = 2**24
 MAX_HASH_ID = 2**53 - 1
-# Ids are token ids in a replay, which are uint32 with room for ids of other kinds (see synthetic_prompt.py). Where a
-# trace has larger ones, all of its ids are numbered anew.
-_MAX_TOKEN = 2**30 - 1
+# Where a trace has hash ids from here on, all of its ids are numbered anew.
+_UNSHARED = 2**30
+_OUTPUT = 2**31
 DEFAULT_TOKENS_PER_ID = 512
 _MAX_TIMESTAMP_MS = 2**53
 _AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -87,7 +97,7 @@ def _read(name: str, lines: Iterable[str], form: str, tokens_per_id: int, limit:
         raise TraceError(f"{name}: {error}") from error
     start = records[0].arrival_s if records else 0.0
     records = [replace(record, arrival_s=record.arrival_s - start) for record in records]
-    if any(i > _MAX_TOKEN for record in records for i in record.hash_ids):
+    if any(i >= _UNSHARED for record in records for i in record.hash_ids):
         numbers: dict[int, int] = {}
         for index, record in enumerate(records):
             ids = tuple(numbers.setdefault(i, len(numbers)) for i in record.hash_ids)
@@ -158,3 +168,24 @@ def _length(number: int, field: str, value: Any) -> int:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def output_tokens(requests: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The token ids that the requests with these indices generate again and again."""
+    return _OUTPUT + requests
+
+
+def distinct_prefixes(records: Iterable[TraceRecord]) -> int:
+    """How many prefixes, each ending with one hash id, all prompts have between them."""
+    tree: dict[tuple[int, int], int] = {}
+    for record in records:
+        node = -1
+        for hash_id in record.hash_ids:
+            node = tree.setdefault((node, hash_id), len(tree))
+    return len(tree)
+
+
+def prompt_tokens(record: TraceRecord, index: int, tokens_per_id: int, length: int) -> NDArray[np.uint32]:
+    """The first `length` token ids of the prompt of request `index`; its last hash id is repeated to fill up."""
+    ids = np.array(record.hash_ids or (_UNSHARED + index,), np.uint32)
+    return np.take(ids, np.arange(length) // tokens_per_id, mode="clip")

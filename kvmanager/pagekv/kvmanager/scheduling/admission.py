@@ -1,10 +1,7 @@
 """Entries into the running order: forks, the waiting queue, and the sequences of a request that return together.
 
-Sequences of one request that were preempted, or beams of one search, come back together and share again what they
-shared: leading full blocks that the first of them brings back or computes, which the others hold meanwhile. Sequences
-that were never admitted, as after a refused fork, come one by one, and so do those that do not fit together: at once
-where they never can, otherwise after `PATIENCE_STEPS` at the head of the queue, and from then on to the end of their
-request. One by one they share all the same. Only beams, which decide together, wait for blocks as one.
+Sequences of one request that were preempted come back together and share again what they shared, unless they were never
+admitted or do not fit together; beams wait for blocks as one (DESIGN 5, "A request returns whole where it fits").
 """
 
 from __future__ import annotations
@@ -66,7 +63,9 @@ class Admission:
             children = self._waiting.take_children(request)
             room = min(step.room, self._limits.max_running - len(running.order))
             fits = len(children) <= room and tables.pool.num_free - len(children) >= self._watermark(request)
-            if children and parent.state in HOLDING and fits and tables.fork(parent, children):
+            may = children and parent.state in HOLDING and fits and self._limits.fork_sharing
+            # Each computes the last prompt position for itself.
+            if may and tables.fork([parent] * len(children), children, recomputed=1):
                 for child in children:
                     child.cached_tokens = parent.cached_tokens
                     running.add(child)

@@ -9,10 +9,9 @@ steps are sent ahead.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pagekv.kvmanager.scheduling.beam_search import BeamSearch, Continuation
+from pagekv.kvmanager.scheduling.beam_search import Continuation
 from pagekv.kvmanager.scheduling.block_tables import BlockTables
 from pagekv.kvmanager.scheduling.counters import SchedulerCounters
 from pagekv.kvmanager.scheduling.preemption import Preemption
@@ -20,20 +19,6 @@ from pagekv.kvmanager.scheduling.running_queue import RunningQueue
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq, SeqStatus
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 from pagekv.kvmanager.scheduling.waiting_queue import WaitingQueue
-
-
-def begin_search(request: LiveRequest, eos_token_ids: Iterable[int]) -> None:
-    """Gives a request that asks for one its search."""
-    sampling = request.command.sampling
-    request.search = BeamSearch(
-        sampling.beam_width,
-        request.command.n,
-        sampling.length_penalty,
-        sampling.early_stopping,
-        sampling.max_tokens,
-        sampling.end_ids(eos_token_ids),
-        sampling.min_tokens,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +91,10 @@ class BeamScheduler:
                 children.append(sequence)
             kept.add(continuation.parent)
             following.append(sequence)
-        while not (forked := self._tables.fork_beams(parents, children)) and self._preemption.preempt_behind(beams[0]):
-            pass  # Like decodes, a search takes blocks from those behind it.
+        while not (forked := self._tables.fork(parents, children, recomputed=0)):
+            # Like decodes, a search takes blocks from those behind it.
+            if not self._preemption.preempt_behind(beams[0]):
+                break
         for continuation, sequence in zip(continuing, following, strict=True):
             sequence.token_ids.append(continuation.token_id)
             sequence.candidates = None

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
-from pagekv.kvmanager.request.command import FinishReason
+from pagekv.kvmanager.request.command import FinishReason, SamplingParams
 
 # (token id, natural-log probability) pairs, best first.
 Candidates: TypeAlias = Sequence[tuple[int, float]]
@@ -67,28 +67,18 @@ def candidates_per_beam(width: int, num_end_ids: int) -> int:
 class BeamSearch:
     """States: searching → done. One call of `advance` per step; at first there is a single beam without tokens."""
 
-    def __init__(
-        self,
-        width: int,
-        num_return: int,
-        length_penalty: float,
-        early_stopping: bool,
-        max_new_tokens: int,
-        end_ids: frozenset[int],
-        min_tokens: int = 0,
-    ) -> None:
-        """`end_ids` end a hypothesis unless fewer than `min_tokens` tokens come before them. Raises ValueError."""
-        if not 1 <= num_return <= width:
-            raise ValueError(f"num_return must be from 1 to the width ({width}), got {num_return}")
-        if not 0 <= min_tokens <= max_new_tokens or max_new_tokens < 1:
-            raise ValueError(f"must hold: 0 <= min_tokens ({min_tokens}) <= max_new_tokens ({max_new_tokens}), not 0")
-        self.width = width
+    def __init__(self, sampling: SamplingParams, num_return: int, eos_token_ids: Iterable[int] = ()) -> None:
+        """`eos_token_ids` are those of the model. Raises ValueError."""
+        self.width = sampling.beam_width
+        if not 1 <= num_return <= self.width:
+            raise ValueError(f"num_return must be from 1 to the width ({self.width}), got {num_return}")
+        least, most = sampling.min_tokens, sampling.max_tokens
+        if not 0 <= least <= most or most < 1:
+            raise ValueError(f"must hold: 0 <= min_tokens ({least}) <= max_tokens ({most}), not 0")
         self._num_return = num_return
-        self._length_penalty = length_penalty
-        self._early_stopping = early_stopping
-        self._max_new_tokens = max_new_tokens
-        self._end_ids = end_ids
-        self._min_tokens = min_tokens
+        self._sampling = sampling
+        # End a hypothesis unless fewer than `min_tokens` tokens come before them.
+        self._end_ids = sampling.end_ids(eos_token_ids)
         # Best first, at most `width`; empty when done.
         self.beams: list[Beam] = [Beam((), 0.0)]
         # Best first, at most `width`; of equal scores the older first.
@@ -113,7 +103,7 @@ class BeamSearch:
         """
         if len(candidates) != len(self.beams):
             raise ValueError(f"must have candidates for each of {len(self.beams)} beams, got {len(candidates)}")
-        is_last = self.num_tokens + 1 == self._max_new_tokens
+        is_last = self.num_tokens + 1 == self._sampling.max_tokens
         continuing: list[Continuation] = []
         beams: list[Beam] = []
         for rank, (logprob, continuation) in enumerate(self._ranked(candidates)):
@@ -139,7 +129,7 @@ class BeamSearch:
 
     def _ranked(self, candidates: Sequence[Candidates]) -> Iterator[tuple[float, Continuation]]:
         """Cumulative log-probability and continuation, best first, the better beam's first among equals; lazily."""
-        may_end = self.num_tokens >= self._min_tokens
+        may_end = self.num_tokens >= self._sampling.min_tokens
 
         def continuations(parent: int, beam: Beam, tokens: Candidates) -> Iterable[tuple[float, Continuation]]:
             for token_id, logprob in tokens:
@@ -159,7 +149,7 @@ class BeamSearch:
         del self._ended[self.width :]
 
     def _score(self, logprob: float, num_tokens: int) -> float:
-        return float(logprob / num_tokens**self._length_penalty)
+        return float(logprob / num_tokens**self._sampling.length_penalty)
 
     def _cannot_improve(self, beams: list[Beam]) -> bool:
         """Nothing more is to be expected of the beams, best first, that a step has left."""
@@ -167,4 +157,4 @@ class BeamSearch:
             return True
         if len(self._ended) < self.width:
             return False
-        return self._early_stopping or self._score(beams[0].logprob, self.num_tokens) <= self._ended[-1].score
+        return self._sampling.early_stopping or self._score(beams[0].logprob, self.num_tokens) <= self._ended[-1].score

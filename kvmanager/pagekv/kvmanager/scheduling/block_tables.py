@@ -60,20 +60,17 @@ class BlockTables:
         self._limits = limits
         # Copies that the next step has to make, in order.
         self._copies: list[BlockCopy] = []
-        self._swapper = Swapper(pool, host, self._copies, counters, shared=limits.prefix_cache)
-        self._on_evict = self._swapper.write_back if limits.write_back and limits.prefix_cache else None
+        self.swapper = Swapper(pool, host, self._copies, counters, shared=limits.prefix_cache)
+        self._on_evict = self.swapper.write_back if limits.write_back and limits.prefix_cache else None
         # Published blocks that this very step computes: they can be hit, for a layer writes all of a step's keys and
         # values before it attends, but not copied, for copies come before everything else.
         self._being_computed: list[Blocks] = []
 
-    def begin_step(self) -> None:
-        """From now on what is published belongs to the next step."""
-        self._being_computed.clear()
-
     def take_copies(self) -> list[BlockCopy]:
-        """Copies that the step just planned must make, in order."""
+        """Copies that the step just planned must make, in order; blocks published from now on belong to the next."""
         copies = self._copies[:]
         self._copies.clear()
+        self._being_computed.clear()
         return copies
 
     # -- taking
@@ -111,7 +108,7 @@ class BlockTables:
         arrival.num_fresh = -(-known // size) - first
         arrival.num_computed = first * size
         if self.host.num_blocks:
-            arrival.host_blocks, computed = self._swapper.match(sequence, first)
+            arrival.host_blocks, computed = self.swapper.match(sequence, first)
             if arrival.host_blocks:
                 arrival.num_computed = computed
         copies = reads and self._limits.partial_hits and not identity.media
@@ -161,9 +158,9 @@ class BlockTables:
         if arrival.copied:
             self._copies.append(BlockCopy(CopyKind.COPY, arrival.source, int(fresh[0])))
             pool.free(np.array([arrival.source], np.int32))
-        self._swapper.swap_in(arrival.host_blocks, fresh[: len(arrival.host_blocks)].tolist())
+        self.swapper.swap_in(arrival.host_blocks, fresh[: len(arrival.host_blocks)].tolist())
         self.host.release(arrival.host_blocks)
-        self._swapper.release(sequence)
+        self.swapper.release(sequence)
         sequence.block_table = array("i", begin.tobytes())
         sequence.block_table.frombytes(fresh.tobytes())
         sequence.num_published = len(begin)
@@ -215,52 +212,31 @@ class BlockTables:
             if arrival.alike and not any((blocks == block).any() for blocks in self._being_computed):
                 arrival.source, arrival.copied = block, arrival.alike
 
-    def fork(self, parent: Seq, children: Sequence[Seq]) -> bool:
-        """Gives each child the blocks before the parent's last prompt position, shared, and a copy of the block with
-        it, so that each can compute that position and go on by itself. All of them, or none: False, and nothing has
-        changed, when there are not enough blocks, or sequences share none.
-
-        The parent has computed its prompt in an earlier step; the children know exactly the prompt.
+    def fork(self, parents: Sequence[Seq], children: Sequence[Seq], *, recomputed: int) -> bool:
+        """Gives each child what its parent has computed of the tokens that the child knows, but for the last
+        `recomputed`: the full blocks, shared, and a copy of the block that it will write; a copy of everything where
+        sequences share none. All of them, or none: False, and nothing has changed, when there are not enough blocks.
         """
         size = self._block_size
-        last = len(parent.request.command.prompt_ids) - 1
-        shared = last // size
-        copies = self.allocate(len(children)) if self._limits.fork_sharing else None
-        if copies is None:
-            return False
-        table = parent.block_table
-        for child, copy in zip(children, copies.tolist(), strict=True):
-            self.pool.share(np.array(table[:shared], np.int32))
-            if last % size:
-                self._copies.append(BlockCopy(CopyKind.COPY, table[shared], copy))
-            child.block_table = table[:shared]
-            child.block_table.append(copy)
-            child.digests = parent.digests[:shared]
-            child.num_published = shared
-            child.num_computed = last
-        return True
-
-    def fork_beams(self, parents: Sequence[Seq], children: Sequence[Seq]) -> bool:
-        """Gives each child what its parent has computed: the full blocks, shared, and a copy of a partial last one; a
-        copy of everything where sequences share none. All of them, or none: False, and nothing has changed, when there
-        are not enough blocks.
-        """
+        computed = [child.num_tokens - recomputed for child in children]
         # Leading blocks of each parent that the child shares, and the blocks behind these.
-        shares = [parent.num_computed // self._block_size if self._limits.fork_sharing else 0 for parent in parents]
-        sources = [parent.block_table[shared:] for parent, shared in zip(parents, shares, strict=True)]
-        copies = self.allocate(sum(map(len, sources)))
-        if copies is None:
+        shares = [count // size if self._limits.fork_sharing else 0 for count in computed]
+        ends = [-(-child.num_tokens // size) for child in children]
+        fresh = self.allocate(sum(ends) - sum(shares))
+        if fresh is None:
             return False
-        fresh = iter(copies.tolist())
-        for parent, child, shared, copied in zip(parents, children, shares, sources, strict=True):
+        copies = iter(fresh.tolist())
+        for parent, child, count, shared, end in zip(parents, children, computed, shares, ends, strict=True):
             child.block_table = parent.block_table[:shared]
             self.pool.share(child.blocks())
-            for source in copied:
-                child.block_table.append(next(fresh))
-                self._copies.append(BlockCopy(CopyKind.COPY, source, child.block_table[-1]))
-            child.num_computed = parent.num_computed
+            for index in range(shared, end):
+                child.block_table.append(next(copies))
+                if index * size < count:
+                    self._copies.append(BlockCopy(CopyKind.COPY, parent.block_table[index], child.block_table[index]))
+            child.digests = parent.digests[: count // size]
+            child.num_computed = count
             # Copies count as published: they must not be offered, for they may be given back before they are made.
-            child.num_published = parent.num_published
+            child.num_published = min(parent.num_published, count // size)
         return True
 
     # -- publishing
@@ -366,12 +342,8 @@ class BlockTables:
         if policy.mode != "recompute" and self.host.num_blocks:
             for sequence in group:
                 self.publish(sequence)
-            if policy.swaps(*self._swapper.cost(group)):
-                self._swapper.swap_out(group)
-
-    def release_swapped(self, sequence: Seq) -> None:
-        """Releases what the host pool keeps for a sequence."""
-        self._swapper.release(sequence)
+            if policy.swaps(*self.swapper.cost(group)):
+                self.swapper.swap_out(group)
 
     def free(self, sequence: Seq) -> None:
         """Publishes what is full by now and gives every block back, last block first."""

@@ -5,11 +5,7 @@ counted though its value is unknown, so step N + 1 can be planned while step N r
 end a sequence, the step in flight has computed one token too many for it, which is dropped.
 
 Order within a step: decodes first; then beams and forks; then prefills under way; then admissions from the waiting
-queue while budget, sequence slots and blocks last. Only decodes and beams need blocks beyond those taken at admission,
-so only they preempt, and the victim, the last of the running order, never stands before the one that needs the block.
-
-Sequences that decode live in the columns of `DecodeBatch`, so that a step costs a fixed number of vector operations and
-Python work only for the few that fill a block, begin or end.
+queue while budget, sequence slots and blocks last.
 """
 
 from __future__ import annotations
@@ -23,7 +19,8 @@ from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.scheduling.admission import Admission
-from pagekv.kvmanager.scheduling.beam_scheduler import BeamScheduler, begin_search
+from pagekv.kvmanager.scheduling.beam_scheduler import BeamScheduler
+from pagekv.kvmanager.scheduling.beam_search import BeamSearch
 from pagekv.kvmanager.scheduling.block_tables import BlockTables
 from pagekv.kvmanager.scheduling.counters import SchedulerCounters
 from pagekv.kvmanager.scheduling.decode_batch import Rows
@@ -34,7 +31,6 @@ from pagekv.kvmanager.scheduling.running_queue import RunningQueue
 from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_SEQ_ID, LiveRequest, Seq, SeqStatus, key
 from pagekv.kvmanager.scheduling.step_builder import StepBuilder
 from pagekv.kvmanager.scheduling.step_plan import Committed, StepPlan, StepResult
-from pagekv.kvmanager.scheduling.stop_check import check_stop
 from pagekv.kvmanager.scheduling.waiting_queue import WaitingQueue
 
 
@@ -86,7 +82,7 @@ class Scheduler:
         """Queues a request: its sequence 0; the others follow by fork."""
         self._listener.adding(request)
         if request.command.sampling.beam_width:
-            begin_search(request, self._eos)
+            request.search = BeamSearch(request.command.sampling, request.command.n, self._eos)
         self.waiting.add(request)
 
     # -- planning
@@ -161,7 +157,8 @@ class Scheduler:
             blocks = np.array(list(found.values()), np.int32)
         self._tables.append_blocks(sequences, blocks, *batch.complete_blocks(rows))
         batch.slots[rows] += self.pool.block_size
-        step.add_blocks(rows.tolist(), blocks)
+        step.plan.append_seq_ids += rows.tolist()
+        step.plan.append_blocks += blocks.tolist()
         return preempts
 
     def _allocate_one_by_one(self, sequences: list[Seq]) -> dict[Seq, int]:
@@ -215,7 +212,7 @@ class Scheduler:
         known = batch.append(rows, tokens)
         self.counters.generated_tokens += len(rows)
         sequences = batch.sequences(rows)
-        endings = check_stop(batch, rows, tokens, known, self._eos)
+        endings = batch.check_stop(rows, tokens, known, self._eos)
         for position in endings:
             self._finish(sequences[position])
         searched = self._beams.take_candidates(plan, result) if plan.beams else []
@@ -237,7 +234,7 @@ class Scheduler:
         elif state is not SeqStatus.FINISHED:
             if sequence.seq_id != NO_SEQ_ID:
                 self._running.batch.remove(sequence, finished=True)
-            self._tables.release_swapped(sequence)
+            self._tables.swapper.release(sequence)
             self.waiting.remove(sequence)
             if state is SeqStatus.WAITING and sequence.index == 0:
                 # Nothing computes the prompt for the others any more.

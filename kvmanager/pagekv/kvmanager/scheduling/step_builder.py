@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from pagekv.kvmanager.kvcache.prefix_table import Blocks
 from pagekv.kvmanager.scheduling.block_tables import BlockTables
 from pagekv.kvmanager.scheduling.decode_batch import Rows
 from pagekv.kvmanager.scheduling.running_queue import RunningQueue
@@ -14,8 +13,6 @@ from pagekv.kvmanager.scheduling.step_plan import NOBODY, NewSeq, StepPlan
 
 class StepBuilder:
     """Fills one StepPlan. Decodes come first; everything else is added sequence by sequence."""
-
-    __slots__ = ("_decodes", "_running", "_sampling", "_tables", "plan", "room")
 
     def __init__(self, running: RunningQueue, tables: BlockTables, budget: int) -> None:
         """`budget`: tokens computed in the step at most."""
@@ -27,7 +24,6 @@ class StepBuilder:
         self._decodes: Rows = NOBODY
         # Seq_ids of other sequences that sample.
         self._sampling: list[int] = []
-        tables.begin_step()
 
     @property
     def num_at_executor(self) -> int:
@@ -40,11 +36,6 @@ class StepBuilder:
         self._decodes = rows
         self.plan.num_tokens += len(rows)
         self.room -= len(rows)
-
-    def add_blocks(self, seq_ids: list[int], blocks: Blocks) -> None:
-        """One more block for each of these sequences."""
-        self.plan.append_seq_ids += seq_ids
-        self.plan.append_blocks += blocks.tolist()
 
     def add_pause(self, seq_id: int) -> None:
         """A sequence at the executor computes nothing in this step."""

@@ -1,9 +1,7 @@
 """Two tiers: what leaves device blocks for the host pool, and what comes back (DESIGN 5).
 
-A preempted sequence's full blocks go to the host pool under their digests, unless they are there already or others hold
-them on the device; its partial tail goes under no key. The sequences of one request go together, and what they share is
-copied once. So coming back is a lookup, block by block: device hit, else host hit, else recompute. Blocks evicted from
-the device can take the same way (write-back), and then serve as a second, larger prefix cache.
+Full blocks go to the host pool under their digests, a partial tail goes under no key, so coming back is a lookup, block
+by block: device hit, else host hit, else recompute. Blocks evicted from the device can take the same way (write-back).
 
 Every copy is one `BlockCopy`, in the order decided, ahead of all computing of its step. Steps are ordered too, so a
 device block can be given away as soon as its copy is listed, and a host block likewise.
@@ -123,7 +121,7 @@ class Swapper:
         """Keeps the contents of published device blocks that are about to be given away."""
         table, sources = self._pool.table, blocks.tolist()
         digests: list[bytes | None] = [*table.digests(sources)]
-        tokens, parents = table.tokens(blocks), table.parents(sources)
+        tokens, parents = table.tokens(blocks), [table.parent(block) or b"" for block in sources]
         begin = 0
         # Each copy is held only as long as this takes: where there is not room for all, the last ones stay.
         while begin < len(sources) and (room := self.host.num_free):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from rich.console import Console
@@ -11,7 +12,7 @@ from support.clients.scripted_server import Fails, ScriptedServer
 from support.clients.top_answers import INFO, LISTED, STATS
 
 from pagekv.client import FailedPrecondition, PageKVClient
-from pagekv.client.cli.top_view import Look, TopFrame, TopRates, TopWatcher, spark
+from pagekv.client.cli.top_view import SPARKS, Look, TopFrame, TopRates, TopWatcher, rates_between, spark
 from pagekv.client.types import ModelInfo, RequestList, Stats
 from pagekv.client.wire import flat
 from pagekv.v1 import cache_service_pb2 as cache_pb
@@ -25,7 +26,9 @@ def look(at: float, **changes: float) -> Look:
     return Look(at, flat(Stats, stats), flat(RequestList, LISTED))
 
 
-def drawn(rates: TopRates, now: Look, width: int = 100, height: int | None = None, footer: str = "") -> list[str]:
+def drawn(
+    rates: Sequence[TopRates], now: Look, width: int = 100, height: int | None = None, footer: str = ""
+) -> list[str]:
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
     frame = TopFrame("here:1", flat(ModelInfo, INFO), now, rates, footer=footer)
     console.print(frame, height=height)
@@ -34,23 +37,18 @@ def drawn(rates: TopRates, now: Look, width: int = 100, height: int | None = Non
 
 
 def test_rates_are_those_since_the_look_before() -> None:
-    rates = TopRates()
-    rates.add(look(0.0))
     changes = {"prompt_tokens_total": 1100, "cached_tokens_total": 590, "generated_tokens_total": 340}
-    rates.add(look(2.0, **changes, steps_total=60, executor_busy_us_total=700_000))
-    assert list(rates.hit_rate) == [0.5, 0.9]
-    assert list(rates.tokens_per_s) == [None, 20]
-    assert list(rates.step_s) == [0.01, 0.02]
+    first, second = look(0.0), look(2.0, **changes, steps_total=60, executor_busy_us_total=700_000)
+    totals, rates = rates_between(None, first), rates_between(first, second)
+    assert (totals.hit_rate, totals.tokens_per_s, totals.step_s) == (0.5, None, 0.01)
+    assert (rates.hit_rate, rates.tokens_per_s, rates.step_s) == (0.9, 20, 0.02)
     # Another manager counts from 0 again.
-    rates.add(look(3.0, steps_total=1, executor_busy_us_total=4000))
-    assert rates.step_s[-1] == 0.004
-    assert rates.tokens_per_s[-1] is None
+    again = rates_between(second, look(3.0, steps_total=1, executor_busy_us_total=4000))
+    assert (again.step_s, again.tokens_per_s) == (0.004, None)
 
 
 def test_a_frame_has_rates_blocks_and_requests() -> None:
-    rates = TopRates()
-    rates.add(look(0.0))
-    lines = drawn(rates, look(0.0))
+    lines = drawn([rates_between(None, look(0.0))], look(0.0))
     text = "\n".join(lines)
     assert lines[0].split() == ["PageKV", "here:1", "demo", "on", "oracle"]
     assert "50%" in next(line for line in lines if "prefix hit rate" in line)
@@ -61,19 +59,17 @@ def test_a_frame_has_rates_blocks_and_requests() -> None:
 
 
 def test_no_slots_are_filled_of_no_block() -> None:
-    rates = TopRates()
     busy, idle = look(0.0), look(0.0, active_blocks=0, kv_usage=0.0, utilization=1.0)
-    rates.add(idle)
+    rates = [rates_between(None, idle)]
     assert any(line.rstrip().endswith("90% of their slots filled") for line in drawn(rates, busy))
     assert any(line.rstrip().endswith("- of their slots filled") for line in drawn(rates, idle))
 
 
 @pytest.mark.parametrize(("width", "height"), [(100, 24), (60, 18), (40, 16)])
 def test_a_frame_fits_its_screen(width: int, height: int) -> None:
-    rates = TopRates()
     now = look(0.0)
-    for at in range(40):
-        rates.add(look(at, generated_tokens_total=300 + at, steps_total=50 + at))
+    looks = [look(at, generated_tokens_total=300 + at, steps_total=50 + at) for at in range(SPARKS + 1)]
+    rates = [rates_between(before, after) for before, after in pairwise(looks)]
     many = RequestList(now.requests.requests * 40, 120)
     lines = drawn(rates, Look(0.0, now.stats, many), width, height, "the end")
     assert max(map(len, lines)) <= width
@@ -83,9 +79,9 @@ def test_a_frame_fits_its_screen(width: int, height: int) -> None:
 
 
 def test_a_spark_line_leaves_out_what_is_not_known() -> None:
-    assert spark(deque([0.0, None, 0.5, 1.0, 9.0]), 1.0) == "▁ ▅██"
-    assert spark(deque([0.0, None])) == "▁ "
-    assert spark(deque([2.0, 4.0])) == "▅█"
+    assert spark([0.0, None, 0.5, 1.0, 9.0], 1.0) == "▁ ▅██"
+    assert spark([0.0, None]) == "▁ "
+    assert spark([2.0, 4.0]) == "▅█"
 
 
 def test_a_manager_that_goes_is_waited_for(server: ScriptedServer) -> None:

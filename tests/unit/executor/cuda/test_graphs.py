@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagekv.executor.cuda.graphs import MAX_GRAPH_BATCH, GraphCache, GraphKey, graph_key, largest_batch
-from pagekv.kernels.attention_plan import StepBatch, plan_step
+from pagekv.executor.cuda.graphs import MAX_GRAPH_BATCH, GraphCache, graph_key, largest_batch
+from pagekv.kernels.attention_plan import GraphKey, StepBatch, plan_step
 from pagekv.kernels.decode_plan import num_decode_items
 from pagekv.kernels.variants import Variant
 
@@ -29,8 +29,7 @@ def test_every_batch_fits_its_graph(data: st.DataObject, count: int, window: int
     items = num_decode_items(context_lens, window)
     key = graph_key(count, width, items)
     assert key is not None
-    capacity = key.capacity()
-    assert count <= capacity.sequences <= max(2 * count, 32 * -(-count // 32))
+    assert count <= key.batch <= max(2 * count, 32 * -(-count // 32))
     # Raises where anything does not fit.
     host = plan_step(
         StepBatch(
@@ -45,10 +44,10 @@ def test_every_batch_fits_its_graph(data: st.DataObject, count: int, window: int
         num_kv_heads=2,
         variant=Variant("bfloat16", "bfloat16", 64),
         window=window,
-        capacity=capacity,
+        graph=key,
     )
     first = host.offsets["decode_items"]
-    found = host.words[first : first + 4 * capacity.decode_items].reshape(-1, 4)
+    found = host.words[first : first + 4 * key.items].reshape(-1, 4)
     # Every row of the graph is computed, and none twice unless it has several splits.
     assert set(found[found[:, 0] >= 0, 0].tolist()) == set(range(key.batch))
     assert int((found[:, 0] >= 0).sum()) == items + key.batch - count

@@ -119,9 +119,9 @@ def test_a_lease_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("a", EIGHT, 1)))
         engine.queries.pin_prefix(EIGHT, ANY, 60)
-        later = engine._cache._clock() + 61
-        engine._cache._clock = engine._cache.pins._clock = lambda: later
-        engine._cache._arm()  # the timer that runs would fire in a minute
+        later = engine._state.cache._clock() + 61
+        engine._state.cache._clock = engine._state.cache.pins._clock = lambda: later
+        engine._state.cache._arm()  # the timer that runs would fire in a minute
         await until(lambda: engine.queries.stats().pins == 0)
         assert engine.queries.stats().active_blocks == 0
 
@@ -180,7 +180,7 @@ def test_watchers_follow_the_table_through_a_lost_executor(monkeypatch: pytest.M
         assert engine.queries.stats().pins == 0
         assert outcomes(engine, EIGHT) == [pb.BLOCK_OUTCOME_CLEARED] * 2
         assert await read(stream) == expect([7, *EIGHT], 30)
-        engine._cache.log.step_boundary(engine.queries.stats().steps_total)
+        engine._state.cache.log.step_boundary(engine.queries.stats().steps_total)
         assert followed(early) == followed(late) == listed(engine) != set()
         assert engine.queries.stats().watchers == 2
         early.close()

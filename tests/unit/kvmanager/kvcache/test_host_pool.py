@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from support.engine.integrity import check_host
 
 from pagekv.kvmanager.errors import InvariantError
+from pagekv.kvmanager.kvcache.events.log import TableLog
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
 
 # A digest, by a number, and one of the contents that have it: several contents collide. None: no key.
@@ -100,7 +101,7 @@ def test_check_host_sees_damage(damage: str) -> None:
     blocks, _ = keep(pool, [(0, 0)])
     check_host(pool, [blocks])
     if damage == "ref":
-        pool._ref_count[2] = 1
+        pool.ref_counts[2] = 1
     elif damage == "key":
         pool._key[blocks[0]] = None
     else:
@@ -121,7 +122,7 @@ def test_what_nobody_holds_cannot_be_released() -> None:
 Event = tuple[str, bytes] | tuple[str, bytes, bytes, tuple[int, ...]]
 
 
-class Log:
+class Log(TableLog):
     """Keys that entered and left, in order."""
 
     def __init__(self) -> None:

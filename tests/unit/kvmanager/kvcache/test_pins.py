@@ -126,14 +126,6 @@ def test_the_number_of_pins_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
         pins.pin(blocks, 60, 0)
 
 
-def test_pinning_and_unpinning_for_ever_keeps_nothing() -> None:
-    pool, pins, _ = pool_and_pins()
-    blocks = cache(pool, [1] * 4)
-    for _ in range(1000):
-        pins.unpin(pins.pin(blocks, 86_400, 0))
-    assert len(pins._expiries) <= 64
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_random_pins_keep_every_count_right(seed: int) -> None:
     rng = random.Random(seed)

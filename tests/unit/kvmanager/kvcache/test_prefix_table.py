@@ -61,7 +61,7 @@ def test_a_chain_is_found_both_ways_and_tells_what_it_is() -> None:
     assert table.found(tokens) == [4, 2, 7]
     assert table.found([1, 2, 3, 4, 9, 9]) == [4, 2]
     assert table.digests([4, 2, 7]) == digests
-    assert table.parents([4, 2, 7]) == [ROOT, *digests[:-1]]
+    assert [table.parent(block) for block in (4, 2, 7)] == [ROOT, *digests[:-1]]
     assert [table.lookup(digest) for digest in digests] == [4, 2, 7]
     assert (table.digest(0), table.parent(0)) == (None, None)
     assert table.token_ids(2) == [3, 4]
@@ -152,7 +152,7 @@ def test_blocks_with_media_are_found_by_digest_alone() -> None:
         table.add_chain(ids([block]), [digest], parent, rows([7, 7]), first=False, media=True)
     check_table(table)
     assert [table.lookup(digest) for digest in pictures] == [1, 2]
-    assert table.parents([1, 2]) == [parent, parent]
+    assert [table.parent(block) for block in (1, 2)] == [parent, parent]
     assert table.match_tokens(ROOT, rows([1, 2, 7, 7])) == [0]
     # A copy with the same digest and parent; the first one is held by nobody.
     table.holders[1] = 0

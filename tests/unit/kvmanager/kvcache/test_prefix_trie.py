@@ -123,7 +123,7 @@ def test_misuse_is_refused_and_changes_nothing() -> None:
         trie.add_chain(column([6, 5]), ROOT)
     for again, parent in ((5, 6), (5, 5), (8, 7)):
         with pytest.raises(InvariantError):
-            trie.add_after([again], [parent])
+            trie.add(again, parent)
     with pytest.raises(InvariantError, match="block 8 follows block 7, which is not"):
         trie.add(8, 7)
     with pytest.raises(InvariantError, match="block 8 follows block 7, which is not"):
@@ -262,7 +262,7 @@ class TrieMachine(RuleBasedStateMachine):
         block = data.draw(st.sampled_from(absent))
         parent = data.draw(self.present())
         self.enter(data, block, parent)
-        self.trie.add_after([block], [parent])
+        self.trie.add(block, parent)
 
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:

@@ -15,7 +15,8 @@ from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 def frame(number: int, device: list[int], requests: dict[str, frames.Row], live: int) -> PoolFrame:
     totals = frames.totals(FakeEngine().stats(), live)
     states = np.array(device, np.uint8)
-    return PoolFrame(number, 1, number, states, states[:1], requests, totals, 0, 0)
+    fields = frames.fields(number, states, states[:1], requests, totals)
+    return PoolFrame(number, 1, states, states[:1], 0, 0, fields)
 
 
 def test_a_snapshot_and_a_delta_lead_to_the_later_frame() -> None:
@@ -23,11 +24,11 @@ def test_a_snapshot_and_a_delta_lead_to_the_later_frame() -> None:
     new = frame(2, [0, 1, 1, 9], {"a": {"state": "running"}, "c": {"state": "waiting"}}, 3)
     reader = PageReader()
     reader.take(frames.snapshot(old, MODEL, "boot"))
-    assert (bytes(reader.device), reader.requests) == (old.device.tobytes(), old.requests)
+    assert (bytes(reader.device), reader.requests) == (old.device.tobytes(), old.fields["requests"])
     delta = frames.delta(old, new)
-    assert (delta["requests"], delta["gone"]) == ({"c": {"state": "waiting"}}, ["b"])
+    assert "host" not in delta
     reader.take(delta)
-    assert (bytes(reader.device), reader.requests) == (new.device.tobytes(), new.requests)
+    assert (bytes(reader.device), reader.requests) == (new.device.tobytes(), new.fields["requests"])
     assert reader.totals["live_requests"] == 3
 
 

@@ -58,5 +58,6 @@ def test_a_held_block_names_its_requests_and_where_allowed_its_tokens(monkeypatc
 
 
 def test_block_tables() -> None:
-    view = pb.SequenceBlocks(state="running", num_tokens=9, computed_tokens=8, block_ids=[7, 3, 1])
-    assert sequence_detail(view) == {"index": 0, "state": "running", "tokens": 9, "computed": 8, "block_ids": [7, 3, 1]}
+    table = pb.SequenceBlocks(state="running", num_tokens=9, computed_tokens=8, block_ids=[7, 3, 1])
+    shown = {"index": 0, "state": "running", "tokens": 9, "computed": 8, "block_ids": [7, 3, 1]}
+    assert sequence_detail(table) == shown

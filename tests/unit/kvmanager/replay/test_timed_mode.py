@@ -9,9 +9,8 @@ from support.engine.replays import SMALL, SMALLER, ignore
 
 from pagekv.kvmanager.replay.options import ReplayOptions, StepCost
 from pagekv.kvmanager.replay.report import Row, StepTiming
-from pagekv.kvmanager.replay.synthetic_prompt import prompt_tokens
 from pagekv.kvmanager.replay.timed_mode import replay_timed
-from pagekv.kvmanager.replay.trace import TraceRecord
+from pagekv.kvmanager.replay.trace import TraceRecord, prompt_tokens
 
 
 def timing(row: Row) -> StepTiming:

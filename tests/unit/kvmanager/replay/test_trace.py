@@ -9,8 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagekv.kvmanager.replay.synthetic_prompt import distinct_prefixes, output_tokens, prompt_tokens
-from pagekv.kvmanager.replay.trace import TraceError, TraceRecord, read_trace
+from pagekv.kvmanager.replay.trace import (
+    TraceError,
+    TraceRecord,
+    distinct_prefixes,
+    output_tokens,
+    prompt_tokens,
+    read_trace,
+)
 
 DATA = Path(__file__).resolve().parents[3] / "data" / "traces"
 MOONCAKE, AZURE = DATA / "mooncake_sample.jsonl", DATA / "azure_sample.csv"

@@ -1,16 +1,15 @@
 """Beam search over the pool: the right hypotheses, shared blocks, copies before writes, nothing left behind."""
 
 import pytest
-from support.engine.fake_executor import expected_beams
+from support.engine.fake_executor import beam_search, expected_beams
 from support.engine.scheduler_driver import VOCAB, Driver, copies, finished, results
 from support.executor.wire_driver import WireDriver, expected_results
 
-from pagekv.kvmanager.scheduling.beam_search import BeamSearch
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus
 
 
 def expect(prompt: list[int], width: int, n: int, max_tokens: int, ends: tuple[int, ...] = ()) -> list[list[int]]:
-    search = BeamSearch(width, n, 1.0, False, max_tokens, frozenset(ends))
+    search = beam_search(width, n, 1.0, False, max_tokens, frozenset(ends))
     return [list(tokens) for tokens in expected_beams(prompt, search, VOCAB)]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.engine.fake_executor import beam_search
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pagekv.kvmanager.request.command import FinishReason
@@ -86,7 +87,7 @@ def case_of(seed: int, num_end_ids: int) -> Case:
         pad_token_id=0,
     )
     case = Case(LlamaForCausalLM(config).eval(), torch.randint(1, VOCAB, (7,)).tolist(), [])
-    search = BeamSearch(4, 4, 1.0, False, NEW, frozenset())
+    search = beam_search(4, 4, 1.0, False, NEW, frozenset())
     run(search, case.ranked)
     met = [token for result in search.results() for token in result.token_ids[2:]]
     case.end_ids = sorted(set(met), key=met.index)[:num_end_ids]
@@ -123,7 +124,7 @@ def test_the_results_are_those_of_transformers(cases: list[Case], penalty: float
         for turn in range(2):
             width = WIDTHS[(number + PENALTIES.index(penalty) + 3 * turn) % len(WIDTHS)]
             least = 3 if turn and case.end_ids else 0
-            search = BeamSearch(width, width, penalty, early, NEW, frozenset(case.end_ids), least)
+            search = beam_search(width, width, penalty, early, NEW, frozenset(case.end_ids), least)
             run(search, case.ranked)
             shorter += search.num_tokens < NEW
             expected = case.reference(width, penalty, early, width, NEW, least)
@@ -139,7 +140,7 @@ def test_the_results_are_those_of_transformers(cases: list[Case], penalty: float
 
 def test_fewer_results_are_the_best_ones(cases: list[Case]) -> None:
     for num_return in (1, 3):
-        search = BeamSearch(5, num_return, 1.0, False, NEW, frozenset(cases[1].end_ids))
+        search = beam_search(5, num_return, 1.0, False, NEW, frozenset(cases[1].end_ids))
         run(search, cases[1].ranked)
         expected = cases[1].reference(5, 1.0, False, num_return, NEW, 0)
         assert [list(found.token_ids) for found in search.results()] == [tokens for tokens, _ in expected]
@@ -147,7 +148,7 @@ def test_fewer_results_are_the_best_ones(cases: list[Case]) -> None:
 
 def test_negative_length_penalties_are_those_of_transformers(cases: list[Case]) -> None:
     for case in cases[1:]:
-        search = BeamSearch(3, 3, -1.5, False, NEW, frozenset(case.end_ids))
+        search = beam_search(3, 3, -1.5, False, NEW, frozenset(case.end_ids))
         run(search, case.ranked)
         expected = case.reference(3, -1.5, False, 3, NEW, 0)
         assert [list(found.token_ids) for found in search.results()] == [tokens for tokens, _ in expected]
@@ -155,7 +156,7 @@ def test_negative_length_penalties_are_those_of_transformers(cases: list[Case]) 
 
 def test_one_beam_is_greedy_decoding(cases: list[Case]) -> None:
     for case in cases:
-        search = BeamSearch(1, 1, 1.0, False, NEW, frozenset(case.end_ids))
+        search = beam_search(1, 1, 1.0, False, NEW, frozenset(case.end_ids))
         run(search, case.ranked)
         (found,) = search.results()
         tokens: list[int] = []
@@ -165,7 +166,7 @@ def test_one_beam_is_greedy_decoding(cases: list[Case]) -> None:
 
 
 def test_one_new_token_is_the_likeliest_few(cases: list[Case]) -> None:
-    search = BeamSearch(4, 4, 1.0, False, 1, frozenset(cases[1].end_ids))
+    search = beam_search(4, 4, 1.0, False, 1, frozenset(cases[1].end_ids))
     run(search, cases[1].ranked)
     best = cases[1].ranked([()], 4)[0]
     assert [(found.token_ids, found.logprob) for found in search.results()] == [((t,), p) for t, p in best]
@@ -173,7 +174,7 @@ def test_one_new_token_is_the_likeliest_few(cases: list[Case]) -> None:
 
 def test_the_logprob_is_the_sum_over_the_tokens(cases: list[Case]) -> None:
     case = cases[3]
-    search = BeamSearch(3, 3, 1.0, False, NEW, frozenset(case.end_ids))
+    search = beam_search(3, 3, 1.0, False, NEW, frozenset(case.end_ids))
     run(search, case.ranked)
     for found in search.results():
         total = 0.0
@@ -196,7 +197,7 @@ def scripted(rows: dict[tuple[int, ...], dict[int, float]]) -> Ranking:
 
 def test_a_step_by_hand() -> None:
     """Token 9 ends, and is kept when it is among the best two of all, and only then."""
-    search = BeamSearch(2, 2, 0.0, False, 9, frozenset({9}))
+    search = beam_search(2, 2, 0.0, False, 9, frozenset({9}))
     assert search.num_candidates == 3
     log = math.log
     assert search.advance([[(1, log(0.6)), (2, log(0.3)), (9, log(0.1))]]) == [
@@ -217,7 +218,7 @@ def test_a_step_by_hand() -> None:
 
 
 def test_a_beam_may_have_several_children_and_others_none() -> None:
-    search = BeamSearch(2, 1, 1.0, False, 9, frozenset())
+    search = beam_search(2, 1, 1.0, False, 9, frozenset())
     log = math.log
     search.advance([[(1, log(0.9)), (2, log(0.1))]])
     assert search.advance([[(3, log(0.5)), (4, log(0.5))], [(5, log(0.9)), (6, log(0.1))]]) == [
@@ -231,7 +232,7 @@ def test_end_tokens_are_passed_over_until_min_tokens() -> None:
     rows = {(): {9: 0.8, 1: 0.15, 2: 0.05}, (1,): {9: 0.9, 3: 0.06, 4: 0.04}, (2,): {9: 0.9, 3: 0.06, 4: 0.04}}
     found: list[list[Hypothesis]] = []
     for least in (0, 1):
-        search = BeamSearch(1, 1, 0.0, False, 9, frozenset({9}), least)
+        search = beam_search(1, 1, 0.0, False, 9, frozenset({9}), least)
         run(search, scripted(rows))
         found.append(search.results())
     assert [results[0].token_ids for results in found] == [(9,), (1, 9)]
@@ -247,18 +248,18 @@ def test_early_stopping_takes_the_first_that_end() -> None:
         (1, 4): {6: 1.0},
     }
     for early, expected in ((True, [(9,), (2, 9)]), (False, [(1, 3, 9), (9,)])):
-        search = BeamSearch(2, 2, 1.0, early, 9, frozenset({9}))
+        search = beam_search(2, 2, 1.0, early, 9, frozenset({9}))
         run(search, scripted(rows))
         assert [found.token_ids for found in search.results()] == expected
         # However few results are asked for, as many as there are beams must have ended.
-        fewer = BeamSearch(2, 1, 1.0, early, 9, frozenset({9}))
+        fewer = beam_search(2, 1, 1.0, early, 9, frozenset({9}))
         run(fewer, scripted(rows))
         assert [found.token_ids for found in fewer.results()] == expected[:1]
         assert fewer.num_tokens == search.num_tokens
 
 
 def test_too_small_a_vocabulary_ends_with_what_there_is() -> None:
-    search = BeamSearch(4, 4, 1.0, False, 3, frozenset({0, 1}))
+    search = beam_search(4, 4, 1.0, False, 3, frozenset({0, 1}))
     assert search.advance([[(0, -0.7), (1, -0.7)]]) == []
     assert search.done
     assert [found.token_ids for found in search.results()] == [(0,), (1,)]
@@ -269,18 +270,18 @@ def test_too_small_a_vocabulary_ends_with_what_there_is() -> None:
     [
         ({"num_return": 3}, r"num_return must be from 1 to the width \(2\), got 3"),
         ({"num_return": 0}, "got 0"),
-        ({"min_tokens": 5}, r"min_tokens \(5\) <= max_new_tokens \(4\)"),
-        ({"max_new_tokens": 0}, r"max_new_tokens \(0\)"),
+        ({"least": 5}, r"min_tokens \(5\) <= max_tokens \(4\)"),
+        ({"new": 0}, r"max_tokens \(0\)"),
     ],
 )
 def test_impossible_searches_are_refused(how: dict[str, int], words: str) -> None:
-    arguments: dict[str, Any] = {"num_return": 1, "max_new_tokens": 4, "min_tokens": 0, **how}
+    arguments: dict[str, Any] = {"num_return": 1, "new": 4, "least": 0, **how}
     with pytest.raises(ValueError, match=words):
-        BeamSearch(2, length_penalty=1.0, early_stopping=False, end_ids=frozenset(), **arguments)
+        beam_search(2, penalty=1.0, early=False, end_ids=(), **arguments)
 
 
 def test_a_step_needs_candidates_of_every_beam() -> None:
-    search = BeamSearch(2, 1, 1.0, False, 4, frozenset())
+    search = beam_search(2, 1, 1.0, False, 4, frozenset())
     with pytest.raises(ValueError, match="each of 1 beams, got 2"):
         search.advance([[(1, -1.0)], [(2, -1.0)]])
     assert search.num_tokens == 0

@@ -259,7 +259,7 @@ def swap_cost(driver: Driver, request: LiveRequest) -> tuple[int, int, int]:
     tables = driver.scheduler._tables
     for sequence in group:
         tables.publish(sequence)
-    return tables._swapper.cost(group)
+    return tables.swapper.cost(group)
 
 
 def held_by_others(driver: Driver) -> LiveRequest:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import islice, repeat
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +25,10 @@ from pagekv.kvmanager.kvcache.prefix_table import BlockTokens, PrefixTable
 MAX_WATCHES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class RemovedAgo:
-    """How long ago a digest left the table, and whether all others left with it (`cleared`) or it was evicted alone."""
+class Removal(NamedTuple):
+    """Whether a digest left the table with all others (`cleared`) or because its memory was needed, and when: after how
+    many steps and at which second of the clock; or how many steps and seconds ago.
+    """
 
     cleared: bool
     steps: int
@@ -35,7 +36,7 @@ class RemovedAgo:
 
 
 class TableLog:
-    """Implements `block_pool.TableListener` and `host_pool.HostLog` for the pools of one epoch after another."""
+    """The log of the pools of one epoch after another. Digests are 32 bytes."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` gives seconds."""
@@ -64,12 +65,12 @@ class TableLog:
         self._table = table
         self._host = host
 
-    def removed_ago(self, digest: bytes) -> RemovedAgo | None:
-        """When a digest last left the table, also if it is back by now; None when that is not remembered."""
+    def removed_ago(self, digest: bytes) -> Removal | None:
+        """How long ago a digest last left the table, also if it is back by now; None when that is not remembered."""
         removal = self._history.find(digest)
         if removal is None:
             return None
-        return RemovedAgo(removal.cleared, self._step - removal.step, self._clock() - removal.at)
+        return Removal(removal.cleared, self._step - removal.steps, self._clock() - removal.seconds)
 
     # -- called by the pool
 
@@ -85,7 +86,7 @@ class TableLog:
     def removed(self, digests: Sequence[bytes]) -> None:
         """Blocks were evicted from the device."""
         if self._removal is None:
-            self._removal = Removal(self._step, self._clock(), cleared=False)
+            self._removal = Removal(False, self._step, self._clock())
         self._history.add(digests, self._removal)
         if self._watches:
             self._pending.remove(Removed(Tier.DEVICE, digests))
@@ -103,7 +104,7 @@ class TableLog:
     def cleared(self) -> None:
         """Everything is about to leave the tables of both tiers, or has left the host's already."""
         if self._table is not None:
-            self._history.add(self._table.newest_digests(), Removal(self._step, self._clock(), cleared=True))
+            self._history.add(self._table.newest_digests(), Removal(True, self._step, self._clock()))
         if self._watches:
             self._pending.clear()
 
@@ -143,18 +144,6 @@ class TableLog:
 
 # Digests in one generation. Two generations are kept: at least this many of the newest, at most twice as many.
 GENERATION = 32_768
-
-
-@dataclass(frozen=True, slots=True)
-class Removal:
-    """When blocks left the table, and whether everything else left with them."""
-
-    # Steps completed before.
-    step: int
-    # Seconds of the log's clock.
-    at: float
-    # True: the whole table was cleared; False: the memory was needed.
-    cleared: bool
 
 
 class RemovalHistory:

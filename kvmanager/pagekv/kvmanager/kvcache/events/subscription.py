@@ -30,9 +30,7 @@ class TableWatch:
     def __init__(self, snapshot: Snapshot, on_end: Callable[[TableWatch], None], max_unread: int = MAX_UNREAD) -> None:
         """`on_end` is called once, when the watch leaves the open state."""
         self._snapshot = snapshot
-        # Changes from one step boundary to the next, and the sum of their sizes.
-        self._unread: list[Diff] = []
-        self._size = 0
+        self._unread = Diff()
         self._max_unread = max_unread
         self._ready = asyncio.Event()
         self._error: Exception | None = None
@@ -40,9 +38,8 @@ class TableWatch:
 
     def push(self, diff: Diff) -> None:
         """Adds the changes up to a step boundary; called by the engine loop."""
-        self._unread.append(diff)
-        self._size += diff.size
-        if self._size > self._max_unread:
+        self._unread.extend(diff)
+        if self._unread.size > self._max_unread:
             self.fail(FellBehind(f"more than {self._max_unread} changes were not read in time; start again"))
         else:
             self._ready.set()
@@ -66,11 +63,8 @@ class TableWatch:
 
     def take_unread(self) -> Diff:
         """The changes so far, possibly none."""
-        taken = Diff()
-        for diff in self._unread:
-            taken.extend(diff)
+        taken, self._unread = self._unread, Diff()
         taken.settle()
-        self._unread, self._size = [], 0
         return taken
 
     def fail(self, error: Exception) -> None:
@@ -81,7 +75,7 @@ class TableWatch:
 
     def close(self) -> None:
         """Ends the watch and discards what is unread. Idempotent."""
-        self._unread, self._size = [], 0
+        self._unread = Diff()
         self._snapshot = iter(())
         if self._on_end is not None:
             self._on_end(self)

@@ -27,8 +27,7 @@ from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import Observer
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
-from pagekv.kvmanager.observe.kv_events.extra_keys import ExtraKeys
-from pagekv.kvmanager.observe.kv_events.vllm_format import Events, KvEventFormat, pack
+from pagekv.kvmanager.observe.kv_events.vllm_format import BEGINNING, Events, ExtraKeys, KvEventFormat, pack
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import StepPlan
 
@@ -137,7 +136,7 @@ class KvEventPublisher(Observer):
             replays.cancel()
 
     async def _publish_changes(self, watch: TableWatch) -> None:
-        self._publish(self._format.beginning())
+        self._publish(BEGINNING)
         while blocks := watch.take_snapshot(SNAPSHOT_PIECE):
             for events in self._format.snapshot(blocks):
                 self._publish(events)

@@ -13,17 +13,17 @@ GPU for the device's pool, whatever the device is, and CPU for the host's, becau
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgpack
 import numpy as np
 
-from pagekv.kvmanager.kvcache.block_hash import TOKEN_BYTES, short_hashes
-from pagekv.kvmanager.kvcache.events.batch import Diff, Stored, Tier, join
-from pagekv.kvmanager.observe.kv_events.extra_keys import PLAIN, BlockExtraKeys, ExtraKeys
+from pagekv.kvmanager.kvcache.block_hash import TOKEN_BYTES, CacheIdentity, MediaKeys, media_keys, short_hashes
+from pagekv.kvmanager.kvcache.events.batch import Diff, Key, Stored, Tier, join
 
 # Tokens in one batch at most, so that no batch takes the event loop for long or exceeds some hundreds of kilobytes.
 MAX_BATCH_TOKENS = 16_384
@@ -33,6 +33,93 @@ _GROUP = 0
 _KIND = "full_attention"
 _RANK = 0
 _CLEARED: bytes = msgpack.packb({"type": "AllBlocksCleared"})
+# Chain roots, and blocks with media, that are remembered: some megabytes.
+MAX_ROOTS = 65_536
+MAX_MEDIA_BLOCKS = 65_536
+_Known = TypeVar("_Known")
+
+
+class BlockExtraKeys(NamedTuple):
+    """The extra keys of one block; `first` of its chain, where its parent is the root, which is no block."""
+
+    namespace: str = ""
+    adapter_id: str = ""
+    first: bool = False
+    # Media that overlap the block: where each starts relative to the block, and its digest.
+    media: tuple[tuple[int, str], ...] = ()
+
+    def packed(self) -> list[Any] | None:
+        """In vLLM's form: the adapter, each medium with its place, and in the first block of a chain the namespace,
+        which is vLLM's cache salt.
+        """
+        keys: list[Any] = [self.adapter_id] if self.adapter_id else []
+        keys += [[digest, start] for start, digest in self.media]
+        if self.first and self.namespace:
+            keys.append(self.namespace)
+        return keys or None
+
+
+_NOBODYS = "", ""
+# Blocks with no extra keys; always this object.
+PLAIN = BlockExtraKeys()
+
+
+class ExtraKeys:
+    """Namespace, adapter and media of the blocks in the tables, from the requests that come and the tables' changes
+    that are read.
+
+    A block is known by its digest, which covers the extra keys without naming them. Requests bring extra keys, and a
+    block has its parent's: at every step boundary the parent of a block that enters the device's table is there, and
+    blocks of the host pool have been on the device. Blocks of no namespace, adapter and media cost nothing.
+    """
+
+    def __init__(self) -> None:
+        self._roots: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
+        self._media: OrderedDict[bytes, MediaKeys] = OrderedDict()
+        # Namespace and adapter of the blocks in the tables that have any.
+        self._of: dict[Key, tuple[str, str]] = {}
+
+    def note_request(self, root: bytes, identity: CacheIdentity) -> None:
+        """Notes a request whose chains begin with the digest `root`."""
+        _remember(self._roots, root, (identity.namespace, identity.adapter_id), MAX_ROOTS)
+
+    def note_media(self, digests: Sequence[bytes], block_size: int, identity: CacheIdentity) -> None:
+        """Notes the full blocks of a sequence that carries media."""
+        for index, digest in enumerate(digests):
+            keys = media_keys(identity.media, index * block_size, (index + 1) * block_size)
+            if keys:
+                _remember(self._media, digest, keys, MAX_MEDIA_BLOCKS)
+
+    def stored(self, tier: Tier, digests: Sequence[bytes], parents: Sequence[bytes]) -> list[BlockExtraKeys]:
+        """Extra keys of blocks that entered a table; on the device parents come first."""
+        if not self._of and not self._media and self._roots.keys().isdisjoint(parents):
+            return [PLAIN] * len(digests)
+        return [self._stored((tier, digest), parent) for digest, parent in zip(digests, parents, strict=True)]
+
+    def _stored(self, key: Key, parent: bytes) -> BlockExtraKeys:
+        root, of = self._roots.get(parent), self._of
+        whose = root or of.get((Tier.DEVICE, parent)) or of.get((Tier.HOST, parent)) or _NOBODYS
+        if whose != _NOBODYS:
+            of[key] = whose
+        keys = BlockExtraKeys(*whose, root is not None, tuple(self._media.get(key[1], ())))
+        return PLAIN if keys == PLAIN else keys
+
+    def removed(self, tier: Tier, digests: Iterable[bytes]) -> None:
+        """Removes blocks that left a table; to be called after `stored` of the same batch."""
+        if self._of:
+            for digest in digests:
+                self._of.pop((tier, digest), None)
+
+    def cleared(self) -> None:
+        """Removes all blocks: both tables are empty."""
+        self._of.clear()
+
+
+def _remember(known: OrderedDict[bytes, _Known], key: bytes, value: _Known, most: int) -> None:
+    known[key] = value
+    known.move_to_end(key)
+    if len(known) > most:
+        known.popitem(last=False)
 
 
 class Events(NamedTuple):
@@ -42,15 +129,15 @@ class Events(NamedTuple):
     packed: bytes | bytearray
 
 
+# The first batch of a stream: all blocks that a reader knew of are gone.
+BEGINNING = Events(1, _CLEARED)
+
+
 class KvEventFormat:
     """Turns changes into batches of packed events."""
 
     def __init__(self, extra_keys: ExtraKeys) -> None:
         self._known = extra_keys
-
-    def beginning(self) -> Events:
-        """The first batch of a stream: all blocks that a reader knew of are gone."""
-        return Events(1, _CLEARED)
 
     def snapshot(self, found: Sequence[Stored]) -> Iterator[Events]:
         """Batches that store these blocks, those of a tier in this order."""
@@ -127,7 +214,7 @@ def _pack_stored(
             "lora_id": None,
             "medium": _MEDIUM[tier],
             "lora_name": names[0].adapter_id or None,
-            "extra_keys": [_extra_keys(block) for block in names],
+            "extra_keys": [block.packed() for block in names],
             "group_idx": _GROUP,
             "kv_cache_spec_kind": _KIND,
         }
@@ -150,17 +237,6 @@ def _single(tier: Tier, size: int) -> tuple[bytes, np.dtype[np.void]]:
     }
     formats, offsets = zip(*fields.values(), strict=True)
     return event, np.dtype({"names": [*fields], "formats": formats, "offsets": offsets, "itemsize": len(event)})
-
-
-def _extra_keys(block: BlockExtraKeys) -> list[Any] | None:
-    """The extra keys of a block in vLLM's form: the adapter, each medium with its place, and in the first block of a
-    chain the namespace, which is vLLM's cache salt.
-    """
-    keys: list[Any] = [block.adapter_id] if block.adapter_id else []
-    keys += [[digest, start] for start, digest in block.media]
-    if block.first and block.namespace:
-        keys.append(block.namespace)
-    return keys or None
 
 
 def pack(seconds: float, events: Events) -> bytes:

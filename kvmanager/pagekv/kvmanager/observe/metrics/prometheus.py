@@ -17,7 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.registry import Collector
 
 from pagekv.common.errors import Unavailable
-from pagekv.kvmanager.engine.interface import Engine
+from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 
@@ -41,7 +41,7 @@ def _family(name: str, text: str, values: Values, common: Mapping[str, str]) -> 
 class EngineCollector(Collector):
     """Used on the event loop, between two steps."""
 
-    def __init__(self, engine: Engine, requests: RequestMetrics, *, prefix_cache: bool) -> None:
+    def __init__(self, engine: EngineLoop, requests: RequestMetrics, *, prefix_cache: bool) -> None:
         """`requests` observes the engine. `prefix_cache`: whether prompts are looked up at all."""
         self._engine = engine
         self._requests = requests

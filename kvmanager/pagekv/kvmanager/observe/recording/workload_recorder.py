@@ -83,13 +83,12 @@ class WorkloadRecorder(Observer):
         while self._entries and self._entries[0].output_length is not None:
             self._write(self._entries.popleft())
         if len(self._entries) - len(self._live) > MAX_WAITING:
-            self._flush()
+            self.flush()
 
-    def close(self) -> None:
-        """Writes the requests that have ended. To be called before the file is closed."""
-        self._flush()
-
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Writes the requests that have ended, those that wait for an earlier one too. To be called before the file is
+        closed.
+        """
         for entry in self._entries:
             if entry.output_length is not None:
                 self._write(entry)
@@ -97,11 +96,19 @@ class WorkloadRecorder(Observer):
 
     def _write(self, entry: _Entry) -> None:
         if entry.output_length:
-            make = partial(
-                workload_line, entry.command, entry.milliseconds, entry.output_length, self._block_size, self._salt
-            )
             # The prompt is kept until the line is written.
-            self._file.write(make, 100 + 16 * len(entry.command.prompt_ids))
+            self._file.write(partial(self._line, entry), 100 + 16 * len(entry.command.prompt_ids))
+
+    def _line(self, entry: _Entry) -> bytes:
+        """Called on the file's thread."""
+        line = {
+            "timestamp": entry.milliseconds,
+            "input_length": len(entry.command.prompt_ids),
+            "output_length": entry.output_length,
+            "hash_ids": hash_ids(entry.command, self._block_size, self._salt),
+            "block_size": self._block_size,
+        }
+        return json.dumps(line, separators=(",", ":")).encode() + b"\n"
 
 
 def _output_length(request: LiveRequest) -> int:
@@ -110,20 +117,6 @@ def _output_length(request: LiveRequest) -> int:
     if request.search is not None and request.search.done:
         outputs += [len(result.token_ids) for result in request.search.results()]
     return max(outputs, default=0)
-
-
-def workload_line(
-    command: GenerateCommand, milliseconds: int, output_length: int, block_size: int, salt: bytes
-) -> bytes:
-    """A line of the workload trace."""
-    line = {
-        "timestamp": milliseconds,
-        "input_length": len(command.prompt_ids),
-        "output_length": output_length,
-        "hash_ids": hash_ids(command, block_size, salt),
-        "block_size": block_size,
-    }
-    return json.dumps(line, separators=(",", ":")).encode() + b"\n"
 
 
 def hash_ids(command: GenerateCommand, block_size: int, salt: bytes) -> list[int]:

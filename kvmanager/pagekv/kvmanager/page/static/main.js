@@ -144,7 +144,6 @@ function show(message) {
     byId("device-sub").textContent = `${amount(message.blocks, message.shown)} of ${plural(size, "token")}`;
     byId("host-sub").textContent = `${amount(message.host_blocks, message.host_shown)}, the second tier`;
     charts.forEach((chart) => chart.clear());
-    requests.reset(message.requests);
   }
   const quietly = message.type === "snapshot";
   device.apply(message.device, quietly);
@@ -155,7 +154,7 @@ function show(message) {
   hostLegend(message.host_counts);
   totals = message.totals ?? totals;
   if (message.points) charts.forEach((chart) => chart.add(message.points));
-  if (!quietly && (message.requests || message.gone)) requests.apply(message.requests, message.gone);
+  if (message.requests) requests.show(message.requests);
   if (message.totals) requests.tally(totals);
   events.apply(message.events);
   if (message.totals) setLink(totals.executor_attached ? "live" : "waiting");

@@ -17,15 +17,9 @@ export class Requests {
     onThemeChange(() => this.render());
   }
 
-  reset(rows) {
+  // A request that is not in the list any more may live on beyond the list's end.
+  show(rows) {
     this.rows = new Map(Object.entries(rows));
-    this.render();
-  }
-
-  // A request that is gone from the list may live on beyond the list's end.
-  apply(changed = {}, gone = []) {
-    for (const id of gone) this.rows.delete(id);
-    for (const [id, row] of Object.entries(changed)) this.rows.set(id, row);
     this.render();
   }
 

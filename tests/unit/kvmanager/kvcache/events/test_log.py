@@ -14,7 +14,7 @@ from support.engine.scheduler_driver import Driver
 from pagekv.common.errors import LimitExceeded, Unavailable
 from pagekv.kvmanager.kvcache.block_hash import chain_digests, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
-from pagekv.kvmanager.kvcache.events.log import MAX_WATCHES, RemovedAgo, TableLog
+from pagekv.kvmanager.kvcache.events.log import MAX_WATCHES, Removal, TableLog
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.pins import Pins
 
@@ -235,13 +235,13 @@ def test_evictions_are_remembered_with_step_and_time() -> None:
     log.step_boundary(7)
     assert log.removed_ago(digest) is None
     evict_all(pool)
-    assert log.removed_ago(digest) == RemovedAgo(cleared=False, steps=0, seconds=0)
+    assert log.removed_ago(digest) == Removal(cleared=False, steps=0, seconds=0)
     log.step_boundary(9)
     clock.now += 2.5
-    assert log.removed_ago(digest) == RemovedAgo(cleared=False, steps=2, seconds=2.5)
+    assert log.removed_ago(digest) == Removal(cleared=False, steps=2, seconds=2.5)
     cache(pool, [1] * 4)
     pool.clear_prefix_table()
-    assert log.removed_ago(digest) == RemovedAgo(cleared=True, steps=0, seconds=0)
+    assert log.removed_ago(digest) == Removal(cleared=True, steps=0, seconds=0)
 
 
 def test_a_lost_executor_clears_the_table() -> None:
@@ -251,7 +251,7 @@ def test_a_lost_executor_clears_the_table() -> None:
     pool = BlockPool(10, SIZE, log=log)
     log.attach(pool.table)
     (digest,) = digests_of([1] * 4)
-    assert log.removed_ago(digest) == RemovedAgo(cleared=True, steps=0, seconds=0)
+    assert log.removed_ago(digest) == Removal(cleared=True, steps=0, seconds=0)
     log.step_boundary(1)
     assert reader.read()
     assert reader.table == {}

@@ -10,7 +10,7 @@ def digest(number: int) -> bytes:
 
 
 def removal(step: int) -> Removal:
-    return Removal(step, step / 10, cleared=False)
+    return Removal(False, step, step / 10)
 
 
 def test_the_latest_removal_counts() -> None:

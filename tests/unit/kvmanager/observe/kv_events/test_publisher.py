@@ -209,10 +209,10 @@ def test_a_stream_that_could_not_be_published_in_time_begins_anew(
 ) -> None:
     async def body(engine: EngineLoop, bench: Bench, publisher: KvEventPublisher) -> None:
         await work(engine)
-        (watch,) = engine._cache.log._watches
+        (watch,) = engine._state.cache.log._watches
         watch._max_unread = 0
         await work(engine, 1)
-        await until(lambda: engine._cache.log._watches not in ([], [watch]))
+        await until(lambda: engine._state.cache.log._watches not in ([], [watch]))
         await work(engine, 1)
         subscriber = Subscriber(publisher)
         for _ in range(100):

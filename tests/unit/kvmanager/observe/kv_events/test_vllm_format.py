@@ -24,8 +24,7 @@ from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
 from pagekv.kvmanager.kvcache.events.log import TableLog
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.pins import Pins
-from pagekv.kvmanager.observe.kv_events.extra_keys import ExtraKeys
-from pagekv.kvmanager.observe.kv_events.vllm_format import MAX_BATCH_TOKENS, Events, KvEventFormat, pack
+from pagekv.kvmanager.observe.kv_events.vllm_format import MAX_BATCH_TOKENS, Events, ExtraKeys, KvEventFormat, pack
 
 ROOT = root_digest("model", "", "")
 SIZE = 4

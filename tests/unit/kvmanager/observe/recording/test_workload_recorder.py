@@ -69,7 +69,7 @@ def traced(monkeypatch: pytest.MonkeyPatch, path: Path, body: Any, **config: int
     ticks = iter(range(10**6))
     trace = WorkloadRecorder(file, clock=lambda: next(ticks) * 0.0105)
     run(monkeypatch, body, observers=[trace], **config)
-    trace.close()
+    trace.flush()
     file.close()
     return [json.loads(line) for line in path.read_text().splitlines()]
 

@@ -12,7 +12,6 @@ from support.engine.scheduler_driver import VOCAB, Driver, streamed
 from pagekv.kvmanager.request.command import FinishReason
 from pagekv.kvmanager.scheduling.decode_batch import DecodeBatch
 from pagekv.kvmanager.scheduling.step_plan import Ending
-from pagekv.kvmanager.scheduling.stop_check import check_stop
 
 EOS = 9
 
@@ -45,7 +44,7 @@ def test_one_token(token: int, generated: int, fields: dict[str, Any], ending: E
     batch.open(sequence)
     batch.start_decoding(sequence)
     rows, tokens = np.array([sequence.seq_id]), np.array([token], np.uint32)
-    endings = check_stop(batch, rows, tokens, batch.append(rows, tokens), (EOS,))
+    endings = batch.check_stop(rows, tokens, batch.append(rows, tokens), (EOS,))
     assert endings == ({} if ending is None else {0: ending})
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.events.batch import Tier
-from pagekv.kvmanager.observe.kv_events import extra_keys
-from pagekv.kvmanager.observe.kv_events.extra_keys import PLAIN, BlockExtraKeys, ExtraKeys
+from pagekv.kvmanager.observe.kv_events import vllm_format
+from pagekv.kvmanager.observe.kv_events.vllm_format import PLAIN, BlockExtraKeys, ExtraKeys
 
 
 def test_children_have_what_their_parents_have() -> None:
@@ -39,7 +39,7 @@ def test_what_left_the_tables_is_forgotten() -> None:
 
 
 def test_roots_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extra_keys, "MAX_ROOTS", 2)
+    monkeypatch.setattr(vllm_format, "MAX_ROOTS", 2)
     keys = ExtraKeys()
     for number in range(3):
         keys.note_request(bytes([number]), CacheIdentity(f"tenant {number}"))
