@@ -23,7 +23,7 @@ from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, Samp
 from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
-from pagekv.v1 import executor_service_pb2 as pb
+from pagekv.steps.v1 import executor_service_pb2 as pb
 
 VOCAB = 50
 DESCRIPTION = pb.DescribeResponse(

@@ -11,7 +11,7 @@ from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 
 if TYPE_CHECKING:
-    from pagekv.v1.executor_service_pb2 import DescribeResponse
+    from pagekv.steps.v1.executor_service_pb2 import DescribeResponse
 
 
 def size_model(description: DescribeResponse, config: EngineConfig) -> EngineInfo:
