@@ -20,30 +20,6 @@ else:
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
-class _Tier:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
-
-class _TierEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Tier.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    TIER_UNSPECIFIED: _Tier.ValueType  # 0
-    """Unknown to the reader's version of this file."""
-    TIER_DEVICE: _Tier.ValueType  # 1
-    """The executor's device pool."""
-    TIER_HOST: _Tier.ValueType  # 2
-    """The executor's host pool."""
-
-class Tier(_Tier, metaclass=_TierEnumTypeWrapper):
-    """Where a block's keys and values are."""
-
-TIER_UNSPECIFIED: Tier.ValueType  # 0
-"""Unknown to the reader's version of this file."""
-TIER_DEVICE: Tier.ValueType  # 1
-"""The executor's device pool."""
-TIER_HOST: Tier.ValueType  # 2
-"""The executor's host pool."""
-global___Tier = Tier
-
 class _BlockOutcome:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -1080,7 +1056,7 @@ class BlockStored(google.protobuf.message.Message):
     """Hash of the block before it; for the first of a chain that of the chain's root, which stands for model, namespace
     and adapter and is no block. On the device that block is stored, too; in the host pool it need not be.
     """
-    tier: global___Tier.ValueType
+    tier: pagekv.v1.types_pb2.Tier.ValueType
     """Whose table."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -1092,7 +1068,7 @@ class BlockStored(google.protobuf.message.Message):
         block_hash: builtins.str = ...,
         parent_hash: builtins.str = ...,
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
-        tier: global___Tier.ValueType = ...,
+        tier: pagekv.v1.types_pb2.Tier.ValueType = ...,
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["block_hash", b"block_hash", "parent_hash", b"parent_hash", "tier", b"tier", "token_ids", b"token_ids"]) -> None: ...
 
@@ -1108,13 +1084,13 @@ class BlockRemoved(google.protobuf.message.Message):
     TIER_FIELD_NUMBER: builtins.int
     block_hash: builtins.str
     """Its hash in hex."""
-    tier: global___Tier.ValueType
+    tier: pagekv.v1.types_pb2.Tier.ValueType
     """Whose table."""
     def __init__(
         self,
         *,
         block_hash: builtins.str = ...,
-        tier: global___Tier.ValueType = ...,
+        tier: pagekv.v1.types_pb2.Tier.ValueType = ...,
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["block_hash", b"block_hash", "tier", b"tier"]) -> None: ...
 

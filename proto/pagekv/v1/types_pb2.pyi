@@ -52,6 +52,206 @@ FINISH_REASON_ABORT: FinishReason.ValueType  # 3
 """Aborted by Abort or by the server shutting down."""
 global___FinishReason = FinishReason
 
+class _Tier:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _TierEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Tier.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    TIER_UNSPECIFIED: _Tier.ValueType  # 0
+    """Unknown to the reader's version of this file."""
+    TIER_DEVICE: _Tier.ValueType  # 1
+    """The executor's device pool."""
+    TIER_HOST: _Tier.ValueType  # 2
+    """The executor's host pool."""
+
+class Tier(_Tier, metaclass=_TierEnumTypeWrapper):
+    """The pool in which a block's keys and values are."""
+
+TIER_UNSPECIFIED: Tier.ValueType  # 0
+"""Unknown to the reader's version of this file."""
+TIER_DEVICE: Tier.ValueType  # 1
+"""The executor's device pool."""
+TIER_HOST: Tier.ValueType  # 2
+"""The executor's host pool."""
+global___Tier = Tier
+
+class _SequenceState:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _SequenceStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_SequenceState.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    SEQUENCE_STATE_UNSPECIFIED: _SequenceState.ValueType  # 0
+    """Unknown to the reader's version of this file."""
+    SEQUENCE_STATE_WAITING: _SequenceState.ValueType  # 1
+    """Waits for admission and holds no blocks."""
+    SEQUENCE_STATE_RUNNING: _SequenceState.ValueType  # 2
+    """Takes part in steps and holds device blocks."""
+    SEQUENCE_STATE_SWAPPED: _SequenceState.ValueType  # 3
+    """Was preempted and waits for its return; holds blocks of the host pool."""
+
+class SequenceState(_SequenceState, metaclass=_SequenceStateEnumTypeWrapper):
+    """Where a sequence stands; a request stands where the most advanced of its sequences does."""
+
+SEQUENCE_STATE_UNSPECIFIED: SequenceState.ValueType  # 0
+"""Unknown to the reader's version of this file."""
+SEQUENCE_STATE_WAITING: SequenceState.ValueType  # 1
+"""Waits for admission and holds no blocks."""
+SEQUENCE_STATE_RUNNING: SequenceState.ValueType  # 2
+"""Takes part in steps and holds device blocks."""
+SEQUENCE_STATE_SWAPPED: SequenceState.ValueType  # 3
+"""Was preempted and waits for its return; holds blocks of the host pool."""
+global___SequenceState = SequenceState
+
+class _ErrorReason:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ErrorReason.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    ERROR_REASON_UNSPECIFIED: _ErrorReason.ValueType  # 0
+    """Not used."""
+    INVALID_FIELD: _ErrorReason.ValueType  # 1
+    """INVALID_ARGUMENT. A field is out of its bounds; BadRequest has the field and the bounds, one violation even where
+    there are more.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+    ALREADY_EXISTS: _ErrorReason.ValueType  # 2
+    """ALREADY_EXISTS. The name is in use; BadRequest has the field, ResourceInfo the name.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+    NOT_FOUND: _ErrorReason.ValueType  # 3
+    """NOT_FOUND. ResourceInfo has the kind and the name.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+    QUEUE_FULL: _ErrorReason.ValueType  # 4
+    """RESOURCE_EXHAUSTED. Too much waits to be computed or to be read; RetryInfo has when to come back,
+    ErrorInfo.metadata `limit` and `flag`.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+    LIMIT_EXCEEDED: _ErrorReason.ValueType  # 5
+    """RESOURCE_EXHAUSTED. A limit of the deployment; ErrorInfo.metadata has those that apply of `needed_blocks`,
+    `available_blocks`, `pinned_blocks`, `limit` and `flag`.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+    OUT_OF_MEMORY: _ErrorReason.ValueType  # 6
+    """RESOURCE_EXHAUSTED. The executor's pools do not fit.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+    NOT_SERVING: _ErrorReason.ValueType  # 7
+    """UNAVAILABLE. No executor is attached, or the process is starting; RetryInfo has when to come back.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+    DRAINING: _ErrorReason.ValueType  # 8
+    """UNAVAILABLE. The process shuts down. A stream that ends so can be resumed at the process that follows it;
+    RetryInfo has when.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+    FAILED_PRECONDITION: _ErrorReason.ValueType  # 9
+    """FAILED_PRECONDITION. Refused in the present state; PreconditionFailure has what stands in the way.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+    STALE_EPOCH: _ErrorReason.ValueType  # 10
+    """ABORTED. The step belongs to an epoch that is over.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+    FELL_BEHIND: _ErrorReason.ValueType  # 11
+    """ABORTED. The reader of a stream took too little for too long.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+    REVISION_GONE: _ErrorReason.ValueType  # 12
+    """OUT_OF_RANGE. The changes after start_revision are no longer held: watch again from a snapshot.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+    COMPUTATION_FAILED: _ErrorReason.ValueType  # 13
+    """INTERNAL. The request's step failed again and again.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+    SEQUENCE_FAILED: _ErrorReason.ValueType  # 14
+    """INTERNAL. The executor said that this sequence cannot go on, as when its logits are not numbers.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+    NOT_IMPLEMENTED: _ErrorReason.ValueType  # 15
+    """UNIMPLEMENTED. The call is declared and not served by this version.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+
+class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
+    """Why a call failed: ErrorInfo.reason of a status is one of these names, ErrorInfo.domain is "pagekv.v1". Names are
+    added, never changed; a reader that does not know one goes by the status code. They bear no prefix because they are
+    the reasons themselves.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+
+ERROR_REASON_UNSPECIFIED: ErrorReason.ValueType  # 0
+"""Not used."""
+INVALID_FIELD: ErrorReason.ValueType  # 1
+"""INVALID_ARGUMENT. A field is out of its bounds; BadRequest has the field and the bounds, one violation even where
+there are more.
+buf:lint:ignore ENUM_VALUE_PREFIX
+"""
+ALREADY_EXISTS: ErrorReason.ValueType  # 2
+"""ALREADY_EXISTS. The name is in use; BadRequest has the field, ResourceInfo the name.
+buf:lint:ignore ENUM_VALUE_PREFIX
+"""
+NOT_FOUND: ErrorReason.ValueType  # 3
+"""NOT_FOUND. ResourceInfo has the kind and the name.
+buf:lint:ignore ENUM_VALUE_PREFIX
+"""
+QUEUE_FULL: ErrorReason.ValueType  # 4
+"""RESOURCE_EXHAUSTED. Too much waits to be computed or to be read; RetryInfo has when to come back,
+ErrorInfo.metadata `limit` and `flag`.
+buf:lint:ignore ENUM_VALUE_PREFIX
+"""
+LIMIT_EXCEEDED: ErrorReason.ValueType  # 5
+"""RESOURCE_EXHAUSTED. A limit of the deployment; ErrorInfo.metadata has those that apply of `needed_blocks`,
+`available_blocks`, `pinned_blocks`, `limit` and `flag`.
+buf:lint:ignore ENUM_VALUE_PREFIX
+"""
+OUT_OF_MEMORY: ErrorReason.ValueType  # 6
+"""RESOURCE_EXHAUSTED. The executor's pools do not fit.
+buf:lint:ignore ENUM_VALUE_PREFIX
+"""
+NOT_SERVING: ErrorReason.ValueType  # 7
+"""UNAVAILABLE. No executor is attached, or the process is starting; RetryInfo has when to come back.
+buf:lint:ignore ENUM_VALUE_PREFIX
+"""
+DRAINING: ErrorReason.ValueType  # 8
+"""UNAVAILABLE. The process shuts down. A stream that ends so can be resumed at the process that follows it;
+RetryInfo has when.
+buf:lint:ignore ENUM_VALUE_PREFIX
+"""
+FAILED_PRECONDITION: ErrorReason.ValueType  # 9
+"""FAILED_PRECONDITION. Refused in the present state; PreconditionFailure has what stands in the way.
+buf:lint:ignore ENUM_VALUE_PREFIX
+"""
+STALE_EPOCH: ErrorReason.ValueType  # 10
+"""ABORTED. The step belongs to an epoch that is over.
+buf:lint:ignore ENUM_VALUE_PREFIX
+"""
+FELL_BEHIND: ErrorReason.ValueType  # 11
+"""ABORTED. The reader of a stream took too little for too long.
+buf:lint:ignore ENUM_VALUE_PREFIX
+"""
+REVISION_GONE: ErrorReason.ValueType  # 12
+"""OUT_OF_RANGE. The changes after start_revision are no longer held: watch again from a snapshot.
+buf:lint:ignore ENUM_VALUE_PREFIX
+"""
+COMPUTATION_FAILED: ErrorReason.ValueType  # 13
+"""INTERNAL. The request's step failed again and again.
+buf:lint:ignore ENUM_VALUE_PREFIX
+"""
+SEQUENCE_FAILED: ErrorReason.ValueType  # 14
+"""INTERNAL. The executor said that this sequence cannot go on, as when its logits are not numbers.
+buf:lint:ignore ENUM_VALUE_PREFIX
+"""
+NOT_IMPLEMENTED: ErrorReason.ValueType  # 15
+"""UNIMPLEMENTED. The call is declared and not served by this version.
+buf:lint:ignore ENUM_VALUE_PREFIX
+"""
+global___ErrorReason = ErrorReason
+
 @typing.final
 class SamplingParams(google.protobuf.message.Message):
     """How the next token is chosen from the model's logits. Every field may be left out; a value outside its bounds is
@@ -402,3 +602,75 @@ class MediaHash(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["hash", b"hash", "length", b"length", "position", b"position"]) -> None: ...
 
 global___MediaHash = MediaHash
+
+@typing.final
+class Prompt(google.protobuf.message.Message):
+    """The input of a model; exactly one kind must be set."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    CHAT_FIELD_NUMBER: builtins.int
+    text: builtins.str
+    """As text, encoded with the model's tokenizer and its special tokens. At least one token, at most 8 MiB."""
+    @property
+    def token_ids(self) -> global___TokenIds:
+        """As token ids."""
+
+    @property
+    def chat(self) -> global___Chat:
+        """As a conversation."""
+
+    def __init__(
+        self,
+        *,
+        text: builtins.str = ...,
+        token_ids: global___TokenIds | None = ...,
+        chat: global___Chat | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["chat", b"chat", "kind", b"kind", "text", b"text", "token_ids", b"token_ids"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chat", b"chat", "kind", b"kind", "text", b"text", "token_ids", b"token_ids"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["text", "token_ids", "chat"] | None: ...
+
+global___Prompt = Prompt
+
+@typing.final
+class TokenIds(google.protobuf.message.Message):
+    """A prompt as token ids."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: builtins.int
+    @property
+    def ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The ids, at least one, each below the vocabulary size."""
+
+    def __init__(
+        self,
+        *,
+        ids: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ids", b"ids"]) -> None: ...
+
+global___TokenIds = TokenIds
+
+@typing.final
+class Chat(google.protobuf.message.Message):
+    """A prompt as a conversation, rendered with the model's own chat template."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MESSAGES_FIELD_NUMBER: builtins.int
+    @property
+    def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ChatMessage]:
+        """The messages, oldest first, 1 to 4096, and at most 8 MiB of text in all."""
+
+    def __init__(
+        self,
+        *,
+        messages: collections.abc.Iterable[global___ChatMessage] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["messages", b"messages"]) -> None: ...
+
+global___Chat = Chat

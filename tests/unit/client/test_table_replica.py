@@ -8,16 +8,17 @@ from support.clients.scripted_server import LOST, Fails, Hangs, ScriptedServer
 from pagekv.client import BlockStored, ConnectionLost, FellBehind, PageKVClient, ServerError, TableReplica, wire
 from pagekv.common import errors
 from pagekv.v1 import cache_service_pb2 as cache_pb
+from pagekv.v1 import types_pb2
 
-DEVICE, HOST = cache_pb.TIER_DEVICE, cache_pb.TIER_HOST
+DEVICE, HOST = types_pb2.TIER_DEVICE, types_pb2.TIER_HOST
 
 
-def stored(name: str, parent: str = "", tier: cache_pb.Tier.ValueType = DEVICE) -> cache_pb.CacheEvent:
+def stored(name: str, parent: str = "", tier: types_pb2.Tier.ValueType = DEVICE) -> cache_pb.CacheEvent:
     block = cache_pb.BlockStored(block_hash=name, parent_hash=parent, token_ids=[1, 2], tier=tier)
     return cache_pb.CacheEvent(stored=block)
 
 
-def removed(name: str, tier: cache_pb.Tier.ValueType) -> cache_pb.CacheEvent:
+def removed(name: str, tier: types_pb2.Tier.ValueType) -> cache_pb.CacheEvent:
     return cache_pb.CacheEvent(removed=cache_pb.BlockRemoved(block_hash=name, tier=tier))
 
 
@@ -69,7 +70,7 @@ def test_a_replica_keeps_the_tiers_apart() -> None:
 
 def test_a_tier_that_the_client_does_not_know_is_an_error() -> None:
     message = cache_pb.WatchEventsResponse(
-        sequence=1, snapshot=True, events=[stored("a", tier=cache_pb.TIER_UNSPECIFIED)]
+        sequence=1, snapshot=True, events=[stored("a", tier=types_pb2.TIER_UNSPECIFIED)]
     )
     with pytest.raises(ServerError, match="a Tier that this client does not know"):
         wire.event_batch(message)

@@ -16,6 +16,7 @@ from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
 from pagekv.kvmanager.kvcache.pins import MAX_LEASE_S, MIN_LEASE_S
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import cache_service_pb2_grpc as pb_grpc
+from pagekv.v1 import types_pb2
 
 if TYPE_CHECKING:
     from pagekv.kvmanager.api.prompt_reader import PromptRequest
@@ -27,7 +28,7 @@ MAX_LIMIT = 10_000
 # Events in one message: with token ids in blocks of 256 less than 2 MB, and a few milliseconds to write.
 MAX_EVENTS = 1024
 MAX_PIN_ID_CHARACTERS = 64
-_TIERS = {Tier.DEVICE: pb.TIER_DEVICE, Tier.HOST: pb.TIER_HOST}
+_TIERS = {Tier.DEVICE: types_pb2.TIER_DEVICE, Tier.HOST: types_pb2.TIER_HOST}
 
 
 class CacheService(pb_grpc.CacheServiceServicer):

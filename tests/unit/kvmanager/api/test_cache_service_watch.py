@@ -16,6 +16,7 @@ from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import cache_service_pb2_grpc as pb_grpc
+from pagekv.v1 import types_pb2
 
 ROOT = b"\xff"
 
@@ -103,7 +104,7 @@ def test_a_stored_block_tells_hash_parent_tokens_and_tier() -> None:
             tokens = [] if omit else [7, 8]
             assert [event.stored for event in message.events] == [
                 pb.BlockStored(block_hash="00000007", parent_hash="00000006", token_ids=tokens, tier=tier)
-                for tier in (pb.TIER_DEVICE, pb.TIER_HOST)
+                for tier in (types_pb2.TIER_DEVICE, types_pb2.TIER_HOST)
             ]
 
     run(body)
@@ -115,8 +116,8 @@ def test_a_removed_block_tells_its_tier() -> None:
         await read(call)
         watch_of(engine).push(diff(~4, ~5))
         assert [event.removed for event in (await read(call)).events] == [
-            pb.BlockRemoved(block_hash="00000004", tier=pb.TIER_DEVICE),
-            pb.BlockRemoved(block_hash="00000005", tier=pb.TIER_HOST),
+            pb.BlockRemoved(block_hash="00000004", tier=types_pb2.TIER_DEVICE),
+            pb.BlockRemoved(block_hash="00000005", tier=types_pb2.TIER_HOST),
         ]
         call.cancel()
 
