@@ -22,7 +22,7 @@ class InvalidRequest(PageKVError):
     """
 
     def __init__(self, field: str, description: str, rule: str = "") -> None:
-        super().__init__(f"{field}: {description}")
+        super().__init__(f"{field}: {description}{rule and f' ({rule})'}")
         self.field = field
         self.description = description
         self.rule = rule

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pagekv.executor.backend.interface import NOT_A_NUMBER
 from pagekv.executor.cuda.penalties import PenaltyTable
 
 # Columns of `RowChunk.numbers`.
@@ -79,7 +80,7 @@ def sample(logits: torch.Tensor, chunks: list[RowChunk], table: PenaltyTable) ->
             table.count(chunk.penalty_rows, chosen[chunk.penalised])
         if chunk.logprob_at is not None:
             logprobs.append(_logprobs(raw[chunk.logprob_at], chosen[chunk.logprob_at], chunk.num_top))
-    return SampledRows(torch.where(broken, -1, tokens), logprobs)
+    return SampledRows(torch.where(broken, NOT_A_NUMBER.token_id, tokens), logprobs)
 
 
 def _adjust(raw: torch.Tensor, chunk: RowChunk, table: PenaltyTable) -> torch.Tensor:
