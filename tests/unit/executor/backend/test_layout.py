@@ -6,7 +6,7 @@ import torch
 
 from pagekv.executor.backend.layout import LAYOUT
 from pagekv.executor.cpu.kv_cache import KvCache
-from pagekv.executor.model.kv_geometry import BlockGeometry
+from pagekv.executor.model.loading import BlockGeometry
 
 
 def test_a_block_is_one_contiguous_slab_over_all_layers() -> None:

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagekv.executor.cuda.graphs import MAX_GRAPH_BATCH, GraphCache, GraphKey, graph_key, largest_batch
-from pagekv.kernels.attention_plan import StepBatch, plan_step
+from pagekv.executor.cuda.graphs import MAX_GRAPH_BATCH, GraphCache, graph_capacity, padded_batch
+from pagekv.kernels.attention_plan import GraphCapacity, StepBatch, plan_step
 from pagekv.kernels.decode_plan import num_decode_items
 from pagekv.kernels.variants import Variant
 
@@ -27,9 +27,8 @@ def test_every_batch_fits_its_graph(data: st.DataObject, count: int, window: int
     block_size, context_lens = 256, np.array(lengths, np.int32)
     width = -(-max(lengths) // block_size)
     items = num_decode_items(context_lens, window)
-    key = graph_key(count, width, items)
-    assert key is not None
-    capacity = key.capacity()
+    capacity = graph_capacity(count, width, items)
+    assert capacity is not None
     assert count <= capacity.sequences <= max(2 * count, 32 * -(-count // 32))
     # Raises where anything does not fit.
     host = plan_step(
@@ -50,19 +49,19 @@ def test_every_batch_fits_its_graph(data: st.DataObject, count: int, window: int
     first = host.offsets["decode_items"]
     found = host.words[first : first + 4 * capacity.decode_items].reshape(-1, 4)
     # Every row of the graph is computed, and none twice unless it has several splits.
-    assert set(found[found[:, 0] >= 0, 0].tolist()) == set(range(key.batch))
-    assert int((found[:, 0] >= 0).sum()) == items + key.batch - count
+    assert set(found[found[:, 0] >= 0, 0].tolist()) == set(range(capacity.rows))
+    assert int((found[:, 0] >= 0).sum()) == items + capacity.rows - count
 
 
 def test_batches_beyond_the_largest_graph_have_none() -> None:
-    assert graph_key(513, 4, 513) is None
-    assert len({graph_key(count, 1, count) for count in range(1, 513)}) == 6 + 15
+    assert graph_capacity(513, 4, 513) is None
+    assert len({graph_capacity(count, 1, count) for count in range(1, 513)}) == 6 + 15
 
 
 @pytest.mark.parametrize("max_sequences", [1, 3, 33, 500, 512, 513, 1024])
 def test_no_graph_has_more_rows_than_the_largest_batch(max_sequences: int) -> None:
-    keys = [graph_key(count, 1, count) for count in range(1, max_sequences + 1)]
-    assert largest_batch(max_sequences) == max(key.batch for key in keys if key is not None)
+    keys = [graph_capacity(count, 1, count) for count in range(1, max_sequences + 1)]
+    assert padded_batch(min(max_sequences, MAX_GRAPH_BATCH)) == max(key.rows for key in keys if key is not None)
 
 
 class Recorder:
@@ -87,7 +86,7 @@ def test_the_second_step_of_a_shape_is_recorded_and_few_are_kept(monkeypatch: py
     monkeypatch.setattr("pagekv.executor.cuda.graphs.MAX_GRAPHS", 3)
     recorder = Recorder()
     cache = GraphCache(recorder)  # type: ignore[arg-type]  # a device that only records
-    keys = [graph_key(count, 1, count) for count in (1, 2, 4, 8)]
+    keys = [graph_capacity(count, 1, count) for count in (1, 2, 4, 8)]
     for key in keys:
         assert key is not None
         for _ in range(3):
@@ -102,11 +101,11 @@ def test_the_second_step_of_a_shape_is_recorded_and_few_are_kept(monkeypatch: py
     assert cache.num_captured == 5
 
 
-def _with_one_graph() -> tuple[Recorder, GraphCache, GraphKey]:
+def _with_one_graph() -> tuple[Recorder, GraphCache, GraphCapacity]:
     """A cache with a graph of two rows, and the key of one row, met once."""
     recorder = Recorder()
     cache = GraphCache(recorder)  # type: ignore[arg-type]  # a device that only records
-    recorded, met = graph_key(2, 1, 2), graph_key(1, 1, 1)
+    recorded, met = graph_capacity(2, 1, 2), graph_capacity(1, 1, 1)
     assert recorded is not None
     assert met is not None
     for key in (recorded, recorded, met):
