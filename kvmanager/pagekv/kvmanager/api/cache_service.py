@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from itertools import chain, count, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotFound
-from pagekv.kvmanager.api.prompt_reader import PromptReader
 from pagekv.kvmanager.api.served_model import ServedModel
-from pagekv.kvmanager.api.validation import check_length, check_media, check_request_id, read_cache_controls
+from pagekv.kvmanager.api.validation import check_length, check_request_id, read_lookup
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
 from pagekv.kvmanager.kvcache.pins import MAX_LEASE_S, MIN_LEASE_S
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import cache_service_pb2_grpc as pb_grpc
 from pagekv.v1 import types_pb2
-
-if TYPE_CHECKING:
-    from pagekv.kvmanager.api.prompt_reader import PromptRequest
 
 DEFAULT_BLOCKS = 100
 DEFAULT_REQUESTS = 100
@@ -42,12 +37,12 @@ class CacheService(pb_grpc.CacheServiceServicer):
         return self._queries.stats()
 
     async def LookupPrefix(self, request: pb.LookupPrefixRequest, context: Any) -> pb.LookupPrefixResponse:
-        prompt, identity = await self._read_prompt(request)
+        prompt, identity = await read_lookup(request, self._served_model.served())
         return self._queries.lookup_prefix(prompt, identity)
 
     async def ExplainPrefix(self, request: pb.ExplainPrefixRequest, context: Any) -> pb.ExplainPrefixResponse:
         _check_limit(request.limit)
-        prompt, identity = await self._read_prompt(request)
+        prompt, identity = await read_lookup(request, self._served_model.served())
         num_blocks = -(-len(prompt) // self._served_model.served().model.block_size)
         _check_start(request.start, num_blocks, "prompt")
         return self._queries.explain_prefix(prompt, identity, request.start, request.limit or DEFAULT_EXPLANATIONS)
@@ -75,7 +70,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
         lease = request.lease_seconds
         if not MIN_LEASE_S <= lease <= MAX_LEASE_S:
             raise InvalidRequest("lease_seconds", f"must be from {MIN_LEASE_S} to {MAX_LEASE_S}, got {lease}")
-        prompt, identity = await self._read_prompt(request)
+        prompt, identity = await read_lookup(request, self._served_model.served())
         return self._queries.pin_prefix(prompt, identity, lease)
 
     async def UnpinPrefix(self, request: pb.UnpinPrefixRequest, context: Any) -> pb.UnpinPrefixResponse:
@@ -104,15 +99,6 @@ class CacheService(pb_grpc.CacheServiceServicer):
         while not request.snapshot_only:
             for events, more in _pieces(await watch.take(), with_tokens):
                 yield pb.WatchEventsResponse(sequence=next(sequence), events=events, more=more)
-
-    async def _read_prompt(self, request: PromptRequest) -> tuple[list[int], CacheIdentity]:
-        """Token ids and cache identity of a request about a prompt. Raises InvalidRequest, Unavailable."""
-        served = self._served_model.served()
-        identity, most = read_cache_controls(request.cache), served.model.max_model_len
-        reader = PromptReader(served.tokenizer, served.model.vocab_size, most, f"the context has {most} tokens")
-        prompt = await reader.read(request)
-        check_media(identity, len(prompt))
-        return prompt, identity
 
 
 def _check_start(start: int, num_blocks: int, of: str) -> None:
