@@ -16,8 +16,8 @@ from support.clients.stack import ORACLE, Stack, running_stack
 from support.executor.wire_driver import expected_output, expected_results
 
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
-from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
 from pagekv.v1 import types_pb2
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -152,7 +152,9 @@ def test_the_blocks_of_a_search_are_shown_while_it_runs() -> None:
         async with Caller(stack.target) as caller:
             call = caller.inference.Generate(request)
             await searching(caller, beams=4)
-            table = await caller.cache.GetBlockTable(cache_pb.GetBlockTableRequest(request_id="shown"), timeout=10)
+            table = await caller.operator.GetBlockTable(
+                operator_pb.GetBlockTableRequest(request_id="shown"), timeout=10
+            )
             tables = [list(sequence.block_ids) for sequence in table.sequences]
             assert len(tables) == 4
             # 40 tokens of prompt are two full blocks and a half.

@@ -15,8 +15,8 @@ from google.protobuf.message import Message
 from pagekv.client import types
 from pagekv.client.errors import ServerError
 from pagekv.common.errors import InvalidRequest
-from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
 from pagekv.v1 import types_pb2
 
 if TYPE_CHECKING:
@@ -110,13 +110,13 @@ def _fill(message: Message, values: Mapping[str, Any], path: str) -> None:
             raise InvalidRequest(f"{path}{name}", f"cannot be {shown}: {error}") from error
 
 
-def list_blocks_request(start: int, limit: int, state: types.BlockState | None) -> cache_pb.ListBlocksRequest:
+def list_blocks_request(start: int, limit: int, state: types.BlockState | None) -> operator_pb.ListBlocksRequest:
     """Raises InvalidRequest for an unknown state or negative numbers."""
-    request = filled(cache_pb.ListBlocksRequest(), start=start, limit=limit)
+    request = filled(operator_pb.ListBlocksRequest(), start=start, limit=limit)
     if state is not None:
         if state not in get_args(types.BlockState):
             raise InvalidRequest("state", f"must be one of {', '.join(get_args(types.BlockState))}, got {state!r}")
-        request.state = cache_pb.BlockState.Value(f"BLOCK_STATE_{state.upper()}")
+        request.state = operator_pb.BlockState.Value(f"BLOCK_STATE_{state.upper()}")
     return request
 
 
@@ -172,12 +172,12 @@ def _enum_name(get: Callable[[Any], int], enum: str, names: dict[int, str], mess
 _EVENTS = {"stored": types.BlockStored, "removed": types.BlockRemoved, "cleared": types.TableCleared}
 
 
-def event_batch(message: cache_pb.WatchEventsResponse) -> types.EventBatch:
+def event_batch(message: operator_pb.WatchEventsResponse) -> types.EventBatch:
     """One message of WatchEvents. Raises ServerError for an event that is unknown to this client."""
     return types.EventBatch(message.sequence, message.snapshot, tuple(map(_event, message.events)), message.more)
 
 
-def _event(message: cache_pb.CacheEvent) -> types.BlockStored | types.BlockRemoved | types.TableCleared:
+def _event(message: operator_pb.CacheEvent) -> types.BlockStored | types.BlockRemoved | types.TableCleared:
     kind = message.WhichOneof("event")
     if kind is None:
         raise ServerError("UNKNOWN_EVENT", "the server sent an event that this client does not know; update the client")

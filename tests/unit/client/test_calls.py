@@ -20,6 +20,7 @@ from pagekv.client import (
 from pagekv.client.types import PrefixLookup, RequestInfo, RequestList, SequenceBlocks
 from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
 
 
 def test_the_other_calls(server: ScriptedServer, client: PageKVClient) -> None:
@@ -43,30 +44,30 @@ def test_the_other_calls(server: ScriptedServer, client: PageKVClient) -> None:
     server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="m", eos_token_ids=[0], has_tokenizer=True))
     info = client.model_info()
     assert (info.model_id, info.eos_token_ids, info.has_tokenizer, info.block_size) == ("m", (0,), True, 0)
-    server.expect("GetStats", cache_pb.GetStatsResponse(num_blocks=9, kv_usage=0.5, executor_attached=True))
+    server.expect("GetStats", operator_pb.GetStatsResponse(num_blocks=9, kv_usage=0.5, executor_attached=True))
     stats = client.stats()
     assert (stats.num_blocks, stats.kv_usage, stats.executor_attached) == (9, 0.5, True)
     lookup = cache_pb.LookupPrefixRequest(prompt=as_prompt([1, 2]))
     lookup.cache.namespace = "n"
     server.expect("LookupPrefix", cache_pb.LookupPrefixResponse(prompt_tokens=2, block_ids=[4]), check=is_equal(lookup))
     assert client.lookup_prefix([1, 2], cache=CacheControls("n")) == PrefixLookup(2, 0, 0, (4,), 0)
-    sequence = cache_pb.SequenceBlocks(state="running", num_tokens=4, block_ids=[1], block_hashes=["ff"])
-    table = cache_pb.GetBlockTableRequest(request_id="r")
-    server.expect("GetBlockTable", cache_pb.GetBlockTableResponse(sequences=[sequence]), check=is_equal(table))
+    sequence = operator_pb.SequenceBlocks(state="running", num_tokens=4, block_ids=[1], block_hashes=["ff"])
+    table = operator_pb.GetBlockTableRequest(request_id="r")
+    server.expect("GetBlockTable", operator_pb.GetBlockTableResponse(sequences=[sequence]), check=is_equal(table))
     assert client.block_table("r") == [SequenceBlocks(0, "running", 4, 0, (1,), ("ff",))]
-    live = cache_pb.RequestInfo(request_id="r", state="waiting", priority=-1, prompt_tokens=7)
-    some = cache_pb.ListRequestsRequest(limit=5)
-    server.expect("ListRequests", cache_pb.ListRequestsResponse(requests=[live], total=9), check=is_equal(some))
+    live = operator_pb.RequestInfo(request_id="r", state="waiting", priority=-1, prompt_tokens=7)
+    some = operator_pb.ListRequestsRequest(limit=5)
+    server.expect("ListRequests", operator_pb.ListRequestsResponse(requests=[live], total=9), check=is_equal(some))
     assert client.list_requests(5) == RequestList((RequestInfo("r", "waiting", -1, 0, 7, 0, 0, 0, 0, 0, 0),), 9)
-    block = cache_pb.BlockInfo(block_id=3, ref_count=1, state=cache_pb.BLOCK_STATE_ACTIVE)
-    listing = cache_pb.ListBlocksRequest(start=3, limit=1, state=cache_pb.BLOCK_STATE_ACTIVE)
-    server.expect("ListBlocks", cache_pb.ListBlocksResponse(blocks=[block], next_start=4), check=is_equal(listing))
+    block = operator_pb.BlockInfo(block_id=3, ref_count=1, state=operator_pb.BLOCK_STATE_ACTIVE)
+    listing = operator_pb.ListBlocksRequest(start=3, limit=1, state=operator_pb.BLOCK_STATE_ACTIVE)
+    server.expect("ListBlocks", operator_pb.ListBlocksResponse(blocks=[block], next_start=4), check=is_equal(listing))
     blocks = client.list_blocks(3, 1, "active")
     assert (blocks.blocks[0].state, blocks.blocks[0].ref_count, blocks.next_start) == ("active", 1, 4)
-    server.expect("ListBlocks", cache_pb.ListBlocksResponse())
+    server.expect("ListBlocks", operator_pb.ListBlocksResponse())
     assert client.list_blocks().next_start is None
-    reset = cache_pb.ResetPrefixCacheRequest(force=True)
-    server.expect("ResetPrefixCache", cache_pb.ResetPrefixCacheResponse(removed_blocks=5), check=is_equal(reset))
+    reset = operator_pb.ResetPrefixCacheRequest(force=True)
+    server.expect("ResetPrefixCache", operator_pb.ResetPrefixCacheResponse(removed_blocks=5), check=is_equal(reset))
     assert client.reset_prefix_cache(force=True) == CacheReset(5, 0, 0)
     explain = cache_pb.ExplainPrefixRequest(prompt=as_prompt("hi"), start=2, limit=3)
     explain.adapter = "a"

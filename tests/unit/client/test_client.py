@@ -15,8 +15,8 @@ from pagekv.client import (
     MediaHash,
     PageKVClient,
 )
-from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
 from pagekv.v1 import types_pb2
 
 
@@ -173,7 +173,7 @@ def test_closing_a_stream_aborts_the_request(server: ScriptedServer, client: Pag
 
 
 def test_deadlines(server: ScriptedServer, make_client: Any) -> None:
-    server.expect("GetStats", cache_pb.GetStatsResponse())
+    server.expect("GetStats", operator_pb.GetStatsResponse())
     make_client(server.target, timeout=1000).stats()
     server.expect("Generate", complete(4))
     make_client(server.target, timeout=1000).generate("x", timeout=3000)

@@ -17,18 +17,19 @@ from pagekv.client import (
 from pagekv.client.types import PrefixLookup, SequenceBlocks
 from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
 
 
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
         (ModelInfo, pb.GetModelInfoResponse),
-        (Stats, cache_pb.GetStatsResponse),
+        (Stats, operator_pb.GetStatsResponse),
         (PrefixLookup, cache_pb.LookupPrefixResponse),
-        (SequenceBlocks, cache_pb.SequenceBlocks),
+        (SequenceBlocks, operator_pb.SequenceBlocks),
         (BlockExplanation, cache_pb.BlockExplanation),
         (Pin, cache_pb.PinPrefixResponse),
-        (CacheReset, cache_pb.ResetPrefixCacheResponse),
+        (CacheReset, operator_pb.ResetPrefixCacheResponse),
     ],
 )
 def test_types_have_the_fields_of_their_messages(cls: Any, message: Any) -> None:

@@ -15,6 +15,7 @@ from pagekv.client import (
 )
 from pagekv.client.types import BlockExplanation, BlockInfo, BlockOutcome, PrefixLookup
 from pagekv.v1 import cache_service_pb2 as cache_pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
 
 
 def test_every_outcome_has_its_name() -> None:
@@ -57,7 +58,7 @@ def test_an_unknown_option_is_refused(client: PageKVClient) -> None:
 
 
 def test_fields_are_read_by_name_presence_and_kind() -> None:
-    block = cache_pb.BlockInfo(block_id=3, state=cache_pb.BLOCK_STATE_PINNED, block_hash="ff")
+    block = operator_pb.BlockInfo(block_id=3, state=operator_pb.BLOCK_STATE_PINNED, block_hash="ff")
     assert wire.flat(BlockInfo, block) == BlockInfo(3, 0, "pinned", "ff", "", 0)
     told = cache_pb.BlockExplanation(outcome=cache_pb.BLOCK_OUTCOME_OTHER_IDENTITY, steps_ago=0)
     found = wire.flat(BlockExplanation, told)
@@ -68,5 +69,5 @@ def test_fields_are_read_by_name_presence_and_kind() -> None:
 
 def test_a_value_of_an_enum_that_is_not_known_is_an_error() -> None:
     with pytest.raises(ServerError, match="a BlockState that this client does not know") as caught:
-        wire.flat(BlockInfo, cache_pb.BlockInfo())
+        wire.flat(BlockInfo, operator_pb.BlockInfo())
     assert caught.value.code == "UNKNOWN_BLOCKSTATE"
