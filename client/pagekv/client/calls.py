@@ -143,11 +143,13 @@ class ClientCalls:
     @for_both
     async def abort(self, *request_ids: str) -> list[str]:
         """Ends requests early; their streams finish with "abort". Returns the ids that were live."""
-        return list((await self._ask(self._inference.Abort, pb.AbortRequest(request_ids=request_ids))).aborted)
+        return list(
+            (await self._ask(self._inference.Abort, pb.AbortRequest(request_ids=request_ids))).aborted_request_ids
+        )
 
     @for_both
     async def tokenize(self, prompt: Prompt) -> list[int]:
-        """Token ids of a text or conversation, exactly as generating would encode it."""
+        """Token ids of a prompt, exactly as generating would encode it; ids come back as they are."""
         request = prompt_request(pb.TokenizeRequest(), prompt)
         return list((await self._ask(self._inference.Tokenize, request)).token_ids)
 
@@ -168,23 +170,37 @@ class ClientCalls:
         return await self._ask_for(Stats, self._operator.GetStats, operator_pb.GetStatsRequest())
 
     @for_both
-    async def lookup_prefix(self, prompt: Prompt, *, cache: CacheControls | None = None) -> PrefixLookup:
+    async def lookup_prefix(
+        self, prompt: Prompt, *, cache: CacheControls | None = None, adapter: str = ""
+    ) -> PrefixLookup:
         """How many leading tokens of a prompt are cached now. Changes nothing."""
-        request = prompt_request(cache_pb.LookupPrefixRequest(), prompt, cache)
+        request = prompt_request(cache_pb.LookupPrefixRequest(), prompt, cache, adapter=adapter)
         return await self._ask_for(PrefixLookup, self._cache.LookupPrefix, request)
 
     @for_both
     async def explain_prefix(
-        self, prompt: Prompt, *, cache: CacheControls | None = None, start: int = 0, limit: int = 1000
+        self,
+        prompt: Prompt,
+        *,
+        cache: CacheControls | None = None,
+        adapter: str = "",
+        start: int = 0,
+        limit: int = 1000,
     ) -> PrefixExplanation:
         """Why each block of a prompt hits or misses, from block `start` on, `limit` (1 to 10000) at most."""
-        request = prompt_request(cache_pb.ExplainPrefixRequest(), prompt, cache, start=start, limit=limit)
+        request = prompt_request(
+            cache_pb.ExplainPrefixRequest(), prompt, cache, adapter=adapter, start=start, limit=limit
+        )
         return await self._ask_for(PrefixExplanation, self._cache.ExplainPrefix, request)
 
     @for_both
-    async def pin_prefix(self, prompt: Prompt, lease_seconds: int, *, cache: CacheControls | None = None) -> Pin:
+    async def pin_prefix(
+        self, prompt: Prompt, lease_seconds: int, *, cache: CacheControls | None = None, adapter: str = ""
+    ) -> Pin:
         """Keeps what is cached of a prompt from eviction for 1 to 86400 seconds. Raises LimitExceeded."""
-        request = prompt_request(cache_pb.PinPrefixRequest(), prompt, cache, lease_seconds=lease_seconds)
+        request = prompt_request(
+            cache_pb.PinPrefixRequest(), prompt, cache, adapter=adapter, lease_seconds=lease_seconds
+        )
         return await self._ask_for(Pin, self._cache.PinPrefix, request)
 
     @for_both
@@ -251,7 +267,6 @@ class ClientCalls:
     async def _chunks(self, generation: ResumableGeneration) -> AsyncGenerator[Chunk]:
         while not generation.done:
             try:
-                await self._prepare(generation)
                 call = self._inference.Generate(generation.request(), timeout=generation.remaining_s())
                 try:
                     async for response in self._messages(call):
@@ -266,19 +281,6 @@ class ClientCalls:
                 if not generation.done:
                     pause_s = generation.failed(from_rpc_error(error, self.target))
                     await self._wait_for(self._sleep(pause_s))
-
-    async def _prepare(self, generation: ResumableGeneration) -> None:
-        request = generation.prompt_to_encode()
-        if request is None:
-            return
-
-        def limit() -> float | None:
-            limits = [limit for limit in (self._timeout, generation.remaining_s()) if limit is not None]
-            return min(limits, default=None)
-
-        encoded = await self._wait_for(self._inference.Tokenize(request, timeout=limit()))
-        info = await self._wait_for(self._inference.GetModelInfo(pb.GetModelInfoRequest(), timeout=limit()))
-        generation.prompt_encoded(list(encoded.token_ids), flat(ModelInfo, info).longest_sequence)
 
 
 class StreamState:

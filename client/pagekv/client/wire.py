@@ -41,7 +41,7 @@ def generate_request(
         raise TypeError(f"unknown option {unknown[0]!r}; known are {', '.join(sorted(_OPTIONS))}")
     values = {**cast("Mapping[str, Any]", options), "n": n}
     sampling = {name: values[name] for name in values.keys() & _SAMPLING_FIELDS if values[name] is not None}
-    others = {name: values[name] for name in ("priority", "request_id") if name in values}
+    others = {name: values[name] for name in ("priority", "request_id", "adapter") if name in values}
     request = pb.GenerateRequest(only_complete=only_complete)
     return prompt_request(request, prompt, options.get("cache"), sampling_params=sampling, **others)
 
@@ -50,23 +50,21 @@ def prompt_request(
     request: Request, prompt: types.Prompt, cache: types.CacheControls | None = None, **values: Any
 ) -> Request:
     """The request with a prompt, cache controls if they are given, and these fields. Raises InvalidRequest."""
-    filled(request, **_input(request, prompt), **values)
+    filled(request, prompt=_prompt(prompt), **values)
     return request if cache is None else filled(request, cache=_cache(cache))
 
 
-def _input(request: Message, prompt: types.Prompt) -> dict[str, Any]:
-    """The field of a request for its prompt. Raises InvalidRequest when that is none of the three kinds."""
+def _prompt(prompt: types.Prompt) -> dict[str, Any]:
+    """The fields of a Prompt. Raises InvalidRequest when it is none of the three kinds."""
     if isinstance(prompt, str):
         return {"text": prompt}
     items = list(prompt)
     if not items:
-        raise InvalidRequest("input", "must be text, at least one token id or at least one message, is empty")
+        raise InvalidRequest("prompt", "must be text, at least one token id or at least one message, is empty")
     if isinstance(items[0], (types.ChatMessage, Mapping)):
         return {"chat": {"messages": [_message(position, item) for position, item in enumerate(items)]}}
-    if isinstance(request, pb.TokenizeRequest):
-        raise InvalidRequest("input", "must be text or messages to be encoded, is token ids")
     # Protobuf refuses items of a wrong kind.
-    return {"tokenized": {"input_ids": items}}
+    return {"token_ids": {"ids": items}}
 
 
 def _message(position: int, item: object) -> Mapping[str, Any]:
@@ -75,12 +73,12 @@ def _message(position: int, item: object) -> Mapping[str, Any]:
     if isinstance(item, Mapping) and item.keys() == {"role", "content"}:
         return item
     problem = f"must have a role and a content and nothing else, is {item!r:.80}"
-    raise InvalidRequest(f"chat.messages[{position}]", problem)
+    raise InvalidRequest(f"prompt.chat.messages[{position}]", problem)
 
 
 def _cache(cache: types.CacheControls) -> dict[str, Any]:
-    values = asdict(cache)
-    return {"no_read": not values.pop("read"), "no_write": not values.pop("write"), **values}
+    # True is the server's default, and calls that only look refuse both.
+    return {name: value for name, value in asdict(cache).items() if value is not True}
 
 
 def filled(request: Request, **values: Any) -> Request:

@@ -74,39 +74,32 @@ global___BlockOutcome = BlockOutcome
 
 @typing.final
 class LookupPrefixRequest(google.protobuf.message.Message):
-    """Which prompt."""
+    """The prompt to look up."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    TEXT_FIELD_NUMBER: builtins.int
-    TOKENIZED_FIELD_NUMBER: builtins.int
-    CHAT_FIELD_NUMBER: builtins.int
+    PROMPT_FIELD_NUMBER: builtins.int
     CACHE_FIELD_NUMBER: builtins.int
-    text: builtins.str
-    """As text."""
+    ADAPTER_FIELD_NUMBER: builtins.int
+    adapter: builtins.str
+    """As in GenerateRequest."""
     @property
-    def tokenized(self) -> pagekv.v1.types_pb2.TokenizedInput:
-        """As token ids."""
-
-    @property
-    def chat(self) -> pagekv.v1.types_pb2.ChatInput:
-        """As a conversation."""
+    def prompt(self) -> pagekv.v1.types_pb2.Prompt:
+        """The prompt. Required."""
 
     @property
     def cache(self) -> pagekv.v1.types_pb2.CacheControls:
-        """Namespace, adapter and media; no_read and no_write are ignored."""
+        """Namespace and media. `read` and `write` are refused: looking does neither."""
 
     def __init__(
         self,
         *,
-        text: builtins.str = ...,
-        tokenized: pagekv.v1.types_pb2.TokenizedInput | None = ...,
-        chat: pagekv.v1.types_pb2.ChatInput | None = ...,
+        prompt: pagekv.v1.types_pb2.Prompt | None = ...,
         cache: pagekv.v1.types_pb2.CacheControls | None = ...,
+        adapter: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["cache", b"cache", "chat", b"chat", "input", b"input", "text", b"text", "tokenized", b"tokenized"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache", b"cache", "chat", b"chat", "input", b"input", "text", b"text", "tokenized", b"tokenized"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["text", "tokenized", "chat"] | None: ...
+    def HasField(self, field_name: typing.Literal["cache", b"cache", "prompt", b"prompt"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "cache", b"cache", "prompt", b"prompt"]) -> None: ...
 
 global___LookupPrefixRequest = LookupPrefixRequest
 
@@ -148,47 +141,40 @@ global___LookupPrefixResponse = LookupPrefixResponse
 
 @typing.final
 class ExplainPrefixRequest(google.protobuf.message.Message):
-    """Which prompt."""
+    """The prompt to explain."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    TEXT_FIELD_NUMBER: builtins.int
-    TOKENIZED_FIELD_NUMBER: builtins.int
-    CHAT_FIELD_NUMBER: builtins.int
+    PROMPT_FIELD_NUMBER: builtins.int
     CACHE_FIELD_NUMBER: builtins.int
+    ADAPTER_FIELD_NUMBER: builtins.int
     START_FIELD_NUMBER: builtins.int
     LIMIT_FIELD_NUMBER: builtins.int
-    text: builtins.str
-    """As text."""
+    adapter: builtins.str
+    """As in GenerateRequest."""
     start: builtins.int
     """First block of the prompt to explain. 0: the first."""
     limit: builtins.int
     """How many at most, up to 10000. 0: 1000."""
     @property
-    def tokenized(self) -> pagekv.v1.types_pb2.TokenizedInput:
-        """As token ids."""
-
-    @property
-    def chat(self) -> pagekv.v1.types_pb2.ChatInput:
-        """As a conversation."""
+    def prompt(self) -> pagekv.v1.types_pb2.Prompt:
+        """The prompt. Required."""
 
     @property
     def cache(self) -> pagekv.v1.types_pb2.CacheControls:
-        """Namespace, adapter and media; no_read and no_write are ignored."""
+        """Namespace and media. `read` and `write` are refused: looking does neither."""
 
     def __init__(
         self,
         *,
-        text: builtins.str = ...,
-        tokenized: pagekv.v1.types_pb2.TokenizedInput | None = ...,
-        chat: pagekv.v1.types_pb2.ChatInput | None = ...,
+        prompt: pagekv.v1.types_pb2.Prompt | None = ...,
         cache: pagekv.v1.types_pb2.CacheControls | None = ...,
+        adapter: builtins.str = ...,
         start: builtins.int = ...,
         limit: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["cache", b"cache", "chat", b"chat", "input", b"input", "text", b"text", "tokenized", b"tokenized"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache", b"cache", "chat", b"chat", "input", b"input", "limit", b"limit", "start", b"start", "text", b"text", "tokenized", b"tokenized"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["text", "tokenized", "chat"] | None: ...
+    def HasField(self, field_name: typing.Literal["cache", b"cache", "prompt", b"prompt"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "cache", b"cache", "limit", b"limit", "prompt", b"prompt", "start", b"start"]) -> None: ...
 
 global___ExplainPrefixRequest = ExplainPrefixRequest
 
@@ -291,39 +277,32 @@ class PinPrefixRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    TEXT_FIELD_NUMBER: builtins.int
-    TOKENIZED_FIELD_NUMBER: builtins.int
-    CHAT_FIELD_NUMBER: builtins.int
+    PROMPT_FIELD_NUMBER: builtins.int
     CACHE_FIELD_NUMBER: builtins.int
+    ADAPTER_FIELD_NUMBER: builtins.int
     LEASE_SECONDS_FIELD_NUMBER: builtins.int
-    text: builtins.str
-    """As text."""
+    adapter: builtins.str
+    """As in GenerateRequest."""
     lease_seconds: builtins.int
     """How long, 1 second to a day (86400). To renew a lease, pin again and unpin the old one."""
     @property
-    def tokenized(self) -> pagekv.v1.types_pb2.TokenizedInput:
-        """As token ids."""
-
-    @property
-    def chat(self) -> pagekv.v1.types_pb2.ChatInput:
-        """As a conversation."""
+    def prompt(self) -> pagekv.v1.types_pb2.Prompt:
+        """The prompt. Required."""
 
     @property
     def cache(self) -> pagekv.v1.types_pb2.CacheControls:
-        """Namespace, adapter and media; no_read and no_write are ignored."""
+        """Namespace and media. `read` and `write` are refused: a pin does neither."""
 
     def __init__(
         self,
         *,
-        text: builtins.str = ...,
-        tokenized: pagekv.v1.types_pb2.TokenizedInput | None = ...,
-        chat: pagekv.v1.types_pb2.ChatInput | None = ...,
+        prompt: pagekv.v1.types_pb2.Prompt | None = ...,
         cache: pagekv.v1.types_pb2.CacheControls | None = ...,
+        adapter: builtins.str = ...,
         lease_seconds: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["cache", b"cache", "chat", b"chat", "input", b"input", "text", b"text", "tokenized", b"tokenized"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache", b"cache", "chat", b"chat", "input", b"input", "lease_seconds", b"lease_seconds", "text", b"text", "tokenized", b"tokenized"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["text", "tokenized", "chat"] | None: ...
+    def HasField(self, field_name: typing.Literal["cache", b"cache", "prompt", b"prompt"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "cache", b"cache", "lease_seconds", b"lease_seconds", "prompt", b"prompt"]) -> None: ...
 
 global___PinPrefixRequest = PinPrefixRequest
 

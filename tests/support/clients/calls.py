@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import grpc
+from support.prompts import as_prompt
 
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import inference_service_pb2_grpc as pb_grpc
@@ -38,9 +39,7 @@ class Result:
 def request_for(prompt: Sequence[int] | str, max_tokens: int = 16, **sampling: Any) -> pb.GenerateRequest:
     """A greedy request by default; `sampling` are fields of SamplingParams."""
     params = types_pb2.SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **sampling})
-    if isinstance(prompt, str):
-        return pb.GenerateRequest(text=prompt, sampling_params=params)
-    return pb.GenerateRequest(tokenized=types_pb2.TokenizedInput(input_ids=prompt), sampling_params=params)
+    return pb.GenerateRequest(prompt=as_prompt(prompt), sampling_params=params)
 
 
 class Caller:

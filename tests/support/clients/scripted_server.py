@@ -202,7 +202,7 @@ def complete(
         complete=pb.GenerateComplete(
             index=index,
             finish_reason=more.pop("reason", types_pb2.FINISH_REASON_LENGTH),
-            output_ids=token_ids,
+            token_ids=token_ids,
             text="".join(f"t{token_id} " for token_id in token_ids) if text is None else text,
             prompt_tokens=prompt,
             completion_tokens=resumed + len(token_ids),

@@ -8,6 +8,7 @@ import grpc
 import pytest
 from support.engine.cache_harness import TOKENIZER, run
 from support.engine.fake_engine import FakeEngine
+from support.prompts import as_chat, as_prompt
 
 from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan
@@ -17,7 +18,8 @@ from pagekv.v1 import types_pb2
 if TYPE_CHECKING:
     from pagekv.v1.cache_service_pb2_grpc import CacheServiceAsyncStub as CacheStub
 
-IDS = types_pb2.TokenizedInput(input_ids=[5, 6, 7])
+IDS = as_prompt([5, 6, 7])
+NO_WRITE = types_pb2.CacheControls(write=False)
 
 
 def test_lookup_prefix() -> None:
@@ -25,12 +27,12 @@ def test_lookup_prefix() -> None:
         controls = types_pb2.CacheControls(
             namespace="n", media_hashes=[types_pb2.MediaHash(position=1, length=2, hash="h")]
         )
-        answer = await stub.LookupPrefix(pb.LookupPrefixRequest(tokenized=IDS, cache=controls))
+        answer = await stub.LookupPrefix(pb.LookupPrefixRequest(prompt=IDS, cache=controls))
         assert (answer.prompt_tokens, answer.device_tokens, answer.host_tokens) == (3, 8, 4)
         assert answer.partial_tokens == 2
         assert list(answer.block_ids) == [7, 3]
         assert engine.lookups == [([5, 6, 7], CacheIdentity("n", media=(MediaSpan(1, 2, "h"),)))]
-        await stub.LookupPrefix(pb.LookupPrefixRequest(text="void"))
+        await stub.LookupPrefix(pb.LookupPrefixRequest(prompt=as_prompt("void")))
         assert engine.lookups[1][0] == [0, *TOKENIZER.encode("void", special_tokens=False, limit=9)]
 
     run(body)
@@ -39,29 +41,32 @@ def test_lookup_prefix() -> None:
 @pytest.mark.parametrize(
     ("method", "message", "field"),
     [
-        ("LookupPrefix", pb.LookupPrefixRequest(), "input"),
-        ("LookupPrefix", pb.LookupPrefixRequest(text=""), "text"),
-        ("LookupPrefix", pb.LookupPrefixRequest(tokenized=types_pb2.TokenizedInput(input_ids=[5] * 65)), "tokenized"),
-        ("LookupPrefix", pb.LookupPrefixRequest(chat=types_pb2.ChatInput()), "chat"),
+        ("LookupPrefix", pb.LookupPrefixRequest(), "prompt: exactly one of text, token_ids and chat"),
+        ("LookupPrefix", pb.LookupPrefixRequest(prompt=as_prompt("")), "prompt.text"),
+        ("LookupPrefix", pb.LookupPrefixRequest(prompt=as_prompt([5] * 65)), "prompt.token_ids.ids"),
+        ("LookupPrefix", pb.LookupPrefixRequest(prompt=as_chat()), "prompt.chat"),
+        ("LookupPrefix", pb.LookupPrefixRequest(prompt=IDS, adapter="a" * 257), "adapter"),
+        ("LookupPrefix", pb.LookupPrefixRequest(prompt=IDS, cache=types_pb2.CacheControls(read=True)), "cache.read"),
+        ("PinPrefix", pb.PinPrefixRequest(prompt=IDS, lease_seconds=1, cache=NO_WRITE), "cache.write"),
         (
             "LookupPrefix",
-            pb.LookupPrefixRequest(tokenized=IDS, cache=types_pb2.CacheControls(namespace="n" * 257)),
+            pb.LookupPrefixRequest(prompt=IDS, cache=types_pb2.CacheControls(namespace="n" * 257)),
             "cache.namespace",
         ),
         (
             "LookupPrefix",
             pb.LookupPrefixRequest(
-                tokenized=IDS,
+                prompt=IDS,
                 cache=types_pb2.CacheControls(media_hashes=[types_pb2.MediaHash(position=3, length=1, hash="h")]),
             ),
             "cache.media_hashes[0].position",
         ),
-        ("ExplainPrefix", pb.ExplainPrefixRequest(), "input"),
-        ("ExplainPrefix", pb.ExplainPrefixRequest(tokenized=IDS, start=1), "start"),
-        ("ExplainPrefix", pb.ExplainPrefixRequest(tokenized=IDS, limit=10001), "limit"),
-        ("PinPrefix", pb.PinPrefixRequest(lease_seconds=1), "input"),
-        ("PinPrefix", pb.PinPrefixRequest(tokenized=IDS), "lease_seconds"),
-        ("PinPrefix", pb.PinPrefixRequest(tokenized=IDS, lease_seconds=86401), "lease_seconds"),
+        ("ExplainPrefix", pb.ExplainPrefixRequest(), "prompt"),
+        ("ExplainPrefix", pb.ExplainPrefixRequest(prompt=IDS, start=1), "start"),
+        ("ExplainPrefix", pb.ExplainPrefixRequest(prompt=IDS, limit=10001), "limit"),
+        ("PinPrefix", pb.PinPrefixRequest(lease_seconds=1), "prompt"),
+        ("PinPrefix", pb.PinPrefixRequest(prompt=IDS), "lease_seconds"),
+        ("PinPrefix", pb.PinPrefixRequest(prompt=IDS, lease_seconds=86401), "lease_seconds"),
         ("UnpinPrefix", pb.UnpinPrefixRequest(), "pin_id"),
         ("UnpinPrefix", pb.UnpinPrefixRequest(pin_id="p" * 65), "pin_id"),
     ],
@@ -78,9 +83,9 @@ def test_bad_fields(method: str, message: Any, field: str) -> None:
 
 def test_explain_prefix_in_pages() -> None:
     async def body(engine: FakeEngine, stub: CacheStub) -> None:
-        prompt = types_pb2.TokenizedInput(input_ids=[5] * 9)
-        controls = types_pb2.CacheControls(namespace="n", adapter_id="a")
-        answer = await stub.ExplainPrefix(pb.ExplainPrefixRequest(tokenized=prompt, cache=controls))
+        prompt = as_prompt([5] * 9)
+        controls = types_pb2.CacheControls(namespace="n")
+        answer = await stub.ExplainPrefix(pb.ExplainPrefixRequest(prompt=prompt, cache=controls, adapter="a"))
         assert engine.lookups == [([5] * 9, CacheIdentity("n", "a"))]
         hit, old, tail = answer.blocks
         assert hit == pb.BlockExplanation(
@@ -92,7 +97,7 @@ def test_explain_prefix_in_pages() -> None:
         assert tail == pb.BlockExplanation(start=8, end=9, outcome=pb.BLOCK_OUTCOME_PARTIAL_TAIL, reason="tail")
         assert (answer.prompt_tokens, answer.cached_tokens) == (9, 4)
         assert not answer.HasField("next_start")
-        answer = await stub.ExplainPrefix(pb.ExplainPrefixRequest(tokenized=prompt, start=1, limit=1))
+        answer = await stub.ExplainPrefix(pb.ExplainPrefixRequest(prompt=prompt, start=1, limit=1))
         assert [block.start for block in answer.blocks] == [4]
         assert answer.next_start == 2
 
@@ -101,14 +106,14 @@ def test_explain_prefix_in_pages() -> None:
 
 def test_pin_and_unpin() -> None:
     async def body(engine: FakeEngine, stub: CacheStub) -> None:
-        answer = await stub.PinPrefix(pb.PinPrefixRequest(tokenized=IDS, lease_seconds=60))
+        answer = await stub.PinPrefix(pb.PinPrefixRequest(prompt=IDS, lease_seconds=60))
         assert answer == pb.PinPrefixResponse(pin_id="pin-60", pinned_tokens=8)
         assert engine.lookups == [([5, 6, 7], CacheIdentity())]
         assert (await stub.UnpinPrefix(pb.UnpinPrefixRequest(pin_id="pin-60"))).unpinned_tokens == 8
         assert (await stub.UnpinPrefix(pb.UnpinPrefixRequest(pin_id="pin-61"))).unpinned_tokens == 0
         engine.refusal = LimitExceeded("12 blocks would be pinned, at most 5 of 10")
         with pytest.raises(grpc.aio.AioRpcError, match="12 blocks would be pinned, at most 5 of 10") as caught:
-            await stub.PinPrefix(pb.PinPrefixRequest(tokenized=IDS, lease_seconds=60))
+            await stub.PinPrefix(pb.PinPrefixRequest(prompt=IDS, lease_seconds=60))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
     run(body)

@@ -131,7 +131,7 @@ SMALL = [
      "pin-1: 32 tokens pinned for 60 s\n"),
     ("unpin pin-1", "UnpinPrefix", cache_pb.UnpinPrefixResponse(unpinned_tokens=32), "32 tokens unpinned\n"),
     ("unpin pin-1", "UnpinPrefix", cache_pb.UnpinPrefixResponse(), "no such pin, or its lease was over\n"),
-    ("abort r", "Abort", pb.AbortResponse(aborted=["r"]), "aborted: r\n"),
+    ("abort r", "Abort", pb.AbortResponse(aborted_request_ids=["r"]), "aborted: r\n"),
     ("tokenize hi", "Tokenize", pb.TokenizeResponse(token_ids=[4, 5]), "4,5\n"),
     ("detokenize 4,5", "Detokenize", pb.DetokenizeResponse(text="hi"), "hi\n"),
 ]  # fmt: skip  # laid out as a table

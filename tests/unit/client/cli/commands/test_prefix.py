@@ -36,8 +36,8 @@ def test_explain_tells_blocks_with_the_same_story_in_one_row(
 
     def expect() -> None:
         def first(request: cache_pb.ExplainPrefixRequest) -> None:
-            assert (request.text, request.start) == ("hi", 0)
-            assert (request.cache.namespace, request.cache.adapter_id) == ("n", "a")
+            assert (request.prompt.text, request.start) == ("hi", 0)
+            assert (request.cache.namespace, request.adapter) == ("n", "a")
 
         def second(request: cache_pb.ExplainPrefixRequest) -> None:
             assert request.start == 4
