@@ -273,7 +273,7 @@ global___BlockExplanation = BlockExplanation
 
 @typing.final
 class PinPrefixRequest(google.protobuf.message.Message):
-    """Which prefix to keep."""
+    """The prefix to keep."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
