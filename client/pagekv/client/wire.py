@@ -13,7 +13,6 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescript
 from google.protobuf.message import Message
 
 from pagekv.client import types
-from pagekv.client.errors import ServerError
 from pagekv.common.errors import InvalidRequest
 from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
@@ -125,9 +124,9 @@ def list_blocks_request(start: int, limit: int, state: types.BlockState | None) 
 def flat(cls: type[Values], message: Message, **given: Any) -> Values:
     """A dataclass whose fields are the message's, by name, but for those that are given.
 
-    A message becomes the dataclass of its name, a repeated field a tuple, an enum's value its name in lower case
-    without the prefix, and an optional field that is not set None. Raises ServerError for a value of an enum that is
-    unspecified, or unknown to this client.
+    A message becomes the dataclass of its name, a repeated field a tuple, an optional field that is not set None, and
+    an enum's value its name in lower case without the prefix, "unknown" where it has none here: later servers have more
+    values.
     """
     for name, read in _readers(cls, message.DESCRIPTOR):
         if name not in given:
@@ -150,7 +149,8 @@ def _reader(field: FieldDescriptor) -> Callable[[Any], Any]:
         made = partial(flat, getattr(types, field.message_type.name))
         return lambda message: tuple(map(made, get(message))) if repeated else made(get(message))
     if field.enum_type is not None:
-        return partial(_enum_name, get, field.enum_type.name, _enum_names(field.enum_type))
+        names = _enum_names(field.enum_type)
+        return lambda message: names.get(get(message), "unknown")
     if field.has_presence:
         return lambda message: get(message) if message.HasField(name) else None
     return (lambda message: tuple(get(message))) if repeated else get
@@ -162,25 +162,18 @@ def _enum_names(enum: EnumDescriptor) -> dict[int, str]:
     return {value.number: value.name.removeprefix(f"{prefix}_").lower() for value in enum.values if value.number}
 
 
-def _enum_name(get: Callable[[Any], int], enum: str, names: dict[int, str], message: Message) -> str:
-    name = names.get(get(message))
-    if name is None:
-        raise ServerError(
-            f"UNKNOWN_{enum.upper()}", f"the server sent a {enum} that this client does not know; update the client"
-        )
-    return name
-
-
 _EVENTS = {"stored": types.BlockStored, "removed": types.BlockRemoved, "cleared": types.TableCleared}
 
 
 def event_batch(message: cache_pb.WatchEventsResponse) -> types.EventBatch:
-    """One message of WatchEvents. Raises ServerError for an event that is unknown to this client."""
+    """One message of WatchEvents."""
     return types.EventBatch(message.sequence, message.snapshot, tuple(map(_event, message.events)), message.more)
 
 
-def _event(message: cache_pb.CacheEvent) -> types.BlockStored | types.BlockRemoved | types.TableCleared:
+def _event(message: cache_pb.CacheEvent) -> types.Event:
     kind = message.WhichOneof("event")
     if kind is None:
-        raise ServerError("UNKNOWN_EVENT", "the server sent an event that this client does not know; update the client")
-    return flat(_EVENTS[kind], getattr(message, kind))
+        return types.UnknownEvent()
+    event: types.Event = flat(_EVENTS[kind], getattr(message, kind))
+    # A table that this client does not keep.
+    return types.UnknownEvent() if getattr(event, "tier", "") == "unknown" else event
