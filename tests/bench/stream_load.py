@@ -21,6 +21,7 @@ import time
 from dataclasses import asdict, dataclass
 
 import pycurl
+from support.prompts import as_prompt
 
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
@@ -63,7 +64,7 @@ def request(seed: int, number: int) -> bytes:
     """A prompt of its own, so that no two sequences share blocks."""
     chance = random.Random(f"{seed} {number}")
     return pb.GenerateRequest(
-        tokenized=types_pb2.TokenizedInput(input_ids=[chance.randrange(10, 500) for _ in range(PROMPT_TOKENS)]),
+        prompt=as_prompt([chance.randrange(10, 500) for _ in range(PROMPT_TOKENS)]),
         sampling_params=types_pb2.SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True),
     ).SerializeToString()
 

@@ -57,7 +57,6 @@ class CacheControls:
     """The requests that share cached blocks, and whether this one reads and writes the prefix cache."""
 
     namespace: str = ""
-    adapter_id: str = ""
     media_hashes: tuple[MediaHash, ...] = ()
     read: bool = True
     write: bool = True
@@ -107,6 +106,8 @@ class GenerateOptions(TypedDict, total=False):
     early_stopping: bool
     # Prefix cache controls.
     cache: CacheControls
+    # The adapter to answer with, which separates cache entries and no more. Default: none.
+    adapter: str
     # Lower runs earlier, -100 to 100. Default 0.
     priority: int
     # Unique among running requests. Default: made by the server.
@@ -188,14 +189,11 @@ class ModelInfo:
     num_device_blocks: int
     num_host_blocks: int
     backend: str
-
-    @property
-    def longest_sequence(self) -> int:
-        """Tokens, prompt and output, that a sequence may have: what the context allows and the pool holds.
-
-        The last token is never computed and takes no room.
-        """
-        return min(self.max_model_len, self.num_device_blocks * self.block_size + 1)
+    max_sequence_tokens: int
+    server_version: str
+    features: tuple[str, ...]
+    sampler: str
+    kv_dtype: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from google.protobuf.message import Message
 
 from pagekv.client import types
 from pagekv.common.errors import InvalidRequest
-from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
 from pagekv.v1 import types_pb2
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def generate_request(
         raise TypeError(f"unknown option {unknown[0]!r}; known are {', '.join(sorted(_OPTIONS))}")
     values = {**cast("Mapping[str, Any]", options), "n": n}
     sampling = {name: values[name] for name in values.keys() & _SAMPLING_FIELDS if values[name] is not None}
-    others = {name: values[name] for name in ("priority", "request_id") if name in values}
+    others = {name: values[name] for name in ("priority", "request_id", "adapter") if name in values}
     request = pb.GenerateRequest(only_complete=only_complete)
     return prompt_request(request, prompt, options.get("cache"), sampling_params=sampling, **others)
 
@@ -49,23 +49,21 @@ def prompt_request(
     request: Request, prompt: types.Prompt, cache: types.CacheControls | None = None, **values: Any
 ) -> Request:
     """The request with a prompt, cache controls if they are given, and these fields. Raises InvalidRequest."""
-    filled(request, **_input(request, prompt), **values)
+    filled(request, prompt=_prompt(prompt), **values)
     return request if cache is None else filled(request, cache=_cache(cache))
 
 
-def _input(request: Message, prompt: types.Prompt) -> dict[str, Any]:
-    """The field of a request for its prompt. Raises InvalidRequest when that is none of the three kinds."""
+def _prompt(prompt: types.Prompt) -> dict[str, Any]:
+    """The fields of a Prompt. Raises InvalidRequest when it is none of the three kinds."""
     if isinstance(prompt, str):
         return {"text": prompt}
     items = list(prompt)
     if not items:
-        raise InvalidRequest("input", "must be text, at least one token id or at least one message, is empty")
+        raise InvalidRequest("prompt", "must be text, at least one token id or at least one message, is empty")
     if isinstance(items[0], (types.ChatMessage, Mapping)):
         return {"chat": {"messages": [_message(position, item) for position, item in enumerate(items)]}}
-    if isinstance(request, pb.TokenizeRequest):
-        raise InvalidRequest("input", "must be text or messages to be encoded, is token ids")
     # Protobuf refuses items of a wrong kind.
-    return {"tokenized": {"input_ids": items}}
+    return {"token_ids": {"ids": items}}
 
 
 def _message(position: int, item: object) -> Mapping[str, Any]:
@@ -74,12 +72,12 @@ def _message(position: int, item: object) -> Mapping[str, Any]:
     if isinstance(item, Mapping) and item.keys() == {"role", "content"}:
         return item
     problem = f"must have a role and a content and nothing else, is {item!r:.80}"
-    raise InvalidRequest(f"chat.messages[{position}]", problem)
+    raise InvalidRequest(f"prompt.chat.messages[{position}]", problem)
 
 
 def _cache(cache: types.CacheControls) -> dict[str, Any]:
-    values = asdict(cache)
-    return {"no_read": not values.pop("read"), "no_write": not values.pop("write"), **values}
+    # True is the server's default, and calls that only look refuse both.
+    return {name: value for name, value in asdict(cache).items() if value is not True}
 
 
 def filled(request: Request, **values: Any) -> Request:
@@ -111,13 +109,13 @@ def _fill(message: Message, values: Mapping[str, Any], path: str) -> None:
             raise InvalidRequest(f"{path}{name}", f"cannot be {shown}: {error}") from error
 
 
-def list_blocks_request(start: int, limit: int, state: types.BlockState | None) -> cache_pb.ListBlocksRequest:
+def list_blocks_request(start: int, limit: int, state: types.BlockState | None) -> operator_pb.ListBlocksRequest:
     """Raises InvalidRequest for an unknown state or negative numbers."""
-    request = filled(cache_pb.ListBlocksRequest(), start=start, limit=limit)
+    request = filled(operator_pb.ListBlocksRequest(), start=start, limit=limit)
     if state is not None:
         if state not in get_args(types.BlockState):
             raise InvalidRequest("state", f"must be one of {', '.join(get_args(types.BlockState))}, got {state!r}")
-        request.state = cache_pb.BlockState.Value(f"BLOCK_STATE_{state.upper()}")
+        request.state = operator_pb.BlockState.Value(f"BLOCK_STATE_{state.upper()}")
     return request
 
 
@@ -165,12 +163,12 @@ def _enum_names(enum: EnumDescriptor) -> dict[int, str]:
 _EVENTS = {"stored": types.BlockStored, "removed": types.BlockRemoved, "cleared": types.TableCleared}
 
 
-def event_batch(message: cache_pb.WatchEventsResponse) -> types.EventBatch:
+def event_batch(message: operator_pb.WatchEventsResponse) -> types.EventBatch:
     """One message of WatchEvents."""
     return types.EventBatch(message.sequence, message.snapshot, tuple(map(_event, message.events)), message.more)
 
 
-def _event(message: cache_pb.CacheEvent) -> types.Event:
+def _event(message: operator_pb.CacheEvent) -> types.Event:
     kind = message.WhichOneof("event")
     if kind is None:
         return types.UnknownEvent()

@@ -40,8 +40,8 @@ from pagekv.client import (
 )
 from pagekv.client.errors import from_rpc_error
 from pagekv.common.statuses import STATUS_DETAILS_KEY
-from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
 from pagekv.v1 import types_pb2
 
 # Any: of no enum.
@@ -102,10 +102,10 @@ def test_an_event_that_is_not_known_is_left_out(server: ScriptedServer, client: 
 
 
 def test_a_change_that_is_not_known_is_said_and_ends_a_replica(server: ScriptedServer, client: PageKVClient) -> None:
-    known = cache_pb.CacheEvent(stored=cache_pb.BlockStored(block_hash="a", tier=types_pb2.TIER_DEVICE))
-    tier = cache_pb.CacheEvent(removed=cache_pb.BlockRemoved(block_hash="a", tier=LATER))
-    for change in (cache_pb.CacheEvent.FromString(b"\x9a\x06\x00"), tier):
-        message = cache_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[known, change])
+    known = operator_pb.CacheEvent(stored=operator_pb.BlockStored(block_hash="a", tier=types_pb2.TIER_DEVICE))
+    tier = operator_pb.CacheEvent(removed=operator_pb.BlockRemoved(block_hash="a", tier=LATER))
+    for change in (operator_pb.CacheEvent.FromString(b"\x9a\x06\x00"), tier):
+        message = operator_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[known, change])
         server.expect("WatchEvents", message)
         (batch,) = client.watch_events()
         assert batch.events == (BlockStored("a", "", (), "device"), UnknownEvent())

@@ -14,6 +14,7 @@ from pagekv.client import (
 )
 from pagekv.client.types import BlockExplanation, BlockInfo, BlockOutcome, PrefixLookup
 from pagekv.v1 import cache_service_pb2 as cache_pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
 
 
 def test_every_outcome_has_its_name() -> None:
@@ -25,13 +26,13 @@ def test_every_outcome_has_its_name() -> None:
 @pytest.mark.parametrize(
     ("prompt", "options", "field"),
     [
-        ([], {}, "input"),
-        ([1, -1], {}, "tokenized.input_ids"),
-        ([1, 2**32], {}, "tokenized.input_ids"),
-        ([1, "x"], {}, "tokenized.input_ids"),
-        ("\ud800", {}, "text"),
-        ([{"role": "user"}], {}, "chat.messages[0]"),
-        ([{"role": "user", "content": 1}], {}, "chat.messages[0].content"),
+        ([], {}, "prompt"),
+        ([1, -1], {}, "prompt.token_ids.ids"),
+        ([1, 2**32], {}, "prompt.token_ids.ids"),
+        ([1, "x"], {}, "prompt.token_ids.ids"),
+        ("\ud800", {}, "prompt.text"),
+        ([{"role": "user"}], {}, "prompt.chat.messages[0]"),
+        ([{"role": "user", "content": 1}], {}, "prompt.chat.messages[0].content"),
         ("x", {"max_tokens": -1}, "sampling_params.max_tokens"),
         ("x", {"temperature": "hot"}, "sampling_params.temperature"),
         ("x", {"seed": -1}, "sampling_params.seed"),
@@ -55,7 +56,7 @@ def test_an_unknown_option_is_refused(client: PageKVClient) -> None:
 
 
 def test_fields_are_read_by_name_presence_and_kind() -> None:
-    block = cache_pb.BlockInfo(block_id=3, state=cache_pb.BLOCK_STATE_PINNED, block_hash="ff")
+    block = operator_pb.BlockInfo(block_id=3, state=operator_pb.BLOCK_STATE_PINNED, block_hash="ff")
     assert wire.flat(BlockInfo, block) == BlockInfo(3, 0, "pinned", "ff", "", 0)
     told = cache_pb.BlockExplanation(outcome=cache_pb.BLOCK_OUTCOME_OTHER_IDENTITY, steps_ago=0)
     found = wire.flat(BlockExplanation, told)

@@ -129,9 +129,9 @@ def add_identity(parser: CommandParser) -> None:
     parser.add_argument("--adapter", default="", metavar="ID", help="for this adapter")
 
 
-def read_identity(args: argparse.Namespace) -> CacheControls:
-    """The identity given."""
-    return CacheControls(namespace=args.namespace, adapter_id=args.adapter)
+def read_identity(args: argparse.Namespace) -> dict[str, Any]:
+    """The identity given, as arguments of the client's methods."""
+    return {"cache": CacheControls(namespace=args.namespace), "adapter": args.adapter}
 
 
 def read_prompt(args: argparse.Namespace) -> str | list[int]:

@@ -103,8 +103,10 @@ async def _run(args: argparse.Namespace, workload: Workload, terminal: Terminal)
     async with AsyncPageKVClient(args.target) as client:
         info = await client.model_info()
         needed = workload.shared_prefix + workload.prompt_tokens[1] + workload.output_tokens[1]
-        if needed > info.longest_sequence:
-            raise UsageError(f"the longest request needs {needed} tokens, and the server holds {info.longest_sequence}")
+        if needed > info.max_sequence_tokens:
+            raise UsageError(
+                f"the longest request needs {needed} tokens, and the server holds {info.max_sequence_tokens}"
+            )
         text_ids: list[int] = []
         if args.text is not None:
             text_ids = await client.tokenize(_read(args.text))

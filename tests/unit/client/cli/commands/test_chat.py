@@ -20,7 +20,7 @@ def test_chat_keeps_the_history(
     sent: list[list[tuple[str, str]]] = []
 
     def check(request: pb.GenerateRequest) -> None:
-        sent.append([(message.role, message.content) for message in request.chat.messages])
+        sent.append([(message.role, message.content) for message in request.prompt.chat.messages])
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\n/reset\nthree\n/exit\nnever\n"))
     server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="m", has_chat_template=True))
