@@ -26,6 +26,8 @@ Request = TypeVar("Request", bound=Message)
 
 _SAMPLING_FIELDS = frozenset(field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields)
 _OPTIONS = frozenset(types.GenerateOptions.__annotations__)
+# Sequences of numbers that nobody means as such.
+_BYTES = (bytes, bytearray, memoryview)
 
 
 def generate_request(
@@ -57,6 +59,8 @@ def _prompt(prompt: types.Prompt) -> dict[str, Any]:
     """The fields of a Prompt. Raises InvalidRequest when it is none of the three kinds."""
     if isinstance(prompt, str):
         return {"text": prompt}
+    if isinstance(prompt, _BYTES):
+        raise InvalidRequest("prompt", f"must be text, token ids or messages, is {prompt!r:.80}: decode it first")
     items = list(prompt)
     if not items:
         raise InvalidRequest("prompt", "must be text, at least one token id or at least one message, is empty")
@@ -98,6 +102,8 @@ def _fill(message: Message, values: Mapping[str, Any], path: str) -> None:
                 for position, each in enumerate(value):
                     _fill(field.add(), each, f"{path}{name}[{position}].")
             elif hasattr(field, "extend"):
+                if isinstance(value, _BYTES):
+                    raise TypeError("bytes are neither text nor a list of ids")
                 field.extend((value,) if isinstance(value, str) else value)
             elif hasattr(field, "update"):
                 field.update(value)

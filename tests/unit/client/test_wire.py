@@ -27,6 +27,11 @@ def test_every_outcome_has_its_name() -> None:
     ("prompt", "options", "field"),
     [
         ([], {}, "prompt"),
+        (b"In the", {}, "prompt"),
+        (bytearray(b"In the"), {}, "prompt"),
+        (memoryview(b""), {}, "prompt"),
+        ("x", {"stop": b"In the"}, "sampling_params.stop"),
+        ("x", {"stop_token_ids": b"In the"}, "sampling_params.stop_token_ids"),
         ([1, -1], {}, "prompt.token_ids.ids"),
         ([1, 2**32], {}, "prompt.token_ids.ids"),
         ([1, "x"], {}, "prompt.token_ids.ids"),
