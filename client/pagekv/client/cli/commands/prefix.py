@@ -27,11 +27,13 @@ from pagekv.client.types import (
     BlockExplanation,
     BlockRemoved,
     BlockStored,
+    Event,
     EventBatch,
     PrefixExplanation,
     Prompt,
     TableCleared,
     Tier,
+    UnknownEvent,
 )
 from pagekv.common.flags import integer
 
@@ -157,9 +159,11 @@ def watch(args: argparse.Namespace, terminal: Terminal) -> int:
     return 0
 
 
-def _event_json(event: BlockStored | BlockRemoved | TableCleared) -> dict[str, object]:
-    kind = {BlockStored: "stored", BlockRemoved: "removed", TableCleared: "cleared"}[type(event)]
-    return {"event": kind, **asdict(event)}
+_EVENTS = {BlockStored: "stored", BlockRemoved: "removed", TableCleared: "cleared", UnknownEvent: "unknown"}
+
+
+def _event_json(event: Event) -> dict[str, object]:
+    return {"event": _EVENTS[type(event)], **asdict(event)}
 
 
 def _lines(batch: EventBatch, tokens: bool) -> Iterator[str]:
@@ -171,4 +175,4 @@ def _lines(batch: EventBatch, tokens: bool) -> Iterator[str]:
         elif isinstance(event, BlockRemoved):
             yield f"removed  {event.tier:<6}  {event.block_hash[:SHOWN_HASH]}"
         else:
-            yield "cleared"
+            yield _EVENTS[type(event)]
