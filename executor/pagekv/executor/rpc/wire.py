@@ -4,7 +4,7 @@ step (R35): `step_check` does the rest.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -14,7 +14,6 @@ from pagekv.executor.backend.interface import (
     BackendDescription,
     BlockCopies,
     CopyDirection,
-    Sampled,
     Sampling,
     SequenceState,
 )
@@ -28,6 +27,7 @@ _DIRECTIONS: dict[int, CopyDirection] = {
     pb.MEMORY_OP_KIND_SWAP_OUT: CopyDirection.SWAP_OUT,
     pb.MEMORY_OP_KIND_SWAP_IN: CopyDirection.SWAP_IN,
 }
+_SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling))
 
 
 def attach_order(message: pb.AttachRequest) -> AttachOrder:
@@ -89,22 +89,12 @@ def _check_known(message: Message, path: str, index: int = 0) -> None:
 
 
 def _sampling(message: pb.StepSampling) -> Sampling:
-    return Sampling(
-        temperature=message.temperature,
-        top_p=message.top_p,
-        top_k=message.top_k,
-        min_p=message.min_p,
-        repetition_penalty=message.repetition_penalty,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        seed=message.seed,
-        sequence_index=message.sequence_index,
-        min_tokens=message.min_tokens,
-        banned_until_min=tuple(message.banned_until_min),
-        bias_token_ids=tuple(message.bias_token_ids),
-        biases=tuple(message.biases),
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-    )
+    values = {name: getattr(message, name) for name in _SAMPLING_FIELDS}
+    for name in ("banned_until_min", "bias_token_ids", "biases"):
+        values[name] = tuple(values[name])
+    if not message.HasField("logprobs"):
+        values["logprobs"] = None
+    return Sampling(**values)
 
 
 def step_result(report: ExecutedStep) -> pb.StepResult:
@@ -115,7 +105,12 @@ def step_result(report: ExecutedStep) -> pb.StepResult:
         sampled_seqs=report.sampled.keys(),
         sampled_tokens=[sampled.token_id for sampled in report.sampled.values()],
         logprobs=[
-            _logprobs(seq_id, sampled.logprob, sampled)
+            pb.SampledLogprobs(
+                seq_id=seq_id,
+                chosen=sampled.logprob,
+                top_token_ids=[token for token, _ in sampled.top],
+                top_logprobs=[logprob for _, logprob in sampled.top],
+            )
             for seq_id, sampled in report.sampled.items()
             if sampled.logprob is not None
         ],
@@ -124,15 +119,6 @@ def step_result(report: ExecutedStep) -> pb.StepResult:
         idle_us=report.idle_us,
         failed_seqs=report.failed,
         failed_reasons=[pb.SEQUENCE_FAILURE_NOT_A_NUMBER] * len(report.failed),
-    )
-
-
-def _logprobs(seq_id: int, chosen: float, sampled: Sampled) -> pb.SampledLogprobs:
-    return pb.SampledLogprobs(
-        seq_id=seq_id,
-        chosen=chosen,
-        top_token_ids=[token for token, _ in sampled.top],
-        top_logprobs=[logprob for _, logprob in sampled.top],
     )
 
 
