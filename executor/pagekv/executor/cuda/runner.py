@@ -18,8 +18,8 @@ from pagekv.executor.cuda.sampler import Logprobs, SamplingInputs, sample
 from pagekv.executor.cuda.step_inputs import NO_BLOCK, DeviceSequences, PenaltyTable, StepInputs, build_inputs
 from pagekv.executor.model.attention_interface import ALL_ROWS, LAST_ROW, LogitRows, forward
 from pagekv.executor.model.loading import LoadedModel
-from pagekv.kernels.attention_plan import GraphKey, HostPlan, Ints
-from pagekv.kernels.decode_plan import num_decode_items
+from pagekv.kernels.attention_plan import GraphKey, HostPlan
+from pagekv.kernels.decode_plan import Ints, num_decode_items
 
 # int32 words of the buffer that inputs are uploaded to, at first; it grows, and graphs are then recorded anew.
 UPLOAD_WORDS = 2**20
