@@ -35,11 +35,8 @@ def attend(
     outs, lses = [], []
     for start in range(0, query.shape[2], SCORE_ROWS):
         rows = query[:, :, start : start + SCORE_ROWS]
-        weights = (
-            torch.matmul(rows, key.transpose(-1, -2)).float()
-            if query.dtype == torch.bfloat16
-            else torch.matmul(rows, key.transpose(-1, -2))
-        )
+        weights = torch.matmul(rows, key.transpose(-1, -2))
+        weights = weights.float() if query.dtype == torch.bfloat16 else weights
         weights = weights.mul_(scores.scale / scores.cap).tanh_().mul_(scores.cap)
         if causal:
             future = torch.arange(start, start + rows.shape[2])[:, None] < torch.arange(key.shape[2])

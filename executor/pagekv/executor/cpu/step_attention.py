@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pagekv.executor.cpu.attention import attend, merge
-from pagekv.executor.cpu.attention_plan import Context, CpuAttentionPlan, DecodeGroup, PromptChunk, WindowedChunk
+from pagekv.executor.cpu.attention_plan import Context, CpuAttentionPlan, DecodeGroup
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.model.attention_interface import Scores
 
@@ -27,13 +27,15 @@ class PagedStepAttention:
         plan = self._plan.reads(scores.window)
         parts: list[Part] = []
         for part in plan.parts:
+            rows = slice(part.first, part.last)
             if isinstance(part, DecodeGroup):
-                parts.append(self._decodes(layer, query[:, part.first : part.last], part, scores))
-            elif isinstance(part, PromptChunk):
-                rows = slice(part.first, part.last)
+                parts.append(self._decodes(layer, query[:, rows], part, scores))
+            elif part.window is None:
                 parts.append(_chunk(query[:, rows], key[:, rows], value[:, rows], scores, None))
             else:
-                parts.append(self._windowed(layer, query[:, part.first : part.last], part, scores))
+                blocks, mask = part.window
+                seen = [slots[: mask.shape[-1]].transpose(0, 1) for slots in self._cache.gather(layer, blocks)]
+                parts.append(_chunk(query[:, rows], seen[0], seen[1], scores, mask))
         out = torch.cat([part[0] for part in parts])
         if plan.contexts:
             lse = torch.cat([part[1] for part in parts])
@@ -56,11 +58,6 @@ class PagedStepAttention:
             mask=group.mask,
         )
         return out.reshape(count, num_heads, size), lse.reshape(count, num_heads)
-
-    def _windowed(self, layer: int, query: torch.Tensor, chunk: WindowedChunk, scores: Scores) -> Part:
-        keys, values = self._cache.gather(layer, chunk.blocks)
-        num_keys = chunk.mask.shape[-1]
-        return _chunk(query, keys[:num_keys].transpose(0, 1), values[:num_keys].transpose(0, 1), scores, chunk.mask)
 
     def _context(self, layer: int, query: torch.Tensor, context: Context, scores: Scores) -> Part:
         """`query` `[num_heads, R, head_size]`; every row sees every key."""
