@@ -27,7 +27,7 @@ WINDOW_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class PromptChunk:
     """Rows [first, last) are consecutive positions of one sequence that see one another causally. Under a window they
     see the first N slots of the blocks `window[0]` instead, as the mask `window[1]` `[1, 1, R, N]` says.
     """
@@ -65,7 +65,7 @@ class Context:
 class Plan:
     """Parts cover every row once, in order; contexts are merged into them."""
 
-    parts: list[Chunk | DecodeGroup] = field(default_factory=list)
+    parts: list[PromptChunk | DecodeGroup] = field(default_factory=list)
     contexts: list[Context] = field(default_factory=list)
 
 
@@ -137,7 +137,7 @@ class CpuAttentionPlan:
                     end = min(begin + WINDOW_ROWS, start + count)
                     plan.parts.append(self._windowed_chunk(row, begin, end, window))
                 continue
-            plan.parts.append(Chunk(row.first, row.first + count))
+            plan.parts.append(PromptChunk(row.first, row.first + count))
             own = start - row.shared * size
             if own > 0:
                 blocks = row.item.state.block_table[row.shared : -(-start // size)]
@@ -155,7 +155,7 @@ class CpuAttentionPlan:
         blocks = members[0].item.state.block_table[prefix.first : prefix.last]
         return Context(rows, torch.tensor(blocks), len(blocks) * self._block_size)
 
-    def _windowed_chunk(self, row: _Row, start: int, end: int, window: int) -> Chunk:
+    def _windowed_chunk(self, row: _Row, start: int, end: int, window: int) -> PromptChunk:
         """Positions [start, end) of a row."""
         low = max(0, start - window + 1) // self._block_size
         blocks = row.item.state.block_table[low : (end - 1) // self._block_size + 1]
@@ -163,7 +163,7 @@ class CpuAttentionPlan:
         key = np.arange(low * self._block_size, end)[None]
         mask = self._mask((key <= query) & (key > query - window))[None, None]
         first = row.first + start - row.item.start
-        return Chunk(first, first + end - start, (torch.tensor(blocks), mask))
+        return PromptChunk(first, first + end - start, (torch.tensor(blocks), mask))
 
     def _decode_groups(self, window: int | None) -> list[DecodeGroup]:
         groups: list[DecodeGroup] = []

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
 from pagekv.executor.cpu import attention_plan as plan_module
-from pagekv.executor.cpu.attention_plan import Chunk, CpuAttentionPlan, DecodeGroup, SharedPrefix, shared_prefixes
+from pagekv.executor.cpu.attention_plan import CpuAttentionPlan, DecodeGroup, PromptChunk, SharedPrefix, shared_prefixes
 
 BLOCK_SIZE = 4
 NULL = 10**6
@@ -88,7 +88,7 @@ def test_padding_is_cheaper_than_another_group() -> None:
 def test_a_window_reads_only_its_blocks() -> None:
     step = build([scheduled(1, list(range(10)), 30, 1), scheduled(2, list(range(20, 30)), 20, 6)])
     chunk, group = step.reads(6).parts
-    assert isinstance(chunk, Chunk)
+    assert isinstance(chunk, PromptChunk)
     assert chunk.window is not None
     blocks, mask = chunk.window
     assert blocks.tolist() == [23, 24, 25, 26]
@@ -117,7 +117,7 @@ def test_shared_blocks_are_read_once_for_all_rows() -> None:
         scheduled(4, [5], 0, 2),
     ]
     plan = build(items, plan_module.CALL_BYTES // 16).reads(None)
-    assert [type(part) for part in plan.parts] == [Chunk, Chunk, Chunk, DecodeGroup]
+    assert [type(part) for part in plan.parts] == [PromptChunk, PromptChunk, PromptChunk, DecodeGroup]
     own, shared = plan.contexts
     assert own.rows == slice(3, 7)
     assert (own.blocks.tolist(), own.num_keys) == ([2], 2)
