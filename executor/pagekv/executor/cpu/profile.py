@@ -59,4 +59,4 @@ def _run_prompts(loaded: LoadedModel, block_size: int, num_tokens: int) -> int:
     lengths = prompt_lengths(num_tokens, loaded.max_model_len, num_tokens)
     cache = KvCache(loaded.geometry, block_size, num_blocks(lengths, block_size))
     run_step(loaded.model, cache, prompt_step(lengths, block_size, Sampling()))
-    return cache.num_bytes
+    return cache.device.nbytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -160,10 +161,8 @@ class StepOnDevice:
     _asking: list[SequenceState]
     _logprobs: list[Logprobs]
 
-    @property
-    def ready(self) -> bool:
-        """As `Launch.ready`: even a step that is over by now was not when it was launched."""
-        return False
+    # Even a step that is over by now was not when it was launched.
+    ready: ClassVar[bool] = False
 
     def collect(self) -> dict[int, Sampled]:
         """As `Launch.collect`. Raises ArithmeticError when the model computed something that is no number."""
