@@ -72,7 +72,7 @@ def add(commands: Subparsers) -> None:
     parser = add_command(
         commands, "watch", "show what enters and leaves the prefix tables, until Ctrl-C", watch, examples=WATCH_EXAMPLES
     )
-    add_target(parser)
+    add_target(parser, timeout=None)
     parser.add_argument("--tokens", action="store_true", help="with the token ids of each block")
     parser.add_argument(
         "--limit", type=integer(1, 2**31), metavar="N", help="end after N batches; the snapshot is the first"
