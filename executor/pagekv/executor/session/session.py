@@ -24,7 +24,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pagekv.common.errors import FailedPrecondition, InvalidRequest, OutOfMemory, PageKVError, StaleEpoch, Unavailable
+from pagekv.common.errors import (
+    Draining,
+    FailedPrecondition,
+    InvalidRequest,
+    OutOfMemory,
+    PageKVError,
+    StaleEpoch,
+    Unavailable,
+)
 from pagekv.common.logs import Log
 from pagekv.executor.backend.interface import Backend, BackendDescription
 from pagekv.executor.session.epoch import Epoch, LaunchedStep
@@ -146,7 +154,7 @@ class Session:
 
     def _open_epoch(self, backend: Backend, order: AttachOrder, description: BackendDescription) -> int:
         if self._closed:
-            raise Unavailable("the executor is shutting down")
+            raise Draining("the executor is shutting down")
         # Rises within the process even if the clock goes back, and across restarts as the clock does.
         self._last_epoch = max(self._clock_ns(), self._last_epoch + 1)
         limits = EpochLimits(
@@ -323,7 +331,7 @@ class Session:
         await self._compute.call(lambda: None)
         if self._collector is not None:
             await self._collector.call(lambda: None)
-        reason = Unavailable("the executor is shutting down")
+        reason = Draining("the executor is shutting down")
         if current is not None:
             self._end_epoch(current, reason)
         for stream in list(self._streams):
@@ -332,7 +340,7 @@ class Session:
 
     def _serving(self) -> Backend:
         if self._closed:
-            raise Unavailable("the executor is shutting down")
+            raise Draining("the executor is shutting down")
         if self._backend is None:
             raise Unavailable("the executor is still loading its model")
         if self.lost.is_set():

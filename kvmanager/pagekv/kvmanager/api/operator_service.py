@@ -41,7 +41,7 @@ class OperatorService(pb_grpc.OperatorServiceServicer):
         check_request_id("request_id", request.request_id)
         tables = self._queries.block_tables(request.request_id)
         if tables is None:
-            raise NotFound(f"no request {request.request_id!r} is running or waiting")
+            raise NotFound(f"no request {request.request_id!r} is running or waiting", "request", request.request_id)
         return tables
 
     async def ListBlocks(self, request: pb.ListBlocksRequest, context: Any) -> pb.ListBlocksResponse:
@@ -55,7 +55,8 @@ class OperatorService(pb_grpc.OperatorServiceServicer):
     async def ResetPrefixCache(self, request: pb.ResetPrefixCacheRequest, context: Any) -> pb.ResetPrefixCacheResponse:
         reset = self._queries.reset_prefix_cache(request.force)
         if reset is None:
-            raise FailedPrecondition("running requests or pins hold blocks: wait for them to end, or use force")
+            held = "running requests or pins hold blocks: wait for them to end, or use force"
+            raise FailedPrecondition(held, "BLOCKS_HELD", "prefix cache")
         return reset
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:

@@ -76,7 +76,10 @@ class CacheAdmin:
         if needed > self.pool.num_blocks - pinned:
             raise LimitExceeded(
                 f"prompt and output need {needed} blocks; {pinned} of {self.pool.num_blocks} are pinned until they are "
-                "unpinned or their leases end"
+                "unpinned or their leases end",
+                needed_blocks=needed,
+                available_blocks=self.pool.num_blocks - pinned,
+                pinned_blocks=pinned,
             )
 
     def count_admissions(self, admitted: Iterable[Admitted]) -> None:

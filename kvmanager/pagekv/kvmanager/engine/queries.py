@@ -11,9 +11,9 @@ from itertools import islice
 
 import numpy as np
 
-from pagekv.common.errors import InvalidRequest, Unavailable
+from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
-from pagekv.kvmanager.engine.state import RETRY_DELAY_S, EngineState
+from pagekv.kvmanager.engine.state import EngineState, draining
 from pagekv.kvmanager.engine.views import BlockDetail, BlockMap
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
@@ -109,7 +109,7 @@ class EngineQueries:
     def watch_events(self) -> TableWatch:
         """The prefix table now and as it changes; the caller closes it. Raises LimitExceeded."""
         if self._state.stopping:
-            raise Unavailable("the manager is shutting down", RETRY_DELAY_S)
+            raise draining()
         return self._cache.log.watch()
 
     def block_tables(self, request_id: str) -> operator_pb.GetBlockTableResponse | None:

@@ -164,7 +164,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
     ) -> AsyncIterator[common.GetTokenizerChunk]:
         tokenizer = self._served_model.served().tokenizer
         if tokenizer is None or tokenizer.directory is None:
-            raise FailedPrecondition("this deployment has no tokenizer; --tokenizer names one")
+            raise FailedPrecondition("this deployment has no tokenizer; --tokenizer names one", "TOKENIZER")
         archive = await asyncio.to_thread(_zip, tokenizer.directory)
         digest = hashlib.sha256(archive).hexdigest()
         for start in range(0, len(archive), TOKENIZER_CHUNK):

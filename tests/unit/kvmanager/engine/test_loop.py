@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from support.engine.engine_harness import VOCAB, Bench, command, config, described, expect, read, run, until
+from support.engine.engine_harness import VOCAB, Bench, Link, command, config, described, expect, read, run, until
 
-from pagekv.common.errors import InvalidRequest, Unavailable
+from pagekv.common.errors import Draining, InvalidRequest, Unavailable
+from pagekv.kvmanager.engine import loop as engine_loop
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import Observer, RequestEnd
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
@@ -183,6 +185,31 @@ def test_a_preempted_request_is_swapped_out_and_its_stream_goes_on(monkeypatch: 
     limits = replace(config().limits, swap=SwapPolicy("swap"))
     monkeypatch.setattr("support.engine.engine_harness.DESCRIPTION", described(host_kv_bytes=40))
     run(monkeypatch, body, num_device_blocks=9, limits=limits)
+
+
+def test_the_end_of_the_grace_time_is_no_ending_of_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader gets what was there, and then an error that says that another manager can go on."""
+
+    async def main() -> None:
+        bench = Bench()
+        monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake: Link(bench, wake))
+        engine = EngineLoop(config())
+        task = asyncio.create_task(engine.run())
+        await engine.wait_ready()
+        stream = engine.submit(command("a", [1, 2, 3], max_tokens=30))
+        (news,) = await stream.take()
+        await engine.stop(0)
+        with pytest.raises(Draining, match="shutting down") as refused:
+            engine.submit(command("b", [1]))
+        assert refused.value.retry_delay_s == 1.0
+        assert (news.finish, news.token_ids) == (None, expect([1, 2, 3], 30)[0][: len(news.token_ids)])
+        with pytest.raises(Draining, match="shutting down"):
+            await read(stream)
+        stats = engine.queries.stats()
+        assert (stats.aborted_requests_total, stats.active_blocks) == (1, 0)
+        await task
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(("policy", "share", "cached"), [("lru", 0.5, 0), ("slru", 0.5, 8), ("slru", 0.0, 0)])

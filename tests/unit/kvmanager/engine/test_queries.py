@@ -9,7 +9,7 @@ import pytest
 from support.engine.engine_harness import Bench, Link, command, config, expect, read, run, until
 from support.engine.integrity import check_engine
 
-from pagekv.common.errors import LimitExceeded, Unavailable
+from pagekv.common.errors import Draining, LimitExceeded, Unavailable
 from pagekv.kvmanager.engine import loop as engine_loop
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
@@ -142,8 +142,9 @@ def test_a_request_that_pins_leave_no_room_for_is_refused_and_the_other_way_roun
         engine.queries.pin_prefix(prompt[:4], ANY, 60)
         assert await read(large) == expect([1, 2, 3], 31)
         pin = engine.queries.pin_prefix(prompt[:4], ANY, 60)
-        with pytest.raises(LimitExceeded, match="need 10 blocks; 1 of 10 are pinned"):
+        with pytest.raises(LimitExceeded, match="need 10 blocks; 1 of 10 are pinned") as refused:
             engine.submit(command("x", [1, 2, 3], 38))
+        assert refused.value.metadata == {"needed_blocks": "10", "available_blocks": "9", "pinned_blocks": "1"}
         assert await read(engine.submit(command("y", [1, 2, 3], 34))) == expect([1, 2, 3], 34)
         assert outcomes(engine, prompt)[0] is pb.BLOCK_OUTCOME_HIT
         assert pin.pinned_tokens == 4
@@ -199,9 +200,9 @@ def test_stopping_ends_every_watch(monkeypatch: pytest.MonkeyPatch) -> None:
         await engine.wait_ready()
         watch = engine.queries.watch_events()
         await engine.stop(0)
-        with pytest.raises(Unavailable, match="shutting down"):
+        with pytest.raises(Draining, match="shutting down"):
             await watch.take()
-        with pytest.raises(Unavailable, match="shutting down"):
+        with pytest.raises(Draining, match="shutting down"):
             engine.queries.watch_events()
         await task
 
