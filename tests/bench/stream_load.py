@@ -21,7 +21,6 @@ import time
 from dataclasses import asdict, dataclass
 
 import pycurl
-from support.prompts import as_prompt
 
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
@@ -63,8 +62,9 @@ class Report:
 def request(seed: int, number: int) -> bytes:
     """A prompt of its own, so that no two sequences share blocks."""
     chance = random.Random(f"{seed} {number}")
+    ids = [chance.randrange(10, 500) for _ in range(PROMPT_TOKENS)]
     return pb.GenerateRequest(
-        prompt=as_prompt([chance.randrange(10, 500) for _ in range(PROMPT_TOKENS)]),
+        prompt=types_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=ids)),
         sampling_params=types_pb2.SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True),
     ).SerializeToString()
 

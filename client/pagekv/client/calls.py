@@ -251,7 +251,8 @@ class ClientCalls:
             answer: Any = await self._ask(self._health.Check, health_pb2.HealthCheckRequest(service=service))
         except NotFound:
             return "SERVICE_UNKNOWN"
-        status: HealthStatus = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+        known = health_pb2.HealthCheckResponse.ServingStatus
+        status: HealthStatus = known.Name(answer.status) if answer.status in known.values() else "UNKNOWN"
         return status
 
     async def _events(self, token_ids: bool, snapshot_only: bool) -> AsyncGenerator[EventBatch]:

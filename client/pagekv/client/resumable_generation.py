@@ -20,6 +20,7 @@ from pagekv.client.errors import (
     AlreadyExists,
     ConnectionLost,
     DeadlineExceeded,
+    Draining,
     Overloaded,
     PageKVError,
     ServerError,
@@ -181,14 +182,18 @@ class ResumableGeneration:
         return self._request
 
     def take(self, response: pb.GenerateResponse) -> Chunk | None:
-        """A message of the stream; what the caller gets of it. The end of a sequence goes into `completions`.
+        """A message of the stream; what the caller gets of it. The end of a sequence goes into `completions`; an event
+        that this client does not know is left out.
 
         Raises ServerError where a replay differs from what was received.
         """
         self._interrupted_at, self._pause_s = None, FIRST_PAUSE_S
         self._model_fingerprint = response.model_fingerprint or self._model_fingerprint
         self._begun = True
-        if not response.HasField("complete"):
+        event = response.WhichOneof("event")
+        if event is None:
+            return None
+        if event == "chunk":
             chunk = flat(Chunk, response.chunk, request_id=response.request_id)
             return self._sequences[chunk.index].unseen_part(chunk)
         complete = response.complete
@@ -219,7 +224,7 @@ class ResumableGeneration:
         # Half of the pause is random, so that the clients of a restarted server do not come all at once.
         pause = self._pause_s * (0.5 + random.random() / 2)
         self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
-        if isinstance(error, Overloaded):
+        if isinstance(error, (Draining, Overloaded)):
             pause = max(pause, error.retry_delay_s)
         remaining = self.remaining_s()
         return min(pause, left, left if remaining is None else remaining)
@@ -227,7 +232,8 @@ class ResumableGeneration:
     def _may_go_on(self, error: PageKVError) -> bool:
         if self._resume_timeout_s <= 0:
             return False
-        if isinstance(error, ConnectionLost):
+        # A manager that shuts down is followed by another one, also for calls that it never took.
+        if isinstance(error, (ConnectionLost, Draining)):
             return True
         # A first call that finds no server, or a server that refuses it, is the caller's to know at once. In the middle
         # of a generation the same means that the server is not back yet; ALREADY_EXISTS, that it has not noticed the

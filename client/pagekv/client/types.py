@@ -11,15 +11,24 @@ __all__ = [
     "BlockExplanation", "BlockInfo", "BlockList", "BlockRemoved", "BlockStored", "CacheControls", "CacheReset",
     "ChatMessage", "Chunk", "Completion", "EventBatch", "GenerateOptions", "MediaHash", "ModelInfo", "Pin",
     "PositionLogprobs", "PrefixExplanation", "PrefixLookup", "Prompt", "RequestInfo", "RequestList", "SequenceBlocks",
-    "SequenceState", "Stats", "TableCleared", "Tier", "TokenLogprob",
+    "SequenceState", "Stats", "TableCleared", "Tier", "TokenLogprob", "UnknownEvent",
 ]  # fmt: skip  # one name a line would fill a screen
 
-FinishReason: TypeAlias = Literal["stop", "length", "abort"]
+# "unknown" is anything that only later servers say.
+FinishReason: TypeAlias = Literal["stop", "length", "abort", "unknown"]
 Tier: TypeAlias = Literal["device", "host"]
-SequenceState: TypeAlias = Literal["waiting", "running", "swapped"]
+SequenceState: TypeAlias = Literal["waiting", "running", "swapped", "unknown"]
 BlockState: TypeAlias = Literal["free", "cached", "active", "pinned"]
 BlockOutcome: TypeAlias = Literal[
-    "hit", "never_seen", "evicted", "other_identity", "partial_tail", "diverged", "cleared", "unreachable"
+    "hit",
+    "never_seen",
+    "evicted",
+    "other_identity",
+    "partial_tail",
+    "diverged",
+    "cleared",
+    "unreachable",
+    "unknown",
 ]
 HealthStatus: TypeAlias = Literal["SERVING", "NOT_SERVING", "SERVICE_UNKNOWN", "UNKNOWN"]
 
@@ -307,7 +316,7 @@ class BlockInfo:
     block_id: int
     # Sequences and pins that hold the block.
     ref_count: int
-    state: BlockState
+    state: BlockState | Literal["unknown"]
     block_hash: str
     parent_hash: str
     pins: int
@@ -390,11 +399,19 @@ class TableCleared:
 
 
 @dataclass(frozen=True, slots=True)
+class UnknownEvent:
+    """A change that this client does not know: a table kept up with the events is no longer the manager's."""
+
+
+Event: TypeAlias = BlockStored | BlockRemoved | TableCleared | UnknownEvent
+
+
+@dataclass(frozen=True, slots=True)
 class EventBatch:
     """Changes of the prefix tables, to be applied in order; with `more`, the batch goes on in the next of these."""
 
     sequence: int
     # True: part of the first batch, which rebuilds the tables from nothing.
     snapshot: bool
-    events: tuple[BlockStored | BlockRemoved | TableCleared, ...]
+    events: tuple[Event, ...]
     more: bool

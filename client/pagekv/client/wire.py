@@ -15,7 +15,6 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from pagekv.client import types
-from pagekv.client.errors import ServerError
 from pagekv.common.errors import InvalidRequest
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2 as operator_pb
@@ -29,6 +28,8 @@ Request = TypeVar("Request", bound=Message)
 
 _SAMPLING_FIELDS = frozenset(field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields)
 _OPTIONS = frozenset(types.GenerateOptions.__annotations__)
+# Sequences of numbers that nobody means as such.
+_BYTES = (bytes, bytearray, memoryview)
 
 
 def generate_request(
@@ -60,6 +61,8 @@ def _prompt(prompt: types.Prompt) -> dict[str, Any]:
     """The fields of a Prompt. Raises InvalidRequest when it is none of the three kinds."""
     if isinstance(prompt, str):
         return {"text": prompt}
+    if isinstance(prompt, _BYTES):
+        raise InvalidRequest("prompt", f"must be text, token ids or messages, is {prompt!r:.80}: decode it first")
     items = list(prompt)
     if not items:
         raise InvalidRequest("prompt", "must be text, at least one token id or at least one message, is empty")
@@ -101,6 +104,8 @@ def _fill(message: Message, values: Mapping[str, Any], path: str) -> None:
                 for position, each in enumerate(value):
                     _fill(field.add(), each, f"{path}{name}[{position}].")
             elif hasattr(field, "extend"):
+                if isinstance(value, _BYTES):
+                    raise TypeError("bytes are neither text nor a list of ids")
                 field.extend((value,) if isinstance(value, str) else value)
             elif hasattr(field, "update"):
                 field.update(value)
@@ -127,9 +132,9 @@ def list_blocks_request(
 def flat(cls: type[Values], message: Message, **given: Any) -> Values:
     """A dataclass whose fields are the message's, by name, but for those that are given.
 
-    A message becomes the dataclass of its name, a repeated field a tuple, a time a datetime in UTC, an enum's value
-    its name in lower case without the prefix, and a time or an optional field that is not set None. Raises ServerError
-    for a value of an enum that is unspecified, or unknown to this client.
+    A message becomes the dataclass of its name, a repeated field a tuple, a time a datetime in UTC, a time or an
+    optional field that is not set None, and an enum's value its name in lower case without the prefix, "unknown" where
+    it has none here: later servers have more values.
     """
     for name, read in _readers(cls, message.DESCRIPTOR):
         if name not in given:
@@ -154,7 +159,8 @@ def _reader(field: FieldDescriptor) -> Callable[[Any], Any]:
         made = partial(flat, getattr(types, field.message_type.name))
         return lambda message: tuple(map(made, get(message))) if repeated else made(get(message))
     if field.enum_type is not None:
-        return partial(_enum_name, get, field.enum_type.name, _enum_names(field.enum_type))
+        names = _enum_names(field.enum_type)
+        return lambda message: names.get(get(message), "unknown")
     if field.has_presence:
         return lambda message: get(message) if message.HasField(name) else None
     return (lambda message: tuple(get(message))) if repeated else get
@@ -166,25 +172,18 @@ def _enum_names(enum: EnumDescriptor) -> dict[int, str]:
     return {value.number: value.name.removeprefix(f"{prefix}_").lower() for value in enum.values if value.number}
 
 
-def _enum_name(get: Callable[[Any], int], enum: str, names: dict[int, str], message: Message) -> str:
-    name = names.get(get(message))
-    if name is None:
-        raise ServerError(
-            f"UNKNOWN_{enum.upper()}", f"the server sent a {enum} that this client does not know; update the client"
-        )
-    return name
-
-
 _EVENTS = {"stored": types.BlockStored, "removed": types.BlockRemoved, "cleared": types.TableCleared}
 
 
 def event_batch(message: operator_pb.WatchEventsResponse) -> types.EventBatch:
-    """One message of WatchEvents. Raises ServerError for an event that is unknown to this client."""
+    """One message of WatchEvents."""
     return types.EventBatch(message.sequence, message.snapshot, tuple(map(_event, message.events)), message.more)
 
 
-def _event(message: operator_pb.CacheEvent) -> types.BlockStored | types.BlockRemoved | types.TableCleared:
+def _event(message: operator_pb.CacheEvent) -> types.Event:
     kind = message.WhichOneof("event")
     if kind is None:
-        raise ServerError("UNKNOWN_EVENT", "the server sent an event that this client does not know; update the client")
-    return flat(_EVENTS[kind], getattr(message, kind))
+        return types.UnknownEvent()
+    event: types.Event = flat(_EVENTS[kind], getattr(message, kind))
+    # A table that this client does not keep.
+    return types.UnknownEvent() if getattr(event, "tier", "") == "unknown" else event

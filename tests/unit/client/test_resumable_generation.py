@@ -206,6 +206,20 @@ def test_a_server_that_shuts_down_before_it_takes_the_call_is_asked_again(
     assert client.generate([1, 2, 3]).token_ids == (4,)
 
 
+def test_a_manager_that_shuts_down_is_followed_by_another(server: ScriptedServer, client: PageKVClient) -> None:
+    """Before it took the call, before the first token, and in the middle."""
+    draining = Fails(errors.Draining("the manager is shutting down", 0.01))
+    server.expect("Generate", draining)
+    server.expect("Generate", chunk(4), draining)
+    server.expect("Generate", draining, check=resumed_with(4))
+    server.expect("Generate", chunk(5, done=1), complete(5, resumed=1), check=resumed_with(4))
+    end = client.generate([1, 2, 3])
+    assert (end.token_ids, end.resumes) == ((4, 5), 2)
+    server.expect("Generate", draining)
+    with pytest.raises(errors.Draining, match="is shutting down"):
+        client.generate([1, 2, 3], resume_timeout_s=0)
+
+
 def test_resuming_can_be_switched_off(server: ScriptedServer, client: PageKVClient) -> None:
     server.expect("Generate", chunk(4), Fails(LOST), check=lambda r: _equal(r.only_complete, False))
     stream = client.stream("x", resume_timeout_s=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.clients.scripted_server import LOST, Fails, Hangs, ScriptedServer
 
-from pagekv.client import BlockStored, ConnectionLost, FellBehind, PageKVClient, ServerError, TableReplica, wire
+from pagekv.client import BlockStored, ConnectionLost, FellBehind, PageKVClient, TableReplica, wire
 from pagekv.common import errors
 from pagekv.v1 import operator_service_pb2 as operator_pb
 from pagekv.v1 import types_pb2
@@ -68,14 +68,6 @@ def test_a_replica_keeps_the_tiers_apart() -> None:
     assert seen == [("a", "a"), ("", "ab"), ("c", "b"), ("", "")]
 
 
-def test_a_tier_that_the_client_does_not_know_is_an_error() -> None:
-    message = operator_pb.WatchEventsResponse(
-        sequence=1, snapshot=True, events=[stored("a", tier=types_pb2.TIER_UNSPECIFIED)]
-    )
-    with pytest.raises(ServerError, match="a Tier that this client does not know"):
-        wire.event_batch(message)
-
-
 def test_a_watch_begins_again_until_its_first_message(server: ScriptedServer, client: PageKVClient) -> None:
     server.expect("WatchEvents", Fails(LOST))
     server.expect("WatchEvents", operator_pb.WatchEventsResponse(sequence=1, snapshot=True), Fails(LOST))
@@ -104,6 +96,10 @@ def test_a_watch_ends_when_it_is_closed(server: ScriptedServer, client: PageKVCl
             "removes a, which is not",
         ),
         (operator_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[stored("a")] * 2), "stores a, which is"),
+        (
+            operator_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[stored("a"), operator_pb.CacheEvent()]),
+            "has an event unknown to this client",
+        ),
     ],
 )
 def test_a_replica_refuses_what_cannot_be_true(message: operator_pb.WatchEventsResponse, problem: str) -> None:

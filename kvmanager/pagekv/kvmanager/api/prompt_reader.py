@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from pagekv.common.errors import InvalidRequest
@@ -37,7 +37,7 @@ class PromptReader:
         if kind == "text":
             return await self.text(PROMPT_FIELDS[kind], prompt.text)
         if kind == "token_ids":
-            return self._checked_ids(PROMPT_FIELDS[kind], list(prompt.token_ids.ids))
+            return self._checked_ids(PROMPT_FIELDS[kind], prompt.token_ids.ids)
         if kind == "chat":
             return await self._chat(PROMPT_FIELDS[kind], prompt.chat)
         raise InvalidRequest("prompt", "exactly one of text, token_ids and chat must be set")
@@ -74,12 +74,13 @@ class PromptReader:
         # The template writes the special tokens itself.
         return await self._encode(field, size + 64 * len(messages), render, tokenizer, special_tokens=False)
 
-    def _checked_ids(self, field: str, ids: list[int]) -> list[int]:
+    def _checked_ids(self, field: str, ids: Sequence[int]) -> list[int]:
         if not ids:
             raise InvalidRequest(field, "must have at least one token id")
         self._check_count(field, len(ids))
-        check_token_ids(field, ids, self._vocab_size)
-        return ids
+        prompt = list(ids)
+        check_token_ids(field, prompt, self._vocab_size)
+        return prompt
 
     async def _encode(
         self, field: str, size: int, source: Callable[[], str], tokenizer: Tokenizer, *, special_tokens: bool

@@ -79,9 +79,7 @@ async def read_generate(
     sampling = _read_sampling(params, model.vocab_size)
     _check_beams(params, sampling, n, model)
     stops = _read_stops(params, tokenizer)
-    resumed = list(request.resumed_token_ids)
-    if resumed:
-        _check_resumable(resumed, sampling, n, model)
+    resumed = _read_resumed(request.resumed_token_ids, sampling, n, model)
     identity = _read_identity(request)
 
     # A prompt leaves room for one token of output at least.
@@ -105,9 +103,7 @@ async def read_generate(
         left = longest_sequence(model, sampling.beam_width) - num_prompt
         max_tokens = left if kind == "chat" else min(DEFAULT_MAX_TOKENS, left)
     if len(resumed) > max_tokens:
-        raise InvalidRequest(
-            "resumed_token_ids", f"must have at most max_tokens ({max_tokens}) ids, has {len(resumed)}"
-        )
+        raise InvalidRequest("resumed_token_ids", f"must have at most max_tokens ({max_tokens}), has {len(resumed)}")
     if params.min_tokens > max_tokens:
         raise InvalidRequest(
             "sampling_params.min_tokens", f"must be from 0 to max_tokens ({max_tokens}), got {params.min_tokens}"
@@ -176,14 +172,16 @@ def _read_sampling(params: types_pb2.SamplingParams, vocab_size: int) -> Samplin
     return SamplingParams(**given)
 
 
-def _check_resumable(resumed: list[int], sampling: SamplingParams, n: int, model: EngineInfo) -> None:
-    """Their number is checked when max_tokens is known."""
-    if n != 1 or sampling.beam_width:
+def _read_resumed(given: Sequence[int], sampling: SamplingParams, n: int, model: EngineInfo) -> list[int]:
+    """The tokens that were generated before. Once more their number is checked when max_tokens is known."""
+    field = "resumed_token_ids"
+    if given and (n != 1 or sampling.beam_width):
         name, value = ("beam_width", sampling.beam_width) if sampling.beam_width else ("n", n)
-        raise InvalidRequest(
-            "resumed_token_ids", f"must be empty with sampling_params.{name} of {value}, has {len(resumed)} ids"
-        )
-    check_token_ids("resumed_token_ids", resumed, model.vocab_size)
+        raise InvalidRequest(field, f"must be empty with sampling_params.{name} of {value}, has {len(given)} ids")
+    _check_count(field, len(given), model.max_model_len - 1)
+    if resumed := list(given):
+        check_token_ids(field, resumed, model.vocab_size)
+    return resumed
 
 
 def _check_beams(params: types_pb2.SamplingParams, sampling: SamplingParams, n: int, model: EngineInfo) -> None:

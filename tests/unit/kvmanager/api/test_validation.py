@@ -127,10 +127,15 @@ REFUSED: list[tuple[pb.GenerateRequest, str, str]] = [
     (media(1, 0), "cache.media_hashes[0].length", "from 1 to 3, got 0"),
     (media(1, 4), "cache.media_hashes[0].length", "from 1 to 3, got 4"),
     (cached(media_hashes=[types_pb2.MediaHash()] * 257), "cache.media_hashes", "at most 256 entries, has 257"),
-    (resumed(17), "resumed_token_ids", r"at most max_tokens \(16\) ids, has 17"),
+    (resumed(17), "resumed_token_ids", r"at most max_tokens \(16\), has 17"),
     (resumed(1, sampling_params=N2), "resumed_token_ids", "must be empty with sampling_params.n of 2, has 1 ids"),
+    (resumed(64), "resumed_token_ids", "at most 63 entries, has 64"),
     (ids(5, resumed_token_ids=[7, 400]), "resumed_token_ids[1]", "from 0 to 399 .* got 400"),
-    (resumed(3, sampling_params=types_pb2.SamplingParams(max_tokens=2)), "resumed_token_ids", r"\(2\) ids, has 3"),
+    (
+        resumed(3, sampling_params=types_pb2.SamplingParams(max_tokens=2)),
+        "resumed_token_ids",
+        r"at most max_tokens \(2\), has 3",
+    ),
     (
         resumed(2, cache=types_pb2.CacheControls(media_hashes=[types_pb2.MediaHash(position=2, length=1, hash="h")])),
         "cache.media_hashes[0].position",

@@ -16,7 +16,7 @@ from support.engine.generate_requests import (
     resumed,
     sampled,
 )
-from support.prompts import as_prompt
+from support.prompts import as_chat, as_prompt
 
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
@@ -184,6 +184,18 @@ def test_text_gets_the_tokenizers_special_tokens_and_chat_the_templates() -> Non
     plain = TOKENIZER.encode("void", special_tokens=False, limit=9)
     assert read(pb.GenerateRequest(prompt=as_prompt("void")))[0].prompt_ids == [0, *plain]
     assert read(chat(("user", "void")))[0].prompt_ids == [0, 2, *plain]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens"), [(as_prompt("void"), 16), (as_prompt([5, 6]), 16), (as_chat(("user", "void")), None)]
+)
+def test_resumed_tokens_follow_a_prompt_of_any_kind_and_change_no_default(
+    prompt: types_pb2.Prompt, max_tokens: int | None
+) -> None:
+    fresh, _ = read(pb.GenerateRequest(prompt=prompt))
+    again, _ = read(pb.GenerateRequest(prompt=prompt, resumed_token_ids=[7, 8, 9]))
+    assert (again.prompt_ids, again.resumed_tokens) == ([*fresh.prompt_ids, 7, 8, 9], 3)
+    assert again.sampling.max_tokens == fresh.sampling.max_tokens == (max_tokens or 64 - len(fresh.prompt_ids))
 
 
 def test_resumed_tokens_may_fill_the_context() -> None:

@@ -54,7 +54,7 @@ def span(low: int, high: int) -> Callable[[str], tuple[int, int]]:
 def add(commands: Subparsers) -> None:
     """Adds the subcommand."""
     parser = add_command(commands, "bench", "measure a running stack under load", run, examples=EXAMPLES)
-    add_target(parser)
+    add_target(parser, timeout=None)
     load = parser.add_mutually_exclusive_group()
     load.add_argument(
         "--concurrency", type=integer(1, 4096), default=8, metavar="N", help="requests at once, closed loop [8]"

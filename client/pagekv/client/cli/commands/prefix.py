@@ -27,11 +27,13 @@ from pagekv.client.types import (
     BlockExplanation,
     BlockRemoved,
     BlockStored,
+    Event,
     EventBatch,
     PrefixExplanation,
     Prompt,
     TableCleared,
     Tier,
+    UnknownEvent,
 )
 from pagekv.common.flags import integer
 
@@ -70,7 +72,7 @@ def add(commands: Subparsers) -> None:
     parser = add_command(
         commands, "watch", "show what enters and leaves the prefix tables, until Ctrl-C", watch, examples=WATCH_EXAMPLES
     )
-    add_target(parser)
+    add_target(parser, timeout=None)
     parser.add_argument("--tokens", action="store_true", help="with the token ids of each block")
     parser.add_argument(
         "--limit", type=integer(1, 2**31), metavar="N", help="end after N batches; the snapshot is the first"
@@ -157,9 +159,11 @@ def watch(args: argparse.Namespace, terminal: Terminal) -> int:
     return 0
 
 
-def _event_json(event: BlockStored | BlockRemoved | TableCleared) -> dict[str, object]:
-    kind = {BlockStored: "stored", BlockRemoved: "removed", TableCleared: "cleared"}[type(event)]
-    return {"event": kind, **asdict(event)}
+_EVENTS = {BlockStored: "stored", BlockRemoved: "removed", TableCleared: "cleared", UnknownEvent: "unknown"}
+
+
+def _event_json(event: Event) -> dict[str, object]:
+    return {"event": _EVENTS[type(event)], **asdict(event)}
 
 
 def _lines(batch: EventBatch, tokens: bool) -> Iterator[str]:
@@ -171,4 +175,4 @@ def _lines(batch: EventBatch, tokens: bool) -> Iterator[str]:
         elif isinstance(event, BlockRemoved):
             yield f"removed  {event.tier:<6}  {event.block_hash[:SHOWN_HASH]}"
         else:
-            yield "cleared"
+            yield _EVENTS[type(event)]

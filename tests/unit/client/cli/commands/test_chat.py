@@ -48,7 +48,7 @@ def test_chat_json_and_a_failing_turn(
     assert main(["chat", "--json"]) == 1
     out, err = capsys.readouterr()
     assert json.loads(out)["text"] == "t4 "
-    assert err == "pagekv: chat: too long\n"
+    assert json.loads(err)["error"]["message"] == "chat: too long"
 
 
 def test_chat_needs_a_template(server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]) -> None:
