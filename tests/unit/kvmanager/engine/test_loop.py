@@ -18,6 +18,9 @@ from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, Samp
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import StepResult
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
+from pagekv.v1 import types_pb2
+
+RUNNING, WAITING = types_pb2.SEQUENCE_STATE_RUNNING, types_pb2.SEQUENCE_STATE_WAITING
 
 
 def test_tokens_come_through_and_blocks_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +166,7 @@ def test_a_request_that_ends_before_its_sequences_part_leaves_nothing(monkeypatc
         await until(lambda: len(bench.plans) > 0)
         tables = engine.queries.block_tables("left")
         assert tables is not None
-        assert [table.state for table in tables.sequences] == ["running", "forking", "forking"]
+        assert [table.state for table in tables.sequences] == [RUNNING, WAITING, WAITING]
         engine.release(left)
         assert await read(other) == expect([1, 2, 3])
 
