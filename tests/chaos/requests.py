@@ -80,7 +80,7 @@ def take(answers: Answers, message: pb.GenerateResponse) -> None:
     else:
         end = message.complete
         reason = {1: "stop", 2: "length", 3: "abort"}.get(end.finish_reason, "none")
-        answers.setdefault(end.index, Answer()).end = (tuple(end.output_ids), end.text, reason)
+        answers.setdefault(end.index, Answer()).end = (tuple(end.token_ids), end.text, reason)
 
 
 def difference(spec: Spec, got: Answers, wanted: Answers, *, whole: bool) -> str | None:

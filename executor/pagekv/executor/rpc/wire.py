@@ -8,7 +8,6 @@ from pagekv.executor.backend.interface import (
     BackendDescription,
     BlockCopies,
     CopyDirection,
-    Sampled,
     Sampling,
     SequenceState,
 )
@@ -22,6 +21,7 @@ _DIRECTIONS: dict[int, CopyDirection] = {
     pb.MEMORY_OP_KIND_SWAP_IN: CopyDirection.SWAP_IN,
 }
 _ATTACH_FIELDS = tuple(field.name for field in fields(AttachOrder))
+_SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling))
 
 
 def attach_order(message: pb.AttachRequest) -> AttachOrder:
@@ -57,22 +57,12 @@ def step(message: pb.StepRequest) -> Step:
 
 
 def _sampling(message: pb.StepSampling) -> Sampling:
-    return Sampling(
-        temperature=message.temperature,
-        top_p=message.top_p,
-        top_k=message.top_k,
-        min_p=message.min_p,
-        repetition_penalty=message.repetition_penalty,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        seed=message.seed,
-        sequence_index=message.sequence_index,
-        min_tokens=message.min_tokens,
-        banned_until_min=tuple(message.banned_until_min),
-        bias_token_ids=tuple(message.bias_token_ids),
-        biases=tuple(message.biases),
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-    )
+    values = {name: getattr(message, name) for name in _SAMPLING_FIELDS}
+    for name in ("banned_until_min", "bias_token_ids", "biases"):
+        values[name] = tuple(values[name])
+    if not message.HasField("logprobs"):
+        values["logprobs"] = None
+    return Sampling(**values)
 
 
 def step_result(report: ExecutedStep) -> pb.StepResult:
@@ -83,22 +73,18 @@ def step_result(report: ExecutedStep) -> pb.StepResult:
         sampled_seqs=report.sampled.keys(),
         sampled_tokens=[sampled.token_id for sampled in report.sampled.values()],
         logprobs=[
-            _logprobs(seq_id, sampled.logprob, sampled)
+            pb.SampledLogprobs(
+                seq_id=seq_id,
+                chosen=sampled.logprob,
+                top_token_ids=[token for token, _ in sampled.top],
+                top_logprobs=[logprob for _, logprob in sampled.top],
+            )
             for seq_id, sampled in report.sampled.items()
             if sampled.logprob is not None
         ],
         computed_tokens=report.computed_tokens,
         execute_us=report.execute_us,
         idle_us=report.idle_us,
-    )
-
-
-def _logprobs(seq_id: int, chosen: float, sampled: Sampled) -> pb.SampledLogprobs:
-    return pb.SampledLogprobs(
-        seq_id=seq_id,
-        chosen=chosen,
-        top_token_ids=[token for token, _ in sampled.top],
-        top_logprobs=[logprob for _, logprob in sampled.top],
     )
 
 

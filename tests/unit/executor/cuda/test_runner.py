@@ -109,4 +109,4 @@ def test_graphs_leave_their_logits_in_one_buffer(llama: Path) -> None:
         driver.generate(states, 4)
         backend.finish(states)
     assert len(returned) == 2
-    assert set(returned) == {backend.runner._graph_logits.data_ptr()}
+    assert set(returned) == {backend.runner.graph_logits.data_ptr()}
