@@ -36,7 +36,7 @@ class EvictionOrder:
     prove itself again, so prefixes that went out of use leave.
 
     Only the first blocks of a prompt can be proven, as many as an eighth of the protected ones: otherwise the second
-    turn of one long context would push everything else out. Deeper blocks are on probation, as under plain LRU.
+    turn of one long context would push everything else out.
     """
 
     def __init__(self, num_blocks: int, policy: str = "lru", protected_share: float = DEFAULT_PROTECTED_SHARE) -> None:
@@ -64,8 +64,7 @@ class EvictionOrder:
         """Puts blocks that became free, the deepest of a chain first, at the tail of their segment."""
         unproven, proven = self._divided(blocks)
         # Probation first: blocks before them in their chain may fall back at once, and must come after them.
-        if len(unproven):
-            self._probation.append(unproven)
+        self._probation.append(unproven)
         excess = len(self._protected) + len(proven) - self.capacity
         if excess > 0:
             fallen = self._protected.pop(min(excess, len(self._protected)))
@@ -74,31 +73,21 @@ class EvictionOrder:
                 fallen, proven = np.concatenate([fallen, proven[:own]]), proven[own:]
             self._proven[fallen] = False
             self._probation.append(fallen)
-        if len(proven):
-            self._protected.append(proven)
+        self._protected.append(proven)
 
     def remove(self, blocks: Blocks) -> None:
         """Removes free blocks that are held again."""
         unproven, proven = self._divided(blocks)
-        if len(unproven):
-            self._probation.remove(unproven)
-        if len(proven):
-            self._protected.remove(proven)
+        self._probation.remove(unproven)
+        self._protected.remove(proven)
 
     def _divided(self, blocks: Blocks) -> tuple[Blocks, Blocks]:
         """The unproven and the proven blocks, each in order."""
         proven = self._proven[blocks]
-        count = np.count_nonzero(proven)
-        if count == 0:
-            return blocks, blocks[:0]
-        if count == len(blocks):
-            return blocks[:0], blocks
         return blocks[~proven], blocks[proven]
 
     def pop(self, count: int) -> Blocks:
-        """Takes `count` blocks, from probation first. Raises IndexError when fewer are free."""
-        if count > len(self):
-            raise IndexError(f"{count} blocks wanted, {len(self)} are free")
+        """Takes `count` blocks, from probation first; the caller knows that so many are free."""
         unproven = self._probation.pop(min(count, len(self._probation)))
         if len(unproven) == count:
             return unproven

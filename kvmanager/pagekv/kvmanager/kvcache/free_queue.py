@@ -1,11 +1,8 @@
 """Free blocks in the order they are given away, least recently used first.
 
-Blocks join at the tail, are taken from the head and are removed from anywhere, in batches, each in amortised constant
-time per block. Instead of links between neighbours the queue is an array of entries in order of joining, and every
-block knows the position of its one valid entry. Removal from the middle only voids that position: the entry is skipped
-when it reaches the head, and cleared with all other void entries when the array is full. So a batch costs a few vector
-operations, where a linked list costs several Python steps per block; order and complexity are the same. 10 bytes a
-block.
+An array of entries in order of joining; every block knows the position of its one valid entry. Removal from the middle
+only voids that position: the entry is skipped at the head, and cleared with all other void entries when the
+array is full. So a batch costs a few vector operations, in amortised constant time per block. 10 bytes a block.
 """
 
 from __future__ import annotations
