@@ -222,6 +222,7 @@ class Stats:
     requests_total: int
     aborted_requests_total: int
     rejected_requests_total: int
+    failed_requests_total: int
     executor_restarts_total: int
     hash_alarms_total: int
     executor_idle_us_total: int

@@ -117,6 +117,7 @@ class GetStatsResponse(google.protobuf.message.Message):
     WRITTEN_BACK_BLOCKS_TOTAL_FIELD_NUMBER: builtins.int
     HOST_EVICTED_BLOCKS_TOTAL_FIELD_NUMBER: builtins.int
     UNREAD_SEQUENCES_FIELD_NUMBER: builtins.int
+    FAILED_REQUESTS_TOTAL_FIELD_NUMBER: builtins.int
     block_size: builtins.int
     """Tokens in one block."""
     num_device_blocks: builtins.int
@@ -218,6 +219,8 @@ class GetStatsResponse(google.protobuf.message.Message):
     """Host blocks that could be hit whose memory was taken for something else."""
     unread_sequences: builtins.int
     """Sequences that have ended in calls that are not read to their end."""
+    failed_requests_total: builtins.int
+    """Requests ended because the executor said that a sequence of theirs cannot go on (SEQUENCE_FAILED)."""
     def __init__(
         self,
         *,
@@ -267,8 +270,9 @@ class GetStatsResponse(google.protobuf.message.Message):
         written_back_blocks_total: builtins.int = ...,
         host_evicted_blocks_total: builtins.int = ...,
         unread_sequences: builtins.int = ...,
+        failed_requests_total: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["aborted_requests_total", b"aborted_requests_total", "active_blocks", b"active_blocks", "block_hit_rate", b"block_hit_rate", "block_size", b"block_size", "cached_blocks_total", b"cached_blocks_total", "cached_free_blocks", b"cached_free_blocks", "cached_tokens_total", b"cached_tokens_total", "computed_tokens_total", b"computed_tokens_total", "evicted_blocks_total", b"evicted_blocks_total", "executor_attached", b"executor_attached", "executor_busy_us_total", b"executor_busy_us_total", "executor_idle_us_total", b"executor_idle_us_total", "executor_restarts_total", b"executor_restarts_total", "free_blocks", b"free_blocks", "generated_tokens_total", b"generated_tokens_total", "hash_alarms_total", b"hash_alarms_total", "host_cached_blocks", b"host_cached_blocks", "host_evicted_blocks_total", b"host_evicted_blocks_total", "host_held_blocks", b"host_held_blocks", "kv_usage", b"kv_usage", "misses_cleared_total", b"misses_cleared_total", "misses_diverged_total", b"misses_diverged_total", "misses_evicted_total", b"misses_evicted_total", "misses_never_seen_total", b"misses_never_seen_total", "misses_partial_tail_total", b"misses_partial_tail_total", "num_device_blocks", b"num_device_blocks", "num_host_blocks", b"num_host_blocks", "pinned_blocks", b"pinned_blocks", "pins", b"pins", "preemptions_total", b"preemptions_total", "prefix_hit_rate", b"prefix_hit_rate", "prompt_blocks_total", b"prompt_blocks_total", "prompt_tokens_total", b"prompt_tokens_total", "published_blocks", b"published_blocks", "rejected_requests_total", b"rejected_requests_total", "requests_total", b"requests_total", "running_sequences", b"running_sequences", "steps_total", b"steps_total", "swap_preemptions_total", b"swap_preemptions_total", "swapped_in_blocks_total", b"swapped_in_blocks_total", "swapped_out_blocks_total", b"swapped_out_blocks_total", "unread_sequences", b"unread_sequences", "utilization", b"utilization", "waiting_sequences", b"waiting_sequences", "watchers", b"watchers", "written_back_blocks_total", b"written_back_blocks_total"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aborted_requests_total", b"aborted_requests_total", "active_blocks", b"active_blocks", "block_hit_rate", b"block_hit_rate", "block_size", b"block_size", "cached_blocks_total", b"cached_blocks_total", "cached_free_blocks", b"cached_free_blocks", "cached_tokens_total", b"cached_tokens_total", "computed_tokens_total", b"computed_tokens_total", "evicted_blocks_total", b"evicted_blocks_total", "executor_attached", b"executor_attached", "executor_busy_us_total", b"executor_busy_us_total", "executor_idle_us_total", b"executor_idle_us_total", "executor_restarts_total", b"executor_restarts_total", "failed_requests_total", b"failed_requests_total", "free_blocks", b"free_blocks", "generated_tokens_total", b"generated_tokens_total", "hash_alarms_total", b"hash_alarms_total", "host_cached_blocks", b"host_cached_blocks", "host_evicted_blocks_total", b"host_evicted_blocks_total", "host_held_blocks", b"host_held_blocks", "kv_usage", b"kv_usage", "misses_cleared_total", b"misses_cleared_total", "misses_diverged_total", b"misses_diverged_total", "misses_evicted_total", b"misses_evicted_total", "misses_never_seen_total", b"misses_never_seen_total", "misses_partial_tail_total", b"misses_partial_tail_total", "num_device_blocks", b"num_device_blocks", "num_host_blocks", b"num_host_blocks", "pinned_blocks", b"pinned_blocks", "pins", b"pins", "preemptions_total", b"preemptions_total", "prefix_hit_rate", b"prefix_hit_rate", "prompt_blocks_total", b"prompt_blocks_total", "prompt_tokens_total", b"prompt_tokens_total", "published_blocks", b"published_blocks", "rejected_requests_total", b"rejected_requests_total", "requests_total", b"requests_total", "running_sequences", b"running_sequences", "steps_total", b"steps_total", "swap_preemptions_total", b"swap_preemptions_total", "swapped_in_blocks_total", b"swapped_in_blocks_total", "swapped_out_blocks_total", b"swapped_out_blocks_total", "unread_sequences", b"unread_sequences", "utilization", b"utilization", "waiting_sequences", b"waiting_sequences", "watchers", b"watchers", "written_back_blocks_total", b"written_back_blocks_total"]) -> None: ...
 
 global___GetStatsResponse = GetStatsResponse
 

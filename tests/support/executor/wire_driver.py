@@ -53,6 +53,7 @@ class WireExecutor:
         self._eos = eos
         self._sent: deque[bytes] = deque()
         self._in_flight = StepsInFlight()
+        self._in_flight.begin_epoch(vocab)
         self._steps = 0
         self.largest_step = 0
         self.num_copies = 0
@@ -76,9 +77,10 @@ class WireExecutor:
         self.largest_step = max(self.largest_step, report.computed_tokens)
         result = executor_wire.step_result(report).SerializeToString()
         answer = wire.step_result(pb.StepResult.FromString(result))
-        assert self._in_flight.answered(answer) is plan
+        answered, checked = self._in_flight.answered(answer)
+        assert answered is plan
         self._in_flight.pop()
-        return answer
+        return checked
 
 
 class WireDriver(Driver):

@@ -13,7 +13,7 @@ import grpc
 from pagekv.common.server import MAX_RECEIVE_BYTES
 from pagekv.common.statuses import STATUS_DETAILS_KEY
 from pagekv.kvmanager.engine.executor_wire import step_request, step_result
-from pagekv.kvmanager.engine.recovery import Fault
+from pagekv.kvmanager.engine.recovery import Fault, WrongAnswer
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 from pagekv.steps.v1 import executor_service_pb2 as pb
@@ -61,7 +61,7 @@ class ExecutorLink:
         self._call: grpc.aio.StreamStreamCall[pb.StepRequest, pb.StepResult] | None = None
         self._reader: asyncio.Task[None] | None = None
         self._results: deque[StepResult] = deque()
-        self._error: ExecutorLost | None = None
+        self._error: ExecutorLost | WrongAnswer | None = None
         self._eos: tuple[int, ...] = ()
         self._features: list[pb.ExecutorFeature.ValueType] = []
         self._step = 0
@@ -101,17 +101,20 @@ class ExecutorLink:
         try:
             async for message in call:
                 if message.epoch != self.epoch:
-                    self._error = ExecutorLost(f"a result of epoch {message.epoch} in epoch {self.epoch}")
-                    break
+                    raise WrongAnswer("epoch", f"must be {self.epoch}, got {message.epoch}")
                 self._results.append(step_result(message))
                 self._wake()
-            self._error = self._error or ExecutorLost("the executor closed the stream of steps")
+            self._error = ExecutorLost("the executor closed the stream of steps")
+        except WrongAnswer as error:
+            self._error = error
         except grpc.aio.AioRpcError as error:
             self._error = ExecutorLost(_words(error, "Run"), _fault(error))
         self._wake()
 
     async def send(self, plan: StepPlan, timeout_s: float) -> None:
-        """Sends the next step. Raises ExecutorLost, also when the executor takes nothing in for `timeout_s`."""
+        """Sends the next step. Raises ExecutorLost, also when the executor takes nothing in for `timeout_s`, or
+        WrongAnswer.
+        """
         if self._call is None:
             raise ExecutorLost("not attached")
         self._step += 1
@@ -128,7 +131,9 @@ class ExecutorLink:
             raise self._error or ExecutorLost("the stream of steps broke") from error
 
     def take_result(self) -> StepResult | None:
-        """The next result in step order, or None if there is none yet. Raises ExecutorLost after the last one."""
+        """The next result in step order, or None if there is none yet. Raises ExecutorLost, or WrongAnswer, after the
+        last one.
+        """
         if self._results:
             return self._results.popleft()
         if self._error is not None:

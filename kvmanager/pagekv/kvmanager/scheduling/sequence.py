@@ -60,6 +60,12 @@ class LiveRequest:
     created: float = 0.0
 
     @property
+    def num_likeliest(self) -> int | None:
+        """How many likeliest tokens the executor is to report with each sampled one; None: no log-probabilities."""
+        # A search chooses a beam's next token from them.
+        return self.command.sampling.logprobs if self.search is None else self.search.num_candidates
+
+    @property
     def preemptions(self) -> int:
         """How often the sequence was preempted that was so most often."""
         return max(sequence.preemptions for sequence in self.sequences)

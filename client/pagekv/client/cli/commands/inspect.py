@@ -135,7 +135,7 @@ def stats_text(now: Stats, terminal: Terminal) -> str:
         "load": [
             ("sequences", f"{now.running_sequences} running, {now.waiting_sequences} waiting"),
             ("requests", f"{now.requests_total}, {now.aborted_requests_total} aborted, "
-                         f"{now.rejected_requests_total} refused"),
+                         f"{now.rejected_requests_total} refused, {now.failed_requests_total} failed"),
             ("generated", f"{now.generated_tokens_total} tokens"),
             ("computed", f"{now.computed_tokens_total} tokens in {now.steps_total} steps"),
             ("preemptions", f"{now.preemptions_total}, {now.swap_preemptions_total} of them by swap"),

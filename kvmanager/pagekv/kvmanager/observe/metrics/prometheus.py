@@ -133,6 +133,8 @@ class EngineCollector(Collector):
             ("pagekv_requests_aborted_total", "Requests aborted", stats.aborted_requests_total),
             ("pagekv_requests_rejected_total", "Requests refused: too much waits, to be computed or to be read",
              stats.rejected_requests_total),
+            ("pagekv_requests_failed_total", "Requests that the executor could not go on with",
+             stats.failed_requests_total),
         ]  # fmt: skip  # laid out as a table
 
 
