@@ -25,7 +25,8 @@ class InvalidRequest(PageKVError):
     """
 
     def __init__(self, field: str, description: str, rule: str = "") -> None:
-        super().__init__(f"{field}: {description}" if field else description)
+        message = f"{field}: {description}" if field else description
+        super().__init__(f"{message} ({rule})" if rule else message)
         self.field = field
         self.description = description
         self.rule = rule

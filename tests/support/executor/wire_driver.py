@@ -10,6 +10,7 @@ from collections import deque
 from typing import Any
 
 from support.engine.scheduler_driver import Driver
+from support.executor.executor_steps import ALL_FEATURES
 from support.executor.expected_tokens import chain, choose_token, expected_tokens, mix
 
 from pagekv.executor.backend.interface import Backend, SequenceState
@@ -47,11 +48,12 @@ class WireExecutor:
         if backend is None:
             backend = OracleBackend(OracleModel("", vocab, MAX_MODEL_LEN, eos), max_sequences=max_sequences)
         backend.allocate(block_size, num_blocks, host_blocks)
-        limits = EpochLimits(block_size, num_blocks, host_blocks, vocab, MAX_MODEL_LEN, max_sequences)
+        limits = EpochLimits(block_size, num_blocks, host_blocks, vocab, MAX_MODEL_LEN, max_sequences, ALL_FEATURES)
         self.epoch = Epoch(EPOCH, "test", limits, backend)
         self._eos = eos
         self._sent: deque[bytes] = deque()
         self._in_flight = StepsInFlight()
+        self._in_flight.begin_epoch(vocab)
         self._steps = 0
         self.largest_step = 0
         self.num_copies = 0
@@ -75,9 +77,10 @@ class WireExecutor:
         self.largest_step = max(self.largest_step, report.computed_tokens)
         result = executor_wire.step_result(report).SerializeToString()
         answer = wire.step_result(pb.StepResult.FromString(result))
-        assert self._in_flight.answered(answer) is plan
+        answered, checked = self._in_flight.answered(answer)
+        assert answered is plan
         self._in_flight.pop()
-        return answer
+        return checked
 
 
 class WireDriver(Driver):

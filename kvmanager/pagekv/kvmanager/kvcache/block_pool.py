@@ -143,6 +143,21 @@ class BlockPool:
         if self.num_unheld(blocks):
             raise InvariantError(f"publish of blocks that nobody holds, among {blocks[:8].tolist()}")
 
+    def invalidate(self, digests: Sequence[bytes]) -> None:
+        """Removes the blocks with these digests, whose content is void, and all that follow them from the prefix table.
+        Held blocks stay held and become private.
+        """
+        blocks = [block for digest in digests if (block := self.table.lookup(digest)) is not None]
+        if blocks:
+            self._remove(np.array(blocks, np.int32))
+
+    def _remove(self, blocks: Blocks) -> None:
+        # Blocks that follow one of them leave the table with it, and may remain free, or held.
+        removed, digests = self.table.remove(blocks)
+        self._free.invalidate(removed)
+        if self._log is not None:
+            self._log.removed(digests)
+
     def clear_prefix_table(self) -> int:
         """Removes every block from the prefix table; returns how many. Held blocks stay held and become private."""
         if self._log is not None:
@@ -176,11 +191,7 @@ class BlockPool:
             self.evictions += len(cached)
             if on_evict is not None:
                 on_evict(cached)
-            # Blocks that follow an evicted one leave the table with it, and may remain free, or held.
-            cached, digests = self.table.remove(cached)
-            self._free.invalidate(cached)
-            if self._log is not None:
-                self._log.removed(digests)
+            self._remove(cached)
         self.ref_counts[blocks] = 1
         return blocks
 

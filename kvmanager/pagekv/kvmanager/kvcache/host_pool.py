@@ -174,6 +174,13 @@ class HostPool:
         self._tokens[taken[keyed]] = tokens[keyed]
         return blocks
 
+    def invalidate(self, digests: Sequence[bytes]) -> None:
+        """Removes these keys: their content is void. Held blocks stay held and become private."""
+        for block in [self._block_of[digest] for digest in digests if digest in self._block_of]:
+            removed = self._remove_key(block)
+            if removed is not None and self._log is not None:
+                self._log.host_removed(removed)
+
     def clear(self) -> None:
         """Removes every key. Held blocks stay held and become private. The log is told by the device's pool, which is
         cleared next.

@@ -282,6 +282,20 @@ class BlockTables:
         walked = self.pool.table.match_tokens(sequence.request.root, sequence.chunks(self._block_size, 0, index + 1))
         return len(walked) == index + 1 and walked[-1] == entry
 
+    def invalidate(self, sequence: Seq, position: int) -> None:
+        """Voids what the sequence has from this position on: nothing of it can be hit in either tier any more, under
+        whatever block it stands, and the sequence counts as computed up to there.
+        """
+        first = position // self._block_size
+        if self._limits.prefix_cache:
+            self._extend_digests(sequence)
+            self.pool.invalidate(sequence.digests[first:])
+            self.host.invalidate(sequence.digests[first:])
+        sequence.num_computed = min(sequence.num_computed, position)
+        sequence.num_published = min(sequence.num_published, first)
+        # In blocks that were copied out nothing tells the void apart.
+        self.swapper.release(sequence)
+
     def append_blocks(
         self, sequences: Sequence[Seq], blocks: Blocks, tokens: BlockTokens, token_bytes: Sequence[bytes]
     ) -> None:
