@@ -9,9 +9,13 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
+from support.clients.calls import Caller
 from support.clients.stack import ORACLE, Stack, running_stack
+from support.prompts import as_chat, as_prompt
 
 from pagekv.client import AsyncPageKVClient, AsyncStream, Completion, PageKVClient, Unreachable
+from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.v1 import types_pb2
 
 pytestmark = pytest.mark.e2e
 
@@ -22,7 +26,7 @@ PROMPTS: list[tuple[Any, dict[str, Any]]] = [
     ([4, 5] * 40, {"temperature": 1.0, "seed": 7, "logprobs": 2}),
     ("In the beginning God created", {"temperature": 1.0, "seed": 8}),
     ("ʘ日本語 and a stop string", {"temperature": 1.0, "seed": 9, "stop": ["never seen", "\ufffd" * 4]}),
-    (CHAT, {"temperature": 1.0, "seed": 10, "repetition_penalty": 1.5, "min_tokens": 100}),
+    (CHAT, {"temperature": 1.0, "seed": 10, "min_tokens": 100}),
 ]  # fmt: skip  # laid out as a table
 
 
@@ -85,6 +89,33 @@ def test_streams_go_on_with_the_same_tokens_and_text() -> None:
         assert end.logprobs == wanted_end.logprobs
         assert (end.finish_reason, end.stop_string) == (wanted_end.finish_reason, wanted_end.stop_string)
         assert (end.prompt_tokens, end.completion_tokens) == (wanted_end.prompt_tokens, wanted_end.completion_tokens)
+
+
+def test_any_client_resumes_by_sending_its_request_again() -> None:
+    """With the token ids it has and nothing else; a conversation keeps its own default of max_tokens."""
+
+    async def resume(caller: Caller, prompt: types_pb2.Prompt) -> None:
+        params = types_pb2.SamplingParams(seed=5, ignore_eos=True)
+        request = pb.GenerateRequest(prompt=prompt, sampling_params=params)
+        whole = await caller.generate(request)
+        request.resumed_token_ids.extend(whole.tokens[:7])
+        rest = await caller.generate(request)
+        assert whole.tokens == [*request.resumed_token_ids, *rest.tokens]
+        assert rest.text
+        assert whole.text.endswith(rest.text)
+        assert whole.complete is not None
+        assert rest.complete is not None
+        for field in ("prompt_tokens", "completion_tokens", "finish_reason"):
+            assert getattr(rest.complete, field) == getattr(whole.complete, field)
+        assert list(rest.complete.token_ids) == rest.tokens
+
+    async def run(target: str) -> None:
+        async with Caller(target) as caller:
+            for prompt in (as_prompt([4, 5] * 9), as_prompt("And God said"), as_chat(("user", "Who?"))):
+                await resume(caller, prompt)
+
+    with running_stack(ORACLE, ["--num-device-blocks", "40"]) as stack:
+        asyncio.run(run(stack.target))
 
 
 def test_a_stack_that_stays_away_is_given_up() -> None:

@@ -33,8 +33,9 @@ from pagekv.client.types import (
 )
 from pagekv.client.wire import event_batch, filled, flat, list_blocks_request, prompt_request
 from pagekv.v1 import cache_service_pb2 as cache_pb
-from pagekv.v1 import cache_service_pb2_grpc, inference_service_pb2_grpc
+from pagekv.v1 import cache_service_pb2_grpc, inference_service_pb2_grpc, operator_service_pb2_grpc
 from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -96,6 +97,7 @@ class ClientCalls:
         # At run time one stub class serves both kinds of channel.
         self._inference = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
         self._cache = cache_service_pb2_grpc.CacheServiceStub(self._channel)
+        self._operator = operator_service_pb2_grpc.OperatorServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def _carry_out(self, steps: Coroutine[Any, Any, Any]) -> Any:
@@ -141,11 +143,13 @@ class ClientCalls:
     @for_both
     async def abort(self, *request_ids: str) -> list[str]:
         """Ends requests early; their streams finish with "abort". Returns the ids that were live."""
-        return list((await self._ask(self._inference.Abort, pb.AbortRequest(request_ids=request_ids))).aborted)
+        return list(
+            (await self._ask(self._inference.Abort, pb.AbortRequest(request_ids=request_ids))).aborted_request_ids
+        )
 
     @for_both
     async def tokenize(self, prompt: Prompt) -> list[int]:
-        """Token ids of a text or conversation, exactly as generating would encode it."""
+        """Token ids of a prompt, exactly as generating would encode it; ids come back as they are."""
         request = prompt_request(pb.TokenizeRequest(), prompt)
         return list((await self._ask(self._inference.Tokenize, request)).token_ids)
 
@@ -163,26 +167,40 @@ class ClientCalls:
     @for_both
     async def stats(self) -> Stats:
         """Counters and gauges of pool, prefix cache and scheduler."""
-        return await self._ask_for(Stats, self._cache.GetStats, cache_pb.GetStatsRequest())
+        return await self._ask_for(Stats, self._operator.GetStats, operator_pb.GetStatsRequest())
 
     @for_both
-    async def lookup_prefix(self, prompt: Prompt, *, cache: CacheControls | None = None) -> PrefixLookup:
+    async def lookup_prefix(
+        self, prompt: Prompt, *, cache: CacheControls | None = None, adapter: str = ""
+    ) -> PrefixLookup:
         """How many leading tokens of a prompt are cached now. Changes nothing."""
-        request = prompt_request(cache_pb.LookupPrefixRequest(), prompt, cache)
+        request = prompt_request(cache_pb.LookupPrefixRequest(), prompt, cache, adapter=adapter)
         return await self._ask_for(PrefixLookup, self._cache.LookupPrefix, request)
 
     @for_both
     async def explain_prefix(
-        self, prompt: Prompt, *, cache: CacheControls | None = None, start: int = 0, limit: int = 1000
+        self,
+        prompt: Prompt,
+        *,
+        cache: CacheControls | None = None,
+        adapter: str = "",
+        start: int = 0,
+        limit: int = 1000,
     ) -> PrefixExplanation:
         """Why each block of a prompt hits or misses, from block `start` on, `limit` (1 to 10000) at most."""
-        request = prompt_request(cache_pb.ExplainPrefixRequest(), prompt, cache, start=start, limit=limit)
+        request = prompt_request(
+            cache_pb.ExplainPrefixRequest(), prompt, cache, adapter=adapter, start=start, limit=limit
+        )
         return await self._ask_for(PrefixExplanation, self._cache.ExplainPrefix, request)
 
     @for_both
-    async def pin_prefix(self, prompt: Prompt, lease_seconds: int, *, cache: CacheControls | None = None) -> Pin:
+    async def pin_prefix(
+        self, prompt: Prompt, lease_seconds: int, *, cache: CacheControls | None = None, adapter: str = ""
+    ) -> Pin:
         """Keeps what is cached of a prompt from eviction for 1 to 86400 seconds. Raises LimitExceeded."""
-        request = prompt_request(cache_pb.PinPrefixRequest(), prompt, cache, lease_seconds=lease_seconds)
+        request = prompt_request(
+            cache_pb.PinPrefixRequest(), prompt, cache, adapter=adapter, lease_seconds=lease_seconds
+        )
         return await self._ask_for(Pin, self._cache.PinPrefix, request)
 
     @for_both
@@ -194,29 +212,29 @@ class ClientCalls:
     @for_both
     async def list_requests(self, limit: int = 100) -> RequestList:
         """Up to `limit` (1 to 10000) live requests, those that run first."""
-        request = filled(cache_pb.ListRequestsRequest(), limit=limit)
-        return await self._ask_for(RequestList, self._cache.ListRequests, request)
+        request = filled(operator_pb.ListRequestsRequest(), limit=limit)
+        return await self._ask_for(RequestList, self._operator.ListRequests, request)
 
     @for_both
     async def block_table(self, request_id: str) -> list[SequenceBlocks]:
         """The block tables of a live request, one per sequence. Raises NotFound."""
-        request = cache_pb.GetBlockTableRequest(request_id=request_id)
-        answer = await self._ask(self._cache.GetBlockTable, request)
+        request = operator_pb.GetBlockTableRequest(request_id=request_id)
+        answer = await self._ask(self._operator.GetBlockTable, request)
         return [flat(SequenceBlocks, sequence) for sequence in answer.sequences]
 
     @for_both
     async def list_blocks(self, start: int = 0, limit: int = 100, state: BlockState | None = None) -> BlockList:
         """Blocks of the pool by id from `start`, `limit` (1 to 10000) at most, only those in `state` if given."""
         request = list_blocks_request(start, limit, state)
-        return await self._ask_for(BlockList, self._cache.ListBlocks, request)
+        return await self._ask_for(BlockList, self._operator.ListBlocks, request)
 
     @for_both
     async def reset_prefix_cache(self, *, force: bool = False) -> CacheReset:
         """Removes every cached prefix. While requests or pins hold blocks it raises FailedPrecondition, unless
         `force` preempts the requests, which go on by themselves, and ends the pins.
         """
-        request = cache_pb.ResetPrefixCacheRequest(force=force)
-        return await self._ask_for(CacheReset, self._cache.ResetPrefixCache, request)
+        request = operator_pb.ResetPrefixCacheRequest(force=force)
+        return await self._ask_for(CacheReset, self._operator.ResetPrefixCache, request)
 
     @for_both
     async def health(self, service: str = "") -> HealthStatus:
@@ -225,12 +243,13 @@ class ClientCalls:
             answer: Any = await self._ask(self._health.Check, health_pb2.HealthCheckRequest(service=service))
         except NotFound:
             return "SERVICE_UNKNOWN"
-        status: HealthStatus = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+        known = health_pb2.HealthCheckResponse.ServingStatus
+        status: HealthStatus = known.Name(answer.status) if answer.status in known.values() else "UNKNOWN"
         return status
 
     async def _events(self, token_ids: bool, snapshot_only: bool) -> AsyncGenerator[EventBatch]:
-        request = cache_pb.WatchEventsRequest(omit_token_ids=not token_ids, snapshot_only=snapshot_only)
-        call = self._cache.WatchEvents(request)
+        request = operator_pb.WatchEventsRequest(omit_token_ids=not token_ids, snapshot_only=snapshot_only)
+        call = self._operator.WatchEvents(request)
         try:
             async for response in self._messages(call):
                 yield event_batch(response)
@@ -249,7 +268,6 @@ class ClientCalls:
     async def _chunks(self, generation: ResumableGeneration) -> AsyncGenerator[Chunk]:
         while not generation.done:
             try:
-                await self._prepare(generation)
                 call = self._inference.Generate(generation.request(), timeout=generation.remaining_s())
                 try:
                     async for response in self._messages(call):
@@ -264,19 +282,6 @@ class ClientCalls:
                 if not generation.done:
                     pause_s = generation.failed(from_rpc_error(error, self.target))
                     await self._wait_for(self._sleep(pause_s))
-
-    async def _prepare(self, generation: ResumableGeneration) -> None:
-        request = generation.prompt_to_encode()
-        if request is None:
-            return
-
-        def limit() -> float | None:
-            limits = [limit for limit in (self._timeout, generation.remaining_s()) if limit is not None]
-            return min(limits, default=None)
-
-        encoded = await self._wait_for(self._inference.Tokenize(request, timeout=limit()))
-        info = await self._wait_for(self._inference.GetModelInfo(pb.GetModelInfoRequest(), timeout=limit()))
-        generation.prompt_encoded(list(encoded.token_ids), flat(ModelInfo, info).longest_sequence)
 
 
 class StreamState:

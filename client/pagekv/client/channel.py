@@ -14,10 +14,11 @@ DEFAULT_RESUME_TIMEOUT_S = 30.0
 # Calls that change nothing, or nothing twice: gRPC itself repeats them when the connection fails.
 _IDEMPOTENT = (
     ("pagekv.v1.InferenceService", ("Abort", "Tokenize", "Detokenize", "GetModelInfo")),
+    ("pagekv.v1.CacheService", ("LookupPrefix", "ExplainPrefix", "UnpinPrefix")),
     (
-        "pagekv.v1.CacheService",
+        "pagekv.v1.OperatorService",
         # WatchEvents only until its first message has come.
-        ("GetStats", "LookupPrefix", "ExplainPrefix", "GetBlockTable", "ListBlocks", "UnpinPrefix", "WatchEvents"),
+        ("GetStats", "ListRequests", "GetBlockTable", "ListBlocks", "WatchEvents"),
     ),
 )
 _RETRY = {

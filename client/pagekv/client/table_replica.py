@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagekv.client.types import BlockRemoved, BlockStored, EventBatch, TableCleared, Tier
+from pagekv.client.types import BlockStored, EventBatch, TableCleared, Tier, UnknownEvent
 
 __all__ = ["TableReplica"]
 
@@ -29,6 +29,8 @@ class TableReplica:
             raise ValueError(f"batch {batch.sequence} comes before the end of the snapshot")
         self._sequence = batch.sequence
         for event in batch.events:
+            if isinstance(event, UnknownEvent):
+                raise ValueError(f"batch {batch.sequence} has an event unknown to this client: update the client")
             if isinstance(event, TableCleared):
                 self.blocks.clear()
                 self.host_blocks.clear()
@@ -38,10 +40,8 @@ class TableReplica:
                 if event.block_hash in blocks:
                     raise ValueError(f"batch {batch.sequence} stores {event.block_hash}, which is stored already")
                 blocks[event.block_hash] = event
-            else:
-                assert isinstance(event, BlockRemoved)
-                if blocks.pop(event.block_hash, None) is None:
-                    raise ValueError(f"batch {batch.sequence} removes {event.block_hash}, which is not stored")
+            elif blocks.pop(event.block_hash, None) is None:
+                raise ValueError(f"batch {batch.sequence} removes {event.block_hash}, which is not stored")
         whole = not batch.more
         self._founded = self._founded or whole
         return whole

@@ -10,14 +10,23 @@ __all__ = [
     "BlockExplanation", "BlockInfo", "BlockList", "BlockRemoved", "BlockStored", "CacheControls", "CacheReset",
     "ChatMessage", "Chunk", "Completion", "EventBatch", "GenerateOptions", "MediaHash", "ModelInfo", "Pin",
     "PositionLogprobs", "PrefixExplanation", "PrefixLookup", "Prompt", "RequestInfo", "RequestList", "SequenceBlocks",
-    "Stats", "TableCleared", "Tier", "TokenLogprob",
+    "Stats", "TableCleared", "Tier", "TokenLogprob", "UnknownEvent",
 ]  # fmt: skip  # one name a line would fill a screen
 
-FinishReason: TypeAlias = Literal["stop", "length", "abort"]
+# "unknown" is anything that only later servers say.
+FinishReason: TypeAlias = Literal["stop", "length", "abort", "unknown"]
 Tier: TypeAlias = Literal["device", "host"]
 BlockState: TypeAlias = Literal["free", "cached", "active", "pinned"]
 BlockOutcome: TypeAlias = Literal[
-    "hit", "never_seen", "evicted", "other_identity", "partial_tail", "diverged", "cleared", "unreachable"
+    "hit",
+    "never_seen",
+    "evicted",
+    "other_identity",
+    "partial_tail",
+    "diverged",
+    "cleared",
+    "unreachable",
+    "unknown",
 ]
 HealthStatus: TypeAlias = Literal["SERVING", "NOT_SERVING", "SERVICE_UNKNOWN", "UNKNOWN"]
 
@@ -48,7 +57,6 @@ class CacheControls:
     """The requests that share cached blocks, and whether this one reads and writes the prefix cache."""
 
     namespace: str = ""
-    adapter_id: str = ""
     media_hashes: tuple[MediaHash, ...] = ()
     read: bool = True
     write: bool = True
@@ -98,6 +106,8 @@ class GenerateOptions(TypedDict, total=False):
     early_stopping: bool
     # Prefix cache controls.
     cache: CacheControls
+    # The adapter to answer with, which separates cache entries and no more. Default: none.
+    adapter: str
     # Lower runs earlier, -100 to 100. Default 0.
     priority: int
     # Unique among running requests. Default: made by the server.
@@ -179,14 +189,11 @@ class ModelInfo:
     num_device_blocks: int
     num_host_blocks: int
     backend: str
-
-    @property
-    def longest_sequence(self) -> int:
-        """Tokens, prompt and output, that a sequence may have: what the context allows and the pool holds.
-
-        The last token is never computed and takes no room.
-        """
-        return min(self.max_model_len, self.num_device_blocks * self.block_size + 1)
+    max_sequence_tokens: int
+    server_version: str
+    features: tuple[str, ...]
+    sampler: str
+    kv_dtype: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +308,7 @@ class BlockInfo:
     block_id: int
     # Sequences and pins that hold the block.
     ref_count: int
-    state: BlockState
+    state: BlockState | Literal["unknown"]
     block_hash: str
     parent_hash: str
     pins: int
@@ -384,11 +391,19 @@ class TableCleared:
 
 
 @dataclass(frozen=True, slots=True)
+class UnknownEvent:
+    """A change that this client does not know: a table kept up with the events is no longer the manager's."""
+
+
+Event: TypeAlias = BlockStored | BlockRemoved | TableCleared | UnknownEvent
+
+
+@dataclass(frozen=True, slots=True)
 class EventBatch:
     """Changes of the prefix tables, to be applied in order; with `more`, the batch goes on in the next of these."""
 
     sequence: int
     # True: part of the first batch, which rebuilds the tables from nothing.
     snapshot: bool
-    events: tuple[BlockStored | BlockRemoved | TableCleared, ...]
+    events: tuple[Event, ...]
     more: bool

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pagekv.common.flags import (
     FlagParser,
     add_flags,
+    add_version,
     address,
     flag,
     flag_group,
@@ -20,15 +21,10 @@ from pagekv.common.flags import (
 from pagekv.common.logs import LOG_FORMATS, LOG_LEVELS
 
 PROG = "pagekv-executor"
-BACKENDS = ("auto", "cpu", "cuda", "oracle")
-DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")
-KV_DTYPES = ("auto", "fp8")
-# --eos: as the model says.
-EOS_FROM_MODEL = "auto"
 
 
 def _eos(text: str) -> tuple[int, ...] | None:
-    if text == EOS_FROM_MODEL:
+    if text == "auto":
         return None
     if text == "none":
         return ()
@@ -49,7 +45,7 @@ class OracleConfig:
     eos_token_ids: tuple[int, ...] | None = flag(
         "oracle: end-of-sequence ids such as 0,7, or none; auto: as the model has, else 0",
         name="eos",
-        default=EOS_FROM_MODEL,
+        default="auto",
         type=_eos,
     )
 
@@ -65,7 +61,7 @@ class ExecutorConfig:
         "cuda: runs the model on a GPU; cpu: with torch alone; oracle: no model, checks every KV decision; auto: cuda "
         "where torch finds a GPU and CuPy is installed, else cpu",
         default="auto",
-        choices=BACKENDS,
+        choices=("auto", "cpu", "cuda", "oracle"),
     )
     # Empty: no model (oracle only).
     model: str = flag("a model directory, demo, or a hub id; default: demo, with the oracle none", default="")
@@ -73,10 +69,10 @@ class ExecutorConfig:
         "element type of weights and KV memory; auto: float32 (cpu), as the weights are stored (cuda); float16 is for "
         "cuda, float64 for cpu",
         default="auto",
-        choices=DTYPES,
+        choices=("auto", "float32", "float16", "bfloat16", "float64"),
     )
     kv_dtype: str = flag(
-        "element type of KV memory (cuda); auto: as --dtype; fp8: e4m3", default="auto", choices=KV_DTYPES
+        "element type of KV memory (cuda); auto: as --dtype; fp8: e4m3", default="auto", choices=("auto", "fp8")
     )
     cuda_graphs: bool = flag("record decode steps as CUDA graphs (cuda)", default=True)
     threads: int = flag("compute threads, 0 to 1024 (cpu); 0: one per core", default=0, type=integer(0, 1024))
@@ -109,6 +105,7 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
     parser = FlagParser(
         PROG, "The executor: holds the model and the KV memory, and runs the steps that a KV-manager sends.", env=env
     )
+    add_version(parser)
     add_flags(parser, ExecutorConfig)
     config = from_args(ExecutorConfig, parser.parse(argv))
     return config if config.model or config.backend == "oracle" else replace(config, model="demo")

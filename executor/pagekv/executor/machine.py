@@ -6,21 +6,20 @@ import ctypes
 import math
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 # Parameters of glibc's mallopt, from malloc.h.
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 KEPT_BYTES = 2**30
-V1_LIMIT_AND_USAGE = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-V2_LIMIT_AND_USAGE = ("memory.max", "memory.current")
 
 
 def keep_freed_memory() -> None:
     """Lets the C library keep up to a GiB of freed memory for the next allocation, where that library is glibc.
 
     By default each activation of some megabytes goes back to the kernel, and every operator of a prefill pays for fresh
-    pages: a step of 2048 tokens of a 33.6M-parameter model took 88,000 page faults and 437 ms, and takes 0 and 345.
+    pages, a quarter of its time.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -32,8 +31,7 @@ def shorten_spinning() -> None:
     """Threads that wait for one another spin for microseconds, not milliseconds. Has no effect once torch is imported.
 
     Threads spin at every barrier of every operator and hold the cores that the manager, or the thread they wait for,
-    needs. Measured with both processes on two cores: beside other busy processes 510 to 620 output tokens/s with
-    this and once 43 without; on a quiet machine no difference beyond noise (570 to 690 against 550 to 640).
+    needs: with both processes on two busy cores 43 output tokens/s were seen without this and 510 to 620 with it.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
@@ -48,7 +46,7 @@ def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
 def usable_cores(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """Cores this process may use: those it may run on, or less where its control group has a quota, rounded up."""
     cores = float(len(os.sched_getaffinity(0)))
-    for _, level in _cgroup_levels(proc, cgroups, "cpu"):
+    for level in _cgroup_levels(proc, cgroups, "cpu"):
         # "max 100000" or "150000 100000": microseconds of time in a period of microseconds.
         quota = _read(level / "cpu.max").split() or [
             _read(level / "cpu.cfs_quota_us").strip(),
@@ -62,8 +60,9 @@ def usable_cores(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgrou
 def _cgroup_rooms(proc: Path, cgroups: Path) -> list[int]:
     """Bytes below the limit of the control group and of each of its ancestors."""
     rooms = []
-    for is_v1, level in _cgroup_levels(proc, cgroups, "memory"):
-        limit, usage = (_read(level / name).strip() for name in (V1_LIMIT_AND_USAGE if is_v1 else V2_LIMIT_AND_USAGE))
+    for level in _cgroup_levels(proc, cgroups, "memory"):
+        limit = _read(level / "memory.max", level / "memory.limit_in_bytes").strip()
+        usage = _read(level / "memory.current", level / "memory.usage_in_bytes").strip()
         if limit.isdecimal() and usage.isdecimal():
             # Cached file pages count as usage and are given back under pressure.
             cached = re.findall(r"^(?:total_)?inactive_file (\d+)$", _read(level / "memory.stat"), re.MULTILINE)
@@ -71,8 +70,8 @@ def _cgroup_rooms(proc: Path, cgroups: Path) -> list[int]:
     return rooms
 
 
-def _cgroup_levels(proc: Path, cgroups: Path, controller: str) -> list[tuple[bool, Path]]:
-    """Folders of the process's control group and its ancestors, each with whether it is of version 1."""
+def _cgroup_levels(proc: Path, cgroups: Path, controller: str) -> list[Path]:
+    """Folders of the process's control groups, of either version, and of their ancestors."""
     levels = []
     for line in _read(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -83,7 +82,7 @@ def _cgroup_levels(proc: Path, cgroups: Path, controller: str) -> list[tuple[boo
         # Inside a container the path may be the host's; its own group is then the root of what it sees.
         group = root / path.strip("/")
         for level in (group, *group.parents):
-            levels.append((bool(controllers), level))
+            levels.append(level)
             if level == root:
                 break
     return levels
@@ -97,8 +96,9 @@ def kib_field(path: Path, name: str) -> int:
     return int(found[1]) * 1024
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
+def _read(*paths: Path) -> str:
+    """The text of the first of these files that can be read; empty where none can."""
+    for path in paths:
+        with suppress(OSError):
+            return path.read_text()
+    return ""

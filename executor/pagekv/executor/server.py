@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pagekv.common.logs import Log, setup_logs
 from pagekv.common.models import ModelNotFound, resolve_model
@@ -27,7 +27,7 @@ from pagekv.executor.session.session import Session
 from pagekv.executor.session.worker_thread import WorkerThread
 
 if TYPE_CHECKING:
-    from pagekv.executor.cuda.driver import Gpu
+    from pagekv.executor.cuda.preflight import Gpu
 
 log = Log(__name__)
 
@@ -37,9 +37,6 @@ LAST_WORDS_S = 2.0
 MAX_STEP_BYTES = 256 * 2**20
 # How long a thread keeps the interpreter while another waits for it.
 SWITCH_INTERVAL_S = 200e-6
-# Defaults of --memory-share: the executor has the GPU for itself, and the host's memory in common with others.
-CPU_MEMORY_SHARE = 0.4
-CUDA_MEMORY_SHARE = 0.9
 
 
 def load_backend(config: ExecutorConfig) -> Backend:
@@ -63,10 +60,8 @@ def load_backend(config: ExecutorConfig) -> Backend:
         directory,
         model_id(config.model),
         config.dtype,
-        config.threads,
-        config.kv_memory,
-        CPU_MEMORY_SHARE if config.memory_share is None else config.memory_share,
-        config.max_sequences,
+        threads=config.threads,
+        **_pool_options(config),
     )
 
 
@@ -102,8 +97,7 @@ def _torch_has_gpu() -> bool:
 
 
 def _usable_gpu(config: ExecutorConfig) -> Gpu:
-    from pagekv.executor.cuda.driver import UnusableGpu, find_gpu
-    from pagekv.executor.cuda.preflight import check_machine, installed_builds
+    from pagekv.executor.cuda.preflight import UnusableGpu, check_machine, find_gpu, installed_builds
 
     try:
         gpu = find_gpu()
@@ -131,11 +125,14 @@ def _load_cuda(config: ExecutorConfig, directory: Path, gpu: Gpu) -> Backend:
         device,
         config.dtype,
         config.kv_dtype,
-        config.kv_memory,
-        CUDA_MEMORY_SHARE if config.memory_share is None else config.memory_share,
-        config.max_sequences,
-        config.cuda_graphs,
+        graphs=config.cuda_graphs,
+        **_pool_options(config),
     )
+
+
+def _pool_options(config: ExecutorConfig) -> dict[str, Any]:
+    options = {"kv_memory": config.kv_memory, "max_sequences": config.max_sequences}
+    return options if config.memory_share is None else {**options, "memory_share": config.memory_share}
 
 
 def model_id(name: str) -> str:
@@ -150,27 +147,17 @@ class Executor:
     def __init__(self, config: ExecutorConfig) -> None:
         self._config = config
         self._compute = WorkerThread()
-        self._session = Session(self._compute)
+        self.session = Session(self._compute)
         self._grpc = GrpcServer(config.listen, [SERVICE_NAME], config.reflection, MAX_STEP_BYTES)
-        ExecutorService(self._session).add_to(self._grpc.server)
+        ExecutorService(self.session).add_to(self._grpc.server)
         # perf_counter when serving began.
-        self._serving_since = math.inf
+        self.serving_since = math.inf
 
     @property
     def address(self) -> str:
         """The address to listen on, with the bound port instead of 0."""
         listen = self._config.listen
         return bound_address(listen, self._grpc.port) if self._grpc.port else listen
-
-    @property
-    def lost_reason(self) -> str:
-        """The reason why the device is lost to this process; empty while it is not."""
-        return self._session.lost_reason
-
-    @property
-    def served_s(self) -> float:
-        """Seconds since serving began."""
-        return max(0.0, time.perf_counter() - self._serving_since)
 
     async def run(self, stop: asyncio.Event) -> int:
         """Serves until `stop` is set or the device is lost; returns the exit status. Raises what `load_backend` does,
@@ -186,10 +173,10 @@ class Executor:
         await asyncio.wait([stopped, loading], return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             spare_the_collector()
-            self._session.serve(loading.result())
+            self.session.serve(loading.result())
             await self._grpc.set_serving(True)
-            self._serving_since = time.perf_counter()
-            lost = asyncio.create_task(self._session.lost.wait(), name="device lost")
+            self.serving_since = time.perf_counter()
+            lost = asyncio.create_task(self.session.lost.wait(), name="device lost")
             await asyncio.wait([stopped, lost], return_when=asyncio.FIRST_COMPLETED)
             lost.cancel()
         return await self._shut_down(idle=loading.done())
@@ -208,14 +195,14 @@ class Executor:
         await self._grpc.set_serving(False)
         try:
             async with asyncio.timeout(grace_s if idle else 0):
-                await self._session.shut_down()
+                await self.session.shut_down()
         except TimeoutError:
             log.warning("stopped in the middle of work", work="a step" if idle else "loading the model")
             idle = False
         await self._grpc.stop(LAST_WORDS_S)
         self._compute.stop()
         log.info("stopped")
-        if not idle and not self.lost_reason:
+        if not idle and not self.session.lost_reason:
             # The thread may be deep in native code, which an orderly interpreter exit would wait for or crash in.
             logging.shutdown()
             os._exit(0)
@@ -230,9 +217,9 @@ async def serve(config: ExecutorConfig) -> int:
     executor = Executor(config)
     try:
         status = await executor.run(stop)
-        if not executor.lost_reason or stop.is_set():
+        if not executor.session.lost_reason or stop.is_set():
             return status
-        reason = executor.lost_reason
+        reason = executor.session.lost_reason
     except Exception as error:
         known = _say_why(error)
         if not faults_before():
@@ -240,7 +227,7 @@ async def serve(config: ExecutorConfig) -> int:
                 raise
             return 1
         reason = f"it could not start: {error}"
-    return await start_anew(stop, executor.address, reason, executor.served_s)
+    return await start_anew(stop, executor.address, reason, time.perf_counter() - executor.serving_since)
 
 
 def _say_why(error: Exception) -> bool:

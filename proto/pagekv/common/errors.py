@@ -10,6 +10,9 @@ from __future__ import annotations
 class PageKVError(Exception):
     """Base of every error with a place in the status table."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+
     @property
     def metadata(self) -> dict[str, str]:
         """Facts for programs, by name: ErrorInfo.metadata of the status."""
@@ -17,12 +20,13 @@ class PageKVError(Exception):
 
 
 class InvalidRequest(PageKVError):
-    """A field is out of its bounds. `field` is the proto path, `description` says the bounds and the value, `rule` is
-    the rule of the step contract that it breaks, "" for other calls.
+    """A field is out of its bounds. `field` is the proto path, "" where it is not known; `description` says the bounds
+    and the value; `rule` is the rule of the step contract that it breaks, "" for other calls.
     """
 
     def __init__(self, field: str, description: str, rule: str = "") -> None:
-        super().__init__(f"{field}: {description}")
+        message = f"{field}: {description}" if field else description
+        super().__init__(f"{message} ({rule})" if rule else message)
         self.field = field
         self.description = description
         self.rule = rule

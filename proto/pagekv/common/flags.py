@@ -16,6 +16,7 @@ import argparse
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from importlib.metadata import version
 from typing import Any, NoReturn, TypeVar, cast
 
 ENV_PREFIX = "PAGEKV_"
@@ -148,6 +149,11 @@ def declarations(config: type[Any], group: str = "") -> Iterator[Declaration]:
             yield replace(declared, name=declared.name or each.name.replace("_", "-"), group=group)
         elif _GROUP in each.metadata:
             yield from declarations(cast("type[Any]", each.default_factory), each.metadata[_GROUP])
+
+
+def add_version(parser: argparse.ArgumentParser) -> None:
+    """--version, which prints the program and the version of this installation, and ends with status 0."""
+    parser.add_argument("--version", action="version", version=f"{parser.prog} {version('pagekv')}")
 
 
 def add_flags(parser: FlagParser, config: type[Any], group: str = "") -> None:

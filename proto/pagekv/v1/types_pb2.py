@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15pagekv/v1/types.proto\x12\tpagekv.v1\"\xa2\x06\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x0e\n\x01n\x18\x07 \x01(\rH\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x17\n\nignore_eos\x18\x0b \x01(\x08H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x02H\t\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\r \x01(\x02H\n\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0e \x01(\x02H\x0b\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x0c\x88\x01\x01\x12<\n\nlogit_bias\x18\x10 \x03(\x0b\x32(.pagekv.v1.SamplingParams.LogitBiasEntry\x12\x17\n\nbeam_width\x18\x11 \x01(\rH\r\x88\x01\x01\x12\x1b\n\x0elength_penalty\x18\x12 \x01(\x02H\x0e\x88\x01\x01\x12\x1b\n\x0e\x65\x61rly_stopping\x18\x13 \x01(\x08H\x0f\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x04\n\x02_nB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0b\n\t_logprobsB\r\n\x0b_beam_widthB\x11\n\x0f_length_penaltyB\x11\n\x0f_early_stopping\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"a\n\x10PositionLogprobs\x12\'\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x17.pagekv.v1.TokenLogprob\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.pagekv.v1.TokenLogprob\"#\n\x0eTokenizedInput\x12\x11\n\tinput_ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"5\n\tChatInput\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.pagekv.v1.ChatMessage\"\x85\x01\n\rCacheControls\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x12\n\nadapter_id\x18\x02 \x01(\t\x12*\n\x0cmedia_hashes\x18\x03 \x03(\x0b\x32\x14.pagekv.v1.MediaHash\x12\x0f\n\x07no_read\x18\x04 \x01(\x08\x12\x10\n\x08no_write\x18\x05 \x01(\x08\";\n\tMediaHash\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x0e\n\x06length\x18\x02 \x01(\r\x12\x0c\n\x04hash\x18\x03 \x01(\t\"k\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x13.pagekv.v1.TokenIdsH\x00\x12\x1f\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0f.pagekv.v1.ChatH\x00\x42\x06\n\x04kind\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"0\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.pagekv.v1.ChatMessage*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03*<\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTIER_DEVICE\x10\x01\x12\r\n\tTIER_HOST\x10\x02*\x83\x01\n\rSequenceState\x12\x1e\n\x1aSEQUENCE_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16SEQUENCE_STATE_WAITING\x10\x01\x12\x1a\n\x16SEQUENCE_STATE_RUNNING\x10\x02\x12\x1a\n\x16SEQUENCE_STATE_SWAPPED\x10\x03*\xc7\x02\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12\x11\n\rINVALID_FIELD\x10\x01\x12\x12\n\x0e\x41LREADY_EXISTS\x10\x02\x12\r\n\tNOT_FOUND\x10\x03\x12\x0e\n\nQUEUE_FULL\x10\x04\x12\x12\n\x0eLIMIT_EXCEEDED\x10\x05\x12\x11\n\rOUT_OF_MEMORY\x10\x06\x12\x0f\n\x0bNOT_SERVING\x10\x07\x12\x0c\n\x08\x44RAINING\x10\x08\x12\x17\n\x13\x46\x41ILED_PRECONDITION\x10\t\x12\x0f\n\x0bSTALE_EPOCH\x10\n\x12\x0f\n\x0b\x46\x45LL_BEHIND\x10\x0b\x12\x11\n\rREVISION_GONE\x10\x0c\x12\x16\n\x12\x43OMPUTATION_FAILED\x10\r\x12\x13\n\x0fSEQUENCE_FAILED\x10\x0e\x12\x13\n\x0fNOT_IMPLEMENTED\x10\x0f\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15pagekv/v1/types.proto\x12\tpagekv.v1\"\xa2\x06\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x0e\n\x01n\x18\x07 \x01(\rH\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x17\n\nignore_eos\x18\x0b \x01(\x08H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x02H\t\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\r \x01(\x02H\n\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0e \x01(\x02H\x0b\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x0c\x88\x01\x01\x12<\n\nlogit_bias\x18\x10 \x03(\x0b\x32(.pagekv.v1.SamplingParams.LogitBiasEntry\x12\x17\n\nbeam_width\x18\x11 \x01(\rH\r\x88\x01\x01\x12\x1b\n\x0elength_penalty\x18\x12 \x01(\x02H\x0e\x88\x01\x01\x12\x1b\n\x0e\x65\x61rly_stopping\x18\x13 \x01(\x08H\x0f\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x04\n\x02_nB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0b\n\t_logprobsB\r\n\x0b_beam_widthB\x11\n\x0f_length_penaltyB\x11\n\x0f_early_stopping\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"a\n\x10PositionLogprobs\x12\'\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x17.pagekv.v1.TokenLogprob\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.pagekv.v1.TokenLogprob\"k\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x13.pagekv.v1.TokenIdsH\x00\x12\x1f\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0f.pagekv.v1.ChatH\x00\x42\x06\n\x04kind\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"0\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.pagekv.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xb9\x01\n\rCacheControls\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12*\n\x0cmedia_hashes\x18\x03 \x03(\x0b\x32\x14.pagekv.v1.MediaHash\x12\x11\n\x04read\x18\x06 \x01(\x08H\x00\x88\x01\x01\x12\x12\n\x05write\x18\x07 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05_readB\x08\n\x06_writeJ\x04\x08\x02\x10\x03J\x04\x08\x04\x10\x05J\x04\x08\x05\x10\x06R\nadapter_idR\x07no_readR\x08no_write\";\n\tMediaHash\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x0e\n\x06length\x18\x02 \x01(\r\x12\x0c\n\x04hash\x18\x03 \x01(\t*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03*<\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTIER_DEVICE\x10\x01\x12\r\n\tTIER_HOST\x10\x02*\x83\x01\n\rSequenceState\x12\x1e\n\x1aSEQUENCE_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16SEQUENCE_STATE_WAITING\x10\x01\x12\x1a\n\x16SEQUENCE_STATE_RUNNING\x10\x02\x12\x1a\n\x16SEQUENCE_STATE_SWAPPED\x10\x03*\xc7\x02\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12\x11\n\rINVALID_FIELD\x10\x01\x12\x12\n\x0e\x41LREADY_EXISTS\x10\x02\x12\r\n\tNOT_FOUND\x10\x03\x12\x0e\n\nQUEUE_FULL\x10\x04\x12\x12\n\x0eLIMIT_EXCEEDED\x10\x05\x12\x11\n\rOUT_OF_MEMORY\x10\x06\x12\x0f\n\x0bNOT_SERVING\x10\x07\x12\x0c\n\x08\x44RAINING\x10\x08\x12\x17\n\x13\x46\x41ILED_PRECONDITION\x10\t\x12\x0f\n\x0bSTALE_EPOCH\x10\n\x12\x0f\n\x0b\x46\x45LL_BEHIND\x10\x0b\x12\x11\n\rREVISION_GONE\x10\x0c\x12\x16\n\x12\x43OMPUTATION_FAILED\x10\r\x12\x13\n\x0fSEQUENCE_FAILED\x10\x0e\x12\x13\n\x0fNOT_IMPLEMENTED\x10\x0f\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,14 +33,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1510
-  _globals['_FINISHREASON']._serialized_end=1630
-  _globals['_TIER']._serialized_start=1632
-  _globals['_TIER']._serialized_end=1692
-  _globals['_SEQUENCESTATE']._serialized_start=1695
-  _globals['_SEQUENCESTATE']._serialized_end=1826
-  _globals['_ERRORREASON']._serialized_start=1829
-  _globals['_ERRORREASON']._serialized_end=2156
+  _globals['_FINISHREASON']._serialized_start=1470
+  _globals['_FINISHREASON']._serialized_end=1590
+  _globals['_TIER']._serialized_start=1592
+  _globals['_TIER']._serialized_end=1652
+  _globals['_SEQUENCESTATE']._serialized_start=1655
+  _globals['_SEQUENCESTATE']._serialized_end=1786
+  _globals['_ERRORREASON']._serialized_start=1789
+  _globals['_ERRORREASON']._serialized_end=2116
   _globals['_SAMPLINGPARAMS']._serialized_start=37
   _globals['_SAMPLINGPARAMS']._serialized_end=839
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=553
@@ -49,20 +49,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENLOGPROB']._serialized_end=890
   _globals['_POSITIONLOGPROBS']._serialized_start=892
   _globals['_POSITIONLOGPROBS']._serialized_end=989
-  _globals['_TOKENIZEDINPUT']._serialized_start=991
-  _globals['_TOKENIZEDINPUT']._serialized_end=1026
-  _globals['_CHATMESSAGE']._serialized_start=1028
-  _globals['_CHATMESSAGE']._serialized_end=1072
-  _globals['_CHATINPUT']._serialized_start=1074
-  _globals['_CHATINPUT']._serialized_end=1127
-  _globals['_CACHECONTROLS']._serialized_start=1130
-  _globals['_CACHECONTROLS']._serialized_end=1263
-  _globals['_MEDIAHASH']._serialized_start=1265
-  _globals['_MEDIAHASH']._serialized_end=1324
-  _globals['_PROMPT']._serialized_start=1326
-  _globals['_PROMPT']._serialized_end=1433
-  _globals['_TOKENIDS']._serialized_start=1435
-  _globals['_TOKENIDS']._serialized_end=1458
-  _globals['_CHAT']._serialized_start=1460
-  _globals['_CHAT']._serialized_end=1508
+  _globals['_PROMPT']._serialized_start=991
+  _globals['_PROMPT']._serialized_end=1098
+  _globals['_TOKENIDS']._serialized_start=1100
+  _globals['_TOKENIDS']._serialized_end=1123
+  _globals['_CHAT']._serialized_start=1125
+  _globals['_CHAT']._serialized_end=1173
+  _globals['_CHATMESSAGE']._serialized_start=1175
+  _globals['_CHATMESSAGE']._serialized_end=1219
+  _globals['_CACHECONTROLS']._serialized_start=1222
+  _globals['_CACHECONTROLS']._serialized_end=1407
+  _globals['_MEDIAHASH']._serialized_start=1409
+  _globals['_MEDIAHASH']._serialized_end=1468
 # @@protoc_insertion_point(module_scope)

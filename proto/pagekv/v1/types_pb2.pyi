@@ -3,9 +3,11 @@
 isort:skip_file
 Messages that more than one PageKV service uses.
 
-Conventions of this package. Token ids and block ids are uint32. Counts are cumulative over the life of the
-sequence unless a comment says otherwise. A field without `optional` whose value is zero or empty means what
-its comment says of zero; an `optional` field that is absent means "the server's default", which is named.
+Conventions of this package. Every field of a request that the server does not know is refused with
+INVALID_ARGUMENT by its number; readers of answers skip what they do not know. Token ids and block ids are uint32.
+Counts are cumulative over the life of the sequence unless a comment says otherwise. A field without `optional`
+whose value is zero or empty means what its comment says of zero; an `optional` field that is absent means "the
+server's default", which is named.
 """
 
 import builtins
@@ -37,7 +39,7 @@ class _FinishReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_tokens reached, or the model's context is full."""
     FINISH_REASON_ABORT: _FinishReason.ValueType  # 3
-    """Aborted by Abort or by the server shutting down."""
+    """Ended by Abort. A server that shuts down ends calls with UNAVAILABLE (DRAINING) instead: they can be resumed."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a sequence ended."""
@@ -49,7 +51,7 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens reached, or the model's context is full."""
 FINISH_REASON_ABORT: FinishReason.ValueType  # 3
-"""Aborted by Abort or by the server shutting down."""
+"""Ended by Abort. A server that shuts down ends calls with UNAVAILABLE (DRAINING) instead: they can be resumed."""
 global___FinishReason = FinishReason
 
 class _Tier:
@@ -313,8 +315,8 @@ class SamplingParams(google.protobuf.message.Message):
     max_tokens. Absent: 0.
     """
     n: builtins.int
-    """Independent continuations of the prompt, 1 to 64; each is a sequence with its own index. With beam_width: how many
-    of the best hypotheses to return, 1 to beam_width. Absent: 1.
+    """Independent continuations of the prompt, 1 to 64; each is a sequence with its own index. With beam_width: how
+    many of the best hypotheses to return, 1 to beam_width. Absent: 1.
     """
     seed: builtins.int
     """Seed of the random choices. Absent: drawn by the server, so the output differs from call to call."""
@@ -333,20 +335,20 @@ class SamplingParams(google.protobuf.message.Message):
     They are of the raw logits, before temperature, penalties and filters. Absent: none at all.
     """
     beam_width: builtins.int
-    """Beam search with this many hypotheses at once, 1 to 32, less where end-of-sequence ids and stop_token_ids are many:
-    it and they are at most 128 together, and at most the vocabulary. 0 or absent: off. The n best hypotheses are
-    returned, best first, by one GenerateComplete each when all are known; no chunks are streamed. max_tokens,
+    """Beam search with this many hypotheses at once, 1 to 32, less where end-of-sequence ids and stop_token_ids are
+    many: it and they are at most 128 together, and at most the vocabulary. 0 or absent: off. The n best hypotheses
+    are returned, best first, by one GenerateComplete each when all are known; no chunks are streamed. max_tokens,
     min_tokens, stop_token_ids and ignore_eos apply. Hypotheses are judged by the raw logits and nothing is drawn, so
-    what would have no effect is refused: a temperature other than 0, seed, stop, logprobs and resumed_tokens, and
+    what would have no effect is refused: a temperature other than 0, seed, stop, logprobs and resumed_token_ids, and
     top_p, top_k, min_p, penalties and logit_bias unless they are off.
     """
     length_penalty: builtins.float
-    """Beam search compares the hypotheses that have ended by cumulative_logprob / tokens ^ length_penalty: above 0 longer
-    ones gain, below 0 shorter ones. -10 to 10, only with beam_width. Absent: 1.0.
+    """Beam search compares the hypotheses that have ended by cumulative_logprob / tokens ^ length_penalty: above 0
+    longer ones gain, below 0 shorter ones. -10 to 10, only with beam_width. Absent: 1.0.
     """
     early_stopping: builtins.bool
-    """When beam search is over. True: once beam_width hypotheses have ended. False: not before the best one that goes on
-    would, if it ended now, be no better than the worst of those. Only with beam_width. Absent: false.
+    """When beam search is over. True: once beam_width hypotheses have ended. False: not before the best one that goes
+    on would, if it ended now, be no better than the worst of those. Only with beam_width. Absent: false.
     """
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -474,136 +476,6 @@ class PositionLogprobs(google.protobuf.message.Message):
 global___PositionLogprobs = PositionLogprobs
 
 @typing.final
-class TokenizedInput(google.protobuf.message.Message):
-    """A prompt as token ids."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    INPUT_IDS_FIELD_NUMBER: builtins.int
-    @property
-    def input_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The ids, at least one, each below the vocabulary size."""
-
-    def __init__(
-        self,
-        *,
-        input_ids: collections.abc.Iterable[builtins.int] | None = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["input_ids", b"input_ids"]) -> None: ...
-
-global___TokenizedInput = TokenizedInput
-
-@typing.final
-class ChatMessage(google.protobuf.message.Message):
-    """One message of a conversation."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    ROLE_FIELD_NUMBER: builtins.int
-    CONTENT_FIELD_NUMBER: builtins.int
-    role: builtins.str
-    """Who speaks, as the model's chat template knows it: "system", "user", "assistant". Required."""
-    content: builtins.str
-    """What is said. May be empty."""
-    def __init__(
-        self,
-        *,
-        role: builtins.str = ...,
-        content: builtins.str = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["content", b"content", "role", b"role"]) -> None: ...
-
-global___ChatMessage = ChatMessage
-
-@typing.final
-class ChatInput(google.protobuf.message.Message):
-    """A prompt as a conversation, rendered with the model's own chat template."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    MESSAGES_FIELD_NUMBER: builtins.int
-    @property
-    def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ChatMessage]:
-        """The messages, oldest first, 1 to 4096, and at most 8 MiB of text in all."""
-
-    def __init__(
-        self,
-        *,
-        messages: collections.abc.Iterable[global___ChatMessage] | None = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["messages", b"messages"]) -> None: ...
-
-global___ChatInput = ChatInput
-
-@typing.final
-class CacheControls(google.protobuf.message.Message):
-    """What a prefix hash covers besides the tokens, and whether this request takes part in prefix caching."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    NAMESPACE_FIELD_NUMBER: builtins.int
-    ADAPTER_ID_FIELD_NUMBER: builtins.int
-    MEDIA_HASHES_FIELD_NUMBER: builtins.int
-    NO_READ_FIELD_NUMBER: builtins.int
-    NO_WRITE_FIELD_NUMBER: builtins.int
-    namespace: builtins.str
-    """Requests of one namespace share cached blocks; others never see them. Up to 256 bytes. Empty: the default
-    namespace.
-    """
-    adapter_id: builtins.str
-    """Identity of the adapter the keys and values were computed with. It only separates cache entries: PageKV loads
-    no adapters. Up to 256 bytes. Empty: none.
-    """
-    no_read: builtins.bool
-    """True: this request reuses no cached block."""
-    no_write: builtins.bool
-    """True: this request leaves no cached block behind."""
-    @property
-    def media_hashes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MediaHash]:
-        """Media whose content stands behind placeholder tokens, so that equal placeholders do not share blocks. At most
-        256, each inside the prompt.
-        """
-
-    def __init__(
-        self,
-        *,
-        namespace: builtins.str = ...,
-        adapter_id: builtins.str = ...,
-        media_hashes: collections.abc.Iterable[global___MediaHash] | None = ...,
-        no_read: builtins.bool = ...,
-        no_write: builtins.bool = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "media_hashes", b"media_hashes", "namespace", b"namespace", "no_read", b"no_read", "no_write", b"no_write"]) -> None: ...
-
-global___CacheControls = CacheControls
-
-@typing.final
-class MediaHash(google.protobuf.message.Message):
-    """Content identity of one medium in the prompt."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    POSITION_FIELD_NUMBER: builtins.int
-    LENGTH_FIELD_NUMBER: builtins.int
-    HASH_FIELD_NUMBER: builtins.int
-    position: builtins.int
-    """First prompt position (token index, from 0) that stands for the medium."""
-    length: builtins.int
-    """How many positions it covers, at least 1."""
-    hash: builtins.str
-    """A digest of its content, as text; 1 to 128 characters."""
-    def __init__(
-        self,
-        *,
-        position: builtins.int = ...,
-        length: builtins.int = ...,
-        hash: builtins.str = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["hash", b"hash", "length", b"length", "position", b"position"]) -> None: ...
-
-global___MediaHash = MediaHash
-
-@typing.final
 class Prompt(google.protobuf.message.Message):
     """The input of a model; exactly one kind must be set."""
 
@@ -674,3 +546,92 @@ class Chat(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["messages", b"messages"]) -> None: ...
 
 global___Chat = Chat
+
+@typing.final
+class ChatMessage(google.protobuf.message.Message):
+    """One message of a conversation."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: builtins.int
+    CONTENT_FIELD_NUMBER: builtins.int
+    role: builtins.str
+    """The speaker, as the model's chat template knows it: "system", "user", "assistant". Required."""
+    content: builtins.str
+    """The words. May be empty."""
+    def __init__(
+        self,
+        *,
+        role: builtins.str = ...,
+        content: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["content", b"content", "role", b"role"]) -> None: ...
+
+global___ChatMessage = ChatMessage
+
+@typing.final
+class CacheControls(google.protobuf.message.Message):
+    """Which cached blocks a request may share, and whether it takes part in prefix caching."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    MEDIA_HASHES_FIELD_NUMBER: builtins.int
+    READ_FIELD_NUMBER: builtins.int
+    WRITE_FIELD_NUMBER: builtins.int
+    namespace: builtins.str
+    """Requests of one namespace share cached blocks; others never see them. Up to 256 bytes. Empty: the default
+    namespace.
+    """
+    read: builtins.bool
+    """False: this request reuses no cached block. Absent: true."""
+    write: builtins.bool
+    """False: this request leaves no cached block behind. Absent: true."""
+    @property
+    def media_hashes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MediaHash]:
+        """Media whose content stands behind placeholder tokens, so that equal placeholders do not share blocks. At most
+        256, each inside the prompt.
+        """
+
+    def __init__(
+        self,
+        *,
+        namespace: builtins.str = ...,
+        media_hashes: collections.abc.Iterable[global___MediaHash] | None = ...,
+        read: builtins.bool | None = ...,
+        write: builtins.bool | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_read", b"_read", "_write", b"_write", "read", b"read", "write", b"write"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_read", b"_read", "_write", b"_write", "media_hashes", b"media_hashes", "namespace", b"namespace", "read", b"read", "write", b"write"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_read", b"_read"]) -> typing.Literal["read"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_write", b"_write"]) -> typing.Literal["write"] | None: ...
+
+global___CacheControls = CacheControls
+
+@typing.final
+class MediaHash(google.protobuf.message.Message):
+    """Content identity of one medium in the prompt."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: builtins.int
+    LENGTH_FIELD_NUMBER: builtins.int
+    HASH_FIELD_NUMBER: builtins.int
+    position: builtins.int
+    """First prompt position (token index, from 0) that stands for the medium."""
+    length: builtins.int
+    """How many positions it covers, at least 1."""
+    hash: builtins.str
+    """A digest of its content, as text; 1 to 128 characters."""
+    def __init__(
+        self,
+        *,
+        position: builtins.int = ...,
+        length: builtins.int = ...,
+        hash: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["hash", b"hash", "length", b"length", "position", b"position"]) -> None: ...
+
+global___MediaHash = MediaHash

@@ -21,8 +21,7 @@ from gpu_first.parts import PART_SECONDS, PARTS, STEPS
 from gpu_first.runner import ROOT, Run
 from gpu_first.step import REHEARSAL
 from gpu_first.tools import NoGpu, gpu_line
-from pagekv.executor.cuda.driver import UnusableGpu, find_gpu
-from pagekv.executor.cuda.preflight import check_machine, installed_builds
+from pagekv.executor.cuda.preflight import UnusableGpu, check_machine, find_gpu, installed_builds
 from pagekv.executor.machine import available_bytes
 
 FOLDER = ROOT / "build" / "gpu-first"

@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagekv.common.errors import PageKVError
 from pagekv.common.statuses import STATUS_DETAILS_KEY, status_proto, status_row
-from pagekv.v1 import cache_service_pb2_grpc, inference_service_pb2_grpc, types_pb2
+from pagekv.v1 import cache_service_pb2_grpc, inference_service_pb2_grpc, operator_service_pb2_grpc, types_pb2
 from pagekv.v1 import inference_service_pb2 as pb
 
 LOST = grpc.StatusCode.UNAVAILABLE
@@ -71,6 +71,7 @@ class ScriptedServer:
         servicer: Any = _Servicer(self)
         inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
         cache_service_pb2_grpc.add_CacheServiceServicer_to_server(servicer, server)
+        operator_service_pb2_grpc.add_OperatorServiceServicer_to_server(servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
         self.port = server.add_insecure_port(f"127.0.0.1:{self.port}")
         server.start()
@@ -136,7 +137,7 @@ def _abort(context: grpc.ServicerContext, error: PageKVError | grpc.StatusCode) 
 
 
 class _Servicer:
-    """Every method of the three services plays the script."""
+    """Every method of the services plays the script."""
 
     def __init__(self, script: ScriptedServer) -> None:
         self._script = script
@@ -201,7 +202,7 @@ def complete(
         complete=pb.GenerateComplete(
             index=index,
             finish_reason=more.pop("reason", types_pb2.FINISH_REASON_LENGTH),
-            output_ids=token_ids,
+            token_ids=token_ids,
             text="".join(f"t{token_id} " for token_id in token_ids) if text is None else text,
             prompt_tokens=prompt,
             completion_tokens=resumed + len(token_ids),

@@ -12,6 +12,7 @@ from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 from pagekv.kvmanager.request.command import FinishReason, GenerateCommand
 from pagekv.kvmanager.request.stream import RequestStream, SequenceDelta
 from pagekv.v1 import cache_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
 
 MODEL = EngineInfo(
     model_id="small",
@@ -82,9 +83,9 @@ class FakeEngine(EngineLoop, EngineQueries):
         self.stopped.append((stream.request_id, index))
         stream._open.discard(index)
 
-    def stats(self) -> pb.GetStatsResponse:
-        names = [field.name for field in pb.GetStatsResponse.DESCRIPTOR.fields]
-        stats = pb.GetStatsResponse()
+    def stats(self) -> operator_pb.GetStatsResponse:
+        names = [field.name for field in operator_pb.GetStatsResponse.DESCRIPTOR.fields]
+        stats = operator_pb.GetStatsResponse()
         for number, name in enumerate(names):
             setattr(stats, name, True if name == "executor_attached" else number)
         return stats
@@ -125,44 +126,46 @@ class FakeEngine(EngineLoop, EngineQueries):
     def unpin_prefix(self, pin_id: str) -> int:
         return 8 if pin_id == "pin-60" else 0
 
-    def block_tables(self, request_id: str) -> pb.GetBlockTableResponse | None:
+    def block_tables(self, request_id: str) -> operator_pb.GetBlockTableResponse | None:
         if request_id not in self.live:
             return None
-        table = pb.SequenceBlocks(
+        table = operator_pb.SequenceBlocks(
             state="running", num_tokens=9, computed_tokens=8, block_ids=[7, 3, 1], block_hashes=["01" * 32, "02" * 32]
         )
-        return pb.GetBlockTableResponse(sequences=[table])
+        return operator_pb.GetBlockTableResponse(sequences=[table])
 
-    def list_requests(self, limit: int) -> pb.ListRequestsResponse:
+    def list_requests(self, limit: int) -> operator_pb.ListRequestsResponse:
         infos = [
-            pb.RequestInfo(
+            operator_pb.RequestInfo(
                 request_id=name, state="running", priority=-1, num_sequences=1, prompt_tokens=9, cached_tokens=4,
                 computed_tokens=8, generated_tokens=2, max_total_tokens=20, num_blocks=3, preemptions=1,
             )
             for name in self.live
         ]  # fmt: skip  # several entries a line: one each would fill a screen
-        return pb.ListRequestsResponse(requests=infos[:limit], total=len(infos))
+        return operator_pb.ListRequestsResponse(requests=infos[:limit], total=len(infos))
 
-    def list_blocks(self, start: int, limit: int, state: pb.BlockState.ValueType) -> pb.ListBlocksResponse:
+    def list_blocks(
+        self, start: int, limit: int, state: operator_pb.BlockState.ValueType
+    ) -> operator_pb.ListBlocksResponse:
         kinds = [
-            pb.BlockInfo(state=pb.BLOCK_STATE_FREE),
-            pb.BlockInfo(state=pb.BLOCK_STATE_CACHED, block_hash="cc"),
-            pb.BlockInfo(state=pb.BLOCK_STATE_ACTIVE, ref_count=2, block_hash="aa", pins=1),
-            pb.BlockInfo(state=pb.BLOCK_STATE_PINNED, ref_count=1, block_hash="ee", pins=1),
+            operator_pb.BlockInfo(state=operator_pb.BLOCK_STATE_FREE),
+            operator_pb.BlockInfo(state=operator_pb.BLOCK_STATE_CACHED, block_hash="cc"),
+            operator_pb.BlockInfo(state=operator_pb.BLOCK_STATE_ACTIVE, ref_count=2, block_hash="aa", pins=1),
+            operator_pb.BlockInfo(state=operator_pb.BLOCK_STATE_PINNED, ref_count=1, block_hash="ee", pins=1),
         ]
         blocks = []
         for block_id in range(start, 10):
-            block = pb.BlockInfo(block_id=block_id)
+            block = operator_pb.BlockInfo(block_id=block_id)
             block.MergeFrom(kinds[block_id % 4])
-            if state in (pb.BLOCK_STATE_UNSPECIFIED, block.state):
+            if state in (operator_pb.BLOCK_STATE_UNSPECIFIED, block.state):
                 blocks.append(block)
         next_start = blocks[limit].block_id if len(blocks) > limit else None
-        return pb.ListBlocksResponse(blocks=blocks[:limit], next_start=next_start)
+        return operator_pb.ListBlocksResponse(blocks=blocks[:limit], next_start=next_start)
 
-    def reset_prefix_cache(self, force: bool) -> pb.ResetPrefixCacheResponse | None:
+    def reset_prefix_cache(self, force: bool) -> operator_pb.ResetPrefixCacheResponse | None:
         if force:
-            return pb.ResetPrefixCacheResponse(removed_blocks=5, preempted_sequences=2, ended_pins=1)
-        return None if self.held_blocks else pb.ResetPrefixCacheResponse(removed_blocks=5)
+            return operator_pb.ResetPrefixCacheResponse(removed_blocks=5, preempted_sequences=2, ended_pins=1)
+        return None if self.held_blocks else operator_pb.ResetPrefixCacheResponse(removed_blocks=5)
 
     def watch_events(self) -> TableWatch:
         if self.refusal is not None:

@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from pagekv.executor.backend.interface import Sampled, SequenceState
-from pagekv.executor.cuda.device_sequences import DeviceSequences
-from pagekv.executor.cuda.penalties import PenaltyTable
-from pagekv.executor.cuda.sampler import sample
-from pagekv.executor.cuda.sampling_inputs import SamplingInputs
+from pagekv.executor.cuda.sampler import SamplingInputs, sample
+from pagekv.executor.cuda.step_inputs import DeviceSequences, PenaltyTable
 from pagekv.kernels.attention_plan import pack
 
 
@@ -33,9 +31,9 @@ class DeviceSampler:
             size = math.prod(shape) * dtype.itemsize // 4
             return uploaded[offsets[name] : offsets[name] + size].view(dtype).view(shape)
 
-        chosen = sample(logits, inputs.chunks(find), self.table)
-        tokens = {state.seq_id: Sampled(token) for state, token in zip(states, chosen.tokens.tolist(), strict=True)}
-        rows = [row for chunk in chosen.logprobs for row in zip(*(part.tolist() for part in chunk), strict=True)]
+        chosen, logprobs = sample(logits, inputs.chunks(find), self.table)
+        tokens = {state.seq_id: Sampled(token) for state, token in zip(states, chosen.tolist(), strict=True)}
+        rows = [row for chunk in logprobs for row in zip(*(part.tolist() for part in chunk), strict=True)]
         for state, (logprob, ids, values) in zip(inputs.logprobs_of, rows, strict=True):
             top = tuple(zip(ids, values, strict=True))[: state.sampling.logprobs]
             tokens[state.seq_id] = Sampled(tokens[state.seq_id].token_id, logprob, top)

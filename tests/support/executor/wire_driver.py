@@ -10,6 +10,7 @@ from collections import deque
 from typing import Any
 
 from support.engine.scheduler_driver import Driver
+from support.executor.executor_steps import ALL_FEATURES
 from support.executor.expected_tokens import chain, choose_token, expected_tokens, mix
 
 from pagekv.executor.backend.interface import Backend, SequenceState
@@ -47,7 +48,7 @@ class WireExecutor:
         if backend is None:
             backend = OracleBackend(OracleModel("", vocab, MAX_MODEL_LEN, eos), max_sequences=max_sequences)
         backend.allocate(block_size, num_blocks, host_blocks)
-        limits = EpochLimits(block_size, num_blocks, host_blocks, vocab, MAX_MODEL_LEN, max_sequences)
+        limits = EpochLimits(block_size, num_blocks, host_blocks, vocab, MAX_MODEL_LEN, max_sequences, ALL_FEATURES)
         self.epoch = Epoch(EPOCH, "test", limits, backend)
         self._eos = eos
         self._sent: deque[bytes] = deque()

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 from support.clients.scripted_server import Fails, ScriptedServer
+from support.prompts import as_prompt
 
 from pagekv.client import (
     AsyncPageKVClient,
@@ -19,7 +20,7 @@ from pagekv.client import (
 from pagekv.client.types import PrefixLookup, RequestInfo, RequestList, SequenceBlocks
 from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
-from pagekv.v1 import types_pb2
+from pagekv.v1 import operator_service_pb2 as operator_pb
 
 
 def test_the_other_calls(server: ScriptedServer, client: PageKVClient) -> None:
@@ -29,9 +30,13 @@ def test_the_other_calls(server: ScriptedServer, client: PageKVClient) -> None:
 
         return check
 
-    server.expect("Abort", pb.AbortResponse(aborted=["a"]), check=is_equal(pb.AbortRequest(request_ids=["a", "b"])))
+    server.expect(
+        "Abort", pb.AbortResponse(aborted_request_ids=["a"]), check=is_equal(pb.AbortRequest(request_ids=["a", "b"]))
+    )
     assert client.abort("a", "b") == ["a"]
-    server.expect("Tokenize", pb.TokenizeResponse(token_ids=[1, 2]), check=is_equal(pb.TokenizeRequest(text="hi")))
+    server.expect(
+        "Tokenize", pb.TokenizeResponse(token_ids=[1, 2]), check=is_equal(pb.TokenizeRequest(prompt=as_prompt("hi")))
+    )
     assert client.tokenize("hi") == [1, 2]
     detokenize = pb.DetokenizeRequest(token_ids=[1, 2])
     server.expect("Detokenize", pb.DetokenizeResponse(text="hi"), check=is_equal(detokenize))
@@ -39,33 +44,33 @@ def test_the_other_calls(server: ScriptedServer, client: PageKVClient) -> None:
     server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="m", eos_token_ids=[0], has_tokenizer=True))
     info = client.model_info()
     assert (info.model_id, info.eos_token_ids, info.has_tokenizer, info.block_size) == ("m", (0,), True, 0)
-    server.expect("GetStats", cache_pb.GetStatsResponse(num_blocks=9, kv_usage=0.5, executor_attached=True))
+    server.expect("GetStats", operator_pb.GetStatsResponse(num_blocks=9, kv_usage=0.5, executor_attached=True))
     stats = client.stats()
     assert (stats.num_blocks, stats.kv_usage, stats.executor_attached) == (9, 0.5, True)
-    lookup = cache_pb.LookupPrefixRequest(tokenized=types_pb2.TokenizedInput(input_ids=[1, 2]))
+    lookup = cache_pb.LookupPrefixRequest(prompt=as_prompt([1, 2]))
     lookup.cache.namespace = "n"
     server.expect("LookupPrefix", cache_pb.LookupPrefixResponse(prompt_tokens=2, block_ids=[4]), check=is_equal(lookup))
     assert client.lookup_prefix([1, 2], cache=CacheControls("n")) == PrefixLookup(2, 0, 0, (4,), 0)
-    sequence = cache_pb.SequenceBlocks(state="running", num_tokens=4, block_ids=[1], block_hashes=["ff"])
-    table = cache_pb.GetBlockTableRequest(request_id="r")
-    server.expect("GetBlockTable", cache_pb.GetBlockTableResponse(sequences=[sequence]), check=is_equal(table))
+    sequence = operator_pb.SequenceBlocks(state="running", num_tokens=4, block_ids=[1], block_hashes=["ff"])
+    table = operator_pb.GetBlockTableRequest(request_id="r")
+    server.expect("GetBlockTable", operator_pb.GetBlockTableResponse(sequences=[sequence]), check=is_equal(table))
     assert client.block_table("r") == [SequenceBlocks(0, "running", 4, 0, (1,), ("ff",))]
-    live = cache_pb.RequestInfo(request_id="r", state="waiting", priority=-1, prompt_tokens=7)
-    some = cache_pb.ListRequestsRequest(limit=5)
-    server.expect("ListRequests", cache_pb.ListRequestsResponse(requests=[live], total=9), check=is_equal(some))
+    live = operator_pb.RequestInfo(request_id="r", state="waiting", priority=-1, prompt_tokens=7)
+    some = operator_pb.ListRequestsRequest(limit=5)
+    server.expect("ListRequests", operator_pb.ListRequestsResponse(requests=[live], total=9), check=is_equal(some))
     assert client.list_requests(5) == RequestList((RequestInfo("r", "waiting", -1, 0, 7, 0, 0, 0, 0, 0, 0),), 9)
-    block = cache_pb.BlockInfo(block_id=3, ref_count=1, state=cache_pb.BLOCK_STATE_ACTIVE)
-    listing = cache_pb.ListBlocksRequest(start=3, limit=1, state=cache_pb.BLOCK_STATE_ACTIVE)
-    server.expect("ListBlocks", cache_pb.ListBlocksResponse(blocks=[block], next_start=4), check=is_equal(listing))
+    block = operator_pb.BlockInfo(block_id=3, ref_count=1, state=operator_pb.BLOCK_STATE_ACTIVE)
+    listing = operator_pb.ListBlocksRequest(start=3, limit=1, state=operator_pb.BLOCK_STATE_ACTIVE)
+    server.expect("ListBlocks", operator_pb.ListBlocksResponse(blocks=[block], next_start=4), check=is_equal(listing))
     blocks = client.list_blocks(3, 1, "active")
     assert (blocks.blocks[0].state, blocks.blocks[0].ref_count, blocks.next_start) == ("active", 1, 4)
-    server.expect("ListBlocks", cache_pb.ListBlocksResponse())
+    server.expect("ListBlocks", operator_pb.ListBlocksResponse())
     assert client.list_blocks().next_start is None
-    reset = cache_pb.ResetPrefixCacheRequest(force=True)
-    server.expect("ResetPrefixCache", cache_pb.ResetPrefixCacheResponse(removed_blocks=5), check=is_equal(reset))
+    reset = operator_pb.ResetPrefixCacheRequest(force=True)
+    server.expect("ResetPrefixCache", operator_pb.ResetPrefixCacheResponse(removed_blocks=5), check=is_equal(reset))
     assert client.reset_prefix_cache(force=True) == CacheReset(5, 0, 0)
-    explain = cache_pb.ExplainPrefixRequest(text="hi", start=2, limit=3)
-    explain.cache.adapter_id = "a"
+    explain = cache_pb.ExplainPrefixRequest(prompt=as_prompt("hi"), start=2, limit=3)
+    explain.adapter = "a"
     reply = cache_pb.ExplainPrefixResponse(
         blocks=[
             cache_pb.BlockExplanation(end=4, outcome=cache_pb.BLOCK_OUTCOME_HIT, block_id=0, block_hash="ff"),
@@ -75,13 +80,13 @@ def test_the_other_calls(server: ScriptedServer, client: PageKVClient) -> None:
         prompt_tokens=90,
     )
     server.expect("ExplainPrefix", reply, check=is_equal(explain))
-    found = client.explain_prefix("hi", cache=CacheControls(adapter_id="a"), start=2, limit=3)
+    found = client.explain_prefix("hi", adapter="a", start=2, limit=3)
     assert (found.next_start, found.prompt_tokens, found.cached_tokens) == (5, 90, 0)
     assert found.blocks == (
         BlockExplanation(0, 4, "hit", "ff", 0, "", 0, None, None),
         BlockExplanation(4, 8, "evicted", "", None, "", 0, 0, None),
     )
-    pin = cache_pb.PinPrefixRequest(tokenized=types_pb2.TokenizedInput(input_ids=[1, 2]), lease_seconds=60)
+    pin = cache_pb.PinPrefixRequest(prompt=as_prompt([1, 2]), lease_seconds=60)
     server.expect("PinPrefix", cache_pb.PinPrefixResponse(pin_id="p", pinned_tokens=16), check=is_equal(pin))
     assert client.pin_prefix([1, 2], 60) == Pin("p", 16)
     unpin = cache_pb.UnpinPrefixRequest(pin_id="p")
@@ -110,6 +115,6 @@ def test_both_clients_have_the_same_methods() -> None:
 def test_help_shows_what_a_call_takes_and_returns() -> None:
     for cls in (PageKVClient, AsyncPageKVClient):
         shown = inspect.signature(getattr(cls, "pin_prefix"))  # noqa: B009  # the stub of a descriptor is no function
-        assert [*shown.parameters] == ["self", "prompt", "lease_seconds", "cache"]
+        assert [*shown.parameters] == ["self", "prompt", "lease_seconds", "cache", "adapter"]
         assert shown.return_annotation == "Pin"
         assert (getattr(cls, "pin_prefix").__doc__ or "").startswith("Keeps what is cached")  # noqa: B009  # as above

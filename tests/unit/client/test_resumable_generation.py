@@ -27,26 +27,20 @@ from pagekv.common import errors
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
 
-# A pool that holds the whole context.
-INFO = pb.GetModelInfoResponse(max_model_len=100, block_size=16, num_device_blocks=99)
 
-
-def resumed_with(*received: int, prompt: tuple[int, ...] = (1, 2, 3), **sampling: Any) -> Any:
+def resumed_with(*received: int) -> Any:
     """A check that the request resumes a stream of which `received` arrived."""
 
     def check(request: pb.GenerateRequest) -> None:
-        assert request.WhichOneof("input") == "tokenized"
-        assert tuple(request.tokenized.input_ids) == (*prompt, *received)
-        assert request.resumed_tokens == len(received)
+        assert tuple(request.resumed_token_ids) == received
         assert request.model_fingerprint == MODEL
-        for name, value in sampling.items():
-            assert getattr(request.sampling_params, name) == value
 
     return check
 
 
-def test_a_token_prompt_is_resumed_without_a_token_lost_or_repeated(
-    server: ScriptedServer, client: PageKVClient
+@pytest.mark.parametrize("prompt", ["hello", [1, 2, 3], [ChatMessage("user", "hi")]], ids=["text", "ids", "chat"])
+def test_a_prompt_of_any_kind_is_resumed_without_a_token_lost_or_repeated(
+    server: ScriptedServer, client: PageKVClient, prompt: Any
 ) -> None:
     first: list[pb.GenerateRequest] = []
     server.expect(
@@ -55,9 +49,8 @@ def test_a_token_prompt_is_resumed_without_a_token_lost_or_repeated(
 
     def check(request: pb.GenerateRequest) -> None:
         resumed_with(4, 5, 6)(request)
-        # All else stays: seed, sampling, request id, cache controls.
-        request.tokenized.input_ids[:] = first[0].tokenized.input_ids
-        request.resumed_tokens = 0
+        # All else stays: prompt, seed, sampling, request id, cache controls.
+        del request.resumed_token_ids[:]
         request.model_fingerprint = ""
         assert request == first[0]
 
@@ -68,7 +61,7 @@ def test_a_token_prompt_is_resumed_without_a_token_lost_or_repeated(
         complete(7, text="t6 t7 ", cached=6, resumed=3),
         check=check,
     )
-    stream = client.stream([1, 2, 3], temperature=0.5, priority=2)
+    stream = client.stream(prompt, temperature=0.5, priority=2)
     chunks = list(stream)
     assert [token for c in chunks for token in c.token_ids] == [4, 5, 6, 7]
     assert "".join(c.text for c in chunks) == "t4 t5 t6 t7 "
@@ -80,13 +73,10 @@ def test_a_token_prompt_is_resumed_without_a_token_lost_or_repeated(
 
 
 @pytest.mark.parametrize("call", ["stream", "generate"])
-def test_a_text_prompt_is_encoded_only_when_needed(server: ScriptedServer, client: PageKVClient, call: str) -> None:
+def test_a_second_break_goes_on_behind_both_parts(server: ScriptedServer, client: PageKVClient, call: str) -> None:
     server.expect("Generate", chunk(4), Fails(LOST))
-    server.expect("Tokenize", pb.TokenizeResponse(token_ids=[1, 2, 3]), check=lambda r: _equal(r.text, "hello"))
-    server.expect("GetModelInfo", INFO)
     server.expect("Generate", chunk(5, done=1), Fails(LOST), check=resumed_with(4))
-    # A second break asks for nothing again.
-    server.expect("Generate", chunk(6, done=2), complete(6, resumed=2), check=resumed_with(4, 5, max_tokens=9))
+    server.expect("Generate", chunk(6, done=2), complete(6, resumed=2), check=resumed_with(4, 5))
     if call == "generate":
         end = client.generate("hello", max_tokens=9)
     else:
@@ -98,24 +88,6 @@ def test_a_text_prompt_is_encoded_only_when_needed(server: ScriptedServer, clien
 
 def _equal(a: object, b: object) -> None:
     assert a == b
-
-
-@pytest.mark.parametrize(
-    ("info", "max_tokens"),
-    [(INFO, 97), (pb.GetModelInfoResponse(max_model_len=100, block_size=16, num_device_blocks=3), 46)],
-    ids=["context", "pool"],
-)
-def test_a_conversation_keeps_its_own_default_of_max_tokens(
-    server: ScriptedServer, client: PageKVClient, info: pb.GetModelInfoResponse, max_tokens: int
-) -> None:
-    """The default of max_tokens is what context and pool leave; the last token takes no slot."""
-    server.expect("Generate", chunk(4), Fails(LOST))
-    server.expect(
-        "Tokenize", pb.TokenizeResponse(token_ids=[1, 2, 3]), check=lambda r: _equal(r.chat.messages[0].content, "hi")
-    )
-    server.expect("GetModelInfo", info)
-    server.expect("Generate", chunk(5, done=1), complete(5, resumed=1), check=resumed_with(4, max_tokens=max_tokens))
-    assert client.generate([ChatMessage("user", "hi")]).token_ids == (4, 5)
 
 
 def test_a_break_between_the_last_token_and_the_end(server: ScriptedServer, client: PageKVClient) -> None:
@@ -217,7 +189,7 @@ def test_a_server_that_is_not_ready_yet_is_asked_again(
     assert client.generate([1, 2, 3]).token_ids == (4, 5)
 
 
-@pytest.mark.parametrize("status", [grpc.StatusCode.INTERNAL, errors.InvalidRequest("resumed_tokens", "no")])
+@pytest.mark.parametrize("status", [grpc.StatusCode.INTERNAL, errors.InvalidRequest("resumed_token_ids", "no")])
 def test_other_errors_end_it(server: ScriptedServer, client: PageKVClient, status: Any) -> None:
     server.expect("Generate", chunk(4), Fails(LOST))
     server.expect("Generate", Fails(status))
@@ -232,6 +204,20 @@ def test_a_server_that_shuts_down_before_it_takes_the_call_is_asked_again(
     server.expect("Generate", Fails(grpc.StatusCode.CANCELLED))
     server.expect("Generate", chunk(4), complete(4))
     assert client.generate([1, 2, 3]).token_ids == (4,)
+
+
+def test_a_manager_that_shuts_down_is_followed_by_another(server: ScriptedServer, client: PageKVClient) -> None:
+    """Before it took the call, before the first token, and in the middle."""
+    draining = Fails(errors.Draining("the manager is shutting down", 0.01))
+    server.expect("Generate", draining)
+    server.expect("Generate", chunk(4), draining)
+    server.expect("Generate", draining, check=resumed_with(4))
+    server.expect("Generate", chunk(5, done=1), complete(5, resumed=1), check=resumed_with(4))
+    end = client.generate([1, 2, 3])
+    assert (end.token_ids, end.resumes) == ((4, 5), 2)
+    server.expect("Generate", draining)
+    with pytest.raises(errors.Draining, match="is shutting down"):
+        client.generate([1, 2, 3], resume_timeout_s=0)
 
 
 def test_resuming_can_be_switched_off(server: ScriptedServer, client: PageKVClient) -> None:
@@ -258,9 +244,8 @@ def test_a_broken_beam_search_is_asked_for_again(server: ScriptedServer, client:
 
 def test_another_tokenizer_is_noticed(server: ScriptedServer, client: PageKVClient) -> None:
     server.expect("Generate", chunk(4), Fails(LOST))
-    server.expect("Tokenize", pb.TokenizeResponse(token_ids=[1, 2, 3, 4]))
-    server.expect("GetModelInfo", INFO)
-    with pytest.raises(ServerError, match=r"had 3 tokens .* 4; is it another model"):
+    server.expect("Generate", chunk(5, prompt=4, done=1), check=resumed_with(4))
+    with pytest.raises(ServerError, match=r"had 3 tokens .* 4; is it another tokenizer"):
         client.generate("x")
 
 
@@ -368,8 +353,8 @@ def test_any_cut_gives_the_same_stream(seed: int) -> None:
     chunks = []
     while not generation.done:
         request = generation.request()
-        have = request.resumed_tokens
-        assert list(request.tokenized.input_ids) == [1, 2, 3, *tokens[:have]]
+        have = len(request.resumed_token_ids)
+        assert (list(request.prompt.token_ids.ids), list(request.resumed_token_ids)) == ([1, 2, 3], tokens[:have])
         stop = rng.randint(have, len(tokens))
         at = have
         while at < stop:
@@ -415,7 +400,7 @@ def test_any_cuts_give_the_same_streams_of_several_sequences(seed: int) -> None:
     logprobs: list[PositionLogprobs] = []
     while not generation.done:
         request, at, open_ = generation.request(), dict.fromkeys(tokens, 0), [*tokens]
-        assert request.text == "x"
+        assert request.prompt.text == "x"
         while open_ and rng.random() > 0.1:
             index = rng.choice(open_)
             begin, of = at[index], tokens[index]

@@ -18,6 +18,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.clients.stack import port_of
 from support.engine import small_tokenizers
+from support.prompts import as_prompt
 
 from pagekv.common.port_file import read_port_file
 from pagekv.kvmanager import server
@@ -60,7 +61,7 @@ class Running:
     async def refusal(self) -> grpc.aio.AioRpcError:
         """Why a Generate call is refused."""
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for _ in self.stub.Generate(pb.GenerateRequest(text="x")):
+            async for _ in self.stub.Generate(pb.GenerateRequest(prompt=as_prompt("x"))):
                 pass
         return caught.value
 

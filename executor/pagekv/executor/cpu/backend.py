@@ -42,7 +42,7 @@ class CpuBackend:
         max_sequences: int = 1024,
     ) -> None:
         """`dtype`: auto, float32, bfloat16 or float64. `threads` 0: one per core. `kv_memory`: bytes of the device
-        pool; 0: `memory_share` of what is available after profiling.
+        pool; 0: `memory_share` of what is available after profiling, by default little, since others use it too.
 
         `threads` holds for the calling thread, which must be the one that uses the backend. Raises as `load_model`.
         """
@@ -100,7 +100,7 @@ class CpuBackend:
         self.cache.copy(copies)
 
     def launch(self, scheduled: list[Scheduled]) -> Launch:
-        """Computes at once. Raises ArithmeticError when the model computes something that is no number."""
+        """Computes at once."""
         return Finished(run_step(self._loaded.model, self.cache, scheduled))
 
     def finish(self, states: list[SequenceState]) -> None:

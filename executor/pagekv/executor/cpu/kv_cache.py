@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pagekv.executor.backend.interface import BlockCopies, CopyDirection
-from pagekv.executor.model.kv_geometry import BlockGeometry
+from pagekv.executor.model.loading import BlockGeometry
 
 
 class KvCache:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,33 +11,36 @@ import torch
 from pagekv.common.errors import OutOfMemory
 from pagekv.common.logs import Log
 from pagekv.executor.backend.fingerprint import model_fingerprint
-from pagekv.executor.backend.interface import BackendDescription, BlockCopies, Launch, Scheduled, SequenceState
+from pagekv.executor.backend.interface import (
+    BackendDescription,
+    BlockCopies,
+    Launch,
+    Sampling,
+    Scheduled,
+    SequenceState,
+)
 from pagekv.executor.cuda.device import CudaDevice
-from pagekv.executor.cuda.kernel_attention import kv_geometry, serving_variant
+from pagekv.executor.cuda.kernel_attention import serving_variant
 from pagekv.executor.cuda.pools import KvPools
-from pagekv.executor.cuda.preflight import check_room, gib
-from pagekv.executor.cuda.profile import profile_step
+from pagekv.executor.cuda.preflight import check_room, gib, served_dtypes
 from pagekv.executor.cuda.runner import StepRunner
 from pagekv.executor.machine import available_bytes
-from pagekv.executor.model.description import ModelBackendInfo, StepProfile
-from pagekv.executor.model.files import read_model_files
-from pagekv.executor.model.loading import LoadedModel, load_model, stored_dtype
+from pagekv.executor.model.description import ModelBackendInfo, StepProfile, num_blocks, prompt_lengths, prompt_step
+from pagekv.executor.model.files import StoredModel, read_model_files
+from pagekv.executor.model.loading import LoadedModel, load_model
 
 log = Log(__name__)
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-KV_DTYPES = ("auto", "fp8")
 # Share of the host memory available after loading that the pinned pool may take: no other process can use locked
 # memory, and locking much of it takes a while.
 HOST_SHARE = 0.25
+# Sampling that takes all the memory sampling can take, and times that a full step is measured.
+FULL_SAMPLING = Sampling(temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=1)
+PROFILE_ROUNDS = 2
 
 
 class CudaBackend:
-    """States: loaded; with pools after `allocate`, which may be called again. Implements `Backend`.
-
-    Steps are enqueued and collected later; the next may be launched meanwhile. Sampled tokens stay on the device for
-    the next step, so no step waits for the way to the host and back.
-    """
+    """States: loaded; with pools after `allocate`, which may be called again. Implements `Backend`."""
 
     def __init__(
         self,
@@ -55,16 +60,13 @@ class CudaBackend:
 
         Raises as `load_model`, and ValueError for a model that no kernel serves.
         """
-        if dtype != "auto" and dtype not in DTYPES:
-            raise ValueError(f"dtype: must be one of auto, {', '.join(DTYPES)} with the cuda backend, got {dtype!r}")
-        if kv_dtype not in KV_DTYPES:
-            raise ValueError(f"kv_dtype: must be one of {', '.join(KV_DTYPES)}, got {kv_dtype!r}")
         self._device = device
         fingerprint = model_fingerprint(model_path)
-        weights = DTYPES[dtype] if dtype != "auto" else _auto_dtype(model_path)
-        self._loaded = loaded = _load(model_path, weights, device)
-        kept = weights if kv_dtype == "auto" else torch.float8_e4m3fn
-        device.prepare(serving_variant(model_path, loaded, kept, device.launcher))
+        stored = read_model_files(model_path)
+        weights, kept = served_dtypes(model_path, stored, dtype, kv_dtype)
+        self._loaded = loaded = _load(model_path, stored, weights, device)
+        geometry = replace(loaded.geometry, dtype=getattr(torch, kept))
+        device.prepare(serving_variant(model_path, loaded, geometry, device.launcher))
         self._graphs = graphs
         self._runner: StepRunner | None = None
         self._info = ModelBackendInfo(
@@ -72,7 +74,7 @@ class CudaBackend:
             model_id=model_id,
             fingerprint=fingerprint,
             loaded=loaded,
-            geometry=kv_geometry(loaded, kept),
+            geometry=geometry,
             max_sequences=max_sequences,
             kv_memory=kv_memory,
             memory_share=memory_share,
@@ -97,9 +99,7 @@ class CudaBackend:
             if larger:
                 return larger[0]
         try:
-            profile = profile_step(
-                self._loaded, info.geometry, block_size, token_budget, info.max_sequences, self._device, self._graphs
-            )
+            profile = self._measure(block_size, token_budget)
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise OutOfMemory(f"token_budget: a step of {token_budget} tokens does not fit the GPU: {error}") from error
         if self._runner is None:
@@ -107,6 +107,27 @@ class CudaBackend:
             info.available = min(info.available, self._device.available_bytes())
         info.add_profile(key, profile)
         return profile
+
+    def _measure(self, block_size: int, token_budget: int) -> StepProfile:
+        """Runs steps of `token_budget` tokens over a pool made for this: prompts as long as the model allows, timed,
+        then as many prompts of one token as there can be, each sampling in the costliest way.
+        """
+        device, max_sequences = self._device, self._info.max_sequences
+        lengths = prompt_lengths(token_budget, self._loaded.max_model_len, max_sequences)
+        wide = [1] * min(token_budget, max_sequences)
+        pools = KvPools(self._info.geometry, block_size, max(len(wide), num_blocks(lengths, block_size)), device)
+        runner = StepRunner(self._loaded, pools, device, max_sequences, self._graphs)
+
+        def run(prompts: list[int]) -> float:
+            begin = time.perf_counter()
+            runner.launch(prompt_step(prompts, block_size, FULL_SAMPLING)).collect()
+            return time.perf_counter() - begin
+
+        run([min(lengths[0], 16)])  # first calls set things up
+        device.reset_peak()
+        best = min(run(lengths) for _ in range(PROFILE_ROUNDS))
+        run(wide)
+        return StepProfile(device.peak_bytes() + runner.graph_logits.nbytes, int(sum(lengths) / best))
 
     def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None:
         """After an error there are no pools, and nothing is pinned."""
@@ -165,16 +186,13 @@ class CudaBackend:
         return self.runner.launch(scheduled)
 
     def finish(self, states: list[SequenceState]) -> None:
-        self.runner.finish(states)
+        self.runner.live.remove(states)
 
     def is_lost(self, error: Exception) -> bool:
         """Asks the device instead of reading the error: an error that kills the context (an illegal or misaligned
         address, a failed launch, an assertion on the device, ...) makes every later call fail, and no other does, lack
         of memory included.
         """
-        if isinstance(error, ArithmeticError):
-            # Found by the host. Asking the device would spoil a graph that another thread records.
-            return False
         try:
             self._device.synchronize()
         except RuntimeError:
@@ -182,23 +200,17 @@ class CudaBackend:
         return False
 
 
-def _load(model_path: Path, dtype: torch.dtype, device: CudaDevice) -> LoadedModel:
+def _load(model_path: Path, stored: StoredModel, dtype: str, device: CudaDevice) -> LoadedModel:
     """As `load_model`. Raises ValueError also where the weights do not fit into what is left of the GPU's memory, as
     far as possible before they are read.
     """
     room = device.available_bytes()
     there_is = f"of the GPU's memory {gib(room)} are free (nvidia-smi lists what holds the rest)"
-    check_room(model_path, read_model_files(model_path), str(dtype).removeprefix("torch."), room, there_is)
+    check_room(model_path, stored, dtype, room, there_is)
     try:
-        return load_model(model_path, dtype, device.torch_device)
+        return load_model(model_path, getattr(torch, dtype), device.torch_device)
     except torch.OutOfMemoryError as error:
         raise ValueError(
             f"{model_path}: loading ran out of GPU memory, {there_is}: use a smaller element type (--dtype), a smaller "
             f"model, or a GPU with more memory ({error})"
         ) from error
-
-
-def _auto_dtype(model_path: Path) -> torch.dtype:
-    """As the weights are stored, where kernels take that; else bfloat16."""
-    stored = stored_dtype(model_path)
-    return stored if stored is not None and stored in DTYPES.values() else torch.bfloat16

@@ -25,8 +25,7 @@ def graph_key(num_sequences: int, table_width: int, num_items: int) -> GraphKey 
     """The smallest key that a batch of decodes with `num_items` work items fits; None when too large for a graph."""
     if not 0 < num_sequences <= MAX_GRAPH_BATCH:
         return None
-    # 1, 2, 4, 8, 16, 32, then multiples of 32: rows of padding are computed in vain.
-    batch = next_power(num_sequences) if num_sequences <= 32 else -(-num_sequences // 32) * 32
+    batch = padded_batch(num_sequences)
     # As few shapes as possible, since each is recorded once: fourfold steps in width, twofold in work.
     width = 16
     while width < table_width:
@@ -37,10 +36,9 @@ def graph_key(num_sequences: int, table_width: int, num_items: int) -> GraphKey 
     return GraphKey(batch, width, items)
 
 
-def largest_batch(max_sequences: int) -> int:
-    """The most rows a graph has when there are at most so many sequences."""
-    key = graph_key(min(max_sequences, MAX_GRAPH_BATCH), 1, 1)
-    return key.batch if key is not None else 0
+def padded_batch(num_sequences: int) -> int:
+    """Rows of the graph for so many decodes: rows of padding are computed in vain."""
+    return next_power(num_sequences) if num_sequences <= 32 else -(-num_sequences // 32) * 32
 
 
 def next_power(number: int) -> int:
@@ -49,7 +47,7 @@ def next_power(number: int) -> int:
 
 
 class GraphCache:
-    """Graphs by key. The first step of a key runs as it is, which sets everything up that recording must not meet;
+    """Graphs by shape. The first step of a shape runs as it is, which sets everything up that recording must not meet;
     the second is recorded; later ones are replayed. The least recently used go first.
     """
 
@@ -67,37 +65,33 @@ class GraphCache:
             self._device.synchronize()
         self._graphs.clear()
 
-    def run(self, key: GraphKey, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The result of `forward`, computed by it or by a graph of an earlier `forward` of the same key."""
-        if key not in self._graphs:
-            self._graphs[key] = None
+    def run(self, shape: GraphKey, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The result of `forward`, computed by it or by a graph of an earlier `forward` of the same shape."""
+        if shape not in self._graphs:
+            self._graphs[shape] = None
             return forward()
-        self._graphs.move_to_end(key)
-        graph = self._graphs[key]
+        self._graphs.move_to_end(shape)
+        graph = self._graphs[shape] or self._record(shape, forward)
         if graph is None:
-            graph = self._record(key, forward)
-            if graph is None:
-                return forward()
+            return forward()
         self.num_replayed += 1
         return graph()
 
-    def _record(self, key: GraphKey, forward: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor] | None:
+    def _record(self, shape: GraphKey, forward: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor] | None:
         """A new graph. None where it cannot be recorded; then all older ones are discarded too."""
         try:
             graph = self._device.capture(forward)
-        except torch.OutOfMemoryError as error:
-            # The step needs the memory of the graphs there are; shapes still in use are recorded again.
-            log.warning(
-                "no memory to record a CUDA graph: dropping those recorded", graphs=len(self._graphs), error=error
-            )
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                # The step needs the memory of the graphs there are; shapes still in use are recorded again.
+                dropped = len(self._graphs)
+                log.warning("no memory to record a CUDA graph: dropping those recorded", graphs=dropped, error=error)
+            else:
+                log.exception("this model cannot be recorded as a CUDA graph: going on without graphs")
+                self.enabled = False
             self.clear()
             return None
-        except RuntimeError:
-            log.exception("this model cannot be recorded as a CUDA graph: going on without graphs")
-            self.enabled = False
-            self.clear()
-            return None
-        self._graphs[key] = graph
+        self._graphs[shape] = graph
         self.num_captured += 1
         if len(self._graphs) > MAX_GRAPHS:
             # The graph may still be running.

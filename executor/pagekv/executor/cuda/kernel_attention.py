@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 
 from pagekv.executor.model.attention_interface import Scores
-from pagekv.executor.model.kv_geometry import BlockGeometry
-from pagekv.executor.model.loading import LoadedModel
+from pagekv.executor.model.loading import BlockGeometry, LoadedModel
 from pagekv.kernels.attention import PagedAttention
 from pagekv.kernels.attention_plan import AttentionPlan
 from pagekv.kernels.launch_config import Launcher
@@ -46,12 +45,6 @@ def _rows(heads: torch.Tensor) -> torch.Tensor:
     return rows.contiguous().view(-1).view(rows.shape)
 
 
-def kv_geometry(loaded: LoadedModel, kv_dtype: torch.dtype) -> BlockGeometry:
-    """The shape of the pool, whose element type need not be the model's."""
-    geometry = loaded.geometry
-    return BlockGeometry(geometry.num_layers, geometry.num_kv_heads, geometry.head_size, kv_dtype)
-
-
 def make_attention(loaded: LoadedModel, pool: torch.Tensor, launcher: Launcher) -> PagedAttention:
     """The attention of a model over a pool. Raises UnsupportedVariant for what no kernel serves."""
     kinds = {(scores.scale, scores.cap) for scores in loaded.scores}
@@ -70,12 +63,13 @@ def make_attention(loaded: LoadedModel, pool: torch.Tensor, launcher: Launcher) 
     )
 
 
-def serving_variant(directory: Path, loaded: LoadedModel, kv_dtype: torch.dtype, launcher: Launcher) -> Variant:
-    """The kernels that serve a model. Raises ValueError, naming the model, the reason and what to do, when none do."""
-    geometry = kv_geometry(loaded, kv_dtype)
+def serving_variant(directory: Path, loaded: LoadedModel, geometry: BlockGeometry, launcher: Launcher) -> Variant:
+    """The kernels that serve a model over a pool of blocks of `geometry`. Raises ValueError, naming the model, the
+    reason and what to do, when none do.
+    """
     shape = (1, geometry.num_layers, 2, 1, geometry.num_kv_heads, geometry.head_size)
     try:
-        return make_attention(loaded, torch.empty(shape, dtype=kv_dtype), launcher).variant
+        return make_attention(loaded, torch.empty(shape, dtype=geometry.dtype), launcher).variant
     except UnsupportedVariant as error:
         raise ValueError(
             f"{directory}: {type(loaded.model).__name__} cannot be served by the cuda backend: {error}; "

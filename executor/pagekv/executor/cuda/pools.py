@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 
-import numpy.typing as npt
 import torch
 
 from pagekv.executor.backend.interface import BlockCopies, CopyDirection
 from pagekv.executor.cuda.device import CudaDevice
 from pagekv.executor.machine import available_bytes
-from pagekv.executor.model.kv_geometry import BlockGeometry
+from pagekv.executor.model.loading import BlockGeometry
 from pagekv.kernels.attention import PagedAttention
 from pagekv.kernels.host_memory import host_memory
 from pagekv.kernels.swap import BlockSwapper
@@ -34,7 +33,7 @@ class KvPools:
                 f"{num_device_blocks} device blocks: {error}; give the manager a smaller --num-device-blocks"
             ) from error
         self.host = torch.empty((0, *shape[1:]), dtype=geometry.dtype)
-        self._swapper = BlockSwapper(device.streams, self.device, self.host)
+        self.swapper = BlockSwapper(device.streams, self.device, self.host)
 
     def add_host_pool(self, num_blocks: int) -> None:
         """Raises MemoryError, with nothing pinned, when it cannot be had."""
@@ -51,7 +50,7 @@ class KvPools:
                 "more memory"
             ) from error
         self.host = host
-        self._swapper = BlockSwapper(self._device.streams, self.device, host)
+        self.swapper = BlockSwapper(self._device.streams, self.device, host)
 
     def close(self) -> None:
         """Gives the pinned memory back; nothing may be under way."""
@@ -60,18 +59,14 @@ class KvPools:
 
     def copy(self, copies: BlockCopies, attention: PagedAttention) -> None:
         """Copies whole blocks, after what was enqueued before; `attention` is over the device pool. Steps that touch
-        swapped blocks wait for them in `before_step`.
+        swapped blocks wait for them (`swapper.before_compute`).
         """
         if copies.direction is CopyDirection.SWAP_OUT:
-            self._swapper.swap_out(copies.sources, copies.destinations)
+            self.swapper.swap_out(copies.sources, copies.destinations)
         elif copies.direction is CopyDirection.SWAP_IN:
-            self._swapper.swap_in(copies.sources, copies.destinations)
+            self.swapper.swap_in(copies.sources, copies.destinations)
         else:
-            self._swapper.before_compute([*copies.sources, *copies.destinations])
+            self.swapper.before_compute([*copies.sources, *copies.destinations])
             pairs = self._device.pinned((len(copies.sources), 2), torch.int32)
             pairs.copy_(torch.tensor([copies.sources, copies.destinations], dtype=torch.int32).t())
             attention.copy_blocks(pairs.to(self._device.torch_device, non_blocking=True))
-
-    def before_step(self, blocks: npt.ArrayLike) -> None:
-        """Makes later work wait for the swaps under way that touch one of these blocks, and for no other."""
-        self._swapper.before_compute(blocks)

@@ -2,18 +2,21 @@
 and before weights are read, which takes minutes.
 
 Only what certainly cannot work is refused. Doubtful cases are left to the code that loads, which refuses
-the same things where it meets them.
+the same things where it meets them. The driver is asked through ctypes.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from pagekv.executor.cuda.driver import NEEDED, Gpu, UnusableGpu
 from pagekv.executor.model.files import StoredModel, read_model_files
 from pagekv.kernels.variants import (
     DTYPE_BYTES,
@@ -25,13 +28,85 @@ from pagekv.kernels.variants import (
     check_heads,
 )
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+# Numbers of cuda.h.
+CUDA_ERROR_NO_DEVICE = 100
+CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75
+CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76
+MAX_NAME = 256
+
+NEEDED = f"a GPU of compute capability {MIN_COMPUTE_CAPABILITY / 10:.1f} or newer and its driver are needed"
 # The wheels of CuPy that `pagekv[cuda12]` and `pagekv[cuda13]` install, by the major version of CUDA they are for.
 CUPY_WHEELS = {12: "cupy-cuda12x", 13: "cupy-cuda13x"}
 # Host memory that torch, CUDA's context and the first page-locked buffers take at the very least.
 MIN_HOST_BYTES = 512 * 2**20
 FP8 = "float8_e4m3fn"
-# As the backend does where config.json names none that kernels serve; no smaller one there could be either.
+# Where config.json names none that kernels serve; no smaller one there could be either.
 AUTO_DTYPE = "bfloat16"
+
+
+class UnusableGpu(ValueError):
+    """The cuda backend cannot start here; the message says what there is, what is needed and what to do."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The GPU that torch will call current: the first one that the driver shows."""
+
+    name: str
+    capability: int
+    """As in sm_90."""
+    memory_bytes: int
+    """All of it, whoever holds it."""
+    cuda: tuple[int, int]
+    """Version of the newest CUDA that the driver serves."""
+
+
+def find_gpu(load: Callable[[str], Any] = ctypes.CDLL) -> Gpu:
+    """Asks the driver; `load` opens its library by name. Raises UnusableGpu when there is no driver or no GPU."""
+    try:
+        library = load("libcuda.so.1")
+    except OSError as error:
+        raise UnusableGpu(
+            f"there is no NVIDIA driver ({error}); {NEEDED}: install the driver, give a container the GPU (docker run "
+            "--gpus all), or use --backend cpu"
+        ) from error
+    hidden = f" ({VISIBLE} is {os.environ[VISIBLE]!r})" if VISIBLE in os.environ else ""
+    no_gpu = (
+        f"the NVIDIA driver shows no GPU{hidden}; {NEEDED}: see what nvidia-smi lists and {VISIBLE} leaves of it, or "
+        "use --backend cpu"
+    )
+
+    def call(name: str, *args: Any) -> None:
+        code = getattr(library, name)(*args)
+        if code == CUDA_ERROR_NO_DEVICE:
+            raise UnusableGpu(no_gpu)
+        if code:
+            word = ctypes.c_char_p()
+            library.cuGetErrorName(code, ctypes.byref(word))
+            raise UnusableGpu(
+                f"the NVIDIA driver does not work: {name} says {(word.value or b'error').decode()} ({code}); {NEEDED}: "
+                "see whether nvidia-smi works and its driver is the one that the kernel has loaded, or use "
+                "--backend cpu"
+            )
+
+    def number(name: str, *args: Any) -> int:
+        """The int that a function writes to its first argument."""
+        found = ctypes.c_int()
+        call(name, ctypes.byref(found), *args)
+        return found.value
+
+    call("cuInit", 0)
+    if not number("cuDeviceGetCount"):
+        raise UnusableGpu(no_gpu)
+    device = number("cuDeviceGet", 0)
+    name, memory = ctypes.create_string_buffer(MAX_NAME), ctypes.c_size_t()
+    call("cuDeviceGetName", name, MAX_NAME, device)
+    call("cuDeviceTotalMem_v2", ctypes.byref(memory), device)
+    major = number("cuDeviceGetAttribute", CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
+    minor = number("cuDeviceGetAttribute", CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
+    cuda = number("cuDriverGetVersion")
+    return Gpu(name.value.decode(errors="replace"), 10 * major + minor, memory.value, (cuda // 1000, cuda % 1000 // 10))
 
 
 @dataclass(frozen=True)
@@ -51,7 +126,7 @@ def installed_builds() -> Builds:
     return Builds(
         torch_cuda=_torch_cuda(),
         cupy=importlib.util.find_spec("cupy") is not None,
-        cupy_cuda=tuple(major for major, wheel in CUPY_WHEELS.items() if _is_installed(wheel)),
+        cupy_cuda=tuple(major for major, wheel in CUPY_WHEELS.items() if any(metadata.distributions(name=wheel))),
     )
 
 
@@ -65,14 +140,6 @@ def _torch_cuda() -> int | None:
         return None
     found = re.search(r"^cuda\b[^=\n]*=\s*(?:None|'(\d+)[\d.]*')", text, re.MULTILINE)
     return int(found[1] or 0) if found else None
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def check_machine(gpu: Gpu, builds: Builds, host_bytes: int) -> None:
@@ -111,19 +178,30 @@ def check_machine(gpu: Gpu, builds: Builds, host_bytes: int) -> None:
         )
 
 
-def check_model(directory: Path, dtype: str, kv_dtype: str, gpu: Gpu) -> None:
-    """`dtype`, `kv_dtype`: as the flags. Raises ValueError, naming the model, the reason and what to do."""
-    stored = read_model_files(directory)
-    served = _served_dtype(stored, dtype)
+def served_dtypes(directory: Path, stored: StoredModel, dtype: str, kv_dtype: str) -> tuple[str, str]:
+    """Element types of weights and KV memory; `dtype`, `kv_dtype`: as the flags. Raises ValueError, naming the model,
+    the reason and what to do, when no kernels serve them.
+    """
+    as_stored = stored.dtype if stored.dtype and stored.dtype in DTYPE_PAIRS else AUTO_DTYPE
+    served = as_stored if dtype == "auto" else dtype
+    kept = FP8 if kv_dtype == "fp8" else served
     try:
-        # An unknown head size is not judged: any that there is does here.
-        Variant(served, FP8 if kv_dtype == "fp8" else served, HEAD_SIZES[0])
+        # Any head size that there is does here.
+        Variant(served, kept, HEAD_SIZES[0])
     except UnsupportedVariant as error:
         raise ValueError(
             f"--dtype {dtype}, --kv-dtype {kv_dtype}: no kernels serve {directory} with these: {error}; choose another "
             "element type, or --backend cpu"
         ) from error
+    return served, kept
+
+
+def check_model(directory: Path, dtype: str, kv_dtype: str, gpu: Gpu) -> None:
+    """`dtype`, `kv_dtype`: as the flags. Raises ValueError, naming the model, the reason and what to do."""
+    stored = read_model_files(directory)
+    served, _ = served_dtypes(directory, stored, dtype, kv_dtype)
     try:
+        # An unknown head size is not judged.
         Variant(served, served, stored.head_size or HEAD_SIZES[0])
         if stored.num_heads and stored.num_kv_heads:
             check_heads(stored.num_heads, stored.num_kv_heads)
@@ -149,10 +227,3 @@ def check_room(directory: Path, stored: StoredModel, dtype: str, room: int, ther
 def gib(size: int) -> str:
     """Bytes in words."""
     return f"{size / 2**30:.2f} GiB"
-
-
-def _served_dtype(stored: StoredModel, dtype: str) -> str:
-    """The element type that the weights will have."""
-    if dtype != "auto":
-        return dtype
-    return stored.dtype if stored.dtype is not None and stored.dtype in DTYPE_PAIRS else AUTO_DTYPE

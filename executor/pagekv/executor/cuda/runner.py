@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
-from pagekv.executor.backend.interface import Sampled, Scheduled, SequenceState
+from pagekv.executor.backend.interface import NOT_A_NUMBER, Sampled, Scheduled, SequenceState
 from pagekv.executor.cuda.device import CudaDevice
-from pagekv.executor.cuda.device_sequences import NO_BLOCK, DeviceSequences
-from pagekv.executor.cuda.graphs import GraphCache, graph_key, largest_batch, next_power
+from pagekv.executor.cuda.graphs import MAX_GRAPH_BATCH, GraphCache, graph_key, next_power, padded_batch
 from pagekv.executor.cuda.kernel_attention import KernelAttention, make_attention
-from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.executor.cuda.pools import KvPools
-from pagekv.executor.cuda.sampler import SampledRows, sample
-from pagekv.executor.cuda.sampling_inputs import SamplingInputs
-from pagekv.executor.cuda.step_inputs import StepInputs, build_inputs
+from pagekv.executor.cuda.sampler import Logprobs, SamplingInputs, sample
+from pagekv.executor.cuda.step_inputs import NO_BLOCK, DeviceSequences, PenaltyTable, StepInputs, build_inputs
 from pagekv.executor.model.attention_interface import ALL_ROWS, LAST_ROW, LogitRows, forward
 from pagekv.executor.model.loading import LoadedModel
 from pagekv.kernels.attention_plan import GraphKey, HostPlan, Ints
@@ -38,46 +35,45 @@ class StepRunner:
         self.attention = make_attention(loaded, pools.device, device.launcher)
         self.graphs = GraphCache(device, graphs)
         where = device.torch_device
-        self._penalties = PenaltyTable(loaded.num_logits, where)
-        self._live = DeviceSequences(max_sequences, self._penalties)
+        self.live = DeviceSequences(max_sequences, PenaltyTable(loaded.num_logits, where))
         # int32 [max_sequences + 1]: the token each sequence sampled last, by device index.
         self._last_tokens = torch.zeros(max_sequences + 1, dtype=torch.int32, device=where)
         # The latest step's inputs: sections of int32 words, at the offsets of its `HostPlan`.
         self._inputs = torch.zeros(UPLOAD_WORDS, dtype=torch.int32, device=where)
         # Every graph writes its logits here: no graph keeps memory for them.
-        shape = graph_logits_shape(loaded, max_sequences) if graphs else (0, loaded.num_logits)
-        self._graph_logits = torch.empty(shape, dtype=loaded.geometry.dtype, device=where)
-
-    def finish(self, states: list[SequenceState]) -> None:
-        """Frees what is kept of these sequences."""
-        self._live.remove(states)
+        shape = padded_batch(min(max_sequences, MAX_GRAPH_BATCH)) if graphs else 0, loaded.num_logits
+        self.graph_logits = torch.empty(shape, dtype=loaded.geometry.dtype, device=where)
 
     @torch.inference_mode()
     def launch(self, scheduled: list[Scheduled]) -> StepOnDevice:
         """Enqueues a step. Raises ValueError or RuntimeError before anything is enqueued when an id, a length or a slot
         is out of its bounds.
         """
-        inputs = build_inputs(scheduled, self._live, self.pools.block_size)
-        sampling = SamplingInputs(inputs.sampling, self._loaded.num_logits, self._penalties)
-        key = self._graph_key(inputs)
-        host = self._plan(inputs, sampling, key)
+        inputs = build_inputs(scheduled, self.live, self.pools.block_size)
+        sampling = SamplingInputs(inputs.sampling, self._loaded.num_logits, self.live.penalties)
+        shape = self._graph_shape(inputs)
+        host = self._plan(inputs, sampling, shape)
         tables = inputs.batch.block_tables
-        self.pools.before_step(tables[tables != NO_BLOCK])
+        self.pools.swapper.before_compute(tables[tables != NO_BLOCK])
         self._upload(host)
-        if key is not None:
-            logits = self.graphs.run(key, self._graph_forward(host, key))[: len(inputs.sampling)]
+        if shape is not None:
+            logits = self.graphs.run(shape, partial(self._graph_forward, host, shape.batch))[: len(inputs.sampling)]
         else:
             rows = self._input(host, "sampled_rows", (len(inputs.sampling),)).long() if inputs.sampling else LAST_ROW
             logits = self._forward(host, len(inputs.input_ids), rows)
         if not inputs.sampling:
-            return StepOnDevice(self._device.mark(), [], None, [], [])
-        sampled = sample(logits, sampling.chunks(lambda *where: self._input(host, *where)), self._penalties)
+            return StepOnDevice(self._device.mark(), [], torch.empty(0), [], [])
+        chunks = sampling.chunks(lambda *where: self._input(host, *where))
+        tokens, logprobs = sample(logits, chunks, self.live.penalties)
         device_indices = self._input(host, "sampled_indices", (len(inputs.sampling),))
-        # A sequence whose logits are not numbers is reported by `collect`; until then any token will do.
-        self._last_tokens.index_copy_(0, device_indices.long(), sampled.tokens.clamp(min=0).int())
-        return self._download(sampled, sampling)
+        # A sequence whose logits are not numbers goes on with token 0, as the epoch will find out and do.
+        self._last_tokens.index_copy_(0, device_indices.long(), tokens.clamp(min=0).int())
+        # The step's only copies to the host.
+        tokens = self._to_host(tokens)
+        logprobs = [(self._to_host(a), self._to_host(b), self._to_host(c)) for a, b, c in logprobs]
+        return StepOnDevice(self._device.mark(), sampling.states, tokens, sampling.logprobs_of, logprobs)
 
-    def _graph_key(self, inputs: StepInputs) -> GraphKey | None:
+    def _graph_shape(self, inputs: StepInputs) -> GraphKey | None:
         if not self.graphs.enabled or not inputs.decodes_only:
             return None
         batch = inputs.batch
@@ -92,7 +88,7 @@ class StepRunner:
             graph=key,
             extra={
                 "input_ids": _padded(inputs.input_ids, rows, 0),
-                "device_indices": _padded(inputs.device_indices, rows, self._live.spare),
+                "device_indices": _padded(inputs.device_indices, rows, self.live.spare),
                 "sampled_rows": inputs.sampled_rows,
                 "sampled_indices": inputs.sampled_indices,
                 **sampling.sections(),
@@ -116,19 +112,15 @@ class StepRunner:
         first, size = host.offsets[name], math.prod(shape) * dtype.itemsize // 4
         return self._inputs[first : first + size].view(dtype).view(shape)
 
-    def _graph_forward(self, host: HostPlan, key: GraphKey) -> Callable[[], torch.Tensor]:
-        """The forward pass of a batch of decodes. All its inputs are on the device, so a recording of it serves every
-        step of the same key.
+    def _graph_forward(self, host: HostPlan, num_rows: int) -> torch.Tensor:
+        """The logits of a batch of decodes. All inputs are on the device, so a recording of it serves every step of the
+        same shape.
         """
-
-        def run() -> torch.Tensor:
-            logits = self._forward(host, key.batch, ALL_ROWS)
-            if logits.dtype != self._graph_logits.dtype:
-                # Some models compute logits in another type than their weights': the graph keeps these, not rounded.
-                return logits
-            return self._graph_logits[: key.batch].copy_(logits)
-
-        return run
+        logits = self._forward(host, num_rows, ALL_ROWS)
+        if logits.dtype != self.graph_logits.dtype:
+            # Some models compute logits in another type than their weights': the graph keeps these, not rounded.
+            return logits
+        return self.graph_logits[:num_rows].copy_(logits)
 
     def _forward(self, host: HostPlan, num_rows: int, rows: LogitRows) -> torch.Tensor:
         """Logits of `rows` of the step's `num_rows` rows."""
@@ -147,13 +139,8 @@ class StepRunner:
             KernelAttention(self.attention, plan),
         )
 
-    def _download(self, sampled: SampledRows, sampling: SamplingInputs) -> StepOnDevice:
-        """The step's only copies to the host, enqueued."""
-        tokens = self._to_host(sampled.tokens)
-        logprobs = [(self._to_host(a), self._to_host(b), self._to_host(c)) for a, b, c in sampled.logprobs]
-        return StepOnDevice(self._device.mark(), sampling.states, tokens, sampling.logprobs_of, logprobs)
-
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in pinned memory, enqueued."""
         pinned = self._device.pinned(tuple(tensor.shape), tensor.dtype)
         pinned.copy_(tensor, non_blocking=True)
         return pinned
@@ -167,11 +154,11 @@ class StepOnDevice:
     # The sequences that sample. Their tokens, -1 where the logits are not numbers; pinned, filled once the mark is
     # reached.
     _states: list[SequenceState]
-    _tokens: torch.Tensor | None
+    _tokens: torch.Tensor
     # The sequences that asked for log-probabilities, and in chunks of them that of the token, and ids and
     # log-probabilities of the best.
     _asking: list[SequenceState]
-    _logprobs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    _logprobs: list[Logprobs]
 
     @property
     def ready(self) -> bool:
@@ -179,26 +166,18 @@ class StepOnDevice:
         return False
 
     def collect(self) -> dict[int, Sampled]:
-        """As `Launch.collect`. Raises ArithmeticError when the model computed something that is no number."""
+        """As `Launch.collect`."""
         self._mark.synchronize()
-        if self._tokens is None:
-            return {}
         tokens: list[int] = self._tokens.tolist()
-        broken = [state.seq_id for state, token in zip(self._states, tokens, strict=True) if token < 0]
-        if broken:
-            raise ArithmeticError(f"the logits of sequences {broken} are not numbers")
         sampled = {state.seq_id: Sampled(token) for state, token in zip(self._states, tokens, strict=True)}
         rows = [row for chunk in self._logprobs for row in zip(*(part.tolist() for part in chunk), strict=True)]
         for state, (logprob, ids, values) in zip(self._asking, rows, strict=True):
+            if sampled[state.seq_id] == NOT_A_NUMBER:
+                continue
             most = state.sampling.logprobs or 0
             top = tuple(zip(ids[:most], values[:most], strict=True))
             sampled[state.seq_id] = Sampled(sampled[state.seq_id].token_id, logprob, top)
         return sampled
-
-
-def graph_logits_shape(loaded: LoadedModel, max_sequences: int) -> tuple[int, int]:
-    """Shape of the buffer, of the weights' element type, into which every graph writes its logits."""
-    return largest_batch(max_sequences), loaded.num_logits
 
 
 def _padded(values: Ints, size: int, filler: int) -> Ints:

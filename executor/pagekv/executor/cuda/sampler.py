@@ -1,104 +1,211 @@
 """The sampler on the device: the function of (logits, seed, sequence index, position) and the tokens so far that
 the CPU backend's sampler describes, for many rows at once and without waiting for the device.
 
-All arithmetic on the rows that are not plainly greedy is in float64, in the order of the CPU sampler, with the same
-number drawn; only `exp` and sums may differ from NumPy's in the last bit. Sums on a GPU are not monotone where they
-should be (a parallel prefix sum rounds differently from place to place), so a token without weight is never looked up.
+The host's side, `SamplingInputs`, makes sections of the step's upload from the sampled rows; the device's, `sample`,
+finds them there as `RowChunk`s. All arithmetic on the rows that are not plainly greedy is in float64, in the order of
+the CPU sampler, with the same number drawn; only `exp` and sums may differ from NumPy's in the last bit. Sums on a GPU
+are not monotone where they should be (a parallel prefix sum rounds differently from place to place), so a token without
+weight is never looked up.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from pagekv.executor.cuda.penalties import PenaltyTable
+from pagekv.executor.backend.interface import NOT_A_NUMBER, UNKNOWN_TOKEN, SequenceState
+from pagekv.executor.backend.sampling import banned_tokens, is_penalised, is_plain, uniform
+from pagekv.executor.cuda.step_inputs import DeviceSequence, PenaltyTable
+from pagekv.kernels.attention_plan import Ints
 
-# Columns of `RowChunk.numbers`.
+# Elements of logits at a time that are worked on in float64, at 8 bytes and with some ten tensors of this size.
+CHUNK_ELEMENTS = 4 * 2**20
+# Columns of `numbers`.
 TEMPERATURE, TOP_P, MIN_P, NUMBER, REPETITION, PRESENCE, FREQUENCY = range(7)
+# Columns of float64; all others are int32 in the upload, then int64.
+REAL_COLUMNS = ("numbers", "biases")
+# Section name -> view of it: `find(name, shape)` is int32, `find(name, shape, torch.float64)` its words as doubles.
+Find = Callable[..., torch.Tensor]
+# Log-probabilities of tokens, float64 [l]; the likeliest tokens, int64 [l, n], and their log-probabilities [l, n].
+Logprobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowChunk:
-    """Some sampled rows that are not plainly greedy, R of them, on the device. None: no row of the chunk needs it.
+    """Some sampled rows that are not plainly greedy, R of them. Columns that no row needs are absent:
 
-    Positions in `bias_at`, `ban_at`, `penalised` and `logprob_at` count within the chunk.
+    rows, greedy [R]: which rows of the logits; 1 where the likeliest token is taken
+    numbers [R, 7]: the temperature is 1 where `greedy`
+    top_k [R]: vocab_size where there is none
+    bias_at [n, 2] (row, token), biases [n]; ban_at [n, 2]
+    penalised, penalty_rows [p]: rows, and as many rows of the penalty table
+    logprob_at [l]: rows
+
+    Rows but those of `rows` count within the chunk.
     """
 
-    # int64 [R]: which rows of the logits.
-    rows: torch.Tensor
-    # float64 [R, 7]; the temperature is 1 where `greedy`.
-    numbers: torch.Tensor
-    # bool [R]
-    greedy: torch.Tensor
-    any_random: bool
-    any_top_p: bool
-    any_min_p: bool
-    # int64 [R], vocab_size where there is none; and the largest of those that there are.
-    top_k: torch.Tensor | None
-    max_top_k: int
-    # int64 [n, 2] (row, token) and float64 [n].
-    bias_at: torch.Tensor | None
-    biases: torch.Tensor | None
-    # int64 [n, 2]
-    ban_at: torch.Tensor | None
-    # int64 [p] rows of the chunk, and as many rows of the penalty table.
-    penalised: torch.Tensor | None
-    penalty_rows: torch.Tensor | None
-    # int64 [l], and the most of the likeliest tokens that any row asks for.
-    logprob_at: torch.Tensor | None
-    num_top: int
+    states: list[SequenceState] = field(default_factory=list)
+    # On the host; on the device `on_device`, after `SamplingInputs.chunks`.
+    columns: defaultdict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    on_device: dict[str, torch.Tensor] = field(default_factory=dict)
+    # Of rows that are not greedy.
+    any_random: bool = False
+    any_top_p: bool = False
+    any_min_p: bool = False
+    # The largest below vocab_size.
+    max_top_k: int = 0
+    # The most of the likeliest tokens that any row asks for.
+    num_top: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SampledRows:
-    """Results of the sampled rows of a step, on the device."""
+class SamplingInputs:
+    """One step's sampling. `states[i]` samples from row i of the logits."""
 
-    # int64 [R]; -1 where the logits are not numbers.
-    tokens: torch.Tensor
-    # One entry for each chunk that wants log-probabilities: those of the tokens, float64 [l]; the likeliest tokens,
-    # int64 [l, n], and their log-probabilities, float64 [l, n].
-    logprobs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    def __init__(self, entries: Sequence[DeviceSequence], vocab_size: int, penalties: PenaltyTable) -> None:
+        """`vocab_size`: columns of the logits. Gives the sequences that need one a row of the penalty table."""
+        self.states = [entry.state for entry in entries]
+        self._vocab_size = vocab_size
+        self._penalties = penalties
+        self._chunks: list[RowChunk] = []
+        # Rows of the penalty table that begin in this step, and (row, token, times generated).
+        self._fresh: list[int] = []
+        self._past: list[tuple[int, int, int]] = []
+        rows_at_once = max(1, CHUNK_ELEMENTS // vocab_size)
+        for row, entry in enumerate(entries):
+            if is_plain(entry.state):
+                continue
+            if not self._chunks or len(self._chunks[-1].states) == rows_at_once:
+                self._chunks.append(RowChunk())
+            self._add(self._chunks[-1], row, entry)
+        for chunk in self._chunks:
+            if not chunk.max_top_k:
+                del chunk.columns["top_k"]
+
+    @property
+    def logprobs_of(self) -> list[SequenceState]:
+        """The sequences that ask for log-probabilities, in the order of the log-probabilities of `sample`."""
+        return [chunk.states[at] for chunk in self._chunks for at in chunk.columns.get("logprob_at", ())]
+
+    def _add(self, chunk: RowChunk, row: int, entry: DeviceSequence) -> None:
+        state, columns, at = entry.state, chunk.columns, len(chunk.states)
+        sampling, position = state.sampling, len(state.token_ids)
+        chunk.states.append(state)
+        columns["rows"].append(row)
+        columns["greedy"].append(sampling.temperature == 0)
+        columns["numbers"].append(
+            (
+                sampling.temperature or 1.0,
+                sampling.top_p,
+                sampling.min_p,
+                uniform(sampling.seed, sampling.sequence_index, position) if sampling.temperature else 0.0,
+                sampling.repetition_penalty,
+                sampling.presence_penalty,
+                sampling.frequency_penalty,
+            )
+        )
+        if sampling.temperature:
+            chunk.any_random = True
+            chunk.any_top_p |= sampling.top_p < 1
+            chunk.any_min_p |= sampling.min_p > 0
+        limited = 0 < sampling.top_k < self._vocab_size
+        chunk.max_top_k = max(chunk.max_top_k, sampling.top_k if limited else 0)
+        columns["top_k"].append(sampling.top_k if limited else self._vocab_size)
+        if sampling.biases:
+            columns["bias_at"] += [(at, token_id) for token_id in sampling.bias_token_ids]
+            columns["biases"] += sampling.biases
+        if sampling.banned_until_min and (banned := banned_tokens(state, self._vocab_size)):
+            columns["ban_at"] += [(at, token_id) for token_id in banned]
+        if is_penalised(sampling):
+            columns["penalised"].append(at)
+            columns["penalty_rows"].append(self._penalty_row(entry))
+        if sampling.logprobs is not None:
+            columns["logprob_at"].append(at)
+            chunk.num_top = max(chunk.num_top, min(sampling.logprobs, self._vocab_size))
+
+    def _penalty_row(self, entry: DeviceSequence) -> int:
+        if entry.penalty_row is None:
+            state = entry.state
+            if UNKNOWN_TOKEN in state.token_ids:
+                raise RuntimeError(f"sequence {state.seq_id} entered with a token that is not known yet")
+            row = entry.penalty_row = self._penalties.allocate()
+            self._fresh.append(row)
+            prompt = state.num_prompt_tokens
+            self._past += [(row, token, int(at >= prompt)) for at, token in enumerate(state.token_ids)]
+        return entry.penalty_row
+
+    def sections(self) -> dict[str, Ints]:
+        """The arrays to upload."""
+        sections: dict[str, npt.NDArray[Any]] = {}
+        for number, chunk in enumerate(self._chunks):
+            for name, values in chunk.columns.items():
+                column = np.array(values, np.float64 if name in REAL_COLUMNS else np.int32)
+                sections[f"{name} {number}"] = column.view(np.int32)
+        if self._fresh:
+            sections |= {"fresh": np.array(self._fresh, np.int32), "past": np.array(self._past, np.int32)}
+        return sections
+
+    def chunks(self, find: Find) -> list[RowChunk]:
+        """The chunks, on the device. Enqueues the beginning of fresh penalty rows."""
+        if self._fresh:
+            past = find("past", (len(self._past), 3)).long()
+            self._penalties.begin(find("fresh", (len(self._fresh),)).long(), past[:, 0], past[:, 1], past[:, 2].int())
+        for number, chunk in enumerate(self._chunks):
+            for name, values in chunk.columns.items():
+                section, shape = f"{name} {number}", (len(values), *np.shape(values[0]))
+                real = name in REAL_COLUMNS
+                chunk.on_device[name] = find(section, shape, torch.float64) if real else find(section, shape).long()
+        return self._chunks
 
 
-def sample(logits: torch.Tensor, chunks: list[RowChunk], table: PenaltyTable) -> SampledRows:
-    """The next token of each row of `logits` `[R, vocab_size]`, with log-probabilities where asked for."""
+def sample(logits: torch.Tensor, chunks: list[RowChunk], table: PenaltyTable) -> tuple[torch.Tensor, list[Logprobs]]:
+    """The next token of each row of `logits` `[R, vocab_size]`, int64 `[R]`, -1 where the logits are not numbers; and
+    for each chunk that asks for them log-probabilities.
+    """
     # NaN counts as the largest; of equals the first.
     tokens = logits.argmax(dim=-1)
     broken = logits.gather(1, tokens[:, None])[:, 0].isnan()
     logprobs = []
     for chunk in chunks:
-        raw = logits[chunk.rows].double()
-        adjusted = _adjust(raw, chunk, table)
+        columns = chunk.on_device
+        raw = logits[columns["rows"]].double()
+        adjusted = _adjust(raw, columns, table)
         chosen = adjusted.argmax(dim=-1)
         if chunk.any_random:
-            drawn = draw(filtered_weights(adjusted, chunk), chunk.numbers[:, NUMBER])
-            chosen = torch.where(chunk.greedy, chosen, drawn)
-        tokens[chunk.rows] = chosen
-        if chunk.penalised is not None and chunk.penalty_rows is not None:
-            table.count(chunk.penalty_rows, chosen[chunk.penalised])
-        if chunk.logprob_at is not None:
-            logprobs.append(_logprobs(raw[chunk.logprob_at], chosen[chunk.logprob_at], chunk.num_top))
-    return SampledRows(torch.where(broken, -1, tokens), logprobs)
+            drawn = draw(filtered_weights(adjusted, chunk), columns["numbers"][:, NUMBER])
+            chosen = torch.where(columns["greedy"].bool(), chosen, drawn)
+        tokens[columns["rows"]] = chosen
+        if "penalised" in columns:
+            table.count(columns["penalty_rows"], chosen[columns["penalised"]])
+        if "logprob_at" in columns:
+            at = columns["logprob_at"]
+            logprobs.append(_logprobs(raw[at], chosen[at], chunk.num_top))
+    return torch.where(broken, NOT_A_NUMBER.token_id, tokens), logprobs
 
 
-def _adjust(raw: torch.Tensor, chunk: RowChunk, table: PenaltyTable) -> torch.Tensor:
+def _adjust(raw: torch.Tensor, columns: Mapping[str, torch.Tensor], table: PenaltyTable) -> torch.Tensor:
     """Logits with bias, ban and penalties; a new tensor where anything changes."""
-    if chunk.bias_at is None and chunk.ban_at is None and chunk.penalised is None:
+    if columns.keys().isdisjoint(("bias_at", "ban_at", "penalised")):
         return raw
     logits = raw.clone()
-    if chunk.bias_at is not None and chunk.biases is not None:
-        logits[chunk.bias_at[:, 0], chunk.bias_at[:, 1]] += chunk.biases
-    if chunk.ban_at is not None:
-        logits[chunk.ban_at[:, 0], chunk.ban_at[:, 1]] = -torch.inf
-    if chunk.penalised is not None and chunk.penalty_rows is not None:
-        values, numbers = logits[chunk.penalised], chunk.numbers[chunk.penalised]
+    if "bias_at" in columns:
+        logits[*columns["bias_at"].unbind(1)] += columns["biases"]
+    if "ban_at" in columns:
+        logits[*columns["ban_at"].unbind(1)] = -torch.inf
+    if "penalised" in columns:
+        penalised, rows = columns["penalised"], columns["penalty_rows"]
+        values, numbers = logits[penalised], columns["numbers"][penalised]
         factor = numbers[:, REPETITION, None]
         repeated = torch.where(values > 0, values / factor, values * factor)
-        values = torch.where(table.seen[chunk.penalty_rows], repeated, values)
-        counts = table.outputs[chunk.penalty_rows]
+        values = torch.where(table.seen[rows], repeated, values)
+        counts = table.outputs[rows]
         penalty = numbers[:, PRESENCE, None] + counts * numbers[:, FREQUENCY, None]
-        logits[chunk.penalised] = torch.where(counts > 0, values - penalty, values)
+        logits[penalised] = torch.where(counts > 0, values - penalty, values)
     return logits
 
 
@@ -107,18 +214,20 @@ def filtered_weights(logits: torch.Tensor, chunk: RowChunk) -> torch.Tensor:
 
     Of equally likely tokens, those with the lower ids are kept.
     """
+    numbers = chunk.on_device["numbers"]
     best = logits.max(dim=-1, keepdim=True).values
-    weights = ((logits - best) / chunk.numbers[:, TEMPERATURE, None]).exp()
-    if chunk.top_k is not None:
+    weights = ((logits - best) / numbers[:, TEMPERATURE, None]).exp()
+    if "top_k" in chunk.on_device:
+        top_k = chunk.on_device["top_k"]
         largest = logits.topk(chunk.max_top_k, dim=-1).values
-        at = (chunk.top_k - 1).clamp(max=chunk.max_top_k - 1)[:, None]
-        kept = _first_of_largest(logits, largest.gather(1, at), chunk.top_k[:, None])
-        weights = torch.where(kept | (chunk.top_k >= logits.shape[1])[:, None], weights, 0.0)
+        at = (top_k - 1).clamp(max=chunk.max_top_k - 1)[:, None]
+        kept = _first_of_largest(logits, largest.gather(1, at), top_k[:, None])
+        weights = torch.where(kept | (top_k >= logits.shape[1])[:, None], weights, 0.0)
     if chunk.any_top_p:
-        weights = _nucleus(weights, chunk.numbers[:, TOP_P, None])
+        weights = _nucleus(weights, numbers[:, TOP_P, None])
     if chunk.any_min_p:
         # The likeliest token has weight 1.
-        weights = torch.where(weights >= chunk.numbers[:, MIN_P, None], weights, 0.0)
+        weights = torch.where(weights >= numbers[:, MIN_P, None], weights, 0.0)
     return weights
 
 
@@ -148,7 +257,7 @@ def draw(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     return torch.where(beyond.any(-1), beyond.int().argmax(-1), last)
 
 
-def _logprobs(raw: torch.Tensor, tokens: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _logprobs(raw: torch.Tensor, tokens: torch.Tensor, num_top: int) -> Logprobs:
     """Natural-log probability of the tokens, and the `num_top` likeliest: ids and log-probabilities, best first."""
     vocab_size = raw.shape[1]
     shifted = raw - raw.max(dim=-1, keepdim=True).values

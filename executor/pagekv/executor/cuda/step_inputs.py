@@ -1,15 +1,133 @@
-"""One step's inputs as arrays: the batch that the kernels plan, its tokens, and the rows that sample."""
+"""One step's inputs as arrays, and the live sequences they are taken from: a device index each, the block table as an
+array, and counts of the tokens a sequence has had where its sampling needs them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
-from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Scheduled
-from pagekv.executor.cuda.device_sequences import DeviceSequence, DeviceSequences
+from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Scheduled, SequenceState
 from pagekv.kernels.attention_plan import Ints, StepBatch
+
+# Table entry without a block: the kernels' plan refuses a step that reads it.
+NO_BLOCK = -1
+
+
+class PenaltyTable:
+    """One row of the vocabulary per sequence: how often each token was generated, and whether it was there at all.
+
+    Tokens that steps sample are counted on the device, so that the host need not know them. Rows are given out by the
+    host at once; the device sees each change in the order of the stream.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._device = device
+        self._free: list[int] = []
+        # int32 [rows, vocab_size]: times generated. bool, as large: in the prompt or generated.
+        self.outputs = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self.seen = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+
+    def allocate(self) -> int:
+        """A row for one sequence; `begin` must be the first to use it."""
+        if not self._free:
+            rows, vocab_size = self.outputs.shape
+            added = max(4, rows)
+            self.outputs = torch.cat([self.outputs, self.outputs.new_zeros(added, vocab_size)])
+            self.seen = torch.cat([self.seen, self.seen.new_zeros(added, vocab_size)])
+            self._free = list(range(rows + added - 1, rows - 1, -1))
+        return self._free.pop()
+
+    def free(self, row: int) -> None:
+        """Frees a row; steps already launched still find it as it was."""
+        self._free.append(row)
+
+    def begin(self, rows: torch.Tensor, of_row: torch.Tensor, tokens: torch.Tensor, generated: torch.Tensor) -> None:
+        """Fills fresh rows `[n]`: sequence of row `of_row[i]` has had token `tokens[i]`, `generated[i]` (0 or 1) times
+        more among its output. Index tensors are int64, `generated` int32.
+        """
+        self.outputs[rows] = 0
+        self.seen[rows] = False
+        self.outputs.index_put_((of_row, tokens), generated, accumulate=True)
+        self.seen[of_row, tokens] = True
+
+    def count(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        """The sequence of each row, all different, has generated one more token."""
+        self.outputs[rows, tokens] += 1
+        self.seen[rows, tokens] = True
+
+
+@dataclass(slots=True)
+class DeviceSequence:
+    """`blocks` is the list that the first `num_blocks` entries of the table's row were taken from."""
+
+    state: SequenceState
+    device_index: int
+    blocks: list[int] = field(default_factory=list)
+    num_blocks: int = 0
+    penalty_row: int | None = None
+
+
+class DeviceSequences:
+    """Device indices from 0 to max_sequences - 1; `spare` belongs to no sequence: rows that fill a batch up have it."""
+
+    def __init__(self, max_sequences: int, penalties: PenaltyTable) -> None:
+        self.spare = max_sequences
+        self.penalties = penalties
+        self._free = list(range(max_sequences - 1, -1, -1))
+        self._live: dict[int, DeviceSequence] = {}
+        self._tables: Ints = np.full((max_sequences, 1), NO_BLOCK, np.int32)
+
+    def get(self, state: SequenceState) -> DeviceSequence:
+        """The entry of a sequence, made at the first call. Raises RuntimeError when there are too many."""
+        entry = self._live.get(state.seq_id)
+        if entry is None or entry.state is not state:
+            if entry is not None:
+                self._remove(entry)
+            if not self._free:
+                raise RuntimeError(f"more than {self.spare} sequences are live")
+            entry = self._live[state.seq_id] = DeviceSequence(state, self._free.pop())
+        self._update_table(entry)
+        return entry
+
+    def remove(self, states: list[SequenceState]) -> None:
+        """Frees the device index and penalty row of these sequences, where they have one."""
+        for state in states:
+            entry = self._live.get(state.seq_id)
+            if entry is not None and entry.state is state:
+                self._remove(entry)
+
+    def tables(self, device_indices: Ints, width: int) -> Ints:
+        """Block tables `[n, width]`, NO_BLOCK behind a sequence's last block."""
+        self._widen(width)
+        return self._tables[device_indices, :width]
+
+    def _remove(self, entry: DeviceSequence) -> None:
+        del self._live[entry.state.seq_id]
+        self._free.append(entry.device_index)
+        if entry.penalty_row is not None:
+            self.penalties.free(entry.penalty_row)
+
+    def _update_table(self, entry: DeviceSequence) -> None:
+        """Adds the blocks by which the block table grew. Tables only grow; any other change is a new list."""
+        blocks = entry.state.block_table
+        if blocks is not entry.blocks or len(blocks) < entry.num_blocks:
+            self._tables[entry.device_index] = NO_BLOCK
+            entry.blocks, entry.num_blocks = blocks, 0
+        if len(blocks) > entry.num_blocks:
+            self._widen(len(blocks))
+            self._tables[entry.device_index, entry.num_blocks : len(blocks)] = blocks[entry.num_blocks :]
+            entry.num_blocks = len(blocks)
+
+    def _widen(self, width: int) -> None:
+        rows, have = self._tables.shape
+        if width > have:
+            wider = np.full((rows, max(width, 2 * have)), NO_BLOCK, np.int32)
+            wider[:, :have] = self._tables
+            self._tables = wider
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +167,14 @@ def build_inputs(scheduled: Sequence[Scheduled], live: DeviceSequences, block_si
         else:
             ids += item.state.token_ids[item.start : item.start + item.count]
     input_ids = np.array(ids, np.int32)
-    _check_unknown(input_ids, query_start, scheduled)
     samples = np.array([item.samples for item in scheduled], bool)
+    sampled_rows = query_start[1:][samples] - 1
+    # Only the last token of a sequence may be unknown: the device keeps one per sequence.
+    known = input_ids != UNKNOWN_TOKEN
+    known[sampled_rows] = True
+    if not known.all():
+        owner = np.searchsorted(query_start, known.argmin(), side="right") - 1
+        raise RuntimeError(f"sequence {scheduled[owner].state.seq_id} would compute a token that is not known yet")
     return StepInputs(
         batch=StepBatch(
             query_start=query_start,
@@ -63,18 +187,6 @@ def build_inputs(scheduled: Sequence[Scheduled], live: DeviceSequences, block_si
         input_ids=input_ids,
         device_indices=np.repeat(own_indices, counts),
         sampling=[entry for entry, sampled in zip(entries, samples, strict=True) if sampled],
-        sampled_rows=query_start[1:][samples] - 1,
+        sampled_rows=sampled_rows,
         sampled_indices=own_indices[samples],
     )
-
-
-def _check_unknown(input_ids: Ints, query_start: Ints, scheduled: Sequence[Scheduled]) -> None:
-    """Only the last token of a sequence may be unknown: the device keeps one per sequence."""
-    unknown = np.flatnonzero(input_ids == UNKNOWN_TOKEN)
-    if not len(unknown):
-        return
-    owner = np.searchsorted(query_start, unknown, side="right") - 1
-    for row, index in zip(unknown.tolist(), owner.tolist(), strict=True):
-        item = scheduled[index]
-        if row != query_start[index + 1] - 1 or not item.samples:
-            raise RuntimeError(f"sequence {item.state.seq_id} would compute a token that is not known yet")

@@ -10,9 +10,16 @@ import torch
 import transformers
 
 from pagekv.common.logs import Log
-from pagekv.executor.backend.interface import LAYOUT, BackendDescription, Sampling, Scheduled, SequenceState
-from pagekv.executor.model.kv_geometry import BlockGeometry
-from pagekv.executor.model.loading import LoadedModel
+from pagekv.executor.backend.interface import (
+    LAYOUT,
+    SAMPLER,
+    BackendDescription,
+    BackendFeature,
+    Sampling,
+    Scheduled,
+    SequenceState,
+)
+from pagekv.executor.model.loading import BlockGeometry, LoadedModel
 
 log = Log(__name__)
 
@@ -28,11 +35,8 @@ class StepProfile:
 
 def prompt_lengths(token_budget: int, max_model_len: int, max_sequences: int) -> list[int]:
     """Lengths of as few prompts as have `token_budget` tokens together; fewer tokens where the prompts are too many."""
-    lengths: list[int] = []
-    while token_budget > 0 and len(lengths) < max_sequences:
-        lengths.append(min(token_budget, max_model_len))
-        token_budget -= lengths[-1]
-    return lengths
+    count = min(-(-token_budget // max_model_len), max_sequences)
+    return [min(max_model_len, token_budget - at * max_model_len) for at in range(count)]
 
 
 def num_blocks(lengths: list[int], block_size: int) -> int:
@@ -123,6 +127,8 @@ class ModelBackendInfo:
                 "transformers": transformers.__version__,
                 **versions,
             },
+            features=tuple(one for one in BackendFeature if host_kv_bytes or one is not BackendFeature.HOST_POOL),
+            sampler=SAMPLER,
             host_kv_bytes=host_kv_bytes,
             device_to_host_bytes_per_s=swap_rates[0],
             host_to_device_bytes_per_s=swap_rates[1],

@@ -32,8 +32,6 @@ HEADS_SHARE_HIDDEN_SIZE = frozenset(
         "starcoder2",
     )
 )
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -53,7 +51,7 @@ class StoredModel:
 
 def read_model_files(directory: Path) -> StoredModel:
     """The model as its files describe it. Raises nothing: the code that loads them says what is wrong."""
-    config = _read_json(directory / "config.json")
+    config = _read_object(directory / "config.json")
     nested = config.get("text_config")
     text: Mapping[str, Any] = nested if isinstance(nested, dict) else config
     heads = _count(text, "num_attention_heads", "n_head")
@@ -83,7 +81,7 @@ def _num_weights(directory: Path, config: Mapping[str, Any], text: Mapping[str, 
         return None
     layers, counted = _count(text, "num_hidden_layers", "n_layer"), 0
     for path in _weight_files(directory):
-        for name, tensor in _header(path).items():
+        for name, tensor in _read_object(path).items():
             # Towers that see or hear are not loaded with the language model; a tied output is the embedding again.
             if text is not config and "language_model" not in name:
                 continue
@@ -100,9 +98,9 @@ def _num_weights(directory: Path, config: Mapping[str, Any], text: Mapping[str, 
 
 def _weight_files(directory: Path) -> list[Path]:
     """As transformers chooses them: a directory may hold the same weights twice."""
-    if (directory / WEIGHTS).is_file():
-        return [directory / WEIGHTS]
-    parts = _read_json(directory / INDEX).get("weight_map")
+    if (whole := directory / "model.safetensors").is_file():
+        return [whole]
+    parts = _read_object(directory / "model.safetensors.index.json").get("weight_map")
     return [directory / name for name in sorted(set(map(str, parts.values())))] if isinstance(parts, dict) else []
 
 
@@ -110,27 +108,13 @@ def _size(shape: object) -> int:
     return math.prod(shape) if isinstance(shape, list) and all(isinstance(side, int) for side in shape) else 0
 
 
-def _header(path: Path) -> dict[str, Any]:
-    """Name of a tensor -> its dtype and shape; nothing where the file cannot be read."""
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, or in the header of a safetensors file; nothing where there is none."""
     try:
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            return _object(file.read(length)) if length <= MAX_HEADER_BYTES else {}
-    except OSError:
-        return {}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return _object(path.read_bytes())
-    except OSError:
-        return {}
-
-
-def _object(data: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(data)
-    except ValueError:
+            size = int.from_bytes(file.read(8), "little") if path.suffix == ".safetensors" else -1
+            found = json.loads(file.read(size)) if size <= MAX_HEADER_BYTES else None
+    except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from pagekv.executor.model.attention_interface import ATTENTION_NAME, Scores, UnsupportedAttention, forward
-from pagekv.executor.model.kv_geometry import BlockGeometry
 
 # Rotary embeddings whose frequencies depend on the longest sequence of a batch, once that exceeds the original context.
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGeometry:
+    """The shape of a model's keys and values."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Bytes of one block over all layers."""
+        return self.num_layers * 2 * block_size * self.num_kv_heads * self.head_size * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +44,6 @@ class LoadedModel:
     num_logits: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
-
-
-def stored_dtype(directory: Path) -> torch.dtype | None:
-    """The element type that config.json says the weights have; None where it does not."""
-    dtype = getattr(AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config(), "dtype", None)
-    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def load_model(directory: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> LoadedModel:
@@ -68,16 +75,16 @@ def load_model(directory: Path, dtype: torch.dtype, device: torch.device | str =
     # Some models look for padding in every batch, to warn of it, for which the host waits for the device. None here.
     model.config.pad_token_id = None
     text = config.get_text_config()
-    probe = _probe(directory, model, text)
+    calls, num_logits = _probe(directory, model, text)
     return LoadedModel(
         model=model,
-        geometry=BlockGeometry(len(probe.calls), probe.num_kv_heads, probe.head_size, dtype),
-        num_heads=probe.num_heads,
-        scores=tuple(probe.calls[layer].scores for layer in sorted(probe.calls)),
-        vocab_size=min(probe.vocab_size, model.get_input_embeddings().num_embeddings),
-        num_logits=probe.vocab_size,
+        geometry=BlockGeometry(len(calls), calls[0].num_kv_heads, calls[0].head_size, dtype),
+        num_heads=calls[0].num_heads,
+        scores=tuple(call.scores for call in calls),
+        vocab_size=min(num_logits, model.get_input_embeddings().num_embeddings),
+        num_logits=num_logits,
         max_model_len=_max_model_len(directory, text),
-        eos_token_ids=_eos_token_ids(model, text, probe.vocab_size),
+        eos_token_ids=_eos_token_ids(model, text, num_logits),
     )
 
 
@@ -96,20 +103,20 @@ def _refuse_unsupported(directory: Path, config: Any) -> None:
         raise ValueError(f"{kind} have layers of type {', '.join(sorted(other))}, not supported; use another model")
 
 
-@dataclass(frozen=True)
-class _Call:
-    """One layer's call: (query heads, KV heads, head size), and how it weighs."""
+class _LayerCall(NamedTuple):
+    """A layer's call for attention."""
 
-    shape: tuple[int, int, int]
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
     scores: Scores
 
 
-@dataclass
 class _Probe:
-    """A `StepAttention` that records calls and computes nothing."""
+    """A `StepAttention` that records calls, by layer, and computes nothing."""
 
-    calls: dict[int, _Call] = field(default_factory=dict)
-    vocab_size: int = 0
+    def __init__(self) -> None:
+        self.calls: dict[int, _LayerCall] = {}
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
@@ -118,25 +125,15 @@ class _Probe:
             raise UnsupportedAttention("the model's queries, keys and values do not have one head size")
         if layer in self.calls:
             raise UnsupportedAttention(f"layer {layer} of the model attends twice")
-        self.calls[layer] = _Call((query.shape[0], key.shape[0], key.shape[2]), scores)
+        self.calls[layer] = _LayerCall(query.shape[0], key.shape[0], key.shape[2], scores)
         return torch.zeros_like(query.transpose(0, 1))
-
-    @property
-    def num_heads(self) -> int:
-        return self.calls[0].shape[0]
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.calls[0].shape[1]
-
-    @property
-    def head_size(self) -> int:
-        return self.calls[0].shape[2]
 
 
 @torch.inference_mode()
-def _probe(directory: Path, model: PreTrainedModel, text: Any) -> _Probe:
-    """One forward pass of two tokens. Every layer must come by, once, with one shape, or the model is refused."""
+def _probe(directory: Path, model: PreTrainedModel, text: Any) -> tuple[list[_LayerCall], int]:
+    """The layers' calls of one forward pass of two tokens, and the columns of its logits. Every layer must come by,
+    once, with one shape, or the model is refused.
+    """
     probe, name = _Probe(), f"{directory}: {type(model).__name__}"
     if not model.is_backend_compatible():
         raise ValueError(
@@ -149,18 +146,18 @@ def _probe(directory: Path, model: PreTrainedModel, text: Any) -> _Probe:
         logits = forward(model, ids, positions, rows, probe)
     except UnsupportedAttention as error:
         raise ValueError(f"{name} cannot be served: {error}; use another model") from error
-    probe.vocab_size = logits.shape[-1]
+    calls = [call for _, call in sorted(probe.calls.items())]
     if sorted(probe.calls) != list(range(text.num_hidden_layers)):
         raise ValueError(
-            f"{name} cannot be served: {len(probe.calls)} of its {text.num_hidden_layers} layers take their attention "
+            f"{name} cannot be served: {len(calls)} of its {text.num_hidden_layers} layers take their attention "
             "from transformers' attention interface; use a model whose every layer does"
         )
-    if len({call.shape[1:] for call in probe.calls.values()}) != 1:
+    if len({(call.num_kv_heads, call.head_size) for call in calls}) != 1:
         raise ValueError(f"{name} cannot be served: its layers differ in KV heads or head size; use another model")
     for layer, kind in enumerate(getattr(text, "layer_types", None) or ()):
-        if (kind == "sliding_attention") != (probe.calls[layer].scores.window is not None):
+        if (kind == "sliding_attention") != (calls[layer].scores.window is not None):
             raise ValueError(f"{name} cannot be served: layer {layer} is {kind} and does not say so; use another model")
-    return probe
+    return calls, logits.shape[-1]
 
 
 def _max_model_len(directory: Path, text: Any) -> int:

@@ -15,15 +15,17 @@ import hashlib
 import platform
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from pagekv.executor.backend.interface import (
     LAYOUT,
+    NOT_A_NUMBER,
     UNKNOWN_TOKEN,
     BackendDescription,
+    BackendFeature,
     BlockCopies,
     CopyDirection,
     Finished,
@@ -48,6 +50,9 @@ from pagekv.executor.oracle.reference import (
 SLOT = np.dtype([("token", np.uint32), ("digest", np.uint64)])
 # Contents of an unwritten slot.
 POISON = np.array((0xFFFF_FFFF, 0x5EED_0FDE_ADBE_EF00), SLOT)
+# Its tokens come of digests, not of logits that a bias or a penalty could change.
+FEATURES = (BackendFeature.HOST_POOL, BackendFeature.LOGPROBS, BackendFeature.MIN_TOKENS)
+SAMPLER = "oracle-1"
 # The default pool: a million slots.
 DEFAULT_KV_BYTES = SLOT.itemsize * 2**20
 
@@ -116,14 +121,18 @@ class OracleBackend:
         kv_bytes: int = DEFAULT_KV_BYTES,
         max_sequences: int = 1024,
         step_time_s: float = 0.0,
+        failing: Container[int] = (),
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`kv_bytes` bounds the device pool, and the host pool by as much again."""
+        """`kv_bytes` bounds the device pool, and the host pool by as much again. A sequence that would sample
+        after a `failing` token fails, as one does whose logits are not numbers.
+        """
         self._model = model
         self._kv_bytes = kv_bytes
         self._max_sequences = max_sequences
         self._step_time_s = step_time_s
         self._sleep = sleep
+        self._failing = failing
         self._block_size = 1
         # [num_blocks, block_size]
         self._device = self._host = np.full((0, 1), POISON)
@@ -156,6 +165,8 @@ class OracleBackend:
             eos_token_ids=model.eos_token_ids,
             max_sequences=self._max_sequences,
             versions={"python": platform.python_version(), "numpy": np.__version__},
+            features=FEATURES,
+            sampler=SAMPLER,
         )
 
     def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None:
@@ -297,6 +308,9 @@ class OracleBackend:
         sampled = {}
         for reader, token, number in zip(readers, tokens.tolist(), drawn.tolist(), strict=True):
             state, num_logprobs = reader.state, reader.state.sampling.logprobs
+            if reader.tokens[-1] in self._failing:
+                reader.latest, sampled[state.seq_id] = 0, NOT_A_NUMBER
+                continue
             banned = banned_tokens(state, model.vocab_size)
             while token in banned:
                 token = (token + 1) % model.vocab_size

@@ -1,19 +1,25 @@
-"""Messages of executor_service.proto to and from the executor's own types. Checks nothing: `step_check` does."""
+"""Messages of executor_service.proto to and from the executor's own types. Checks only that it knows every field of a
+step (R35): `step_check` does the rest.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, fields
 
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from pagekv.common.errors import InvalidRequest
 from pagekv.executor.backend.interface import (
     BackendDescription,
     BlockCopies,
     CopyDirection,
-    Sampled,
     Sampling,
     SequenceState,
 )
-from pagekv.executor.session.session import AttachOrder
+from pagekv.executor.session.attach_check import CONTRACT_REVISION, AttachOrder
 from pagekv.executor.session.step import NO_SAMPLING, ExecutedStep, Step
+from pagekv.executor.session.step_stream import MAX_IN_FLIGHT
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
 _DIRECTIONS: dict[int, CopyDirection] = {
@@ -21,16 +27,31 @@ _DIRECTIONS: dict[int, CopyDirection] = {
     pb.MEMORY_OP_KIND_SWAP_OUT: CopyDirection.SWAP_OUT,
     pb.MEMORY_OP_KIND_SWAP_IN: CopyDirection.SWAP_IN,
 }
-_ATTACH_FIELDS = tuple(field.name for field in fields(AttachOrder))
+_SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling))
 
 
 def attach_order(message: pb.AttachRequest) -> AttachOrder:
     """The attachment a message asks for."""
-    return AttachOrder(*(getattr(message, name) for name in _ATTACH_FIELDS))
+    return AttachOrder(
+        manager_id=message.manager_id,
+        block_size=message.block_size,
+        num_device_blocks=message.num_device_blocks,
+        num_host_blocks=message.num_host_blocks,
+        layout=message.layout,
+        take_over=message.take_over,
+        required_features=tuple(message.required_features),
+        contract_revision=message.contract_revision,
+    )
 
 
 def step(message: pb.StepRequest) -> Step:
-    """The step a message asks for."""
+    """The step a message asks for. Raises InvalidRequest where a field of it is not known."""
+    _check_known(message, "{}")
+    for index, op in enumerate(message.memory_ops):
+        _check_known(op, "memory_ops[{1}].{0}", index)
+    for index, new in enumerate(message.new_seqs):
+        _check_known(new, "new_seqs[{1}].{0}", index)
+        _check_known(new.sampling, "new_seqs[{1}].sampling.{0}", index)
     return Step(
         epoch=message.epoch,
         step=message.step,
@@ -56,23 +77,24 @@ def step(message: pb.StepRequest) -> Step:
     )
 
 
+def _check_known(message: Message, path: str, index: int = 0) -> None:
+    """`path`: that of a field of the message, with places for the field's number and the index. Filled in for refusals
+    alone, since every step comes by here.
+    """
+    unknown = UnknownFieldSet(message)
+    if len(unknown):
+        number = unknown[0].field_number
+        what = f"this executor knows no field {number} of {type(message).__name__}"
+        raise InvalidRequest(path.format(number, index), f"must be absent: {what}", "R35")
+
+
 def _sampling(message: pb.StepSampling) -> Sampling:
-    return Sampling(
-        temperature=message.temperature,
-        top_p=message.top_p,
-        top_k=message.top_k,
-        min_p=message.min_p,
-        repetition_penalty=message.repetition_penalty,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        seed=message.seed,
-        sequence_index=message.sequence_index,
-        min_tokens=message.min_tokens,
-        banned_until_min=tuple(message.banned_until_min),
-        bias_token_ids=tuple(message.bias_token_ids),
-        biases=tuple(message.biases),
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-    )
+    values = {name: getattr(message, name) for name in _SAMPLING_FIELDS}
+    for name in ("banned_until_min", "bias_token_ids", "biases"):
+        values[name] = tuple(values[name])
+    if not message.HasField("logprobs"):
+        values["logprobs"] = None
+    return Sampling(**values)
 
 
 def step_result(report: ExecutedStep) -> pb.StepResult:
@@ -83,25 +105,25 @@ def step_result(report: ExecutedStep) -> pb.StepResult:
         sampled_seqs=report.sampled.keys(),
         sampled_tokens=[sampled.token_id for sampled in report.sampled.values()],
         logprobs=[
-            _logprobs(seq_id, sampled.logprob, sampled)
+            pb.SampledLogprobs(
+                seq_id=seq_id,
+                chosen=sampled.logprob,
+                top_token_ids=[token for token, _ in sampled.top],
+                top_logprobs=[logprob for _, logprob in sampled.top],
+            )
             for seq_id, sampled in report.sampled.items()
             if sampled.logprob is not None
         ],
         computed_tokens=report.computed_tokens,
         execute_us=report.execute_us,
         idle_us=report.idle_us,
-    )
-
-
-def _logprobs(seq_id: int, chosen: float, sampled: Sampled) -> pb.SampledLogprobs:
-    return pb.SampledLogprobs(
-        seq_id=seq_id,
-        chosen=chosen,
-        top_token_ids=[token for token, _ in sampled.top],
-        top_logprobs=[logprob for _, logprob in sampled.top],
+        failed_seqs=report.failed,
+        failed_reasons=[pb.SEQUENCE_FAILURE_NOT_A_NUMBER] * len(report.failed),
     )
 
 
 def describe_response(description: BackendDescription) -> pb.DescribeResponse:
-    """The message that describes a backend; its fields have the same names."""
-    return pb.DescribeResponse(**asdict(description))
+    """The message that describes a backend, whose fields have the same names, and the session's own limits."""
+    return pb.DescribeResponse(
+        **asdict(description), contract_revision=CONTRACT_REVISION, max_steps_in_flight=MAX_IN_FLIGHT
+    )

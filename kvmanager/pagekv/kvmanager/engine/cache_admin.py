@@ -21,6 +21,7 @@ from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.step_plan import Admitted
 from pagekv.v1 import cache_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
 
 
 class CacheAdmin:
@@ -41,7 +42,7 @@ class CacheAdmin:
         """
         self.log = TableLog(clock)
         # Blocks of prompts that hit at first admission, and why others missed; cumulative.
-        self.counters = pb.GetStatsResponse()
+        self.counters = operator_pb.GetStatsResponse()
         self._prefix_cache = prefix_cache
         self._max_pinned_share = max_pinned_share
         self._wake = wake
@@ -169,7 +170,7 @@ class CacheAdmin:
 
     # -- the whole table
 
-    def reset(self, scheduler: Scheduler, force: bool) -> pb.ResetPrefixCacheResponse | None:
+    def reset(self, scheduler: Scheduler, force: bool) -> operator_pb.ResetPrefixCacheResponse | None:
         """As `EngineQueries.reset_prefix_cache`."""
         if not force and self.pool.num_active:
             return None
@@ -183,4 +184,6 @@ class CacheAdmin:
         # Sequences that drain keep their blocks, as private ones, until their last token is here.
         removed = scheduler.clear_prefix_cache()
         preempted = scheduler.counters.preemptions - before
-        return pb.ResetPrefixCacheResponse(removed_blocks=removed, preempted_sequences=preempted, ended_pins=ended)
+        return operator_pb.ResetPrefixCacheResponse(
+            removed_blocks=removed, preempted_sequences=preempted, ended_pins=ended
+        )

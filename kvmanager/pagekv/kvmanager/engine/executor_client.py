@@ -20,6 +20,8 @@ from pagekv.steps.v1 import executor_service_pb2 as pb
 from pagekv.steps.v1 import executor_service_pb2_grpc as pb_grpc
 
 # Loading has happened before Describe answers, but its profiling pass may be slow on a busy machine. Seconds.
+# The revision of executor_service.proto that steps are made by.
+CONTRACT_REVISION = 1
 DESCRIBE_TIMEOUT_S = 300.0
 ATTACH_TIMEOUT_S = 300.0
 
@@ -61,14 +63,19 @@ class ExecutorLink:
         self._results: deque[StepResult] = deque()
         self._error: ExecutorLost | None = None
         self._eos: tuple[int, ...] = ()
+        self._features: list[pb.ExecutorFeature.ValueType] = []
         self._step = 0
         self.epoch = 0
 
     async def describe(self, block_size: int, token_budget: int) -> pb.DescribeResponse:
         """Asks what is loaded. Raises ExecutorLost, or AttachRefused when it will not take these numbers."""
-        request = pb.DescribeRequest(block_size=block_size, token_budget=token_budget)
+        request = pb.DescribeRequest(
+            block_size=block_size, token_budget=token_budget, contract_revision=CONTRACT_REVISION
+        )
         with _refusals("Describe"):
-            return await self._stub.Describe(request, timeout=DESCRIBE_TIMEOUT_S)
+            answer = await self._stub.Describe(request, timeout=DESCRIBE_TIMEOUT_S)
+        self._features = [*answer.features]
+        return answer
 
     async def attach(self, manager_id: str, model: EngineInfo, layout: str, take_over: bool) -> None:
         """Opens an epoch with empty pools of the model's sizes, and its stream of steps. Raises ExecutorLost or
@@ -81,6 +88,8 @@ class ExecutorLink:
             num_host_blocks=model.num_host_blocks,
             layout=layout,
             take_over=take_over,
+            required_features=self._features,
+            contract_revision=CONTRACT_REVISION,
         )
         with _refusals("Attach"):
             answer = await self._stub.Attach(request, timeout=ATTACH_TIMEOUT_S)

@@ -21,6 +21,7 @@ from pagekv.kvmanager.kvcache.prefix_table import PrefixTable
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus
 from pagekv.v1 import cache_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
 
 # Bounds of a block's detail: blocks of its chain, and requests that hold it.
 MAX_CHAIN = 256
@@ -38,11 +39,11 @@ class EngineQueries:
         self._state.serving()
         return self._state.cache
 
-    def stats(self) -> pb.GetStatsResponse:
+    def stats(self) -> operator_pb.GetStatsResponse:
         """A snapshot of every counter and gauge."""
         state, scheduler, cache = self._state, self._state.serving(), self._state.cache
         pool, host, counters, prompts = scheduler.pool, scheduler.host, scheduler.counters, cache.counters
-        stats = pb.GetStatsResponse(
+        stats = operator_pb.GetStatsResponse(
             block_size=pool.block_size,
             num_blocks=pool.num_blocks,
             free_blocks=pool.num_free,
@@ -99,7 +100,7 @@ class EngineQueries:
         """Ends a pin; tokens it held, 0 when there is no such pin."""
         return self._cache.unpin(pin_id)
 
-    def reset_prefix_cache(self, force: bool) -> pb.ResetPrefixCacheResponse | None:
+    def reset_prefix_cache(self, force: bool) -> operator_pb.ResetPrefixCacheResponse | None:
         """Removes every cached block. While blocks are held: None, and nothing changed; with `force` running sequences
         are preempted, and pins end.
         """
@@ -111,7 +112,7 @@ class EngineQueries:
             raise Unavailable("the manager is shutting down", RETRY_DELAY_S)
         return self._cache.log.watch()
 
-    def block_tables(self, request_id: str) -> pb.GetBlockTableResponse | None:
+    def block_tables(self, request_id: str) -> operator_pb.GetBlockTableResponse | None:
         """Block tables of a live request; None when there is no such request, or no executor yet."""
         request, size = self._state.live.get(request_id), self._state.config.block_size
         if request is None:
@@ -121,7 +122,7 @@ class EngineQueries:
             if sequence.state is SeqStatus.FINISHED:
                 continue
             num_full = min(len(sequence.block_table), sequence.num_computed // size)
-            table = pb.SequenceBlocks(
+            table = operator_pb.SequenceBlocks(
                 index=sequence.index,
                 state="running" if sequence.state is SeqStatus.DRAINING else sequence.state.value,
                 num_tokens=sequence.num_tokens,
@@ -130,42 +131,44 @@ class EngineQueries:
                 block_hashes=[digest.hex() for digest in sequence.digests[:num_full]],
             )
             tables.append(table)
-        return pb.GetBlockTableResponse(sequences=tables)
+        return operator_pb.GetBlockTableResponse(sequences=tables)
 
-    def list_requests(self, limit: int) -> pb.ListRequestsResponse:
+    def list_requests(self, limit: int) -> operator_pb.ListRequestsResponse:
         """Up to `limit` live requests, running ones first, by arrival; and how many are live."""
         self._state.serving()
         live = self._state.live.all()
         first = sorted(live, key=_waits)[:limit]
-        return pb.ListRequestsResponse(requests=map(_request_info, first), total=len(live))
+        return operator_pb.ListRequestsResponse(requests=map(_request_info, first), total=len(live))
 
-    def list_blocks(self, start: int, limit: int, state: pb.BlockState.ValueType) -> pb.ListBlocksResponse:
+    def list_blocks(
+        self, start: int, limit: int, state: operator_pb.BlockState.ValueType
+    ) -> operator_pb.ListBlocksResponse:
         """Up to `limit` blocks by ascending id from `start`, those in a state (UNSPECIFIED: all)."""
         # Vector operations: the engine loop waits meanwhile, and a pool may have millions of blocks.
         pool, pins = self._cache.pool, self._cache.pins.holders[start:]
         ref_counts, published = pool.ref_counts[start:], pool.table.published[start:]
-        if state == pb.BLOCK_STATE_UNSPECIFIED:
+        if state == operator_pb.BLOCK_STATE_UNSPECIFIED:
             wanted = np.ones(len(ref_counts), np.bool_)
-        elif state == pb.BLOCK_STATE_ACTIVE:
+        elif state == operator_pb.BLOCK_STATE_ACTIVE:
             wanted = ref_counts > pins
-        elif state == pb.BLOCK_STATE_PINNED:
+        elif state == operator_pb.BLOCK_STATE_PINNED:
             wanted = (ref_counts == pins) & (pins > 0)
         else:
-            wanted = (ref_counts == 0) & (published == (state == pb.BLOCK_STATE_CACHED))
+            wanted = (ref_counts == 0) & (published == (state == operator_pb.BLOCK_STATE_CACHED))
         blocks: list[int] = (start + np.flatnonzero(wanted)[: limit + 1]).tolist()
-        return pb.ListBlocksResponse(
+        return operator_pb.ListBlocksResponse(
             blocks=map(self._block_info, blocks[:limit]), next_start=blocks[limit] if len(blocks) > limit else None
         )
 
-    def _block_info(self, block: int) -> pb.BlockInfo:
+    def _block_info(self, block: int) -> operator_pb.BlockInfo:
         cache = self._state.cache
         table, ref_count, pins = cache.pool.table, cache.pool.ref_count(block), int(cache.pins.holders[block])
         digest, parent = table.digest(block) or b"", table.parent(block) or b""
         if ref_count:
-            state = pb.BLOCK_STATE_ACTIVE if ref_count > pins else pb.BLOCK_STATE_PINNED
+            state = operator_pb.BLOCK_STATE_ACTIVE if ref_count > pins else operator_pb.BLOCK_STATE_PINNED
         else:
-            state = pb.BLOCK_STATE_CACHED if digest else pb.BLOCK_STATE_FREE
-        return pb.BlockInfo(
+            state = operator_pb.BLOCK_STATE_CACHED if digest else operator_pb.BLOCK_STATE_FREE
+        return operator_pb.BlockInfo(
             block_id=block,
             ref_count=ref_count,
             state=state,
@@ -212,11 +215,11 @@ class EngineQueries:
             requests=list(islice(holders, MAX_HOLDERS_NAMED)),
         )
 
-    def host_block(self, block: int) -> pb.BlockInfo:
+    def host_block(self, block: int) -> operator_pb.BlockInfo:
         """Id, holders and hash of a block of the host pool. Raises InvalidRequest."""
         host = self._state.serving().host
         _check_block_id(block, host.num_blocks)
-        return pb.BlockInfo(
+        return operator_pb.BlockInfo(
             block_id=block, ref_count=int(host.ref_counts[block]), block_hash=(host.key(block) or b"").hex()
         )
 
@@ -236,9 +239,9 @@ def _waits(request: LiveRequest) -> bool:
     return not any(sequence.block_table for sequence in request.sequences)
 
 
-def _request_info(request: LiveRequest) -> pb.RequestInfo:
+def _request_info(request: LiveRequest) -> operator_pb.RequestInfo:
     sequences, first = request.sequences, request.sequences[0]
-    return pb.RequestInfo(
+    return operator_pb.RequestInfo(
         request_id=request.command.request_id,
         state="waiting" if _waits(request) else "running",
         priority=request.command.priority,

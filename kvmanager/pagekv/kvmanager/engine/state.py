@@ -10,7 +10,7 @@ from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.live_requests import LiveRequests
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
-from pagekv.v1.cache_service_pb2 import GetStatsResponse
+from pagekv.v1.operator_service_pb2 import GetStatsResponse
 
 # Seconds after which a refused client should try again.
 RETRY_DELAY_S = 1.0

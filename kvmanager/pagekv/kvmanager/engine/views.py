@@ -1,4 +1,4 @@
-"""Plain data that the engine shows: what it serves, and blocks beyond what `CacheService` tells of them."""
+"""Plain data that the engine shows: what it serves, and blocks beyond what `OperatorService` tells of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from pagekv.v1 import cache_service_pb2
+    from pagekv.v1 import operator_service_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class BlockMap:
 class BlockDetail:
     """A device block and its surroundings."""
 
-    block: cache_service_pb2.BlockInfo
+    block: operator_service_pb2.BlockInfo
     # Seconds since its content entered the prefix table; None when it is not there, or nobody notes ages.
     cached_s: float | None
     # Token ids of its content, [block_size]; None unless it is in the prefix table.

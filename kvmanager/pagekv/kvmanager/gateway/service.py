@@ -26,10 +26,10 @@ from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotImplemen
 from pagekv.kvmanager.api.generate_call import GenerateCall
 from pagekv.kvmanager.api.inference_service import trace_parent_of
 from pagekv.kvmanager.api.served_model import Served, ServedModel
-from pagekv.kvmanager.api.validation import read_abort_ids, read_generate
+from pagekv.kvmanager.api.validation import read_abort_ids
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.views import EngineInfo
-from pagekv.kvmanager.gateway.generate import read_request, write_response
+from pagekv.kvmanager.gateway.generate import read_generate, write_response
 from pagekv.kvmanager.gateway.kv_events import MAX_BLOCKS, KvEvents
 from pagekv.kvmanager.kvcache.block_hash import root_digest
 
@@ -126,8 +126,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
 
     async def Generate(self, request: vllm.GenerateRequest, context: Any) -> None:
         served = self._served_model.served()
-        asked = read_request(request, served.model)
-        command, stops = await read_generate(asked, served.model, served.tokenizer, trace_parent_of(context))
+        command, stops = await read_generate(request, served, trace_parent_of(context))
         # A copy: the field would keep the request with its prompt for as long as gRPC keeps its done callbacks.
         stop_token_ids = frozenset(request.sampling_params.stop_token_ids)
         # The gateway makes text of tokens by itself: here it is needed only to look for stop strings.

@@ -8,7 +8,7 @@ from typing import Any
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.page.block_states import HOST_STATES, STATES, Bytes, change, counts, whole
-from pagekv.v1 import cache_service_pb2
+from pagekv.v1 import operator_service_pb2
 
 # Requests in a frame.
 MAX_REQUESTS = 200
@@ -44,7 +44,7 @@ def fields(step: int, device: Bytes, host: Bytes, requests: dict[str, Row], tota
     return {"step": step, **states, "requests": requests, "totals": totals}
 
 
-def totals(stats: cache_service_pb2.GetStatsResponse, live_requests: int) -> dict[str, Any]:
+def totals(stats: operator_service_pb2.GetStatsResponse, live_requests: int) -> dict[str, Any]:
     """The statistics in a frame."""
     return {name: getattr(stats, name) for name in _TOTALS} | {"live_requests": live_requests}
 
@@ -52,7 +52,7 @@ def totals(stats: cache_service_pb2.GetStatsResponse, live_requests: int) -> dic
 def request_rows(engine: EngineLoop) -> tuple[dict[str, Row], int]:
     """Up to MAX_REQUESTS live requests by request id, running ones first; and how many are live."""
     found = engine.queries.list_requests(MAX_REQUESTS)
-    names = [field.name for field in cache_service_pb2.RequestInfo.DESCRIPTOR.fields]
+    names = [field.name for field in operator_service_pb2.RequestInfo.DESCRIPTOR.fields]
     return {info.request_id: {name: getattr(info, name) for name in names} for info in found.requests}, found.total
 
 

@@ -18,7 +18,7 @@ from pagekv.kvmanager.page.explain import explain
 from pagekv.kvmanager.page.frame import request_rows
 from pagekv.kvmanager.page.hub import PageHub, Viewer
 from pagekv.kvmanager.text.tokenizer import Tokenizer
-from pagekv.v1 import cache_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2 as pb
 
 # Seconds that one message may take to be read before its reader counts as gone.
 WRITE_TIMEOUT_S = 30.0

@@ -221,7 +221,9 @@ class DescribeRequest(google.protobuf.message.Message):
     token_budget: builtins.int
     """Tokens per step at most; the profiling pass uses this many. 1 to 65536."""
     contract_revision: builtins.int
-    """Latest revision of this contract that the manager knows. 0: a manager from before revisions."""
+    """Latest revision of this contract that the manager knows, 0 to 65535. 0: a manager from before revisions. Answered
+    whatever it is: Attach says by which one the steps are made.
+    """
     def __init__(
         self,
         *,
@@ -710,7 +712,8 @@ class StepResult(google.protobuf.message.Message):
     @property
     def failed_seqs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Column one: sequences that would have sampled and could not, each once, none of sampled_seqs. They stay live
-        until a step finishes them and sample nothing more; what they wrote to blocks in this step is void. Their
+        until a step finishes them and sample nothing more: a later step that would sample them names them here again,
+        and steps count their tokens as if they had. What they wrote to blocks in this step and later ones is void. Their
         requests end, the epoch goes on.
         """
 

@@ -10,7 +10,7 @@ from support.clients.scripted_server import ScriptedServer
 
 from pagekv.client.cli.main import main
 from pagekv.client.cli.parser import token_ids
-from pagekv.v1 import cache_service_pb2 as cache_pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,6 @@ def test_the_note_of_an_answer_is_for_people_alone(
     server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for flags, note in (([], "more with --start 7\n"), (["--json"], "")):
-        server.expect("ListBlocks", cache_pb.ListBlocksResponse(next_start=7))
+        server.expect("ListBlocks", operator_pb.ListBlocksResponse(next_start=7))
         assert main(["blocks", *flags]) == 0
         assert capsys.readouterr().err == note

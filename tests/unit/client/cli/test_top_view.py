@@ -15,11 +15,11 @@ from pagekv.client import FailedPrecondition, PageKVClient
 from pagekv.client.cli.top_view import SPARKS, Look, TopFrame, TopRates, TopWatcher, rates_between, spark
 from pagekv.client.types import ModelInfo, RequestList, Stats
 from pagekv.client.wire import flat
-from pagekv.v1 import cache_service_pb2 as cache_pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
 
 
 def look(at: float, **changes: float) -> Look:
-    stats = cache_pb.GetStatsResponse()
+    stats = operator_pb.GetStatsResponse()
     stats.CopyFrom(STATS)
     for name, value in changes.items():
         setattr(stats, name, value)

@@ -7,7 +7,7 @@ import torch
 
 from pagekv.executor.backend.interface import LAYOUT, BlockCopies, CopyDirection
 from pagekv.executor.cpu.kv_cache import KvCache
-from pagekv.executor.model.kv_geometry import BlockGeometry
+from pagekv.executor.model.loading import BlockGeometry
 
 GEOMETRY = BlockGeometry(num_layers=3, num_kv_heads=2, head_size=5, dtype=torch.float32)
 BLOCK_SIZE = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pagekv.executor.cpu.profile import SWAP_ROUNDS, measure_swap_rates
-from pagekv.executor.model.kv_geometry import BlockGeometry
+from pagekv.executor.model.loading import BlockGeometry
 
 
 def test_swapping_is_measured_both_ways() -> None:

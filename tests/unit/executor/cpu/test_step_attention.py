@@ -12,7 +12,7 @@ from pagekv.executor.cpu.attention_plan import CpuAttentionPlan
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.step_attention import PagedStepAttention
 from pagekv.executor.model.attention_interface import Scores
-from pagekv.executor.model.kv_geometry import BlockGeometry
+from pagekv.executor.model.loading import BlockGeometry
 
 LENGTH, CHUNK, BLOCK_SIZE, HEADS, KV_HEADS, SIZE = 23, 9, 4, 4, 2, 8
 

@@ -17,9 +17,8 @@ from support.clients.stack import environment
 from support.executor.cuda_host import save_small_model
 
 from pagekv.executor.config import parse_config
-from pagekv.executor.cuda import driver, preflight
-from pagekv.executor.cuda.driver import Gpu, UnusableGpu
-from pagekv.executor.cuda.preflight import Builds, check_machine, check_model, installed_builds
+from pagekv.executor.cuda import preflight
+from pagekv.executor.cuda.preflight import Builds, Gpu, UnusableGpu, check_machine, check_model, installed_builds
 from pagekv.executor.model.files import read_model_files
 from pagekv.executor.server import load_backend
 
@@ -38,9 +37,6 @@ def refused(gpu: Gpu = H200, builds: Builds = BUILDS, host_bytes: int = 64 * GIB
     with pytest.raises(UnusableGpu) as caught:
         check_machine(gpu, builds, host_bytes)
     return one_line(caught.value)
-
-
-# --- the driver
 
 
 # --- the machine
@@ -193,10 +189,10 @@ def test_the_checks_run_in_order_and_before_the_model_is_looked_for(monkeypatch:
         return parse_config(["--backend", "cuda", *argv], env={})
 
     monkeypatch.setattr(ctypes, "CDLL", None)  # nobody asks the driver of this machine
-    monkeypatch.setattr(driver, "find_gpu", lambda: replace(H200, capability=61))
+    monkeypatch.setattr(preflight, "find_gpu", lambda: replace(H200, capability=61))
     with pytest.raises(ValueError, match=r"--backend cuda: the GPU, NVIDIA H200, has compute capability 6.1"):
         load_backend(config("--model", "/nowhere"))
-    monkeypatch.setattr(driver, "find_gpu", lambda: replace(H200, memory_bytes=2**20))
+    monkeypatch.setattr(preflight, "find_gpu", lambda: replace(H200, memory_bytes=2**20))
     monkeypatch.setattr(preflight, "installed_builds", lambda: BUILDS)
     with pytest.raises(ValueError, match=r"demo_model: its weights take 0\.\d\d GiB in float32, NVIDIA H200 has"):
         load_backend(config("--dtype", "float32"))
@@ -232,8 +228,8 @@ def test_torch_is_not_imported_by_the_checks(tmp_path: Path) -> None:
     write(tmp_path, head_dim=64)
     code = (
         "import sys; from pathlib import Path; from pagekv.executor import server\n"
-        "from pagekv.executor.cuda.driver import Gpu; from pagekv.executor.cuda import preflight as p\n"
-        "gpu = Gpu('H', 90, 2**37, (13, 0)); builds = p.installed_builds()\n"
+        "from pagekv.executor.cuda import preflight as p\n"
+        "gpu = p.Gpu('H', 90, 2**37, (13, 0)); builds = p.installed_builds()\n"
         "p.check_machine(gpu, p.Builds(13, True, (13,)), 2**33)\n"
         f"p.check_model(Path({str(tmp_path)!r}), 'auto', 'auto', gpu)\n"
         "print(sorted({'torch', 'transformers', 'cupy', 'safetensors', 'numpy'} & sys.modules.keys()))"

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Sampling, Scheduled, SequenceState
-from pagekv.executor.cuda.device_sequences import DeviceSequences
-from pagekv.executor.cuda.penalties import PenaltyTable
-from pagekv.executor.cuda.step_inputs import build_inputs
+from pagekv.executor.cuda.step_inputs import DeviceSequences, PenaltyTable, build_inputs
 from pagekv.kernels.attention_plan import StepBatch
 
 

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING
 
-from pagekv.executor.cuda.driver import Gpu
-from pagekv.executor.cuda.preflight import check_model
+from pagekv.executor.cuda.preflight import Gpu, check_model
 from pagekv.executor.model.files import HEADS_SHARE_HIDDEN_SIZE, read_model_files
 
 GIB = 2**30

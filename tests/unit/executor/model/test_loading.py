@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from support.executor.cpu_driver import MODELS, save_model
 from transformers import AutoModelForCausalLM, GptOssConfig, MambaConfig, MptConfig
 
 from pagekv.executor.cpu import CpuBackend
+from pagekv.executor.model.loading import BlockGeometry
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +97,11 @@ def test_context_ends_where_frequencies_would_depend_on_the_batch(tmp_path: Path
         },
     )
     assert CpuBackend(tmp_path, "m", threads=1).describe(4, 8).max_model_len == 200
+
+
+def test_block_size_in_bytes() -> None:
+    assert BlockGeometry(32, 8, 128, torch.bfloat16).bytes_per_block(16) == 2 * 2**20
+    assert BlockGeometry(32, 8, 128, torch.float8_e4m3fn).bytes_per_block(16) == 2**20
 
 
 def test_every_architecture_is_listed() -> None:

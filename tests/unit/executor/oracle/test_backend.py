@@ -57,6 +57,25 @@ def test_logprobs_come_best_first() -> None:
     assert sorted(sampled.top, key=lambda pair: -pair[1]) == list(sampled.top)
 
 
+def test_a_failing_sequence_samples_nothing_more_and_its_mate_is_untouched() -> None:
+    alone = World()
+    alone.enter(2, [*PROMPT, 1], [20, 21, 22, 23, 24, 25])
+    expected = decode(alone, 2, 4)
+    # A token in the prompt, and one that the sequence samples itself.
+    for failing, sampled_before in ((PROMPT[-1], 0), (1000, 0), (None, 2)):
+        own = expected_tokens(PROMPT, 6, vocab_size=VOCAB, eos_token_ids=(0,), ignore_eos=True)
+        world = World(failing=(own[1] if failing is None else failing,))
+        new = [new_sequence(1, PROMPT, [5, 9, 2, 8]), new_sequence(2, [*PROMPT, 1], [20, 21, 22, 23])]
+        reports = [world.run(new_seqs=new, scheduled_seqs=[1, 2], scheduled_tokens=[10, 11])]
+        reports += [world.run() for _ in range(4)]
+        assert [report.sampled[2].token_id for report in reports] == expected
+        if failing == 1000:
+            assert not any(report.failed for report in reports)
+        else:
+            assert [report.failed for report in reports] == [[]] * sampled_before + [[1]] * (5 - sampled_before)
+            assert [1 in report.sampled for report in reports] == [not report.failed for report in reports]
+
+
 # -- wrong slots
 
 

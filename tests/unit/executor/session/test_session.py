@@ -7,12 +7,13 @@ import random
 from collections.abc import Awaitable, Callable
 
 import pytest
-from support.executor.executor_steps import new_sequence
+from support.executor.executor_steps import attach_order, new_sequence
 
 from pagekv.common.errors import FailedPrecondition, StaleEpoch
-from pagekv.executor.backend.interface import LAYOUT, Sampled, Scheduled
+from pagekv.executor.backend.interface import Sampled, Scheduled
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel
-from pagekv.executor.session.session import AttachOrder, Session
+from pagekv.executor.session.attach_check import AttachOrder
+from pagekv.executor.session.session import Session
 from pagekv.executor.session.step import Step
 from pagekv.executor.session.step_stream import StepStream
 from pagekv.executor.session.worker_thread import WorkerThread
@@ -36,7 +37,7 @@ class Journal(OracleBackend):
 
 def order(manager: int, take_over: bool = True) -> AttachOrder:
     """Manager `manager` attaches with as many blocks."""
-    return AttachOrder(f"m{manager}", 16, manager, 0, LAYOUT, take_over)
+    return attach_order(f"m{manager}", num_device_blocks=manager, take_over=take_over)
 
 
 def in_session(test: Callable[[Session, Journal], Awaitable[None]], clock_ns: Callable[[], int] | None = None) -> None:

@@ -12,7 +12,7 @@ from pagekv.kvmanager.engine.live_requests import LiveRequests
 from pagekv.kvmanager.engine.observer import Observer
 from pagekv.kvmanager.engine.queries import EngineQueries
 from pagekv.kvmanager.engine.state import EngineState
-from pagekv.v1 import cache_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2 as pb
 
 
 def queries(driver: Driver, cache: CacheAdmin) -> EngineQueries:

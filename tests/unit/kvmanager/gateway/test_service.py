@@ -161,7 +161,9 @@ def test_a_cancelled_call_and_an_abort_end_the_request() -> None:
         (request(choice=vllm.ChoiceConstraint(choices=["a"])), "sampling_params.choice"),
         (request(logit_bias={-1: 1.0}), "sampling_params.logit_bias"),
         (vllm.GenerateRequest(request_id="r"), "input"),
-        (vllm.GenerateRequest(tokenized=vllm.TokenizedInput(input_ids=[2**31])), "tokenized.input_ids"),
+        (vllm.GenerateRequest(text=""), "text"),
+        (vllm.GenerateRequest(tokenized=vllm.TokenizedInput(input_ids=[2**31])), "tokenized.input_ids[0]"),
+        (vllm.GenerateRequest(tokenized=vllm.TokenizedInput()), "tokenized.input_ids"),
         (vllm.GenerateRequest(mm_inputs=vllm.MultimodalInputs()), "mm_inputs"),
         (vllm.GenerateRequest(kv_transfer_params_json="{}"), "kv_transfer_params_json"),
         (vllm.GenerateRequest(data_parallel_rank=1), "data_parallel_rank"),
@@ -172,7 +174,7 @@ def test_what_cannot_be_done_is_refused_by_name(wrong: vllm.GenerateRequest, fie
     async def body(harness: Harness) -> None:
         code, message, _ = await refusal(harness.stub.Generate(wrong))
         assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert message.startswith(field)
+        assert message.startswith(f"{field}: ")
         assert not harness.engine.commands
 
     run(body)

@@ -9,7 +9,7 @@ from support.engine.engine_harness import Bench, command, read, until
 from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.page.routes import block_detail, sequence_detail
-from pagekv.v1 import cache_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2 as pb
 
 PROMPT = list(range(20))
 

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import get_args
 
 from pagekv.client.cli.commands import top
 from pagekv.client.cli.parser import (
     Shown,
     Subparsers,
+    UsageError,
     add_command,
+    add_identity,
     add_prompt,
     add_query,
     add_target,
     connect,
+    read_identity,
     read_prompt,
     token_ids,
 )
 from pagekv.client.cli.terminal import Terminal, table
 from pagekv.client.client import PageKVClient
-from pagekv.client.types import BlockState, CacheControls, Stats
+from pagekv.client.types import BlockState, ChatMessage, Stats
 from pagekv.common.flags import integer, number
 
 # The share of held blocks from which on the pool is called too small.
@@ -32,6 +37,11 @@ STATS_EXAMPLES = """\
   pagekv stats --json --watch 5
 """
 LOOKUP_EXAMPLES = '  pagekv lookup "In the beginning God created the heaven"\n'
+TOKENIZE_EXAMPLES = """\
+  pagekv tokenize "In the beginning"
+  pagekv tokenize - < story.txt
+  pagekv tokenize --chat messages.json
+"""
 BLOCKS_EXAMPLES = "  pagekv blocks --state cached --limit 20\n"
 
 
@@ -43,13 +53,18 @@ def add(commands: Subparsers) -> None:
     add_target(parser)
     seconds = number(0.1, 3600)
     parser.add_argument(
-        "--watch", nargs="?", const=1.0, type=seconds, metavar="S", help="every S seconds: pagekv top, or JSON [1]"
+        "--watch",
+        nargs="?",
+        const=1.0,
+        type=seconds,
+        metavar="S",
+        help="every S seconds until Ctrl-C: pagekv top, or JSON [1]",
     )
     add_query(commands, "health", "say whether the stack serves; exit status 1 if not", health)
     add_query(commands, "model", "show the model served and its limits", model)
     parser = add_query(commands, "lookup", "say how much of a prompt is cached now", lookup, examples=LOOKUP_EXAMPLES)
     add_prompt(parser)
-    parser.add_argument("--namespace", default="", metavar="NAME", help="look in this namespace")
+    add_identity(parser)
     parser = add_query(commands, "blocks", "list blocks of the pool", blocks, examples=BLOCKS_EXAMPLES)
     parser.add_argument("--state", choices=get_args(BlockState), help="only blocks in this state")
     parser.add_argument("--start", type=integer(0, 2**32 - 1), default=0, metavar="ID", help="first block id [0]")
@@ -62,8 +77,13 @@ def add(commands: Subparsers) -> None:
     )
     parser = add_query(commands, "abort", "end running requests", abort)
     parser.add_argument("request_ids", nargs="+", metavar="REQUEST_ID")
-    parser = add_query(commands, "tokenize", "show the token ids of a text", tokenize)
-    parser.add_argument("text", metavar="TEXT")
+    parser = add_query(
+        commands, "tokenize", "show the token ids of a text or a conversation", tokenize, examples=TOKENIZE_EXAMPLES
+    )
+    add_prompt(parser)
+    parser.add_argument(
+        "--chat", type=Path, metavar="FILE", help='a JSON list of {"role": ..., "content": ...} instead'
+    )
     parser = add_query(commands, "detokenize", "show the text of token ids", detokenize)
     parser.add_argument("token_ids", type=token_ids, metavar="IDS", help="such as 5,17,4")
 
@@ -150,7 +170,7 @@ def model(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) ->
 
 def lookup(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
     """LookupPrefix."""
-    found = client.lookup_prefix(read_prompt(args), cache=CacheControls(namespace=args.namespace))
+    found = client.lookup_prefix(read_prompt(args), **read_identity(args))
     cached = found.device_tokens + found.host_tokens
     lines = [
         f"{cached} of {found.prompt_tokens} tokens cached ({cached / max(found.prompt_tokens, 1):.0%}): "
@@ -193,16 +213,25 @@ def reset_cache(client: PageKVClient, args: argparse.Namespace, terminal: Termin
 
 
 def abort(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
-    """Abort; exit status 1 when none of the requests was live."""
+    """Abort; that none of the requests was live is no failure."""
     aborted = client.abort(*args.request_ids)
-    text = f"aborted: {' '.join(aborted) or 'none was running'}"
-    return Shown({"aborted": aborted}, text, status=0 if aborted else 1)
+    return Shown({"aborted": aborted}, f"aborted: {' '.join(aborted) or 'none was running'}")
 
 
 def tokenize(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
     """Tokenize."""
-    ids = client.tokenize(args.text)
+    ids = client.tokenize(read_prompt(args) if args.chat is None else _conversation(args))
     return Shown({"token_ids": ids}, ",".join(map(str, ids)))
+
+
+def _conversation(args: argparse.Namespace) -> list[ChatMessage]:
+    """The messages of --chat. Raises UsageError."""
+    if args.prompt is not None or args.token_ids is not None:
+        raise UsageError("one of PROMPT, --token-ids and --chat is required")
+    try:
+        return [ChatMessage(each["role"], each["content"]) for each in json.loads(args.chat.read_text("utf-8"))]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UsageError(f"--chat {args.chat}: must be a JSON list of role and content: {error!r}") from error
 
 
 def detokenize(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:

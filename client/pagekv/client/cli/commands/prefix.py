@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import groupby
+from typing import Any
 
 from pagekv.client.cli.parser import (
     Shown,
@@ -26,12 +27,13 @@ from pagekv.client.types import (
     BlockExplanation,
     BlockRemoved,
     BlockStored,
-    CacheControls,
+    Event,
     EventBatch,
     PrefixExplanation,
     Prompt,
     TableCleared,
     Tier,
+    UnknownEvent,
 )
 from pagekv.common.flags import integer
 
@@ -70,7 +72,7 @@ def add(commands: Subparsers) -> None:
     parser = add_command(
         commands, "watch", "show what enters and leaves the prefix tables, until Ctrl-C", watch, examples=WATCH_EXAMPLES
     )
-    add_target(parser)
+    add_target(parser, timeout=None)
     parser.add_argument("--tokens", action="store_true", help="with the token ids of each block")
     parser.add_argument(
         "--limit", type=integer(1, 2**31), metavar="N", help="end after N batches; the snapshot is the first"
@@ -79,7 +81,7 @@ def add(commands: Subparsers) -> None:
 
 def explain(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
     """ExplainPrefix of the whole prompt; blocks with the same story share a row."""
-    found = _explain_all(client, read_prompt(args), read_identity(args))
+    found = _explain_all(client, read_prompt(args), **read_identity(args))
     share = found.cached_tokens / max(found.prompt_tokens, 1)
     runs = (list(run) for _, run in groupby(enumerate(found.blocks), key=lambda item: _story(item[1])))
     rows = [_row([index for index, _ in run], [block for _, block in run]) for run in runs]
@@ -87,10 +89,10 @@ def explain(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) 
     return Shown(found, f"{head}\n{table(rows, ('blocks', 'tokens', 'outcome', 'why'), width=terminal.out_columns)}")
 
 
-def _explain_all(client: PageKVClient, prompt: Prompt, cache: CacheControls) -> PrefixExplanation:
-    whole = page = client.explain_prefix(prompt, cache=cache, limit=PAGE)
+def _explain_all(client: PageKVClient, prompt: Prompt, **identity: Any) -> PrefixExplanation:
+    whole = page = client.explain_prefix(prompt, limit=PAGE, **identity)
     while page.next_start is not None:
-        page = client.explain_prefix(prompt, cache=cache, start=page.next_start, limit=PAGE)
+        page = client.explain_prefix(prompt, start=page.next_start, limit=PAGE, **identity)
         whole = replace(page, blocks=whole.blocks + page.blocks)
     return whole
 
@@ -120,7 +122,7 @@ def _ids(ids: list[int]) -> str:
 
 def pin(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
     """PinPrefix; exit status 1 when nothing of the prompt was cached."""
-    made = client.pin_prefix(read_prompt(args), args.lease, cache=read_identity(args))
+    made = client.pin_prefix(read_prompt(args), args.lease, **read_identity(args))
     if not made.pin_id:
         return Shown(made, "nothing pinned: no full block of this prompt is cached; generate from it first", status=1)
     return Shown(made, f"{made.pin_id}: {made.pinned_tokens} tokens pinned for {args.lease} s")
@@ -157,9 +159,11 @@ def watch(args: argparse.Namespace, terminal: Terminal) -> int:
     return 0
 
 
-def _event_json(event: BlockStored | BlockRemoved | TableCleared) -> dict[str, object]:
-    kind = {BlockStored: "stored", BlockRemoved: "removed", TableCleared: "cleared"}[type(event)]
-    return {"event": kind, **asdict(event)}
+_EVENTS = {BlockStored: "stored", BlockRemoved: "removed", TableCleared: "cleared", UnknownEvent: "unknown"}
+
+
+def _event_json(event: Event) -> dict[str, object]:
+    return {"event": _EVENTS[type(event)], **asdict(event)}
 
 
 def _lines(batch: EventBatch, tokens: bool) -> Iterator[str]:
@@ -171,4 +175,4 @@ def _lines(batch: EventBatch, tokens: bool) -> Iterator[str]:
         elif isinstance(event, BlockRemoved):
             yield f"removed  {event.tier:<6}  {event.block_hash[:SHOWN_HASH]}"
         else:
-            yield "cleared"
+            yield _EVENTS[type(event)]

@@ -22,7 +22,7 @@ from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 
 if TYPE_CHECKING:
-    from pagekv.v1.cache_service_pb2 import GetStatsResponse
+    from pagekv.v1.operator_service_pb2 import GetStatsResponse
 
 # One value, or a label and the values for each of its values.
 Values = float | tuple[str, Mapping[str, float]]

@@ -15,6 +15,7 @@ from support.clients.stack import environment
 
 from pagekv.client.cli.main import main
 from pagekv.v1 import cache_service_pb2 as cache_pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
 from pagekv.v1 import types_pb2
 
 
@@ -35,8 +36,8 @@ def test_explain_tells_blocks_with_the_same_story_in_one_row(
 
     def expect() -> None:
         def first(request: cache_pb.ExplainPrefixRequest) -> None:
-            assert (request.text, request.start) == ("hi", 0)
-            assert (request.cache.namespace, request.cache.adapter_id) == ("n", "a")
+            assert (request.prompt.text, request.start) == ("hi", 0)
+            assert (request.cache.namespace, request.adapter) == ("n", "a")
 
         def second(request: cache_pb.ExplainPrefixRequest) -> None:
             assert request.start == 4
@@ -72,20 +73,20 @@ def test_a_pin_of_nothing_is_exit_status_1(
     assert "no full block of this prompt is cached" in capsys.readouterr().out
 
 
-def _event(name: str, parent: str = "") -> cache_pb.CacheEvent:
-    stored = cache_pb.BlockStored(block_hash=name, parent_hash=parent, token_ids=[5, 17], tier=types_pb2.TIER_DEVICE)
-    return cache_pb.CacheEvent(stored=stored)
+def _event(name: str, parent: str = "") -> operator_pb.CacheEvent:
+    stored = operator_pb.BlockStored(block_hash=name, parent_hash=parent, token_ids=[5, 17], tier=types_pb2.TIER_DEVICE)
+    return operator_pb.CacheEvent(stored=stored)
 
 
 TABLE = "blocks in the device's prefix table"
 BATCHES = [
-    cache_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[_event("aa")], more=True),
-    cache_pb.WatchEventsResponse(sequence=2, snapshot=True, events=[_event("bb", "aa")]),
-    cache_pb.WatchEventsResponse(
+    operator_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[_event("aa")], more=True),
+    operator_pb.WatchEventsResponse(sequence=2, snapshot=True, events=[_event("bb", "aa")]),
+    operator_pb.WatchEventsResponse(
         sequence=3,
         events=[
-            cache_pb.CacheEvent(removed=cache_pb.BlockRemoved(block_hash="bb", tier=types_pb2.TIER_HOST)),
-            cache_pb.CacheEvent(cleared=cache_pb.AllBlocksCleared()),
+            operator_pb.CacheEvent(removed=operator_pb.BlockRemoved(block_hash="bb", tier=types_pb2.TIER_HOST)),
+            operator_pb.CacheEvent(cleared=operator_pb.AllBlocksCleared()),
             _event("cc", "aa"),
         ],
     ),
@@ -108,8 +109,10 @@ def test_watch_prints_a_line_for_each_event(
 def test_watch_counts_the_blocks_of_both_tiers(
     server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kept = cache_pb.CacheEvent(stored=cache_pb.BlockStored(block_hash="aa", tier=types_pb2.TIER_HOST))
-    server.expect("WatchEvents", cache_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[_event("aa"), kept]))
+    kept = operator_pb.CacheEvent(stored=operator_pb.BlockStored(block_hash="aa", tier=types_pb2.TIER_HOST))
+    server.expect(
+        "WatchEvents", operator_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[_event("aa"), kept])
+    )
     assert main(["watch", "--limit", "1"]) == 0
     assert capsys.readouterr().out == f"1 {TABLE}, 1 in that of the host pool\n"
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import grpc
 import pytest
-from support.engine.cache_harness import run
+from support.engine.cache_harness import run_operator
 from support.engine.fake_engine import FakeEngine
 
 from pagekv.common.errors import LimitExceeded, Unavailable
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
-from pagekv.v1 import cache_service_pb2 as pb
-from pagekv.v1 import cache_service_pb2_grpc as pb_grpc
+from pagekv.v1 import operator_service_pb2 as pb
 from pagekv.v1 import types_pb2
+
+if TYPE_CHECKING:
+    from pagekv.v1.operator_service_pb2_grpc import OperatorServiceAsyncStub as OperatorStub
 
 ROOT = b"\xff"
 
@@ -82,7 +85,7 @@ async def read(call: grpc.aio.UnaryStreamCall[pb.WatchEventsRequest, pb.WatchEve
 
 @pytest.mark.parametrize(("size", "pieces"), [(0, [0]), (3, [3]), (1024, [1024, 0]), (2100, [1024, 1024, 52])])
 def test_the_snapshot_comes_in_pieces_that_fit_a_message(size: int, pieces: list[int]) -> None:
-    async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
+    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
         engine.table = [block(number) for number in range(size)]
         messages = [message async for message in stub.WatchEvents(pb.WatchEventsRequest(snapshot_only=True))]
         assert [len(message.events) for message in messages] == pieces
@@ -92,11 +95,11 @@ def test_the_snapshot_comes_in_pieces_that_fit_a_message(size: int, pieces: list
         assert [name for message in messages for name in shown(message)] == [f"+{number}" for number in range(size)]
         await until(lambda: engine.ended_watches == [engine.watch])
 
-    run(body)
+    run_operator(body)
 
 
 def test_a_stored_block_tells_hash_parent_tokens_and_tier() -> None:
-    async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
+    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
         engine.table = [block(7, Tier.DEVICE), block(7, Tier.HOST)]
         for omit in (False, True):
             request = pb.WatchEventsRequest(snapshot_only=True, omit_token_ids=omit)
@@ -107,11 +110,11 @@ def test_a_stored_block_tells_hash_parent_tokens_and_tier() -> None:
                 for tier in (types_pb2.TIER_DEVICE, types_pb2.TIER_HOST)
             ]
 
-    run(body)
+    run_operator(body)
 
 
 def test_a_removed_block_tells_its_tier() -> None:
-    async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
+    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
         call = stub.WatchEvents(pb.WatchEventsRequest())
         await read(call)
         watch_of(engine).push(diff(~4, ~5))
@@ -121,11 +124,11 @@ def test_a_removed_block_tells_its_tier() -> None:
         ]
         call.cancel()
 
-    run(body)
+    run_operator(body)
 
 
 def test_batches_follow_the_snapshot_and_a_slow_reader_gets_them_as_one() -> None:
-    async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
+    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
         engine.table = [block(0)]
         call = stub.WatchEvents(pb.WatchEventsRequest())
         assert shown(await read(call)) == ["+0"]
@@ -148,11 +151,11 @@ def test_batches_follow_the_snapshot_and_a_slow_reader_gets_them_as_one() -> Non
         call.cancel()
         await until(lambda: engine.ended_watches == [watch])
 
-    run(body)
+    run_operator(body)
 
 
 def test_a_reader_too_far_behind_is_told_to_start_again() -> None:
-    async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
+    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
         call = stub.WatchEvents(pb.WatchEventsRequest())
         await read(call)
         watch_of(engine).push(diff(*range(5001)))
@@ -161,11 +164,11 @@ def test_a_reader_too_far_behind_is_told_to_start_again() -> None:
         assert caught.value.code() is grpc.StatusCode.ABORTED
         assert engine.ended_watches == [engine.watch]
 
-    run(body)
+    run_operator(body)
 
 
 def test_a_watch_ends_with_what_ended_it() -> None:
-    async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
+    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
         call = stub.WatchEvents(pb.WatchEventsRequest())
         await read(call)
         watch_of(engine).fail(Unavailable("the manager is shutting down"))
@@ -177,7 +180,7 @@ def test_a_watch_ends_with_what_ended_it() -> None:
             await read(stub.WatchEvents(pb.WatchEventsRequest()))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
-    run(body)
+    run_operator(body)
 
 
 def test_an_ended_watch_keeps_nothing() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pagekv.executor.cuda.driver import Gpu, UnusableGpu, find_gpu
+from pagekv.executor.cuda.preflight import Gpu, UnusableGpu, find_gpu
 
 GIB = 2**30
 

@@ -27,7 +27,7 @@ def test_pools_are_left_alone_by_a_description(llama: Path, monkeypatch: pytest.
     def full(*_: object) -> None:
         raise MemoryError("device blocks")
 
-    monkeypatch.setattr("pagekv.executor.cuda.backend.profile_step", full)
+    monkeypatch.setattr("pagekv.executor.cuda.backend.CudaBackend._measure", full)
     assert backend.describe(8, 12).prefill_tokens_per_s == first.prefill_tokens_per_s
     assert backend.cache.device is pool
     with pytest.raises(OutOfMemory, match="token_budget: a step of 40 tokens does not fit"):

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from pagekv.executor.backend.interface import Sampling, SequenceState
-from pagekv.executor.cuda.device_sequences import NO_BLOCK, DeviceSequences
-from pagekv.executor.cuda.penalties import PenaltyTable
+from pagekv.executor.cuda.step_inputs import NO_BLOCK, DeviceSequences, PenaltyTable
 
 
 def live(max_sequences: int = 4) -> DeviceSequences:
