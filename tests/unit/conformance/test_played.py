@@ -64,7 +64,11 @@ def test_a_sequence_that_failed_samples_nothing(kit: Kit) -> None:
         _sent(epoch)
         epoch.call._incoming.get()
         failed = pb.StepResult(
-            epoch=epoch.epoch, step=1, computed_tokens=3, failed_seqs=[1], failed_reasons=["SEQUENCE_FAILURE_NOT_A_NUMBER"]
+            epoch=epoch.epoch,
+            step=1,
+            computed_tokens=3,
+            failed_seqs=[1],
+            failed_reasons=["SEQUENCE_FAILURE_NOT_A_NUMBER"],
         )
         epoch.call._incoming.put(failed)
         epoch.receive()
