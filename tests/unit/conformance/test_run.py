@@ -8,13 +8,14 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from support.executor.judged import broken, kit_of, toy, verdicts
+from support.executor.judged import Edit, broken, kit_of, served_backend, toy, verdicts
 
 from pagekv.conformance import link
 from pagekv.conformance.keepalive import IdleConnection
 from pagekv.conformance.run import RULES, judge
 from pagekv.conformance.target import Untestable
 from pagekv.conformance.verdict import BrokenRule
+from pagekv.executor.oracle.backend import OracleBackend, OracleModel
 
 PROTO = Path(__file__).resolve().parents[3] / "proto" / "pagekv" / "steps" / "v1" / "executor_service.proto"
 
@@ -25,6 +26,33 @@ def test_the_minimal_executor_of_the_docs_passes() -> None:
     assert broken(found) == {}
     skipped = {number for number, verdict in found.items() if verdict.outcome == "skipped"}
     assert skipped == {"R19", "M5", "M13", "M14", "M15", "M16", "M17"}
+
+
+@pytest.mark.parametrize(
+    ("edit", "size"),
+    [
+        (("256, 300", "256, 30"), 2),
+        (("4 * 2**17", "4 * 64"), 1),
+        (("power = 1 <= size <= 256", "power = size == 256"), 256),
+        (("256, 300", "2, 300"), 16),
+    ],
+)
+def test_a_sound_executor_of_other_sizes_passes(edit: Edit, size: int) -> None:
+    longer = [("256, 300", "256, 1040")] if size == 256 else []
+    with toy(edit, *longer) as address:
+        found = verdicts(address)
+        with kit_of(address) as kit:
+            assert kit.target.block_size == size
+    assert broken(found) == {}
+
+
+@pytest.mark.parametrize("vocab", [1, 2])
+def test_a_sound_executor_of_few_tokens_passes(vocab: int) -> None:
+    model = OracleModel(vocab_size=vocab, max_model_len=100, eos_token_ids=())
+    with served_backend(OracleBackend(model, kv_bytes=12 * 2**12)) as address:
+        found = verdicts(address)
+    assert broken(found) == {}
+    assert found["M9"].why == f"draws from {vocab} tokens are often equal"
 
 
 def test_every_rule_of_the_contract_has_a_check() -> None:
