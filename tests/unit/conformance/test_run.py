@@ -12,9 +12,10 @@ from support.executor.judged import Edit, broken, kit_of, served_backend, toy, v
 
 from pagekv.conformance import link
 from pagekv.conformance.keepalive import IdleConnection
-from pagekv.conformance.run import RULES, judge
+from pagekv.conformance.kit import Kit
+from pagekv.conformance.run import RULES, judge, verdict_of
 from pagekv.conformance.target import Untestable
-from pagekv.conformance.verdict import BrokenRule
+from pagekv.conformance.verdict import BrokenRule, Rule
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel
 
 PROTO = Path(__file__).resolve().parents[3] / "proto" / "pagekv" / "steps" / "v1" / "executor_service.proto"
@@ -72,6 +73,16 @@ def test_p10_comes_last_and_waits_are_told() -> None:
     assert (last.rule, last.outcome) == ("P10", "failed")
     assert len(notes) == 1
     assert "P10 waits for" in notes[0]
+
+
+def test_tokens_that_are_near_ties_show_nothing() -> None:
+    def tied(kit: Kit) -> None:
+        kit.answers.num_ties += 1
+
+    with toy() as address, kit_of(address) as kit:
+        outcomes = {number: verdict_of(kit, Rule(number, "words", tied)) for number in ("M1", "P1")}
+    assert {number: verdict.outcome for number, verdict in outcomes.items()} == {"M1": "skipped", "P1": "ok"}
+    assert outcomes["M1"].why == "the likeliest tokens are near ties everywhere"
 
 
 def test_an_executor_that_dies_is_not_asked_on() -> None:
