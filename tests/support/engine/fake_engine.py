@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagekv.common.errors import AlreadyExists
+from pagekv.common.errors import AlreadyExists, Unavailable
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.paging import page_token, read_page_token
 from pagekv.kvmanager.engine.queries import EngineQueries
@@ -51,6 +51,9 @@ class FakeEngine(EngineLoop, EngineQueries):
         self.table: list[Stored] = []
         self.watch: TableWatch | None = None
         self.ended_watches: list[TableWatch] = []
+
+    def not_attached(self) -> Unavailable:
+        return Unavailable("no executor is attached yet")
 
     def submit(self, command: GenerateCommand) -> RequestStream:
         if self.refusal is not None:

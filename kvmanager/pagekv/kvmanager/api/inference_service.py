@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
 from typing import Any
 
 from pagekv.common.errors import InvalidRequest
+from pagekv.common.version import pagekv_version
 from pagekv.kvmanager.api.generate_call import GenerateCall
 from pagekv.kvmanager.api.prompt_reader import PromptReader, check_token_ids
 from pagekv.kvmanager.api.served_model import ServedModel
@@ -66,13 +66,13 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
         served = self._served_model.served()
-        tokenizer, shown = served.tokenizer, asdict(served.model)
-        del shown["bytes_per_block"]
+        tokenizer = served.tokenizer
         return pb.GetModelInfoResponse(
             has_tokenizer=tokenizer is not None,
             has_chat_template=tokenizer is not None and tokenizer.chat_template is not None,
             max_sequence_tokens=longest_sequence(served.model, 0),
-            **shown,
+            server_version=pagekv_version(),
+            **served.model.shown(),
         )
 
 
