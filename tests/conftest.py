@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 
 import pytest
 from hypothesis import settings
+
+# A shell that starts the tests in the background lets them ignore Ctrl-C, and so would every process that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says more about what else the machine does than about the code.
 settings.register_profile("pagekv", deadline=None)

@@ -23,7 +23,7 @@ import torch
 from compare_with_transformers import agreement, make_model, mixed_prompts, padded_generate, shared_prompts
 
 from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
-from pagekv.executor.cpu import CpuBackend
+from pagekv.executor.cpu.backend import CpuBackend
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 2048

@@ -32,7 +32,7 @@ from pagekv.executor.backend.interface import (
     Scheduled,
     SequenceState,
 )
-from pagekv.executor.cpu import CpuBackend
+from pagekv.executor.cpu.backend import CpuBackend
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
 TOKEN_BUDGET = 2048

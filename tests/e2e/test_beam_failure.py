@@ -100,7 +100,7 @@ def test_searches_survive_a_killed_executor() -> None:
             assert [outputs(results) for results in await going] == wanted
             stats = await caller.idle_stats()
             assert stats.executor_restarts_total == 1
-            assert stats.free_blocks == stats.num_blocks
+            assert stats.free_blocks == stats.num_device_blocks
             # Again, from what is cached by now.
             again = await asyncio.gather(*(caller.generate_all(request) for request in requests))
             assert [outputs(results) for results in again] == wanted
@@ -136,7 +136,7 @@ def test_a_search_that_ends_early_gives_every_block_back(how: str) -> None:
                 assert late.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
             assert outputs(await beside) == (await oracle_of(caller)).wanted(other)
             stats = await caller.idle_stats()
-            assert stats.free_blocks == stats.num_blocks
+            assert stats.free_blocks == stats.num_device_blocks
             assert stats.aborted_requests_total == 1
 
     with running_stack(SLOW) as stack:
@@ -190,7 +190,7 @@ def test_forty_searches_and_samples_in_a_small_pool_find_what_each_finds_alone()
             for request, results in zip(requests, found, strict=True):
                 assert outputs(results) == oracle.wanted(request), request
             stats = await caller.idle_stats()
-            assert stats.free_blocks == stats.num_blocks
+            assert stats.free_blocks == stats.num_device_blocks
             assert stats.preemptions_total > 0
             assert stats.executor_restarts_total == 0
 

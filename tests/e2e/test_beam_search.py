@@ -171,7 +171,7 @@ def test_searches_at_once_find_what_transformers_finds(args: list[str], world: W
                 assert (cached > 0) == ("--no-prefix-cache" not in args)
             assert (stats.active_blocks, stats.running_sequences, stats.waiting_sequences) == (0, 0, 0)
             assert stats.executor_restarts_total == 0
-        assert stats.free_blocks == stats.num_blocks
+        assert stats.free_blocks == stats.num_device_blocks
 
 
 # The need of the largest search, 4 beams of 28 + 12 tokens, and not a block more.

@@ -1,4 +1,6 @@
-"""The manager is killed in the middle of streams: the client library's callers notice nothing but a pause."""
+"""The manager is killed, or stopped in order, in the middle of streams: the client library's callers notice nothing but
+a pause.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,12 @@ import asyncio
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from support.clients.calls import Caller
-from support.clients.stack import ORACLE, Stack, running_stack
+from support.clients.stack import ORACLE, Process, Stack, running_stack
 from support.prompts import as_chat, as_prompt
 
 from pagekv.client import AsyncPageKVClient, AsyncStream, Completion, PageKVClient, Unreachable
@@ -61,19 +64,28 @@ async def _run(target: str) -> tuple[list[Result], list[Completion]]:
         return [result for task in results for result in task.result()], beams.result()
 
 
-def _kill_twice(stack: Stack) -> None:
+def _kill(manager: Process) -> None:
+    manager.kill()
+    time.sleep(0.1)
+
+
+def _stop(manager: Process) -> None:
+    assert manager.stop() == 0
+
+
+def _restart_twice(stack: Stack, stop: Callable[[Process], None]) -> None:
     for _ in range(2):
         time.sleep(0.35)
-        stack.manager.kill()
-        time.sleep(0.1)
+        stop(stack.manager)
         stack.manager.start(stack.manager.port)
         stack.manager.wait_serving()
 
 
-def test_streams_go_on_with_the_same_tokens_and_text() -> None:
-    with running_stack([*ORACLE, "--step-time-ms", "8"]) as stack:
+@pytest.mark.parametrize("stop", [_kill, _stop])
+def test_streams_go_on_with_the_same_tokens_and_text(stop: Callable[[Process], None]) -> None:
+    with running_stack([*ORACLE, "--step-time-ms", "8"], ["--grace-s", "0.1"]) as stack:
         wanted, wanted_beams = asyncio.run(_run(stack.target))
-        killer = threading.Thread(target=_kill_twice, args=(stack,))
+        killer = threading.Thread(target=_restart_twice, args=(stack, stop))
         killer.start()
         try:
             results, beams = asyncio.run(_run(stack.target))

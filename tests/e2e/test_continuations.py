@@ -30,7 +30,7 @@ async def generate(target: str, *requests: pb.GenerateRequest) -> list[list[Resu
     async with Caller(target) as caller:
         found = await asyncio.gather(*(caller.generate_all(request) for request in requests))
         stats = await caller.idle_stats()
-        assert stats.free_blocks == stats.num_blocks
+        assert stats.free_blocks == stats.num_device_blocks
         return [[results[index] for index in sorted(results)] for results in found]
 
 

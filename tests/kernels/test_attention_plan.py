@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.kernels.small_step import BATCH, NUM_BLOCKS, plan
 
-from pagekv.kernels.attention_plan import ALIGN, SECTIONS, GraphKey, HostPlan, StepBatch
+from pagekv.kernels.attention_plan import ALIGN, GraphKey, HostPlan, StepBatch
 
 
 def section(host: HostPlan, name: str, *shape: int) -> list[Any]:
@@ -67,12 +67,11 @@ def test_rows_know_their_positions_and_slots() -> None:
 def test_every_section_starts_at_16_bytes_and_none_overlap() -> None:
     host = plan(extra={"input_ids": np.arange(5), "last_rows": np.arange(4)})
     starts = sorted(host.offsets.values())
-    assert set(host.offsets) == {*SECTIONS, "input_ids", "last_rows"}
+    assert set(host.offsets) == {*plan().offsets, "input_ids", "last_rows"}
     assert all(start % ALIGN == 0 for start in starts)
     assert section(host, "input_ids", 5) == [0, 1, 2, 3, 4]
     bound = host.bind(4096, 16)
-    assert bound.extra == {name: 4096 + 4 * host.offsets[name] for name in ("input_ids", "last_rows")}
-    assert bound.slots == 4096 + 4 * host.offsets["slots"]
+    assert bound.at == {name: 4096 + 4 * offset for name, offset in host.offsets.items()}
 
 
 def test_a_plan_is_bound_to_aligned_memory_only() -> None:

@@ -111,7 +111,7 @@ def test_the_kernel_has_the_same_sizes(variant: Variant) -> None:
     macros = [f"-D{name}={value}" for name, value in variant.macros().items()] + ["-Wno-unused-function"]
     HostLauncher().run_text("probe", text, macros, (1, 1, 1), 32, 0, params)
     tile = decode_tile(variant)
-    assert out.tolist() == [tile.tokens, tile.rows, tile.threads, tile.shared_bytes, SPLIT_TOKENS]
+    assert out.tolist() == [tile.keys, tile.rows, tile.threads, tile.shared_bytes, SPLIT_TOKENS]
 
 
 def test_thread_blocks_fit_every_gpu() -> None:

@@ -12,11 +12,11 @@ from support.kernels.host_build import HostKernelError, HostLauncher
 from support.kernels.prefill_cases import check, mixed_batch
 
 from pagekv.kernels import launch_config
-from pagekv.kernels.decode_plan import Ints
-from pagekv.kernels.prefill_plan import PrefillTile, prefill_items, prefill_tile
+from pagekv.kernels.decode_plan import Ints, KernelTile
+from pagekv.kernels.prefill_plan import prefill_items, prefill_tile
 from pagekv.kernels.variants import Variant, all_variants
 
-TILE = PrefillTile(rows=128, keys=64, shared_bytes=0)
+TILE = KernelTile(keys=64, rows=128, threads=128, shared_bytes=0)
 
 
 def ints(*values: int) -> Ints:

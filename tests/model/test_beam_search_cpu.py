@@ -13,7 +13,7 @@ from support.engine.fake_executor import beam_search
 from support.executor.cpu_driver import Driver, prompts_of, save_model
 
 from pagekv.executor.backend.interface import BlockCopies, CopyDirection, Sampling, Scheduled, SequenceState
-from pagekv.executor.cpu import CpuBackend
+from pagekv.executor.cpu.backend import CpuBackend
 from pagekv.kvmanager.scheduling.beam_search import BeamSearch, Candidates
 
 WIDTH, RESULTS, NEW = 5, 3, 12

@@ -8,8 +8,8 @@ import pytest
 from support.executor.backend_suite import BackendSuite, Case
 from support.executor.cpu_driver import MODELS, Driver, save_model
 
-from pagekv.executor.cpu import CpuBackend
 from pagekv.executor.cpu import attention_plan as plan_module
+from pagekv.executor.cpu.backend import CpuBackend
 
 # Longer than the window of the windowed models, several blocks, none a multiple of a block.
 LENGTHS = [1, 2, 23, 37, 5, 64, 41]

@@ -20,7 +20,7 @@ from support.executor.cuda_host import HostDevice, NeverWaits, PipelinedDriver, 
 from pagekv.executor.backend.interface import (
     Sampling,
 )
-from pagekv.executor.cpu import CpuBackend
+from pagekv.executor.cpu.backend import CpuBackend
 from pagekv.executor.cuda.backend import CudaBackend
 
 # Longer than the window of the windowed models, several blocks, none a multiple of a block.

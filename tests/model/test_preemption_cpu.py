@@ -18,7 +18,7 @@ from support.executor.cpu_driver import VOCAB, prompts_of, save_model
 from support.executor.wire_driver import WireDriver, WireExecutor
 
 from pagekv.executor.backend.interface import BlockCopies, CopyDirection
-from pagekv.executor.cpu import CpuBackend
+from pagekv.executor.cpu.backend import CpuBackend
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 
 

@@ -184,12 +184,14 @@ class ClientCalls:
         *,
         cache: CacheControls | None = None,
         adapter: str = "",
-        start: int = 0,
-        limit: int = 1000,
+        page_size: int = 1000,
+        page_token: str = "",
     ) -> PrefixExplanation:
-        """Why each block of a prompt hits or misses, from block `start` on, `limit` (1 to 10000) at most."""
+        """Why each block of a prompt hits or misses, a page of 1 to 10000 blocks: the first one, or the one that
+        `next_page_token` of the page before names.
+        """
         request = prompt_request(
-            cache_pb.ExplainPrefixRequest(), prompt, cache, adapter=adapter, start=start, limit=limit
+            cache_pb.ExplainPrefixRequest(), prompt, cache, adapter=adapter, page_size=page_size, page_token=page_token
         )
         return await self._ask_for(PrefixExplanation, self._cache.ExplainPrefix, request)
 
@@ -210,9 +212,11 @@ class ClientCalls:
         return (await self._ask(self._cache.UnpinPrefix, request)).unpinned_tokens
 
     @for_both
-    async def list_requests(self, limit: int = 100) -> RequestList:
-        """Up to `limit` (1 to 10000) live requests, those that run first."""
-        request = filled(operator_pb.ListRequestsRequest(), limit=limit)
+    async def list_requests(self, page_size: int = 1000, page_token: str = "") -> RequestList:
+        """A page of 1 to 10000 live requests, those that run first: the first one, or the one that `next_page_token`
+        of the page before names.
+        """
+        request = filled(operator_pb.ListRequestsRequest(), page_size=page_size, page_token=page_token)
         return await self._ask_for(RequestList, self._operator.ListRequests, request)
 
     @for_both
@@ -223,9 +227,13 @@ class ClientCalls:
         return [flat(SequenceBlocks, sequence) for sequence in answer.sequences]
 
     @for_both
-    async def list_blocks(self, start: int = 0, limit: int = 100, state: BlockState | None = None) -> BlockList:
-        """Blocks of the pool by id from `start`, `limit` (1 to 10000) at most, only those in `state` if given."""
-        request = list_blocks_request(start, limit, state)
+    async def list_blocks(
+        self, state: BlockState | None = None, *, page_size: int = 1000, page_token: str = ""
+    ) -> BlockList:
+        """A page of 1 to 10000 blocks of the pool by id, only those in `state` if given: the first one, or the one
+        that `next_page_token` of the page before names.
+        """
+        request = list_blocks_request(state, page_size, page_token)
         return await self._ask_for(BlockList, self._operator.ListBlocks, request)
 
     @for_both
@@ -248,7 +256,7 @@ class ClientCalls:
         return status
 
     async def _events(self, token_ids: bool, snapshot_only: bool) -> AsyncGenerator[EventBatch]:
-        request = operator_pb.WatchEventsRequest(omit_token_ids=not token_ids, snapshot_only=snapshot_only)
+        request = operator_pb.WatchEventsRequest(token_ids=token_ids, snapshot_only=snapshot_only)
         call = self._operator.WatchEvents(request)
         try:
             async for response in self._messages(call):

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Literal, TypeAlias, TypedDict
 
 __all__ = [
     "BlockExplanation", "BlockInfo", "BlockList", "BlockRemoved", "BlockStored", "CacheControls", "CacheReset",
     "ChatMessage", "Chunk", "Completion", "EventBatch", "GenerateOptions", "MediaHash", "ModelInfo", "Pin",
     "PositionLogprobs", "PrefixExplanation", "PrefixLookup", "Prompt", "RequestInfo", "RequestList", "SequenceBlocks",
-    "Stats", "TableCleared", "Tier", "TokenLogprob", "UnknownEvent",
+    "SequenceState", "Stats", "TableCleared", "Tier", "TokenLogprob", "UnknownEvent",
 ]  # fmt: skip  # one name a line would fill a screen
 
 # "unknown" is anything that only later servers say.
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "unknown"]
 Tier: TypeAlias = Literal["device", "host"]
+SequenceState: TypeAlias = Literal["waiting", "running", "swapped", "unknown"]
 BlockState: TypeAlias = Literal["free", "cached", "active", "pinned"]
 BlockOutcome: TypeAlias = Literal[
     "hit",
@@ -201,7 +203,7 @@ class Stats:
     """Counters (`_total`, since the manager started) and gauges; meanings and units as in GetStatsResponse."""
 
     block_size: int
-    num_blocks: int
+    num_device_blocks: int
     free_blocks: int
     cached_free_blocks: int
     active_blocks: int
@@ -268,8 +270,7 @@ class RequestInfo:
     """A live request; fields as in the contract."""
 
     request_id: str
-    # "running" or "waiting".
-    state: str
+    state: SequenceState
     priority: int
     num_sequences: int
     prompt_tokens: int
@@ -279,14 +280,21 @@ class RequestInfo:
     max_total_tokens: int
     num_blocks: int
     preemptions: int
+    namespace: str
+    adapter: str
+    # In UTC.
+    create_time: datetime | None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestList:
-    """Live requests, those that run first; `total`: how many there are."""
+    """A page of the live requests, those that run first; `total`: how many there are; `next_page_token` is "" at the
+    end.
+    """
 
     requests: tuple[RequestInfo, ...]
     total: int
+    next_page_token: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +302,7 @@ class SequenceBlocks:
     """The block table of one sequence of a live request: logical block i is physical block `block_ids[i]`."""
 
     index: int
-    state: str
+    state: SequenceState
     num_tokens: int
     computed_tokens: int
     block_ids: tuple[int, ...]
@@ -317,10 +325,10 @@ class BlockInfo:
 
 @dataclass(frozen=True, slots=True)
 class BlockList:
-    """Blocks by ascending id; `next_start` is where to go on, None at the end of the pool."""
+    """A page of blocks by ascending id; `next_page_token` is "" at the end of the pool."""
 
     blocks: tuple[BlockInfo, ...]
-    next_start: int | None
+    next_page_token: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,10 +350,10 @@ class BlockExplanation:
 
 @dataclass(frozen=True, slots=True)
 class PrefixExplanation:
-    """One page of a prompt's blocks; `next_start` is the block to go on from, None at the end of the prompt."""
+    """A page of a prompt's blocks; `next_page_token` is "" at the end of the prompt."""
 
     blocks: tuple[BlockExplanation, ...]
-    next_start: int | None
+    next_page_token: str
     prompt_tokens: int
     # Leading tokens cached in full blocks.
     cached_tokens: int

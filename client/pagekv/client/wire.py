@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
+from datetime import UTC
 from functools import cache, partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from pagekv.client import types
 from pagekv.common.errors import InvalidRequest
@@ -115,9 +117,11 @@ def _fill(message: Message, values: Mapping[str, Any], path: str) -> None:
             raise InvalidRequest(f"{path}{name}", f"cannot be {shown}: {error}") from error
 
 
-def list_blocks_request(start: int, limit: int, state: types.BlockState | None) -> operator_pb.ListBlocksRequest:
-    """Raises InvalidRequest for an unknown state or negative numbers."""
-    request = filled(operator_pb.ListBlocksRequest(), start=start, limit=limit)
+def list_blocks_request(
+    state: types.BlockState | None, page_size: int, page_token: str
+) -> operator_pb.ListBlocksRequest:
+    """Raises InvalidRequest for an unknown state or a negative number."""
+    request = filled(operator_pb.ListBlocksRequest(), page_size=page_size, page_token=page_token)
     if state is not None:
         if state not in get_args(types.BlockState):
             raise InvalidRequest("state", f"must be one of {', '.join(get_args(types.BlockState))}, got {state!r}")
@@ -128,9 +132,9 @@ def list_blocks_request(start: int, limit: int, state: types.BlockState | None) 
 def flat(cls: type[Values], message: Message, **given: Any) -> Values:
     """A dataclass whose fields are the message's, by name, but for those that are given.
 
-    A message becomes the dataclass of its name, a repeated field a tuple, an optional field that is not set None, and
-    an enum's value its name in lower case without the prefix, "unknown" where it has none here: later servers have more
-    values.
+    A message becomes the dataclass of its name, a repeated field a tuple, a time a datetime in UTC, a time or an
+    optional field that is not set None, and an enum's value its name in lower case without the prefix, "unknown" where
+    it has none here: later servers have more values.
     """
     for name, read in _readers(cls, message.DESCRIPTOR):
         if name not in given:
@@ -149,6 +153,8 @@ def _reader(field: FieldDescriptor) -> Callable[[Any], Any]:
     get, name = attrgetter(field.name), field.name
     # [] is the default of repeated fields in every version of protobuf.
     repeated = field.default_value == []
+    if field.message_type is Timestamp.DESCRIPTOR:
+        return lambda message: get(message).ToDatetime(UTC) if message.HasField(name) else None
     if field.message_type is not None:
         made = partial(flat, getattr(types, field.message_type.name))
         return lambda message: tuple(map(made, get(message))) if repeated else made(get(message))

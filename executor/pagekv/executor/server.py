@@ -54,7 +54,7 @@ def load_backend(config: ExecutorConfig) -> Backend:
         return _load_cuda(config, directory, gpu)
     if config.kv_dtype != "auto":
         raise ValueError(f"--kv-dtype {config.kv_dtype} needs --backend cuda")
-    from pagekv.executor.cpu import CpuBackend
+    from pagekv.executor.cpu.backend import CpuBackend
 
     return CpuBackend(
         directory,

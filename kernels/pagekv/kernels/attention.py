@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from pagekv.kernels import launch_config
-from pagekv.kernels.attention_plan import AttentionPlan, GraphKey, HostPlan, Ints, StepBatch, plan_step
-from pagekv.kernels.decode_plan import MOST_FUSED_PARTIALS
+from pagekv.kernels.attention_plan import AttentionPlan, GraphKey, HostPlan, StepBatch, plan_step
+from pagekv.kernels.decode_plan import MOST_FUSED_PARTIALS, Ints
 from pagekv.kernels.launch_config import Launcher
 from pagekv.kernels.params import BLOCK_COPY, CACHE_WRITE, DECODE, MERGE, PREFILL, fill
 from pagekv.kernels.variants import BLOCK_SIZES, UnsupportedVariant, Variant, check_heads
@@ -141,9 +141,9 @@ class PagedAttention:
                 value=value.data_ptr(),
                 query=0,
                 pool=self._pool.data_ptr(),
-                slots=plan.slots,
+                slots=plan.at["slots"],
                 rope=0,
-                positions=plan.positions,
+                positions=plan.at["positions"],
                 block_stride=self._block_stride,
                 kv_stride=self._kv_stride,
                 key_stride=key.stride()[0],
@@ -182,10 +182,10 @@ class PagedAttention:
             launch_config.decode(self.variant, plan.num_decode_items, self.num_heads, self.num_kv_heads),
             fill(
                 DECODE,
-                context_lens=plan.context_lens,
-                items=plan.decode_items,
-                merges=plan.merge_items,
-                merge_counters=plan.merge_counters if fused else 0,
+                context_lens=plan.at["context_lens"],
+                items=plan.at["decode_items"],
+                merges=plan.at["merge_items"],
+                merge_counters=plan.at["merge_counters"] if fused else 0,
                 partial_out=partial_out,
                 partial_state=partial_state,
                 num_items=plan.num_decode_items,
@@ -202,7 +202,7 @@ class PagedAttention:
                     out=out.data_ptr(),
                     partial_out=partial_out,
                     partial_state=partial_state,
-                    items=plan.merge_items,
+                    items=plan.at["merge_items"],
                     out_stride=out.stride()[0],
                     num_heads=self.num_heads,
                 ),
@@ -221,9 +221,9 @@ class PagedAttention:
             launch_config.prefill(self.variant, plan.num_prefill_items, self.num_kv_heads),
             fill(
                 PREFILL,
-                context_lens=plan.context_lens,
-                query_start=plan.query_start,
-                items=plan.prefill_items,
+                context_lens=plan.at["context_lens"],
+                query_start=plan.at["query_start"],
+                items=plan.at["prefill_items"],
                 num_items=plan.num_prefill_items,
                 **self._attention_values(layer, query, out, plan),
             ),
@@ -252,7 +252,7 @@ class PagedAttention:
             "query": query.data_ptr(),
             "out": out.data_ptr(),
             "pool": self._pool.data_ptr(),
-            "block_tables": plan.block_tables,
+            "block_tables": plan.at["block_tables"],
             "block_stride": self._block_stride,
             "kv_stride": self._kv_stride,
             "query_stride": query.stride()[0],

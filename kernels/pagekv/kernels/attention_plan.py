@@ -16,16 +16,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from pagekv.kernels.decode_plan import decode_work, merge_counters, most_partials
+from pagekv.kernels.decode_plan import Ints, decode_work, merge_counters, most_partials
 from pagekv.kernels.prefill_plan import prefill_items, prefill_tile
 from pagekv.kernels.variants import Variant
-
-Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 ALIGN = 4
 """In int32 words: sections start at multiples of 16 bytes."""
@@ -92,19 +90,10 @@ class AttentionPlan:
     num_partials: int
     most_partials: int
     """Of one row."""
-    query_start: int
-    context_lens: int
-    block_tables: int
-    slots: int
-    positions: int
-    decode_items: int
-    merge_items: int
-    merge_counters: int
-    prefill_items: int
+    at: Mapping[str, int]
+    """Section -> its address."""
     scratch: int
     """Address of float32 [num_partials, num_heads, head_size + 2] words: see `PagedAttention.scratch_bytes`."""
-    extra: Mapping[str, int] = field(default_factory=dict)
-    """Address of each section of `extra`."""
 
 
 @dataclass(frozen=True)
@@ -127,21 +116,9 @@ class HostPlan:
         if self.counts["num_partials"] and not scratch:
             raise ValueError("scratch: this step has partial results and needs memory for them")
         at = {name: address + 4 * offset for name, offset in self.offsets.items()}
-        own = {name: at.pop(name) for name in SECTIONS}
-        return AttentionPlan(**self.counts, **own, scratch=scratch, extra=at)
+        return AttentionPlan(**self.counts, at=at, scratch=scratch)
 
 
-SECTIONS = (
-    "query_start",
-    "context_lens",
-    "block_tables",
-    "slots",
-    "positions",
-    "decode_items",
-    "merge_items",
-    "merge_counters",
-    "prefill_items",
-)
 SKIPPED_BELOW_ZERO = ("slots", "decode_items", "merge_items", "prefill_items")
 
 
@@ -179,12 +156,11 @@ def plan_step(
         context_lens=np.concatenate([context_lens[decode_sequences], np.zeros_like(padding)]),
         window=window,
     )
-    group_size = num_heads // num_kv_heads
     prefills = prefill_items(
         query_start,
         context_lens,
         np.flatnonzero(~decodes).astype(np.int32),
-        group_size=group_size,
+        group_size=num_heads // num_kv_heads,
         tile=prefill_tile(variant),
         window=window,
     )

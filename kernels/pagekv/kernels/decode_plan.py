@@ -25,23 +25,25 @@ several items, so that the padding of a captured graph costs nothing."""
 
 CHUNK_BYTES = 16
 MIN_ROWS = 16
-"""DecodeTile.rows of any variant is at least this."""
+"""KernelTile.rows of any decode variant is at least this."""
 
 
 @dataclass(frozen=True)
-class DecodeTile:
-    """Sizes of a thread block of the decode kernel, as in `src/decode.cuh` and the headers below it."""
+class KernelTile:
+    """The share of a thread block at a time."""
 
-    tokens: int
-    """Keys of a tile; tiles begin at multiples of this."""
+    keys: int
+    """Tiles of keys begin at multiples of this."""
     rows: int
-    """Most query heads of a thread block; several blocks share a KV head with more."""
+    """Decode: most query heads of a thread block; several blocks share a KV head with more. Prefill: query rows; a row
+    is one (query, query head) pair of a KV head's group."""
     threads: int
     shared_bytes: int
+    """Dynamic shared memory of the thread block."""
 
 
-def decode_tile(variant: Variant) -> DecodeTile:
-    """The tile of a variant's decode kernel."""
+def decode_tile(variant: Variant) -> KernelTile:
+    """The tile of a variant's decode kernel, with the sizes of `src/decode.cuh` and the headers below it."""
     head_size, fp32 = variant.head_size, variant.dtype == "float32"
     row_bytes = head_size * variant.kv_element_bytes
     tokens = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
@@ -55,7 +57,7 @@ def decode_tile(variant: Variant) -> DecodeTile:
         behind_ring = rows * padded_row(head_size * 2)
         if head_size <= 128 and behind_ring <= tile_bytes:
             behind_ring = 0  # queries are in the ring until they are in registers
-    return DecodeTile(tokens, rows, warps * 32, SPLIT_TOKENS * 4 + stages * tile_bytes + behind_ring)
+    return KernelTile(tokens, rows, warps * 32, SPLIT_TOKENS * 4 + stages * tile_bytes + behind_ring)
 
 
 def padded_row(row_bytes: int) -> int:

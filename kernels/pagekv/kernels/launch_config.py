@@ -9,7 +9,7 @@ from typing import Protocol
 
 from pagekv.kernels.decode_plan import MAX_BLOCKS, decode_tile
 from pagekv.kernels.params import Struct
-from pagekv.kernels.prefill_plan import THREADS, prefill_tile
+from pagekv.kernels.prefill_plan import prefill_tile
 from pagekv.kernels.variants import Variant
 
 
@@ -61,4 +61,5 @@ def merge(variant: Variant, num_items: int, num_heads: int) -> LaunchConfig:
 
 def prefill(variant: Variant, num_items: int, num_kv_heads: int) -> LaunchConfig:
     """One thread block an item (a tile of query rows) and KV head; the KV heads of an item are neighbours."""
-    return LaunchConfig((num_items * num_kv_heads, 1, 1), THREADS, prefill_tile(variant).shared_bytes)
+    tile = prefill_tile(variant)
+    return LaunchConfig((num_items * num_kv_heads, 1, 1), tile.threads, tile.shared_bytes)

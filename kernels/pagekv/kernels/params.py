@@ -60,10 +60,8 @@ def fill(dtype: np.dtype[np.void], **values: float) -> Struct:
     packer, in_order = _packer(dtype)
     names = dtype.names or ()
     if len(values) != len(names) or not all(map(values.__contains__, names)):
-        wrong = [name for name in names if name not in values]
-        if wrong:
-            raise ValueError(f"{', '.join(wrong)}: missing")
-        raise ValueError(f"{', '.join(name for name in values if name not in names)}: no such field")
+        missing, unknown = ", ".join(set(names) - values.keys()), ", ".join(values.keys() - set(names))
+        raise ValueError(f"{missing}: missing" if missing else f"{unknown}: no such field")
     try:
         packed = packer.pack(*in_order(values))
     except struct.error as error:

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from pagekv.kernels.decode_plan import Ints, padded_row
+from pagekv.kernels.decode_plan import Ints, KernelTile, padded_row
 from pagekv.kernels.variants import Variant
 
-THREADS = 128
 WARPS = 4
 
 
-@dataclass(frozen=True)
-class PrefillTile:
-    """The share of one thread block at a time."""
-
-    rows: int
-    """Query rows; a row is one (query, query head) pair of a KV head's group."""
-    keys: int
-    """Keys; tiles of keys begin at multiples of this."""
-    shared_bytes: int
-    """Dynamic shared memory of the thread block."""
-
-
-def prefill_tile(variant: Variant) -> PrefillTile:
+def prefill_tile(variant: Variant) -> KernelTile:
     """The tile of a variant's prefill kernel."""
     large, fp32 = variant.head_size > 128, variant.dtype == "float32"
     fp8 = variant.kv_element_bytes == 1
@@ -38,11 +23,11 @@ def prefill_tile(variant: Variant) -> PrefillTile:
     shared += 2 * keys * row_bytes if fp8 else 0  # widened tiles
     shared += 2 * keys * 8 + 32 + rows * 4  # addresses of keys, the range of keys, positions of rows
     shared += rows * keys * 4 if fp32 else 0  # weights
-    return PrefillTile(rows, keys, shared)
+    return KernelTile(keys, rows, WARPS * 32, shared)
 
 
 def prefill_items(
-    query_start: Ints, context_lens: Ints, sequences: Ints, *, group_size: int, tile: PrefillTile, window: int = 0
+    query_start: Ints, context_lens: Ints, sequences: Ints, *, group_size: int, tile: KernelTile, window: int = 0
 ) -> Ints:
     """[n, 4]: sequence, first row of the tile (query of the sequence * group_size + head of the group), 0, 0.
 

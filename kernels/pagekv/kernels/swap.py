@@ -1,7 +1,7 @@
 """Swapping whole blocks between device and host memory: one asynchronous memcpy per contiguous run of slabs, on copy
 streams beside the one that computes.
 
-    swapper = BlockSwapper(Streams(), device_pool, host_pool)    # host_pool pinned (`pin`)
+    swapper = BlockSwapper(Streams(), device_pool, host_pool)    # host_pool page-locked
     swapper.swap_out([7, 8, 9], [0, 1, 2])                           # waits on the device for what was enqueued before
     swapper.swap_in([5], [7])                                        # ordered after the copy that reads block 7
     swapper.before_compute(blocks_of_the_step)                       # the computation waits for these blocks alone
@@ -14,13 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,25 +178,3 @@ class BlockSwapper:
 
     def _remove_done(self) -> None:
         self._pending = [transfer for transfer in self._pending if not self._streams.done(transfer.event)]
-
-
-def pin(tensor: torch.Tensor) -> None:
-    """Page-locks a CPU tensor in place, so that copies of it can run beside the host; until `unpin`.
-
-    For pools of gigabytes (`host_memory`): torch's own pinned memory is rounded up to a power of two. Raises
-    MemoryError.
-    """
-    import torch
-
-    runtime: Any = torch.cuda.cudart()
-    error = runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
-    if int(error):
-        raise MemoryError(f"{tensor.nbytes} bytes of host memory cannot be page-locked: CUDA error {int(error)}")
-
-
-def unpin(tensor: torch.Tensor) -> None:
-    """Undoes `pin`; copies of the tensor must have ended."""
-    import torch
-
-    runtime: Any = torch.cuda.cudart()
-    runtime.cudaHostUnregister(tensor.data_ptr())

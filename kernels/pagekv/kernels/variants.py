@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
-from types import MappingProxyType
 
 HEAD_SIZES = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -16,17 +15,15 @@ MAX_GROUP_SIZE = 64
 MIN_COMPUTE_CAPABILITY = 80
 
 # Name -> code of PAGEKV_DTYPE and PAGEKV_KV_DTYPE (types.cuh).
-DTYPE_CODES: Mapping[str, int] = MappingProxyType({"float32": 0, "float16": 1, "bfloat16": 2, "float8_e4m3fn": 3})
-DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1})
+DTYPE_CODES: Mapping[str, int] = {"float32": 0, "float16": 1, "bfloat16": 2, "float8_e4m3fn": 3}
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 
 # Element type of queries and outputs -> element types of KV memory that it goes with.
-DTYPE_PAIRS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "float32": ("float32",),
-        "float16": ("float16", "float8_e4m3fn"),
-        "bfloat16": ("bfloat16", "float8_e4m3fn"),
-    }
-)
+DTYPE_PAIRS: Mapping[str, tuple[str, ...]] = {
+    "float32": ("float32",),
+    "float16": ("float16", "float8_e4m3fn"),
+    "bfloat16": ("bfloat16", "float8_e4m3fn"),
+}
 
 
 class UnsupportedVariant(ValueError):
@@ -129,19 +126,17 @@ class Kernel:
         return " ".join(words) or "any"
 
 
-PLAIN_MACROS: Mapping[str, int] = MappingProxyType(Variant("float32", "float32", 64).macros())
+PLAIN_MACROS: Mapping[str, int] = Variant("float32", "float32", 64).macros()
 DTYPES = ("PAGEKV_DTYPE", "PAGEKV_KV_DTYPE")
 HEAD_SIZE = "PAGEKV_HEAD_SIZE"
 
-KERNELS: Mapping[str, Kernel] = MappingProxyType(
-    {
-        kernel.name: kernel
-        for kernel in (
-            Kernel("pagekv_cache_write", "cache_write.cu", (*DTYPES, HEAD_SIZE)),
-            Kernel("pagekv_block_copy", "block_copy.cu", ()),
-            Kernel("pagekv_decode", "decode.cu", (*DTYPES, HEAD_SIZE, "PAGEKV_FEATURES")),
-            Kernel("pagekv_merge", "merge.cu", ("PAGEKV_DTYPE", HEAD_SIZE)),
-            Kernel("pagekv_prefill", "prefill.cu", (*DTYPES, HEAD_SIZE, "PAGEKV_FEATURES")),
-        )
-    }
-)
+KERNELS: Mapping[str, Kernel] = {
+    kernel.name: kernel
+    for kernel in (
+        Kernel("pagekv_cache_write", "cache_write.cu", (*DTYPES, HEAD_SIZE)),
+        Kernel("pagekv_block_copy", "block_copy.cu", ()),
+        Kernel("pagekv_decode", "decode.cu", (*DTYPES, HEAD_SIZE, "PAGEKV_FEATURES")),
+        Kernel("pagekv_merge", "merge.cu", ("PAGEKV_DTYPE", HEAD_SIZE)),
+        Kernel("pagekv_prefill", "prefill.cu", (*DTYPES, HEAD_SIZE, "PAGEKV_FEATURES")),
+    )
+}

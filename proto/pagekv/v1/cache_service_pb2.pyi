@@ -43,7 +43,7 @@ class _BlockOutcomeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     BLOCK_OUTCOME_DIVERGED: _BlockOutcome.ValueType  # 6
     """A cached block after the same prefix shares the first tokens and then differs."""
     BLOCK_OUTCOME_CLEARED: _BlockOutcome.ValueType  # 7
-    """It was stored and everything was forgotten since: ResetPrefixCache, or an executor lost."""
+    """It was stored and everything was cleared since: ResetPrefixCache, or an executor lost."""
     BLOCK_OUTCOME_UNREACHABLE: _BlockOutcome.ValueType  # 8
     """It is cached, but a block before it is not: a lookup ends there."""
 
@@ -67,7 +67,7 @@ BLOCK_OUTCOME_PARTIAL_TAIL: BlockOutcome.ValueType  # 5
 BLOCK_OUTCOME_DIVERGED: BlockOutcome.ValueType  # 6
 """A cached block after the same prefix shares the first tokens and then differs."""
 BLOCK_OUTCOME_CLEARED: BlockOutcome.ValueType  # 7
-"""It was stored and everything was forgotten since: ResetPrefixCache, or an executor lost."""
+"""It was stored and everything was cleared since: ResetPrefixCache, or an executor lost."""
 BLOCK_OUTCOME_UNREACHABLE: BlockOutcome.ValueType  # 8
 """It is cached, but a block before it is not: a lookup ends there."""
 global___BlockOutcome = BlockOutcome
@@ -105,7 +105,7 @@ global___LookupPrefixRequest = LookupPrefixRequest
 
 @typing.final
 class LookupPrefixResponse(google.protobuf.message.Message):
-    """What is cached of it."""
+    """The part of the prompt that is cached."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -148,14 +148,14 @@ class ExplainPrefixRequest(google.protobuf.message.Message):
     PROMPT_FIELD_NUMBER: builtins.int
     CACHE_FIELD_NUMBER: builtins.int
     ADAPTER_FIELD_NUMBER: builtins.int
-    START_FIELD_NUMBER: builtins.int
-    LIMIT_FIELD_NUMBER: builtins.int
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
     adapter: builtins.str
     """As in GenerateRequest."""
-    start: builtins.int
-    """First block of the prompt to explain. 0: the first."""
-    limit: builtins.int
-    """How many at most, up to 10000. 0: 1000."""
+    page_size: builtins.int
+    """Blocks to explain at most, up to 10000. 0: 1000."""
+    page_token: builtins.str
+    """Where to go on: next_page_token of the page before, for the same prompt. Empty: the first block."""
     @property
     def prompt(self) -> pagekv.v1.types_pb2.Prompt:
         """The prompt. Required."""
@@ -170,26 +170,26 @@ class ExplainPrefixRequest(google.protobuf.message.Message):
         prompt: pagekv.v1.types_pb2.Prompt | None = ...,
         cache: pagekv.v1.types_pb2.CacheControls | None = ...,
         adapter: builtins.str = ...,
-        start: builtins.int = ...,
-        limit: builtins.int = ...,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["cache", b"cache", "prompt", b"prompt"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "cache", b"cache", "limit", b"limit", "prompt", b"prompt", "start", b"start"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "cache", b"cache", "page_size", b"page_size", "page_token", b"page_token", "prompt", b"prompt"]) -> None: ...
 
 global___ExplainPrefixRequest = ExplainPrefixRequest
 
 @typing.final
 class ExplainPrefixResponse(google.protobuf.message.Message):
-    """One line per block of the prompt."""
+    """A page of the prompt's blocks."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     BLOCKS_FIELD_NUMBER: builtins.int
-    NEXT_START_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
-    next_start: builtins.int
-    """Block to go on from; absent at the end of the prompt."""
+    next_page_token: builtins.str
+    """For the next page; empty at the end of the prompt."""
     prompt_tokens: builtins.int
     """Tokens in the prompt."""
     cached_tokens: builtins.int
@@ -202,13 +202,11 @@ class ExplainPrefixResponse(google.protobuf.message.Message):
         self,
         *,
         blocks: collections.abc.Iterable[global___BlockExplanation] | None = ...,
-        next_start: builtins.int | None = ...,
+        next_page_token: builtins.str = ...,
         prompt_tokens: builtins.int = ...,
         cached_tokens: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_next_start", b"_next_start", "next_start", b"next_start"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_next_start", b"_next_start", "blocks", b"blocks", "cached_tokens", b"cached_tokens", "next_start", b"next_start", "prompt_tokens", b"prompt_tokens"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["_next_start", b"_next_start"]) -> typing.Literal["next_start"] | None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "cached_tokens", b"cached_tokens", "next_page_token", b"next_page_token", "prompt_tokens", b"prompt_tokens"]) -> None: ...
 
 global___ExplainPrefixResponse = ExplainPrefixResponse
 
@@ -232,7 +230,7 @@ class BlockExplanation(google.protobuf.message.Message):
     end: builtins.int
     """One past its last token position."""
     outcome: global___BlockOutcome.ValueType
-    """What a lookup finds."""
+    """The outcome of a lookup."""
     block_hash: builtins.str
     """Block hash in hex; empty for a partial tail."""
     block_id: builtins.int
@@ -279,12 +277,12 @@ class PinPrefixRequest(google.protobuf.message.Message):
 
     PROMPT_FIELD_NUMBER: builtins.int
     CACHE_FIELD_NUMBER: builtins.int
-    ADAPTER_FIELD_NUMBER: builtins.int
     LEASE_SECONDS_FIELD_NUMBER: builtins.int
+    ADAPTER_FIELD_NUMBER: builtins.int
+    lease_seconds: builtins.int
+    """How long, 1 second to a day (86400)."""
     adapter: builtins.str
     """As in GenerateRequest."""
-    lease_seconds: builtins.int
-    """How long, 1 second to a day (86400). To renew a lease, pin again and unpin the old one."""
     @property
     def prompt(self) -> pagekv.v1.types_pb2.Prompt:
         """The prompt. Required."""
@@ -298,8 +296,8 @@ class PinPrefixRequest(google.protobuf.message.Message):
         *,
         prompt: pagekv.v1.types_pb2.Prompt | None = ...,
         cache: pagekv.v1.types_pb2.CacheControls | None = ...,
-        adapter: builtins.str = ...,
         lease_seconds: builtins.int = ...,
+        adapter: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["cache", b"cache", "prompt", b"prompt"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "cache", b"cache", "lease_seconds", b"lease_seconds", "prompt", b"prompt"]) -> None: ...
@@ -315,7 +313,7 @@ class PinPrefixResponse(google.protobuf.message.Message):
     PIN_ID_FIELD_NUMBER: builtins.int
     PINNED_TOKENS_FIELD_NUMBER: builtins.int
     pin_id: builtins.str
-    """Handle for UnpinPrefix; empty when nothing was cached, and so nothing is pinned."""
+    """Its name, given or made; empty when nothing was cached, and so nothing is pinned."""
     pinned_tokens: builtins.int
     """Tokens that were cached and are now pinned."""
     def __init__(
@@ -330,7 +328,7 @@ global___PinPrefixResponse = PinPrefixResponse
 
 @typing.final
 class UnpinPrefixRequest(google.protobuf.message.Message):
-    """Which pin."""
+    """The pin to end."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -348,7 +346,7 @@ global___UnpinPrefixRequest = UnpinPrefixRequest
 
 @typing.final
 class UnpinPrefixResponse(google.protobuf.message.Message):
-    """What it freed."""
+    """The pin is gone."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -9,6 +9,7 @@ import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
+import google.protobuf.timestamp_pb2
 import pagekv.v1.types_pb2
 import sys
 import typing
@@ -54,7 +55,7 @@ global___BlockState = BlockState
 
 @typing.final
 class GetStatsRequest(google.protobuf.message.Message):
-    """Nothing to say."""
+    """Empty."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -71,7 +72,7 @@ class GetStatsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     BLOCK_SIZE_FIELD_NUMBER: builtins.int
-    NUM_BLOCKS_FIELD_NUMBER: builtins.int
+    NUM_DEVICE_BLOCKS_FIELD_NUMBER: builtins.int
     FREE_BLOCKS_FIELD_NUMBER: builtins.int
     CACHED_FREE_BLOCKS_FIELD_NUMBER: builtins.int
     ACTIVE_BLOCKS_FIELD_NUMBER: builtins.int
@@ -119,7 +120,7 @@ class GetStatsResponse(google.protobuf.message.Message):
     FAILED_REQUESTS_TOTAL_FIELD_NUMBER: builtins.int
     block_size: builtins.int
     """Tokens in one block."""
-    num_blocks: builtins.int
+    num_device_blocks: builtins.int
     """Blocks in the device pool."""
     free_blocks: builtins.int
     """Blocks that can be allocated now: never used, or cached and held by nobody."""
@@ -128,8 +129,8 @@ class GetStatsResponse(google.protobuf.message.Message):
     active_blocks: builtins.int
     """Blocks held by at least one sequence or pin."""
     kv_usage: builtins.float
-    """active_blocks / num_blocks, 0 to 1: the share that cannot be evicted. Where it stays above 0.8, new work preempts
-    running work rather than evicting what nobody uses: a sign of a pool that is too small.
+    """active_blocks / num_device_blocks, 0 to 1: the share that cannot be evicted. Where it stays above 0.8, new work
+    preempts running work rather than evicting what nobody uses: a sign of a pool that is too small.
     """
     utilization: builtins.float
     """Tokens with keys and values in held blocks / slots of held blocks, 0 to 1; 1 when nothing is held."""
@@ -193,7 +194,7 @@ class GetStatsResponse(google.protobuf.message.Message):
     misses_evicted_total: builtins.int
     """It had been evicted."""
     misses_cleared_total: builtins.int
-    """It had been forgotten with everything else: ResetPrefixCache, or an executor lost."""
+    """It had been cleared with everything else: ResetPrefixCache, or an executor lost."""
     misses_diverged_total: builtins.int
     """A cached block after the same prefix begins with the same tokens and then differs."""
     misses_partial_tail_total: builtins.int
@@ -205,7 +206,9 @@ class GetStatsResponse(google.protobuf.message.Message):
     host_held_blocks: builtins.int
     """Of them, blocks held by sequences that were swapped out and wait for their return."""
     swap_preemptions_total: builtins.int
-    """Of preemptions_total, those after which blocks were kept in the host pool; the others were dropped and recomputed."""
+    """Of preemptions_total, those after which blocks were kept in the host pool; the others were dropped and
+    recomputed.
+    """
     swapped_out_blocks_total: builtins.int
     """Blocks copied to the host pool for preempted sequences."""
     swapped_in_blocks_total: builtins.int
@@ -222,7 +225,7 @@ class GetStatsResponse(google.protobuf.message.Message):
         self,
         *,
         block_size: builtins.int = ...,
-        num_blocks: builtins.int = ...,
+        num_device_blocks: builtins.int = ...,
         free_blocks: builtins.int = ...,
         cached_free_blocks: builtins.int = ...,
         active_blocks: builtins.int = ...,
@@ -269,25 +272,29 @@ class GetStatsResponse(google.protobuf.message.Message):
         unread_sequences: builtins.int = ...,
         failed_requests_total: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["aborted_requests_total", b"aborted_requests_total", "active_blocks", b"active_blocks", "block_hit_rate", b"block_hit_rate", "block_size", b"block_size", "cached_blocks_total", b"cached_blocks_total", "cached_free_blocks", b"cached_free_blocks", "cached_tokens_total", b"cached_tokens_total", "computed_tokens_total", b"computed_tokens_total", "evicted_blocks_total", b"evicted_blocks_total", "executor_attached", b"executor_attached", "executor_busy_us_total", b"executor_busy_us_total", "executor_idle_us_total", b"executor_idle_us_total", "executor_restarts_total", b"executor_restarts_total", "failed_requests_total", b"failed_requests_total", "free_blocks", b"free_blocks", "generated_tokens_total", b"generated_tokens_total", "hash_alarms_total", b"hash_alarms_total", "host_cached_blocks", b"host_cached_blocks", "host_evicted_blocks_total", b"host_evicted_blocks_total", "host_held_blocks", b"host_held_blocks", "kv_usage", b"kv_usage", "misses_cleared_total", b"misses_cleared_total", "misses_diverged_total", b"misses_diverged_total", "misses_evicted_total", b"misses_evicted_total", "misses_never_seen_total", b"misses_never_seen_total", "misses_partial_tail_total", b"misses_partial_tail_total", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "pinned_blocks", b"pinned_blocks", "pins", b"pins", "preemptions_total", b"preemptions_total", "prefix_hit_rate", b"prefix_hit_rate", "prompt_blocks_total", b"prompt_blocks_total", "prompt_tokens_total", b"prompt_tokens_total", "published_blocks", b"published_blocks", "rejected_requests_total", b"rejected_requests_total", "requests_total", b"requests_total", "running_sequences", b"running_sequences", "steps_total", b"steps_total", "swap_preemptions_total", b"swap_preemptions_total", "swapped_in_blocks_total", b"swapped_in_blocks_total", "swapped_out_blocks_total", b"swapped_out_blocks_total", "unread_sequences", b"unread_sequences", "utilization", b"utilization", "waiting_sequences", b"waiting_sequences", "watchers", b"watchers", "written_back_blocks_total", b"written_back_blocks_total"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aborted_requests_total", b"aborted_requests_total", "active_blocks", b"active_blocks", "block_hit_rate", b"block_hit_rate", "block_size", b"block_size", "cached_blocks_total", b"cached_blocks_total", "cached_free_blocks", b"cached_free_blocks", "cached_tokens_total", b"cached_tokens_total", "computed_tokens_total", b"computed_tokens_total", "evicted_blocks_total", b"evicted_blocks_total", "executor_attached", b"executor_attached", "executor_busy_us_total", b"executor_busy_us_total", "executor_idle_us_total", b"executor_idle_us_total", "executor_restarts_total", b"executor_restarts_total", "failed_requests_total", b"failed_requests_total", "free_blocks", b"free_blocks", "generated_tokens_total", b"generated_tokens_total", "hash_alarms_total", b"hash_alarms_total", "host_cached_blocks", b"host_cached_blocks", "host_evicted_blocks_total", b"host_evicted_blocks_total", "host_held_blocks", b"host_held_blocks", "kv_usage", b"kv_usage", "misses_cleared_total", b"misses_cleared_total", "misses_diverged_total", b"misses_diverged_total", "misses_evicted_total", b"misses_evicted_total", "misses_never_seen_total", b"misses_never_seen_total", "misses_partial_tail_total", b"misses_partial_tail_total", "num_device_blocks", b"num_device_blocks", "num_host_blocks", b"num_host_blocks", "pinned_blocks", b"pinned_blocks", "pins", b"pins", "preemptions_total", b"preemptions_total", "prefix_hit_rate", b"prefix_hit_rate", "prompt_blocks_total", b"prompt_blocks_total", "prompt_tokens_total", b"prompt_tokens_total", "published_blocks", b"published_blocks", "rejected_requests_total", b"rejected_requests_total", "requests_total", b"requests_total", "running_sequences", b"running_sequences", "steps_total", b"steps_total", "swap_preemptions_total", b"swap_preemptions_total", "swapped_in_blocks_total", b"swapped_in_blocks_total", "swapped_out_blocks_total", b"swapped_out_blocks_total", "unread_sequences", b"unread_sequences", "utilization", b"utilization", "waiting_sequences", b"waiting_sequences", "watchers", b"watchers", "written_back_blocks_total", b"written_back_blocks_total"]) -> None: ...
 
 global___GetStatsResponse = GetStatsResponse
 
 @typing.final
 class ListRequestsRequest(google.protobuf.message.Message):
-    """How many requests."""
+    """A page of the live requests."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    LIMIT_FIELD_NUMBER: builtins.int
-    limit: builtins.int
-    """How many at most, up to 10000. 0: 100."""
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    page_size: builtins.int
+    """How many at most, up to 10000. 0: 1000."""
+    page_token: builtins.str
+    """Where to go on: next_page_token of the page before. Empty: the first."""
     def __init__(
         self,
         *,
-        limit: builtins.int = ...,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["limit", b"limit"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["page_size", b"page_size", "page_token", b"page_token"]) -> None: ...
 
 global___ListRequestsRequest = ListRequestsRequest
 
@@ -299,19 +306,25 @@ class ListRequestsResponse(google.protobuf.message.Message):
 
     REQUESTS_FIELD_NUMBER: builtins.int
     TOTAL_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
     total: builtins.int
     """How many there are in all."""
+    next_page_token: builtins.str
+    """For the next page; empty at the end."""
     @property
     def requests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RequestInfo]:
-        """Up to `limit` of them."""
+        """Up to page_size of them. Requests that come, go or move between two pages may be missed, none stands twice on a
+        page.
+        """
 
     def __init__(
         self,
         *,
         requests: collections.abc.Iterable[global___RequestInfo] | None = ...,
         total: builtins.int = ...,
+        next_page_token: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["requests", b"requests", "total", b"total"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["next_page_token", b"next_page_token", "requests", b"requests", "total", b"total"]) -> None: ...
 
 global___ListRequestsResponse = ListRequestsResponse
 
@@ -332,10 +345,13 @@ class RequestInfo(google.protobuf.message.Message):
     MAX_TOTAL_TOKENS_FIELD_NUMBER: builtins.int
     NUM_BLOCKS_FIELD_NUMBER: builtins.int
     PREEMPTIONS_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    ADAPTER_FIELD_NUMBER: builtins.int
+    CREATE_TIME_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Its id."""
-    state: builtins.str
-    """"running" (a sequence of it holds blocks) or "waiting"."""
+    state: pagekv.v1.types_pb2.SequenceState.ValueType
+    """RUNNING where a sequence of it runs, else SWAPPED where one does, else WAITING."""
     priority: builtins.int
     """Its priority; less is sooner."""
     num_sequences: builtins.int
@@ -354,11 +370,19 @@ class RequestInfo(google.protobuf.message.Message):
     """Entries of its block tables; a block that several of its sequences share counts for each."""
     preemptions: builtins.int
     """How often its sequences were preempted."""
+    namespace: builtins.str
+    """Its namespace."""
+    adapter: builtins.str
+    """Its adapter."""
+    @property
+    def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When it was accepted."""
+
     def __init__(
         self,
         *,
         request_id: builtins.str = ...,
-        state: builtins.str = ...,
+        state: pagekv.v1.types_pb2.SequenceState.ValueType = ...,
         priority: builtins.int = ...,
         num_sequences: builtins.int = ...,
         prompt_tokens: builtins.int = ...,
@@ -368,14 +392,18 @@ class RequestInfo(google.protobuf.message.Message):
         max_total_tokens: builtins.int = ...,
         num_blocks: builtins.int = ...,
         preemptions: builtins.int = ...,
+        namespace: builtins.str = ...,
+        adapter: builtins.str = ...,
+        create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "generated_tokens", b"generated_tokens", "max_total_tokens", b"max_total_tokens", "num_blocks", b"num_blocks", "num_sequences", b"num_sequences", "preemptions", b"preemptions", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "state", b"state"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["create_time", b"create_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "create_time", b"create_time", "generated_tokens", b"generated_tokens", "max_total_tokens", b"max_total_tokens", "namespace", b"namespace", "num_blocks", b"num_blocks", "num_sequences", b"num_sequences", "preemptions", b"preemptions", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "state", b"state"]) -> None: ...
 
 global___RequestInfo = RequestInfo
 
 @typing.final
 class GetBlockTableRequest(google.protobuf.message.Message):
-    """Which request."""
+    """The request to look at."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -413,7 +441,7 @@ global___GetBlockTableResponse = GetBlockTableResponse
 
 @typing.final
 class SequenceBlocks(google.protobuf.message.Message):
-    """Where one sequence's keys and values are."""
+    """The blocks of one sequence."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -425,8 +453,8 @@ class SequenceBlocks(google.protobuf.message.Message):
     BLOCK_HASHES_FIELD_NUMBER: builtins.int
     index: builtins.int
     """Which of the n sequences, from 0."""
-    state: builtins.str
-    """"waiting" (holds no blocks) or "running"."""
+    state: pagekv.v1.types_pb2.SequenceState.ValueType
+    """Where it stands."""
     num_tokens: builtins.int
     """Tokens known: prompt and output."""
     computed_tokens: builtins.int
@@ -443,7 +471,7 @@ class SequenceBlocks(google.protobuf.message.Message):
         self,
         *,
         index: builtins.int = ...,
-        state: builtins.str = ...,
+        state: pagekv.v1.types_pb2.SequenceState.ValueType = ...,
         num_tokens: builtins.int = ...,
         computed_tokens: builtins.int = ...,
         block_ids: collections.abc.Iterable[builtins.int] | None = ...,
@@ -455,27 +483,27 @@ global___SequenceBlocks = SequenceBlocks
 
 @typing.final
 class ListBlocksRequest(google.protobuf.message.Message):
-    """Which part of the pool."""
+    """A part of the pool."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    START_FIELD_NUMBER: builtins.int
-    LIMIT_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
-    start: builtins.int
-    """First block id. 0: the first."""
-    limit: builtins.int
-    """How many at most, up to 10000. 0: 100."""
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
     state: global___BlockState.ValueType
     """Only blocks in this state; UNSPECIFIED: all."""
+    page_size: builtins.int
+    """How many at most, up to 10000. 0: 1000."""
+    page_token: builtins.str
+    """Where to go on: next_page_token of the page before. Empty: the first block."""
     def __init__(
         self,
         *,
-        start: builtins.int = ...,
-        limit: builtins.int = ...,
         state: global___BlockState.ValueType = ...,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["limit", b"limit", "start", b"start", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["page_size", b"page_size", "page_token", b"page_token", "state", b"state"]) -> None: ...
 
 global___ListBlocksRequest = ListBlocksRequest
 
@@ -486,9 +514,9 @@ class ListBlocksResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     BLOCKS_FIELD_NUMBER: builtins.int
-    NEXT_START_FIELD_NUMBER: builtins.int
-    next_start: builtins.int
-    """Id to go on from; absent at the end of the pool."""
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    """For the next page; empty at the end of the pool."""
     @property
     def blocks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BlockInfo]:
         """By ascending id."""
@@ -497,11 +525,9 @@ class ListBlocksResponse(google.protobuf.message.Message):
         self,
         *,
         blocks: collections.abc.Iterable[global___BlockInfo] | None = ...,
-        next_start: builtins.int | None = ...,
+        next_page_token: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_next_start", b"_next_start", "next_start", b"next_start"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_next_start", b"_next_start", "blocks", b"blocks", "next_start", b"next_start"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["_next_start", b"_next_start"]) -> typing.Literal["next_start"] | None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "next_page_token", b"next_page_token"]) -> None: ...
 
 global___ListBlocksResponse = ListBlocksResponse
 
@@ -545,13 +571,13 @@ global___BlockInfo = BlockInfo
 
 @typing.final
 class ResetPrefixCacheRequest(google.protobuf.message.Message):
-    """How to reset."""
+    """The reset."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     FORCE_FIELD_NUMBER: builtins.int
     force: builtins.bool
-    """True: preempt running sequences and end every pin, so that everything can be forgotten. Requests go on by
+    """True: preempt running sequences and end every pin, so that everything can be cleared. Requests go on by
     themselves.
     """
     def __init__(
@@ -565,7 +591,7 @@ global___ResetPrefixCacheRequest = ResetPrefixCacheRequest
 
 @typing.final
 class ResetPrefixCacheResponse(google.protobuf.message.Message):
-    """What was forgotten."""
+    """The outcome of a reset."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -591,23 +617,25 @@ global___ResetPrefixCacheResponse = ResetPrefixCacheResponse
 
 @typing.final
 class WatchEventsRequest(google.protobuf.message.Message):
-    """What to watch."""
+    """The reader's wishes."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    OMIT_TOKEN_IDS_FIELD_NUMBER: builtins.int
     SNAPSHOT_ONLY_FIELD_NUMBER: builtins.int
-    omit_token_ids: builtins.bool
-    """True: leave token ids out of stored events."""
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
     snapshot_only: builtins.bool
     """True: end after the snapshot."""
+    token_ids: builtins.bool
+    """False: leave token ids out of stored events. Absent: true."""
     def __init__(
         self,
         *,
-        omit_token_ids: builtins.bool = ...,
         snapshot_only: builtins.bool = ...,
+        token_ids: builtins.bool | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["omit_token_ids", b"omit_token_ids", "snapshot_only", b"snapshot_only"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_token_ids", b"_token_ids", "token_ids", b"token_ids"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_token_ids", b"_token_ids", "snapshot_only", b"snapshot_only", "token_ids", b"token_ids"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_token_ids", b"_token_ids"]) -> typing.Literal["token_ids"] | None: ...
 
 global___WatchEventsRequest = WatchEventsRequest
 
@@ -696,7 +724,7 @@ class BlockStored(google.protobuf.message.Message):
     and adapter and is no block. On the device that block is stored, too; in the host pool it need not be.
     """
     tier: pagekv.v1.types_pb2.Tier.ValueType
-    """Whose table."""
+    """The pool whose table it is."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Its tokens, unless left out."""
@@ -724,7 +752,7 @@ class BlockRemoved(google.protobuf.message.Message):
     block_hash: builtins.str
     """Its hash in hex."""
     tier: pagekv.v1.types_pb2.Tier.ValueType
-    """Whose table."""
+    """The pool whose table it is."""
     def __init__(
         self,
         *,

@@ -35,7 +35,7 @@ from pagekv.kernels.bench import speed
 from pagekv.kernels.bench.correctness import BF16, SHORT_LENGTHS, Check, checks, setups
 from pagekv.kernels.bench.machine import Arena
 from pagekv.kernels.bench.scene import Scene, Setup
-from pagekv.kernels.bench.stages import Bench, line
+from pagekv.kernels.bench.stages import Bench
 from pagekv.kernels.bench.workload import (
     GQA4,
     MIB,
@@ -99,7 +99,7 @@ def row_of(check: Check) -> dict[str, Any]:
 def tell(context: Context, found: Iterable[Check]) -> None:
     """Says and records checks as they come."""
     for check in found:
-        context.say(line(check))
+        context.say(str(check))
         context.log.check(**row_of(check))
 
 
@@ -152,7 +152,7 @@ def step_correctness(context: Context) -> None:
     def row(setup: Setup) -> dict[str, Any]:
         found = list(checks(machine, setup))
         for check in found:
-            context.say(line(check))
+            context.say(str(check))
         return {"case": str(setup), "checks": [row_of(check) for check in found]}
 
     measure(context, bench_of(machine, context, 64 * MIB), "correctness", small if context.small else setups(), row)

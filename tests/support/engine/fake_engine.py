@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pagekv.common.errors import AlreadyExists, Unavailable
 from pagekv.kvmanager.engine.loop import EngineLoop
+from pagekv.kvmanager.engine.paging import page_token, read_page_token
 from pagekv.kvmanager.engine.queries import EngineQueries
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
@@ -13,7 +14,9 @@ from pagekv.kvmanager.request.command import FinishReason, GenerateCommand
 from pagekv.kvmanager.request.stream import RequestStream, SequenceDelta
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2 as operator_pb
+from pagekv.v1 import types_pb2
 
+RUNNING = types_pb2.SEQUENCE_STATE_RUNNING
 MODEL = EngineInfo(
     model_id="small",
     model_fingerprint="f00d",
@@ -100,7 +103,7 @@ class FakeEngine(EngineLoop, EngineQueries):
         )
 
     def explain_prefix(
-        self, token_ids: list[int], identity: CacheIdentity, start: int, limit: int
+        self, token_ids: list[int], identity: CacheIdentity, page_size: int, token: str = ""
     ) -> pb.ExplainPrefixResponse:
         self.lookups.append((token_ids, identity))
         blocks = [
@@ -112,10 +115,11 @@ class FakeEngine(EngineLoop, EngineQueries):
             ),
             pb.BlockExplanation(start=8, end=9, outcome=pb.BLOCK_OUTCOME_PARTIAL_TAIL, reason="tail"),
         ]
-        end = min(3, start + limit)
+        start = read_page_token(b"explain", token, 3)
+        end = min(3, start + page_size)
         return pb.ExplainPrefixResponse(
             blocks=blocks[start:end],
-            next_start=end if end < 3 else None,
+            next_page_token=page_token(b"explain", end) if end < 3 else "",
             prompt_tokens=len(token_ids),
             cached_tokens=4,
         )
@@ -133,22 +137,31 @@ class FakeEngine(EngineLoop, EngineQueries):
         if request_id not in self.live:
             return None
         table = operator_pb.SequenceBlocks(
-            state="running", num_tokens=9, computed_tokens=8, block_ids=[7, 3, 1], block_hashes=["01" * 32, "02" * 32]
+            state=RUNNING,
+            num_tokens=9,
+            computed_tokens=8,
+            block_ids=[7, 3, 1],
+            block_hashes=["01" * 32, "02" * 32],
         )
         return operator_pb.GetBlockTableResponse(sequences=[table])
 
-    def list_requests(self, limit: int) -> operator_pb.ListRequestsResponse:
+    def list_requests(self, page_size: int, token: str = "") -> operator_pb.ListRequestsResponse:
         infos = [
             operator_pb.RequestInfo(
-                request_id=name, state="running", priority=-1, num_sequences=1, prompt_tokens=9, cached_tokens=4,
+                request_id=name, state=RUNNING, priority=-1, num_sequences=1, prompt_tokens=9, cached_tokens=4,
                 computed_tokens=8, generated_tokens=2, max_total_tokens=20, num_blocks=3, preemptions=1,
             )
             for name in self.live
         ]  # fmt: skip  # several entries a line: one each would fill a screen
-        return operator_pb.ListRequestsResponse(requests=infos[:limit], total=len(infos))
+        start = read_page_token(b"requests", token, 99)
+        return operator_pb.ListRequestsResponse(
+            requests=infos[start : start + page_size],
+            total=len(infos),
+            next_page_token=page_token(b"requests", start + page_size) if len(infos) > start + page_size else "",
+        )
 
     def list_blocks(
-        self, start: int, limit: int, state: operator_pb.BlockState.ValueType
+        self, page_size: int, token: str, state: operator_pb.BlockState.ValueType
     ) -> operator_pb.ListBlocksResponse:
         kinds = [
             operator_pb.BlockInfo(state=operator_pb.BLOCK_STATE_FREE),
@@ -157,13 +170,13 @@ class FakeEngine(EngineLoop, EngineQueries):
             operator_pb.BlockInfo(state=operator_pb.BLOCK_STATE_PINNED, ref_count=1, block_hash="ee", pins=1),
         ]
         blocks = []
-        for block_id in range(start, 10):
+        for block_id in range(read_page_token(b"blocks", token, 10), 10):
             block = operator_pb.BlockInfo(block_id=block_id)
             block.MergeFrom(kinds[block_id % 4])
             if state in (operator_pb.BLOCK_STATE_UNSPECIFIED, block.state):
                 blocks.append(block)
-        next_start = blocks[limit].block_id if len(blocks) > limit else None
-        return operator_pb.ListBlocksResponse(blocks=blocks[:limit], next_start=next_start)
+        after = page_token(b"blocks", blocks[page_size].block_id) if len(blocks) > page_size else ""
+        return operator_pb.ListBlocksResponse(blocks=blocks[:page_size], next_page_token=after)
 
     def reset_prefix_cache(self, force: bool) -> operator_pb.ResetPrefixCacheResponse | None:
         if force:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from datetime import UTC, datetime
 from typing import Any
 
 import grpc
@@ -21,6 +22,7 @@ from pagekv.client.types import PrefixLookup, RequestInfo, RequestList, Sequence
 from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2 as operator_pb
+from pagekv.v1 import types_pb2
 
 
 def test_the_other_calls(server: ScriptedServer, client: PageKVClient) -> None:
@@ -44,44 +46,56 @@ def test_the_other_calls(server: ScriptedServer, client: PageKVClient) -> None:
     server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="m", eos_token_ids=[0], has_tokenizer=True))
     info = client.model_info()
     assert (info.model_id, info.eos_token_ids, info.has_tokenizer, info.block_size) == ("m", (0,), True, 0)
-    server.expect("GetStats", operator_pb.GetStatsResponse(num_blocks=9, kv_usage=0.5, executor_attached=True))
+    server.expect("GetStats", operator_pb.GetStatsResponse(num_device_blocks=9, kv_usage=0.5, executor_attached=True))
     stats = client.stats()
-    assert (stats.num_blocks, stats.kv_usage, stats.executor_attached) == (9, 0.5, True)
+    assert (stats.num_device_blocks, stats.kv_usage, stats.executor_attached) == (9, 0.5, True)
     lookup = cache_pb.LookupPrefixRequest(prompt=as_prompt([1, 2]))
     lookup.cache.namespace = "n"
     server.expect("LookupPrefix", cache_pb.LookupPrefixResponse(prompt_tokens=2, block_ids=[4]), check=is_equal(lookup))
     assert client.lookup_prefix([1, 2], cache=CacheControls("n")) == PrefixLookup(2, 0, 0, (4,), 0)
-    sequence = operator_pb.SequenceBlocks(state="running", num_tokens=4, block_ids=[1], block_hashes=["ff"])
+    sequence = operator_pb.SequenceBlocks(
+        state=types_pb2.SEQUENCE_STATE_RUNNING, num_tokens=4, block_ids=[1], block_hashes=["ff"]
+    )
     table = operator_pb.GetBlockTableRequest(request_id="r")
     server.expect("GetBlockTable", operator_pb.GetBlockTableResponse(sequences=[sequence]), check=is_equal(table))
     assert client.block_table("r") == [SequenceBlocks(0, "running", 4, 0, (1,), ("ff",))]
-    live = operator_pb.RequestInfo(request_id="r", state="waiting", priority=-1, prompt_tokens=7)
-    some = operator_pb.ListRequestsRequest(limit=5)
-    server.expect("ListRequests", operator_pb.ListRequestsResponse(requests=[live], total=9), check=is_equal(some))
-    assert client.list_requests(5) == RequestList((RequestInfo("r", "waiting", -1, 0, 7, 0, 0, 0, 0, 0, 0),), 9)
+    waiting = types_pb2.SEQUENCE_STATE_WAITING
+    live = operator_pb.RequestInfo(request_id="r", state=waiting, priority=-1, prompt_tokens=7, namespace="n")
+    live.create_time.FromMilliseconds(1500)
+    some = operator_pb.ListRequestsRequest(page_size=5, page_token="t")
+    server.expect(
+        "ListRequests",
+        operator_pb.ListRequestsResponse(requests=[live], total=9, next_page_token="u"),
+        check=is_equal(some),
+    )
+    assert client.list_requests(5, "t") == RequestList(
+        (RequestInfo("r", "waiting", -1, 0, 7, 0, 0, 0, 0, 0, 0, "n", "", datetime.fromtimestamp(1.5, UTC)),), 9, "u"
+    )
     block = operator_pb.BlockInfo(block_id=3, ref_count=1, state=operator_pb.BLOCK_STATE_ACTIVE)
-    listing = operator_pb.ListBlocksRequest(start=3, limit=1, state=operator_pb.BLOCK_STATE_ACTIVE)
-    server.expect("ListBlocks", operator_pb.ListBlocksResponse(blocks=[block], next_start=4), check=is_equal(listing))
-    blocks = client.list_blocks(3, 1, "active")
-    assert (blocks.blocks[0].state, blocks.blocks[0].ref_count, blocks.next_start) == ("active", 1, 4)
+    listing = operator_pb.ListBlocksRequest(page_token="t", page_size=1, state=operator_pb.BLOCK_STATE_ACTIVE)
+    server.expect(
+        "ListBlocks", operator_pb.ListBlocksResponse(blocks=[block], next_page_token="u"), check=is_equal(listing)
+    )
+    blocks = client.list_blocks("active", page_size=1, page_token="t")
+    assert (blocks.blocks[0].state, blocks.blocks[0].ref_count, blocks.next_page_token) == ("active", 1, "u")
     server.expect("ListBlocks", operator_pb.ListBlocksResponse())
-    assert client.list_blocks().next_start is None
+    assert client.list_blocks().next_page_token == ""
     reset = operator_pb.ResetPrefixCacheRequest(force=True)
     server.expect("ResetPrefixCache", operator_pb.ResetPrefixCacheResponse(removed_blocks=5), check=is_equal(reset))
     assert client.reset_prefix_cache(force=True) == CacheReset(5, 0, 0)
-    explain = cache_pb.ExplainPrefixRequest(prompt=as_prompt("hi"), start=2, limit=3)
+    explain = cache_pb.ExplainPrefixRequest(prompt=as_prompt("hi"), page_token="t", page_size=3)
     explain.adapter = "a"
     reply = cache_pb.ExplainPrefixResponse(
         blocks=[
             cache_pb.BlockExplanation(end=4, outcome=cache_pb.BLOCK_OUTCOME_HIT, block_id=0, block_hash="ff"),
             cache_pb.BlockExplanation(start=4, end=8, outcome=cache_pb.BLOCK_OUTCOME_EVICTED, steps_ago=0),
         ],
-        next_start=5,
+        next_page_token="u",
         prompt_tokens=90,
     )
     server.expect("ExplainPrefix", reply, check=is_equal(explain))
-    found = client.explain_prefix("hi", adapter="a", start=2, limit=3)
-    assert (found.next_start, found.prompt_tokens, found.cached_tokens) == (5, 90, 0)
+    found = client.explain_prefix("hi", adapter="a", page_token="t", page_size=3)
+    assert (found.next_page_token, found.prompt_tokens, found.cached_tokens) == ("u", 90, 0)
     assert found.blocks == (
         BlockExplanation(0, 4, "hit", "ff", 0, "", 0, None, None),
         BlockExplanation(4, 8, "evicted", "", None, "", 0, 0, None),

@@ -17,8 +17,8 @@ from pagekv.v1 import operator_service_pb2 as operator_pb
 def test_calls_that_change_nothing_are_repeated(server: ScriptedServer, client: PageKVClient) -> None:
     server.expect("GetStats", Fails(LOST))
     server.expect("GetStats", Fails(errors.Unavailable("starting")))
-    server.expect("GetStats", operator_pb.GetStatsResponse(num_blocks=9))
-    assert client.stats().num_blocks == 9
+    server.expect("GetStats", operator_pb.GetStatsResponse(num_device_blocks=9))
+    assert client.stats().num_device_blocks == 9
     # Nothing else is.
     server.expect("ResetPrefixCache", Fails(LOST))
     with pytest.raises(ConnectionLost):

@@ -28,7 +28,7 @@ CLEARED = operator_pb.CacheEvent(cleared=operator_pb.AllBlocksCleared())
 
 def test_watched_events_make_a_replica(server: ScriptedServer, client: PageKVClient) -> None:
     def check(request: operator_pb.WatchEventsRequest) -> None:
-        assert (request.omit_token_ids, request.snapshot_only) == (False, False)
+        assert (request.token_ids, request.snapshot_only) == (True, False)
 
     server.expect(
         "WatchEvents",

@@ -83,7 +83,7 @@ def test_without_a_table_the_kernel_computes_the_same_over_blocks_in_order(machi
     torch.manual_seed(0)
     batch = paged(machine.edited(kernel_rows.without_table), arena, case, num_layers=2, scattered=False)
     tables = batch.held[0].numpy()
-    first = (batch.plan.block_tables - batch.held[0].data_ptr()) // 4
+    first = (batch.plan.at["block_tables"] - batch.held[0].data_ptr()) // 4
     tables[first : first + 2 * batch.plan.table_stride] = 10**6
     batch.attend(1)
     assert torch.equal(batch.out, expected)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 # Stands in `SequenceState.token_ids` for a token that a launched step samples and that is not collected yet.
 UNKNOWN_TOKEN = -1
@@ -173,10 +173,7 @@ class Finished:
     """The `Launch` of a backend that computes before it returns."""
 
     sampled: dict[int, Sampled]
-
-    @property
-    def ready(self) -> bool:
-        return True
+    ready: ClassVar[bool] = True
 
     def collect(self) -> dict[int, Sampled]:
         return self.sampled

@@ -1,4 +1,4 @@
-"""The attention arithmetic of the CPU backend."""
+"""One step's attention over the paged pool: writes the new keys and values, then reads as the plan says."""
 
 from __future__ import annotations
 
@@ -6,10 +6,94 @@ import math
 
 import torch
 
+from pagekv.executor.cpu.attention_plan import Context, CpuAttentionPlan, DecodeGroup
+from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.model.attention_interface import Scores
 
 # Query rows at a time where scores are held in full: bounds them to this many times the context, per head.
 SCORE_ROWS = 256
+# Output [rows, num_heads, head_size] and log-sum-exp of scores [rows, num_heads].
+Part = tuple[torch.Tensor, torch.Tensor]
+
+
+class PagedStepAttention:
+    """The attention of one step. Implements `StepAttention`."""
+
+    def __init__(self, cache: KvCache, plan: CpuAttentionPlan) -> None:
+        self._cache = cache
+        self._plan = plan
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
+    ) -> torch.Tensor:
+        self._cache.write(layer, self._plan.slots, key.transpose(0, 1), value.transpose(0, 1))
+        plan = self._plan.reads(scores.window)
+        parts: list[Part] = []
+        for part in plan.parts:
+            rows = slice(part.first, part.last)
+            if isinstance(part, DecodeGroup):
+                parts.append(self._decodes(layer, query[:, rows], part, scores))
+            elif part.window is None:
+                parts.append(_chunk(query[:, rows], key[:, rows], value[:, rows], scores, None))
+            else:
+                blocks, mask = part.window
+                seen = [slots[: mask.shape[-1]].transpose(0, 1) for slots in self._cache.gather(layer, blocks)]
+                parts.append(_chunk(query[:, rows], seen[0], seen[1], scores, mask))
+        out = torch.cat([part[0] for part in parts])
+        if plan.contexts:
+            lse = torch.cat([part[1] for part in parts])
+            for context in plan.contexts:
+                other = self._context(layer, query[:, context.rows], context, scores)
+                out[context.rows], lse[context.rows] = merge(out[context.rows], lse[context.rows], *other)
+        return out
+
+    def _decodes(self, layer: int, query: torch.Tensor, group: DecodeGroup, scores: Scores) -> Part:
+        """`query` `[num_heads, S, head_size]`, one row per sequence."""
+        num_heads, count, size = query.shape
+        keys, values = self._cache.gather(layer, group.blocks, group.unwritten)
+        kv_heads = keys.shape[1]
+        # The query heads of one KV head are the rows of one product: [S, kv_heads, heads per KV head, head_size].
+        out, lse = attend(
+            query.transpose(0, 1).view(count, kv_heads, -1, size),
+            keys.view(count, -1, kv_heads, size).transpose(1, 2),
+            values.view(count, -1, kv_heads, size).transpose(1, 2),
+            scores,
+            mask=group.mask,
+        )
+        return out.reshape(count, num_heads, size), lse.reshape(count, num_heads)
+
+    def _context(self, layer: int, query: torch.Tensor, context: Context, scores: Scores) -> Part:
+        """`query` `[num_heads, R, head_size]`; every row sees every key."""
+        num_heads, count, size = query.shape
+        keys, values = self._cache.gather(layer, context.blocks)
+        kv_heads = keys.shape[1]
+        # All rows of all query heads of one KV head in one product.
+        out, lse = attend(
+            query.reshape(1, kv_heads, -1, size),
+            keys[None, : context.num_keys].transpose(1, 2),
+            values[None, : context.num_keys].transpose(1, 2),
+            scores,
+        )
+        return out.reshape(num_heads, count, size).transpose(0, 1), lse.reshape(num_heads, count).t()
+
+
+def _chunk(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, mask: torch.Tensor | None
+) -> Part:
+    """`query` `[num_heads, R, size]` over `key`, `value` `[kv_heads, N, size]`; without a mask causal, R == N."""
+    num_heads, count, size = query.shape
+    kv_heads = key.shape[0]
+    shared = (-1, num_heads // kv_heads, -1, -1)
+    # KV heads are the batch, so that their query heads read the same keys without a copy.
+    out, lse = attend(
+        query.view(kv_heads, -1, count, size),
+        key.unsqueeze(1).expand(shared),
+        value.unsqueeze(1).expand(shared),
+        scores,
+        causal=mask is None,
+        mask=mask,
+    )
+    return out.permute(2, 0, 1, 3).reshape(count, num_heads, size), lse.reshape(num_heads, count).t()
 
 
 def attend(
@@ -35,11 +119,8 @@ def attend(
     outs, lses = [], []
     for start in range(0, query.shape[2], SCORE_ROWS):
         rows = query[:, :, start : start + SCORE_ROWS]
-        weights = (
-            torch.matmul(rows, key.transpose(-1, -2)).float()
-            if query.dtype == torch.bfloat16
-            else torch.matmul(rows, key.transpose(-1, -2))
-        )
+        weights = torch.matmul(rows, key.transpose(-1, -2))
+        weights = weights.float() if query.dtype == torch.bfloat16 else weights
         weights = weights.mul_(scores.scale / scores.cap).tanh_().mul_(scores.cap)
         if causal:
             future = torch.arange(start, start + rows.shape[2])[:, None] < torch.arange(key.shape[2])

@@ -9,6 +9,7 @@ their rows (cascade attention) where that saves more than the extra call. `CALL_
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +17,6 @@ import numpy as np
 import torch
 
 from pagekv.executor.backend.interface import Scheduled, SequenceState
-from pagekv.executor.cpu.shared_prefixes import SharedPrefix, shared_prefixes
 
 # Reading this many bytes of keys and values costs as much as one more gather and kernel call.
 CALL_BYTES = 2**20
@@ -28,20 +28,13 @@ WINDOW_ROWS = 512
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """Rows [first, last) are consecutive positions of one sequence that see one another causally."""
+    """Rows [first, last) are consecutive positions of one sequence that see one another causally. Under a window they
+    see the first N slots of the blocks `window[0]` instead, as the mask `window[1]` `[1, 1, R, N]` says.
+    """
 
     first: int
     last: int
-
-
-@dataclass(frozen=True, slots=True)
-class WindowedChunk:
-    """Rows [first, last) of one sequence see the first N slots of `blocks` as `mask` `[1, 1, R, N]` says."""
-
-    first: int
-    last: int
-    blocks: torch.Tensor
-    mask: torch.Tensor
+    window: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +65,7 @@ class Context:
 class Plan:
     """Parts cover every row once, in order; contexts are merged into them."""
 
-    parts: list[PromptChunk | WindowedChunk | DecodeGroup] = field(default_factory=list)
+    parts: list[PromptChunk | DecodeGroup] = field(default_factory=list)
     contexts: list[Context] = field(default_factory=list)
 
 
@@ -162,7 +155,7 @@ class CpuAttentionPlan:
         blocks = members[0].item.state.block_table[prefix.first : prefix.last]
         return Context(rows, torch.tensor(blocks), len(blocks) * self._block_size)
 
-    def _windowed_chunk(self, row: _Row, start: int, end: int, window: int) -> WindowedChunk:
+    def _windowed_chunk(self, row: _Row, start: int, end: int, window: int) -> PromptChunk:
         """Positions [start, end) of a row."""
         low = max(0, start - window + 1) // self._block_size
         blocks = row.item.state.block_table[low : (end - 1) // self._block_size + 1]
@@ -170,7 +163,7 @@ class CpuAttentionPlan:
         key = np.arange(low * self._block_size, end)[None]
         mask = self._mask((key <= query) & (key > query - window))[None, None]
         first = row.first + start - row.item.start
-        return WindowedChunk(first, first + end - start, torch.tensor(blocks), mask)
+        return PromptChunk(first, first + end - start, (torch.tensor(blocks), mask))
 
     def _decode_groups(self, window: int | None) -> list[DecodeGroup]:
         groups: list[DecodeGroup] = []
@@ -216,3 +209,48 @@ class CpuAttentionPlan:
     def _mask(self, visible: np.ndarray) -> torch.Tensor:
         """Added to scores: 0 where visible, else minus infinity."""
         return torch.from_numpy(np.where(visible, np.float32(0), np.float32(-math.inf))).to(self._dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """Blocks [first, last) of these members' block tables are the same physical blocks."""
+
+    members: list[int]
+    first: int
+    last: int
+
+
+def shared_prefixes(tables: list[list[int]], min_saving: int) -> list[SharedPrefix]:
+    """The shared prefixes worth reading once: each saves at least `min_saving` block reads.
+
+    `tables[i]` are the leading blocks that member i sees in full. The ranges of a member cover its leading blocks from
+    block 0 without a gap; blocks behind the last range are read for the member alone.
+    """
+    found: list[SharedPrefix] = []
+    # Members that agree on blocks [0, depth); their ranges end at `first`.
+    pending = [(list(range(len(tables))), 0, 0)]
+    while pending:
+        members, first, depth = pending.pop()
+        buckets: dict[int, list[int]] = defaultdict(list)
+        for member in members:
+            if len(tables[member]) > depth:
+                buckets[tables[member][depth]].append(member)
+        for bucket in buckets.values():
+            if len(bucket) < 2:
+                continue
+            last = _common([tables[member] for member in bucket])
+            if (len(bucket) - 1) * (last - first) >= min_saving:
+                found.append(SharedPrefix(bucket, first, last))
+                pending.append((bucket, last, last))
+            else:
+                pending.append((bucket, first, last))
+    return found
+
+
+def _common(tables: list[list[int]]) -> int:
+    """How many leading blocks all tables have in common: as many as the least and the greatest of them have."""
+    low, high = min(tables), max(tables)
+    for index, (left, right) in enumerate(zip(low, high, strict=False)):
+        if left != right:
+            return index
+    return min(len(low), len(high))

@@ -38,11 +38,6 @@ class KvCache:
         self._row = block_size * geometry.num_kv_heads * geometry.head_size
         self._gathered = torch.empty(0, dtype=geometry.dtype)
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of both pools."""
-        return self.device.nbytes + self.host.nbytes
-
     def copy(self, copies: BlockCopies) -> None:
         """Copies whole blocks; a destination may be another pair's source, which is read before it is written."""
         source = self.host if copies.direction is CopyDirection.SWAP_IN else self.device

@@ -42,12 +42,15 @@ def measure_swap_rates(geometry: BlockGeometry, block_size: int) -> tuple[int, i
 def profile_step(loaded: LoadedModel, block_size: int, token_budget: int) -> StepProfile:
     """Runs a step of `token_budget` prompt tokens, in prompts as long as the model allows, over a pool of this call."""
     _run_prompts(loaded, block_size, min(token_budget, 16))  # first calls set things up; they are not what is measured
-    _reset_peak()
-    before = _process_bytes("VmRSS")
+    # VmHWM starts again from here; where that is refused, the peak of loading counts, which errs on caution.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    status = Path("/proc/self/status")
+    before = kib_field(status, "VmRSS")
     begin = time.perf_counter()
     pool_bytes = _run_prompts(loaded, block_size, token_budget)
     seconds = time.perf_counter() - begin
-    growth = max(0, _process_bytes("VmHWM") - before - pool_bytes)
+    growth = max(0, kib_field(status, "VmHWM") - before - pool_bytes)
     return StepProfile(growth, int(token_budget / seconds))
 
 
@@ -56,14 +59,4 @@ def _run_prompts(loaded: LoadedModel, block_size: int, num_tokens: int) -> int:
     lengths = prompt_lengths(num_tokens, loaded.max_model_len, num_tokens)
     cache = KvCache(loaded.geometry, block_size, num_blocks(lengths, block_size))
     run_step(loaded.model, cache, prompt_step(lengths, block_size, Sampling()))
-    return cache.num_bytes
-
-
-def _reset_peak() -> None:
-    """Makes VmHWM start again from here; where that is refused, the peak of loading counts, which errs on caution."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def _process_bytes(name: str) -> int:
-    return kib_field(Path("/proc/self/status"), name)
+    return cache.device.nbytes

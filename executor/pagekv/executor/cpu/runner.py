@@ -6,10 +6,10 @@ import torch
 from transformers import PreTrainedModel
 
 from pagekv.executor.backend.interface import Sampled, Scheduled
+from pagekv.executor.cpu.attention import PagedStepAttention
 from pagekv.executor.cpu.attention_plan import CpuAttentionPlan
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.sampler import sample
-from pagekv.executor.cpu.step_attention import PagedStepAttention
 from pagekv.executor.model.attention_interface import LAST_ROW, forward
 
 

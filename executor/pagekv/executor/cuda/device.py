@@ -16,7 +16,7 @@ import torch
 from pagekv.common.logs import Log
 from pagekv.kernels.cupy_launcher import CupyLauncher, GpuUnavailable
 from pagekv.kernels.launch_config import Launcher
-from pagekv.kernels.swap import Streams, pin, unpin
+from pagekv.kernels.swap import Streams
 from pagekv.kernels.variants import Variant
 
 log = Log(__name__)
@@ -75,12 +75,16 @@ class CudaDevice:
             ) from error
 
     def pin(self, tensor: torch.Tensor) -> None:
-        """Page-locks host memory of any size until `unpin`. Raises MemoryError."""
-        pin(tensor)
+        """Page-locks host memory in place until `unpin`. Raises MemoryError.
+
+        For pools of gigabytes (`host_memory`): torch's own pinned memory is rounded up to a power of two.
+        """
+        if error := int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)):
+            raise MemoryError(f"{tensor.nbytes} bytes of host memory cannot be page-locked: CUDA error {error}")
 
     def unpin(self, tensor: torch.Tensor) -> None:
-        """Unlocks what `pin` locked."""
-        unpin(tensor)
+        """Unlocks what `pin` locked; copies of it must have ended."""
+        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
     def mark(self) -> torch.cuda.Event:
         """Marks the end of what is enqueued so far. Any thread may wait for it (`synchronize`)."""

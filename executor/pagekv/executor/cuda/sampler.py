@@ -22,7 +22,7 @@ import torch
 from pagekv.executor.backend.interface import NOT_A_NUMBER, UNKNOWN_TOKEN, SequenceState
 from pagekv.executor.backend.sampling import banned_tokens, is_penalised, is_plain, uniform
 from pagekv.executor.cuda.step_inputs import DeviceSequence, PenaltyTable
-from pagekv.kernels.attention_plan import Ints
+from pagekv.kernels.decode_plan import Ints
 
 # Elements of logits at a time that are worked on in float64, at 8 bytes and with some ten tensors of this size.
 CHUNK_ELEMENTS = 4 * 2**20

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Scheduled, SequenceState
-from pagekv.kernels.attention_plan import Ints, StepBatch
+from pagekv.kernels.attention_plan import StepBatch
+from pagekv.kernels.decode_plan import Ints
 
 # Table entry without a block: the kernels' plan refuses a step that reads it.
 NO_BLOCK = -1

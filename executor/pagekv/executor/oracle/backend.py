@@ -17,6 +17,7 @@ import time
 from array import array
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -98,10 +99,7 @@ class _Due:
     sampled: dict[int, Sampled]
     end: float
     sleep: Callable[[float], None]
-
-    @property
-    def ready(self) -> bool:
-        return False
+    ready: ClassVar[bool] = False
 
     def collect(self) -> dict[int, Sampled]:
         if (left := self.end - time.perf_counter()) > 0:

@@ -25,6 +25,7 @@ from typing import TypeVar
 
 from pagekv.common.errors import (
     ComputationFailed,
+    Draining,
     FailedPrecondition,
     InvalidRequest,
     OutOfMemory,
@@ -51,7 +52,7 @@ LOST = "the executor's device failed: it starts anew"
 
 
 class StepFailed(ComputationFailed):
-    """The backend failed in the middle of a step; the message says which step and why."""
+    """The backend failed in the middle of a step, or steps cannot be read; the message says which step, and why."""
 
 
 class Session:
@@ -135,7 +136,7 @@ class Session:
 
     def _open_epoch(self, backend: Backend, order: AttachOrder, description: BackendDescription) -> int:
         if self._closed:
-            raise Unavailable("the executor is shutting down")
+            raise Draining("the executor is shutting down")
         # Rises within the process even if the clock goes back, and across restarts as the clock does.
         self._last_epoch = max(self._clock_ns(), self._last_epoch + 1)
         limits = EpochLimits(
@@ -316,7 +317,7 @@ class Session:
         await self._compute.call(lambda: None)
         if self._collector is not None:
             await self._collector.call(lambda: None)
-        reason = Unavailable("the executor is shutting down")
+        reason = Draining("the executor is shutting down")
         if current is not None:
             self._end_epoch(current, reason)
         for stream in list(self._streams):
@@ -325,7 +326,7 @@ class Session:
 
     def _serving(self) -> Backend:
         if self._closed:
-            raise Unavailable("the executor is shutting down")
+            raise Draining("the executor is shutting down")
         if self._backend is None:
             raise Unavailable("the executor is still loading its model")
         if self.lost.is_set():

@@ -10,7 +10,6 @@ Exit status: 0 measured; 1 a kernel computes something wrong; 2 nothing to measu
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib.util
 import json
 import platform
@@ -18,6 +17,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pagekv.kernels.cupy_launcher import GpuUnavailable
+from pagekv.kernels.cupy_launcher import say_on_stderr as say
 from pagekv.kernels.variants import Variant, all_variants
 
 TOTAL_SECONDS = 460.0
@@ -55,26 +56,9 @@ def length(text: str) -> int:
     return int(text)
 
 
-def driver_is_there() -> bool:
-    """Whether the driver's library can be loaded."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
-
-
-def say(line: str) -> None:
-    """Writes a line to standard error at once."""
-    print(line, file=sys.stderr, flush=True)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the bench; returns the exit status, see the top of this module."""
     args = parser().parse_args(argv)
-    if not driver_is_there():  # at once: torch takes seconds to say so
-        say("error: the bench needs a GPU, torch and CuPy, and no NVIDIA driver is here (no libcuda.so.1)")
-        return 2
     if importlib.util.find_spec("torch") is None:
         say(f"error: the bench needs a GPU, torch and CuPy, and torch is not installed: {NEEDS}")
         return 2
@@ -83,7 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     from pagekv.kernels.bench.report import text
     from pagekv.kernels.bench.scene import Setup
     from pagekv.kernels.bench.stages import Bench
-    from pagekv.kernels.cupy_launcher import GpuUnavailable
 
     try:
         machine = CudaMachine(say)

@@ -42,6 +42,10 @@ class Check:
         """False for NaN."""
         return self.error <= self.allowed
 
+    def __str__(self) -> str:
+        mark = "ok" if self.passed else "WRONG"
+        return f"{mark:<6}{self.name}: error {self.error:.2g}, allowed {self.allowed:.2g}"
+
 
 def variants_to_check() -> list[Variant]:
     """Every pair of element types, every head size, and the features once: each costs seconds of compilation."""

@@ -168,27 +168,26 @@ def swap_row(machine: CudaMachine, arena: Arena, case: SwapCase, memcpy: tuple[f
     )
     (device, outside), (device_in, outside_in) = (block_ids(case, seed) for seed in range(2))
 
-    def out(_: int) -> None:
-        swapper.swap_out(device, outside)
-        swapper.before_compute()
+    def rate(*, out: bool, into: bool) -> float:
+        """GB/s of each direction."""
 
-    def into(_: int) -> None:
-        swapper.swap_in(outside_in, device_in)
-        swapper.before_compute()
+        def swap(_: int) -> None:
+            if out:
+                swapper.swap_out(device, outside)
+            if into:
+                swapper.swap_in(outside_in, device_in)
+            swapper.before_compute()
 
-    def both(_: int) -> None:
-        swapper.swap_out(device, outside)
-        swapper.swap_in(outside_in, device_in)
-        swapper.before_compute()
+        return case.bytes / machine.timed(swap, capture=False).seconds / 1e9
 
-    rates = [case.bytes / machine.timed(run, capture=False).seconds / 1e9 for run in (out, into, both)]
+    out, into = rate(out=True, into=False), rate(out=False, into=True)
     return {
         "case": str(case),
-        "out_gb_per_s": rates[0],
-        "in_gb_per_s": rates[1],
-        "both_gb_per_s": 2 * rates[2],
-        "out_against_memcpy": rates[0] / memcpy[0],
-        "in_against_memcpy": rates[1] / memcpy[1],
+        "out_gb_per_s": out,
+        "in_gb_per_s": into,
+        "both_gb_per_s": 2 * rate(out=True, into=True),
+        "out_against_memcpy": out / memcpy[0],
+        "in_against_memcpy": into / memcpy[1],
     }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from pagekv.kernels.bench import speed
-from pagekv.kernels.bench.correctness import Check, checks
+from pagekv.kernels.bench.correctness import checks
 from pagekv.kernels.bench.machine import Arena, CudaMachine
 from pagekv.kernels.bench.report import Row
 from pagekv.kernels.bench.scene import Setup
@@ -65,7 +65,7 @@ class Bench:
         for setup in self.in_reach("correctness", CORRECTNESS, wanted):
             for check in checks(self.machine, setup):
                 passed &= check.passed
-                self.say(line(check))
+                self.say(str(check))
         return passed
 
     def measure(self) -> Row:
@@ -90,9 +90,3 @@ class Bench:
             result[name] = [row(self.machine, self.arena, case, bandwidth) for case in reached]
             self.say(f"{name}: {len(result[name])} cases, {self.spent:.0f} s so far")
         return result
-
-
-def line(check: Check) -> str:
-    """The result of a check."""
-    mark = "ok" if check.passed else "WRONG"
-    return f"{mark:<6}{check.name}: error {check.error:.2g}, allowed {check.allowed:.2g}"

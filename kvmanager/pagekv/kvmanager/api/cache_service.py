@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from pagekv.common.errors import InvalidRequest
-from pagekv.kvmanager.api.paging import check_limit, check_start
 from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.api.validation import check_length, read_lookup
 from pagekv.kvmanager.engine.loop import EngineLoop
+from pagekv.kvmanager.engine.paging import read_page_size
 from pagekv.kvmanager.kvcache.pins import MAX_LEASE_S, MIN_LEASE_S
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import cache_service_pb2_grpc as pb_grpc
 
-DEFAULT_EXPLANATIONS = 1000
 MAX_PIN_ID_CHARACTERS = 64
 
 
@@ -29,11 +28,9 @@ class CacheService(pb_grpc.CacheServiceServicer):
         return self._queries.lookup_prefix(prompt, identity)
 
     async def ExplainPrefix(self, request: pb.ExplainPrefixRequest, context: Any) -> pb.ExplainPrefixResponse:
-        check_limit(request.limit)
+        page_size = read_page_size(request.page_size)
         prompt, identity = await read_lookup(request, self._served_model.served())
-        num_blocks = -(-len(prompt) // self._served_model.served().model.block_size)
-        check_start(request.start, num_blocks, "prompt")
-        return self._queries.explain_prefix(prompt, identity, request.start, request.limit or DEFAULT_EXPLANATIONS)
+        return self._queries.explain_prefix(prompt, identity, page_size, request.page_token)
 
     async def PinPrefix(self, request: pb.PinPrefixRequest, context: Any) -> pb.PinPrefixResponse:
         lease = request.lease_seconds

@@ -7,17 +7,15 @@ from itertools import chain, count, islice
 from typing import Any
 
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotFound
-from pagekv.kvmanager.api.paging import check_limit, check_start
 from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.api.validation import check_request_id
 from pagekv.kvmanager.engine.loop import EngineLoop
+from pagekv.kvmanager.engine.paging import read_page_size
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
 from pagekv.v1 import operator_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2_grpc as pb_grpc
 from pagekv.v1 import types_pb2
 
-DEFAULT_BLOCKS = 100
-DEFAULT_REQUESTS = 100
 # Events in one message: with token ids in blocks of 256 less than 2 MB, and a few milliseconds to write.
 MAX_EVENTS = 1024
 _TIERS = {Tier.DEVICE: types_pb2.TIER_DEVICE, Tier.HOST: types_pb2.TIER_HOST}
@@ -34,35 +32,33 @@ class OperatorService(pb_grpc.OperatorServiceServicer):
         return self._queries.stats()
 
     async def ListRequests(self, request: pb.ListRequestsRequest, context: Any) -> pb.ListRequestsResponse:
-        check_limit(request.limit)
-        return self._queries.list_requests(request.limit or DEFAULT_REQUESTS)
+        return self._queries.list_requests(read_page_size(request.page_size), request.page_token)
 
     async def GetBlockTable(self, request: pb.GetBlockTableRequest, context: Any) -> pb.GetBlockTableResponse:
         check_request_id("request_id", request.request_id)
         tables = self._queries.block_tables(request.request_id)
         if tables is None:
-            raise NotFound(f"no request {request.request_id!r} is running or waiting")
+            raise NotFound(f"no request {request.request_id!r} is running or waiting", "request", request.request_id)
         return tables
 
     async def ListBlocks(self, request: pb.ListBlocksRequest, context: Any) -> pb.ListBlocksResponse:
-        num_blocks = self._served_model.served().model.num_device_blocks
-        check_start(request.start, num_blocks, "pool")
-        check_limit(request.limit)
+        page_size = read_page_size(request.page_size)
         if request.state not in pb.BlockState.values():
             raise InvalidRequest("state", f"must be from 0 to {max(pb.BlockState.values())}, got {request.state}")
-        return self._queries.list_blocks(request.start, request.limit or DEFAULT_BLOCKS, request.state)
+        return self._queries.list_blocks(page_size, request.page_token, request.state)
 
     async def ResetPrefixCache(self, request: pb.ResetPrefixCacheRequest, context: Any) -> pb.ResetPrefixCacheResponse:
         reset = self._queries.reset_prefix_cache(request.force)
         if reset is None:
-            raise FailedPrecondition("running requests or pins hold blocks: wait for them to end, or use force")
+            held = "running requests or pins hold blocks: wait for them to end, or use force"
+            raise FailedPrecondition(held, "BLOCKS_HELD", "prefix cache")
         return reset
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
         watch = self._queries.watch_events()
         # Runs also when the call is cancelled while a message is being written, where no `finally` here would.
         context.add_done_callback(lambda _: watch.close())
-        with_tokens, sequence = not request.omit_token_ids, count(1)
+        with_tokens, sequence = not request.HasField("token_ids") or request.token_ids, count(1)
         more = True
         while more:
             # In pieces: the engine plans steps while each piece is on its way.

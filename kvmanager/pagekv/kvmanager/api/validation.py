@@ -68,7 +68,9 @@ async def read_generate(
     """
     if request.model_fingerprint not in ("", model.model_fingerprint):
         raise FailedPrecondition(
-            f"model_fingerprint: the model served is {model.model_fingerprint}, not {request.model_fingerprint[:64]}"
+            f"model_fingerprint: the model served is {model.model_fingerprint}, not {request.model_fingerprint[:64]}",
+            "MODEL_FINGERPRINT",
+            model.model_fingerprint,
         )
     request_id = request.request_id or f"req-{secrets.token_hex(12)}"
     check_request_id("request_id", request_id)

@@ -76,7 +76,10 @@ class CacheAdmin:
         if needed > self.pool.num_blocks - pinned:
             raise LimitExceeded(
                 f"prompt and output need {needed} blocks; {pinned} of {self.pool.num_blocks} are pinned until they are "
-                "unpinned or their leases end"
+                "unpinned or their leases end",
+                needed_blocks=needed,
+                available_blocks=self.pool.num_blocks - pinned,
+                pinned_blocks=pinned,
             )
 
     def count_admissions(self, admitted: Iterable[Admitted]) -> None:
@@ -120,13 +123,13 @@ class CacheAdmin:
         )
 
     def explain(
-        self, token_ids: Sequence[int], identity: CacheIdentity, start: int, limit: int
+        self, token_ids: Sequence[int], identity: CacheIdentity, page_size: int, token: str
     ) -> pb.ExplainPrefixResponse:
-        """Why a page of a prompt's blocks hits or misses; changes nothing."""
+        """Why each of a page of a prompt's blocks hits or misses; changes nothing. Raises InvalidRequest."""
         others = self.adapters.others(identity.namespace, identity.adapter_id)
         roots = [(adapter, self._root(identity, adapter)) for adapter in others]
         root = self._root(identity, identity.adapter_id)
-        return PrefixExplainer(self.pool, self.log, root, token_ids, identity.media, roots).page(start, limit)
+        return PrefixExplainer(self.pool, self.log, root, token_ids, identity.media, roots).page(page_size, token)
 
     def _root(self, identity: CacheIdentity, adapter_id: str) -> bytes:
         return root_digest(self._fingerprint, identity.namespace, adapter_id)

@@ -30,7 +30,7 @@ from pagekv.kvmanager.engine.outputs import deliver, deliver_abort
 from pagekv.kvmanager.engine.queries import EngineQueries
 from pagekv.kvmanager.engine.recovery import FailedSteps, Fault, Reconnect, WrongAnswer
 from pagekv.kvmanager.engine.sizing import size_limits, size_model
-from pagekv.kvmanager.engine.state import RETRY_DELAY_S, EngineState
+from pagekv.kvmanager.engine.state import EngineState, draining
 from pagekv.kvmanager.engine.steps_in_flight import StepsInFlight
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.errors import InvariantError
@@ -53,7 +53,8 @@ class EngineLoop:
     Ways in which a request ends; each frees its blocks at once and passes through `_remove_if_finished`:
 
         FINISHED  every sequence ended (`_drive`), or the reader found a stop string (`finish_sequence`)
-        ABORTED   the reader has gone (`release`), Abort (`abort`), the end of the grace time (`stop`): `_abort`
+        ABORTED   the reader has gone (`release`) or Abort (`abort`): `_abort`; the end of the grace time (`stop`), for
+                  the reader an error, since the next manager can go on
         FAILED    another executor cannot continue it (`_fail_misfits`), the executor gave it up (`_fail_sequence`), or
                   its step failed too often (`_fail_after_attempts`): `_fail`
     """
@@ -257,17 +258,21 @@ class EngineLoop:
         return self._state.model
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new requests, lets live ones finish for up to `grace_s` seconds, aborts the rest, ends `run`."""
+        """Refuses new requests, lets live ones finish for up to `grace_s` seconds, ends the rest with Draining, so that
+        callers resume them at the next manager, and ends `run`.
+        """
         self._state.draining = True
         try:
             async with asyncio.timeout(grace_s):
                 await self._live.idle.wait()
         except TimeoutError:
-            log.warning("grace time over, aborting", requests=len(self._live))
+            log.warning("grace time over, ending calls to be resumed elsewhere", requests=len(self._live))
         for request in self._live.all():
-            self._abort(request)
+            self._totals.aborted_requests_total += 1
+            self._finish(request, RequestEnd.ABORTED)
+            request.stream.fail(draining())
         self._state.stopping = True
-        self._state.cache.close(Unavailable("the manager is shutting down", RETRY_DELAY_S))
+        self._state.cache.close(draining())
         self._wake.set()
 
     # -- called by services; none of it blocks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pagekv.common.errors import Unavailable
+from pagekv.common.errors import Draining, Unavailable
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.live_requests import LiveRequests
@@ -14,6 +14,11 @@ from pagekv.v1.operator_service_pb2 import GetStatsResponse
 
 # Seconds after which a refused client should try again.
 RETRY_DELAY_S = 1.0
+
+
+def draining() -> Draining:
+    """The end of calls that a manager which shuts down does not take, or cannot finish."""
+    return Draining("the manager is shutting down", RETRY_DELAY_S)
 
 
 @dataclass(slots=True)

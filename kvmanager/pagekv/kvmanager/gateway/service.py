@@ -114,7 +114,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
             num_waiting_reqs=stats.waiting_sequences,
             num_total_reqs=stats.running_sequences + stats.waiting_sequences,
             num_used_tokens=stats.active_blocks * stats.block_size,
-            max_total_num_tokens=stats.num_blocks * stats.block_size,
+            max_total_num_tokens=stats.num_device_blocks * stats.block_size,
             token_usage=stats.kv_usage,
             gen_throughput=(stats.generated_tokens_total - tokens) / max(now - before, 1e-3),
             cache_hit_rate=stats.prefix_hit_rate,
@@ -164,7 +164,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
     ) -> AsyncIterator[common.GetTokenizerChunk]:
         tokenizer = self._served_model.served().tokenizer
         if tokenizer is None or tokenizer.directory is None:
-            raise FailedPrecondition("this deployment has no tokenizer; --tokenizer names one")
+            raise FailedPrecondition("this deployment has no tokenizer; --tokenizer names one", "TOKENIZER")
         archive = await asyncio.to_thread(_zip, tokenizer.directory)
         digest = hashlib.sha256(archive).hexdigest()
         for start in range(0, len(archive), TOKENIZER_CHUNK):

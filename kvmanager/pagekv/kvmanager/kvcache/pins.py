@@ -69,7 +69,7 @@ class Pins:
         there are too many pins, when their blocks would pass the share, or when that request could no longer finish.
         """
         if len(self._pins) >= MAX_PINS:
-            raise LimitExceeded(f"{MAX_PINS} pins are held, which is the most there can be; unpin one")
+            raise LimitExceeded(f"{MAX_PINS} pins are held, which is the most there can be; unpin one", limit=MAX_PINS)
         held = np.array(blocks, np.int32)
         pinned = self.num_blocks + int(np.count_nonzero(self.holders[held] == 0))
         total = self._pool.num_blocks
@@ -77,12 +77,20 @@ class Pins:
         if pinned > allowed:
             raise LimitExceeded(
                 f"with this prefix {pinned} blocks would be pinned, at most {allowed} of {total} can be "
-                f"(--max-pinned-share {self._max_share:g})"
+                f"(--max-pinned-share {self._max_share:g})",
+                needed_blocks=pinned - self.num_blocks,
+                available_blocks=allowed - self.num_blocks,
+                pinned_blocks=self.num_blocks,
+                limit=allowed,
+                flag="--max-pinned-share",
             )
         if pinned > total - largest_need:
             raise LimitExceeded(
                 f"with this prefix {pinned} of {total} blocks would be pinned, and a live request may need "
-                f"{largest_need}"
+                f"{largest_need}",
+                needed_blocks=pinned - self.num_blocks,
+                available_blocks=total - largest_need - self.num_blocks,
+                pinned_blocks=self.num_blocks,
             )
         # Before anything changes, so that a recording that ends in an error has it.
         self._pinned(held)

@@ -28,7 +28,7 @@ async def explain(engine: EngineLoop, served: Served, asked: object) -> dict[str
         raise InvalidRequest("body", "exactly one of text and token_ids must be given")
     identity = CacheIdentity(namespace=_name(asked, "namespace"), adapter_id=_name(asked, "adapter"))
     prompt = await _prompt(served, asked)
-    found = engine.queries.explain_prefix(prompt, identity, 0, MAX_BLOCKS)
+    found = engine.queries.explain_prefix(prompt, identity, MAX_BLOCKS)
     return {
         "prompt_tokens": len(prompt),
         "cached_tokens": found.cached_tokens,

@@ -56,6 +56,8 @@ class LiveRequest:
     steps_at_head: int = 0
     # The sequences did not fit together, and come and go one by one from now on.
     apart: bool = False
+    # When it was accepted, in seconds since 1970; shown, and of no effect.
+    created: float = 0.0
 
     @property
     def num_likeliest(self) -> int | None:

@@ -6,10 +6,12 @@ import math
 import random
 
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
 from pagekv.executor.cpu import attention_plan as plan_module
-from pagekv.executor.cpu.attention_plan import CpuAttentionPlan, DecodeGroup, PromptChunk, WindowedChunk
+from pagekv.executor.cpu.attention_plan import CpuAttentionPlan, DecodeGroup, PromptChunk, SharedPrefix, shared_prefixes
 
 BLOCK_SIZE = 4
 NULL = 10**6
@@ -86,10 +88,12 @@ def test_padding_is_cheaper_than_another_group() -> None:
 def test_a_window_reads_only_its_blocks() -> None:
     step = build([scheduled(1, list(range(10)), 30, 1), scheduled(2, list(range(20, 30)), 20, 6)])
     chunk, group = step.reads(6).parts
-    assert isinstance(chunk, WindowedChunk)
-    assert chunk.blocks.tolist() == [23, 24, 25, 26]
-    assert chunk.mask.shape == (1, 1, 6, 14)
-    visible = (chunk.mask[0, 0] == 0).tolist()
+    assert isinstance(chunk, PromptChunk)
+    assert chunk.window is not None
+    blocks, mask = chunk.window
+    assert blocks.tolist() == [23, 24, 25, 26]
+    assert mask.shape == (1, 1, 6, 14)
+    visible = (mask[0, 0] == 0).tolist()
     for row, position in enumerate(range(20, 26)):
         assert [12 + key for key in range(14) if visible[row][key]] == list(range(position - 5, position + 1))
     assert isinstance(group, DecodeGroup)
@@ -129,3 +133,58 @@ def test_sharing_that_saves_less_than_a_call_is_left() -> None:
     common = list(range(100, 132))
     items = [scheduled(seq_id, [*common, seq_id], 129, 1) for seq_id in (1, 2)]
     assert build(items, plan_module.CALL_BYTES // 64).reads(None).contexts == []
+
+
+# Two blocks to choose from at each depth: prefixes collide all the time, and a table is a path in a tree.
+tables = st.lists(st.lists(st.integers(0, 1), max_size=6), max_size=8).map(
+    lambda paths: [[hash_path(path[: depth + 1]) for depth in range(len(path))] for path in paths]
+)
+
+
+def hash_path(path: list[int]) -> int:
+    """A physical block per logical prefix, as in a prefix cache."""
+    number = 1
+    for step in path:
+        number = 2 * number + step
+    return number
+
+
+@given(tables=tables, min_saving=st.integers(1, 6))
+@settings(max_examples=300, deadline=None)
+def test_runs_follow_one_another_and_are_really_shared(tables: list[list[int]], min_saving: int) -> None:
+    runs = shared_prefixes(tables, min_saving)
+    for run in runs:
+        assert len(run.members) >= 2
+        assert len({tuple(tables[member][run.first : run.last]) for member in run.members}) == 1
+        assert (len(run.members) - 1) * (run.last - run.first) >= min_saving
+    for member in range(len(tables)):
+        mine = sorted((run.first, run.last) for run in runs if member in run.members)
+        assert [first for first, _ in mine] == [0, *(last for _, last in mine)][: len(mine)]
+        assert all(last <= len(tables[member]) for _, last in mine)
+
+
+@given(tables=tables)
+@settings(max_examples=200, deadline=None)
+def test_with_no_price_every_block_is_read_once(tables: list[list[int]]) -> None:
+    runs = shared_prefixes(tables, 1)
+    shared = sum(run.last - run.first for run in runs)
+    alone = sum(
+        len(table) - max([run.last for run in runs if member in run.members], default=0)
+        for member, table in enumerate(tables)
+    )
+    assert shared + alone == len({block for table in tables for block in table})
+
+
+def test_a_short_common_start_does_not_hide_long_shared_prefixes() -> None:
+    """Two families behind one common block: sharing that block alone would not pay."""
+    one, two = [1, *range(10, 20)], [1, *range(20, 30)]
+    assert sorted(shared_prefixes([one, two, one, two], 8), key=lambda run: run.members) == [
+        SharedPrefix([0, 2], 0, 11),
+        SharedPrefix([1, 3], 0, 11),
+    ]
+
+
+def test_nested_runs() -> None:
+    base = list(range(10))
+    runs = shared_prefixes([[*base, 50, 51], [*base, 50, 51], base, [99]], 2)
+    assert runs == [SharedPrefix([0, 1, 2], 0, 10), SharedPrefix([0, 1], 10, 12)]

@@ -10,7 +10,7 @@ from support.executor.broken_sequence import KINDS, check_fails_alone
 from support.executor.cpu_driver import VOCAB, Driver, prompts_of, save_model
 
 from pagekv.executor.backend.interface import LAYOUT, Sampling, Scheduled, SequenceState
-from pagekv.executor.cpu import CpuBackend
+from pagekv.executor.cpu.backend import CpuBackend
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ def test_a_block_is_one_contiguous_slab(cache: KvCache) -> None:
     assert cache.device.is_contiguous()
     assert cache.host.shape == (6, 3, 2, BLOCK_SIZE, 2, 5)
     assert cache.device[0].nbytes == GEOMETRY.bytes_per_block(BLOCK_SIZE) == 3 * 2 * BLOCK_SIZE * 2 * 5 * 4
-    assert cache.num_bytes == 13 * GEOMETRY.bytes_per_block(BLOCK_SIZE)
+    assert cache.device.nbytes + cache.host.nbytes == 13 * GEOMETRY.bytes_per_block(BLOCK_SIZE)
 
 
 @pytest.mark.parametrize("kind", CopyDirection)

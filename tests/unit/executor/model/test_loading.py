@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from support.executor.cpu_driver import MODELS, save_model
 from transformers import AutoModelForCausalLM, GptOssConfig, MambaConfig, MptConfig
 
-from pagekv.executor.cpu import CpuBackend
+from pagekv.executor.cpu.backend import CpuBackend
 from pagekv.executor.model.loading import BlockGeometry
 
 

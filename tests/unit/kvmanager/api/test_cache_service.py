@@ -62,8 +62,8 @@ def test_lookup_prefix() -> None:
             "cache.media_hashes[0].position",
         ),
         ("ExplainPrefix", pb.ExplainPrefixRequest(), "prompt"),
-        ("ExplainPrefix", pb.ExplainPrefixRequest(prompt=IDS, start=1), "start"),
-        ("ExplainPrefix", pb.ExplainPrefixRequest(prompt=IDS, limit=10001), "limit"),
+        ("ExplainPrefix", pb.ExplainPrefixRequest(prompt=IDS, page_token="3"), "page_token"),
+        ("ExplainPrefix", pb.ExplainPrefixRequest(prompt=IDS, page_size=10001), "page_size"),
         ("PinPrefix", pb.PinPrefixRequest(lease_seconds=1), "prompt"),
         ("PinPrefix", pb.PinPrefixRequest(prompt=IDS), "lease_seconds"),
         ("PinPrefix", pb.PinPrefixRequest(prompt=IDS, lease_seconds=86401), "lease_seconds"),
@@ -96,10 +96,14 @@ def test_explain_prefix_in_pages() -> None:
         assert not old.HasField("block_id")
         assert tail == pb.BlockExplanation(start=8, end=9, outcome=pb.BLOCK_OUTCOME_PARTIAL_TAIL, reason="tail")
         assert (answer.prompt_tokens, answer.cached_tokens) == (9, 4)
-        assert not answer.HasField("next_start")
-        answer = await stub.ExplainPrefix(pb.ExplainPrefixRequest(prompt=prompt, start=1, limit=1))
-        assert [block.start for block in answer.blocks] == [4]
-        assert answer.next_start == 2
+        assert not answer.next_page_token
+        starts, token = [], None
+        while token != "":
+            request = pb.ExplainPrefixRequest(prompt=prompt, page_size=2, page_token=token or "")
+            answer = await stub.ExplainPrefix(request)
+            starts.append([block.start for block in answer.blocks])
+            token = answer.next_page_token
+        assert starts == [[0, 4], [8]]
 
     run(body)
 

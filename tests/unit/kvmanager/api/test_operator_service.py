@@ -11,9 +11,12 @@ from support.engine.fake_engine import FakeEngine
 
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.v1 import operator_service_pb2 as pb
+from pagekv.v1 import types_pb2
 
 if TYPE_CHECKING:
     from pagekv.v1.operator_service_pb2_grpc import OperatorServiceAsyncStub as OperatorStub
+
+RUNNING = types_pb2.SEQUENCE_STATE_RUNNING
 
 
 def test_stats_arrive_under_their_names() -> None:
@@ -32,41 +35,46 @@ def test_block_table_of_a_live_request() -> None:
         engine.submit(GenerateCommand("r", [5], SamplingParams()))
         answer = await stub.GetBlockTable(pb.GetBlockTableRequest(request_id="r"))
         assert answer.sequences[0] == pb.SequenceBlocks(
-            state="running", num_tokens=9, computed_tokens=8, block_ids=[7, 3, 1], block_hashes=["01" * 32, "02" * 32]
+            state=RUNNING,
+            num_tokens=9,
+            computed_tokens=8,
+            block_ids=[7, 3, 1],
+            block_hashes=["01" * 32, "02" * 32],
         )
 
     run_operator(body)
 
 
-def test_live_requests_up_to_a_limit() -> None:
+def test_live_requests_in_pages() -> None:
     async def body(engine: FakeEngine, stub: OperatorStub) -> None:
         assert await stub.ListRequests(pb.ListRequestsRequest()) == pb.ListRequestsResponse()
         for name in "ab":
             engine.submit(GenerateCommand(name, [5], SamplingParams()))
-        answer = await stub.ListRequests(pb.ListRequestsRequest(limit=1))
+        answer = await stub.ListRequests(pb.ListRequestsRequest(page_size=1))
         assert (len(answer.requests), answer.total) == (1, 2)
         assert answer.requests[0] == pb.RequestInfo(
-            request_id="a", state="running", priority=-1, num_sequences=1, prompt_tokens=9, cached_tokens=4,
+            request_id="a", state=RUNNING, priority=-1, num_sequences=1, prompt_tokens=9, cached_tokens=4,
             computed_tokens=8, generated_tokens=2, max_total_tokens=20, num_blocks=3, preemptions=1,
         )  # fmt: skip  # several entries a line: one each would fill a screen
-        with pytest.raises(grpc.aio.AioRpcError, match="limit: must be from 0 to 10000"):
-            await stub.ListRequests(pb.ListRequestsRequest(limit=10_001))
+        answer = await stub.ListRequests(pb.ListRequestsRequest(page_size=1, page_token=answer.next_page_token))
+        assert ([info.request_id for info in answer.requests], answer.next_page_token) == (["b"], "")
 
     run_operator(body)
 
 
 def test_list_blocks_in_pieces_and_by_state() -> None:
     async def body(engine: FakeEngine, stub: OperatorStub) -> None:
-        answer = await stub.ListBlocks(pb.ListBlocksRequest(limit=4))
+        answer = await stub.ListBlocks(pb.ListBlocksRequest(page_size=4))
         free, cached, active, pinned = answer.blocks
         assert free == pb.BlockInfo(state=pb.BLOCK_STATE_FREE)
         assert cached == pb.BlockInfo(block_id=1, state=pb.BLOCK_STATE_CACHED, block_hash="cc")
         assert active == pb.BlockInfo(block_id=2, ref_count=2, state=pb.BLOCK_STATE_ACTIVE, block_hash="aa", pins=1)
         assert pinned == pb.BlockInfo(block_id=3, ref_count=1, state=pb.BLOCK_STATE_PINNED, block_hash="ee", pins=1)
-        assert answer.next_start == 4
-        answer = await stub.ListBlocks(pb.ListBlocksRequest(start=3, state=pb.BLOCK_STATE_PINNED))
+        answer = await stub.ListBlocks(pb.ListBlocksRequest(page_size=4, page_token=answer.next_page_token))
+        assert [block.block_id for block in answer.blocks] == [4, 5, 6, 7]
+        answer = await stub.ListBlocks(pb.ListBlocksRequest(state=pb.BLOCK_STATE_PINNED))
         assert [block.block_id for block in answer.blocks] == [3, 7]
-        assert not answer.HasField("next_start")
+        assert not answer.next_page_token
 
     run_operator(body)
 
@@ -88,8 +96,10 @@ def test_reset() -> None:
     ("method", "message", "field"),
     [
         ("GetBlockTable", pb.GetBlockTableRequest(), "request_id"),
-        ("ListBlocks", pb.ListBlocksRequest(start=10), "start"),
-        ("ListBlocks", pb.ListBlocksRequest(limit=10001), "limit"),
+        ("ListBlocks", pb.ListBlocksRequest(page_token="3"), "page_token"),
+        ("ListRequests", pb.ListRequestsRequest(page_token="3"), "page_token"),
+        ("ListRequests", pb.ListRequestsRequest(page_size=10001), "page_size"),
+        ("ListBlocks", pb.ListBlocksRequest(page_size=10001), "page_size"),
         ("ListBlocks", pb.ListBlocksRequest(state=cast("pb.BlockState.ValueType", 5)), "state"),
     ],
 )

@@ -101,10 +101,10 @@ def test_the_snapshot_comes_in_pieces_that_fit_a_message(size: int, pieces: list
 def test_a_stored_block_tells_hash_parent_tokens_and_tier() -> None:
     async def body(engine: FakeEngine, stub: OperatorStub) -> None:
         engine.table = [block(7, Tier.DEVICE), block(7, Tier.HOST)]
-        for omit in (False, True):
-            request = pb.WatchEventsRequest(snapshot_only=True, omit_token_ids=omit)
+        for wanted in (None, True, False):
+            request = pb.WatchEventsRequest(snapshot_only=True, token_ids=wanted)
             (message,) = [message async for message in stub.WatchEvents(request)]
-            tokens = [] if omit else [7, 8]
+            tokens = [] if wanted is False else [7, 8]
             assert [event.stored for event in message.events] == [
                 pb.BlockStored(block_hash="00000007", parent_hash="00000006", token_ids=tokens, tier=tier)
                 for tier in (types_pb2.TIER_DEVICE, types_pb2.TIER_HOST)

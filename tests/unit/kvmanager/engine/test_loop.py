@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
-from support.engine.engine_harness import VOCAB, Bench, command, config, described, expect, read, run, until
+from support.engine.engine_harness import VOCAB, Bench, Link, command, config, described, expect, read, run, until
 
-from pagekv.common.errors import InvalidRequest, SequenceFailed, Unavailable
+from pagekv.common.errors import Draining, InvalidRequest, SequenceFailed, Unavailable
+from pagekv.kvmanager.engine import loop as engine_loop
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import Observer, RequestEnd
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
@@ -15,6 +17,9 @@ from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, Samp
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import StepResult
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
+from pagekv.v1 import types_pb2
+
+RUNNING, WAITING = types_pb2.SEQUENCE_STATE_RUNNING, types_pb2.SEQUENCE_STATE_WAITING
 
 
 def test_tokens_come_through_and_blocks_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +160,7 @@ def test_a_request_that_ends_before_its_sequences_part_leaves_nothing(monkeypatc
         await until(lambda: len(bench.plans) > 0)
         tables = engine.queries.block_tables("left")
         assert tables is not None
-        assert [table.state for table in tables.sequences] == ["running", "forking", "forking"]
+        assert [table.state for table in tables.sequences] == [RUNNING, WAITING, WAITING]
         engine.release(left)
         assert await read(other) == expect([1, 2, 3])
 
@@ -177,6 +182,31 @@ def test_a_preempted_request_is_swapped_out_and_its_stream_goes_on(monkeypatch: 
     limits = replace(config().limits, swap=SwapPolicy("swap"))
     monkeypatch.setattr("support.engine.engine_harness.DESCRIPTION", described(host_kv_bytes=40))
     run(monkeypatch, body, num_device_blocks=9, limits=limits)
+
+
+def test_the_end_of_the_grace_time_is_no_ending_of_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader gets what was there, and then an error that says that another manager can go on."""
+
+    async def main() -> None:
+        bench = Bench()
+        monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake: Link(bench, wake))
+        engine = EngineLoop(config())
+        task = asyncio.create_task(engine.run())
+        await engine.wait_ready()
+        stream = engine.submit(command("a", [1, 2, 3], max_tokens=30))
+        (news,) = await stream.take()
+        await engine.stop(0)
+        with pytest.raises(Draining, match="shutting down") as refused:
+            engine.submit(command("b", [1]))
+        assert refused.value.retry_delay_s == 1.0
+        assert (news.finish, news.token_ids) == (None, expect([1, 2, 3], 30)[0][: len(news.token_ids)])
+        with pytest.raises(Draining, match="shutting down"):
+            await read(stream)
+        stats = engine.queries.stats()
+        assert (stats.aborted_requests_total, stats.active_blocks) == (1, 0)
+        await task
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(("policy", "share", "cached"), [("lru", 0.5, 0), ("slru", 0.5, 8), ("slru", 0.0, 0)])

@@ -217,7 +217,7 @@ def test_model_server_and_load_are_told() -> None:
         stats, load = harness.engine.queries.stats(), loads.loads[0]
         assert loads.dp_rank_count == len(loads.loads) == 1
         assert (load.num_running_reqs, load.num_waiting_reqs) == (stats.running_sequences, stats.waiting_sequences)
-        assert load.max_total_num_tokens == stats.num_blocks * stats.block_size
+        assert load.max_total_num_tokens == stats.num_device_blocks * stats.block_size
         assert load.token_usage == stats.kv_usage
 
     run(body)

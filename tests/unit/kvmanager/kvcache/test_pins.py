@@ -98,8 +98,10 @@ def test_pinned_blocks_are_limited_to_a_share_of_the_pool() -> None:
     first, second = cache(pool, [1] * 12), cache(pool, [2] * 12)
     pins.pin(first, 60, 0)
     message = r"with this prefix 6 blocks would be pinned, at most 5 of 20 can be \(--max-pinned-share 0.25\)"
-    with pytest.raises(LimitExceeded, match=message):
+    with pytest.raises(LimitExceeded, match=message) as caught:
         pins.pin(second, 60, 0)
+    facts = {"needed_blocks": "3", "available_blocks": "2", "pinned_blocks": "3", "limit": "5"}
+    assert caught.value.metadata == {**facts, "flag": "--max-pinned-share"}
     assert (len(pins), pins.num_blocks, pool.num_active) == (1, 3, 3)
     pins.pin(second[:2], 60, 0)
     # Blocks that are pinned already take nothing more.
@@ -110,8 +112,9 @@ def test_pinned_blocks_are_limited_to_a_share_of_the_pool() -> None:
 def test_a_live_request_keeps_the_blocks_that_it_may_still_need() -> None:
     pool, pins, _ = pool_and_pins()
     blocks = cache(pool, [1] * 20)
-    with pytest.raises(LimitExceeded, match="5 of 20 blocks would be pinned, and a live request may need 16"):
+    with pytest.raises(LimitExceeded, match="5 of 20 blocks would be pinned, and a live request may need 16") as caught:
         pins.pin(blocks, 60, largest_need=16)
+    assert caught.value.metadata == {"needed_blocks": "5", "available_blocks": "4", "pinned_blocks": "0"}
     assert pool.num_active == 0
     pins.pin(blocks, 60, largest_need=15)
 

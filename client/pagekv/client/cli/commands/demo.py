@@ -95,7 +95,7 @@ def _show(client: PageKVClient, args: argparse.Namespace, terminal: Terminal, re
         terminal.print()
         terminal.print(
             f"{stats.generated_tokens_total} tokens generated in {stats.steps_total} steps; "
-            f"{stats.active_blocks} of {stats.num_blocks} blocks in use, "
+            f"{stats.active_blocks} of {stats.num_device_blocks} blocks in use, "
             f"{stats.cached_free_blocks} free ones hold cached prefixes."
         )
         name = pagekv_command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import get_args
 
@@ -31,6 +31,8 @@ from pagekv.common.flags import integer, number
 
 # The share of held blocks from which on the pool is called too small.
 HIGH_USAGE = 0.8
+# Entries that the server gives in one answer, at most.
+PAGE = 10_000
 STATS_EXAMPLES = """\
   pagekv stats
   pagekv stats --json | jq .prefix_hit_rate
@@ -67,8 +69,7 @@ def add(commands: Subparsers) -> None:
     add_identity(parser)
     parser = add_query(commands, "blocks", "list blocks of the pool", blocks, examples=BLOCKS_EXAMPLES)
     parser.add_argument("--state", choices=get_args(BlockState), help="only blocks in this state")
-    parser.add_argument("--start", type=integer(0, 2**32 - 1), default=0, metavar="ID", help="first block id [0]")
-    parser.add_argument("--limit", type=integer(1, 10_000), default=100, metavar="N", help="blocks at most [100]")
+    parser.add_argument("--limit", type=integer(1, 2**32 - 1), default=100, metavar="N", help="blocks at most [100]")
     parser = add_query(commands, "block-table", "show the block tables of a live request", block_table)
     parser.add_argument("request_id", metavar="REQUEST_ID")
     parser = add_query(commands, "reset-cache", "remove every cached prefix", reset_cache)
@@ -112,7 +113,7 @@ def stats_text(now: Stats, terminal: Terminal) -> str:
     pressure = "; above 80% new work preempts rather than evicts" if now.kv_usage > HIGH_USAGE else ""
     groups = {
         "KV pool": [
-            ("blocks", f"{now.num_blocks} of {now.block_size} tokens"),
+            ("blocks", f"{now.num_device_blocks} of {now.block_size} tokens"),
             ("in use", f"{now.active_blocks} ({now.kv_usage:.1%}), slots filled {now.utilization:.1%}{pressure}"),
             ("pinned", f"{now.pinned_blocks} by {now.pins} pins"),
             ("free", f"{now.free_blocks}, of these {now.cached_free_blocks} still cached"),
@@ -186,13 +187,17 @@ def lookup(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -
 
 def blocks(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
     """ListBlocks."""
-    found = client.list_blocks(args.start, args.limit, args.state)
+    found = page = client.list_blocks(args.state, page_size=min(args.limit, PAGE))
+    while page.next_page_token and len(found.blocks) < args.limit:
+        size = min(args.limit - len(found.blocks), PAGE)
+        page = client.list_blocks(args.state, page_size=size, page_token=page.next_page_token)
+        found = replace(page, blocks=found.blocks + page.blocks)
     rows = [
         (b.block_id, b.state, b.ref_count, b.pins, b.block_hash[:16] or "-", b.parent_hash[:16] or "-")
         for b in found.blocks
     ]
     text = table(rows, ("block", "state", "refs", "pins", "hash", "parent")) if rows else "no such blocks"
-    return Shown(found, text, note="" if found.next_start is None else f"more with --start {found.next_start}")
+    return Shown(found, text, note="there are more: raise --limit" if found.next_page_token else "")
 
 
 def block_table(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:

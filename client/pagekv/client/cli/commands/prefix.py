@@ -90,9 +90,9 @@ def explain(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) 
 
 
 def _explain_all(client: PageKVClient, prompt: Prompt, **identity: Any) -> PrefixExplanation:
-    whole = page = client.explain_prefix(prompt, limit=PAGE, **identity)
-    while page.next_start is not None:
-        page = client.explain_prefix(prompt, start=page.next_start, limit=PAGE, **identity)
+    whole = page = client.explain_prefix(prompt, page_size=PAGE, **identity)
+    while page.next_page_token:
+        page = client.explain_prefix(prompt, page_size=PAGE, page_token=page.next_page_token, **identity)
         whole = replace(page, blocks=whole.blocks + page.blocks)
     return whole
 

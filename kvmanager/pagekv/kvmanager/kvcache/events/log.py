@@ -122,7 +122,8 @@ class TableLog:
     def watch(self) -> TableWatch:
         """A watch that begins with the tables as they are. Raises LimitExceeded when there are too many watches."""
         if len(self._watches) >= MAX_WATCHES:
-            raise LimitExceeded(f"{MAX_WATCHES} readers watch the prefix table, which is the most there can be")
+            most = f"{MAX_WATCHES} readers watch the prefix table, which is the most there can be"
+            raise LimitExceeded(most, limit=MAX_WATCHES)
         self.step_boundary(self._step)
         snapshot = iter(()) if self._table is None else take_snapshot(self._table, self._host)
         watch = TableWatch(snapshot, self._remove)

@@ -101,7 +101,7 @@ class EngineCollector(Collector):
             ("vllm:num_requests_waiting", "Sequences that wait for blocks", stats.waiting_sequences),
             ("vllm:request_success_total", "Sequences that ended, by why",
              ("finished_reason", self._requests.finished)),
-            ("pagekv_pool_blocks", "Blocks", tiers(stats.num_blocks, stats.num_host_blocks)),
+            ("pagekv_pool_blocks", "Blocks", tiers(stats.num_device_blocks, stats.num_host_blocks)),
             ("pagekv_free_blocks", "Blocks held by nobody, cached ones included",
              tiers(stats.free_blocks, stats.num_host_blocks - held)),
             ("pagekv_active_blocks", "Blocks held by sequences or pins", tiers(stats.active_blocks, held)),

@@ -13,10 +13,11 @@ from pagekv.client.cli.main import main
 from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2 as operator_pb
+from pagekv.v1 import types_pb2
 
 STATS = operator_pb.GetStatsResponse(
     block_size=16,
-    num_blocks=100,
+    num_device_blocks=100,
     free_blocks=75,
     cached_free_blocks=20,
     active_blocks=25,
@@ -92,7 +93,7 @@ def test_stats_watch_is_top_for_people_and_lines_for_scripts(
     server.expect("GetStats", STATS)
     server.expect("GetStats", Fails(grpc.StatusCode.INTERNAL))
     assert main(["stats", "--json", "--watch", "0.1"]) == 1
-    assert [json.loads(line)["num_blocks"] for line in capsys.readouterr().out.splitlines()] == [100, 100]
+    assert [json.loads(line)["num_device_blocks"] for line in capsys.readouterr().out.splitlines()] == [100, 100]
 
 
 @pytest.mark.parametrize(("status", "code"), [("SERVING", 0), ("NOT_SERVING", 1)])
@@ -110,6 +111,7 @@ def test_health(
     assert json.loads(capsys.readouterr().out) == {"target": target, "status": status}
 
 
+RUNNING = types_pb2.SEQUENCE_STATE_RUNNING
 BLOCK = operator_pb.BlockInfo(
     block_id=3, ref_count=2, state=operator_pb.BLOCK_STATE_ACTIVE, block_hash="ab" * 32, pins=1
 )
@@ -123,7 +125,7 @@ SMALL = [
      "    3  active     2     1  abababababababab  -\n"),
     ("blocks", "ListBlocks", operator_pb.ListBlocksResponse(), "no such blocks\n"),
     ("block-table r", "GetBlockTable",
-     operator_pb.GetBlockTableResponse(sequences=[operator_pb.SequenceBlocks(state="running", block_ids=[5, 2])]),
+     operator_pb.GetBlockTableResponse(sequences=[operator_pb.SequenceBlocks(state=RUNNING, block_ids=[5, 2])]),
      "sequence 0: running, 0 tokens, 0 computed; blocks 5 2\n"),
     ("reset-cache --force", "ResetPrefixCache", operator_pb.ResetPrefixCacheResponse(removed_blocks=4),
      "4 blocks removed; 0 sequences preempted, 0 pins ended\n"),

@@ -36,16 +36,18 @@ def test_explain_tells_blocks_with_the_same_story_in_one_row(
 
     def expect() -> None:
         def first(request: cache_pb.ExplainPrefixRequest) -> None:
-            assert (request.prompt.text, request.start) == ("hi", 0)
+            assert (request.prompt.text, request.page_token) == ("hi", "")
             assert (request.cache.namespace, request.adapter) == ("n", "a")
 
         def second(request: cache_pb.ExplainPrefixRequest) -> None:
-            assert request.start == 4
+            assert request.page_token == "t"
 
-        counts = {"prompt_tokens": 25, "cached_tokens": 12}
-        reply = cache_pb.ExplainPrefixResponse(blocks=pages[0], next_start=4, **counts)
-        server.expect("ExplainPrefix", reply, check=first)
-        server.expect("ExplainPrefix", cache_pb.ExplainPrefixResponse(blocks=pages[1], **counts), check=second)
+        one, other = (
+            cache_pb.ExplainPrefixResponse(blocks=page, next_page_token=token, prompt_tokens=25, cached_tokens=12)
+            for page, token in zip(pages, ("t", ""), strict=True)
+        )
+        server.expect("ExplainPrefix", one, check=first)
+        server.expect("ExplainPrefix", other, check=second)
 
     expect()
     command = ["explain", "hi", "--namespace", "n", "--adapter", "a"]
@@ -62,7 +64,7 @@ def test_explain_tells_blocks_with_the_same_story_in_one_row(
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [b["outcome"] for b in found["blocks"]][2:4] == ["hit", "evicted"]
-    assert (len(found["blocks"]), found["next_start"]) == (7, None)
+    assert (len(found["blocks"]), found["next_page_token"]) == (7, "")
 
 
 def test_a_pin_of_nothing_is_exit_status_1(

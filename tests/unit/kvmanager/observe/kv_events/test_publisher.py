@@ -92,7 +92,7 @@ class Subscriber:
 
 
 def device_hashes(engine: EngineLoop) -> set[int]:
-    blocks = engine.queries.list_blocks(0, 9999, pb.BLOCK_STATE_UNSPECIFIED).blocks
+    blocks = engine.queries.list_blocks(9999, "", pb.BLOCK_STATE_UNSPECIFIED).blocks
     return {short_hash(bytes.fromhex(block.block_hash)) for block in blocks if block.block_hash}
 
 
