@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.request.command import SamplingParams
-from pagekv.kvmanager.scheduling.beam_search import candidates_per_beam
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
 # Names as clients see them, by number; a feature that this manager does not know is one that it does not use.
@@ -49,7 +48,7 @@ def check_supported(sampling: SamplingParams, model: EngineInfo) -> None:
             f"must be from 0 to {model.max_logprobs}, more the executor does not tell, got {sampling.logprobs}",
         )
     ends = len(sampling.end_ids(model.eos_token_ids))
-    if sampling.beam_width and candidates_per_beam(sampling.beam_width, ends) > model.max_logprobs:
+    if sampling.beam_width and sampling.beam_width + ends > model.max_logprobs:
         raise InvalidRequest(
             "sampling_params.beam_width",
             f"must be from 0 to {max(0, model.max_logprobs - ends)} (the executor tells {model.max_logprobs} "
