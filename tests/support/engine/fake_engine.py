@@ -124,11 +124,16 @@ class FakeEngine(EngineLoop, EngineQueries):
             cached_tokens=4,
         )
 
-    def pin_prefix(self, token_ids: list[int], identity: CacheIdentity, lease_s: int) -> pb.PinPrefixResponse:
+    def pin_prefix(
+        self, token_ids: list[int], identity: CacheIdentity, lease_s: int, pin_id: str = ""
+    ) -> pb.PinPrefixResponse:
         if self.refusal is not None:
             raise self.refusal
         self.lookups.append((token_ids, identity))
-        return pb.PinPrefixResponse(pin_id=f"pin-{lease_s}", pinned_tokens=8)
+        return pb.PinPrefixResponse(pin_id=pin_id or f"pin-{lease_s}", pinned_tokens=8)
+
+    def list_pins(self) -> pb.ListPinsResponse:
+        return pb.ListPinsResponse(pins=[pb.PinInfo(pin_id="pin-60", pinned_tokens=8, namespace="n", adapter="a")])
 
     def unpin_prefix(self, pin_id: str) -> int:
         return 8 if pin_id == "pin-60" else 0

@@ -48,6 +48,7 @@ def check_supported(sampling: SamplingParams, model: EngineInfo) -> None:
             f"must be from 0 to {model.max_logprobs}, more the executor does not tell, got {sampling.logprobs}",
         )
     ends = len(sampling.end_ids(model.eos_token_ids))
+    # `BeamSearch.num_candidates` of every beam.
     if sampling.beam_width and sampling.beam_width + ends > model.max_logprobs:
         raise InvalidRequest(
             "sampling_params.beam_width",
