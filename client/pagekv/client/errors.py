@@ -35,14 +35,14 @@ from pagekv.common.errors import (
 from pagekv.common.statuses import ERROR_DOMAIN, STATUS_DETAILS_KEY, STATUS_TABLE
 
 __all__ = [
-    "AlreadyExists", "Cancelled", "ComputationFailed", "ConnectionLost", "DeadlineExceeded", "Draining",
+    "AlreadyExists", "Cancelled", "ConnectionLost", "DeadlineExceeded", "Draining",
     "FailedPrecondition", "FellBehind", "InvalidRequest", "LimitExceeded", "NotFound", "OutOfMemory", "Overloaded",
     "PageKVError", "PermissionDenied", "RevisionGone", "SequenceFailed", "ServerError", "StaleEpoch", "Unauthenticated",
     "Unavailable", "Unreachable",
 ]  # fmt: skip  # one name a line would fill a screen
 
 
-class DeadlineExceeded(PageKVError):
+class DeadlineExceeded(PageKVError, TimeoutError):
     """The time given for the call has passed; the server has dropped the request."""
 
 
@@ -50,11 +50,11 @@ class Cancelled(PageKVError):
     """The call was cancelled here."""
 
 
-class Unreachable(Unavailable):
+class Unreachable(Unavailable, ConnectionError):
     """No connection could be made: nothing listens there, or the name does not resolve."""
 
 
-class ConnectionLost(Unavailable):
+class ConnectionLost(Unavailable, ConnectionError):
     """The connection broke while the call was running."""
 
 
@@ -67,16 +67,22 @@ class PermissionDenied(PageKVError):
 
 
 class ServerError(PageKVError):
-    """Any other failure; `code` is the gRPC status name, such as INTERNAL."""
+    """Any other failure; `code` is the gRPC status name, such as INTERNAL, `reason` the server's name of an
+    ErrorReason, such as COMPUTATION_FAILED, "" where it gave none.
+    """
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: str, message: str, reason: str = "") -> None:
         super().__init__(message)
         self.code = code
+        self.reason = reason
 
 
-# PageKV has no call of the clients' that it does not serve: see UNIMPLEMENTED in `_without_class`.
+# A caller can do nothing of his own about a failed computation, and PageKV has no call of the clients' that it does not
+# serve: see UNIMPLEMENTED in `_without_class`.
 _CLASSES: dict[tuple[grpc.StatusCode, str], type[PageKVError]] = {
-    (row.code, row.reason): cls for cls, row in STATUS_TABLE.items() if cls is not NotImplementedYet
+    (row.code, row.reason): cls
+    for cls, row in STATUS_TABLE.items()
+    if cls not in (ComputationFailed, NotImplementedYet)
 }
 # For reasons of later servers, and for statuses of proxies and of gRPC itself, which have none. A code that is not here
 # says too little.
@@ -149,7 +155,7 @@ def _without_class(code: grpc.StatusCode, reason: str | None, message: str, targ
         case grpc.StatusCode.UNIMPLEMENTED, None:
             message = f"the server at {target} does not know this call: is it a PageKV manager? ({message})"
             return ServerError(code.name, message)
-    return ServerError(code.name, f"PageKV at {target} failed with {code.name}: {message}")
+    return ServerError(code.name, f"PageKV at {target} failed with {code.name}: {message}", reason or "")
 
 
 def _details(raw: bytes) -> dict[str, Any]:

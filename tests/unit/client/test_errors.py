@@ -10,7 +10,8 @@ from support.clients.scripted_server import Fails, ScriptedServer, free_port
 
 from pagekv.client import (
     AlreadyExists,
-    ComputationFailed,
+    ConnectionLost,
+    DeadlineExceeded,
     FailedPrecondition,
     FellBehind,
     InvalidRequest,
@@ -60,11 +61,11 @@ from pagekv.common import errors
         ),
         (errors.StaleEpoch("old"), errors.StaleEpoch, {}),
         (errors.FellBehind("start again"), FellBehind, {}),
-        (errors.ComputationFailed("no"), ComputationFailed, {}),
+        (errors.ComputationFailed("no"), ServerError, {"code": "INTERNAL", "reason": "COMPUTATION_FAILED"}),
         (errors.SequenceFailed("not a number"), errors.SequenceFailed, {}),
         (errors.RevisionGone("too old"), errors.RevisionGone, {}),
-        (errors.NotImplementedYet("later"), ServerError, {"code": "UNIMPLEMENTED"}),
-        (grpc.StatusCode.INTERNAL, ServerError, {"code": "INTERNAL"}),
+        (errors.NotImplementedYet("later"), ServerError, {"code": "UNIMPLEMENTED", "reason": "NOT_IMPLEMENTED"}),
+        (grpc.StatusCode.INTERNAL, ServerError, {"code": "INTERNAL", "reason": ""}),
         (grpc.StatusCode.UNIMPLEMENTED, ServerError, {"code": "UNIMPLEMENTED"}),
     ],
 )
@@ -88,3 +89,18 @@ def test_nobody_listens(make_client: Any) -> None:
     for call in (client.stats, lambda: client.generate("x"), lambda: next(client.stream("x"))):
         with pytest.raises(Unreachable, match=rf"cannot reach PageKV at {target}.*pagekv up"):
             call()
+
+
+def test_errors_are_caught_by_their_builtin_bases() -> None:
+    caught: list[Exception] = []
+    for error, base in (
+        (Unreachable("nobody", retry_delay_s=2.0), ConnectionError),
+        (ConnectionLost("broken"), ConnectionError),
+        (DeadlineExceeded("late"), TimeoutError),
+    ):
+        try:
+            raise error
+        except base as found:
+            caught.append(found)
+    assert [str(error) for error in caught] == ["nobody", "broken", "late"]
+    assert [getattr(error, "retry_delay_s", None) for error in caught] == [2.0, 1.0, None]

@@ -10,12 +10,15 @@ from support.clients.scripted_server import Fails, ScriptedServer
 from pagekv.client.cli.failures import as_json, exit_status
 from pagekv.client.cli.main import main
 from pagekv.client.errors import (
+    Cancelled,
     ConnectionLost,
     DeadlineExceeded,
     InvalidRequest,
     Overloaded,
     PageKVError,
+    PermissionDenied,
     ServerError,
+    Unauthenticated,
     Unreachable,
 )
 
@@ -30,6 +33,10 @@ from pagekv.client.errors import (
         (ConnectionLost("gone"), 3, {"code": "UNAVAILABLE", "reason": "NOT_SERVING", "retry_delay_s": 1.0}),
         (DeadlineExceeded("late"), 1, {"code": "DEADLINE_EXCEEDED"}),
         (ServerError("DATA_LOSS", "odd"), 1, {"code": "DATA_LOSS"}),
+        (ServerError("INTERNAL", "no", "COMPUTATION_FAILED"), 1, {"code": "INTERNAL", "reason": "COMPUTATION_FAILED"}),
+        (Cancelled("here"), 1, {"code": "CANCELLED"}),
+        (Unauthenticated("who"), 1, {"code": "UNAUTHENTICATED"}),
+        (PermissionDenied("not you"), 1, {"code": "PERMISSION_DENIED"}),
     ],
 )  # fmt: skip  # laid out as a table
 def test_every_failure_has_a_status_and_a_line(error: PageKVError, status: int, fields: dict[str, object]) -> None:
