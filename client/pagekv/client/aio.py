@@ -50,9 +50,23 @@ class AsyncPageKVClient(ClientCalls):
         generation = self._generation(prompt, n, options)
         return AsyncStream(generation, self._chunks(generation))
 
-    def watch_events(self, *, token_ids: bool = True, snapshot_only: bool = False) -> AsyncGenerator[EventBatch]:
-        """The prefix table as it changes, as `PageKVClient.watch_events` tells it."""
-        return self._events(token_ids, snapshot_only)
+    def watch_events(
+        self,
+        *,
+        token_ids: bool = True,
+        snapshot_only: bool = False,
+        start_revision: int = 0,
+        instance_id: str = "",
+        progress_interval: float | None = None,
+    ) -> AsyncGenerator[EventBatch]:
+        """The prefix tables as they change, as `PageKVClient.watch_events` tells it."""
+        return self._watch(
+            token_ids=token_ids,
+            snapshot_only=snapshot_only,
+            start_revision=start_revision,
+            instance_id=instance_id,
+            progress_interval=progress_interval,
+        )
 
 
 class AsyncStream(StreamState, AsyncIterator[Chunk]):

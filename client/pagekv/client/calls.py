@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pagekv.client.channel import DEFAULT_RESUME_TIMEOUT_S, DEFAULT_TARGET, DEFAULT_TIMEOUT_S, channel_options
 from pagekv.client.errors import NotFound, from_rpc_error
 from pagekv.client.resumable_generation import ResumableGeneration
+from pagekv.client.resumable_watch import ResumableWatch
 from pagekv.client.types import (
     BlockList,
     BlockState,
@@ -33,7 +34,7 @@ from pagekv.client.types import (
     SequenceBlocks,
     Stats,
 )
-from pagekv.client.wire import event_batch, filled, flat, list_blocks_request, prompt_request
+from pagekv.client.wire import filled, flat, list_blocks_request, prompt_request
 from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import cache_service_pb2_grpc, inference_service_pb2_grpc, operator_service_pb2_grpc
 from pagekv.v1 import inference_service_pb2 as pb
@@ -276,16 +277,22 @@ class ClientCalls:
         status: HealthStatus = known.Name(answer.status) if answer.status in known.values() else "UNKNOWN"
         return status
 
-    async def _events(self, token_ids: bool, snapshot_only: bool) -> AsyncGenerator[EventBatch]:
-        request = operator_pb.WatchEventsRequest(token_ids=token_ids, snapshot_only=snapshot_only)
-        call = self._operator.WatchEvents(request)
-        try:
-            async for response in self._messages(call):
-                yield event_batch(response)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, self.target) from error
-        finally:
-            call.cancel()
+    def _watch(self, **wishes: Any) -> AsyncGenerator[EventBatch]:
+        return self._events(ResumableWatch(**wishes, resume_timeout_s=self._resume_timeout_s))
+
+    async def _events(self, watch: ResumableWatch) -> AsyncGenerator[EventBatch]:
+        while True:
+            call = self._operator.WatchEvents(watch.request())
+            try:
+                async for response in self._messages(call):
+                    for batch in watch.take(response):
+                        yield batch
+                return
+            except grpc.RpcError as error:
+                pause_s = watch.failed(from_rpc_error(error, self.target))
+            finally:
+                call.cancel()
+            await self._wait_for(self._sleep(pause_s))
 
     def _generation(
         self, prompt: Prompt, n: int, options: GenerateOptions, *, only_complete: bool = False

@@ -177,7 +177,10 @@ _EVENTS = {"stored": types.BlockStored, "removed": types.BlockRemoved, "cleared"
 
 def event_batch(message: operator_pb.WatchEventsResponse) -> types.EventBatch:
     """One message of WatchEvents."""
-    return types.EventBatch(message.sequence, message.snapshot, tuple(map(_event, message.events)), message.more)
+    events = tuple(map(_event, message.events))
+    return types.EventBatch(
+        message.sequence, message.snapshot, events, message.more, message.revision, message.instance_id
+    )
 
 
 def _event(message: operator_pb.CacheEvent) -> types.Event:
