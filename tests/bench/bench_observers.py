@@ -84,6 +84,13 @@ class _Link:
             layout="any",
             backend="bench",
             max_sequences=4096,
+            num_layers=1,
+            num_kv_heads=1,
+            head_size=1,
+            kv_dtype="none",
+            contract_revision=1,
+            max_steps_in_flight=2,
+            sampler="bench-1",
         )
 
     async def attach(self, *_: Any) -> None:

@@ -146,7 +146,7 @@ def test_prometheus_scrapes_it_and_the_dashboard_has_something_to_show(tmp_path:
                     expression = asked["expr"].replace("$__rate_interval", "1m").replace("$instance", target)
                     assert query(api, expression), f"{panel['title']}: {expression}"
             alerts = json.loads(get(f"{api}/alerts"))["data"]["alerts"]
-            # A busy machine may bring one about for a moment; none stays true for as long as a rule wants.
+            # A busy machine may make rules true for a moment; none stays true for as long as it must to fire.
             assert not [alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"]
             stack.executor.kill()
             until(lambda: query(api, 'ALERTS{alertname="PageKVExecutorLost"}'))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, NamedTuple, Unpack
 
@@ -22,6 +23,7 @@ from pagekv.client.types import (
     HealthStatus,
     ModelInfo,
     Pin,
+    PinInfo,
     PrefixExplanation,
     PrefixLookup,
     Prompt,
@@ -113,13 +115,32 @@ class ClientCalls(Connection):
 
     @for_both
     async def pin_prefix(
-        self, prompt: Prompt, lease_seconds: int, *, cache: CacheControls | None = None, adapter: str = ""
+        self,
+        prompt: Prompt,
+        lease_seconds: int,
+        *,
+        pin_id: str = "",
+        cache: CacheControls | None = None,
+        adapter: str = "",
     ) -> Pin:
-        """Keeps what is cached of a prompt from eviction for 1 to 86400 seconds. Raises LimitExceeded."""
+        """Keeps what is cached of a prompt from eviction for 1 to 86400 seconds. The `pin_id` of an earlier pin renews
+        that one, which then keeps what is cached now; without one the client makes a new one, so that a call repeated
+        after a lost connection makes no second pin. Raises LimitExceeded; a pin that could not be renewed stays.
+        """
         request = prompt_request(
-            cache_pb.PinPrefixRequest(), prompt, cache, adapter=adapter, lease_seconds=lease_seconds
+            cache_pb.PinPrefixRequest(pin_id=pin_id or f"pin-{secrets.token_hex(8)}"),
+            prompt,
+            cache,
+            adapter=adapter,
+            lease_seconds=lease_seconds,
         )
         return await self._ask_for(Pin, self._cache.PinPrefix, request)
+
+    @for_both
+    async def list_pins(self) -> list[PinInfo]:
+        """The pins whose lease runs, the one that expires first standing first."""
+        answer = await self._ask(self._cache.ListPins, cache_pb.ListPinsRequest())
+        return [flat(PinInfo, pin) for pin in answer.pins]
 
     @for_both
     async def unpin_prefix(self, pin_id: str) -> int:

@@ -18,7 +18,7 @@ TARGET_VARIABLE = "PAGEKV_TARGET"
 # Calls that change nothing, or nothing twice: gRPC itself repeats them when the connection fails.
 _IDEMPOTENT = (
     ("pagekv.v1.InferenceService", ("Abort", "Tokenize", "Detokenize", "GetModelInfo")),
-    ("pagekv.v1.CacheService", ("LookupPrefix", "ExplainPrefix", "UnpinPrefix")),
+    ("pagekv.v1.CacheService", ("LookupPrefix", "ExplainPrefix", "PinPrefix", "ListPins", "UnpinPrefix")),
     (
         "pagekv.v1.OperatorService",
         # WatchEvents only until its first message has come.

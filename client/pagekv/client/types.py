@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias, TypedDict
 
 __all__ = [
     "BlockExplanation", "BlockInfo", "BlockList", "BlockRemoved", "BlockStored", "CacheControls", "CacheReset",
-    "ChatMessage", "Chunk", "Completion", "EventBatch", "GenerateOptions", "MediaHash", "ModelInfo", "Pin",
+    "ChatMessage", "Chunk", "Completion", "EventBatch", "GenerateOptions", "MediaHash", "ModelInfo", "Pin", "PinInfo",
     "PositionLogprobs", "PrefixExplanation", "PrefixLookup", "Prompt", "RequestInfo", "RequestList", "SequenceBlocks",
     "SequenceState", "Stats", "TableCleared", "Tier", "TokenLogprob", "UnknownEvent",
 ]  # fmt: skip  # one name a line would fill a screen
@@ -365,6 +365,20 @@ class Pin:
 
     pin_id: str
     pinned_tokens: int
+    # In UTC.
+    expire_time: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class PinInfo:
+    """A pin whose lease runs, with the namespace and adapter of the blocks that it keeps."""
+
+    pin_id: str
+    pinned_tokens: int
+    namespace: str
+    adapter: str
+    # In UTC.
+    expire_time: datetime | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,14 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs leave it out
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pagekv.common.errors import PageKVError
 from pagekv.common.logs import Log
 from pagekv.common.statuses import abort_with
+from pagekv.common.unknown_fields import check_known
 
 log = Log(__name__)
 
@@ -35,6 +37,7 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns `PageKVError` from any handler into its status, and anything else into INTERNAL with a logged traceback.
+    Refuses requests with fields that are not known here; a handler of several requests does so by itself.
 
     A handler of streams is an async generator of messages or, where every microsecond counts, a coroutine that calls
     `context.write` by itself, with messages that are serialised already.
@@ -58,6 +61,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
             async def stream(request: Any, context: Any) -> None:
                 try:
+                    if isinstance(request, Message):
+                        check_known(request)
                     if writes:
                         await inner_stream(request, context)
                         return
@@ -76,6 +81,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
         async def unary(request: Any, context: Any) -> Any:
             try:
+                check_known(request)
                 return await inner_unary(request, context)
             except Exception as error:
                 await _abort(context, method, error)

@@ -22,36 +22,43 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from pagekv.v1 import types_pb2 as pagekv_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpagekv/v1/cache_service.proto\x12\tpagekv.v1\x1a\x15pagekv/v1/types.proto\"\x9b\x01\n\x13LookupPrefixRequest\x12!\n\x06prompt\x18\x05 \x01(\x0b\x32\x11.pagekv.v1.Prompt\x12\'\n\x05\x63\x61\x63he\x18\x04 \x01(\x0b\x32\x18.pagekv.v1.CacheControls\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\tJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04R\x04textR\ttokenizedR\x04\x63hat\"\x84\x01\n\x14LookupPrefixResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rdevice_tokens\x18\x02 \x01(\r\x12\x13\n\x0bhost_tokens\x18\x03 \x01(\r\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12\x16\n\x0epartial_tokens\x18\x05 \x01(\r\"\xdd\x01\n\x14\x45xplainPrefixRequest\x12!\n\x06prompt\x18\x07 \x01(\x0b\x32\x11.pagekv.v1.Prompt\x12\'\n\x05\x63\x61\x63he\x18\x04 \x01(\x0b\x32\x18.pagekv.v1.CacheControls\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\t\x12\x11\n\tpage_size\x18\t \x01(\r\x12\x12\n\npage_token\x18\n \x01(\tJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04J\x04\x08\x05\x10\x06J\x04\x08\x06\x10\x07R\x04textR\ttokenizedR\x04\x63hatR\x05startR\x05limit\"\x9d\x01\n\x15\x45xplainPrefixResponse\x12+\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x1b.pagekv.v1.BlockExplanation\x12\x17\n\x0fnext_page_token\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\rJ\x04\x08\x02\x10\x03R\nnext_start\"\x87\x02\n\x10\x42lockExplanation\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12(\n\x07outcome\x18\x03 \x01(\x0e\x32\x17.pagekv.v1.BlockOutcome\x12\x12\n\nblock_hash\x18\x04 \x01(\t\x12\x15\n\x08\x62lock_id\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x15\n\rshared_tokens\x18\x07 \x01(\r\x12\x16\n\tsteps_ago\x18\x08 \x01(\x04H\x01\x88\x01\x01\x12\x18\n\x0bseconds_ago\x18\t \x01(\x01H\x02\x88\x01\x01\x42\x0b\n\t_block_idB\x0c\n\n_steps_agoB\x0e\n\x0c_seconds_ago\"\xaf\x01\n\x10PinPrefixRequest\x12!\n\x06prompt\x18\x07 \x01(\x0b\x32\x11.pagekv.v1.Prompt\x12\'\n\x05\x63\x61\x63he\x18\x04 \x01(\x0b\x32\x18.pagekv.v1.CacheControls\x12\x15\n\rlease_seconds\x18\x05 \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\tJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04R\x04textR\ttokenizedR\x04\x63hat\":\n\x11PinPrefixResponse\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\x12\x15\n\rpinned_tokens\x18\x02 \x01(\r\"$\n\x12UnpinPrefixRequest\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\".\n\x13UnpinPrefixResponse\x12\x17\n\x0funpinned_tokens\x18\x01 \x01(\r*\x95\x02\n\x0c\x42lockOutcome\x12\x1d\n\x19\x42LOCK_OUTCOME_UNSPECIFIED\x10\x00\x12\x15\n\x11\x42LOCK_OUTCOME_HIT\x10\x01\x12\x1c\n\x18\x42LOCK_OUTCOME_NEVER_SEEN\x10\x02\x12\x19\n\x15\x42LOCK_OUTCOME_EVICTED\x10\x03\x12 \n\x1c\x42LOCK_OUTCOME_OTHER_IDENTITY\x10\x04\x12\x1e\n\x1a\x42LOCK_OUTCOME_PARTIAL_TAIL\x10\x05\x12\x1a\n\x16\x42LOCK_OUTCOME_DIVERGED\x10\x06\x12\x19\n\x15\x42LOCK_OUTCOME_CLEARED\x10\x07\x12\x1d\n\x19\x42LOCK_OUTCOME_UNREACHABLE\x10\x08\x32\xc9\x02\n\x0c\x43\x61\x63heService\x12O\n\x0cLookupPrefix\x12\x1e.pagekv.v1.LookupPrefixRequest\x1a\x1f.pagekv.v1.LookupPrefixResponse\x12R\n\rExplainPrefix\x12\x1f.pagekv.v1.ExplainPrefixRequest\x1a .pagekv.v1.ExplainPrefixResponse\x12\x46\n\tPinPrefix\x12\x1b.pagekv.v1.PinPrefixRequest\x1a\x1c.pagekv.v1.PinPrefixResponse\x12L\n\x0bUnpinPrefix\x12\x1d.pagekv.v1.UnpinPrefixRequest\x1a\x1e.pagekv.v1.UnpinPrefixResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpagekv/v1/cache_service.proto\x12\tpagekv.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15pagekv/v1/types.proto\"\x9b\x01\n\x13LookupPrefixRequest\x12!\n\x06prompt\x18\x05 \x01(\x0b\x32\x11.pagekv.v1.Prompt\x12\'\n\x05\x63\x61\x63he\x18\x04 \x01(\x0b\x32\x18.pagekv.v1.CacheControls\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\tJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04R\x04textR\ttokenizedR\x04\x63hat\"\x84\x01\n\x14LookupPrefixResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rdevice_tokens\x18\x02 \x01(\r\x12\x13\n\x0bhost_tokens\x18\x03 \x01(\r\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12\x16\n\x0epartial_tokens\x18\x05 \x01(\r\"\xdd\x01\n\x14\x45xplainPrefixRequest\x12!\n\x06prompt\x18\x07 \x01(\x0b\x32\x11.pagekv.v1.Prompt\x12\'\n\x05\x63\x61\x63he\x18\x04 \x01(\x0b\x32\x18.pagekv.v1.CacheControls\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\t\x12\x11\n\tpage_size\x18\t \x01(\r\x12\x12\n\npage_token\x18\n \x01(\tJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04J\x04\x08\x05\x10\x06J\x04\x08\x06\x10\x07R\x04textR\ttokenizedR\x04\x63hatR\x05startR\x05limit\"\x9d\x01\n\x15\x45xplainPrefixResponse\x12+\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x1b.pagekv.v1.BlockExplanation\x12\x17\n\x0fnext_page_token\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\rJ\x04\x08\x02\x10\x03R\nnext_start\"\x87\x02\n\x10\x42lockExplanation\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12(\n\x07outcome\x18\x03 \x01(\x0e\x32\x17.pagekv.v1.BlockOutcome\x12\x12\n\nblock_hash\x18\x04 \x01(\t\x12\x15\n\x08\x62lock_id\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x15\n\rshared_tokens\x18\x07 \x01(\r\x12\x16\n\tsteps_ago\x18\x08 \x01(\x04H\x01\x88\x01\x01\x12\x18\n\x0bseconds_ago\x18\t \x01(\x01H\x02\x88\x01\x01\x42\x0b\n\t_block_idB\x0c\n\n_steps_agoB\x0e\n\x0c_seconds_ago\"\xbf\x01\n\x10PinPrefixRequest\x12!\n\x06prompt\x18\x07 \x01(\x0b\x32\x11.pagekv.v1.Prompt\x12\'\n\x05\x63\x61\x63he\x18\x04 \x01(\x0b\x32\x18.pagekv.v1.CacheControls\x12\x15\n\rlease_seconds\x18\x05 \x01(\r\x12\x0e\n\x06pin_id\x18\x06 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\tJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04R\x04textR\ttokenizedR\x04\x63hat\"k\n\x11PinPrefixResponse\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\x12\x15\n\rpinned_tokens\x18\x02 \x01(\r\x12/\n\x0b\x65xpire_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x11\n\x0fListPinsRequest\"4\n\x10ListPinsResponse\x12 \n\x04pins\x18\x01 \x03(\x0b\x32\x12.pagekv.v1.PinInfo\"\x85\x01\n\x07PinInfo\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\x12\x15\n\rpinned_tokens\x18\x02 \x01(\r\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\x12/\n\x0b\x65xpire_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"$\n\x12UnpinPrefixRequest\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\".\n\x13UnpinPrefixResponse\x12\x17\n\x0funpinned_tokens\x18\x01 \x01(\r*\x95\x02\n\x0c\x42lockOutcome\x12\x1d\n\x19\x42LOCK_OUTCOME_UNSPECIFIED\x10\x00\x12\x15\n\x11\x42LOCK_OUTCOME_HIT\x10\x01\x12\x1c\n\x18\x42LOCK_OUTCOME_NEVER_SEEN\x10\x02\x12\x19\n\x15\x42LOCK_OUTCOME_EVICTED\x10\x03\x12 \n\x1c\x42LOCK_OUTCOME_OTHER_IDENTITY\x10\x04\x12\x1e\n\x1a\x42LOCK_OUTCOME_PARTIAL_TAIL\x10\x05\x12\x1a\n\x16\x42LOCK_OUTCOME_DIVERGED\x10\x06\x12\x19\n\x15\x42LOCK_OUTCOME_CLEARED\x10\x07\x12\x1d\n\x19\x42LOCK_OUTCOME_UNREACHABLE\x10\x08\x32\x8e\x03\n\x0c\x43\x61\x63heService\x12O\n\x0cLookupPrefix\x12\x1e.pagekv.v1.LookupPrefixRequest\x1a\x1f.pagekv.v1.LookupPrefixResponse\x12R\n\rExplainPrefix\x12\x1f.pagekv.v1.ExplainPrefixRequest\x1a .pagekv.v1.ExplainPrefixResponse\x12\x46\n\tPinPrefix\x12\x1b.pagekv.v1.PinPrefixRequest\x1a\x1c.pagekv.v1.PinPrefixResponse\x12\x43\n\x08ListPins\x12\x1a.pagekv.v1.ListPinsRequest\x1a\x1b.pagekv.v1.ListPinsResponse\x12L\n\x0bUnpinPrefix\x12\x1d.pagekv.v1.UnpinPrefixRequest\x1a\x1e.pagekv.v1.UnpinPrefixResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagekv.v1.cache_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_BLOCKOUTCOME']._serialized_start=1335
-  _globals['_BLOCKOUTCOME']._serialized_end=1612
-  _globals['_LOOKUPPREFIXREQUEST']._serialized_start=68
-  _globals['_LOOKUPPREFIXREQUEST']._serialized_end=223
-  _globals['_LOOKUPPREFIXRESPONSE']._serialized_start=226
-  _globals['_LOOKUPPREFIXRESPONSE']._serialized_end=358
-  _globals['_EXPLAINPREFIXREQUEST']._serialized_start=361
-  _globals['_EXPLAINPREFIXREQUEST']._serialized_end=582
-  _globals['_EXPLAINPREFIXRESPONSE']._serialized_start=585
-  _globals['_EXPLAINPREFIXRESPONSE']._serialized_end=742
-  _globals['_BLOCKEXPLANATION']._serialized_start=745
-  _globals['_BLOCKEXPLANATION']._serialized_end=1008
-  _globals['_PINPREFIXREQUEST']._serialized_start=1011
-  _globals['_PINPREFIXREQUEST']._serialized_end=1186
-  _globals['_PINPREFIXRESPONSE']._serialized_start=1188
-  _globals['_PINPREFIXRESPONSE']._serialized_end=1246
-  _globals['_UNPINPREFIXREQUEST']._serialized_start=1248
-  _globals['_UNPINPREFIXREQUEST']._serialized_end=1284
-  _globals['_UNPINPREFIXRESPONSE']._serialized_start=1286
-  _globals['_UNPINPREFIXRESPONSE']._serialized_end=1332
-  _globals['_CACHESERVICE']._serialized_start=1615
-  _globals['_CACHESERVICE']._serialized_end=1944
+  _globals['_BLOCKOUTCOME']._serialized_start=1642
+  _globals['_BLOCKOUTCOME']._serialized_end=1919
+  _globals['_LOOKUPPREFIXREQUEST']._serialized_start=101
+  _globals['_LOOKUPPREFIXREQUEST']._serialized_end=256
+  _globals['_LOOKUPPREFIXRESPONSE']._serialized_start=259
+  _globals['_LOOKUPPREFIXRESPONSE']._serialized_end=391
+  _globals['_EXPLAINPREFIXREQUEST']._serialized_start=394
+  _globals['_EXPLAINPREFIXREQUEST']._serialized_end=615
+  _globals['_EXPLAINPREFIXRESPONSE']._serialized_start=618
+  _globals['_EXPLAINPREFIXRESPONSE']._serialized_end=775
+  _globals['_BLOCKEXPLANATION']._serialized_start=778
+  _globals['_BLOCKEXPLANATION']._serialized_end=1041
+  _globals['_PINPREFIXREQUEST']._serialized_start=1044
+  _globals['_PINPREFIXREQUEST']._serialized_end=1235
+  _globals['_PINPREFIXRESPONSE']._serialized_start=1237
+  _globals['_PINPREFIXRESPONSE']._serialized_end=1344
+  _globals['_LISTPINSREQUEST']._serialized_start=1346
+  _globals['_LISTPINSREQUEST']._serialized_end=1363
+  _globals['_LISTPINSRESPONSE']._serialized_start=1365
+  _globals['_LISTPINSRESPONSE']._serialized_end=1417
+  _globals['_PININFO']._serialized_start=1420
+  _globals['_PININFO']._serialized_end=1553
+  _globals['_UNPINPREFIXREQUEST']._serialized_start=1555
+  _globals['_UNPINPREFIXREQUEST']._serialized_end=1591
+  _globals['_UNPINPREFIXRESPONSE']._serialized_start=1593
+  _globals['_UNPINPREFIXRESPONSE']._serialized_end=1639
+  _globals['_CACHESERVICE']._serialized_start=1922
+  _globals['_CACHESERVICE']._serialized_end=2320
 # @@protoc_insertion_point(module_scope)

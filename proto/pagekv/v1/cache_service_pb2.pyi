@@ -9,6 +9,7 @@ import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
+import google.protobuf.timestamp_pb2
 import pagekv.v1.types_pb2
 import sys
 import typing
@@ -278,9 +279,15 @@ class PinPrefixRequest(google.protobuf.message.Message):
     PROMPT_FIELD_NUMBER: builtins.int
     CACHE_FIELD_NUMBER: builtins.int
     LEASE_SECONDS_FIELD_NUMBER: builtins.int
+    PIN_ID_FIELD_NUMBER: builtins.int
     ADAPTER_FIELD_NUMBER: builtins.int
     lease_seconds: builtins.int
     """How long, 1 second to a day (86400)."""
+    pin_id: builtins.str
+    """Name of the pin, 1 to 128 characters of [A-Za-z0-9._:-], chosen by the caller so that a call can be repeated. The
+    same name again renews: the lease begins anew, and the pin holds what is cached of the prompt now instead of what
+    it held. Empty: the server makes a name, and a repeated call makes a second pin.
+    """
     adapter: builtins.str
     """As in GenerateRequest."""
     @property
@@ -297,10 +304,11 @@ class PinPrefixRequest(google.protobuf.message.Message):
         prompt: pagekv.v1.types_pb2.Prompt | None = ...,
         cache: pagekv.v1.types_pb2.CacheControls | None = ...,
         lease_seconds: builtins.int = ...,
+        pin_id: builtins.str = ...,
         adapter: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["cache", b"cache", "prompt", b"prompt"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "cache", b"cache", "lease_seconds", b"lease_seconds", "prompt", b"prompt"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "cache", b"cache", "lease_seconds", b"lease_seconds", "pin_id", b"pin_id", "prompt", b"prompt"]) -> None: ...
 
 global___PinPrefixRequest = PinPrefixRequest
 
@@ -312,19 +320,97 @@ class PinPrefixResponse(google.protobuf.message.Message):
 
     PIN_ID_FIELD_NUMBER: builtins.int
     PINNED_TOKENS_FIELD_NUMBER: builtins.int
+    EXPIRE_TIME_FIELD_NUMBER: builtins.int
     pin_id: builtins.str
-    """Its name, given or made; empty when nothing was cached, and so nothing is pinned."""
+    """Its name, given or made; empty when nothing was cached, and so nothing is pinned, by an older pin of that name
+    neither.
+    """
     pinned_tokens: builtins.int
     """Tokens that were cached and are now pinned."""
+    @property
+    def expire_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When its lease ends; absent when nothing is pinned."""
+
     def __init__(
         self,
         *,
         pin_id: builtins.str = ...,
         pinned_tokens: builtins.int = ...,
+        expire_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["pin_id", b"pin_id", "pinned_tokens", b"pinned_tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["expire_time", b"expire_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["expire_time", b"expire_time", "pin_id", b"pin_id", "pinned_tokens", b"pinned_tokens"]) -> None: ...
 
 global___PinPrefixResponse = PinPrefixResponse
+
+@typing.final
+class ListPinsRequest(google.protobuf.message.Message):
+    """Empty."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ListPinsRequest = ListPinsRequest
+
+@typing.final
+class ListPinsResponse(google.protobuf.message.Message):
+    """Every pin whose lease runs; there are 4096 at most."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PINS_FIELD_NUMBER: builtins.int
+    @property
+    def pins(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PinInfo]:
+        """The one that expires first stands first."""
+
+    def __init__(
+        self,
+        *,
+        pins: collections.abc.Iterable[global___PinInfo] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["pins", b"pins"]) -> None: ...
+
+global___ListPinsResponse = ListPinsResponse
+
+@typing.final
+class PinInfo(google.protobuf.message.Message):
+    """One pin."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PIN_ID_FIELD_NUMBER: builtins.int
+    PINNED_TOKENS_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    ADAPTER_FIELD_NUMBER: builtins.int
+    EXPIRE_TIME_FIELD_NUMBER: builtins.int
+    pin_id: builtins.str
+    """Its name."""
+    pinned_tokens: builtins.int
+    """Tokens it keeps."""
+    namespace: builtins.str
+    """Namespace of its blocks."""
+    adapter: builtins.str
+    """Adapter of its blocks."""
+    @property
+    def expire_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When its lease ends."""
+
+    def __init__(
+        self,
+        *,
+        pin_id: builtins.str = ...,
+        pinned_tokens: builtins.int = ...,
+        namespace: builtins.str = ...,
+        adapter: builtins.str = ...,
+        expire_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["expire_time", b"expire_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "expire_time", b"expire_time", "namespace", b"namespace", "pin_id", b"pin_id", "pinned_tokens", b"pinned_tokens"]) -> None: ...
+
+global___PinInfo = PinInfo
 
 @typing.final
 class UnpinPrefixRequest(google.protobuf.message.Message):
@@ -334,7 +420,7 @@ class UnpinPrefixRequest(google.protobuf.message.Message):
 
     PIN_ID_FIELD_NUMBER: builtins.int
     pin_id: builtins.str
-    """As PinPrefix returned it."""
+    """As PinPrefix returned it, 1 to 128 characters."""
     def __init__(
         self,
         *,

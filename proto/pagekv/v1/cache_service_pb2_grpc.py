@@ -51,6 +51,11 @@ class CacheServiceStub(object):
                 request_serializer=pagekv_dot_v1_dot_cache__service__pb2.PinPrefixRequest.SerializeToString,
                 response_deserializer=pagekv_dot_v1_dot_cache__service__pb2.PinPrefixResponse.FromString,
                 _registered_method=True)
+        self.ListPins = channel.unary_unary(
+                '/pagekv.v1.CacheService/ListPins',
+                request_serializer=pagekv_dot_v1_dot_cache__service__pb2.ListPinsRequest.SerializeToString,
+                response_deserializer=pagekv_dot_v1_dot_cache__service__pb2.ListPinsResponse.FromString,
+                _registered_method=True)
         self.UnpinPrefix = channel.unary_unary(
                 '/pagekv.v1.CacheService/UnpinPrefix',
                 request_serializer=pagekv_dot_v1_dot_cache__service__pb2.UnpinPrefixRequest.SerializeToString,
@@ -79,10 +84,17 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PinPrefix(self, request, context):
-        """Keeps the cached full blocks of a prompt from eviction for a limited time. Pins end
+        """Keeps the cached full blocks of a prompt from eviction for a limited time. Idempotent with a pin_id. Pins end
         with their lease, with UnpinPrefix, when an executor is lost and its memory with it, and by a forced reset.
         Errors: RESOURCE_EXHAUSTED (too many pins, or pinned blocks beyond --max-pinned-share or beyond what live
         requests need to finish; ErrorInfo.metadata has the numbers). A pin that could not be renewed stays as it was.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPins(self, request, context):
+        """The pins whose lease runs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -112,6 +124,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.PinPrefix,
                     request_deserializer=pagekv_dot_v1_dot_cache__service__pb2.PinPrefixRequest.FromString,
                     response_serializer=pagekv_dot_v1_dot_cache__service__pb2.PinPrefixResponse.SerializeToString,
+            ),
+            'ListPins': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPins,
+                    request_deserializer=pagekv_dot_v1_dot_cache__service__pb2.ListPinsRequest.FromString,
+                    response_serializer=pagekv_dot_v1_dot_cache__service__pb2.ListPinsResponse.SerializeToString,
             ),
             'UnpinPrefix': grpc.unary_unary_rpc_method_handler(
                     servicer.UnpinPrefix,
@@ -202,6 +219,33 @@ class CacheService(object):
             '/pagekv.v1.CacheService/PinPrefix',
             pagekv_dot_v1_dot_cache__service__pb2.PinPrefixRequest.SerializeToString,
             pagekv_dot_v1_dot_cache__service__pb2.PinPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPins(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagekv.v1.CacheService/ListPins',
+            pagekv_dot_v1_dot_cache__service__pb2.ListPinsRequest.SerializeToString,
+            pagekv_dot_v1_dot_cache__service__pb2.ListPinsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,11 +41,17 @@ class CacheServiceStub:
         pagekv.v1.cache_service_pb2.PinPrefixRequest,
         pagekv.v1.cache_service_pb2.PinPrefixResponse,
     ]
-    """Keeps the cached full blocks of a prompt from eviction for a limited time. Pins end
+    """Keeps the cached full blocks of a prompt from eviction for a limited time. Idempotent with a pin_id. Pins end
     with their lease, with UnpinPrefix, when an executor is lost and its memory with it, and by a forced reset.
     Errors: RESOURCE_EXHAUSTED (too many pins, or pinned blocks beyond --max-pinned-share or beyond what live
     requests need to finish; ErrorInfo.metadata has the numbers). A pin that could not be renewed stays as it was.
     """
+
+    ListPins: grpc.UnaryUnaryMultiCallable[
+        pagekv.v1.cache_service_pb2.ListPinsRequest,
+        pagekv.v1.cache_service_pb2.ListPinsResponse,
+    ]
+    """The pins whose lease runs."""
 
     UnpinPrefix: grpc.UnaryUnaryMultiCallable[
         pagekv.v1.cache_service_pb2.UnpinPrefixRequest,
@@ -76,11 +82,17 @@ class CacheServiceAsyncStub:
         pagekv.v1.cache_service_pb2.PinPrefixRequest,
         pagekv.v1.cache_service_pb2.PinPrefixResponse,
     ]
-    """Keeps the cached full blocks of a prompt from eviction for a limited time. Pins end
+    """Keeps the cached full blocks of a prompt from eviction for a limited time. Idempotent with a pin_id. Pins end
     with their lease, with UnpinPrefix, when an executor is lost and its memory with it, and by a forced reset.
     Errors: RESOURCE_EXHAUSTED (too many pins, or pinned blocks beyond --max-pinned-share or beyond what live
     requests need to finish; ErrorInfo.metadata has the numbers). A pin that could not be renewed stays as it was.
     """
+
+    ListPins: grpc.aio.UnaryUnaryMultiCallable[
+        pagekv.v1.cache_service_pb2.ListPinsRequest,
+        pagekv.v1.cache_service_pb2.ListPinsResponse,
+    ]
+    """The pins whose lease runs."""
 
     UnpinPrefix: grpc.aio.UnaryUnaryMultiCallable[
         pagekv.v1.cache_service_pb2.UnpinPrefixRequest,
@@ -117,11 +129,19 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
         request: pagekv.v1.cache_service_pb2.PinPrefixRequest,
         context: _ServicerContext,
     ) -> typing.Union[pagekv.v1.cache_service_pb2.PinPrefixResponse, collections.abc.Awaitable[pagekv.v1.cache_service_pb2.PinPrefixResponse]]:
-        """Keeps the cached full blocks of a prompt from eviction for a limited time. Pins end
+        """Keeps the cached full blocks of a prompt from eviction for a limited time. Idempotent with a pin_id. Pins end
         with their lease, with UnpinPrefix, when an executor is lost and its memory with it, and by a forced reset.
         Errors: RESOURCE_EXHAUSTED (too many pins, or pinned blocks beyond --max-pinned-share or beyond what live
         requests need to finish; ErrorInfo.metadata has the numbers). A pin that could not be renewed stays as it was.
         """
+
+    @abc.abstractmethod
+    def ListPins(
+        self,
+        request: pagekv.v1.cache_service_pb2.ListPinsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[pagekv.v1.cache_service_pb2.ListPinsResponse, collections.abc.Awaitable[pagekv.v1.cache_service_pb2.ListPinsResponse]]:
+        """The pins whose lease runs."""
 
     @abc.abstractmethod
     def UnpinPrefix(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagekv.common.errors import AlreadyExists
+from pagekv.common.errors import AlreadyExists, Unavailable
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.paging import page_token, read_page_token
 from pagekv.kvmanager.engine.queries import EngineQueries
@@ -51,6 +51,9 @@ class FakeEngine(EngineLoop, EngineQueries):
         self.table: list[Stored] = []
         self.watch: TableWatch | None = None
         self.ended_watches: list[TableWatch] = []
+
+    def not_attached(self) -> Unavailable:
+        return Unavailable("no executor is attached yet")
 
     def submit(self, command: GenerateCommand) -> RequestStream:
         if self.refusal is not None:
@@ -121,11 +124,16 @@ class FakeEngine(EngineLoop, EngineQueries):
             cached_tokens=4,
         )
 
-    def pin_prefix(self, token_ids: list[int], identity: CacheIdentity, lease_s: int) -> pb.PinPrefixResponse:
+    def pin_prefix(
+        self, token_ids: list[int], identity: CacheIdentity, lease_s: int, pin_id: str = ""
+    ) -> pb.PinPrefixResponse:
         if self.refusal is not None:
             raise self.refusal
         self.lookups.append((token_ids, identity))
-        return pb.PinPrefixResponse(pin_id=f"pin-{lease_s}", pinned_tokens=8)
+        return pb.PinPrefixResponse(pin_id=pin_id or f"pin-{lease_s}", pinned_tokens=8)
+
+    def list_pins(self) -> pb.ListPinsResponse:
+        return pb.ListPinsResponse(pins=[pb.PinInfo(pin_id="pin-60", pinned_tokens=8, namespace="n", adapter="a")])
 
     def unpin_prefix(self, pin_id: str) -> int:
         return 8 if pin_id == "pin-60" else 0

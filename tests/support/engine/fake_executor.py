@@ -125,18 +125,14 @@ class FakeExecutor:
         assert len(counts) == len(plan.scheduled_seq_ids), "a sequence is scheduled twice"
         shares = [(seq_id, seq, counts.get(seq_id, 1)) for seq_id, seq in self.live.items()]
         self._write(shares)
-        failed = [
-            seq_id
-            for seq_id, seq, count in shares
-            if self._samples(seq, count) and seq_id not in self.failed and self.fails(tuple(seq.tokens))
-        ]
-        self.failed.update(failed)
+        samples = {seq_id for seq_id, seq, count in shares if self._samples(seq, count)}
+        self.failed |= {seq_id for seq_id in samples if self.fails(tuple(self.live[seq_id].tokens))}
+        # One that failed in an earlier step knows fewer tokens than the manager planned by.
+        failed = [seq_id for seq_id, _, count in shares if seq_id in self.failed and count]
         self.any_void |= bool(failed)
         self._void(shares)
         prefixes = sorted(
-            (seq_id, self._read(seq, count))
-            for seq_id, seq, count in shares
-            if self._samples(seq, count) and seq_id not in self.failed
+            (seq_id, self._read(seq, count)) for seq_id, seq, count in shares if seq_id in samples - self.failed
         )
         sampled = [(seq_id, next_token(prefix, self.vocab)) for seq_id, prefix in prefixes]
         logprobs = {

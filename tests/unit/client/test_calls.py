@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,7 +19,7 @@ from pagekv.client import (
     PageKVClient,
     Pin,
 )
-from pagekv.client.types import PrefixLookup, RequestInfo, RequestList, SequenceBlocks
+from pagekv.client.types import PinInfo, PrefixLookup, RequestInfo, RequestList, SequenceBlocks
 from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2 as operator_pb
@@ -100,12 +101,35 @@ def test_the_other_calls(server: ScriptedServer, client: PageKVClient) -> None:
         BlockExplanation(0, 4, "hit", "ff", 0, "", 0, None, None),
         BlockExplanation(4, 8, "evicted", "", None, "", 0, 0, None),
     )
-    pin = cache_pb.PinPrefixRequest(prompt=as_prompt([1, 2]), lease_seconds=60)
-    server.expect("PinPrefix", cache_pb.PinPrefixResponse(pin_id="p", pinned_tokens=16), check=is_equal(pin))
-    assert client.pin_prefix([1, 2], 60) == Pin("p", 16)
+    pin = cache_pb.PinPrefixRequest(prompt=as_prompt([1, 2]), lease_seconds=60, pin_id="p")
+    made = cache_pb.PinPrefixResponse(pin_id="p", pinned_tokens=16)
+    made.expire_time.FromMilliseconds(1500)
+    server.expect("PinPrefix", made, check=is_equal(pin))
+    when = datetime.fromtimestamp(1.5, UTC)
+    assert client.pin_prefix([1, 2], 60, pin_id="p") == Pin("p", 16, when)
+    listed_pin = cache_pb.PinInfo(
+        pin_id="p", pinned_tokens=16, namespace="n", adapter="a", expire_time=made.expire_time
+    )
+    server.expect("ListPins", cache_pb.ListPinsResponse(pins=[listed_pin]))
+    assert client.list_pins() == [PinInfo("p", 16, "n", "a", when)]
     unpin = cache_pb.UnpinPrefixRequest(pin_id="p")
     server.expect("UnpinPrefix", cache_pb.UnpinPrefixResponse(unpinned_tokens=16), check=is_equal(unpin))
     assert client.unpin_prefix("p") == 16
+
+
+def test_a_pin_without_a_name_gets_one_that_a_repeated_call_keeps(server: ScriptedServer, client: PageKVClient) -> None:
+    names: list[str] = []
+
+    def note(request: cache_pb.PinPrefixRequest) -> None:
+        names.append(request.pin_id)
+
+    # gRPC itself repeats the first call.
+    server.expect("PinPrefix", Fails(grpc.StatusCode.UNAVAILABLE), check=note)
+    server.expect("PinPrefix", cache_pb.PinPrefixResponse(pin_id="p"), check=note)
+    server.expect("PinPrefix", cache_pb.PinPrefixResponse(pin_id="q"), check=note)
+    assert [client.pin_prefix("hi", 60).pin_id for _ in range(2)] == ["p", "q"]
+    assert names[0] == names[1] != names[2]
+    assert re.fullmatch("pin-[0-9a-f]{16}", names[0])
 
 
 def test_health(server: ScriptedServer, client: PageKVClient) -> None:
@@ -129,6 +153,6 @@ def test_both_clients_have_the_same_methods() -> None:
 def test_help_shows_what_a_call_takes_and_returns() -> None:
     for cls in (PageKVClient, AsyncPageKVClient):
         shown = inspect.signature(getattr(cls, "pin_prefix"))  # noqa: B009  # the stub of a descriptor is no function
-        assert [*shown.parameters] == ["self", "prompt", "lease_seconds", "cache", "adapter"]
+        assert [*shown.parameters] == ["self", "prompt", "lease_seconds", "pin_id", "cache", "adapter"]
         assert shown.return_annotation == "Pin"
         assert (getattr(cls, "pin_prefix").__doc__ or "").startswith("Keeps what is cached")  # noqa: B009  # as above

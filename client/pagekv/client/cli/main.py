@@ -34,7 +34,7 @@ GROUPS = {
     "run": ("demo", "up"),
     "use": ("generate", "chat", "tokenize", "detokenize"),
     "look": ("health", "version", "model", "stats", "top", "blocks", "block-table", "lookup", "explain", "watch"),
-    "steer": ("pin", "unpin", "abort", "reset-cache"),
+    "steer": ("pin", "pins", "unpin", "abort", "reset-cache"),
     "tools": ("bench", "plan", "replay"),
 }
 

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from pagekv.common.errors import InvalidRequest, PageKVError
 from pagekv.common.logs import Log
 from pagekv.executor.rpc import wire
-from pagekv.executor.session.session import Session
+from pagekv.executor.session.session import Session, StepFailed
 from pagekv.executor.session.step_stream import StepStream
 from pagekv.steps.v1 import executor_service_pb2 as pb
 from pagekv.steps.v1 import executor_service_pb2_grpc as pb_grpc
@@ -70,4 +70,4 @@ class ExecutorService(pb_grpc.ExecutorServiceServicer):
             stream.deliver(error)
         except Exception as error:
             log.exception("cannot read steps")
-            stream.deliver(error)
+            stream.deliver(StepFailed(f"steps cannot be read: {type(error).__name__}: {error}"))

@@ -6,10 +6,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, fields
 
-from google.protobuf.message import Message
-from google.protobuf.unknown_fields import UnknownFieldSet
-
-from pagekv.common.errors import InvalidRequest
+from pagekv.common.unknown_fields import check_known
 from pagekv.executor.backend.interface import (
     BackendDescription,
     BlockCopies,
@@ -46,12 +43,7 @@ def attach_order(message: pb.AttachRequest) -> AttachOrder:
 
 def step(message: pb.StepRequest) -> Step:
     """The step a message asks for. Raises InvalidRequest where a field of it is not known."""
-    _check_known(message, "{}")
-    for index, op in enumerate(message.memory_ops):
-        _check_known(op, "memory_ops[{1}].{0}", index)
-    for index, new in enumerate(message.new_seqs):
-        _check_known(new, "new_seqs[{1}].{0}", index)
-        _check_known(new.sampling, "new_seqs[{1}].sampling.{0}", index)
+    check_known(message, "R35")
     return Step(
         epoch=message.epoch,
         step=message.step,
@@ -75,17 +67,6 @@ def step(message: pb.StepRequest) -> Step:
         scheduled_seqs=list(message.scheduled_seqs),
         scheduled_tokens=list(message.scheduled_tokens),
     )
-
-
-def _check_known(message: Message, path: str, index: int = 0) -> None:
-    """`path`: that of a field of the message, with places for the field's number and the index. Filled in for refusals
-    alone, since every step comes by here.
-    """
-    unknown = UnknownFieldSet(message)
-    if len(unknown):
-        number = unknown[0].field_number
-        what = f"this executor knows no field {number} of {type(message).__name__}"
-        raise InvalidRequest(path.format(number, index), f"must be absent: {what}", "R35")
 
 
 def _sampling(message: pb.StepSampling) -> Sampling:

@@ -52,7 +52,7 @@ LOST = "the executor's device failed: it starts anew"
 
 
 class StepFailed(ComputationFailed):
-    """The backend failed in the middle of a step; the message says which step and why."""
+    """The backend failed in the middle of a step, or steps cannot be read; the message says which step, and why."""
 
 
 class Session:

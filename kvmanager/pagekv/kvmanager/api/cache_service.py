@@ -6,14 +6,12 @@ from typing import Any
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.api.served_model import ServedModel
-from pagekv.kvmanager.api.validation import check_length, read_lookup
+from pagekv.kvmanager.api.validation import check_request_id, read_lookup
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.paging import read_page_size
 from pagekv.kvmanager.kvcache.pins import MAX_LEASE_S, MIN_LEASE_S
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import cache_service_pb2_grpc as pb_grpc
-
-MAX_PIN_ID_CHARACTERS = 64
 
 
 class CacheService(pb_grpc.CacheServiceServicer):
@@ -36,9 +34,14 @@ class CacheService(pb_grpc.CacheServiceServicer):
         lease = request.lease_seconds
         if not MIN_LEASE_S <= lease <= MAX_LEASE_S:
             raise InvalidRequest("lease_seconds", f"must be from {MIN_LEASE_S} to {MAX_LEASE_S}, got {lease}")
+        if request.pin_id:
+            check_request_id("pin_id", request.pin_id)
         prompt, identity = await read_lookup(request, self._served_model.served())
-        return self._queries.pin_prefix(prompt, identity, lease)
+        return self._queries.pin_prefix(prompt, identity, lease, request.pin_id)
+
+    async def ListPins(self, request: pb.ListPinsRequest, context: Any) -> pb.ListPinsResponse:
+        return self._queries.list_pins()
 
     async def UnpinPrefix(self, request: pb.UnpinPrefixRequest, context: Any) -> pb.UnpinPrefixResponse:
-        check_length("pin_id", request.pin_id, MAX_PIN_ID_CHARACTERS)
+        check_request_id("pin_id", request.pin_id)
         return pb.UnpinPrefixResponse(unpinned_tokens=self._queries.unpin_prefix(request.pin_id))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
 from typing import Any
 
 from pagekv.common.errors import InvalidRequest
@@ -66,13 +65,12 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
         served = self._served_model.served()
-        tokenizer, shown = served.tokenizer, asdict(served.model)
-        del shown["bytes_per_block"]
+        tokenizer = served.tokenizer
         return pb.GetModelInfoResponse(
             has_tokenizer=tokenizer is not None,
             has_chat_template=tokenizer is not None and tokenizer.chat_template is not None,
             max_sequence_tokens=longest_sequence(served.model, 0),
-            **shown,
+            **served.model.shown(),
         )
 
 

@@ -140,7 +140,7 @@ async def read_lookup(
 
 
 def check_request_id(field: str, request_id: str) -> None:
-    """Raises InvalidRequest unless `request_id` is one that Generate takes."""
+    """Raises InvalidRequest unless `request_id` is one that Generate takes, which names of pins must be too."""
     if not REQUEST_ID.fullmatch(request_id):
         raise InvalidRequest(field, f"must be 1 to 128 characters of [A-Za-z0-9._:-], got {_quote(request_id)}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pagekv.common.errors import AlreadyExists, InvalidRequest, Overloaded, Unavailable
 from pagekv.kvmanager.engine.capacity import blocks_needed, check_output_fits, total_tokens
+from pagekv.kvmanager.engine.features import check_supported
 from pagekv.kvmanager.engine.state import RETRY_DELAY_S, EngineState, draining
 from pagekv.kvmanager.request.command import GenerateCommand
 
@@ -23,6 +24,7 @@ def check_admissible(command: GenerateCommand, state: EngineState) -> None:
     # Checked by `read_generate`, but another executor may have come since: encoding a long text takes time.
     if command.model_fingerprint not in ("", model.model_fingerprint):
         raise Unavailable("the executor came back with another model while the request was read")
+    check_supported(command.sampling, model)
     total, max_tokens = total_tokens(command), command.sampling.max_tokens
     width, most = command.sampling.beam_width, scheduler.limits.max_running
     check_output_fits(total - max_tokens, max_tokens, width, model)

@@ -45,12 +45,15 @@ class AnswerCheck:
 
     def _take_failed(self, expected: list[int], result: StepResult) -> tuple[list[int], StepResult]:
         """The sequences left to sample, and the result with new failures alone."""
+        silent = sorted(self._failed.intersection(expected) - result.failed.keys())
+        if silent:
+            raise WrongAnswer("failed_seqs", f"must have sequences that failed in an earlier step, lacks {silent[:8]}")
         odd = sorted(result.failed.keys() - set(expected))
         if odd:
             raise WrongAnswer("failed_seqs", f"must be of sequences that would sample in this step, got {odd[:8]}")
         fresh = {seq_id: why for seq_id, why in result.failed.items() if seq_id not in self._failed}
         self._failed.update(fresh)
-        return [seq_id for seq_id in expected if seq_id not in self._failed], replace(result, failed=fresh)
+        return [seq_id for seq_id in expected if seq_id not in result.failed], replace(result, failed=fresh)
 
     def _check_logprobs(self, result: StepResult) -> None:
         asked = self._asked

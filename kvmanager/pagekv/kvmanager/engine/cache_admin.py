@@ -16,7 +16,7 @@ from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, chain_digests, ro
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events.log import TableLog
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
-from pagekv.kvmanager.kvcache.pins import Pins
+from pagekv.kvmanager.kvcache.pins import PinLease, Pins
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.step_plan import Admitted
@@ -137,17 +137,42 @@ class CacheAdmin:
     # -- pins
 
     def pin(
-        self, token_ids: Sequence[int], identity: CacheIdentity, lease_s: float, live: Iterable[GenerateCommand]
+        self,
+        token_ids: Sequence[int],
+        identity: CacheIdentity,
+        lease_s: float,
+        live: Iterable[GenerateCommand],
+        pin_id: str = "",
     ) -> pb.PinPrefixResponse:
-        """Pins the cached part of a prompt, beside the live requests. Raises LimitExceeded, with nothing changed."""
+        """Pins the cached part of a prompt, beside the live requests; a pin of this id holds it instead of what it
+        held. Raises LimitExceeded, with nothing changed.
+        """
         blocks = self.lookup(token_ids, identity, partial_hits=False).block_ids
         if not blocks:
+            self.unpin(pin_id)
             return pb.PinPrefixResponse()
-        size = self.pool.block_size
+        size, before = self.pool.block_size, len(self.pins)
         needs = [blocks_needed(total_tokens(command), size, command.sampling.beam_width) for command in live]
-        pin_id = self.pins.pin(blocks, lease_s, max(needs, default=0))
+        info = self._info(self.pins.pin(blocks, lease_s, max(needs, default=0), pin_id, identity))
         self._arm()
-        return pb.PinPrefixResponse(pin_id=pin_id, pinned_tokens=len(blocks) * size)
+        if len(self.pins) == before:
+            # Renewed: blocks that it held may be free now.
+            self._wake()
+        return pb.PinPrefixResponse(pin_id=info.pin_id, pinned_tokens=info.pinned_tokens, expire_time=info.expire_time)
+
+    def list_pins(self) -> pb.ListPinsResponse:
+        """The pins whose lease runs, the one that expires first standing first."""
+        return pb.ListPinsResponse(pins=map(self._info, self.pins.leases()))
+
+    def _info(self, lease: PinLease) -> pb.PinInfo:
+        info = pb.PinInfo(
+            pin_id=lease.pin_id,
+            pinned_tokens=len(lease.blocks) * self.pool.block_size,
+            namespace=lease.identity.namespace,
+            adapter=lease.identity.adapter_id,
+        )
+        info.expire_time.FromMilliseconds(round(1e3 * (time.time() + lease.expires_at - self._clock())))
+        return info
 
     def unpin(self, pin_id: str) -> int:
         """Ends a pin; tokens it held, 0 when there is no such pin."""

@@ -13,15 +13,16 @@ import grpc
 from pagekv.common.server import MAX_RECEIVE_BYTES
 from pagekv.common.statuses import STATUS_DETAILS_KEY
 from pagekv.kvmanager.engine.executor_wire import step_request, step_result
+from pagekv.kvmanager.engine.features import feature_numbers
 from pagekv.kvmanager.engine.recovery import Fault, WrongAnswer
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 from pagekv.steps.v1 import executor_service_pb2 as pb
 from pagekv.steps.v1 import executor_service_pb2_grpc as pb_grpc
 
-# Loading has happened before Describe answers, but its profiling pass may be slow on a busy machine. Seconds.
-# The revision of executor_service.proto that steps are made by.
+# The latest revision of executor_service.proto that steps can be made by.
 CONTRACT_REVISION = 1
+# Seconds. Loading has happened before Describe answers, but its profiling pass may be slow on a busy machine.
 DESCRIBE_TIMEOUT_S = 300.0
 ATTACH_TIMEOUT_S = 300.0
 
@@ -63,7 +64,7 @@ class ExecutorLink:
         self._results: deque[StepResult] = deque()
         self._error: ExecutorLost | WrongAnswer | None = None
         self._eos: tuple[int, ...] = ()
-        self._features: list[pb.ExecutorFeature.ValueType] = []
+        self._revision = CONTRACT_REVISION
         self._step = 0
         self.epoch = 0
 
@@ -74,7 +75,7 @@ class ExecutorLink:
         )
         with _refusals("Describe"):
             answer = await self._stub.Describe(request, timeout=DESCRIBE_TIMEOUT_S)
-        self._features = [*answer.features]
+        self._revision = min(CONTRACT_REVISION, answer.contract_revision)
         return answer
 
     async def attach(self, manager_id: str, model: EngineInfo, layout: str, take_over: bool) -> None:
@@ -88,8 +89,8 @@ class ExecutorLink:
             num_host_blocks=model.num_host_blocks,
             layout=layout,
             take_over=take_over,
-            required_features=self._features,
-            contract_revision=CONTRACT_REVISION,
+            required_features=feature_numbers(model.features),
+            contract_revision=self._revision,
         )
         with _refusals("Attach"):
             answer = await self._stub.Attach(request, timeout=ATTACH_TIMEOUT_S)

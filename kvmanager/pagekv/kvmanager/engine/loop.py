@@ -15,13 +15,15 @@ import uuid
 from collections.abc import Callable
 from operator import attrgetter
 
-from pagekv.common.errors import Overloaded, SequenceFailed, Unavailable
+from pagekv.common.errors import InvalidRequest, Overloaded, SequenceFailed, Unavailable
 from pagekv.common.logs import Log
 from pagekv.kvmanager.engine.admission_control import check_admissible
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.capacity import longest_sequence, total_tokens
 from pagekv.kvmanager.engine.config import EngineConfig
+from pagekv.kvmanager.engine.description import check_description
 from pagekv.kvmanager.engine.executor_client import AttachRefused, ExecutorLink, ExecutorLost
+from pagekv.kvmanager.engine.features import check_supported
 from pagekv.kvmanager.engine.live_requests import LiveRequests
 from pagekv.kvmanager.engine.observer import Observers, RequestEnd
 from pagekv.kvmanager.engine.outputs import deliver, deliver_abort
@@ -93,6 +95,7 @@ class EngineLoop:
             except (ExecutorLost, AttachRefused, WrongAnswer) as error:
                 if isinstance(error, AttachRefused) and state.model is None:
                     raise
+                state.no_executor = str(error)
                 log.warning("no executor", executor=self._config.executor, reason=error)
                 self._fail_after_attempts(Fault.NONE if isinstance(error, AttachRefused) else error.fault)
             except InvariantError as error:
@@ -108,6 +111,7 @@ class EngineLoop:
     async def _attach(self, link: ExecutorLink) -> None:
         config, state = self._config, self._state
         description = await link.describe(config.block_size, config.limits.max_batch_tokens)
+        check_description(description)
         model = size_model(description, config)
         await link.attach(self._manager_id, model, description.layout, config.take_over)
         limits = size_limits(description, config)
@@ -137,6 +141,8 @@ class EngineLoop:
             blocks=model.num_device_blocks,
             host_blocks=model.num_host_blocks,
             block_size=model.block_size,
+            features=",".join(model.features),
+            sampler=model.sampler,
         )
 
     def _fail_misfits(self, model: EngineInfo, max_running: int) -> None:
@@ -152,6 +158,11 @@ class EngineLoop:
             if not (same and fits and width <= max_running):
                 what = "another model, a smaller pool, or room for fewer sequences"
                 self._fail(request, Unavailable(f"the executor restarted with {what}"))
+                continue
+            try:
+                check_supported(request.command.sampling, model)
+            except InvalidRequest as error:
+                self._fail(request, error)
 
     async def _drive(self, link: ExecutorLink) -> None:
         """Plans, sends and commits until the link is lost or the loop is stopped."""
@@ -270,6 +281,10 @@ class EngineLoop:
     def model(self) -> EngineInfo | None:
         """The served model; None until an executor is attached for the first time."""
         return self._state.model
+
+    def not_attached(self) -> Unavailable:
+        """The error of calls before `model` is known."""
+        return self._state.not_attached()
 
     def submit(self, command: GenerateCommand) -> RequestStream:
         """Queues a request. Raises AlreadyExists, Overloaded, Unavailable, InvalidRequest when it can never fit, or

@@ -96,9 +96,18 @@ class EngineQueries:
         """Why each of a page of a prompt's blocks hits or misses; changes nothing. Raises InvalidRequest."""
         return self._cache.explain(token_ids, identity, page_size, token)
 
-    def pin_prefix(self, token_ids: list[int], identity: CacheIdentity, lease_s: int) -> pb.PinPrefixResponse:
-        """Keeps the cached part of a prompt for `lease_s` seconds. Raises LimitExceeded, with nothing changed."""
-        return self._cache.pin(token_ids, identity, lease_s, (request.command for request in self._state.live.all()))
+    def pin_prefix(
+        self, token_ids: list[int], identity: CacheIdentity, lease_s: int, pin_id: str = ""
+    ) -> pb.PinPrefixResponse:
+        """Keeps the cached part of a prompt for `lease_s` seconds; a pin of this id keeps it instead of what it kept.
+        Raises LimitExceeded, with nothing changed.
+        """
+        live = (request.command for request in self._state.live.all())
+        return self._cache.pin(token_ids, identity, lease_s, live, pin_id)
+
+    def list_pins(self) -> pb.ListPinsResponse:
+        """The pins whose lease runs, the one that expires first standing first."""
+        return self._cache.list_pins()
 
     def unpin_prefix(self, pin_id: str) -> int:
         """Ends a pin; tokens it held, 0 when there is no such pin."""

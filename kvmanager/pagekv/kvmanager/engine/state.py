@@ -33,6 +33,8 @@ class EngineState:
     # Both None until an executor is attached for the first time.
     scheduler: Scheduler | None = None
     model: EngineInfo | None = None
+    # Why the latest attempt to attach failed.
+    no_executor: str = ""
     # Attachments so far.
     epochs: int = 0
     attached: bool = False
@@ -44,5 +46,10 @@ class EngineState:
     def serving(self) -> Scheduler:
         """The scheduler. Raises Unavailable before the first attachment."""
         if self.scheduler is None:
-            raise Unavailable("no executor is attached yet", RETRY_DELAY_S)
+            raise self.not_attached()
         return self.scheduler
+
+    def not_attached(self) -> Unavailable:
+        """The error of calls before the first attachment."""
+        reason = f": {self.no_executor}" if self.no_executor else ""
+        return Unavailable(f"no executor is attached yet{reason}", RETRY_DELAY_S)

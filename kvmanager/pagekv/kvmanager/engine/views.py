@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,5 +61,16 @@ class EngineInfo:
     num_device_blocks: int
     num_host_blocks: int
     backend: str
-    # Keys and values of one block, over all layers.
+    # Abilities of the executor that this epoch may use.
+    features: tuple[str, ...] = ()
+    sampler: str = ""
+    kv_dtype: str = ""
+    # The rest is not shown. Keys and values of one block, over all layers.
     bytes_per_block: int = 0
+    # Likeliest tokens that the executor reports at most.
+    max_logprobs: int = 0
+
+    def shown(self) -> dict[str, Any]:
+        """The fields of GetModelInfoResponse."""
+        hidden = ("bytes_per_block", "max_logprobs")
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in hidden}

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagekv.kvmanager.errors import InvariantError
-from pagekv.kvmanager.kvcache.free_queue import FreeQueue
+from pagekv.kvmanager.kvcache.eviction_policy import FreeQueue
 
 if TYPE_CHECKING:
     from pagekv.kvmanager.kvcache.events.log import TableLog

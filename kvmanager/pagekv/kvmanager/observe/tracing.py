@@ -1,9 +1,8 @@
 """Requests as OpenTelemetry spans, sent to a collector over OTLP/HTTP from a thread of its own: the phases of a request
 (queued, prefill chunks, decode, preempted, swapped out) and their times.
 
-A step in which nothing begins or ends costs two calls; spans are made when their request has ended. Spans that the
-collector does not take in time are dropped: the queue of the exporter's thread is bounded, and nothing waits for it.
-Spans hold counts, times and the request's id; no text and no tokens.
+Spans are made when their request has ended; spans that the collector does not take in time are dropped: the queue is
+bounded, and nothing waits for it. Spans hold counts, times and the request's id; no text, no tokens.
 """
 
 from __future__ import annotations
@@ -251,10 +250,8 @@ class Tracing(Observer):
         progress.turn(doing, now, decoded)
 
     def emit(self, trace: TracedRequest) -> None:
-        """Sends the spans of a request that has ended, below the span that its caller named.
-
-        Spans are made whole, when their times are known already: a tracer that starts and ends them costs eight times
-        as much, and the next step waits for it.
+        """Sends the spans of a request that has ended, below the span that its caller named. Spans are made whole: a
+        tracer that starts and ends them costs eight times as much.
         """
         context, command = Context(), trace.request.command
         if command.trace_parent:

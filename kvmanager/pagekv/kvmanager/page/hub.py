@@ -1,8 +1,9 @@
-"""The viewers of the page, and the timer that looks at the pools for them.
+"""The viewers of the page, the frames that they are taken to, and the timer that looks at the pools for them.
 
-The timer runs while there are viewers. Looks take at most a hundredth of the event loop's time: where a look at a huge
-pool takes long, there are fewer of them. Making and writing messages comes on top. A message takes a viewer from the
-frame it has to the latest one, so a viewer that reads slowly skips frames and holds nothing up.
+A frame is everything the page shows at one moment. A message takes a viewer from the frame it has to the latest one,
+so a viewer that reads slowly skips frames and holds nothing up. The timer runs while there are viewers. Looks take at
+most a hundredth of the event loop's time: where a look at a huge pool takes long, there are fewer of them. Making and
+writing messages comes on top.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,11 +21,11 @@ import numpy as np
 from pagekv.common.errors import Overloaded
 from pagekv.common.logs import Log
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.page import frame as frames
-from pagekv.kvmanager.page.block_states import device_bytes, host_bytes
+from pagekv.kvmanager.engine.views import EngineInfo
+from pagekv.kvmanager.page import block_states
 from pagekv.kvmanager.page.event_feed import EventFeed
-from pagekv.kvmanager.page.frame import PoolFrame
 from pagekv.kvmanager.page.rates import PoolRates
+from pagekv.v1 import types_pb2
 
 log = Log(__name__)
 
@@ -34,6 +36,82 @@ COUNT_S = 0.5
 # Share of the event loop's time that looks may take.
 MAX_SHARE = 0.01
 _RETRY_DELAY_S = 10.0
+# Requests in a frame.
+MAX_REQUESTS = 200
+
+Row = dict[str, Any]
+# Statistics in a frame, besides the charts.
+_TOTALS = (
+    "running_sequences", "waiting_sequences", "prompt_tokens_total", "cached_tokens_total", "prefix_hit_rate",
+    "generated_tokens_total", "evicted_blocks_total", "preemptions_total", "steps_total", "requests_total",
+    "published_blocks", "active_blocks", "utilization", "pins", "executor_attached", "executor_restarts_total",
+    "hash_alarms_total", "swapped_out_blocks_total", "swapped_in_blocks_total",
+)  # fmt: skip  # several entries a line: one each would fill a screen
+# Numbers of a request in a frame.
+_ROW = (
+    "request_id", "priority", "num_sequences", "prompt_tokens", "cached_tokens", "computed_tokens",
+    "generated_tokens", "max_total_tokens", "num_blocks", "preemptions",
+)  # fmt: skip  # several entries a line: one each would fill a screen
+
+
+@dataclass(frozen=True, slots=True)
+class PoolFrame:
+    """The page at one moment. Immutable, so readers may keep it."""
+
+    number: int
+    epoch: int
+    device: block_states.Bytes
+    host: block_states.Bytes
+    # Numbers of the last point of the charts and of the last event before this moment.
+    points: int
+    events: int
+    # The rest of a message as it is sent, by name: step, counts of both pools, requests, totals.
+    fields: dict[str, Any]
+
+
+def request_rows(engine: EngineLoop) -> tuple[dict[str, Row], int]:
+    """Up to MAX_REQUESTS live requests by request id, running ones first; and how many are live."""
+    found = engine.queries.list_requests(MAX_REQUESTS)
+    rows = {
+        info.request_id: {name: getattr(info, name) for name in _ROW} | {"state": state_name(info.state)}
+        for info in found.requests
+    }
+    return rows, found.total
+
+
+def state_name(state: types_pb2.SequenceState.ValueType) -> str:
+    """The state of a sequence or request as the page has it: "waiting", "running" or "swapped"."""
+    return types_pb2.SequenceState.Name(state).removeprefix("SEQUENCE_STATE_").lower()
+
+
+def snapshot(frame: PoolFrame, model: EngineInfo, boot: str) -> dict[str, Any]:
+    """A message for a reader that has no frame of this epoch. A new `boot` says that all counts begin anew: every
+    manager counts epochs, steps, points and events from 1.
+    """
+    return {
+        "type": "snapshot",
+        "boot": boot,
+        "epoch": frame.epoch,
+        "model": {
+            "id": model.model_id, "backend": model.backend, "block_size": model.block_size,
+            "max_model_len": model.max_model_len,
+        },
+        "blocks": model.num_device_blocks,
+        "host_blocks": model.num_host_blocks,
+        # Numbers of blocks that are shown, from the first on.
+        "shown": len(frame.device),
+        "host_shown": len(frame.host),
+        "device": block_states.whole(frame.device),
+        "host": block_states.whole(frame.host),
+        **frame.fields,
+    }  # fmt: skip  # laid out as a table
+
+
+def delta(old: PoolFrame, new: PoolFrame) -> dict[str, Any]:
+    """A message that takes a reader from one frame of an epoch to a later one; unchanged fields are left out."""
+    states = {"device": block_states.change(old.device, new.device), "host": block_states.change(old.host, new.host)}
+    message = {name: value for name, value in new.fields.items() if old.fields[name] != value}
+    return {"type": "delta", **message, **{name: runs for name, runs in states.items() if runs}}
 
 
 class Viewer:
@@ -106,11 +184,11 @@ class PageHub:
         if seen is None or seen.epoch != frame.epoch:
             model = self._engine.model
             assert model is not None
-            content = frames.snapshot(frame, model, self._boot)
+            content = snapshot(frame, model, self._boot)
             # With a snapshot a page draws its charts afresh.
             points = self._rates.since(0)
         else:
-            content, points = frames.delta(seen, frame), self._rates.since(seen.points)
+            content, points = delta(seen, frame), self._rates.since(seen.points)
         news = {"points": points, "events": self.feed.since(0 if seen is None else seen.events)}
         return content | {name: items for name, items in news.items() if items}
 
@@ -134,21 +212,27 @@ class PageHub:
             return
         old = self.frame
         now = self._clock()
-        device = device_bytes(blocks.ref_counts, blocks.pins, blocks.published)
-        host = host_bytes(blocks.host_ref_counts, blocks.host_keyed)
+        device = block_states.device_bytes(blocks.ref_counts, blocks.pins, blocks.published)
+        host = block_states.host_bytes(blocks.host_ref_counts, blocks.host_keyed)
         if old is None or old.epoch != blocks.epoch or now - self._counted_at >= COUNT_S:
             self._counted_at = now
             stats = queries.stats()
             self.feed.look(blocks)
             self._rates.add(now, stats)
-            requests, live = frames.request_rows(self._engine)
-            totals = frames.totals(stats, live)
+            requests, live = request_rows(self._engine)
+            totals = {name: getattr(stats, name) for name in _TOTALS} | {"live_requests": live}
         else:
             requests, totals = old.fields["requests"], old.fields["totals"]
             if old.events == self.feed.total and np.array_equal(old.device, device) and np.array_equal(old.host, host):
                 return
         number = old.number + 1 if old is not None else 1
-        fields = frames.fields(blocks.step, device, host, requests, totals)
+        fields = {
+            "step": blocks.step,
+            "counts": block_states.counts(device, block_states.STATES),
+            "host_counts": block_states.counts(host, block_states.HOST_STATES),
+            "requests": requests,
+            "totals": totals,
+        }
         self.frame = PoolFrame(number, blocks.epoch, device, host, self._rates.total, self.feed.total, fields)
         self._messages = {}
         news, self.news = self.news, asyncio.Event()

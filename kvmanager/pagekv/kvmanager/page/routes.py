@@ -15,8 +15,7 @@ from pagekv.kvmanager.api.validation import check_request_id
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.views import BlockDetail
 from pagekv.kvmanager.page.explain import explain
-from pagekv.kvmanager.page.frame import request_rows, state_name
-from pagekv.kvmanager.page.hub import PageHub, Viewer
+from pagekv.kvmanager.page.hub import PageHub, Viewer, request_rows, state_name
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 from pagekv.v1 import operator_service_pb2 as pb
 

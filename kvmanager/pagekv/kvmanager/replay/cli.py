@@ -14,11 +14,10 @@ from typing import TypeVar
 
 from pagekv.common.flags import FlagParser, add_flags, from_args, integer, number, power_of_two
 from pagekv.kvmanager.kvcache.eviction_policy import DEFAULT_POLICY, DEFAULT_PROTECTED_SHARE
-from pagekv.kvmanager.replay.cache_mode import replay_cache
+from pagekv.kvmanager.replay.modes import replay_cache, replay_timed
 from pagekv.kvmanager.replay.options import MODES, POLICIES, ReplayOptions, TimedOptions
 from pagekv.kvmanager.replay.report import as_json, as_table, draw
 from pagekv.kvmanager.replay.step_replay import StepsError, is_recording_of_steps, replay_steps
-from pagekv.kvmanager.replay.timed_mode import replay_timed
 from pagekv.kvmanager.replay.trace import (
     DEFAULT_TOKENS_PER_ID,
     FORMATS,

@@ -22,6 +22,7 @@ from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.eviction_policy import EvictionOrder
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.observe.recording.step_recorder import COLUMNS, FORMAT, SAMPLING, VERSION, numbers, plan_columns
+from pagekv.kvmanager.replay.trace import shown
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.logprobs import TokenLogprobs
 from pagekv.kvmanager.request.stream import RequestStream
@@ -33,7 +34,6 @@ from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
 # A record has one prompt or one step; a larger one is no record.
 _MAX_RECORD_BYTES = 2**30
-_SHOWN = 60
 
 
 class StepsError(ValueError):
@@ -125,8 +125,8 @@ class _Replay:
             "plan": self._plan,
             "commit": self._commit,
             "finish": self._finish,
-            "share": lambda blocks: self._now().pool.share(_blocks(blocks)),
-            "free": lambda blocks: self._now().pool.free(_blocks(blocks)),
+            "share": lambda blocks: self._now().pool.share(np.frombuffer(blocks, np.int32)),
+            "free": lambda blocks: self._now().pool.free(np.frombuffer(blocks, np.int32)),
             "preempt": lambda: self._now().preempt_all(),
             "clear": lambda: self._now().clear_prefix_cache(),
         }
@@ -208,7 +208,7 @@ class _Replay:
             raise StepsError(f"{step}: {'derived' if recorded is None else 'recorded'}, but not both")
         for name, before, now in zip(COLUMNS, recorded, plan_columns(plan), strict=True):
             if before != now:
-                raise StepsError(f"{step}: {name}: recorded {_shown(before)}, derived {_shown(now)}")
+                raise StepsError(f"{step}: {name}: recorded {shown(_plain(before))}, derived {shown(_plain(now))}")
 
     def _commit(
         self,
@@ -233,15 +233,6 @@ class _Replay:
 
 def _over(request: LiveRequest) -> bool:
     return all(sequence.state is SeqStatus.FINISHED for sequence in request.sequences)
-
-
-def _blocks(column: bytes) -> Any:
-    return np.array(numbers(column), np.int32)
-
-
-def _shown(value: Any) -> str:
-    text = repr(_plain(value))
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
 def _plain(value: Any) -> Any:

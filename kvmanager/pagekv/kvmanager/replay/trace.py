@@ -115,22 +115,22 @@ def _mooncake(first: tuple[int, str], rest: _Lines, tokens_per_id: int) -> Itera
         except (ValueError, RecursionError) as error:
             raise TraceError(f"line {number}: not a JSON object: {error}") from error
         if not isinstance(value, dict):
-            raise TraceError(f"line {number}: not a JSON object but {_shown(value)}")
+            raise TraceError(f"line {number}: not a JSON object but {shown(value)}")
         timestamp = value.get("timestamp")
         # NaN fails every comparison.
         if not isinstance(timestamp, int | float) or not 0 <= timestamp <= _MAX_TIMESTAMP_MS:
             bounds = f"must be milliseconds from 0 to {_MAX_TIMESTAMP_MS}"
-            raise TraceError(f"line {number}: timestamp: {bounds}, got {_shown(timestamp)}")
+            raise TraceError(f"line {number}: timestamp: {bounds}, got {shown(timestamp)}")
         input_length = _length(number, "input_length", value.get("input_length"))
         output_length = _length(number, "output_length", value.get("output_length"))
         ids = value.get("hash_ids")
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i <= MAX_HASH_ID for i in ids):
             bounds = f"must be a list of whole numbers from 0 to {MAX_HASH_ID}"
-            raise TraceError(f"line {number}: hash_ids: {bounds}, got {_shown(ids)}")
+            raise TraceError(f"line {number}: hash_ids: {bounds}, got {shown(ids)}")
         block_size = value.get("block_size", tokens_per_id)
         if type(block_size) is not int or block_size != tokens_per_id:
             wanted = f"{tokens_per_id}, as --tokens-per-id or the first line says"
-            raise TraceError(f"line {number}: block_size: must be {wanted}, got {_shown(block_size)}")
+            raise TraceError(f"line {number}: block_size: must be {wanted}, got {shown(block_size)}")
         expected = -(-input_length // tokens_per_id)
         if len(ids) != expected:
             wanted = f"{expected} ids for {input_length} tokens of {tokens_per_id} each"
@@ -142,7 +142,7 @@ def _azure(first: tuple[int, str], rest: _Lines) -> Iterator[TraceRecord]:
     header = tuple(next(csv.reader([first[1].strip()])))
     if header != _AZURE_FIELDS:
         neither = f"neither a JSON object nor the header {','.join(_AZURE_FIELDS)}"
-        raise TraceError(f"line {first[0]}: {neither}: {_shown(first[1].strip())}")
+        raise TraceError(f"line {first[0]}: {neither}: {shown(first[1].strip())}")
     for number, line in rest:
         row = next(csv.reader([line.strip()]))
         if len(row) != len(header):
@@ -151,7 +151,7 @@ def _azure(first: tuple[int, str], rest: _Lines) -> Iterator[TraceRecord]:
             arrival = datetime.fromisoformat(row[0])
         except ValueError as error:
             wanted = "must be like 2023-11-16 18:15:46.680590"
-            raise TraceError(f"line {number}: TIMESTAMP: {wanted}, got {_shown(row[0])}") from error
+            raise TraceError(f"line {number}: TIMESTAMP: {wanted}, got {shown(row[0])}") from error
         if arrival.tzinfo is None:
             arrival = arrival.replace(tzinfo=UTC)
         lengths = [int(text) if text.isascii() and text.isdigit() and len(text) < 20 else text for text in row[1:]]
@@ -161,11 +161,12 @@ def _azure(first: tuple[int, str], rest: _Lines) -> Iterator[TraceRecord]:
 
 def _length(number: int, field: str, value: Any) -> int:
     if type(value) is not int or not 1 <= value <= MAX_LENGTH:
-        raise TraceError(f"line {number}: {field}: must be a whole number from 1 to {MAX_LENGTH}, got {_shown(value)}")
+        raise TraceError(f"line {number}: {field}: must be a whole number from 1 to {MAX_LENGTH}, got {shown(value)}")
     return value
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value as an error message quotes it."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 

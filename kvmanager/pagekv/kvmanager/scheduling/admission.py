@@ -11,13 +11,10 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from pagekv.kvmanager.scheduling.block_tables import Arrival, BlockTables
-from pagekv.kvmanager.scheduling.counters import SchedulerCounters
-from pagekv.kvmanager.scheduling.limits import SchedulerLimits
-from pagekv.kvmanager.scheduling.running_queue import RunningQueue
+from pagekv.kvmanager.scheduling.queues import RunningQueue, WaitingQueue
 from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_SEQ_ID, LiveRequest, Seq, SeqStatus, key
 from pagekv.kvmanager.scheduling.shared_prefill import pair_arrivals
 from pagekv.kvmanager.scheduling.step_builder import StepBuilder
-from pagekv.kvmanager.scheduling.waiting_queue import WaitingQueue
 
 # Steps after which a head of the queue that did not fit looks for newly cached blocks, even if none became free.
 RETRY_STEPS = 16
@@ -47,8 +44,6 @@ class Admission:
     _running: RunningQueue
     _tables: BlockTables
     _waiting: WaitingQueue
-    _limits: SchedulerLimits
-    _counters: SchedulerCounters
     _blocked: _Blocked | None = None
 
     def plan_forks(self, step: StepBuilder) -> None:
@@ -61,9 +56,9 @@ class Admission:
             if parent.state is SeqStatus.RUNNING and not running.batch.decoding[parent.seq_id]:
                 continue  # its prompt is under way
             children = self._waiting.take_children(request)
-            room = min(step.room, self._limits.max_running - len(running.order))
+            room = min(step.room, self._tables.limits.max_running - len(running.order))
             fits = len(children) <= room and tables.pool.num_free - len(children) >= self._watermark(request)
-            may = children and parent.state in HOLDING and fits and self._limits.fork_sharing
+            may = children and parent.state in HOLDING and fits and self._tables.limits.fork_sharing
             # Each computes the last prompt position for itself.
             if may and tables.fork([parent] * len(children), children, recomputed=1):
                 for child in children:
@@ -82,7 +77,7 @@ class Admission:
         for sequence in running.returning[:]:
             # More beams may hold blocks than fit into the executor at once. Each leaves after a step, so the others
             # follow; and while there are as many nothing else is admitted, so what stays there leaves a slot.
-            if not step.room or step.num_at_executor >= self._limits.max_running:
+            if not step.room or step.num_at_executor >= self._tables.limits.max_running:
                 return
             if running.shared_prefill.is_ready(sequence):
                 step.add_new(sequence)
@@ -140,7 +135,7 @@ class Admission:
         request = head.request
         # Beams leave the executor after every step, so they can take turns in one slot.
         slots = len(group) if request.search is None else 1
-        if len(self._running.order) + slots > self._limits.max_running:
+        if len(self._running.order) + slots > self._tables.limits.max_running:
             return []
         watermark, blocked = self._watermark(request), self._blocked
         if blocked is not None and blocked.sequence is head and blocked.count == len(group):
@@ -149,7 +144,7 @@ class Admission:
             if step.plan.num_tokens and blocked.steps_left and pool.num_free < blocked.free_needed + watermark:
                 return []
         self._blocked = None
-        if len(request.sequences) == 1 or not self._limits.fork_sharing:
+        if len(request.sequences) == 1 or not self._tables.limits.fork_sharing:
             arrivals = [Arrival(sequence) for sequence in group]
         else:
             arrivals = pair_arrivals(group, pool.block_size)
@@ -164,14 +159,14 @@ class Admission:
         # With no other running it protects nobody, and insisting on it could block a large prompt for ever.
         if self._running.is_alone(request):
             return 0
-        return math.ceil(self._limits.watermark * self._tables.pool.num_blocks)
+        return math.ceil(self._tables.limits.watermark * self._tables.pool.num_blocks)
 
     def _come_apart(self, group: list[Seq]) -> bool:
         """Whether sequences that did not fit together have waited for it long enough."""
         empty, request = not self._running.order, group[0].request
         request.steps_at_head += 1
         if request.search is None:
-            never = len(group) > self._limits.max_running or empty
+            never = len(group) > self._tables.limits.max_running or empty
             request.apart = never or request.steps_at_head >= PATIENCE_STEPS
             return request.apart
         # Beams that an empty pool cannot hold.
@@ -187,7 +182,7 @@ class Admission:
                 sequence.cached_tokens = sibling.cached_tokens
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.num_computed, sequence.num_prompt)
-            self._counters.prompt_tokens += sequence.num_prompt
-            self._counters.cached_tokens += sequence.cached_tokens
+            self._tables.counters.prompt_tokens += sequence.num_prompt
+            self._tables.counters.cached_tokens += sequence.cached_tokens
             # Before the sequence publishes its own blocks.
             step.plan.admitted.append(self._tables.admitted(arrival))

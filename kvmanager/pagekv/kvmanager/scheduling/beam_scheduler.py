@@ -13,12 +13,10 @@ from dataclasses import dataclass
 
 from pagekv.kvmanager.scheduling.beam_search import Continuation
 from pagekv.kvmanager.scheduling.block_tables import BlockTables
-from pagekv.kvmanager.scheduling.counters import SchedulerCounters
 from pagekv.kvmanager.scheduling.preemption import Preemption
-from pagekv.kvmanager.scheduling.running_queue import RunningQueue
+from pagekv.kvmanager.scheduling.queues import RunningQueue, WaitingQueue
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq, SeqStatus
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
-from pagekv.kvmanager.scheduling.waiting_queue import WaitingQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +27,6 @@ class BeamScheduler:
     _tables: BlockTables
     _waiting: WaitingQueue
     _preemption: Preemption
-    _counters: SchedulerCounters
 
     def allocate_slots(self) -> None:
         """Gives a block to every returning beam whose table is full. To be called before anything is planned, because
@@ -64,7 +61,7 @@ class BeamScheduler:
         search, beams = request.search, request.sequences
         assert search is not None
         continuing = search.advance([beam.candidates or [] for beam in beams])
-        self._counters.generated_tokens += len(continuing)
+        self._tables.counters.generated_tokens += len(continuing)
         going_on = {continuation.parent for continuation in continuing}
         for index, beam in enumerate(beams):
             if index not in going_on:

@@ -58,23 +58,12 @@ class Hypothesis:
     finish: FinishReason
 
 
-def candidates_per_beam(width: int, num_end_ids: int) -> int:
-    """How many likeliest tokens of every beam a search needs: all of its end tokens might be among them, and `width`
-    others are left then."""
-    return width + num_end_ids
-
-
 class BeamSearch:
     """States: searching → done. One call of `advance` per step; at first there is a single beam without tokens."""
 
     def __init__(self, sampling: SamplingParams, num_return: int, eos_token_ids: Iterable[int] = ()) -> None:
-        """`eos_token_ids` are those of the model. Raises ValueError."""
+        """`eos_token_ids` are those of the model."""
         self.width = sampling.beam_width
-        if not 1 <= num_return <= self.width:
-            raise ValueError(f"num_return must be from 1 to the width ({self.width}), got {num_return}")
-        least, most = sampling.min_tokens, sampling.max_tokens
-        if not 0 <= least <= most or most < 1:
-            raise ValueError(f"must hold: 0 <= min_tokens ({least}) <= max_tokens ({most}), not 0")
         self._num_return = num_return
         self._sampling = sampling
         # End a hypothesis unless fewer than `min_tokens` tokens come before them.
@@ -92,8 +81,10 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """How many likeliest tokens of every beam `advance` needs, or the vocabulary if that is smaller."""
-        return candidates_per_beam(self.width, len(self._end_ids))
+        """How many likeliest tokens of every beam `advance` needs, or the vocabulary if that is smaller: all end tokens
+        might be among them, and `width` others are left then.
+        """
+        return self.width + len(self._end_ids)
 
     def advance(self, candidates: Sequence[Candidates]) -> list[Continuation]:
         """Takes in a step: the `num_candidates` likeliest tokens of every beam, in the order of `beams`.

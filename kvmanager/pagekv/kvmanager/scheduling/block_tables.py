@@ -57,7 +57,8 @@ class BlockTables:
         self.pool = pool
         self.host = host
         self._block_size = pool.block_size
-        self._limits = limits
+        self.limits = limits
+        self.counters = counters
         # Copies that the next step has to make, in order.
         self._copies: list[BlockCopy] = []
         self.swapper = Swapper(pool, host, self._copies, counters, shared=limits.prefix_cache)
@@ -96,7 +97,7 @@ class BlockTables:
         """Finds what the arrival can reuse."""
         sequence, size = arrival.sequence, self._block_size
         known, identity = sequence.num_tokens, sequence.request.command.identity
-        reads = self._limits.prefix_cache and identity.read
+        reads = self.limits.prefix_cache and identity.read
         if reads:
             # At least one token is computed, or there would be no logits to sample from.
             arrival.hits = self._match(sequence, (known - 1) // size)
@@ -111,7 +112,7 @@ class BlockTables:
             arrival.host_blocks, computed = self.swapper.match(sequence, first)
             if arrival.host_blocks:
                 arrival.num_computed = computed
-        copies = reads and self._limits.partial_hits and not identity.media
+        copies = reads and self.limits.partial_hits and not identity.media
         if copies and not arrival.host_blocks and not arrival.shared:
             self._match_partial(arrival)
 
@@ -150,7 +151,7 @@ class BlockTables:
             assert arrival.sibling is not None
             begin = np.array(arrival.sibling.block_table[: arrival.shared], np.int32)
             pool.share(begin)
-            if self._limits.prefix_cache:
+            if self.limits.prefix_cache:
                 self._extend_digests(sequence)
         fresh = self.allocate(arrival.num_fresh)
         if fresh is None:
@@ -170,7 +171,7 @@ class BlockTables:
         """How a prompt fared at the prefix cache; to be asked after its first admission, before it publishes."""
         sequence, size = arrival.sequence, self._block_size
         hits, identity = sequence.num_published, sequence.request.command.identity
-        if not (self._limits.prefix_cache and identity.read) or hits == sequence.num_tokens // size:
+        if not (self.limits.prefix_cache and identity.read) or hits == sequence.num_tokens // size:
             return Admitted(sequence, hits, None, 0)
         self._extend_digests(sequence)
         digest, start, end = sequence.digests[hits], hits * size, (hits + 1) * size
@@ -220,7 +221,7 @@ class BlockTables:
         size = self._block_size
         computed = [child.num_tokens - recomputed for child in children]
         # Leading blocks of each parent that the child shares, and the blocks behind these.
-        shares = [count // size if self._limits.fork_sharing else 0 for count in computed]
+        shares = [count // size if self.limits.fork_sharing else 0 for count in computed]
         ends = [-(-child.num_tokens // size) for child in children]
         fresh = self.allocate(sum(ends) - sum(shares))
         if fresh is None:
@@ -250,7 +251,7 @@ class BlockTables:
         if full <= first:
             return
         sequence.num_published = full
-        if not (self._limits.prefix_cache and sequence.publishes):
+        if not (self.limits.prefix_cache and sequence.publishes):
             return
         self._extend_digests(sequence)
         digests, blocks = sequence.digests, sequence.blocks()[first:full]
@@ -267,7 +268,7 @@ class BlockTables:
                 sequence.publishes = self.pool.publish_chain(
                     blocks[here], digests[begin:end], parent, chunks[here], first=begin == 0, media=media
                 )
-        if computed_now and self._limits.partial_hits:
+        if computed_now and self.limits.partial_hits:
             self._being_computed.append(blocks)
 
     def _is_entered(self, sequence: Seq, index: int, digest: bytes) -> bool:
@@ -287,7 +288,7 @@ class BlockTables:
         whatever block it stands, and the sequence counts as computed up to there.
         """
         first = position // self._block_size
-        if self._limits.prefix_cache:
+        if self.limits.prefix_cache:
             self._extend_digests(sequence)
             self.pool.invalidate(sequence.digests[first:])
             self.host.invalidate(sequence.digests[first:])
@@ -303,7 +304,7 @@ class BlockTables:
         `token_bytes`, and publishes that last block. Each decoding sequence needs this once in block_size steps.
         """
         size = self._block_size
-        prefix_cache = self._limits.prefix_cache
+        prefix_cache = self.limits.prefix_cache
         ready: list[int] = []
         offered: list[int] = []
         before: list[Node] = []
@@ -352,7 +353,7 @@ class BlockTables:
         """Before `free`: keeps in the host pool what these sequences have computed, if the policy is for it, as far as
         there is room.
         """
-        policy = self._limits.swap
+        policy = self.limits.swap
         if policy.mode != "recompute" and self.host.num_blocks:
             for sequence in group:
                 self.publish(sequence)

@@ -1,5 +1,4 @@
-"""Sequences that decode, as a struct of arrays: a step touches columns, not one Python object per sequence
-(23 against 56 us for 256 decodes, 87 against 365 for 1,024).
+"""Sequences that decode, as a struct of arrays: a step touches columns, not one Python object per sequence.
 
 A row's number is the seq_id, the sequence's number at the executor too. A row is opened at admission, decodes from the
 chunk that completes the known tokens, and is kept after its sequence was removed until no step in flight samples it: a

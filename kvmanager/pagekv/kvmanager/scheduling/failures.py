@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from pagekv.kvmanager.scheduling.block_tables import BlockTables
 from pagekv.kvmanager.scheduling.preemption import Preemption
-from pagekv.kvmanager.scheduling.running_queue import RunningQueue
+from pagekv.kvmanager.scheduling.queues import RunningQueue, WaitingQueue
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq, SeqStatus
 from pagekv.kvmanager.scheduling.step_plan import StepPlan
-from pagekv.kvmanager.scheduling.waiting_queue import WaitingQueue
 
 
 @dataclass(frozen=True, slots=True)

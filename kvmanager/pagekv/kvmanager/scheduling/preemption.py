@@ -11,11 +11,8 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 
 from pagekv.kvmanager.scheduling.block_tables import BlockTables
-from pagekv.kvmanager.scheduling.counters import SchedulerCounters
-from pagekv.kvmanager.scheduling.limits import SchedulerLimits
-from pagekv.kvmanager.scheduling.running_queue import RunningQueue
+from pagekv.kvmanager.scheduling.queues import RunningQueue, WaitingQueue
 from pagekv.kvmanager.scheduling.sequence import HOLDING, LiveRequest, Seq, SeqStatus, key
-from pagekv.kvmanager.scheduling.waiting_queue import WaitingQueue
 
 
 @dataclass(slots=True)
@@ -25,8 +22,6 @@ class Preemption:
     _running: RunningQueue
     _tables: BlockTables
     _waiting: WaitingQueue
-    _limits: SchedulerLimits
-    _counters: SchedulerCounters
     # Since the latest plan, and whether something was kept in the host pool.
     _preempted: list[tuple[Seq, bool]] = field(default_factory=list)
 
@@ -56,7 +51,7 @@ class Preemption:
             if other.request is sequence.request or other.key < sequence.key:
                 break
             if _may_be_preempted(other):
-                if other.request.preemptions < self._limits.preemption_limit:
+                if other.request.preemptions < self._tables.limits.preemption_limit:
                     last = other
                     break
                 last = last or other
@@ -88,7 +83,7 @@ class Preemption:
     def _give_back(self, group: list[Seq]) -> None:
         members = sorted(group, key=key)
         for member in reversed(members):
-            self._counters.preemptions += 1
+            self._tables.counters.preemptions += 1
             member.preemptions += 1
             member.candidates = None
             self._running.remove(member, SeqStatus.WAITING)
@@ -96,7 +91,7 @@ class Preemption:
         self._tables.swap_out(members)
         for member in reversed(members):
             self._tables.free(member)
-            self._counters.swap_preemptions += member.swapped is not None
+            self._tables.counters.swap_preemptions += member.swapped is not None
             self._preempted.append((member, member.swapped is not None))
             self._waiting.push(member)
 

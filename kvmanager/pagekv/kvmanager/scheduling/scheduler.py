@@ -28,11 +28,10 @@ from pagekv.kvmanager.scheduling.failures import Failures
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.listener import SchedulerListener
 from pagekv.kvmanager.scheduling.preemption import Preemption
-from pagekv.kvmanager.scheduling.running_queue import RunningQueue
+from pagekv.kvmanager.scheduling.queues import RunningQueue, WaitingQueue
 from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_SEQ_ID, LiveRequest, Seq, SeqStatus, key
 from pagekv.kvmanager.scheduling.step_builder import StepBuilder
 from pagekv.kvmanager.scheduling.step_plan import Committed, StepPlan, StepResult
-from pagekv.kvmanager.scheduling.waiting_queue import WaitingQueue
 
 
 class Scheduler:
@@ -57,17 +56,17 @@ class Scheduler:
     def _begin_epoch(
         self, pool: BlockPool, limits: SchedulerLimits, eos_token_ids: Iterable[int], host: HostPool | None
     ) -> None:
-        waiting, counters = self.waiting, self.counters
+        waiting = self.waiting
         self.pool = pool
         self.host = HostPool(0, pool.block_size) if host is None else host
         self.limits = limits
         self._eos = tuple(eos_token_ids)
-        self._tables = tables = BlockTables(pool, self.host, limits, counters)
+        self._tables = tables = BlockTables(pool, self.host, limits, self.counters)
         self._running = running = RunningQueue(pool.block_size)
-        self.preemption = Preemption(running, tables, waiting, limits, counters)
-        self._admission = Admission(running, tables, waiting, limits, counters)
+        self.preemption = Preemption(running, tables, waiting)
+        self._admission = Admission(running, tables, waiting)
         self._failures = Failures(running, tables, waiting, self.preemption)
-        self._beams = BeamScheduler(running, tables, waiting, self.preemption, counters)
+        self._beams = BeamScheduler(running, tables, waiting, self.preemption)
         self._listener.epoch_began(pool, self.host, limits, self._eos)
 
     @property
@@ -102,7 +101,7 @@ class Scheduler:
 
     def _plan(self) -> StepPlan | None:
         running = self._running
-        step = StepBuilder(running, self._tables, self.limits.max_batch_tokens)
+        step = StepBuilder(running, self._tables)
         if running.returning:
             self._beams.allocate_slots()
         self._plan_decodes(step)

@@ -6,7 +6,7 @@ import numpy as np
 
 from pagekv.kvmanager.scheduling.block_tables import BlockTables
 from pagekv.kvmanager.scheduling.decode_batch import Rows
-from pagekv.kvmanager.scheduling.running_queue import RunningQueue
+from pagekv.kvmanager.scheduling.queues import RunningQueue
 from pagekv.kvmanager.scheduling.sequence import Seq
 from pagekv.kvmanager.scheduling.step_plan import NOBODY, NewSeq, StepPlan
 
@@ -14,13 +14,12 @@ from pagekv.kvmanager.scheduling.step_plan import NOBODY, NewSeq, StepPlan
 class StepBuilder:
     """Fills one StepPlan. Decodes come first; everything else is added sequence by sequence."""
 
-    def __init__(self, running: RunningQueue, tables: BlockTables, budget: int) -> None:
-        """`budget`: tokens computed in the step at most."""
+    def __init__(self, running: RunningQueue, tables: BlockTables) -> None:
         self.plan = StepPlan()
         self._running = running
         self._tables = tables
         # Tokens left of the budget.
-        self.room = budget
+        self.room = tables.limits.max_batch_tokens
         self._decodes: Rows = NOBODY
         # Seq_ids of other sequences that sample.
         self._sampling: list[int] = []

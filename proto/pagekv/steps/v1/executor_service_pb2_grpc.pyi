@@ -28,6 +28,10 @@ Protocol
       manager that sends more waits in its flow control; nothing is refused.
   P10 A manager pings an idle connection every 10 seconds, also while no call is open. An executor must not answer
       such pings with GOAWAY.
+  P11 Describe and Attach refuse a field out of its bounds (INVALID_ARGUMENT, the field named), Attach also a feature
+      or revision that the executor does not know (FAILED_PRECONDITION) and pools that do not fit
+      (RESOURCE_EXHAUSTED). A refused Attach ends no epoch.
+  P12 The fields of DescribeResponse keep the bounds that they name.
 
 Refusals: INVALID_ARGUMENT, the field by its path in StepRequest (BadRequest), before any state or memory is
 touched.
@@ -74,8 +78,8 @@ Meaning. Greedy tokens, and drawn ones of one seed, do not depend on how a seque
 the same prompt give the same tokens wherever the likeliest is not within rounding of the next.
   M1  Block ids mean nothing: any other choice of physical blocks gives the same tokens.
   M2  A prompt computed in chunks gives what a prompt computed at once gives.
-  M3  A sequence that enters with computed_tokens over blocks that another one wrote gives what it gives from
-      nothing.
+  M3  A sequence that enters with computed_tokens over blocks that another one wrote, or writes in the same step,
+      gives what it gives from nothing.
   M4  COPY: the destination serves as the source did, and writing to one afterwards does not change the other.
   M5  SWAP_OUT and SWAP_IN, to another block, bring back what was there.
   M6  A sequence that leaves and enters again with the tokens that it has goes on as if it had stayed.

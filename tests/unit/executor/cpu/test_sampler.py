@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.executor.sampler_vectors import LOGITS, draws
 from support.executor.samplings import samplings
 
 from pagekv.executor.backend.interface import NOT_A_NUMBER, Sampling, SequenceState
@@ -152,3 +153,11 @@ def test_what_is_no_number_fails_alone() -> None:
         sampled = sample(rows, states)
         assert sampled[1] == NOT_A_NUMBER
         assert [sampled[0], sampled[2]] == sample(rows[[0, 2]], [states[0], states[2]])
+
+
+def test_the_tokens_of_the_contract() -> None:
+    vectors = list(draws())
+    assert len(vectors) == 10
+    for states, tokens in vectors:
+        logits = torch.tensor([LOGITS] * len(states))
+        assert [one.token_id for one in sample(logits, states)] == tokens

@@ -26,7 +26,9 @@ from support.executor.served_oracle import (
     until,
 )
 
+from pagekv.executor.rpc import wire
 from pagekv.executor.rpc.service import SERVICE_NAME
+from pagekv.executor.session.step import Step
 from pagekv.executor.session.step_stream import MAX_IN_FLIGHT
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
@@ -149,6 +151,23 @@ def test_bytes_that_are_no_step_of_this_contract_end_the_stream_after_good_resul
         again = it.run()
         await again.write(pb.StepRequest(epoch=epoch, step=2))
         assert (await end_of(again))[0] is Code.ABORTED  # the epoch is over
+
+    served(test)
+
+
+def test_a_bug_in_reading_steps_is_internal_with_details(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(message: pb.StepRequest) -> Step:
+        raise KeyError("a bug")
+
+    async def test(it: Served) -> None:
+        epoch = await it.attach()
+        monkeypatch.setattr(wire, "step", broken)
+        call = it.run()
+        await call.write(entering(epoch))
+        error = await refusal(call.read())
+        assert error.code() is Code.INTERNAL
+        assert "steps cannot be read: KeyError: 'a bug'" in (error.details() or "")
+        assert detail_of(error, error_details_pb2.ErrorInfo).reason == "COMPUTATION_FAILED"
 
     served(test)
 

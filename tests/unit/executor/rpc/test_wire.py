@@ -98,4 +98,4 @@ def test_a_field_that_is_not_known_is_refused_wherever_it_is(where: str) -> None
     with pytest.raises(InvalidRequest) as caught:
         wire.step(pb.StepRequest.FromString(request.SerializeToString()))
     assert (caught.value.field, caught.value.rule) == (f"{where}999", "R35")
-    assert f"knows no field 999 of {type(parts[where]).__name__}" in caught.value.description
+    assert f"has no field 999 of {type(parts[where]).__name__}" in caught.value.description

@@ -68,7 +68,9 @@ def test_lookup_prefix() -> None:
         ("PinPrefix", pb.PinPrefixRequest(prompt=IDS), "lease_seconds"),
         ("PinPrefix", pb.PinPrefixRequest(prompt=IDS, lease_seconds=86401), "lease_seconds"),
         ("UnpinPrefix", pb.UnpinPrefixRequest(), "pin_id"),
-        ("UnpinPrefix", pb.UnpinPrefixRequest(pin_id="p" * 65), "pin_id"),
+        ("UnpinPrefix", pb.UnpinPrefixRequest(pin_id="p" * 129), "pin_id"),
+        ("PinPrefix", pb.PinPrefixRequest(prompt=IDS, lease_seconds=1, pin_id="p" * 129), "pin_id"),
+        ("PinPrefix", pb.PinPrefixRequest(prompt=IDS, lease_seconds=1, pin_id="a b"), "pin_id"),
     ],
 )
 def test_bad_fields(method: str, message: Any, field: str) -> None:
@@ -113,6 +115,9 @@ def test_pin_and_unpin() -> None:
         answer = await stub.PinPrefix(pb.PinPrefixRequest(prompt=IDS, lease_seconds=60))
         assert answer == pb.PinPrefixResponse(pin_id="pin-60", pinned_tokens=8)
         assert engine.lookups == [([5, 6, 7], CacheIdentity())]
+        answer = await stub.PinPrefix(pb.PinPrefixRequest(prompt=IDS, lease_seconds=60, pin_id="A1._:-"))
+        assert answer.pin_id == "A1._:-"
+        assert await stub.ListPins(pb.ListPinsRequest()) == engine.queries.list_pins()
         assert (await stub.UnpinPrefix(pb.UnpinPrefixRequest(pin_id="pin-60"))).unpinned_tokens == 8
         assert (await stub.UnpinPrefix(pb.UnpinPrefixRequest(pin_id="pin-61"))).unpinned_tokens == 0
         engine.refusal = LimitExceeded("12 blocks would be pinned, at most 5 of 10")

@@ -101,19 +101,19 @@ def test_a_lie_is_refused_by_field(bend: Callable[[StepResult], StepResult], wor
 
 
 def test_a_sequence_that_failed_samples_nothing_more() -> None:
-    """Steps in flight may still expect it, and name it again or not; it never comes back."""
-    for again in ({}, {2: "the same"}):
-        checked = Checked()
-        due, good = checked.due, checked.answer
-        without = replace(good, sampled_seq_ids=[0, 1], sampled_tokens=good.sampled_tokens[:2])
-        assert checked.check.check(due, replace(without, failed={2: "why"})).failed == {2: "why"}
-        later = StepPlan(num_tokens=3, sampling=due.sampling)
-        assert checked.check.check(later, replace(without, failed=again)).failed == {}
-        with pytest.raises(WrongAnswer, match=r"sampled_seqs: .* differs in \[2\]"):
-            checked.check.check(later, good)
-        # Its number is given to another sequence.
-        anew = StepPlan(finished=[2], num_tokens=3, sampling=due.sampling)
-        assert checked.check.check(anew, good) == good
+    """Steps in flight that would sample it name it again."""
+    checked = Checked()
+    due, good = checked.due, checked.answer
+    without = replace(good, sampled_seq_ids=[0, 1], sampled_tokens=good.sampled_tokens[:2], failed={2: "why"})
+    assert checked.check.check(due, without).failed == {2: "why"}
+    later = StepPlan(num_tokens=3, sampling=due.sampling)
+    assert checked.check.check(later, without).failed == {}
+    for answer in (good, replace(without, failed={})):
+        with pytest.raises(WrongAnswer, match=r"failed_seqs: must have sequences that .* earlier step, lacks \[2\]"):
+            checked.check.check(later, answer)
+    # Its number is given to another sequence.
+    anew = StepPlan(finished=[2], num_tokens=3, sampling=due.sampling)
+    assert checked.check.check(anew, good) == good
 
 
 LIES: list[Callable[[StepResult], StepResult]] = [

@@ -76,13 +76,15 @@ def test_another_model_ends_requests_and_keeps_the_counters(monkeypatch: pytest.
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("a", [1, 2, 3])))
         before = engine.queries.stats()
+        assert engine.model is not None
+        first = engine.model.model_fingerprint
         bench.description = described(model_fingerprint="beef", eos_token_ids=tuple(range(VOCAB)))
         assert bench.link is not None
         bench.link.lose()
         await until(lambda: len(bench.attaches) >= 2)
         assert engine.queries.stats().generated_tokens_total == before.generated_tokens_total == 6
         with pytest.raises(Unavailable, match="came back with another model"):
-            engine.submit(replace(command("read for the first", [1, 2, 3]), model_fingerprint="f00d"))
+            engine.submit(replace(command("read for the first", [1, 2, 3]), model_fingerprint=first))
         # Nothing of the first model is hit, and the second one's end-of-sequence ids count.
         tokens, finish = await read(engine.submit(command("b", [1, 2, 3])))
         assert (len(tokens), finish) == (1, FinishReason.STOP)

@@ -88,15 +88,6 @@ def test_slru_agrees_with_plain_lists(data: st.DataObject) -> None:
     assert len(order) == len(list(order))
 
 
-def test_more_than_there_are_is_refused_and_nothing_is_taken() -> None:
-    order = EvictionOrder(4, "slru", 0.5)
-    order.hit(order.pop(1))
-    order.append(ids([0]))
-    with pytest.raises(IndexError, match="5 blocks wanted, 4 are free"):
-        order.pop(5)
-    assert list(order) == [1, 2, 3, 0]
-
-
 def test_an_unknown_policy_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="must be one of lru, slru, got 'fifo'"):
         EvictionOrder(4, "fifo")

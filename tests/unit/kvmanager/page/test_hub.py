@@ -15,11 +15,9 @@ from support.engine.engine_harness import Bench, command, read, until
 from pagekv.common.errors import LimitExceeded, Overloaded
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
-from pagekv.kvmanager.page import frame
 from pagekv.kvmanager.page import hub as hub_module
 from pagekv.kvmanager.page.block_states import device_bytes, host_bytes
-from pagekv.kvmanager.page.frame import PoolFrame, request_rows
-from pagekv.kvmanager.page.hub import MAX_VIEWERS, PageHub, Viewer
+from pagekv.kvmanager.page.hub import MAX_VIEWERS, PageHub, PoolFrame, Viewer, request_rows
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
@@ -206,7 +204,7 @@ def test_a_look_that_fails_costs_no_engine(monkeypatch: pytest.MonkeyPatch) -> N
     async def body(engine: EngineLoop, bench: Bench) -> None:
         monkeypatch.setattr(hub_module, "LOOK_S", 0.001)
         hub = PageHub(engine)
-        monkeypatch.setattr(frame, "request_rows", lambda engine: 1 / 0)
+        monkeypatch.setattr(hub_module, "request_rows", lambda engine: 1 / 0)
         viewer = hub.add_viewer()
         await asyncio.sleep(0.01)
         monkeypatch.undo()

@@ -265,21 +265,6 @@ def test_too_small_a_vocabulary_ends_with_what_there_is() -> None:
     assert [found.token_ids for found in search.results()] == [(0,), (1,)]
 
 
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ({"num_return": 3}, r"num_return must be from 1 to the width \(2\), got 3"),
-        ({"num_return": 0}, "got 0"),
-        ({"least": 5}, r"min_tokens \(5\) <= max_tokens \(4\)"),
-        ({"new": 0}, r"max_tokens \(0\)"),
-    ],
-)
-def test_impossible_searches_are_refused(how: dict[str, int], words: str) -> None:
-    arguments: dict[str, Any] = {"num_return": 1, "new": 4, "least": 0, **how}
-    with pytest.raises(ValueError, match=words):
-        beam_search(2, penalty=1.0, early=False, end_ids=(), **arguments)
-
-
 def test_a_step_needs_candidates_of_every_beam() -> None:
     search = beam_search(2, 1, 1.0, False, 4, frozenset())
     with pytest.raises(ValueError, match="each of 1 beams, got 2"):

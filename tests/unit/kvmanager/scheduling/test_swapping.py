@@ -305,7 +305,7 @@ def test_only_what_would_really_move_counts(
     request = given(driver)
     assert swap_cost(driver, request) == cost
     tables = driver.scheduler._tables
-    tables._limits = replace(tables._limits, swap=SwapPolicy("auto", block_bytes, 10, 10, 1))
+    tables.limits = replace(tables.limits, swap=SwapPolicy("auto", block_bytes, 10, 10, 1))
     driver.scheduler.preemption.preempt(request.sequences[0])
     assert (request.sequences[0].swapped is not None) is swaps
     driver.drain()

@@ -159,7 +159,8 @@ def model(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) ->
     rows = [
         ("model", info.model_id or "none"),
         ("fingerprint", info.model_fingerprint[:16]),
-        ("backend", info.backend),
+        ("backend", f"{info.backend}, keys and values as {info.kv_dtype}, sampler {info.sampler}"),
+        ("features", ", ".join(info.features) or "none"),
         ("context", f"{info.max_model_len} tokens"),
         ("vocabulary", f"{info.vocab_size} tokens, end of text {', '.join(map(str, info.eos_token_ids)) or 'none'}"),
         ("input", "token ids" + ", text" * info.has_tokenizer + ", chat" * info.has_chat_template),

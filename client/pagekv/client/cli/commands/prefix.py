@@ -1,4 +1,4 @@
-"""`pagekv explain`, `pin`, `unpin` and `watch`: the prefix cache in detail."""
+"""`pagekv explain`, `pin`, `pins`, `unpin` and `watch`: the prefix cache in detail."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from datetime import datetime
 from itertools import groupby
 from typing import Any
 
@@ -67,6 +68,8 @@ def add(commands: Subparsers) -> None:
     parser.add_argument(
         "--lease", type=integer(1, 86_400), default=600, metavar="S", help="for so many seconds, up to a day [600]"
     )
+    parser.add_argument("--pin-id", default="", metavar="ID", help="renew this pin, or make one of this name")
+    add_query(commands, "pins", "list the pins whose lease runs", pins)
     parser = add_query(commands, "unpin", "end a pin before its lease is over", unpin)
     parser.add_argument("pin_id", metavar="PIN_ID")
     parser = add_command(
@@ -122,10 +125,26 @@ def _ids(ids: list[int]) -> str:
 
 def pin(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
     """PinPrefix; exit status 1 when nothing of the prompt was cached."""
-    made = client.pin_prefix(read_prompt(args), args.lease, **read_identity(args))
+    made = client.pin_prefix(read_prompt(args), args.lease, pin_id=args.pin_id, **read_identity(args))
     if not made.pin_id:
         return Shown(made, "nothing pinned: no full block of this prompt is cached; generate from it first", status=1)
     return Shown(made, f"{made.pin_id}: {made.pinned_tokens} tokens pinned for {args.lease} s")
+
+
+def pins(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
+    """ListPins."""
+    found = client.list_pins()
+    rows = [
+        (pin.pin_id, pin.pinned_tokens, pin.namespace or "-", pin.adapter or "-", _until(pin.expire_time))
+        for pin in found
+    ]
+    text = table(rows, ("pin", "tokens", "namespace", "adapter", "until")) if rows else "no pins"
+    return Shown({"pins": list(map(asdict, found))}, text)
+
+
+def _until(time: datetime | None) -> str:
+    """A time as the clocks here show it."""
+    return time.astimezone().strftime("%Y-%m-%d %H:%M:%S") if time is not None else "-"
 
 
 def unpin(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:

@@ -75,6 +75,32 @@ def test_a_pin_of_nothing_is_exit_status_1(
     assert "no full block of this prompt is cached" in capsys.readouterr().out
 
 
+def test_pins_are_renewed_by_name_and_listed(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check(request: cache_pb.PinPrefixRequest) -> None:
+        assert (request.pin_id, request.lease_seconds) == ("mine", 600)
+
+    server.expect("PinPrefix", cache_pb.PinPrefixResponse(pin_id="mine", pinned_tokens=32), check=check)
+    assert main(["pin", "hi", "--pin-id", "mine"]) == 0
+    assert capsys.readouterr().out == "mine: 32 tokens pinned for 600 s\n"
+    info = cache_pb.PinInfo(pin_id="mine", pinned_tokens=32, namespace="n")
+    info.expire_time.FromSeconds(86_400)
+    server.expect("ListPins", cache_pb.ListPinsResponse(pins=[info]))
+    assert main(["pins"]) == 0
+    head, row = capsys.readouterr().out.splitlines()
+    assert (head.split(), row.split()[:4]) == (
+        ["pin", "tokens", "namespace", "adapter", "until"],
+        ["mine", "32", "n", "-"],
+    )
+    server.expect("ListPins", cache_pb.ListPinsResponse(pins=[info]))
+    assert main(["pins", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["pins"][0]["expire_time"] == "1970-01-02T00:00:00+00:00"
+    server.expect("ListPins", cache_pb.ListPinsResponse())
+    assert main(["pins"]) == 0
+    assert capsys.readouterr().out == "no pins\n"
+
+
 def _event(name: str, parent: str = "") -> operator_pb.CacheEvent:
     stored = operator_pb.BlockStored(block_hash=name, parent_hash=parent, token_ids=[5, 17], tier=types_pb2.TIER_DEVICE)
     return operator_pb.CacheEvent(stored=stored)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.engine.scheduler_driver import Driver
 
-from pagekv.kvmanager.scheduling.running_queue import RunningQueue
+from pagekv.kvmanager.scheduling.queues import RunningQueue
 from pagekv.kvmanager.scheduling.sequence import NO_SEQ_ID, SeqStatus
 
 

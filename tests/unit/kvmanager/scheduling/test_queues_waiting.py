@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from support.engine.scheduler_driver import Driver, finished
 
+from pagekv.kvmanager.scheduling.queues import WaitingQueue
 from pagekv.kvmanager.scheduling.sequence import SeqStatus
-from pagekv.kvmanager.scheduling.waiting_queue import WaitingQueue
 
 
 def test_sequences_come_out_by_priority_and_then_by_arrival() -> None:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pagekv.kvmanager.kvcache.free_queue import FreeQueue
+from pagekv.kvmanager.kvcache.eviction_policy import FreeQueue
 
 
 def ids(blocks: list[int]) -> NDArray[np.int32]:

@@ -1,0 +1,50 @@
+"""A sound executor passes, every rule of the contract is tested, and what cannot be tested is said."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from support.executor.judged import broken, kit_of, toy, verdicts
+
+from pagekv.conformance.keepalive import IdleConnection
+from pagekv.conformance.run import RULES, judge
+from pagekv.conformance.target import Untestable
+
+PROTO = Path(__file__).resolve().parents[3] / "proto" / "pagekv" / "steps" / "v1" / "executor_service.proto"
+
+
+def test_the_minimal_executor_of_the_docs_passes() -> None:
+    with toy() as address:
+        found = verdicts(address)
+    assert broken(found) == {}
+    skipped = {number for number, verdict in found.items() if verdict.outcome == "skipped"}
+    assert skipped == {"R19", "M5", "M13", "M14", "M15", "M16", "M17"}
+
+
+def test_every_rule_of_the_contract_has_a_check() -> None:
+    named = re.findall(r"^//   ([PRM]\d+) ", PROTO.read_text(), re.MULTILINE)
+    assert len(named) == len(set(named))
+    assert sorted(named) == sorted([*(rule.number for rule in RULES), "P10"])
+
+
+def test_p10_comes_last_and_waits_are_told() -> None:
+    notes: list[str] = []
+    with toy() as address, kit_of(address) as kit:
+        idle = IdleConnection(address, 100)
+        idle.idle_s = 3600.0
+        idle._lost.set()
+        *_, last = judge(kit.target, idle, notes.append)
+        idle.close()
+    assert (last.rule, last.outcome) == ("P10", "failed")
+    assert len(notes) == 1
+    assert "P10 waits for" in notes[0]
+
+
+def test_an_executor_in_use_is_left_alone() -> None:
+    with toy() as address, kit_of(address) as kit, kit.epoch(manager_id="somebody") as epoch:
+        epoch.step([epoch.sequence([1, 2, 3])])
+        with pytest.raises(Untestable, match="Stop the manager"):
+            next(judge(kit.target, IdleConnection(address), print))
+        epoch.decode(1)
