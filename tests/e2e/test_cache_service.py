@@ -205,7 +205,7 @@ def test_a_forced_reset_preempts_and_no_stream_notices() -> None:
 
 def test_a_watch_ends_with_its_manager() -> None:
     async def run(stack: Stack) -> None:
-        async with AsyncPageKVClient(stack.target, resume_timeout_s=0) as client:
+        async with AsyncPageKVClient(stack.target, resume_timeout=0) as client:
             watched = client.watch_events()
             first = await anext(watched)
             assert (first.snapshot, first.events) == (True, ())

@@ -32,7 +32,7 @@ class ResumableWatch:
         start_revision: int,
         instance_id: str,
         progress_interval: float | None,
-        resume_timeout_s: float,
+        resume_timeout: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """As the arguments of `watch_events`. Raises InvalidRequest for values that have no place in a message."""
@@ -40,7 +40,7 @@ class ResumableWatch:
         filled(self._request, start_revision=start_revision, instance_id=instance_id)
         if progress_interval is not None:
             self._request.progress_interval.FromNanoseconds(int(progress_interval * 1e9))
-        self._resume_timeout_s = resume_timeout_s
+        self._resume_timeout = resume_timeout
         self._clock = clock
         self._instance_id = instance_id
         # Messages given to the caller, and those of earlier connections.
@@ -79,7 +79,7 @@ class ResumableWatch:
         now = self._clock()
         if self._interrupted_at is None:
             self._interrupted_at = now
-        left = self._interrupted_at + self._resume_timeout_s - now
+        left = self._interrupted_at + self._resume_timeout - now
         if left <= 0:
             raise error
         # Half of the pause is random, so that the readers of a restarted server do not come all at once.

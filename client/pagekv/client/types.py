@@ -117,7 +117,7 @@ class GenerateOptions(TypedDict, total=False):
     # Seconds for the whole generation, resumed parts included. Default: no limit.
     timeout: float | None
     # Seconds to go on trying after the connection was lost; 0: never resume. Default: the client's.
-    resume_timeout_s: float
+    resume_timeout: float
 
 
 @dataclass(frozen=True, slots=True)

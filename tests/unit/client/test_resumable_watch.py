@@ -33,10 +33,10 @@ def behind(revision: int) -> Callable[[pb.WatchEventsRequest], None]:
     return check
 
 
-def watch(resume_timeout_s: float = 10.0, clock: Callable[[], float] = lambda: 0.0) -> ResumableWatch:
+def watch(resume_timeout: float = 10.0, clock: Callable[[], float] = lambda: 0.0) -> ResumableWatch:
     return ResumableWatch(
         token_ids=True, snapshot_only=False, start_revision=5, instance_id="run-1", progress_interval=None,
-        resume_timeout_s=resume_timeout_s, clock=clock,
+        resume_timeout=resume_timeout, clock=clock,
     )  # fmt: skip  # several arguments a line
 
 
@@ -98,4 +98,4 @@ def test_what_another_connection_cannot_mend_ends_a_watch(error: errors.PageKVEr
 
 def test_without_time_to_resume_the_first_loss_is_told() -> None:
     with pytest.raises(errors.ConnectionLost):
-        watch(resume_timeout_s=0).failed(errors.ConnectionLost("lost"))
+        watch(resume_timeout=0).failed(errors.ConnectionLost("lost"))
