@@ -33,7 +33,7 @@ class EngineState:
     # Both None until an executor is attached for the first time.
     scheduler: Scheduler | None = None
     model: EngineInfo | None = None
-    # Why the latest attempt to attach failed.
+    # Why the executor that is there is not attached to, if there is one.
     no_executor: str = ""
     # Attachments so far.
     epochs: int = 0

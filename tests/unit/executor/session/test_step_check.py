@@ -84,12 +84,12 @@ def test_every_refusal_of_a_step_names_a_rule_of_the_contract(module: ModuleType
     calls = [node for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.Call)]
     names = {
         "InvalidRequest",
+        "check_known",
         "check_range",
         "check_columns",
         "check_size",
         "check_ids",
         "check_distinct",
-        "check_known",
     }
     refusing = [call for call in calls if getattr(call.func, "id", "") in names]
     assert refusing

@@ -11,7 +11,7 @@ from support.engine.engine_harness import DESCRIPTION, Bench, Link, command, con
 from pagekv.common.errors import Unavailable
 from pagekv.kvmanager.engine import loop as engine_loop
 from pagekv.kvmanager.engine.description import check_description, served_fingerprint
-from pagekv.kvmanager.engine.executor_client import ExecutorLost
+from pagekv.kvmanager.engine.executor_client import UnfitExecutor
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
@@ -45,7 +45,7 @@ OUT_OF_BOUNDS: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize(("field", "value", "words"), OUT_OF_BOUNDS)
 def test_fields_have_bounds(field: str, value: Any, words: str) -> None:
-    with pytest.raises(ExecutorLost, match=f"Describe: the executor's {field} {words}"):
+    with pytest.raises(UnfitExecutor, match=f"Describe: the executor's {field} {words}"):
         check_description(described(**{field: value}))
 
 
