@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+import time
 from dataclasses import dataclass, field
 
 from pagekv.common.errors import Draining, Unavailable
@@ -38,6 +40,9 @@ class EngineState:
     # Attachments so far.
     epochs: int = 0
     attached: bool = False
+    # Another one after every start, and when that was, in seconds since 1970.
+    instance_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    started: float = field(default_factory=time.time)
     # New requests are refused.
     draining: bool = False
     # The loop ends.
