@@ -30,7 +30,7 @@ PRESENT, OLD = present(), old_contract.messages()
 
 
 def shape(field: FieldDescriptor) -> tuple[object, ...]:
-    """What the bytes of a field depend on."""
+    """All that the bytes of a field depend on."""
     named: Descriptor | EnumDescriptor | None = field.message_type or field.enum_type
     return field.type, field.default_value == [], named.name if named is not None else ""
 
