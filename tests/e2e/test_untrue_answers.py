@@ -19,6 +19,7 @@ from support.executor.expected_tokens import expected_tokens
 from support.executor.lying_executor import FAILING, LIES, VOCAB
 
 from pagekv.common.port_file import read_port_file
+from pagekv.v1 import inference_service_pb2 as inference_pb
 
 pytestmark = pytest.mark.e2e
 
@@ -100,3 +101,23 @@ def test_a_sequence_that_fails_ends_its_request_alone(tmp_path: Path) -> None:
     with lying_executor(tmp_path, "truth") as executor, running_manager(executor) as stack:
         asyncio.run(main(stack.target))
         assert "Traceback" not in stack.manager.log.read_text()
+
+
+def test_requests_that_need_a_feature_which_the_executor_lacks(tmp_path: Path) -> None:
+    """The oracle has no penalties: refused by field, never ignored; and the model's description tells beforehand."""
+
+    async def main(target: str) -> None:
+        async with Caller(target) as caller:
+            info = await caller.inference.GetModelInfo(inference_pb.GetModelInfoRequest())
+            assert "penalties" not in info.features
+            assert {"logprobs", "min_tokens"} <= {*info.features}
+            assert (info.sampler, info.kv_dtype) == ("oracle-1", "digest")
+            assert re.fullmatch("[0-9a-f]{64}", info.model_fingerprint)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await caller.generate(request_for([1, 2, 3], presence_penalty=1.0))
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            words = "sampling_params.presence_penalty: must be absent: the executor has no penalties"
+            assert refused.value.details() == words
+
+    with lying_executor(tmp_path, "truth") as executor, running_manager(executor) as stack:
+        asyncio.run(main(stack.target))

@@ -26,7 +26,7 @@ _NUMBERS = {
     "host_kv_bytes": (0, 2**62),
     "max_sequences": (1, 2**31 - 1),
     "contract_revision": (1, 2**16 - 1),
-    # Twice the steps that a manager sends ahead would do no harm; --pipeline-depth is 2 at most.
+    # --pipeline-depth is 2 at most, so no more are ever in flight.
     "max_steps_in_flight": (2, 2**31 - 1),
     "max_logprobs": (0, MAX_CANDIDATES),
 }
