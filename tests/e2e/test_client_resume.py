@@ -132,7 +132,7 @@ def test_any_client_resumes_by_sending_its_request_again() -> None:
 
 def test_a_stack_that_stays_away_is_given_up() -> None:
     with running_stack([*ORACLE, "--step-time-ms", "8"]) as stack, PageKVClient(stack.target) as client:
-        stream = client.stream([1, 2, 3], max_tokens=500, ignore_eos=True, resume_timeout_s=1.0)
+        stream = client.stream([1, 2, 3], max_tokens=500, ignore_eos=True, resume_timeout=1.0)
         received = [next(stream)]
         stack.manager.kill()
         begun = time.monotonic()

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
-from functools import wraps
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar, Unpack, cast, overload
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, NamedTuple, Unpack
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pagekv.client.channel import DEFAULT_RESUME_TIMEOUT_S, DEFAULT_TARGET, DEFAULT_TIMEOUT_S, channel_options
-from pagekv.client.errors import NotFound, from_rpc_error
+from pagekv.client.connection import Connection, for_both
+from pagekv.client.errors import InvalidRequest, NotFound, from_rpc_error
 from pagekv.client.resumable_generation import ResumableGeneration
+from pagekv.client.resumable_watch import ResumableWatch
+from pagekv.client.running_generation import RunningGeneration
 from pagekv.client.types import (
     BlockList,
     BlockState,
     CacheControls,
     CacheReset,
-    Chunk,
     Completion,
     EventBatch,
     GenerateOptions,
@@ -33,102 +32,20 @@ from pagekv.client.types import (
     SequenceBlocks,
     Stats,
 )
-from pagekv.client.wire import event_batch, filled, flat, list_blocks_request, prompt_request
+from pagekv.client.wire import filled, flat, list_blocks_request, prompt_request
 from pagekv.v1 import cache_service_pb2 as cache_pb
-from pagekv.v1 import cache_service_pb2_grpc, inference_service_pb2_grpc, operator_service_pb2_grpc
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2 as operator_pb
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
-    from pagekv.client.aio import AsyncPageKVClient
-    from pagekv.client.client import PageKVClient
-
-P = ParamSpec("P")
-Request = TypeVar("Request")
-Answer = TypeVar("Answer")
-Result = TypeVar("Result")
-Values = TypeVar("Values", bound="DataclassInstance")
-ResultOut = TypeVar("ResultOut", covariant=True)
-
-
-class ClientMethod(Protocol[P, ResultOut]):
-    """How type checkers see a method made by `for_both`."""
-
-    @overload
-    def __get__(self, client: PageKVClient, owner: Any = None) -> Callable[P, ResultOut]: ...
-    @overload
-    def __get__(self, client: AsyncPageKVClient, owner: Any = None) -> Callable[P, Coroutine[Any, Any, ResultOut]]: ...
-
-
-def for_both(make: Callable[Concatenate[Any, P], Coroutine[Any, Any, Result]]) -> ClientMethod[P, Result]:
-    """Makes a method that carries a coroutine out: at once in the blocking client, awaited in the asyncio one."""
-
-    @wraps(make)
-    def method(client: Any, *args: P.args, **kwargs: P.kwargs) -> Any:
-        return client._carry_out(make(client, *args, **kwargs))
-
-    return cast("ClientMethod[P, Result]", method)
-
-
-class ClientCalls:
-    """The part that both clients share. A client says how it connects, sleeps, waits, and carries a coroutine out."""
-
-    _connect: ClassVar[staticmethod[..., Any]]
-    # The result is waited for too.
-    _sleep: ClassVar[staticmethod[[float], Any]]
-
-    def __init__(
-        self,
-        target: str = DEFAULT_TARGET,
-        *,
-        timeout: float | None = DEFAULT_TIMEOUT_S,
-        resume_timeout_s: float = DEFAULT_RESUME_TIMEOUT_S,
-    ) -> None:
-        """`target` is host:port or unix:/path. `timeout`: seconds for each call but generating ones, None for no limit.
-
-        `resume_timeout_s`: how long a generation whose connection broke goes on trying to reach the server again; 0
-        raises ConnectionLost at once. Nothing is connected before the first call. An asyncio client is made where its
-        event loop runs.
-        """
-        self.target = target
-        self._timeout = timeout
-        self._resume_timeout_s = resume_timeout_s
-        self._channel = self._connect(target, options=channel_options(target))
-        # At run time one stub class serves both kinds of channel.
-        self._inference = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
-        self._cache = cache_service_pb2_grpc.CacheServiceStub(self._channel)
-        self._operator = operator_service_pb2_grpc.OperatorServiceStub(self._channel)
-        self._health = health_pb2_grpc.HealthStub(self._channel)
-
-    def _carry_out(self, steps: Coroutine[Any, Any, Any]) -> Any:
-        raise NotImplementedError
-
-    async def _wait_for(self, begun: Any) -> Any:
-        """The result of what a stub or `_sleep` returned."""
-        raise NotImplementedError
-
-    def _messages(self, call: Any) -> AsyncIterator[Any]:
-        """The messages of a stream."""
-        raise NotImplementedError
-
-    async def _ask(self, method: grpc.UnaryUnaryMultiCallable[Request, Answer], request: Request) -> Answer:
-        try:
-            answer: Answer = await self._wait_for(method(request, timeout=self._timeout))
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, self.target) from error
-        return answer
-
-    async def _ask_for(
-        self, cls: type[Values], method: grpc.UnaryUnaryMultiCallable[Request, Any], request: Request
-    ) -> Values:
-        """The answer as a dataclass."""
-        return flat(cls, await self._ask(method, request))
+class ClientCalls(Connection):
+    """Every call of the services."""
 
     @for_both
-    async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
+    async def generate(self, prompt: Prompt, *, n: int = 1, **options: Unpack[GenerateOptions]) -> Completion:
         """Generates one continuation of a prompt and returns it whole. Options: see GenerateOptions."""
+        if n != 1:
+            raise InvalidRequest("n", f"must be 1: generate returns one sequence, generate_n several; is {n!r:.80}")
         return (await self._generate_whole(prompt, 1, options))[0]
 
     @for_both
@@ -137,8 +54,8 @@ class ClientCalls:
         return await self._generate_whole(prompt, n, options)
 
     async def _generate_whole(self, prompt: Prompt, n: int, options: GenerateOptions) -> list[Completion]:
-        generation = self._generation(prompt, n, options, only_complete=True)
-        async for _ in self._chunks(generation):
+        generation, running = self._begin(prompt, n, options, only_complete=True)
+        async for _ in running.chunks():
             pass
         return [generation.completions[index] for index in range(n)]
 
@@ -268,56 +185,58 @@ class ClientCalls:
     @for_both
     async def health(self, service: str = "") -> HealthStatus:
         """Health of the server, or of one of its services by full name. Raises Unreachable when nothing answers."""
+        # Imported here: the messages take longer to load than all others together, and few programs ask.
+        from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+        check = health_pb2_grpc.HealthStub(self._channel).Check
         try:
-            answer: Any = await self._ask(self._health.Check, health_pb2.HealthCheckRequest(service=service))
+            answer: Any = await self._ask(check, health_pb2.HealthCheckRequest(service=service))
         except NotFound:
             return "SERVICE_UNKNOWN"
         known = health_pb2.HealthCheckResponse.ServingStatus
         status: HealthStatus = known.Name(answer.status) if answer.status in known.values() else "UNKNOWN"
         return status
 
-    async def _events(self, token_ids: bool, snapshot_only: bool) -> AsyncGenerator[EventBatch]:
-        request = operator_pb.WatchEventsRequest(token_ids=token_ids, snapshot_only=snapshot_only)
-        call = self._operator.WatchEvents(request)
-        try:
-            async for response in self._messages(call):
-                yield event_batch(response)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, self.target) from error
-        finally:
-            call.cancel()
+    def _watch(self, **wishes: Any) -> AsyncGenerator[EventBatch]:
+        return self._events(ResumableWatch(**wishes, resume_timeout=self._settings.resume_timeout))
 
-    def _generation(
-        self, prompt: Prompt, n: int, options: GenerateOptions, *, only_complete: bool = False
-    ) -> ResumableGeneration:
-        return ResumableGeneration(
-            prompt, n, options, default_resume_timeout_s=self._resume_timeout_s, only_complete=only_complete
-        )
-
-    async def _chunks(self, generation: ResumableGeneration) -> AsyncGenerator[Chunk]:
-        while not generation.done:
+    async def _events(self, watch: ResumableWatch) -> AsyncGenerator[EventBatch]:
+        never = self.new_event()
+        while True:
+            call = self._operator.WatchEvents(watch.request(), metadata=self._settings.metadata)
             try:
-                call = self._inference.Generate(generation.request(), timeout=generation.remaining_s())
-                try:
-                    async for response in self._messages(call):
-                        chunk = generation.take(response)
-                        if chunk is not None:
-                            yield chunk
-                finally:
-                    # Aborts the request when the caller gave up; no effect on a call that has ended.
-                    call.cancel()
-                generation.ended()
+                async for response in self.messages(call):
+                    for batch in watch.take(response):
+                        yield batch
+                return
             except grpc.RpcError as error:
-                if not generation.done:
-                    pause_s = generation.failed(from_rpc_error(error, self.target))
-                    await self._wait_for(self._sleep(pause_s))
+                pause_s = watch.failed(from_rpc_error(error, self.target))
+            finally:
+                call.cancel()
+            await self.pause(never, pause_s)
+
+    def _begin(self, prompt: Prompt, n: int, options: GenerateOptions, *, only_complete: bool = False) -> Begun:
+        """A generation, of which nothing is sent yet."""
+        generation = ResumableGeneration(prompt, n, options, self._settings, only_complete=only_complete)
+
+        def begin(request: pb.GenerateRequest, timeout: float | None) -> Any:
+            return self._inference.Generate(request, timeout=timeout, metadata=self._settings.metadata)
+
+        return Begun(generation, RunningGeneration(self, generation, begin))
+
+
+class Begun(NamedTuple):
+    """A generation: its state, and the running of it."""
+
+    generation: ResumableGeneration
+    running: RunningGeneration
 
 
 class StreamState:
     """The part that both streams share: results of the generation that they carry."""
 
-    def __init__(self, generation: ResumableGeneration, chunks: Any) -> None:
-        self._generation, self._chunks = generation, chunks
+    def __init__(self, begun: Begun, chunks: Any) -> None:
+        self._generation, self._running, self._chunks = *begun, chunks
 
     @property
     def request_id(self) -> str:
@@ -331,7 +250,11 @@ class StreamState:
 
     @property
     def completion(self) -> Completion:
-        """The finished sequence of an ended stream of one. Raises RuntimeError while the stream has not ended."""
+        """The finished sequence of an ended stream of one. Raises RuntimeError while the stream has not ended, and for
+        good when it was closed before.
+        """
         if 0 not in self._generation.completions:
+            if self._running.was_ended:
+                raise RuntimeError("the stream was closed before it ended: there is no completion")
             raise RuntimeError("the stream has not ended: its completion is not there yet")
         return self._generation.completions[0]

@@ -26,12 +26,15 @@ from pagekv.client.errors import (
     ServerError,
     Unavailable,
 )
+from pagekv.client.settings import CallSettings, check_seconds
 from pagekv.client.types import Chunk, Completion, GenerateOptions, PositionLogprobs, Prompt
 from pagekv.client.wire import flat, generate_request
 from pagekv.v1 import inference_service_pb2 as pb
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
+# A server that asks for more patience than this is the caller's to know.
+LONGEST_RETRY_S = 60.0
 
 
 @dataclass(slots=True)
@@ -128,14 +131,18 @@ class ResumableGeneration:
         prompt: Prompt,
         n: int,
         options: GenerateOptions,
+        settings: CallSettings,
         *,
-        default_resume_timeout_s: float,
         only_complete: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises InvalidRequest and TypeError as `generate_request` does."""
+        """Raises InvalidRequest and TypeError as `generate_request` does, and for time limits out of bounds."""
         self._clock = clock
-        self._resume_timeout_s = options.get("resume_timeout_s", default_resume_timeout_s)
+        resume_timeout, timeout = options.get("resume_timeout"), options.get("timeout")
+        self._resume_timeout_s = settings.resume_timeout if resume_timeout is None else resume_timeout
+        for name, seconds in (("resume_timeout", self._resume_timeout_s), ("timeout", timeout)):
+            if seconds is not None:
+                check_seconds(name, seconds)
         # Only chunks tell what was received, so what is to be resumed must be streamed.
         only_complete = only_complete and (n > 1 or self._resume_timeout_s <= 0)
         self._request = generate_request(prompt, n, options, only_complete=only_complete)
@@ -145,7 +152,6 @@ class ResumableGeneration:
             sampling.seed = secrets.randbits(63)
         if not self._request.request_id:
             self._request.request_id = f"req-{secrets.token_hex(12)}"
-        timeout = options.get("timeout")
         self._deadline = None if timeout is None else clock() + timeout
         # By index. One alone is resumed; several are replayed, and none of them leaves out what was received.
         self._sequences = [_Sequence(resumes=n == 1) for _ in range(n)]
@@ -156,6 +162,7 @@ class ResumableGeneration:
         self._interrupted_at: float | None = None
         self._pause_s = FIRST_PAUSE_S
         self._resumes = 0
+        self._retries_left = settings.max_retries
         self.request_id = self._request.request_id
         self.completions: dict[int, Completion] = {}
 
@@ -210,6 +217,8 @@ class ResumableGeneration:
 
     def failed(self, error: PageKVError) -> float:
         """The call failed; seconds to wait before the next one. Raises the error when there is to be none."""
+        if self._is_refused(error):
+            return self._retry_in(error)
         now = self._clock()
         if not self._may_go_on(error):
             raise error
@@ -229,15 +238,31 @@ class ResumableGeneration:
         remaining = self.remaining_s()
         return min(pause, left, left if remaining is None else remaining)
 
+    def _is_refused(self, error: PageKVError) -> bool:
+        """Nothing has begun, and the server, if there is one, does not take the request now."""
+        if self._begun or self._interrupted_at is not None or self._may_go_on(error):
+            return False
+        return isinstance(error, (Overloaded, Unavailable)) and not isinstance(error, ConnectionLost)
+
+    def _retry_in(self, error: PageKVError) -> float:
+        """Seconds to wait before a refused request is sent again. Raises the error when it is not to be."""
+        asked_for = max(getattr(error, "retry_delay_s", 0.0), FIRST_PAUSE_S)
+        remaining = self.remaining_s()
+        if not self._retries_left or asked_for > LONGEST_RETRY_S or (remaining is not None and asked_for >= remaining):
+            raise error
+        self._retries_left -= 1
+        # Not sooner, and not all at once.
+        return asked_for * (1 + random.random() / 4)
+
     def _may_go_on(self, error: PageKVError) -> bool:
         if self._resume_timeout_s <= 0:
             return False
         # A manager that shuts down is followed by another one, also for calls that it never took.
         if isinstance(error, (ConnectionLost, Draining)):
             return True
-        # A first call that finds no server, or a server that refuses it, is the caller's to know at once. In the middle
-        # of a generation the same means that the server is not back yet; ALREADY_EXISTS, that it has not noticed the
-        # broken call of this request_id.
+        # A first call that finds no server, or a server that refuses it, is retried or the caller's to know. In the
+        # middle of a generation the same means that the server is not back yet; ALREADY_EXISTS, that it has not noticed
+        # the broken call of this request_id.
         return (self._begun or self._interrupted_at is not None) and isinstance(
             error, (Unavailable, Overloaded, AlreadyExists)
         )

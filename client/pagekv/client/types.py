@@ -117,7 +117,7 @@ class GenerateOptions(TypedDict, total=False):
     # Seconds for the whole generation, resumed parts included. Default: no limit.
     timeout: float | None
     # Seconds to go on trying after the connection was lost; 0: never resume. Default: the client's.
-    resume_timeout_s: float
+    resume_timeout: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +249,9 @@ class Stats:
     written_back_blocks_total: int
     host_evicted_blocks_total: int
     unread_sequences: int
+    instance_id: str
+    # In UTC.
+    start_time: datetime | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,10 +426,16 @@ Event: TypeAlias = BlockStored | BlockRemoved | TableCleared | UnknownEvent
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """Changes of the prefix tables, to be applied in order; with `more`, the batch goes on in the next of these."""
+    """Changes of the prefix tables, to be applied in order; with `more`, the batch goes on in the next of these. One
+    without events says that nothing changed.
+    """
 
     sequence: int
     # True: part of the first batch, which rebuilds the tables from nothing.
     snapshot: bool
     events: tuple[Event, ...]
     more: bool
+    # Of the tables, when the batch is applied whole; 0 with `more`.
+    revision: int
+    # The run of the manager that revisions belong to.
+    instance_id: str

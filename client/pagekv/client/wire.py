@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from datetime import UTC
 from functools import cache, partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
@@ -42,8 +42,8 @@ def generate_request(
     unknown = sorted(options.keys() - _OPTIONS)
     if unknown:
         raise TypeError(f"unknown option {unknown[0]!r}; known are {', '.join(sorted(_OPTIONS))}")
-    values = {**cast("Mapping[str, Any]", options), "n": n}
-    sampling = {name: values[name] for name in values.keys() & _SAMPLING_FIELDS if values[name] is not None}
+    values = {name: value for name, value in {**options, "n": n}.items() if value is not None}
+    sampling = {name: values[name] for name in values.keys() & _SAMPLING_FIELDS}
     others = {name: values[name] for name in ("priority", "request_id", "adapter") if name in values}
     request = pb.GenerateRequest(only_complete=only_complete)
     return prompt_request(request, prompt, options.get("cache"), sampling_params=sampling, **others)
@@ -177,7 +177,10 @@ _EVENTS = {"stored": types.BlockStored, "removed": types.BlockRemoved, "cleared"
 
 def event_batch(message: operator_pb.WatchEventsResponse) -> types.EventBatch:
     """One message of WatchEvents."""
-    return types.EventBatch(message.sequence, message.snapshot, tuple(map(_event, message.events)), message.more)
+    events = tuple(map(_event, message.events))
+    return types.EventBatch(
+        message.sequence, message.snapshot, events, message.more, message.revision, message.instance_id
+    )
 
 
 def _event(message: operator_pb.CacheEvent) -> types.Event:

@@ -56,6 +56,10 @@ class ScriptedServer:
     # Methods of calls with `Hangs` in their script that are over.
     cancelled: list[str] = field(default_factory=list)
     deadlines: list[float | None] = field(default_factory=list)
+    # Of each call, without gRPC's own entries.
+    metadata: list[dict[str, str | bytes]] = field(default_factory=list)
+    # For encrypted connections alone, where there are some.
+    credentials: grpc.ServerCredentials | None = None
     _server: grpc.Server | None = None
 
     @property
@@ -73,7 +77,11 @@ class ScriptedServer:
         cache_service_pb2_grpc.add_CacheServiceServicer_to_server(servicer, server)
         operator_service_pb2_grpc.add_OperatorServiceServicer_to_server(servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-        self.port = server.add_insecure_port(f"127.0.0.1:{self.port}")
+        address = f"127.0.0.1:{self.port}"
+        if self.credentials is None:
+            self.port = server.add_insecure_port(address)
+        else:
+            self.port = server.add_secure_port(address, self.credentials)
         server.start()
         self._server = server
 
@@ -98,6 +106,7 @@ class ScriptedServer:
 
     def play(self, method: str, request: Message, context: grpc.ServicerContext) -> Iterator[Any]:
         self.deadlines.append(context.time_remaining())
+        self.metadata.append({key: value for key, value in context.invocation_metadata() if key != "user-agent"})
         if not self.steps or self.steps[0].method != method:
             self.problems.append(f"unexpected {method}({request})")
             context.abort(grpc.StatusCode.INTERNAL, "not in the script")

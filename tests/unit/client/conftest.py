@@ -36,7 +36,7 @@ class BlockingStream:
         self._run(self._stream.__aexit__(*error))
 
     def close(self) -> None:
-        self._run(self._stream.aclose())
+        self._run(self._stream.close())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -54,6 +54,12 @@ class BlockingAsyncClient:
             return AsyncPageKVClient(*args, **kwargs)
 
         self._client = self._run(make())
+
+    def with_options(self, **options: Any) -> BlockingAsyncClient:
+        other = object.__new__(BlockingAsyncClient)
+        vars(other).update(vars(self))
+        other._client = self._client.with_options(**options)
+        return other
 
     def close(self) -> None:
         self._run(self._client.close())

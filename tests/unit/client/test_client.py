@@ -12,6 +12,7 @@ from pagekv.client import (
     CacheControls,
     ChatMessage,
     DeadlineExceeded,
+    InvalidRequest,
     MediaHash,
     PageKVClient,
 )
@@ -115,13 +116,21 @@ def test_a_conversation_is_sent_as_chat(server: ScriptedServer, client: PageKVCl
     client.generate(messages)
 
 
+def test_generate_is_for_one_sequence(server: ScriptedServer, client: PageKVClient) -> None:
+    server.expect("Generate", complete(7))
+    assert client.generate("x", n=1).token_ids == (7,)
+    with pytest.raises(InvalidRequest, match="generate_n several") as caught:
+        client.generate("x", n=2)
+    assert caught.value.field == "n"
+
+
 def test_several_sequences_come_back_by_index(server: ScriptedServer, client: PageKVClient) -> None:
     def check(request: pb.GenerateRequest) -> None:
         assert request.sampling_params.n == 3
         assert request.only_complete
 
     server.expect("Generate", complete(9, index=2), complete(7, index=0), complete(8, index=1), check=check)
-    assert [c.token_ids for c in client.generate_n("x", 3)] == [(7,), (8,), (9,)]
+    assert [c.token_ids for c in client.generate_n("x", n=3)] == [(7,), (8,), (9,)]
 
 
 def test_beam_search_comes_back_best_first(server: ScriptedServer, client: PageKVClient) -> None:

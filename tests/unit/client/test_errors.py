@@ -74,7 +74,8 @@ def test_statuses_become_domain_exceptions(
 ) -> None:
     server.expect("ResetPrefixCache", Fails(sent))
     server.expect("Generate", Fails(sent))
-    for call in (client.reset_prefix_cache, lambda: client.generate("x")):
+    once = client.with_options(max_retries=0)
+    for call in (once.reset_prefix_cache, lambda: once.generate("x")):
         with pytest.raises(PageKVError) as caught:
             call()
         assert type(caught.value) is raised
@@ -85,7 +86,7 @@ def test_statuses_become_domain_exceptions(
 
 def test_nobody_listens(make_client: Any) -> None:
     target = f"127.0.0.1:{free_port()}"
-    client = make_client(target)
+    client = make_client(target, max_retries=0)
     for call in (client.stats, lambda: client.generate("x"), lambda: next(client.stream("x"))):
         with pytest.raises(Unreachable, match=rf"cannot reach PageKV at {target}.*pagekv up"):
             call()

@@ -22,6 +22,7 @@ from pagekv.client import (
 )
 from pagekv.client.errors import Overloaded
 from pagekv.client.resumable_generation import ResumableGeneration
+from pagekv.client.settings import CallSettings
 from pagekv.client.types import GenerateOptions, PositionLogprobs, TokenLogprob
 from pagekv.common import errors
 from pagekv.v1 import inference_service_pb2 as pb
@@ -189,6 +190,65 @@ def test_a_server_that_is_not_ready_yet_is_asked_again(
     assert client.generate([1, 2, 3]).token_ids == (4, 5)
 
 
+@pytest.mark.parametrize(
+    "refusal", [errors.Unavailable("no executor is attached yet", 0.01), errors.Overloaded("queue full", 0.01)]
+)
+def test_a_refusal_before_the_first_token_is_retried(
+    server: ScriptedServer, client: PageKVClient, refusal: errors.PageKVError
+) -> None:
+    sent: list[pb.GenerateRequest] = []
+    for reply in (Fails(refusal), Fails(refusal), complete(4)):
+        server.expect("Generate", reply, check=sent.append)
+    end = client.generate("x")
+    assert (end.token_ids, end.resumes) == ((4,), 0)
+    assert sent[0] == sent[1] == sent[2]
+    # No more often than that.
+    for _ in range(3):
+        server.expect("Generate", Fails(refusal))
+    with pytest.raises(type(refusal)):
+        client.generate("x")
+    server.expect("Generate", Fails(refusal))
+    with pytest.raises(type(refusal)):
+        client.with_options(max_retries=0).generate("x")
+
+
+def test_a_retry_waits_as_long_as_the_server_asks() -> None:
+    settings = CallSettings(max_retries=2)
+    generation = ResumableGeneration("x", 1, {"timeout": 100.0}, settings, clock=lambda: 0.0)
+    assert 3.0 <= generation.failed(Overloaded("full", 3.0)) <= 3.75
+    assert 0.1 <= generation.failed(errors.Unavailable("starting", 0.0)) <= 0.125
+    with pytest.raises(Overloaded):
+        generation.failed(Overloaded("full", 3.0))
+    # Nor does it wait for what would come too late, or longer than anybody would.
+    for timeout, delay_s in ((2.5, 3.0), (None, 61.0)):
+        short = ResumableGeneration("x", 1, {"timeout": timeout}, settings, clock=lambda: 0.0)
+        with pytest.raises(Overloaded):
+            short.failed(Overloaded("full", delay_s))
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionLost("gone"), errors.AlreadyExists("request_id", "is taken"), errors.LimitExceeded("no")]
+)
+def test_no_other_refusal_is_retried(error: errors.PageKVError) -> None:
+    generation = ResumableGeneration("x", 1, {"resume_timeout": 0.0}, CallSettings(max_retries=2))
+    with pytest.raises(type(error)):
+        generation.failed(error)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"timeout": -1.0}, "timeout"),
+        ({"timeout": float("nan")}, "timeout"),
+        ({"resume_timeout": 2e6}, "resume_timeout"),
+    ],
+)
+def test_time_limits_out_of_bounds_are_refused(options: GenerateOptions, field: str) -> None:
+    with pytest.raises(errors.InvalidRequest) as caught:
+        ResumableGeneration("x", 1, options, CallSettings())
+    assert caught.value.field == field
+
+
 @pytest.mark.parametrize("status", [grpc.StatusCode.INTERNAL, errors.InvalidRequest("resumed_token_ids", "no")])
 def test_other_errors_end_it(server: ScriptedServer, client: PageKVClient, status: Any) -> None:
     server.expect("Generate", chunk(4), Fails(LOST))
@@ -217,18 +277,18 @@ def test_a_manager_that_shuts_down_is_followed_by_another(server: ScriptedServer
     assert (end.token_ids, end.resumes) == ((4, 5), 2)
     server.expect("Generate", draining)
     with pytest.raises(errors.Draining, match="is shutting down"):
-        client.generate([1, 2, 3], resume_timeout_s=0)
+        client.with_options(max_retries=0).generate([1, 2, 3], resume_timeout=0)
 
 
 def test_resuming_can_be_switched_off(server: ScriptedServer, client: PageKVClient) -> None:
     server.expect("Generate", chunk(4), Fails(LOST), check=lambda r: _equal(r.only_complete, False))
-    stream = client.stream("x", resume_timeout_s=0)
+    stream = client.stream("x", resume_timeout=0)
     assert next(stream).token_ids == (4,)
     with pytest.raises(ConnectionLost, match="was lost"):
         next(stream)
     # Without resuming, chunks are of no use to `generate`.
     server.expect("Generate", complete(4), check=lambda r: _equal(r.only_complete, True))
-    client.generate("x", resume_timeout_s=0)
+    client.generate("x", resume_timeout=0)
 
 
 def test_a_broken_beam_search_is_asked_for_again(server: ScriptedServer, client: PageKVClient) -> None:
@@ -286,7 +346,7 @@ def test_it_gives_up_after_resume_timeout(make_client: Any) -> None:
     server.expect("Generate", chunk(4), lambda: threading.Thread(target=server.stop).start(), Hangs())
     start = time.monotonic()
     with pytest.raises((Unreachable, ConnectionLost)):
-        list(make_client(server.target).stream([1, 2, 3], resume_timeout_s=0.5))
+        list(make_client(server.target).stream([1, 2, 3], resume_timeout=0.5))
     assert time.monotonic() - start >= 0.5
     server.finish()
 
@@ -299,7 +359,7 @@ LOST_ERROR = ConnectionLost("gone")
 
 def test_pauses_grow_and_end_with_the_resume_timeout() -> None:
     now = [0.0]
-    generation = ResumableGeneration([1], 1, {}, default_resume_timeout_s=10, clock=lambda: now[0])
+    generation = ResumableGeneration([1], 1, {}, CallSettings(resume_timeout=10), clock=lambda: now[0])
     generation.take(chunk(4))
     pauses = []
 
@@ -319,7 +379,7 @@ def test_pauses_grow_and_end_with_the_resume_timeout() -> None:
 
 
 def test_an_overloaded_server_sets_the_pause() -> None:
-    generation = ResumableGeneration([1], 1, {}, default_resume_timeout_s=10)
+    generation = ResumableGeneration([1], 1, {}, CallSettings(resume_timeout=10))
     generation.take(chunk(4))
     generation.failed(LOST_ERROR)
     assert generation.failed(Overloaded("full", 3.0)) == pytest.approx(3.0)
@@ -327,7 +387,7 @@ def test_an_overloaded_server_sets_the_pause() -> None:
 
 def test_the_timeout_covers_the_outage() -> None:
     now = [0.0]
-    generation = ResumableGeneration([1], 1, {"timeout": 2.0}, default_resume_timeout_s=10, clock=lambda: now[0])
+    generation = ResumableGeneration([1], 1, {"timeout": 2.0}, CallSettings(resume_timeout=10), clock=lambda: now[0])
     assert generation.remaining_s() == 2.0
     generation.take(chunk(4))
 
@@ -349,7 +409,7 @@ def test_any_cut_gives_the_same_stream(seed: int) -> None:
     whole = "".join(f"<{token}>" for token in tokens)
     ends = sorted(rng.randint(0, len(whole)) for _ in tokens)
     ends = [0, *ends[:-1], len(whole)]
-    generation = ResumableGeneration([1, 2, 3], 1, {"logprobs": 0}, default_resume_timeout_s=30, clock=lambda: 0.0)
+    generation = ResumableGeneration([1, 2, 3], 1, {"logprobs": 0}, CallSettings(resume_timeout=30), clock=lambda: 0.0)
     chunks = []
     while not generation.done:
         request = generation.request()
@@ -394,7 +454,7 @@ def test_any_cuts_give_the_same_streams_of_several_sequences(seed: int) -> None:
         index: [0, *sorted(rng.randint(0, len(whole[index])) for _ in of[1:]), len(whole[index])]
         for index, of in tokens.items()
     }
-    generation = ResumableGeneration("x", 3, {"logprobs": 0}, default_resume_timeout_s=30, clock=lambda: 0.0)
+    generation = ResumableGeneration("x", 3, {"logprobs": 0}, CallSettings(resume_timeout=30), clock=lambda: 0.0)
     got: dict[int, list[int]] = {index: [] for index in tokens}
     texts = dict.fromkeys(tokens, "")
     logprobs: list[PositionLogprobs] = []

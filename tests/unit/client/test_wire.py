@@ -60,6 +60,11 @@ def test_an_unknown_option_is_refused(client: PageKVClient) -> None:
         client.generate("x", max_token=4)  # type: ignore[call-arg]  # the mistake under test
 
 
+def test_options_that_are_none_are_left_out() -> None:
+    sent = wire.generate_request("x", 1, dict.fromkeys(wire._OPTIONS), only_complete=False)  # type: ignore[arg-type]  # None for each
+    assert sent == wire.generate_request("x", 1, {}, only_complete=False)
+
+
 def test_fields_are_read_by_name_presence_and_kind() -> None:
     block = operator_pb.BlockInfo(block_id=3, state=operator_pb.BLOCK_STATE_PINNED, block_hash="ff")
     assert wire.flat(BlockInfo, block) == BlockInfo(3, 0, "pinned", "ff", "", 0)

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from pagekv.client.channel import DEFAULT_TARGET, DEFAULT_TIMEOUT_S
+from pagekv.client.channel import DEFAULT_TARGET
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.client import PageKVClient
+from pagekv.client.settings import DEFAULT_TIMEOUT_S
 from pagekv.client.types import CacheControls
 from pagekv.common.flags import FlagParser, address, number
 
@@ -104,8 +105,8 @@ def add_query(
 
 
 def connect(args: argparse.Namespace) -> PageKVClient:
-    """The client for --target and --timeout."""
-    return PageKVClient(args.target, timeout=args.timeout or DEFAULT_TIMEOUT_S)
+    """The client for --target and --timeout. It asks once: scripts branch on the exit status, and people see why."""
+    return PageKVClient(args.target, timeout=args.timeout or DEFAULT_TIMEOUT_S, max_retries=0)
 
 
 def token_ids(text: str) -> list[int]:
