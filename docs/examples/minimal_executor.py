@@ -227,7 +227,8 @@ class Toy(pb_grpc.ExecutorServiceServicer):
         try:
             while True:
                 read = asyncio.ensure_future(anext(incoming, None))
-                await asyncio.wait([read, mine.over] if mine else [read], return_when=asyncio.FIRST_COMPLETED)
+                waits: list[asyncio.Future[Any]] = [read, mine.over] if mine else [read]
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 if mine and mine.over.done():
                     raise Refused(Code.ABORTED, f"epoch {mine.number} is over", rule="P2")
                 if (step := read.result()) is None:

@@ -59,9 +59,23 @@ class AsyncPageKVClient(ClientCalls):
         begun = self._begin(prompt, n, options)
         return AsyncStream(begun, begun.running.chunks())
 
-    def watch_events(self, *, token_ids: bool = True, snapshot_only: bool = False) -> AsyncGenerator[EventBatch]:
-        """The prefix table as it changes, as `PageKVClient.watch_events` tells it."""
-        return self._events(token_ids, snapshot_only)
+    def watch_events(
+        self,
+        *,
+        token_ids: bool = True,
+        snapshot_only: bool = False,
+        start_revision: int = 0,
+        instance_id: str = "",
+        progress_interval: float | None = None,
+    ) -> AsyncGenerator[EventBatch]:
+        """The prefix tables as they change, as `PageKVClient.watch_events` tells it."""
+        return self._watch(
+            token_ids=token_ids,
+            snapshot_only=snapshot_only,
+            start_revision=start_revision,
+            instance_id=instance_id,
+            progress_interval=progress_interval,
+        )
 
 
 class AsyncStream(StreamState, AsyncIterator[Chunk]):

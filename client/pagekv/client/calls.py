@@ -12,6 +12,7 @@ from pagekv.client.connection import Connection, for_both
 from pagekv.client.errors import InvalidRequest, NotFound, from_rpc_error
 from pagekv.client.generation_types import CacheControls, Completion, GenerateOptions, Prompt
 from pagekv.client.resumable_generation import ResumableGeneration
+from pagekv.client.resumable_watch import ResumableWatch
 from pagekv.client.running_generation import RunningGeneration
 from pagekv.client.types import (
     BlockList,
@@ -28,7 +29,7 @@ from pagekv.client.types import (
     SequenceBlocks,
     Stats,
 )
-from pagekv.client.wire import event_batch, filled, flat, list_blocks_request, prompt_request
+from pagekv.client.wire import filled, flat, list_blocks_request, prompt_request
 from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2 as operator_pb
@@ -193,16 +194,23 @@ class ClientCalls(Connection):
         status: Any = known.Name(answer.status).lower() if answer.status in known.values() else "unknown"
         return cast("HealthStatus", status)
 
-    async def _events(self, token_ids: bool, snapshot_only: bool) -> AsyncGenerator[EventBatch]:
-        request = operator_pb.WatchEventsRequest(token_ids=token_ids, snapshot_only=snapshot_only)
-        call = self._operator.WatchEvents(request, metadata=self._settings.metadata)
-        try:
-            async for response in self.messages(call):
-                yield event_batch(response)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, self.target) from error
-        finally:
-            call.cancel()
+    def _watch(self, **wishes: Any) -> AsyncGenerator[EventBatch]:
+        return self._events(ResumableWatch(**wishes, resume_timeout=self._settings.resume_timeout))
+
+    async def _events(self, watch: ResumableWatch) -> AsyncGenerator[EventBatch]:
+        never = self.new_event()
+        while True:
+            call = self._operator.WatchEvents(watch.request(), metadata=self._settings.metadata)
+            try:
+                async for response in self.messages(call):
+                    for batch in watch.take(response):
+                        yield batch
+                return
+            except grpc.RpcError as error:
+                pause_s = watch.failed(from_rpc_error(error, self.target))
+            finally:
+                call.cancel()
+            await self.pause(never, pause_s)
 
     def _begin(self, prompt: Prompt, n: int, options: GenerateOptions, *, only_complete: bool = False) -> Begun:
         """A generation, of which nothing is sent yet."""

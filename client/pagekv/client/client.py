@@ -85,13 +85,33 @@ class PageKVClient(ClientCalls):
         begun = self._begin(prompt, n, options)
         return Stream(begun, _one_by_one(begun.running.chunks()))
 
-    def watch_events(self, *, token_ids: bool = True, snapshot_only: bool = False) -> Generator[EventBatch]:
-        """The prefix table as it changes: a snapshot, then a batch at every step boundary with changes.
+    def watch_events(
+        self,
+        *,
+        token_ids: bool = True,
+        snapshot_only: bool = False,
+        start_revision: int = 0,
+        instance_id: str = "",
+        progress_interval: float | None = None,
+    ) -> Generator[EventBatch]:
+        """The prefix tables as they change: a snapshot, then a batch at every step boundary with changes.
 
-        `TableReplica` applies them. Goes on until it is closed, unless `snapshot_only`. Raises FellBehind when the
-        batches are taken too slowly, and does not reconnect: another server has another table.
+        `TableReplica` applies them. Goes on until it is closed, unless `snapshot_only`; where the connection broke, it
+        goes on behind the last whole batch. `start_revision` and `instance_id`, those of a `TableReplica` or of the
+        last whole batch, begin behind a revision, without a snapshot. `progress_interval`: seconds of silence, 1 to
+        3600, after which an empty batch says that nothing changed. Raises RevisionGone when the server holds the
+        changes no longer, or is another one, and FellBehind when batches are taken too slowly: watch again from a
+        snapshot.
         """
-        return _one_by_one(self._events(token_ids, snapshot_only))
+        return _one_by_one(
+            self._watch(
+                token_ids=token_ids,
+                snapshot_only=snapshot_only,
+                start_revision=start_revision,
+                instance_id=instance_id,
+                progress_interval=progress_interval,
+            )
+        )
 
 
 class Stream(StreamState, Iterator[Chunk]):

@@ -103,6 +103,9 @@ class Stats:
     written_back_blocks_total: int
     host_evicted_blocks_total: int
     unread_sequences: int
+    instance_id: str
+    start_time: datetime | None
+    """In UTC."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,10 +280,16 @@ Event: TypeAlias = BlockStored | BlockRemoved | TableCleared | UnknownEvent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventBatch:
-    """Changes of the prefix tables, to be applied in order; with `more`, the batch goes on in the next of these."""
+    """Changes of the prefix tables, to be applied in order; with `more`, the batch goes on in the next of these. One
+    without events says that nothing changed.
+    """
 
     sequence: int
     snapshot: bool
     """True: part of the first batch, which rebuilds the tables from nothing."""
     events: tuple[Event, ...]
     more: bool
+    revision: int
+    """Of the tables, when the batch is applied whole; 0 with `more`."""
+    instance_id: str
+    """The run of the manager that revisions belong to."""

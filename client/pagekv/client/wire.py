@@ -187,6 +187,8 @@ def event_batch(message: operator_pb.WatchEventsResponse) -> types.EventBatch:
         snapshot=message.snapshot,
         events=tuple(map(_event, message.events)),
         more=message.more,
+        revision=message.revision,
+        instance_id=message.instance_id,
     )
 
 

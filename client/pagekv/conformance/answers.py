@@ -1,4 +1,4 @@
-"""What the executor answers when asked in the simplest way, and how other ways are held against it.
+"""Answers that the executor gives when asked in the simplest way, and how other ways are held against them.
 
 An answer is the greedy continuation of a prompt that is computed at once, alone, in blocks in order. Two of them may
 differ where the likeliest token is within rounding of the next: with log-probabilities such tokens are left out.

@@ -38,6 +38,7 @@ class Kit:
 
     def goes_on(self) -> None:
         """A new epoch answers as ever. Raises BrokenRule where it does not."""
+        self.answers.prepare()
         with self.epoch() as epoch:
             seq = epoch.alone(self.answers.prompts[1], 2)
         self.answers.compare(seq, "the epoch after it")

@@ -45,7 +45,7 @@ def make_parser() -> FlagParser:
         "--features",
         type=feature_list,
         metavar="NAMES",
-        help=f"test these features at most, by comma ({', '.join(FEATURES)}, or none); default: all that it has",
+        help=f"test just these features, by comma ({', '.join(FEATURES)}, or none); default: all that it has",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output, for scripts")
     return parser

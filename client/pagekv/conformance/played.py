@@ -151,6 +151,9 @@ class PlayedEpoch:
         rows = [row.seq_id for row in result.logprobs]
         require(rows == asked, f"{where}: logprobs of sequences {rows}, not {asked}")
         for row in result.logprobs:
+            count = min(expected[row.seq_id].sampling.logprobs, vocab)
+            found = len(row.top_token_ids), len(row.top_logprobs)
+            require(found == (count, count), f"{where}: {found} likeliest tokens and log-probabilities, not {count}")
             expected[row.seq_id].rows.append(row)
         return result
 

@@ -10,7 +10,7 @@ import grpc
 from pagekv.conformance.kit import Kit, expect
 from pagekv.conformance.played import COPY, SWAP_IN, SWAP_OUT, PlayedEpoch, copying
 from pagekv.conformance.sampling_refusals import BAD_SAMPLING, UNREQUIRED, UNSET
-from pagekv.conformance.scene import FREE_BLOCK, HUGE, BadStep, Scene, new_sequence
+from pagekv.conformance.scene import FREE_BLOCK, HUGE, BadStep, LiveScene, new_sequence
 from pagekv.conformance.target import TOKEN_BUDGET
 from pagekv.conformance.verdict import NotTested, Rule
 from pagekv.steps.v1 import executor_service_pb2 as pb
@@ -45,7 +45,7 @@ def with_unknown(message: Any) -> Any:
     return type(message).FromString(message.SerializeToString() + unknown)
 
 
-def too_many_sequences(scene: Scene) -> dict[str, Any]:
+def too_many_sequences(scene: LiveScene) -> dict[str, Any]:
     """One more than may be live, two of which are."""
     count = scene.kit.description.max_sequences - 1
     if count > MAX_ENTERING:
@@ -54,12 +54,12 @@ def too_many_sequences(scene: Scene) -> dict[str, Any]:
     return {"new_seqs": [new_sequence(seq_id=seq_id, block_ids=[]) for seq_id in ids], **schedule(ids, [0] * count)}
 
 
-def _long_sequences(scene: Scene) -> int:
+def _long_sequences(scene: LiveScene) -> int:
     """So many of the longest sequences have more tokens than a step may compute."""
     return MAX_STEP_TOKENS // scene.max_len + 1
 
 
-def too_many_tokens(scene: Scene) -> dict[str, Any]:
+def too_many_tokens(scene: LiveScene) -> dict[str, Any]:
     count, most = _long_sequences(scene), scene.max_blocks
     if count + 2 > scene.kit.description.max_sequences:
         raise NotTested("max_sequences of the greatest length are fewer tokens")

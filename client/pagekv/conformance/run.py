@@ -37,8 +37,14 @@ def judge(target: Target, idle: IdleConnection, note: Callable[[str], None]) -> 
     def stays(_: Kit) -> None:
         idle.check(lambda seconds: note(f"P10 waits for {seconds:.0f} s in which a connection is idle"))
 
+    gone = False
     for rule in (*RULES, Rule("P10", "pings on an idle connection are welcome", stays)):
-        yield verdict_of(kit, rule)
+        if gone:
+            yield Verdict(rule.number, rule.words, "skipped", "the executor is gone", 0.0)
+            continue
+        verdict = verdict_of(kit, rule)
+        gone = verdict.outcome == "failed" and not target.link.is_there()
+        yield verdict
 
 
 def verdict_of(kit: Kit, rule: Rule[Kit]) -> Verdict:

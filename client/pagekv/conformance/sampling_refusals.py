@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from pagekv.conformance.played import neutral
-from pagekv.conformance.scene import HUGE, BadStep, Scene
+from pagekv.conformance.scene import HUGE, BadStep, LiveScene
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
 LOGPROBS = pb.EXECUTOR_FEATURE_LOGPROBS
@@ -29,7 +29,7 @@ NUMBERS: tuple[tuple[str, tuple[float, ...], int], ...] = (
 
 
 def _bad(words: str, fields: dict[str, Any], named: str, needs: int = 0) -> BadStep:
-    def columns(scene: Scene) -> dict[str, Any]:
+    def columns(scene: LiveScene) -> dict[str, Any]:
         values = {name: value(scene) if callable(value) else value for name, value in fields.items()}
         return scene.entering(sampling=neutral(**values))
 

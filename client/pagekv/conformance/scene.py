@@ -24,7 +24,7 @@ HUGE = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class LiveScene:
     """The sizes that bad steps are made by."""
 
     kit: Kit
@@ -90,11 +90,11 @@ class BadStep:
     """
 
     words: str
-    columns: Columns | Callable[[Scene], Columns]
+    columns: Columns | Callable[[LiveScene], Columns]
     fields: Sequence[str]
     needs: int = 0
     features: tuple[int, ...] | None = None
-    num_blocks: Callable[[Scene], int] | None = None
+    num_blocks: Callable[[LiveScene], int] | None = None
     first: bool = False
     rules: Sequence[str] = ()
 
@@ -102,15 +102,15 @@ class BadStep:
         """Raises BrokenRule where the step is not refused as it should be, and NotTested."""
         if self.needs:
             kit.need(self.needs)
-        scene = Scene(kit)
+        scene = LiveScene(kit)
         if self.num_blocks is not None:
-            scene = Scene(kit, max(NUM_BLOCKS, self.num_blocks(scene)))
+            scene = LiveScene(kit, max(NUM_BLOCKS, self.num_blocks(scene)))
             if scene.num_blocks > kit.target.pool_blocks:
                 raise NotTested(f"needs {scene.num_blocks} blocks, the pool has {kit.target.pool_blocks}")
         with during(self.words):
             self._check(kit, scene, self.rules or (rule,))
 
-    def _check(self, kit: Kit, scene: Scene, rules: Sequence[str]) -> None:
+    def _check(self, kit: Kit, scene: LiveScene, rules: Sequence[str]) -> None:
         columns = self.columns(scene) if callable(self.columns) else self.columns
         hosts = NUM_HOST_BLOCKS if self.needs == pb.EXECUTOR_FEATURE_HOST_POOL else 0
         epoch = kit.target.attach(num_blocks=scene.num_blocks, host_blocks=hosts, features=self.features)
@@ -133,7 +133,7 @@ class BadStep:
             call.close()
 
 
-def _prelude(scene: Scene, epoch: int) -> pb.StepRequest:
+def _prelude(scene: LiveScene, epoch: int) -> pb.StepRequest:
     """The first step: both sequences enter."""
     first, second = scene.prompts
     tables = range(5), range(5, 7)

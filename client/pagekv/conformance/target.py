@@ -85,7 +85,7 @@ class Target:
 
 
 def describe(link: Link, wanted: frozenset[int] | None) -> Target:
-    """The executor, with a block size at which the rules can be tested. `wanted`: features to test at most; None: all.
+    """The executor, with a block size at which the rules can be tested. `wanted`: features to test; None: all.
 
     Raises Untestable.
     """
@@ -102,7 +102,11 @@ def describe(link: Link, wanted: frozenset[int] | None) -> Target:
         if not description.bytes_per_block or not description.vocab_size:
             raise Untestable("Describe names no bytes_per_block or no vocab_size")
         features = frozenset(description.features) & frozenset(FEATURES.values())
-        target = Target(link, description, block_size, features if wanted is None else features & wanted)
+        if lacking := [
+            name for name, number in FEATURES.items() if number in (wanted or ()) and number not in features
+        ]:
+            raise Untestable(f"--features: Describe does not list {', '.join(lacking)}")
+        target = Target(link, description, block_size, features if wanted is None else wanted)
         if description.max_model_len >= 4 * block_size + 16 and target.pool_blocks >= NUM_BLOCKS:
             return target
         last = (

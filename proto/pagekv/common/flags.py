@@ -16,8 +16,9 @@ import argparse
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from importlib.metadata import version
 from typing import Any, NoReturn, TypeVar, cast
+
+from pagekv.common.version import pagekv_version
 
 ENV_PREFIX = "PAGEKV_"
 
@@ -153,7 +154,7 @@ def declarations(config: type[Any], group: str = "") -> Iterator[Declaration]:
 
 def add_version(parser: argparse.ArgumentParser) -> None:
     """--version, which prints the program and the version of this installation, and ends with status 0."""
-    parser.add_argument("--version", action="version", version=f"{parser.prog} {version('pagekv')}")
+    parser.add_argument("--version", action="version", version=f"{parser.prog} {pagekv_version()}")
 
 
 def add_flags(parser: FlagParser, config: type[Any], group: str = "") -> None:

@@ -22,57 +22,58 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from pagekv.v1 import types_pb2 as pagekv_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n pagekv/v1/operator_service.proto\x12\tpagekv.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15pagekv/v1/types.proto\"\x11\n\x0fGetStatsRequest\"\xa9\n\n\x10GetStatsResponse\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x19\n\x11num_device_blocks\x18\x02 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x03 \x01(\r\x12\x1a\n\x12\x63\x61\x63hed_free_blocks\x18\x04 \x01(\r\x12\x15\n\ractive_blocks\x18\x05 \x01(\r\x12\x10\n\x08kv_usage\x18\x06 \x01(\x01\x12\x13\n\x0butilization\x18\x07 \x01(\x01\x12\x19\n\x11running_sequences\x18\x08 \x01(\r\x12\x19\n\x11waiting_sequences\x18\t \x01(\r\x12\x1b\n\x13prompt_tokens_total\x18\n \x01(\x04\x12\x1b\n\x13\x63\x61\x63hed_tokens_total\x18\x0b \x01(\x04\x12\x17\n\x0fprefix_hit_rate\x18\x0c \x01(\x01\x12\x1e\n\x16generated_tokens_total\x18\r \x01(\x04\x12\x1c\n\x14\x65victed_blocks_total\x18\x0e \x01(\x04\x12\x19\n\x11preemptions_total\x18\x0f \x01(\x04\x12\x13\n\x0bsteps_total\x18\x10 \x01(\x04\x12\x1d\n\x15\x63omputed_tokens_total\x18\x11 \x01(\x04\x12\x16\n\x0erequests_total\x18\x12 \x01(\x04\x12\x1e\n\x16\x61\x62orted_requests_total\x18\x13 \x01(\x04\x12\x1f\n\x17rejected_requests_total\x18\x14 \x01(\x04\x12\x1f\n\x17\x65xecutor_restarts_total\x18\x15 \x01(\x04\x12\x19\n\x11hash_alarms_total\x18\x16 \x01(\x04\x12\x1e\n\x16\x65xecutor_idle_us_total\x18\x17 \x01(\x04\x12\x1e\n\x16\x65xecutor_busy_us_total\x18\x18 \x01(\x04\x12\x19\n\x11\x65xecutor_attached\x18\x19 \x01(\x08\x12\x18\n\x10published_blocks\x18\x1a \x01(\r\x12\x15\n\rpinned_blocks\x18\x1b \x01(\r\x12\x0c\n\x04pins\x18\x1c \x01(\r\x12\x10\n\x08watchers\x18\x1d \x01(\r\x12\x1b\n\x13prompt_blocks_total\x18\x1e \x01(\x04\x12\x1b\n\x13\x63\x61\x63hed_blocks_total\x18\x1f \x01(\x04\x12\x16\n\x0e\x62lock_hit_rate\x18  \x01(\x01\x12\x1f\n\x17misses_never_seen_total\x18! \x01(\x04\x12\x1c\n\x14misses_evicted_total\x18\" \x01(\x04\x12\x1c\n\x14misses_cleared_total\x18# \x01(\x04\x12\x1d\n\x15misses_diverged_total\x18$ \x01(\x04\x12!\n\x19misses_partial_tail_total\x18% \x01(\x04\x12\x17\n\x0fnum_host_blocks\x18& \x01(\r\x12\x1a\n\x12host_cached_blocks\x18\' \x01(\r\x12\x18\n\x10host_held_blocks\x18( \x01(\r\x12\x1e\n\x16swap_preemptions_total\x18) \x01(\x04\x12 \n\x18swapped_out_blocks_total\x18* \x01(\x04\x12\x1f\n\x17swapped_in_blocks_total\x18+ \x01(\x04\x12!\n\x19written_back_blocks_total\x18, \x01(\x04\x12!\n\x19host_evicted_blocks_total\x18- \x01(\x04\x12\x18\n\x10unread_sequences\x18. \x01(\r\x12\x1d\n\x15\x66\x61iled_requests_total\x18\x31 \x01(\x04\"I\n\x13ListRequestsRequest\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\tJ\x04\x08\x01\x10\x02R\x05limit\"h\n\x14ListRequestsResponse\x12(\n\x08requests\x18\x01 \x03(\x0b\x32\x16.pagekv.v1.RequestInfo\x12\r\n\x05total\x18\x02 \x01(\r\x12\x17\n\x0fnext_page_token\x18\x03 \x01(\t\"\xf8\x02\n\x0bRequestInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x05state\x18\x0f \x01(\x0e\x32\x18.pagekv.v1.SequenceState\x12\x10\n\x08priority\x18\x10 \x01(\x05\x12\x15\n\rnum_sequences\x18\x04 \x01(\r\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x07 \x01(\r\x12\x18\n\x10generated_tokens\x18\x08 \x01(\r\x12\x18\n\x10max_total_tokens\x18\t \x01(\r\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x13\n\x0bpreemptions\x18\x0b \x01(\r\x12\x11\n\tnamespace\x18\x0c \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\r \x01(\t\x12/\n\x0b\x63reate_time\x18\x0e \x01(\x0b\x32\x1a.google.protobuf.TimestampJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04\"*\n\x14GetBlockTableRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"E\n\x15GetBlockTableResponse\x12,\n\tsequences\x18\x01 \x03(\x0b\x32\x19.pagekv.v1.SequenceBlocks\"\xa4\x01\n\x0eSequenceBlocks\x12\r\n\x05index\x18\x01 \x01(\r\x12\'\n\x05state\x18\x07 \x01(\x0e\x32\x18.pagekv.v1.SequenceState\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\r\x12\x11\n\tblock_ids\x18\x05 \x03(\r\x12\x14\n\x0c\x62lock_hashes\x18\x06 \x03(\tJ\x04\x08\x02\x10\x03\"z\n\x11ListBlocksRequest\x12$\n\x05state\x18\x03 \x01(\x0e\x32\x15.pagekv.v1.BlockState\x12\x11\n\tpage_size\x18\x04 \x01(\r\x12\x12\n\npage_token\x18\x05 \x01(\tJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03R\x05startR\x05limit\"e\n\x12ListBlocksResponse\x12$\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x14.pagekv.v1.BlockInfo\x12\x17\n\x0fnext_page_token\x18\x03 \x01(\tJ\x04\x08\x02\x10\x03R\nnext_start\"\x8d\x01\n\tBlockInfo\x12\x10\n\x08\x62lock_id\x18\x01 \x01(\r\x12\x11\n\tref_count\x18\x02 \x01(\r\x12$\n\x05state\x18\x03 \x01(\x0e\x32\x15.pagekv.v1.BlockState\x12\x12\n\nblock_hash\x18\x04 \x01(\t\x12\x13\n\x0bparent_hash\x18\x05 \x01(\t\x12\x0c\n\x04pins\x18\x06 \x01(\r\"(\n\x17ResetPrefixCacheRequest\x12\r\n\x05\x66orce\x18\x01 \x01(\x08\"c\n\x18ResetPrefixCacheResponse\x12\x16\n\x0eremoved_blocks\x18\x01 \x01(\r\x12\x1b\n\x13preempted_sequences\x18\x02 \x01(\r\x12\x12\n\nended_pins\x18\x03 \x01(\r\"g\n\x12WatchEventsRequest\x12\x15\n\rsnapshot_only\x18\x02 \x01(\x08\x12\x16\n\ttoken_ids\x18\x06 \x01(\x08H\x00\x88\x01\x01\x42\x0c\n\n_token_idsJ\x04\x08\x01\x10\x02R\x0eomit_token_ids\"n\n\x13WatchEventsResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x10\n\x08snapshot\x18\x02 \x01(\x08\x12%\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x15.pagekv.v1.CacheEvent\x12\x0c\n\x04more\x18\x04 \x01(\x08\"\x9b\x01\n\nCacheEvent\x12(\n\x06stored\x18\x01 \x01(\x0b\x32\x16.pagekv.v1.BlockStoredH\x00\x12*\n\x07removed\x18\x02 \x01(\x0b\x32\x17.pagekv.v1.BlockRemovedH\x00\x12.\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x1b.pagekv.v1.AllBlocksClearedH\x00\x42\x07\n\x05\x65vent\"h\n\x0b\x42lockStored\x12\x12\n\nblock_hash\x18\x01 \x01(\t\x12\x13\n\x0bparent_hash\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x1d\n\x04tier\x18\x04 \x01(\x0e\x32\x0f.pagekv.v1.Tier\"A\n\x0c\x42lockRemoved\x12\x12\n\nblock_hash\x18\x01 \x01(\t\x12\x1d\n\x04tier\x18\x02 \x01(\x0e\x32\x0f.pagekv.v1.Tier\"\x12\n\x10\x41llBlocksCleared*\x87\x01\n\nBlockState\x12\x1b\n\x17\x42LOCK_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10\x42LOCK_STATE_FREE\x10\x01\x12\x16\n\x12\x42LOCK_STATE_CACHED\x10\x02\x12\x16\n\x12\x42LOCK_STATE_ACTIVE\x10\x03\x12\x16\n\x12\x42LOCK_STATE_PINNED\x10\x04\x32\xf3\x03\n\x0fOperatorService\x12\x43\n\x08GetStats\x12\x1a.pagekv.v1.GetStatsRequest\x1a\x1b.pagekv.v1.GetStatsResponse\x12O\n\x0cListRequests\x12\x1e.pagekv.v1.ListRequestsRequest\x1a\x1f.pagekv.v1.ListRequestsResponse\x12R\n\rGetBlockTable\x12\x1f.pagekv.v1.GetBlockTableRequest\x1a .pagekv.v1.GetBlockTableResponse\x12I\n\nListBlocks\x12\x1c.pagekv.v1.ListBlocksRequest\x1a\x1d.pagekv.v1.ListBlocksResponse\x12[\n\x10ResetPrefixCache\x12\".pagekv.v1.ResetPrefixCacheRequest\x1a#.pagekv.v1.ResetPrefixCacheResponse\x12N\n\x0bWatchEvents\x12\x1d.pagekv.v1.WatchEventsRequest\x1a\x1e.pagekv.v1.WatchEventsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n pagekv/v1/operator_service.proto\x12\tpagekv.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15pagekv/v1/types.proto\"\x11\n\x0fGetStatsRequest\"\xee\n\n\x10GetStatsResponse\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x19\n\x11num_device_blocks\x18\x02 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x03 \x01(\r\x12\x1a\n\x12\x63\x61\x63hed_free_blocks\x18\x04 \x01(\r\x12\x15\n\ractive_blocks\x18\x05 \x01(\r\x12\x10\n\x08kv_usage\x18\x06 \x01(\x01\x12\x13\n\x0butilization\x18\x07 \x01(\x01\x12\x19\n\x11running_sequences\x18\x08 \x01(\r\x12\x19\n\x11waiting_sequences\x18\t \x01(\r\x12\x1b\n\x13prompt_tokens_total\x18\n \x01(\x04\x12\x1b\n\x13\x63\x61\x63hed_tokens_total\x18\x0b \x01(\x04\x12\x17\n\x0fprefix_hit_rate\x18\x0c \x01(\x01\x12\x1e\n\x16generated_tokens_total\x18\r \x01(\x04\x12\x1c\n\x14\x65victed_blocks_total\x18\x0e \x01(\x04\x12\x19\n\x11preemptions_total\x18\x0f \x01(\x04\x12\x13\n\x0bsteps_total\x18\x10 \x01(\x04\x12\x1d\n\x15\x63omputed_tokens_total\x18\x11 \x01(\x04\x12\x16\n\x0erequests_total\x18\x12 \x01(\x04\x12\x1e\n\x16\x61\x62orted_requests_total\x18\x13 \x01(\x04\x12\x1f\n\x17rejected_requests_total\x18\x14 \x01(\x04\x12\x1f\n\x17\x65xecutor_restarts_total\x18\x15 \x01(\x04\x12\x19\n\x11hash_alarms_total\x18\x16 \x01(\x04\x12\x1e\n\x16\x65xecutor_idle_us_total\x18\x17 \x01(\x04\x12\x1e\n\x16\x65xecutor_busy_us_total\x18\x18 \x01(\x04\x12\x19\n\x11\x65xecutor_attached\x18\x19 \x01(\x08\x12\x18\n\x10published_blocks\x18\x1a \x01(\r\x12\x15\n\rpinned_blocks\x18\x1b \x01(\r\x12\x0c\n\x04pins\x18\x1c \x01(\r\x12\x10\n\x08watchers\x18\x1d \x01(\r\x12\x1b\n\x13prompt_blocks_total\x18\x1e \x01(\x04\x12\x1b\n\x13\x63\x61\x63hed_blocks_total\x18\x1f \x01(\x04\x12\x16\n\x0e\x62lock_hit_rate\x18  \x01(\x01\x12\x1f\n\x17misses_never_seen_total\x18! \x01(\x04\x12\x1c\n\x14misses_evicted_total\x18\" \x01(\x04\x12\x1c\n\x14misses_cleared_total\x18# \x01(\x04\x12\x1d\n\x15misses_diverged_total\x18$ \x01(\x04\x12!\n\x19misses_partial_tail_total\x18% \x01(\x04\x12\x17\n\x0fnum_host_blocks\x18& \x01(\r\x12\x1a\n\x12host_cached_blocks\x18\' \x01(\r\x12\x18\n\x10host_held_blocks\x18( \x01(\r\x12\x1e\n\x16swap_preemptions_total\x18) \x01(\x04\x12 \n\x18swapped_out_blocks_total\x18* \x01(\x04\x12\x1f\n\x17swapped_in_blocks_total\x18+ \x01(\x04\x12!\n\x19written_back_blocks_total\x18, \x01(\x04\x12!\n\x19host_evicted_blocks_total\x18- \x01(\x04\x12\x18\n\x10unread_sequences\x18. \x01(\r\x12\x13\n\x0binstance_id\x18/ \x01(\t\x12.\n\nstart_time\x18\x30 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1d\n\x15\x66\x61iled_requests_total\x18\x31 \x01(\x04\"I\n\x13ListRequestsRequest\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\tJ\x04\x08\x01\x10\x02R\x05limit\"h\n\x14ListRequestsResponse\x12(\n\x08requests\x18\x01 \x03(\x0b\x32\x16.pagekv.v1.RequestInfo\x12\r\n\x05total\x18\x02 \x01(\r\x12\x17\n\x0fnext_page_token\x18\x03 \x01(\t\"\xf8\x02\n\x0bRequestInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x05state\x18\x0f \x01(\x0e\x32\x18.pagekv.v1.SequenceState\x12\x10\n\x08priority\x18\x10 \x01(\x05\x12\x15\n\rnum_sequences\x18\x04 \x01(\r\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x07 \x01(\r\x12\x18\n\x10generated_tokens\x18\x08 \x01(\r\x12\x18\n\x10max_total_tokens\x18\t \x01(\r\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x13\n\x0bpreemptions\x18\x0b \x01(\r\x12\x11\n\tnamespace\x18\x0c \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\r \x01(\t\x12/\n\x0b\x63reate_time\x18\x0e \x01(\x0b\x32\x1a.google.protobuf.TimestampJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04\"*\n\x14GetBlockTableRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"E\n\x15GetBlockTableResponse\x12,\n\tsequences\x18\x01 \x03(\x0b\x32\x19.pagekv.v1.SequenceBlocks\"\xa4\x01\n\x0eSequenceBlocks\x12\r\n\x05index\x18\x01 \x01(\r\x12\'\n\x05state\x18\x07 \x01(\x0e\x32\x18.pagekv.v1.SequenceState\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\r\x12\x11\n\tblock_ids\x18\x05 \x03(\r\x12\x14\n\x0c\x62lock_hashes\x18\x06 \x03(\tJ\x04\x08\x02\x10\x03\"z\n\x11ListBlocksRequest\x12$\n\x05state\x18\x03 \x01(\x0e\x32\x15.pagekv.v1.BlockState\x12\x11\n\tpage_size\x18\x04 \x01(\r\x12\x12\n\npage_token\x18\x05 \x01(\tJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03R\x05startR\x05limit\"e\n\x12ListBlocksResponse\x12$\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x14.pagekv.v1.BlockInfo\x12\x17\n\x0fnext_page_token\x18\x03 \x01(\tJ\x04\x08\x02\x10\x03R\nnext_start\"\x8d\x01\n\tBlockInfo\x12\x10\n\x08\x62lock_id\x18\x01 \x01(\r\x12\x11\n\tref_count\x18\x02 \x01(\r\x12$\n\x05state\x18\x03 \x01(\x0e\x32\x15.pagekv.v1.BlockState\x12\x12\n\nblock_hash\x18\x04 \x01(\t\x12\x13\n\x0bparent_hash\x18\x05 \x01(\t\x12\x0c\n\x04pins\x18\x06 \x01(\r\"(\n\x17ResetPrefixCacheRequest\x12\r\n\x05\x66orce\x18\x01 \x01(\x08\"c\n\x18ResetPrefixCacheResponse\x12\x16\n\x0eremoved_blocks\x18\x01 \x01(\r\x12\x1b\n\x13preempted_sequences\x18\x02 \x01(\r\x12\x12\n\nended_pins\x18\x03 \x01(\r\"\xca\x01\n\x12WatchEventsRequest\x12\x15\n\rsnapshot_only\x18\x02 \x01(\x08\x12\x16\n\x0estart_revision\x18\x03 \x01(\x04\x12\x13\n\x0binstance_id\x18\x04 \x01(\t\x12\x34\n\x11progress_interval\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\ttoken_ids\x18\x06 \x01(\x08H\x00\x88\x01\x01\x42\x0c\n\n_token_idsJ\x04\x08\x01\x10\x02R\x0eomit_token_ids\"\x95\x01\n\x13WatchEventsResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x10\n\x08snapshot\x18\x02 \x01(\x08\x12%\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x15.pagekv.v1.CacheEvent\x12\x0c\n\x04more\x18\x04 \x01(\x08\x12\x10\n\x08revision\x18\x05 \x01(\x04\x12\x13\n\x0binstance_id\x18\x06 \x01(\t\"\x9b\x01\n\nCacheEvent\x12(\n\x06stored\x18\x01 \x01(\x0b\x32\x16.pagekv.v1.BlockStoredH\x00\x12*\n\x07removed\x18\x02 \x01(\x0b\x32\x17.pagekv.v1.BlockRemovedH\x00\x12.\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x1b.pagekv.v1.AllBlocksClearedH\x00\x42\x07\n\x05\x65vent\"h\n\x0b\x42lockStored\x12\x12\n\nblock_hash\x18\x01 \x01(\t\x12\x13\n\x0bparent_hash\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x1d\n\x04tier\x18\x04 \x01(\x0e\x32\x0f.pagekv.v1.Tier\"A\n\x0c\x42lockRemoved\x12\x12\n\nblock_hash\x18\x01 \x01(\t\x12\x1d\n\x04tier\x18\x02 \x01(\x0e\x32\x0f.pagekv.v1.Tier\"\x12\n\x10\x41llBlocksCleared*\x87\x01\n\nBlockState\x12\x1b\n\x17\x42LOCK_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10\x42LOCK_STATE_FREE\x10\x01\x12\x16\n\x12\x42LOCK_STATE_CACHED\x10\x02\x12\x16\n\x12\x42LOCK_STATE_ACTIVE\x10\x03\x12\x16\n\x12\x42LOCK_STATE_PINNED\x10\x04\x32\xf3\x03\n\x0fOperatorService\x12\x43\n\x08GetStats\x12\x1a.pagekv.v1.GetStatsRequest\x1a\x1b.pagekv.v1.GetStatsResponse\x12O\n\x0cListRequests\x12\x1e.pagekv.v1.ListRequestsRequest\x1a\x1f.pagekv.v1.ListRequestsResponse\x12R\n\rGetBlockTable\x12\x1f.pagekv.v1.GetBlockTableRequest\x1a .pagekv.v1.GetBlockTableResponse\x12I\n\nListBlocks\x12\x1c.pagekv.v1.ListBlocksRequest\x1a\x1d.pagekv.v1.ListBlocksResponse\x12[\n\x10ResetPrefixCache\x12\".pagekv.v1.ResetPrefixCacheRequest\x1a#.pagekv.v1.ResetPrefixCacheResponse\x12N\n\x0bWatchEvents\x12\x1d.pagekv.v1.WatchEventsRequest\x1a\x1e.pagekv.v1.WatchEventsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagekv.v1.operator_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_BLOCKSTATE']._serialized_start=3371
-  _globals['_BLOCKSTATE']._serialized_end=3506
-  _globals['_GETSTATSREQUEST']._serialized_start=103
-  _globals['_GETSTATSREQUEST']._serialized_end=120
-  _globals['_GETSTATSRESPONSE']._serialized_start=123
-  _globals['_GETSTATSRESPONSE']._serialized_end=1444
-  _globals['_LISTREQUESTSREQUEST']._serialized_start=1446
-  _globals['_LISTREQUESTSREQUEST']._serialized_end=1519
-  _globals['_LISTREQUESTSRESPONSE']._serialized_start=1521
-  _globals['_LISTREQUESTSRESPONSE']._serialized_end=1625
-  _globals['_REQUESTINFO']._serialized_start=1628
-  _globals['_REQUESTINFO']._serialized_end=2004
-  _globals['_GETBLOCKTABLEREQUEST']._serialized_start=2006
-  _globals['_GETBLOCKTABLEREQUEST']._serialized_end=2048
-  _globals['_GETBLOCKTABLERESPONSE']._serialized_start=2050
-  _globals['_GETBLOCKTABLERESPONSE']._serialized_end=2119
-  _globals['_SEQUENCEBLOCKS']._serialized_start=2122
-  _globals['_SEQUENCEBLOCKS']._serialized_end=2286
-  _globals['_LISTBLOCKSREQUEST']._serialized_start=2288
-  _globals['_LISTBLOCKSREQUEST']._serialized_end=2410
-  _globals['_LISTBLOCKSRESPONSE']._serialized_start=2412
-  _globals['_LISTBLOCKSRESPONSE']._serialized_end=2513
-  _globals['_BLOCKINFO']._serialized_start=2516
-  _globals['_BLOCKINFO']._serialized_end=2657
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=2659
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=2699
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=2701
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=2800
-  _globals['_WATCHEVENTSREQUEST']._serialized_start=2802
-  _globals['_WATCHEVENTSREQUEST']._serialized_end=2905
-  _globals['_WATCHEVENTSRESPONSE']._serialized_start=2907
-  _globals['_WATCHEVENTSRESPONSE']._serialized_end=3017
-  _globals['_CACHEEVENT']._serialized_start=3020
-  _globals['_CACHEEVENT']._serialized_end=3175
-  _globals['_BLOCKSTORED']._serialized_start=3177
-  _globals['_BLOCKSTORED']._serialized_end=3281
-  _globals['_BLOCKREMOVED']._serialized_start=3283
-  _globals['_BLOCKREMOVED']._serialized_end=3348
-  _globals['_ALLBLOCKSCLEARED']._serialized_start=3350
-  _globals['_ALLBLOCKSCLEARED']._serialized_end=3368
-  _globals['_OPERATORSERVICE']._serialized_start=3509
-  _globals['_OPERATORSERVICE']._serialized_end=4008
+  _globals['_BLOCKSTATE']._serialized_start=3612
+  _globals['_BLOCKSTATE']._serialized_end=3747
+  _globals['_GETSTATSREQUEST']._serialized_start=135
+  _globals['_GETSTATSREQUEST']._serialized_end=152
+  _globals['_GETSTATSRESPONSE']._serialized_start=155
+  _globals['_GETSTATSRESPONSE']._serialized_end=1545
+  _globals['_LISTREQUESTSREQUEST']._serialized_start=1547
+  _globals['_LISTREQUESTSREQUEST']._serialized_end=1620
+  _globals['_LISTREQUESTSRESPONSE']._serialized_start=1622
+  _globals['_LISTREQUESTSRESPONSE']._serialized_end=1726
+  _globals['_REQUESTINFO']._serialized_start=1729
+  _globals['_REQUESTINFO']._serialized_end=2105
+  _globals['_GETBLOCKTABLEREQUEST']._serialized_start=2107
+  _globals['_GETBLOCKTABLEREQUEST']._serialized_end=2149
+  _globals['_GETBLOCKTABLERESPONSE']._serialized_start=2151
+  _globals['_GETBLOCKTABLERESPONSE']._serialized_end=2220
+  _globals['_SEQUENCEBLOCKS']._serialized_start=2223
+  _globals['_SEQUENCEBLOCKS']._serialized_end=2387
+  _globals['_LISTBLOCKSREQUEST']._serialized_start=2389
+  _globals['_LISTBLOCKSREQUEST']._serialized_end=2511
+  _globals['_LISTBLOCKSRESPONSE']._serialized_start=2513
+  _globals['_LISTBLOCKSRESPONSE']._serialized_end=2614
+  _globals['_BLOCKINFO']._serialized_start=2617
+  _globals['_BLOCKINFO']._serialized_end=2758
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=2760
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=2800
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=2802
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=2901
+  _globals['_WATCHEVENTSREQUEST']._serialized_start=2904
+  _globals['_WATCHEVENTSREQUEST']._serialized_end=3106
+  _globals['_WATCHEVENTSRESPONSE']._serialized_start=3109
+  _globals['_WATCHEVENTSRESPONSE']._serialized_end=3258
+  _globals['_CACHEEVENT']._serialized_start=3261
+  _globals['_CACHEEVENT']._serialized_end=3416
+  _globals['_BLOCKSTORED']._serialized_start=3418
+  _globals['_BLOCKSTORED']._serialized_end=3522
+  _globals['_BLOCKREMOVED']._serialized_start=3524
+  _globals['_BLOCKREMOVED']._serialized_end=3589
+  _globals['_ALLBLOCKSCLEARED']._serialized_start=3591
+  _globals['_ALLBLOCKSCLEARED']._serialized_end=3609
+  _globals['_OPERATORSERVICE']._serialized_start=3750
+  _globals['_OPERATORSERVICE']._serialized_end=4249
 # @@protoc_insertion_point(module_scope)

@@ -6,6 +6,7 @@ The deployment from the inside: for operators, dashboards and routers, not for c
 import builtins
 import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
@@ -117,6 +118,8 @@ class GetStatsResponse(google.protobuf.message.Message):
     WRITTEN_BACK_BLOCKS_TOTAL_FIELD_NUMBER: builtins.int
     HOST_EVICTED_BLOCKS_TOTAL_FIELD_NUMBER: builtins.int
     UNREAD_SEQUENCES_FIELD_NUMBER: builtins.int
+    INSTANCE_ID_FIELD_NUMBER: builtins.int
+    START_TIME_FIELD_NUMBER: builtins.int
     FAILED_REQUESTS_TOTAL_FIELD_NUMBER: builtins.int
     block_size: builtins.int
     """Tokens in one block."""
@@ -219,8 +222,14 @@ class GetStatsResponse(google.protobuf.message.Message):
     """Host blocks that could be hit whose memory was taken for something else."""
     unread_sequences: builtins.int
     """Sequences that have ended in calls that are not read to their end."""
+    instance_id: builtins.str
+    """Identifies this run of the manager: another one after every start."""
     failed_requests_total: builtins.int
     """Requests ended because the executor said that a sequence of theirs cannot go on (SEQUENCE_FAILED)."""
+    @property
+    def start_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When the manager started; the totals count from here."""
+
     def __init__(
         self,
         *,
@@ -270,9 +279,12 @@ class GetStatsResponse(google.protobuf.message.Message):
         written_back_blocks_total: builtins.int = ...,
         host_evicted_blocks_total: builtins.int = ...,
         unread_sequences: builtins.int = ...,
+        instance_id: builtins.str = ...,
+        start_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         failed_requests_total: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["aborted_requests_total", b"aborted_requests_total", "active_blocks", b"active_blocks", "block_hit_rate", b"block_hit_rate", "block_size", b"block_size", "cached_blocks_total", b"cached_blocks_total", "cached_free_blocks", b"cached_free_blocks", "cached_tokens_total", b"cached_tokens_total", "computed_tokens_total", b"computed_tokens_total", "evicted_blocks_total", b"evicted_blocks_total", "executor_attached", b"executor_attached", "executor_busy_us_total", b"executor_busy_us_total", "executor_idle_us_total", b"executor_idle_us_total", "executor_restarts_total", b"executor_restarts_total", "failed_requests_total", b"failed_requests_total", "free_blocks", b"free_blocks", "generated_tokens_total", b"generated_tokens_total", "hash_alarms_total", b"hash_alarms_total", "host_cached_blocks", b"host_cached_blocks", "host_evicted_blocks_total", b"host_evicted_blocks_total", "host_held_blocks", b"host_held_blocks", "kv_usage", b"kv_usage", "misses_cleared_total", b"misses_cleared_total", "misses_diverged_total", b"misses_diverged_total", "misses_evicted_total", b"misses_evicted_total", "misses_never_seen_total", b"misses_never_seen_total", "misses_partial_tail_total", b"misses_partial_tail_total", "num_device_blocks", b"num_device_blocks", "num_host_blocks", b"num_host_blocks", "pinned_blocks", b"pinned_blocks", "pins", b"pins", "preemptions_total", b"preemptions_total", "prefix_hit_rate", b"prefix_hit_rate", "prompt_blocks_total", b"prompt_blocks_total", "prompt_tokens_total", b"prompt_tokens_total", "published_blocks", b"published_blocks", "rejected_requests_total", b"rejected_requests_total", "requests_total", b"requests_total", "running_sequences", b"running_sequences", "steps_total", b"steps_total", "swap_preemptions_total", b"swap_preemptions_total", "swapped_in_blocks_total", b"swapped_in_blocks_total", "swapped_out_blocks_total", b"swapped_out_blocks_total", "unread_sequences", b"unread_sequences", "utilization", b"utilization", "waiting_sequences", b"waiting_sequences", "watchers", b"watchers", "written_back_blocks_total", b"written_back_blocks_total"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["start_time", b"start_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["aborted_requests_total", b"aborted_requests_total", "active_blocks", b"active_blocks", "block_hit_rate", b"block_hit_rate", "block_size", b"block_size", "cached_blocks_total", b"cached_blocks_total", "cached_free_blocks", b"cached_free_blocks", "cached_tokens_total", b"cached_tokens_total", "computed_tokens_total", b"computed_tokens_total", "evicted_blocks_total", b"evicted_blocks_total", "executor_attached", b"executor_attached", "executor_busy_us_total", b"executor_busy_us_total", "executor_idle_us_total", b"executor_idle_us_total", "executor_restarts_total", b"executor_restarts_total", "failed_requests_total", b"failed_requests_total", "free_blocks", b"free_blocks", "generated_tokens_total", b"generated_tokens_total", "hash_alarms_total", b"hash_alarms_total", "host_cached_blocks", b"host_cached_blocks", "host_evicted_blocks_total", b"host_evicted_blocks_total", "host_held_blocks", b"host_held_blocks", "instance_id", b"instance_id", "kv_usage", b"kv_usage", "misses_cleared_total", b"misses_cleared_total", "misses_diverged_total", b"misses_diverged_total", "misses_evicted_total", b"misses_evicted_total", "misses_never_seen_total", b"misses_never_seen_total", "misses_partial_tail_total", b"misses_partial_tail_total", "num_device_blocks", b"num_device_blocks", "num_host_blocks", b"num_host_blocks", "pinned_blocks", b"pinned_blocks", "pins", b"pins", "preemptions_total", b"preemptions_total", "prefix_hit_rate", b"prefix_hit_rate", "prompt_blocks_total", b"prompt_blocks_total", "prompt_tokens_total", b"prompt_tokens_total", "published_blocks", b"published_blocks", "rejected_requests_total", b"rejected_requests_total", "requests_total", b"requests_total", "running_sequences", b"running_sequences", "start_time", b"start_time", "steps_total", b"steps_total", "swap_preemptions_total", b"swap_preemptions_total", "swapped_in_blocks_total", b"swapped_in_blocks_total", "swapped_out_blocks_total", b"swapped_out_blocks_total", "unread_sequences", b"unread_sequences", "utilization", b"utilization", "waiting_sequences", b"waiting_sequences", "watchers", b"watchers", "written_back_blocks_total", b"written_back_blocks_total"]) -> None: ...
 
 global___GetStatsResponse = GetStatsResponse
 
@@ -622,19 +634,39 @@ class WatchEventsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SNAPSHOT_ONLY_FIELD_NUMBER: builtins.int
+    START_REVISION_FIELD_NUMBER: builtins.int
+    INSTANCE_ID_FIELD_NUMBER: builtins.int
+    PROGRESS_INTERVAL_FIELD_NUMBER: builtins.int
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     snapshot_only: builtins.bool
-    """True: end after the snapshot."""
+    """True: end after the snapshot. Not with start_revision."""
+    start_revision: builtins.int
+    """Go on behind this revision, without a snapshot: the `revision` of the last whole batch that was applied, at most
+    the present one. Only with instance_id. 0: begin with a snapshot.
+    """
+    instance_id: builtins.str
+    """The `instance_id` that came with start_revision, up to 64 characters. OUT_OF_RANGE when it is that of another run
+    of the manager. Only with start_revision.
+    """
     token_ids: builtins.bool
     """False: leave token ids out of stored events. Absent: true."""
+    @property
+    def progress_interval(self) -> google.protobuf.duration_pb2.Duration:
+        """Longest silence, 1 second to an hour: after it an empty message with the present revision says that the watch
+        lives and that nothing changed. Absent: none.
+        """
+
     def __init__(
         self,
         *,
         snapshot_only: builtins.bool = ...,
+        start_revision: builtins.int = ...,
+        instance_id: builtins.str = ...,
+        progress_interval: google.protobuf.duration_pb2.Duration | None = ...,
         token_ids: builtins.bool | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_token_ids", b"_token_ids", "token_ids", b"token_ids"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_token_ids", b"_token_ids", "snapshot_only", b"snapshot_only", "token_ids", b"token_ids"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_token_ids", b"_token_ids", "progress_interval", b"progress_interval", "token_ids", b"token_ids"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_token_ids", b"_token_ids", "instance_id", b"instance_id", "progress_interval", b"progress_interval", "snapshot_only", b"snapshot_only", "start_revision", b"start_revision", "token_ids", b"token_ids"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_token_ids", b"_token_ids"]) -> typing.Literal["token_ids"] | None: ...
 
 global___WatchEventsRequest = WatchEventsRequest
@@ -649,6 +681,8 @@ class WatchEventsResponse(google.protobuf.message.Message):
     SNAPSHOT_FIELD_NUMBER: builtins.int
     EVENTS_FIELD_NUMBER: builtins.int
     MORE_FIELD_NUMBER: builtins.int
+    REVISION_FIELD_NUMBER: builtins.int
+    INSTANCE_ID_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     """1 for the first message, rising by one per message; a gap means that messages were lost: start again."""
     snapshot: builtins.bool
@@ -657,6 +691,12 @@ class WatchEventsResponse(google.protobuf.message.Message):
     """
     more: builtins.bool
     """True: the batch goes on in the next message, and what is rebuilt so far is nothing the manager ever had."""
+    revision: builtins.int
+    """Revision of the tables when the batch is applied whole; rises with every batch of changes and is the same for
+    every reader. On the last message of a batch, and on a progress message; 0 on the others.
+    """
+    instance_id: builtins.str
+    """The run of the manager that revisions belong to, on the first message; empty on the others."""
     @property
     def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CacheEvent]:
         """To be applied in order; at most 1024."""
@@ -668,8 +708,10 @@ class WatchEventsResponse(google.protobuf.message.Message):
         snapshot: builtins.bool = ...,
         events: collections.abc.Iterable[global___CacheEvent] | None = ...,
         more: builtins.bool = ...,
+        revision: builtins.int = ...,
+        instance_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["events", b"events", "more", b"more", "sequence", b"sequence", "snapshot", b"snapshot"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["events", b"events", "instance_id", b"instance_id", "more", b"more", "revision", b"revision", "sequence", b"sequence", "snapshot", b"snapshot"]) -> None: ...
 
 global___WatchEventsResponse = WatchEventsResponse
 

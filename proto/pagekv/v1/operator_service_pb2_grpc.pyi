@@ -61,8 +61,9 @@ class OperatorServiceStub:
     """The prefix tables of both tiers as they change, of all namespaces: first a snapshot, then a batch at every step
     boundary with changes. A reader that applies each batch holds exactly the manager's tables at that boundary. What
     comes and goes between two boundaries is left out, and a slow reader gets the changes of several boundaries as
-    one batch. Errors: ABORTED (the reader fell too far
-    behind: start again with a new snapshot), RESOURCE_EXHAUSTED (too many watchers), UNAVAILABLE (the manager is shutting down).
+    one batch. A reader that was cut off goes on with start_revision and needs no snapshot while the changes are
+    still held. Errors: OUT_OF_RANGE (they are not: watch again from a snapshot), ABORTED (the reader fell too far
+    behind: the same), RESOURCE_EXHAUSTED (too many watchers), UNAVAILABLE (the manager is shutting down).
     """
 
 class OperatorServiceAsyncStub:
@@ -108,8 +109,9 @@ class OperatorServiceAsyncStub:
     """The prefix tables of both tiers as they change, of all namespaces: first a snapshot, then a batch at every step
     boundary with changes. A reader that applies each batch holds exactly the manager's tables at that boundary. What
     comes and goes between two boundaries is left out, and a slow reader gets the changes of several boundaries as
-    one batch. Errors: ABORTED (the reader fell too far
-    behind: start again with a new snapshot), RESOURCE_EXHAUSTED (too many watchers), UNAVAILABLE (the manager is shutting down).
+    one batch. A reader that was cut off goes on with start_revision and needs no snapshot while the changes are
+    still held. Errors: OUT_OF_RANGE (they are not: watch again from a snapshot), ABORTED (the reader fell too far
+    behind: the same), RESOURCE_EXHAUSTED (too many watchers), UNAVAILABLE (the manager is shutting down).
     """
 
 class OperatorServiceServicer(metaclass=abc.ABCMeta):
@@ -167,8 +169,9 @@ class OperatorServiceServicer(metaclass=abc.ABCMeta):
         """The prefix tables of both tiers as they change, of all namespaces: first a snapshot, then a batch at every step
         boundary with changes. A reader that applies each batch holds exactly the manager's tables at that boundary. What
         comes and goes between two boundaries is left out, and a slow reader gets the changes of several boundaries as
-        one batch. Errors: ABORTED (the reader fell too far
-        behind: start again with a new snapshot), RESOURCE_EXHAUSTED (too many watchers), UNAVAILABLE (the manager is shutting down).
+        one batch. A reader that was cut off goes on with start_revision and needs no snapshot while the changes are
+        still held. Errors: OUT_OF_RANGE (they are not: watch again from a snapshot), ABORTED (the reader fell too far
+        behind: the same), RESOURCE_EXHAUSTED (too many watchers), UNAVAILABLE (the manager is shutting down).
         """
 
 def add_OperatorServiceServicer_to_server(servicer: OperatorServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

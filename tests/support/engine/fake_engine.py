@@ -90,8 +90,9 @@ class FakeEngine(EngineLoop, EngineQueries):
         stream._open.discard(index)
 
     def stats(self) -> operator_pb.GetStatsResponse:
-        names = [field.name for field in operator_pb.GetStatsResponse.DESCRIPTOR.fields]
-        stats = operator_pb.GetStatsResponse()
+        fields = operator_pb.GetStatsResponse.DESCRIPTOR.fields
+        names = [field.name for field in fields if field.name not in ("instance_id", "start_time")]
+        stats = operator_pb.GetStatsResponse(instance_id="run-1")
         for number, name in enumerate(names):
             setattr(stats, name, True if name == "executor_attached" else number)
         return stats
@@ -188,8 +189,13 @@ class FakeEngine(EngineLoop, EngineQueries):
             return operator_pb.ResetPrefixCacheResponse(removed_blocks=5, preempted_sequences=2, ended_pins=1)
         return None if self.held_blocks else operator_pb.ResetPrefixCacheResponse(removed_blocks=5)
 
-    def watch_events(self) -> TableWatch:
+    @property
+    def instance_id(self) -> str:
+        return "run-1"
+
+    def watch_events(self, start_revision: int = 0) -> TableWatch:
         if self.refusal is not None:
             raise self.refusal
-        self.watch = TableWatch(iter(self.table), self.ended_watches.append, max_unread=5000)
+        table = iter(()) if start_revision else iter(self.table)
+        self.watch = TableWatch(table, self.ended_watches.append, start_revision or 7, max_unread=5000)
         return self.watch

@@ -76,8 +76,8 @@ class _Live:
     tokens: list[int]
     table: list[int]
     computed: int
-    # Likeliest tokens to report.
-    num_candidates: int
+    # Likeliest tokens to report; None: no log-probabilities.
+    num_candidates: int | None
     identity: CacheIdentity
 
     def content(self, end: int) -> _Content:
@@ -114,8 +114,7 @@ class FakeExecutor:
         for new in plan.new:
             assert new.seq_id not in self.live
             assert 0 <= new.computed_tokens < len(new.token_ids)
-            search = new.sequence.request.search
-            wanted = 0 if search is None else search.num_candidates
+            wanted = new.sequence.request.num_likeliest
             identity = new.sequence.request.command.identity
             tokens, table = list(new.token_ids), list(new.block_ids)
             self.live[new.seq_id] = _Live(tokens, table, new.computed_tokens, wanted, identity)
@@ -136,9 +135,9 @@ class FakeExecutor:
         )
         sampled = [(seq_id, next_token(prefix, self.vocab)) for seq_id, prefix in prefixes]
         logprobs = {
-            seq_id: TokenLogprobs(0, 0.0, tuple(likeliest(prefix, self.vocab, self.live[seq_id].num_candidates)))
+            seq_id: TokenLogprobs(0, 0.0, tuple(likeliest(prefix, self.vocab, count)))
             for seq_id, prefix in prefixes
-            if self.live[seq_id].num_candidates
+            if (count := self.live[seq_id].num_candidates) is not None
         }
         computed = sum(count for _, _, count in shares)
         assert computed == plan.num_tokens

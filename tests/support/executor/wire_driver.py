@@ -116,19 +116,15 @@ def expected_output(command: GenerateCommand, index: int, vocab: int, eos: tuple
 def expected_results(command: GenerateCommand, vocab: int, eos: tuple[int, ...]) -> list[list[int]]:
     """The results of a beam search over the oracle, best first: the search itself, without blocks."""
     sampling = command.sampling
-    ends = sampling.end_ids(eos)
     search = BeamSearch(sampling, command.n, eos)
     while not search.done:
-        banned = sorted(ends) if search.num_tokens < sampling.min_tokens else []
         prefixes = [[*command.prompt_ids, *beam.token_ids] for beam in search.beams]
-        search.advance([_candidates(prefix, banned, vocab, eos, search.num_candidates) for prefix in prefixes])
+        search.advance([_candidates(prefix, vocab, eos, search.num_candidates) for prefix in prefixes])
     return [list(result.token_ids) for result in search.results()]
 
 
-def _candidates(
-    prefix: list[int], banned: list[int], vocab: int, eos: tuple[int, ...], count: int
-) -> list[tuple[int, float]]:
+def _candidates(prefix: list[int], vocab: int, eos: tuple[int, ...], count: int) -> list[tuple[int, float]]:
     """The oracle's likeliest tokens after a prefix."""
     read = sum(map(mix, chain(prefix))) % 2**64
-    token, drawn = choose_token(read, len(prefix), vocab_size=vocab, eos_token_ids=eos, banned=banned)
+    token, drawn = choose_token(read, len(prefix), vocab_size=vocab, eos_token_ids=eos)
     return list(likeliest(token, drawn, vocab, count))

@@ -49,7 +49,7 @@ def test_comparing() -> None:
         answers.compare(played([7, 8, 9], [clear]), "came with two tokens")
         with pytest.raises(BrokenRule, match=r"^other: output \[6, 8\] instead of \[7, 8, 9\]"):
             answers.compare(played([6, 8], []), "other")
-        with pytest.raises(BrokenRule, match="token 2 has a log-probability that is 1.000 off"):
+        with pytest.raises(BrokenRule, match="token 2 has a log-probability"):
             answers.compare(played([7, 8, 9], [clear, tie, row(-1.5, -9.0)]), "off")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import grpc
@@ -49,7 +50,7 @@ def test_details_that_are_none_name_nothing() -> None:
         def details(self) -> None:
             return None
 
-        def trailing_metadata(self) -> list[tuple[str, bytes]]:
+        def trailing_metadata(self) -> Any:
             return [("grpc-status-details-bin", b"\xff\xff")]
 
     refusal = Refusal(Odd())

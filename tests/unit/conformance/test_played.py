@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from support.executor.judged import kit_of, toy
@@ -49,10 +50,10 @@ def test_a_sequence_is_played_from_end_to_end(kit: Kit) -> None:
         ({"failed_seqs": [1], "failed_reasons": [1]}, r"sampled_seqs \[1\], not \[\]"),
     ],
 )
-def test_a_result_that_is_not_as_its_step(kit: Kit, result: dict[str, object], words: str) -> None:
+def test_a_result_that_is_not_as_its_step(kit: Kit, result: dict[str, Any], words: str) -> None:
     with kit.epoch() as epoch:
         _sent(epoch)
-        values = {"step": 1, "sampled_seqs": [1], "sampled_tokens": [0], "computed_tokens": 3, **result}
+        values: dict[str, Any] = {"step": 1, "sampled_seqs": [1], "sampled_tokens": [0], "computed_tokens": 3, **result}
         epoch.call._incoming.get()
         epoch.call._incoming.put(pb.StepResult(epoch=epoch.epoch, **values))
         with pytest.raises(BrokenRule, match=words):
@@ -68,7 +69,7 @@ def test_a_sequence_that_failed_samples_nothing(kit: Kit) -> None:
             step=1,
             computed_tokens=3,
             failed_seqs=[1],
-            failed_reasons=["SEQUENCE_FAILURE_NOT_A_NUMBER"],
+            failed_reasons=[pb.SEQUENCE_FAILURE_NOT_A_NUMBER],
         )
         epoch.call._incoming.put(failed)
         epoch.receive()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from support.executor.judged import broken, kit_of, toy, verdicts
 
+from pagekv.conformance import link
 from pagekv.conformance.keepalive import IdleConnection
 from pagekv.conformance.run import RULES, judge
 from pagekv.conformance.target import Untestable
+from pagekv.conformance.verdict import BrokenRule
 
 PROTO = Path(__file__).resolve().parents[3] / "proto" / "pagekv" / "steps" / "v1" / "executor_service.proto"
 
@@ -40,6 +44,26 @@ def test_p10_comes_last_and_waits_are_told() -> None:
     assert (last.rule, last.outcome) == ("P10", "failed")
     assert len(notes) == 1
     assert "P10 waits for" in notes[0]
+
+
+def test_an_executor_that_dies_is_not_asked_on() -> None:
+    with ExitStack() as running:
+        address = running.enter_context(toy())
+        kit = running.enter_context(kit_of(address))
+        idle = IdleConnection(address)
+        judged = judge(kit.target, idle, print)
+        assert next(judged).outcome == "ok"
+        running.enter_context(mock.patch.object(link, "CONNECT_S", 0.2))
+        kit.target.link.run = kit.target.link.attach = _dead  # type: ignore[method-assign,assignment]  # as if dead
+        running.enter_context(mock.patch.object(kit.target.link, "is_there", return_value=False))
+        rest = [(verdict.outcome, verdict.why) for verdict in judged]
+        idle.close()
+    assert rest[0][0] == "failed"
+    assert set(rest[1:]) == {("skipped", "the executor is gone")}
+
+
+def _dead(*_: object) -> None:
+    raise BrokenRule("nobody answers")
 
 
 def test_an_executor_in_use_is_left_alone() -> None:

@@ -29,7 +29,7 @@ def test_every_feature_of_the_sampling_is_tried_without_it() -> None:
     [
         ToyFault("R18", "a bound is wide", (('"min_p": (0, 1)', '"min_p": (0, 2)'),)),
         ToyFault(
-            "R18", "NaN is let in", (("low <= getattr(sampling, name) <= high", "not getattr(sampling, name) > high"),)
+            "R18", "NaN is let in", (("low <= getattr(sampling, name) <= high", "not high < getattr(sampling, name)"),)
         ),
         ToyFault("R34", "log-probabilities are let in", (('need(not sampling.HasField("logprobs")', "need(True"),)),
     ],

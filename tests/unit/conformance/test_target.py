@@ -9,6 +9,7 @@ from support.executor.judged import Edit, kit_of, toy
 
 from pagekv.conformance.link import Refusal
 from pagekv.conformance.target import FEATURES, Untestable
+from pagekv.steps.v1 import executor_service_pb2 as pb
 
 
 def test_features_are_named_after_the_contract() -> None:
@@ -35,17 +36,22 @@ def test_too_small_to_test() -> None:
         pass
 
 
-def test_features_are_those_of_both() -> None:
+def test_features_are_those_asked_for() -> None:
     revision = "contract_revision=1,\n"
     with toy((revision, revision + "            features=[1, 2, 77],\n")) as address:
-        for wanted, features in ((None, {1, 2}), (frozenset({2, 3}), {2}), (frozenset[int](), set())):
+        for wanted, features in ((None, {1, 2}), (frozenset({2}), {2}), (frozenset[int](), set())):
             with kit_of(address, wanted) as kit:
                 assert kit.target.features == features
+        with (
+            pytest.raises(Untestable, match="does not list logit-bias, penalties"),
+            kit_of(address, frozenset({2, 3, 5})),
+        ):
+            pass
 
 
 def test_attach_asks_for_all_features_and_fields_override() -> None:
     with toy() as address, kit_of(address) as kit:
-        asked = []
+        asked: list[pb.AttachRequest] = []
         with mock.patch.object(kit.target.link, "attach", asked.append):
             kit.target.attach(features=[2, 1], layout="other")
             kit.target.attach("me", take_over=True, host_blocks=3)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from pagekv.executor.backend.interface import (
     LAYOUT,
@@ -44,6 +45,7 @@ from pagekv.executor.oracle.reference import (
     choose_tokens,
     extend_chains,
     likeliest,
+    logprob_of,
     mix,
     spread,
 )
@@ -293,29 +295,38 @@ class OracleBackend:
 
     def _sample(self, readers: list[_Reader], reads: Words) -> dict[int, Sampled]:
         """A token for each of these sequences. `reads`: sums of digests, [len(readers)]."""
-        model, states = self._model, [reader.state for reader in readers]
-        tokens, drawn = choose_tokens(
-            reads,
-            np.array([len(state.token_ids) for state in states], np.uint64),
-            vocab_size=model.vocab_size,
-            eos_token_ids=model.eos_token_ids,
-            drawing=np.array([state.sampling.temperature > 0 for state in states]),
-            seeds=np.array([state.sampling.seed for state in states], np.uint64),
-            indices=np.array([state.sampling.sequence_index for state in states], np.uint64),
-        )
-        sampled = {}
-        for reader, token, number in zip(readers, tokens.tolist(), drawn.tolist(), strict=True):
+        states = [reader.state for reader in readers]
+        drawing = np.array([state.sampling.temperature > 0 for state in states])
+        tokens, _ = self._choose(reads, states, drawing)
+        likely: list[tuple[int, int]] = []
+        if any(state.sampling.logprobs is not None for state in states):
+            # Log-probabilities are of the prefix alone, whatever is drawn or banned.
+            greedy, drawn = self._choose(reads, states, np.zeros_like(drawing))
+            likely = list(zip(greedy.tolist(), drawn.tolist(), strict=True))
+        sampled, vocab_size = {}, self._model.vocab_size
+        for at, (reader, token) in enumerate(zip(readers, tokens.tolist(), strict=True)):
             state, num_logprobs = reader.state, reader.state.sampling.logprobs
             if reader.tokens[-1] in self._failing:
                 reader.latest, sampled[state.seq_id] = 0, NOT_A_NUMBER
                 continue
-            banned = banned_tokens(state, model.vocab_size)
+            banned = banned_tokens(state, vocab_size)
             while token in banned:
-                token = (token + 1) % model.vocab_size
+                token = (token + 1) % vocab_size
             reader.latest = token
             if num_logprobs is None:
                 sampled[state.seq_id] = Sampled(token)
             else:
-                top = likeliest(token, number, model.vocab_size, max(1, num_logprobs))
-                sampled[state.seq_id] = Sampled(token, top[0][1], top[:num_logprobs])
+                logprob = logprob_of(token, *likely[at], vocab_size)
+                sampled[state.seq_id] = Sampled(token, logprob, likeliest(*likely[at], vocab_size, num_logprobs))
         return sampled
+
+    def _choose(self, reads: Words, states: list[SequenceState], drawing: npt.NDArray[np.bool_]) -> tuple[Words, Words]:
+        return choose_tokens(
+            reads,
+            np.array([len(state.token_ids) for state in states], np.uint64),
+            vocab_size=self._model.vocab_size,
+            eos_token_ids=self._model.eos_token_ids,
+            drawing=drawing,
+            seeds=np.array([state.sampling.seed for state in states], np.uint64),
+            indices=np.array([state.sampling.sequence_index for state in states], np.uint64),
+        )

@@ -120,7 +120,9 @@ class Session:
         if any(stream.opened_in is current for stream in self._streams):
             raise FailedPrecondition(
                 f"manager {current.manager_id!r} drives this executor in epoch {current.epoch}; "
-                f"stop it, or attach with take_over (P3)"
+                f"stop it, or attach with take_over (P3)",
+                "EXECUTOR_HELD",
+                current.manager_id,
             )
 
     async def _allocate(self, backend: Backend, order: AttachOrder) -> None:
@@ -215,7 +217,7 @@ class Session:
             now = "none is open" if current is None else f"the epoch now is {current.epoch}"
             raise StaleEpoch(f"epoch: {number} is over, {now}: attach again (P6)")
         if any(other.epoch is current for other in self._streams):
-            raise FailedPrecondition(f"epoch {number} has a stream already (P4)")
+            raise FailedPrecondition(f"epoch {number} has a stream already (P4)", "STREAM_OPEN", str(number))
         stream.opened_in = stream.epoch = current
         return current
 

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from pagekv.common.errors import InvalidRequest
+from pagekv.common.version import pagekv_version
 from pagekv.kvmanager.api.generate_call import GenerateCall
 from pagekv.kvmanager.api.prompt_reader import PromptReader, check_token_ids
 from pagekv.kvmanager.api.served_model import ServedModel
@@ -70,6 +71,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
             has_tokenizer=tokenizer is not None,
             has_chat_template=tokenizer is not None and tokenizer.chat_template is not None,
             max_sequence_tokens=longest_sequence(served.model, 0),
+            server_version=pagekv_version(),
             **served.model.shown(),
         )
 

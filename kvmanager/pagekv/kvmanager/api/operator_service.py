@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from itertools import chain, count, islice
+from collections.abc import AsyncIterator
 from typing import Any
 
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotFound
 from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.api.validation import check_request_id
+from pagekv.kvmanager.api.watch_call import check_watch, watch_messages
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.paging import read_page_size
-from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
 from pagekv.v1 import operator_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2_grpc as pb_grpc
-from pagekv.v1 import types_pb2
-
-# Events in one message: with token ids in blocks of 256 less than 2 MB, and a few milliseconds to write.
-MAX_EVENTS = 1024
-_TIERS = {Tier.DEVICE: types_pb2.TIER_DEVICE, Tier.HOST: types_pb2.TIER_HOST}
 
 
 class OperatorService(pb_grpc.OperatorServiceServicer):
@@ -55,51 +49,10 @@ class OperatorService(pb_grpc.OperatorServiceServicer):
         return reset
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
-        watch = self._queries.watch_events()
+        instance_id = self._queries.instance_id
+        check_watch(request, instance_id)
+        watch = self._queries.watch_events(request.start_revision)
         # Runs also when the call is cancelled while a message is being written, where no `finally` here would.
         context.add_done_callback(lambda _: watch.close())
-        with_tokens, sequence = not request.HasField("token_ids") or request.token_ids, count(1)
-        more = True
-        while more:
-            # In pieces: the engine plans steps while each piece is on its way.
-            blocks = watch.take_snapshot(MAX_EVENTS)
-            more = len(blocks) == MAX_EVENTS
-            yield pb.WatchEventsResponse(
-                sequence=next(sequence), snapshot=True, events=_stored(blocks, with_tokens), more=more
-            )
-        while not request.snapshot_only:
-            for events, more in _pieces(await watch.take(), with_tokens):
-                yield pb.WatchEventsResponse(sequence=next(sequence), events=events, more=more)
-
-
-def _pieces(diff: Diff, with_tokens: bool) -> Iterator[tuple[Sequence[pb.CacheEvent], bool]]:
-    """Events of a change, MAX_EVENTS at a time, and whether more follow."""
-    left = chain(
-        [pb.CacheEvent(cleared=pb.AllBlocksCleared())] if diff.cleared else [],
-        _removed(diff.removed),
-        _stored(diff.stored, with_tokens),
-    )
-    events = list(islice(left, MAX_EVENTS))
-    while later := list(islice(left, MAX_EVENTS)):
-        yield events, True
-        events = later
-    yield events, False
-
-
-def _stored(found: Iterable[Stored], with_tokens: bool) -> Iterator[pb.CacheEvent]:
-    for stored in found:
-        for digest, parent, token_ids in stored.each():
-            yield pb.CacheEvent(
-                stored=pb.BlockStored(
-                    block_hash=digest.hex(),
-                    parent_hash=parent.hex(),
-                    token_ids=token_ids if with_tokens else (),
-                    tier=_TIERS[stored.tier],
-                )
-            )
-
-
-def _removed(found: Iterable[Removed]) -> Iterator[pb.CacheEvent]:
-    for tier, digests in found:
-        for digest in digests:
-            yield pb.CacheEvent(removed=pb.BlockRemoved(block_hash=digest.hex(), tier=_TIERS[tier]))
+        async for message in watch_messages(request, watch, instance_id):
+            yield message

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgpack
 
-from pagekv.kvmanager.engine.executor_client import ExecutorLost
+from pagekv.kvmanager.engine.executor_client import UnfitExecutor
 from pagekv.kvmanager.scheduling.beam_search import MAX_CANDIDATES
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _NUMBERS = {
     "host_kv_bytes": (0, 2**62),
     "max_sequences": (1, 2**31 - 1),
     "contract_revision": (1, 2**16 - 1),
-    # Twice the steps that a manager sends ahead would do no harm; --pipeline-depth is 2 at most.
+    # --pipeline-depth is 2 at most, so no more are ever in flight.
     "max_steps_in_flight": (2, 2**31 - 1),
     "max_logprobs": (0, MAX_CANDIDATES),
 }
@@ -42,7 +42,7 @@ _MAX_ENTRIES = {"versions": 64, "features": 64, "eos_token_ids": 960}
 
 
 def check_description(description: DescribeResponse) -> None:
-    """Raises ExecutorLost, naming a field, its bounds and its value, when a field is out of bounds: so is that of an
+    """Raises UnfitExecutor, naming a field, its bounds and its value, when a field is out of bounds: so is that of an
     executor from before revisions, or without a name for its sampler.
     """
     for field, (low, high) in _NUMBERS.items():
@@ -62,8 +62,8 @@ def check_description(description: DescribeResponse) -> None:
         raise _refusal("eos_token_ids", f"must be from 0 to {description.vocab_size - 1}, got {last}")
 
 
-def _refusal(field: str, words: str) -> ExecutorLost:
-    return ExecutorLost(f"Describe: the executor's {field} {words}")
+def _refusal(field: str, words: str) -> UnfitExecutor:
+    return UnfitExecutor(f"Describe: the executor's {field} {words}")
 
 
 def served_fingerprint(description: DescribeResponse) -> str:

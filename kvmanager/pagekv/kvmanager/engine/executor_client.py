@@ -35,6 +35,10 @@ class ExecutorLost(Exception):
         self.fault = fault
 
 
+class UnfitExecutor(ExecutorLost):
+    """There is an executor, and this manager cannot work by its description. Another may take its place."""
+
+
 class AttachRefused(Exception):
     """The flags and this executor do not go together; trying again would not help."""
 

@@ -22,7 +22,7 @@ from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.capacity import longest_sequence, total_tokens
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.description import check_description
-from pagekv.kvmanager.engine.executor_client import AttachRefused, ExecutorLink, ExecutorLost
+from pagekv.kvmanager.engine.executor_client import AttachRefused, ExecutorLink, ExecutorLost, UnfitExecutor
 from pagekv.kvmanager.engine.features import check_supported
 from pagekv.kvmanager.engine.live_requests import LiveRequests
 from pagekv.kvmanager.engine.observer import Observers, RequestEnd
@@ -95,7 +95,7 @@ class EngineLoop:
             except (ExecutorLost, AttachRefused, WrongAnswer) as error:
                 if isinstance(error, AttachRefused) and state.model is None:
                     raise
-                state.no_executor = str(error)
+                state.no_executor = str(error) if isinstance(error, UnfitExecutor) else ""
                 log.warning("no executor", executor=self._config.executor, reason=error)
                 self._fail_after_attempts(Fault.NONE if isinstance(error, AttachRefused) else error.fault)
             except InvariantError as error:

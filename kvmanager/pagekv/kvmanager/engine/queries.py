@@ -80,7 +80,9 @@ class EngineQueries:
             written_back_blocks_total=counters.written_back,
             host_evicted_blocks_total=host.evictions,
             unread_sequences=state.live.num_unread,
+            instance_id=state.instance_id,
         )
+        stats.start_time.FromMilliseconds(int(state.started * 1e3))
         stats.MergeFrom(state.totals)
         stats.MergeFrom(prompts)
         return stats
@@ -119,11 +121,18 @@ class EngineQueries:
         """
         return self._state.cache.reset(self._state.serving(), force)
 
-    def watch_events(self) -> TableWatch:
-        """The prefix table now and as it changes; the caller closes it. Raises LimitExceeded."""
+    @property
+    def instance_id(self) -> str:
+        """The name of this run of the manager, to which revisions of the tables belong."""
+        return self._state.instance_id
+
+    def watch_events(self, start_revision: int = 0) -> TableWatch:
+        """The prefix tables now and as they change or, from a revision on, their changes alone; the caller closes it.
+        Raises LimitExceeded, RevisionGone, InvalidRequest.
+        """
         if self._state.stopping:
             raise draining()
-        return self._cache.log.watch()
+        return self._cache.log.watch(start_revision)
 
     def block_tables(self, request_id: str) -> operator_pb.GetBlockTableResponse | None:
         """Block tables of a live request; None when there is no such request, or no executor yet."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+import time
 from dataclasses import dataclass, field
 
 from pagekv.common.errors import Draining, Unavailable
@@ -33,11 +35,14 @@ class EngineState:
     # Both None until an executor is attached for the first time.
     scheduler: Scheduler | None = None
     model: EngineInfo | None = None
-    # Why the latest attempt to attach failed.
+    # Why the executor that is there is not attached to, if there is one.
     no_executor: str = ""
     # Attachments so far.
     epochs: int = 0
     attached: bool = False
+    # Another one after every start, and when that was, in seconds since 1970.
+    instance_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    started: float = field(default_factory=time.time)
     # New requests are refused.
     draining: bool = False
     # The loop ends.

@@ -13,7 +13,6 @@ import time
 import zipfile
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
 
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotImplementedYet, Unavailable
+from pagekv.common.version import pagekv_version
 from pagekv.kvmanager.api.generate_call import GenerateCall
 from pagekv.kvmanager.api.inference_service import trace_parent_of
 from pagekv.kvmanager.api.served_model import Served, ServedModel
@@ -121,7 +121,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
             utilization=stats.utilization,
         )
         return vllm.GetLoadsResponse(
-            timestamp=datetime.now(UTC).isoformat(), version=version("pagekv"), dp_rank_count=1, loads=[load]
+            timestamp=datetime.now(UTC).isoformat(), version=pagekv_version(), dp_rank_count=1, loads=[load]
         )
 
     async def Generate(self, request: vllm.GenerateRequest, context: Any) -> None:

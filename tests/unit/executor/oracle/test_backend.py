@@ -8,7 +8,7 @@ import pytest
 from support.executor.executor_steps import VOCAB, World, memory_op, new_sequence
 from support.executor.expected_tokens import expected_tokens
 
-from pagekv.executor.backend.interface import CopyDirection, Sampling, SequenceState
+from pagekv.executor.backend.interface import CopyDirection, Sampled, Sampling, SequenceState
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel, SlotError
 
 PROMPT = list(range(100, 110))
@@ -44,6 +44,22 @@ def test_min_tokens_reach_the_oracle_through_a_step() -> None:
     new = new_sequence(1, PROMPT, [5, 9, 2, 8, 6], sampling=sampling)
     world.run(new_seqs=[new], scheduled_seqs=[1], scheduled_tokens=[10])
     assert decode(world, 1, 5)[:5] == [0] * 5
+
+
+def test_logprobs_are_of_the_prefix_whatever_is_drawn_or_banned() -> None:
+    def first(sampling: Sampling) -> Sampled:
+        new = new_sequence(1, PROMPT, [5, 9, 2], sampling=sampling)
+        return World().run(new_seqs=[new], scheduled_seqs=[1], scheduled_tokens=[10]).sampled[1]
+
+    greedy = first(Sampling(logprobs=3))
+    for sampling in (
+        Sampling(temperature=1.0, seed=3, logprobs=3),
+        Sampling(min_tokens=1, banned_until_min=(greedy.token_id,), logprobs=3),
+    ):
+        other = first(sampling)
+        assert other.token_id != greedy.token_id
+        assert other.top == greedy.top
+        assert other.logprob == greedy.top[0][1] - (other.token_id - greedy.token_id) % VOCAB / 8
 
 
 def test_logprobs_come_best_first() -> None:

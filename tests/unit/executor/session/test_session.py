@@ -68,8 +68,12 @@ def test_attaches_at_once_get_different_epochs_and_the_last_one_holds() -> None:
         assert len(set(epochs)) == 8
         stream = session.open_stream()
         await session.submit(stream, Step(epochs[-1], 1))
-        with pytest.raises(FailedPrecondition, match="'m8'"):
+        with pytest.raises(FailedPrecondition, match="'m8'") as held:
             await session.attach(order(3, take_over=False))
+        assert (held.value.kind, held.value.subject) == ("EXECUTOR_HELD", "m8")
+        with pytest.raises(FailedPrecondition, match="has a stream already") as twice:
+            await session.submit(session.open_stream(), Step(epochs[-1], 1))
+        assert (twice.value.kind, twice.value.subject) == ("STREAM_OPEN", str(epochs[-1]))
         with pytest.raises(StaleEpoch):
             await session.submit(session.open_stream(), Step(epochs[0], 1))
         session.close_stream(stream)

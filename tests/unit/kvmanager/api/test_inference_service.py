@@ -12,6 +12,7 @@ from support.engine.inference_harness import Harness, detail, refusal, request, 
 from support.prompts import as_chat, as_prompt
 
 from pagekv.common.errors import InvalidRequest, Overloaded, Unavailable
+from pagekv.common.version import pagekv_version
 from pagekv.kvmanager.request.command import FinishReason
 from pagekv.v1 import inference_service_pb2 as pb
 
@@ -178,6 +179,7 @@ def test_model_info() -> None:
             block_size=4,
             num_device_blocks=16,
             max_sequence_tokens=64,
+            server_version=pagekv_version(),
             backend="oracle",
         )
 

@@ -14,6 +14,7 @@ from support.engine.integrity import check_scheduler, pin_tables
 from support.engine.scheduler_driver import VOCAB, Driver, finished, output
 
 from pagekv.common.errors import LimitExceeded
+from pagekv.kvmanager.engine.answer_check import AnswerCheck
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.capacity import blocks_needed
 from pagekv.kvmanager.engine.observer import Observer
@@ -49,6 +50,7 @@ class WatchedDriver(Driver):
         self.admin.adopt(self.pool, self.scheduler.host, "model", Observer())
         self.in_flight.clear()
         self.executor = FakeExecutor(BLOCKS, SIZE, VOCAB)
+        self._answers = AnswerCheck(VOCAB)
 
     def check(self) -> None:
         sequences = (s for request in self.requests for s in request.sequences)

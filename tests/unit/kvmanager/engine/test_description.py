@@ -9,9 +9,10 @@ import pytest
 from support.engine.engine_harness import DESCRIPTION, Bench, Link, command, config, described, expect, read, run, until
 
 from pagekv.common.errors import Unavailable
+from pagekv.kvmanager.config import parse_config
 from pagekv.kvmanager.engine import loop as engine_loop
 from pagekv.kvmanager.engine.description import check_description, served_fingerprint
-from pagekv.kvmanager.engine.executor_client import ExecutorLost
+from pagekv.kvmanager.engine.executor_client import UnfitExecutor
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
@@ -45,7 +46,7 @@ OUT_OF_BOUNDS: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize(("field", "value", "words"), OUT_OF_BOUNDS)
 def test_fields_have_bounds(field: str, value: Any, words: str) -> None:
-    with pytest.raises(ExecutorLost, match=f"Describe: the executor's {field} {words}"):
+    with pytest.raises(UnfitExecutor, match=f"Describe: the executor's {field} {words}"):
         check_description(described(**{field: value}))
 
 
@@ -55,6 +56,14 @@ def test_every_field_is_held_to_bounds() -> None:
     named = {field.name for field in pb.DescribeResponse.DESCRIPTOR.fields}
     assert {field for field, _, _ in OUT_OF_BOUNDS} == named - rates
     check_description(DESCRIPTION)
+
+
+def test_no_executor_gets_more_steps_than_the_least_that_any_takes() -> None:
+    """--pipeline-depth is bounded by the least that the contract asks of `max_steps_in_flight`."""
+    with pytest.raises(SystemExit):
+        parse_config(["--pipeline-depth", "3"])
+    assert parse_config(["--pipeline-depth", "2"]).engine.pipeline_depth == 2
+    check_description(described(max_steps_in_flight=2))
 
 
 def test_a_feature_of_a_later_revision_is_passed_over() -> None:

@@ -36,7 +36,7 @@ from pagekv.client.types import (
     Tier,
     UnknownEvent,
 )
-from pagekv.common.flags import integer
+from pagekv.common.flags import integer, number
 
 # Blocks that the server explains in one call, at most.
 PAGE = 10_000
@@ -46,7 +46,7 @@ SHOWN_HASH = 16
 
 WATCH_EXAMPLES = """\
   pagekv watch
-  pagekv watch --tokens
+  pagekv watch --tokens --progress 60
   pagekv watch --limit 1 --json        the prefix tables now, and no more
 """
 
@@ -76,6 +76,9 @@ def add(commands: Subparsers) -> None:
         commands, "watch", "show what enters and leaves the prefix tables, until Ctrl-C", watch, examples=WATCH_EXAMPLES
     )
     add_target(parser, timeout=None)
+    parser.add_argument(
+        "--progress", type=number(1, 3600), metavar="S", help="after S seconds without changes say that there were none"
+    )
     parser.add_argument("--tokens", action="store_true", help="with the token ids of each block")
     parser.add_argument(
         "--limit", type=integer(1, 2**31), metavar="N", help="end after N batches; the snapshot is the first"
@@ -160,7 +163,9 @@ def watch(args: argparse.Namespace, terminal: Terminal) -> int:
     blocks: Counter[Tier] = Counter()
     with connect(args) as client:
         # Scripts read JSON, and can skip fields that they do not want.
-        watched = client.watch_events(token_ids=args.tokens or args.json, snapshot_only=args.limit == 1)
+        watched = client.watch_events(
+            token_ids=args.tokens or args.json, snapshot_only=args.limit == 1, progress_interval=args.progress
+        )
         for batch in watched:
             if args.json:
                 terminal.json({**asdict(batch), "events": [_event_json(event) for event in batch.events]})
@@ -168,11 +173,15 @@ def watch(args: argparse.Namespace, terminal: Terminal) -> int:
                 blocks.update(event.tier for event in batch.events if isinstance(event, BlockStored))
                 if not batch.more:
                     on_host = f", {blocks['host']} in that of the host pool" if blocks["host"] else ""
-                    terminal.print(f"{blocks['device']} blocks in the device's prefix table{on_host}")
+                    terminal.print(
+                        f"{blocks['device']} blocks in the device's prefix table{on_host}; revision {batch.revision}"
+                    )
+            elif not batch.events:
+                terminal.print(f"nothing changed since revision {batch.revision}")
             if not args.json and (args.tokens or not batch.snapshot):
                 for line in _lines(batch, args.tokens):
                     terminal.print(line)
-            ended += not batch.more
+            ended += not batch.more and (batch.snapshot or bool(batch.events))
             if ended == args.limit:
                 watched.close()
     return 0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from importlib.metadata import version
 
 from pagekv.client.cli.parser import Subparsers, add_command, add_target, connect
 from pagekv.client.cli.terminal import Terminal, table
 from pagekv.client.errors import PageKVError
+from pagekv.common.version import pagekv_version
 
 
 def add(commands: Subparsers) -> None:
@@ -25,9 +25,9 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     except PageKVError as error:
         why = str(error)
     if args.json:
-        terminal.json({"client": version("pagekv"), "server": server})
+        terminal.json({"client": pagekv_version(), "server": server})
         return 0
-    terminal.print(table([("client", version("pagekv")), ("server", server or "unknown")]))
+    terminal.print(table([("client", pagekv_version()), ("server", server or "unknown")]))
     if why:
         terminal.note(why)
     return 0

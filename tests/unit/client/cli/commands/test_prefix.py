@@ -107,9 +107,10 @@ def _event(name: str, parent: str = "") -> operator_pb.CacheEvent:
 
 
 TABLE = "blocks in the device's prefix table"
+QUIET = "nothing changed since revision 8"
 BATCHES = [
     operator_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[_event("aa")], more=True),
-    operator_pb.WatchEventsResponse(sequence=2, snapshot=True, events=[_event("bb", "aa")]),
+    operator_pb.WatchEventsResponse(sequence=2, snapshot=True, events=[_event("bb", "aa")], revision=7),
     operator_pb.WatchEventsResponse(
         sequence=3,
         events=[
@@ -117,7 +118,9 @@ BATCHES = [
             operator_pb.CacheEvent(cleared=operator_pb.AllBlocksCleared()),
             _event("cc", "aa"),
         ],
+        revision=8,
     ),
+    operator_pb.WatchEventsResponse(sequence=4, revision=8),
 ]
 
 
@@ -125,9 +128,10 @@ def test_watch_prints_a_line_for_each_event(
     server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for options, lines in (
-        ("", [f"2 {TABLE}", "removed  host    bb", "cleared", "stored   device  cc after aa"]),
-        ("--tokens", ["stored   device  aa after : 5 17", f"2 {TABLE}", "stored   device  bb after aa: 5 17",
-                      "removed  host    bb", "cleared", "stored   device  cc after aa: 5 17"]),
+        ("", [f"2 {TABLE}; revision 7", "removed  host    bb", "cleared", "stored   device  cc after aa", QUIET]),
+        ("--tokens", ["stored   device  aa after : 5 17", f"2 {TABLE}; revision 7",
+                      "stored   device  bb after aa: 5 17",
+                      "removed  host    bb", "cleared", "stored   device  cc after aa: 5 17", QUIET]),
     ):  # fmt: skip  # laid out as a table
         server.expect("WatchEvents", *BATCHES)
         assert main(["watch", *options.split()]) == 0
@@ -142,7 +146,7 @@ def test_watch_counts_the_blocks_of_both_tiers(
         "WatchEvents", operator_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[_event("aa"), kept])
     )
     assert main(["watch", "--limit", "1"]) == 0
-    assert capsys.readouterr().out == f"1 {TABLE}, 1 in that of the host pool\n"
+    assert capsys.readouterr().out == f"1 {TABLE}, 1 in that of the host pool; revision 0\n"
 
 
 def test_watch_json_ends_after_as_many_batches_as_asked_for(
@@ -152,9 +156,28 @@ def test_watch_json_ends_after_as_many_batches_as_asked_for(
     assert main(["watch", "--json", "--limit", "2"]) == 0
     first, second, third = map(json.loads, capsys.readouterr().out.splitlines())
     stored = {"event": "stored", "block_hash": "aa", "parent_hash": "", "token_ids": [5, 17], "tier": "device"}
-    assert first == {"sequence": 1, "snapshot": True, "more": True, "events": [stored]}
+    assert first == {
+        "sequence": 1,
+        "snapshot": True,
+        "more": True,
+        "events": [stored],
+        "revision": 0,
+        "instance_id": "",
+    }
     assert not second["more"]
+    assert second["revision"] == 7
     assert [event["event"] for event in third["events"]] == ["removed", "cleared", "stored"]
+
+
+def test_a_quiet_watch_asks_for_signs_of_life_and_does_not_count_them(server: ScriptedServer, target: str) -> None:
+    def check(request: operator_pb.WatchEventsRequest) -> None:
+        assert request.progress_interval.ToMilliseconds() == 2500
+
+    first = operator_pb.WatchEventsResponse(sequence=1, snapshot=True, revision=7)
+    quiet = operator_pb.WatchEventsResponse(sequence=2, revision=7)
+    change = operator_pb.WatchEventsResponse(sequence=3, events=[_event("aa")], revision=8)
+    server.expect("WatchEvents", first, quiet, change, Hangs(), check=check)
+    assert main(["watch", "--progress", "2.5", "--limit", "2"]) == 0
 
 
 def test_ctrl_c_ends_a_watch_without_a_word(target: str, server: ScriptedServer) -> None:
@@ -170,7 +193,7 @@ def test_ctrl_c_ends_a_watch_without_a_word(target: str, server: ScriptedServer)
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == f"1 {TABLE}\n"
+        assert process.stdout.readline() == f"1 {TABLE}; revision 7\n"
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)
     # gRPC's own threads may complain on their way out; what we print has no such mark before it.
