@@ -46,7 +46,7 @@ async def _collect(stream: AsyncStream) -> list[Result]:
     return [(end, ids[index], texts[index]) for index, end in sorted(stream.completions.items())]
 
 
-async def _run(target: str) -> tuple[list[Result], list[Completion]]:
+async def _run(target: str) -> tuple[list[Result], tuple[Completion, ...]]:
     """Of the streams, and what a search for beams found."""
     async with AsyncPageKVClient(target) as client:
         streams = [

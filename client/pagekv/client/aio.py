@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Self, Unpack
 import grpc
 
 from pagekv.client.calls import ClientCalls, StreamState
-from pagekv.client.types import Chunk, EventBatch, GenerateOptions, Prompt
+from pagekv.client.generation_types import Chunk, GenerateOptions, Prompt
+from pagekv.client.types import EventBatch
 
 __all__ = ["AsyncPageKVClient", "AsyncStream"]
 

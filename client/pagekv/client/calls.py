@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack, cast
 
 import grpc
 
 from pagekv.client.connection import Connection, for_both
 from pagekv.client.errors import InvalidRequest, NotFound, from_rpc_error
+from pagekv.client.generation_types import CacheControls, Completion, GenerateOptions, Prompt
 from pagekv.client.resumable_generation import ResumableGeneration
 from pagekv.client.resumable_watch import ResumableWatch
 from pagekv.client.running_generation import RunningGeneration
 from pagekv.client.types import (
     BlockList,
     BlockState,
-    CacheControls,
     CacheReset,
-    Completion,
     EventBatch,
-    GenerateOptions,
     HealthStatus,
     ModelInfo,
     Pin,
     PinInfo,
     PrefixExplanation,
     PrefixLookup,
-    Prompt,
     RequestList,
     SequenceBlocks,
     Stats,
@@ -49,28 +46,28 @@ class ClientCalls(Connection):
         return (await self._generate_whole(prompt, 1, options))[0]
 
     @for_both
-    async def generate_n(self, prompt: Prompt, n: int, **options: Unpack[GenerateOptions]) -> list[Completion]:
+    async def generate_n(self, prompt: Prompt, n: int, **options: Unpack[GenerateOptions]) -> tuple[Completion, ...]:
         """Generates `n` independent continuations, 1 to 64, by index; with `beam_width` the `n` best, best first."""
         return await self._generate_whole(prompt, n, options)
 
-    async def _generate_whole(self, prompt: Prompt, n: int, options: GenerateOptions) -> list[Completion]:
+    async def _generate_whole(self, prompt: Prompt, n: int, options: GenerateOptions) -> tuple[Completion, ...]:
         generation, running = self._begin(prompt, n, options, only_complete=True)
         async for _ in running.chunks():
             pass
-        return [generation.completions[index] for index in range(n)]
+        return tuple(generation.completions[index] for index in range(n))
 
     @for_both
-    async def abort(self, *request_ids: str) -> list[str]:
+    async def abort(self, *request_ids: str) -> tuple[str, ...]:
         """Ends requests early; their streams finish with "abort". Returns the ids that were live."""
-        return list(
+        return tuple(
             (await self._ask(self._inference.Abort, pb.AbortRequest(request_ids=request_ids))).aborted_request_ids
         )
 
     @for_both
-    async def tokenize(self, prompt: Prompt) -> list[int]:
+    async def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt, exactly as generating would encode it; ids come back as they are."""
         request = prompt_request(pb.TokenizeRequest(), prompt)
-        return list((await self._ask(self._inference.Tokenize, request)).token_ids)
+        return tuple((await self._ask(self._inference.Tokenize, request)).token_ids)
 
     @for_both
     async def detokenize(self, token_ids: Sequence[int]) -> str:
@@ -138,10 +135,10 @@ class ClientCalls(Connection):
         return await self._ask_for(Pin, self._cache.PinPrefix, request)
 
     @for_both
-    async def list_pins(self) -> list[PinInfo]:
+    async def list_pins(self) -> tuple[PinInfo, ...]:
         """The pins whose lease runs, the one that expires first standing first."""
         answer = await self._ask(self._cache.ListPins, cache_pb.ListPinsRequest())
-        return [flat(PinInfo, pin) for pin in answer.pins]
+        return tuple(flat(PinInfo, pin) for pin in answer.pins)
 
     @for_both
     async def unpin_prefix(self, pin_id: str) -> int:
@@ -158,11 +155,11 @@ class ClientCalls(Connection):
         return await self._ask_for(RequestList, self._operator.ListRequests, request)
 
     @for_both
-    async def block_table(self, request_id: str) -> list[SequenceBlocks]:
+    async def block_table(self, request_id: str) -> tuple[SequenceBlocks, ...]:
         """The block tables of a live request, one per sequence. Raises NotFound."""
         request = operator_pb.GetBlockTableRequest(request_id=request_id)
         answer = await self._ask(self._operator.GetBlockTable, request)
-        return [flat(SequenceBlocks, sequence) for sequence in answer.sequences]
+        return tuple(flat(SequenceBlocks, sequence) for sequence in answer.sequences)
 
     @for_both
     async def list_blocks(
@@ -192,10 +189,10 @@ class ClientCalls(Connection):
         try:
             answer: Any = await self._ask(check, health_pb2.HealthCheckRequest(service=service))
         except NotFound:
-            return "SERVICE_UNKNOWN"
+            return "service_unknown"
         known = health_pb2.HealthCheckResponse.ServingStatus
-        status: HealthStatus = known.Name(answer.status) if answer.status in known.values() else "UNKNOWN"
-        return status
+        status: Any = known.Name(answer.status).lower() if answer.status in known.values() else "unknown"
+        return cast("HealthStatus", status)
 
     def _watch(self, **wishes: Any) -> AsyncGenerator[EventBatch]:
         return self._events(ResumableWatch(**wishes, resume_timeout=self._settings.resume_timeout))

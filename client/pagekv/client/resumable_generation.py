@@ -26,8 +26,8 @@ from pagekv.client.errors import (
     ServerError,
     Unavailable,
 )
+from pagekv.client.generation_types import Chunk, Completion, GenerateOptions, PositionLogprobs, Prompt
 from pagekv.client.settings import CallSettings, check_seconds
-from pagekv.client.types import Chunk, Completion, GenerateOptions, PositionLogprobs, Prompt
 from pagekv.client.wire import flat, generate_request
 from pagekv.v1 import inference_service_pb2 as pb
 

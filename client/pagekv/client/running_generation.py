@@ -10,8 +10,8 @@ import grpc
 
 from pagekv.client.connection import Connection
 from pagekv.client.errors import from_rpc_error
+from pagekv.client.generation_types import Chunk
 from pagekv.client.resumable_generation import ResumableGeneration
-from pagekv.client.types import Chunk
 
 
 class RunningGeneration:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from pagekv.client.types import BlockStored, EventBatch, TableCleared, Tier, UnknownEvent
+from pagekv.client.types import (
+    BlockStored,
+    EventBatch,
+    TableCleared,
+    Tier,
+    UnknownEvent,
+)
 
 __all__ = ["TableReplica"]
 

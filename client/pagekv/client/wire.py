@@ -14,7 +14,8 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescript
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from pagekv.client import types
+from pagekv.client import generation_types, types
+from pagekv.client.generation_types import CacheControls, ChatMessage, GenerateOptions, Prompt
 from pagekv.common.errors import InvalidRequest
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2 as operator_pb
@@ -27,14 +28,12 @@ Values = TypeVar("Values", bound="DataclassInstance")
 Request = TypeVar("Request", bound=Message)
 
 _SAMPLING_FIELDS = frozenset(field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields)
-_OPTIONS = frozenset(types.GenerateOptions.__annotations__)
+_OPTIONS = frozenset(GenerateOptions.__annotations__)
 # Sequences of numbers that nobody means as such.
 _BYTES = (bytes, bytearray, memoryview)
 
 
-def generate_request(
-    prompt: types.Prompt, n: int, options: types.GenerateOptions, *, only_complete: bool
-) -> pb.GenerateRequest:
+def generate_request(prompt: Prompt, n: int, options: GenerateOptions, *, only_complete: bool) -> pb.GenerateRequest:
     """The request. Raises InvalidRequest for values that have no place in a message, TypeError for unknown options.
 
     Bounds are left to the server, which knows the model.
@@ -50,14 +49,17 @@ def generate_request(
 
 
 def prompt_request(
-    request: Request, prompt: types.Prompt, cache: types.CacheControls | None = None, **values: Any
+    request: Request,
+    prompt: Prompt,
+    cache: CacheControls | None = None,
+    **values: Any,
 ) -> Request:
     """The request with a prompt, cache controls if they are given, and these fields. Raises InvalidRequest."""
     filled(request, prompt=_prompt(prompt), **values)
     return request if cache is None else filled(request, cache=_cache(cache))
 
 
-def _prompt(prompt: types.Prompt) -> dict[str, Any]:
+def _prompt(prompt: Prompt) -> dict[str, Any]:
     """The fields of a Prompt. Raises InvalidRequest when it is none of the three kinds."""
     if isinstance(prompt, str):
         return {"text": prompt}
@@ -66,14 +68,14 @@ def _prompt(prompt: types.Prompt) -> dict[str, Any]:
     items = list(prompt)
     if not items:
         raise InvalidRequest("prompt", "must be text, at least one token id or at least one message, is empty")
-    if isinstance(items[0], (types.ChatMessage, Mapping)):
+    if isinstance(items[0], (ChatMessage, Mapping)):
         return {"chat": {"messages": [_message(position, item) for position, item in enumerate(items)]}}
     # Protobuf refuses items of a wrong kind.
     return {"token_ids": {"ids": items}}
 
 
 def _message(position: int, item: object) -> Mapping[str, Any]:
-    if isinstance(item, types.ChatMessage):
+    if isinstance(item, ChatMessage):
         return asdict(item)
     if isinstance(item, Mapping) and item.keys() == {"role", "content"}:
         return item
@@ -81,7 +83,7 @@ def _message(position: int, item: object) -> Mapping[str, Any]:
     raise InvalidRequest(f"prompt.chat.messages[{position}]", problem)
 
 
-def _cache(cache: types.CacheControls) -> dict[str, Any]:
+def _cache(cache: CacheControls) -> dict[str, Any]:
     # True is the server's default, and calls that only look refuse both.
     return {name: value for name, value in asdict(cache).items() if value is not True}
 
@@ -142,6 +144,9 @@ def flat(cls: type[Values], message: Message, **given: Any) -> Values:
     return cls(**given)
 
 
+_CLASSES = vars(types) | vars(generation_types)
+
+
 @cache
 def _readers(cls: type[Any], descriptor: Descriptor) -> list[tuple[str, Callable[[Any], Any]]]:
     """Functions that read the fields of `cls` which the message has."""
@@ -156,7 +161,7 @@ def _reader(field: FieldDescriptor) -> Callable[[Any], Any]:
     if field.message_type is Timestamp.DESCRIPTOR:
         return lambda message: get(message).ToDatetime(UTC) if message.HasField(name) else None
     if field.message_type is not None:
-        made = partial(flat, getattr(types, field.message_type.name))
+        made = partial(flat, _CLASSES[field.message_type.name])
         return lambda message: tuple(map(made, get(message))) if repeated else made(get(message))
     if field.enum_type is not None:
         names = _enum_names(field.enum_type)
@@ -177,9 +182,13 @@ _EVENTS = {"stored": types.BlockStored, "removed": types.BlockRemoved, "cleared"
 
 def event_batch(message: operator_pb.WatchEventsResponse) -> types.EventBatch:
     """One message of WatchEvents."""
-    events = tuple(map(_event, message.events))
     return types.EventBatch(
-        message.sequence, message.snapshot, events, message.more, message.revision, message.instance_id
+        sequence=message.sequence,
+        snapshot=message.snapshot,
+        events=tuple(map(_event, message.events)),
+        more=message.more,
+        revision=message.revision,
+        instance_id=message.instance_id,
     )
 
 

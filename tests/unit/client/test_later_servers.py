@@ -20,6 +20,7 @@ import pagekv.v1
 from pagekv.client import (
     AlreadyExists,
     BlockStored,
+    Completion,
     ConnectionLost,
     DeadlineExceeded,
     FailedPrecondition,
@@ -47,7 +48,7 @@ from pagekv.v1 import types_pb2
 # Any: of no enum.
 LATER: Any = 42
 # Dataclasses that are called otherwise than their messages.
-CLASSES = {"GenerateComplete": types.Completion}
+CLASSES = {"GenerateComplete": Completion}
 GIVEN = {"request_id": "r", "token_ids": ()}
 
 
@@ -74,7 +75,7 @@ def test_a_value_of_an_enum_that_is_not_known_is_called_so(path: str, number: in
     setattr(message, name, number)
     message = type(message).FromString(message.SerializeToString())
     cls: Any = CLASSES.get(descriptor.name) or getattr(types, descriptor.name)
-    given = GIVEN if cls is types.Completion else {}
+    given = GIVEN if cls is Completion else {}
     assert getattr(wire.flat(cls, message, **given), name) == "unknown"
 
 
@@ -88,7 +89,7 @@ def test_a_health_that_is_not_known(server: ScriptedServer, client: PageKVClient
     answer = health_pb2.HealthCheckResponse.FromString(b"\x08\x2a")
     assert answer.status == LATER
     server.expect("Check", answer)
-    assert client.health() == "UNKNOWN"
+    assert client.health() == "unknown"
 
 
 def test_an_event_that_is_not_known_is_left_out(server: ScriptedServer, client: PageKVClient) -> None:
@@ -108,7 +109,8 @@ def test_a_change_that_is_not_known_is_said_and_ends_a_replica(server: ScriptedS
         message = operator_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[known, change])
         server.expect("WatchEvents", message)
         (batch,) = client.watch_events()
-        assert batch.events == (BlockStored("a", "", (), "device"), UnknownEvent())
+        stored = BlockStored(block_hash="a", parent_hash="", token_ids=(), tier="device")
+        assert batch.events == (stored, UnknownEvent())
         with pytest.raises(ValueError, match="unknown to this client: update the client"):
             TableReplica().apply(batch)
 

@@ -21,9 +21,9 @@ from pagekv.client import (
     Unreachable,
 )
 from pagekv.client.errors import Overloaded
+from pagekv.client.generation_types import GenerateOptions, PositionLogprobs, TokenLogprob
 from pagekv.client.resumable_generation import ResumableGeneration
 from pagekv.client.settings import CallSettings
-from pagekv.client.types import GenerateOptions, PositionLogprobs, TokenLogprob
 from pagekv.common import errors
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
@@ -436,7 +436,7 @@ def test_any_cut_gives_the_same_stream(seed: int) -> None:
     end = generation.completions[0]
     assert [token for c in chunks for token in c.token_ids] == tokens == list(end.token_ids)
     assert "".join(c.text for c in chunks) == whole == end.text
-    expected = tuple(PositionLogprobs(TokenLogprob(token, -1.0), ()) for token in tokens)
+    expected = tuple(PositionLogprobs(chosen=TokenLogprob(token_id=token, logprob=-1.0), top=()) for token in tokens)
     assert tuple(logprobs for c in chunks for logprobs in c.logprobs) == expected == end.logprobs
     assert [c.completion_tokens for c in chunks][-1:] in ([12], [])
     assert {c.cached_tokens for c in chunks} <= {0}

@@ -46,7 +46,7 @@ def test_watched_events_make_a_replica(server: ScriptedServer, client: PageKVCli
         whole = replica.apply(next(watched))
         seen.append((whole, "".join(sorted(replica.blocks))))
     assert seen == [(False, "a"), (True, "ab"), (True, "bc"), (True, "d")]
-    assert replica.blocks["d"] == BlockStored("d", "", (1, 2), "device")
+    assert replica.blocks["d"] == BlockStored(block_hash="d", parent_hash="", token_ids=(1, 2), tier="device")
     with pytest.raises(FellBehind, match="start again"):
         next(watched)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import Any, get_args
 
 import pytest
@@ -67,7 +68,7 @@ def test_options_that_are_none_are_left_out() -> None:
 
 def test_fields_are_read_by_name_presence_and_kind() -> None:
     block = operator_pb.BlockInfo(block_id=3, state=operator_pb.BLOCK_STATE_PINNED, block_hash="ff")
-    assert wire.flat(BlockInfo, block) == BlockInfo(3, 0, "pinned", "ff", "", 0)
+    assert astuple(wire.flat(BlockInfo, block)) == (3, 0, "pinned", "ff", "", 0)
     told = cache_pb.BlockExplanation(outcome=cache_pb.BLOCK_OUTCOME_OTHER_IDENTITY, steps_ago=0)
     found = wire.flat(BlockExplanation, told)
     assert (found.outcome, found.block_id, found.steps_ago, found.seconds_ago) == ("other_identity", None, 0, None)

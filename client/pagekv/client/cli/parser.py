@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 from pagekv.client.channel import DEFAULT_TARGET
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.client import PageKVClient
+from pagekv.client.generation_types import CacheControls
 from pagekv.client.settings import DEFAULT_TIMEOUT_S
-from pagekv.client.types import CacheControls
 from pagekv.common.flags import FlagParser, address, number
 
 Run: TypeAlias = Callable[[argparse.Namespace, Terminal], int]

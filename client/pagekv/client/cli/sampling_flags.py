@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pagekv.client.cli.parser import CommandParser
 from pagekv.client.cli.terminal import milliseconds
 from pagekv.client.client import PageKVClient
-from pagekv.client.types import CacheControls, Chunk, Completion, GenerateOptions, Prompt
+from pagekv.client.generation_types import CacheControls, Chunk, Completion, GenerateOptions, Prompt
 
 # Flag, type, help. A flag that is not given is not sent; bounds are the server's to check, which names the field.
 _FLAGS: tuple[tuple[str, type, str], ...] = (

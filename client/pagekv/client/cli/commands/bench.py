@@ -109,7 +109,7 @@ async def _run(args: argparse.Namespace, workload: Workload, terminal: Terminal)
             )
         text_ids: list[int] = []
         if args.text is not None:
-            text_ids = await client.tokenize(_read(args.text))
+            text_ids = list(await client.tokenize(_read(args.text)))
         try:
             jobs = make_jobs(workload, info.vocab_size, info.eos_token_ids, text_ids)
         except ValueError as error:

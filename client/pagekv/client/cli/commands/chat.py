@@ -10,7 +10,7 @@ from pagekv.client.cli.sampling_flags import add_sampling, options_of, stream_to
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.client import PageKVClient
 from pagekv.client.errors import InvalidRequest
-from pagekv.client.types import ChatMessage
+from pagekv.client.generation_types import ChatMessage
 
 EXAMPLES = """\
   pagekv chat

@@ -12,8 +12,8 @@ from pagekv.client.cli.parser import Subparsers, add_command
 from pagekv.client.cli.sampling_flags import stream_to
 from pagekv.client.cli.terminal import Terminal, milliseconds, pagekv_command
 from pagekv.client.client import PageKVClient
+from pagekv.client.generation_types import Completion, GenerateOptions
 from pagekv.client.launcher.stack import Stack
-from pagekv.client.types import Completion, GenerateOptions
 
 EXAMPLES = """\
   pagekv demo

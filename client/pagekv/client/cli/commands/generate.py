@@ -9,7 +9,7 @@ from pagekv.client.cli.parser import Subparsers, add_command, add_identity, add_
 from pagekv.client.cli.sampling_flags import add_beams, add_sampling, options_of, stream_to, summary
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.client import PageKVClient
-from pagekv.client.types import Completion, GenerateOptions, Prompt
+from pagekv.client.generation_types import Completion, GenerateOptions, Prompt
 
 EXAMPLES = """\
   pagekv generate "In the beginning" --max-tokens 60

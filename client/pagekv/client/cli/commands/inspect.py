@@ -26,7 +26,8 @@ from pagekv.client.cli.parser import (
 )
 from pagekv.client.cli.terminal import Terminal, table
 from pagekv.client.client import PageKVClient
-from pagekv.client.types import BlockState, ChatMessage, Stats
+from pagekv.client.generation_types import ChatMessage
+from pagekv.client.types import BlockState, Stats
 from pagekv.common.flags import integer, number
 
 # The share of held blocks from which on the pool is called too small.
@@ -152,7 +153,7 @@ def health(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -
     """Check of grpc.health.v1."""
     status = client.health()
     serves = {"target": args.target, "status": status}
-    return Shown(serves, f"{args.target} {status}", status=0 if status == "SERVING" else 1)
+    return Shown(serves, f"{args.target} {status}", status=0 if status == "serving" else 1)
 
 
 def model(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:

@@ -24,6 +24,7 @@ from pagekv.client.cli.parser import (
 )
 from pagekv.client.cli.terminal import Terminal, table
 from pagekv.client.client import PageKVClient
+from pagekv.client.generation_types import Prompt
 from pagekv.client.types import (
     BlockExplanation,
     BlockRemoved,
@@ -31,7 +32,6 @@ from pagekv.client.types import (
     Event,
     EventBatch,
     PrefixExplanation,
-    Prompt,
     TableCleared,
     Tier,
     UnknownEvent,

@@ -105,10 +105,10 @@ def test_health(
     reply = health_pb2.HealthCheckResponse(status=status)
     server.expect("Check", reply)
     assert main(["health"]) == code
-    assert capsys.readouterr().out == f"{target} {status}\n"
+    assert capsys.readouterr().out == f"{target} {status.lower()}\n"
     server.expect("Check", reply)
     assert main(["health", "--json"]) == code
-    assert json.loads(capsys.readouterr().out) == {"target": target, "status": status}
+    assert json.loads(capsys.readouterr().out) == {"target": target, "status": status.lower()}
 
 
 RUNNING = types_pb2.SEQUENCE_STATE_RUNNING
