@@ -255,6 +255,8 @@ class BlockStored:
     parent_hash: str
     token_ids: tuple[int, ...]
     tier: Tier
+    namespace: str = ""
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

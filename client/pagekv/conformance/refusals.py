@@ -159,16 +159,16 @@ BAD_STEPS: dict[str, tuple[BadStep, ...]] = {
         BadStep("one too many", append([1], [FREE_BLOCK, FREE_BLOCK + 1]), ["append_blocks"]),
     ),
     "R22": (
-        BadStep("the first id too high", lambda s: append([1], [s.num_blocks]), ["append_blocks[0]"]),
-        BadStep("the highest number", append([1], [HUGE]), ["append_blocks[0]"]),
+        BadStep("the first id too high", lambda s: append([2], [s.num_blocks]), ["append_blocks[0]"]),
+        BadStep("the highest number", append([2], [HUGE]), ["append_blocks[0]"]),
     ),
     "R23": (
         BadStep("a sequence that is not there", append([7], [FREE_BLOCK]), ["append_seqs[0]"]),
         BadStep("one that leaves", {"finished_seqs": [1], **append([1], [FREE_BLOCK])}, ["append_seqs[0]"]),
     ),
     "R24": (
-        BadStep("a block that it has", append([1], [2]), ["append_blocks[0]"]),
-        BadStep("a block twice", append([1, 1], [FREE_BLOCK, FREE_BLOCK]), ["append_blocks[1]"]),
+        BadStep("a block that it has", append([2], [5]), ["append_blocks[0]"]),
+        BadStep("a block twice", append([2, 2], [FREE_BLOCK, FREE_BLOCK]), ["append_blocks[1]"]),
         BadStep("a block that it enters with", lambda s: {**s.entering(), **append([9], [9])}, ["append_blocks[0]"]),
     ),
     "R25": (
@@ -202,7 +202,7 @@ BAD_STEPS: dict[str, tuple[BadStep, ...]] = {
         BadStep(
             "one position too many",
             lambda s: {
-                **s.entering(token_ids=[0] * (s.size + 1)),
+                **s.entering(token_ids=[0] * (s.size + 1), num_prompt_tokens=1),
                 **schedule([9], [s.size + 1]),
             },
             ["new_seqs[0].block_ids"],

@@ -759,6 +759,8 @@ class BlockStored(google.protobuf.message.Message):
     PARENT_HASH_FIELD_NUMBER: builtins.int
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     TIER_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    ADAPTER_FIELD_NUMBER: builtins.int
     block_hash: builtins.str
     """Its hash in hex."""
     parent_hash: builtins.str
@@ -767,6 +769,10 @@ class BlockStored(google.protobuf.message.Message):
     """
     tier: pagekv.v1.types_pb2.Tier.ValueType
     """The pool whose table it is."""
+    namespace: builtins.str
+    """The namespace whose requests may share it."""
+    adapter: builtins.str
+    """The adapter that its keys and values were computed with."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Its tokens, unless left out."""
@@ -778,8 +784,10 @@ class BlockStored(google.protobuf.message.Message):
         parent_hash: builtins.str = ...,
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         tier: pagekv.v1.types_pb2.Tier.ValueType = ...,
+        namespace: builtins.str = ...,
+        adapter: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_hash", b"block_hash", "parent_hash", b"parent_hash", "tier", b"tier", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "block_hash", b"block_hash", "namespace", b"namespace", "parent_hash", b"parent_hash", "tier", b"tier", "token_ids", b"token_ids"]) -> None: ...
 
 global___BlockStored = BlockStored
 

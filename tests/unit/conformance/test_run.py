@@ -8,13 +8,15 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from support.executor.judged import broken, kit_of, toy, verdicts
+from support.executor.judged import Edit, broken, kit_of, served_backend, toy, verdicts
 
 from pagekv.conformance import link
 from pagekv.conformance.keepalive import IdleConnection
-from pagekv.conformance.run import RULES, judge
+from pagekv.conformance.kit import Kit
+from pagekv.conformance.run import RULES, judge, verdict_of
 from pagekv.conformance.target import Untestable
-from pagekv.conformance.verdict import BrokenRule
+from pagekv.conformance.verdict import BrokenRule, Rule
+from pagekv.executor.oracle.backend import OracleBackend, OracleModel
 
 PROTO = Path(__file__).resolve().parents[3] / "proto" / "pagekv" / "steps" / "v1" / "executor_service.proto"
 
@@ -25,6 +27,33 @@ def test_the_minimal_executor_of_the_docs_passes() -> None:
     assert broken(found) == {}
     skipped = {number for number, verdict in found.items() if verdict.outcome == "skipped"}
     assert skipped == {"R19", "M5", "M13", "M14", "M15", "M16", "M17"}
+
+
+@pytest.mark.parametrize(
+    ("edit", "size"),
+    [
+        (("256, 300", "256, 30"), 2),
+        (("4 * 2**17", "4 * 64"), 1),
+        (("power = 1 <= size <= 256", "power = size == 256"), 256),
+        (("256, 300", "2, 300"), 16),
+    ],
+)
+def test_a_sound_executor_of_other_sizes_passes(edit: Edit, size: int) -> None:
+    longer = [("256, 300", "256, 1040")] if size == 256 else []
+    with toy(edit, *longer) as address:
+        found = verdicts(address)
+        with kit_of(address) as kit:
+            assert kit.target.block_size == size
+    assert broken(found) == {}
+
+
+@pytest.mark.parametrize("vocab", [1, 2])
+def test_a_sound_executor_of_few_tokens_passes(vocab: int) -> None:
+    model = OracleModel(vocab_size=vocab, max_model_len=100, eos_token_ids=())
+    with served_backend(OracleBackend(model, kv_bytes=12 * 2**12)) as address:
+        found = verdicts(address)
+    assert broken(found) == {}
+    assert found["M9"].why == f"draws from {vocab} tokens are often equal"
 
 
 def test_every_rule_of_the_contract_has_a_check() -> None:
@@ -44,6 +73,16 @@ def test_p10_comes_last_and_waits_are_told() -> None:
     assert (last.rule, last.outcome) == ("P10", "failed")
     assert len(notes) == 1
     assert "P10 waits for" in notes[0]
+
+
+def test_tokens_that_are_near_ties_show_nothing() -> None:
+    def tied(kit: Kit) -> None:
+        kit.answers.num_ties += 1
+
+    with toy() as address, kit_of(address) as kit:
+        outcomes = {number: verdict_of(kit, Rule(number, "words", tied)) for number in ("M1", "P1")}
+    assert {number: verdict.outcome for number, verdict in outcomes.items()} == {"M1": "skipped", "P1": "ok"}
+    assert outcomes["M1"].why == "the likeliest tokens are near ties everywhere"
 
 
 def test_an_executor_that_dies_is_not_asked_on() -> None:

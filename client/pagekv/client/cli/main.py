@@ -33,10 +33,12 @@ DESCRIPTION = "PageKV: a paged KV cache server for large language models, its cl
 GROUPS = {
     "run": ("demo", "up"),
     "use": ("generate", "chat", "tokenize", "detokenize"),
-    "look": ("health", "version", "model", "stats", "top", "blocks", "block-table", "lookup", "explain", "watch"),
+    "look": (
+        "health", "version", "model", "stats", "top", "requests", "blocks", "block-table", "lookup", "explain", "watch",
+    ),
     "steer": ("pin", "pins", "unpin", "abort", "reset-cache"),
     "tools": ("bench", "plan", "replay"),
-}
+}  # fmt: skip  # several names a line: one each would fill a screen
 
 
 def make_parser() -> CommandParser:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from itertools import chain, count, islice
+from itertools import chain, count, islice, repeat
 
 from pagekv.common.errors import InvalidRequest, RevisionGone
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
@@ -89,13 +89,16 @@ def _pieces(diff: Diff, with_tokens: bool) -> Iterator[tuple[Sequence[pb.CacheEv
 
 def _stored(found: Iterable[Stored], with_tokens: bool) -> Iterator[pb.CacheEvent]:
     for stored in found:
-        for digest, parent, token_ids in stored.each():
+        for (digest, parent, token_ids), names in zip(stored.each(), stored.names or repeat(None), strict=False):
+            namespace, adapter = names or ("", "")
             yield pb.CacheEvent(
                 stored=pb.BlockStored(
                     block_hash=digest.hex(),
                     parent_hash=parent.hex(),
                     token_ids=token_ids if with_tokens else (),
                     tier=_TIERS[stored.tier],
+                    namespace=namespace,
+                    adapter=adapter,
                 )
             )
 

@@ -21,7 +21,7 @@ import numpy as np
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.events.log import TableLog
 from pagekv.kvmanager.kvcache.eviction_policy import EvictionOrder
-from pagekv.kvmanager.kvcache.prefix_table import Blocks, BlockTokens, PrefixTable
+from pagekv.kvmanager.kvcache.prefix_table import Blocks, BlockTokens, Names, PrefixTable
 from pagekv.kvmanager.kvcache.prefix_trie import Node
 
 
@@ -111,20 +111,34 @@ class BlockPool:
             if left_out or any(firsts):
                 for at in sorted(set(range(len(blocks))).difference(left_out)):
                     one = slice(at, at + 1)
-                    self._log.stored(digests[one], parent_digests[one], tokens[one], text=True, first=firsts[at])
+                    names = self.table.names(blocks[one])
+                    self._log.stored(
+                        digests[one], parent_digests[one], tokens[one], text=True, first=firsts[at], names=names
+                    )
             else:
-                self._log.stored(digests, parent_digests, tokens, text=True, first=False)
+                names = self.table.names(blocks)
+                self._log.stored(digests, parent_digests, tokens, text=True, first=False, names=names)
         return left_out
 
     def publish_chain(
-        self, blocks: Blocks, digests: Sequence[bytes], parent: bytes, tokens: BlockTokens, *, first: bool, media: bool
+        self,
+        blocks: Blocks,
+        digests: Sequence[bytes],
+        parent: bytes,
+        tokens: BlockTokens,
+        *,
+        first: bool,
+        media: bool,
+        names: Names | None = None,
     ) -> bool:
         """Enters consecutive full, held blocks of one sequence, at least one, into the prefix table, the first one
         after the digest `parent`; see `PrefixTable.add_chain`. False after a hash collision, which raises the alarm:
         the sequence must publish nothing more.
         """
         self._check_held(blocks)
-        entered, superseded, collided = self.table.add_chain(blocks, digests, parent, tokens, first=first, media=media)
+        entered, superseded, collided = self.table.add_chain(
+            blocks, digests, parent, tokens, first=first, media=media, names=names
+        )
         self.hash_alarms += collided
         if superseded:
             self._free.invalidate(np.array(superseded, np.int32))
@@ -136,6 +150,7 @@ class BlockPool:
                 tokens[entered],
                 text=not media,
                 first=first and entered[0] == 0,
+                names=[names] * len(entered) if names is not None else None,
             )
         return not collided
 

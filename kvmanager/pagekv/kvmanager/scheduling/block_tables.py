@@ -266,7 +266,13 @@ class BlockTables:
                     break
                 here = slice(begin - first, end - first)
                 sequence.publishes = self.pool.publish_chain(
-                    blocks[here], digests[begin:end], parent, chunks[here], first=begin == 0, media=media
+                    blocks[here],
+                    digests[begin:end],
+                    parent,
+                    chunks[here],
+                    first=begin == 0,
+                    media=media,
+                    names=sequence.request.names,
                 )
         if computed_now and self.limits.partial_hits:
             self._being_computed.append(blocks)
@@ -315,7 +321,8 @@ class BlockTables:
             index = len(table) - 1
             full = index * size + size
             if prefix_cache and sequence.publishes and sequence.num_published == index:
-                if full > sequence.first_media:
+                # A first block with names gets them there, later ones have those of the block before.
+                if full > sequence.first_media or (index == 0 and sequence.request.names):
                     self.publish(sequence)
                 else:
                     known = sequence.digests

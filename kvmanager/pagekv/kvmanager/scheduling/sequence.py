@@ -66,6 +66,12 @@ class LiveRequest:
         return self.command.sampling.logprobs if self.search is None else self.search.num_candidates
 
     @property
+    def names(self) -> tuple[str, str] | None:
+        """Namespace and adapter of its blocks; None where there is neither."""
+        names = self.command.identity.namespace, self.command.identity.adapter_id
+        return names if any(names) else None
+
+    @property
     def preemptions(self) -> int:
         """How often the sequence was preempted that was so most often."""
         return max(sequence.preemptions for sequence in self.sequences)

@@ -118,6 +118,16 @@ def test_a_stored_block_tells_hash_parent_tokens_and_tier() -> None:
     run_operator(body)
 
 
+def test_a_stored_block_tells_namespace_and_adapter() -> None:
+    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
+        engine.table = [block(1)._replace(names=[("n", "a")]), block(2)._replace(names=[None]), block(3)]
+        (message,) = [message async for message in stub.WatchEvents(pb.WatchEventsRequest(snapshot_only=True))]
+        found = [(event.stored.namespace, event.stored.adapter) for event in message.events]
+        assert found == [("n", "a"), ("", ""), ("", "")]
+
+    run_operator(body)
+
+
 def test_a_removed_block_tells_its_tier() -> None:
     async def body(engine: FakeEngine, stub: OperatorStub) -> None:
         call = stub.WatchEvents(pb.WatchEventsRequest())

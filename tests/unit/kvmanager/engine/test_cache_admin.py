@@ -110,7 +110,8 @@ class History:
     def pin(self, prompt: list[int], lease_s: int) -> None:
         admin = self.driver.admin
         try:
-            pin = admin.pin(prompt, ANY, lease_s, self.driver.live_commands())
+            renewed = self.rng.choice(self.pins) if self.pins and self.rng.random() < 0.3 else ""
+            pin = admin.pin(prompt, ANY, lease_s, self.driver.live_commands(), renewed)
         except LimitExceeded:
             return
         if pin.pin_id:

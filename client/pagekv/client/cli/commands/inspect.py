@@ -70,6 +70,8 @@ def add(commands: Subparsers) -> None:
     parser = add_query(commands, "blocks", "list blocks of the pool", blocks, examples=BLOCKS_EXAMPLES)
     parser.add_argument("--state", choices=get_args(BlockState), help="only blocks in this state")
     parser.add_argument("--limit", type=integer(1, 2**32 - 1), default=100, metavar="N", help="blocks at most [100]")
+    parser = add_query(commands, "requests", "list the live requests, those that run first", requests)
+    parser.add_argument("--limit", type=integer(1, 10_000), default=100, metavar="N", help="requests at most [100]")
     parser = add_query(commands, "block-table", "show the block tables of a live request", block_table)
     parser.add_argument("request_id", metavar="REQUEST_ID")
     parser = add_query(commands, "reset-cache", "remove every cached prefix", reset_cache)
@@ -198,6 +200,19 @@ def blocks(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -
     ]
     text = table(rows, ("block", "state", "refs", "pins", "hash", "parent")) if rows else "no such blocks"
     return Shown(found, text, note="there are more: raise --limit" if found.next_page_token else "")
+
+
+def requests(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
+    """ListRequests."""
+    found = client.list_requests(page_size=args.limit)
+    rows = [
+        (r.request_id, r.state, r.priority, r.prompt_tokens, r.cached_tokens, r.generated_tokens, r.num_blocks,
+         r.preemptions, r.namespace or "-")
+        for r in found.requests
+    ]  # fmt: skip  # laid out as a table
+    heads = ("request", "state", "priority", "prompt", "cached", "generated", "blocks", "preempted", "namespace")
+    text = table(rows, heads) if rows else "no live requests"
+    return Shown(found, text, note=f"{found.total} in all: raise --limit" if found.next_page_token else "")
 
 
 def block_table(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:

@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagekv.common.errors import InvalidRequest, LimitExceeded, RevisionGone
-from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
+from pagekv.kvmanager.kvcache.events.batch import Diff, OptionalNames, Removed, Stored, Tier
 from pagekv.kvmanager.kvcache.events.subscription import Snapshot, TableWatch, take_snapshot
 from pagekv.kvmanager.kvcache.host_pool import HostPool
-from pagekv.kvmanager.kvcache.prefix_table import BlockTokens, PrefixTable
+from pagekv.kvmanager.kvcache.prefix_table import BlockTokens, Names, PrefixTable
 
 MAX_WATCHES = 16
 # Changes that are held for readers that come back: some tens of megabytes, and less than a watch may leave unread.
@@ -86,13 +86,21 @@ class TableLog:
     # -- called by the pool
 
     def stored(
-        self, digests: Sequence[bytes], parents: Sequence[bytes], tokens: BlockTokens, *, text: bool, first: bool
+        self,
+        digests: Sequence[bytes],
+        parents: Sequence[bytes],
+        tokens: BlockTokens,
+        *,
+        text: bool,
+        first: bool,
+        names: OptionalNames = None,
     ) -> None:
         """Blocks entered the device's table, each after the block or chain root with the digest at its position in
-        `parents`; `text`: no block has media; `first`: the first block, and no other, follows a chain root.
+        `parents`; `text`: no block has media; `first`: the first block, and no other, follows a chain root;
+        `names` as in `Stored`.
         """
         if digests:
-            self._pending.store(Stored(Tier.DEVICE, digests, parents, tokens.tobytes(), text, first))
+            self._pending.store(Stored(Tier.DEVICE, digests, parents, tokens.tobytes(), text, first, names))
 
     def removed(self, digests: Sequence[bytes]) -> None:
         """Blocks were evicted from the device."""
@@ -102,10 +110,10 @@ class TableLog:
         if self.watched:
             self._pending.remove(Removed(Tier.DEVICE, digests))
 
-    def host_stored(self, digest: bytes, parent: bytes, tokens: NDArray[np.uint32]) -> None:
+    def host_stored(self, digest: bytes, parent: bytes, tokens: NDArray[np.uint32], names: Names | None = None) -> None:
         """A block entered the host's table. Unlike on the device, its parent may be missing."""
         if self.watched:
-            self._pending.store(Stored(Tier.HOST, [digest], [parent], tokens.tobytes()))
+            self._pending.store(Stored(Tier.HOST, [digest], [parent], tokens.tobytes(), names=[names]))
 
     def host_removed(self, digest: bytes) -> None:
         """A block was evicted from the host pool."""

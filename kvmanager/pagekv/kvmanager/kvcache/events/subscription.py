@@ -119,9 +119,13 @@ def _parents_first(columns: TableColumns) -> Snapshot:
             assert digest is not None
             assert parent is not None
             tokens, first = columns.tokens[link].tobytes(), parents[link] < 0
-            yield Stored(Tier.DEVICE, [digest], [parent], tokens, link not in media, first)
+            names = [columns.names[link]] if link in columns.names else None
+            yield Stored(Tier.DEVICE, [digest], [parent], tokens, link not in media, first, names)
 
 
 def _host_blocks(host: HostPool) -> Snapshot:
-    entries, tokens = host.columns()
-    return (Stored(Tier.HOST, [digest], [parent], tokens[block].tobytes()) for block, digest, parent in entries)
+    entries, tokens, names = host.columns()
+    return (
+        Stored(Tier.HOST, [digest], [parent], tokens[block].tobytes(), names=[names.get(block)])
+        for block, digest, parent in entries
+    )

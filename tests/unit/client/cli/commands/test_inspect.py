@@ -124,6 +124,12 @@ SMALL = [
     ("blocks", "ListBlocks", operator_pb.ListBlocksResponse(blocks=[BLOCK]),
      "    3  active     2     1  abababababababab  -\n"),
     ("blocks", "ListBlocks", operator_pb.ListBlocksResponse(), "no such blocks\n"),
+    ("requests", "ListRequests",
+     operator_pb.ListRequestsResponse(
+         requests=[operator_pb.RequestInfo(request_id="r", state=RUNNING, priority=-2, prompt_tokens=7, namespace="n")]
+     ),
+     "r        running        -2       7       0          0       0          0  n\n"),
+    ("requests", "ListRequests", operator_pb.ListRequestsResponse(), "no live requests\n"),
     ("block-table r", "GetBlockTable",
      operator_pb.GetBlockTableResponse(sequences=[operator_pb.SequenceBlocks(state=RUNNING, block_ids=[5, 2])]),
      "sequence 0: running, 0 tokens, 0 computed; blocks 5 2\n"),

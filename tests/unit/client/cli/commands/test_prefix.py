@@ -155,7 +155,9 @@ def test_watch_json_ends_after_as_many_batches_as_asked_for(
     server.expect("WatchEvents", *BATCHES, Hangs())
     assert main(["watch", "--json", "--limit", "2"]) == 0
     first, second, third = map(json.loads, capsys.readouterr().out.splitlines())
-    stored = {"event": "stored", "block_hash": "aa", "parent_hash": "", "token_ids": [5, 17], "tier": "device"}
+    names = {"namespace": "", "adapter": ""}
+    tokens = {"parent_hash": "", "token_ids": [5, 17]}
+    stored = {"event": "stored", "block_hash": "aa", "tier": "device", **tokens, **names}
     assert first == {
         "sequence": 1,
         "snapshot": True,

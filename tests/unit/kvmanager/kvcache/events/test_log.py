@@ -12,9 +12,10 @@ from support.engine.cached_prefixes import ROOT, Clock, cache, evict_all, hold
 from support.engine.scheduler_driver import Driver
 
 from pagekv.common.errors import InvalidRequest, LimitExceeded, RevisionGone, Unavailable
-from pagekv.kvmanager.kvcache.block_hash import chain_digests, token_bytes
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan, chain_digests, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events import log as log_module
+from pagekv.kvmanager.kvcache.events.batch import Tier
 from pagekv.kvmanager.kvcache.events.log import MAX_WATCHES, Removal, TableLog
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.pins import Pins
@@ -173,6 +174,43 @@ class WatchedDriver(Driver):
         self.reader.read()
         assert self.reader.table == table_of(self.pool)
         assert self.reader.host_table == host_table_of(self.host)
+        whose = {
+            digest: request.names
+            for request in self.requests
+            for sequence in request.sequences
+            for digest in sequence.digests
+        }
+        late = Reader(self.log.watch())
+        late.watch.close()
+        for reader in (self.reader, late):
+            for tier in Tier:
+                for digest in reader.of(tier):
+                    assert reader.names[tier, digest] == whose.get(digest, reader.names[tier, digest])
+        named = [digest for digest in late.table if whose.get(digest)]
+        assert len(named) <= len(self.pool.table._names) + len(late.host_table)
+        self.most_named = max(getattr(self, "most_named", 0), len(named))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_tell_their_namespace_and_adapter_in_both_tiers(seed: int) -> None:
+    """Also first blocks that fill while decoding, copies that take an entry over, and blocks with media."""
+    rng = random.Random(seed)
+    driver = WatchedDriver(num_blocks=16, block_size=4, host_blocks=12, preemption="swap", write_back=True)
+    identities = [CacheIdentity(), CacheIdentity("n"), CacheIdentity("n", "a"), CacheIdentity("", "a"),
+                  CacheIdentity("n", media=(MediaSpan(5, 2, "picture"),))]  # fmt: skip  # a list of five
+    for _ in range(40):
+        prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 20))]
+        identity = rng.choice(identities if len(prompt) > 7 else identities[:4])
+        driver.submit(prompt, max_tokens=rng.randrange(1, 12), identity=identity)
+        for _ in range(rng.randrange(6)):
+            driver.step()
+    driver.drain()
+    driver.check()
+    assert driver.most_named > 3
+    assert min(driver.scheduler.counters.swapped_out + driver.scheduler.counters.written_back, 3) == 3
+    driver.scheduler.clear_prefix_cache()
+    assert not driver.pool.table._names
+    assert not driver.host._names
 
 
 def test_a_reader_holds_both_tables_through_swaps_write_back_resets_and_lost_executors() -> None:
