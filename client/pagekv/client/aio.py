@@ -12,7 +12,7 @@ import grpc
 
 from pagekv.client.calls import ClientCalls, StreamState
 from pagekv.client.generation_types import Chunk, GenerateOptions, Prompt
-from pagekv.client.types import EventBatch
+from pagekv.client.types import BlockInfo, BlockState, EventBatch, RequestInfo
 
 __all__ = ["AsyncPageKVClient", "AsyncStream"]
 
@@ -58,6 +58,14 @@ class AsyncPageKVClient(ClientCalls):
         """
         begun = self._begin(prompt, n, options)
         return AsyncStream(begun, begun.running.chunks())
+
+    def iter_requests(self) -> AsyncGenerator[RequestInfo]:
+        """The live requests, as `PageKVClient.iter_requests` tells them."""
+        return self._requests()
+
+    def iter_blocks(self, state: BlockState | None = None) -> AsyncGenerator[BlockInfo]:
+        """The blocks of the pool, as `PageKVClient.iter_blocks` tells them."""
+        return self._blocks(state)
 
     def watch_events(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Unpack, cast
 
 import grpc
@@ -15,6 +16,7 @@ from pagekv.client.resumable_generation import ResumableGeneration
 from pagekv.client.resumable_watch import ResumableWatch
 from pagekv.client.running_generation import RunningGeneration
 from pagekv.client.types import (
+    BlockInfo,
     BlockList,
     BlockState,
     CacheReset,
@@ -25,6 +27,7 @@ from pagekv.client.types import (
     PinInfo,
     PrefixExplanation,
     PrefixLookup,
+    RequestInfo,
     RequestList,
     SequenceBlocks,
     Stats,
@@ -33,6 +36,9 @@ from pagekv.client.wire import filled, flat, list_blocks_request, prompt_request
 from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2 as operator_pb
+
+# Entries that the server gives in one answer, at most.
+LARGEST_PAGE = 10_000
 
 
 class ClientCalls(Connection):
@@ -100,16 +106,26 @@ class ClientCalls(Connection):
         *,
         cache: CacheControls | None = None,
         adapter: str = "",
-        page_size: int = 1000,
+        page_size: int | None = None,
         page_token: str = "",
     ) -> PrefixExplanation:
-        """Why each block of a prompt hits or misses, a page of 1 to 10000 blocks: the first one, or the one that
-        `next_page_token` of the page before names.
+        """Why each block of a prompt hits or misses. All of them, over as many calls as it takes; with `page_size` a
+        page of 1 to 10000 blocks. Begins with the first block, or where `next_page_token` of the page before says.
         """
         request = prompt_request(
-            cache_pb.ExplainPrefixRequest(), prompt, cache, adapter=adapter, page_size=page_size, page_token=page_token
+            cache_pb.ExplainPrefixRequest(),
+            prompt,
+            cache,
+            adapter=adapter,
+            page_size=LARGEST_PAGE if page_size is None else page_size,
+            page_token=page_token,
         )
-        return await self._ask_for(PrefixExplanation, self._cache.ExplainPrefix, request)
+        found = page = await self._ask_for(PrefixExplanation, self._cache.ExplainPrefix, request)
+        while page_size is None and page.next_page_token:
+            request.page_token = page.next_page_token
+            page = await self._ask_for(PrefixExplanation, self._cache.ExplainPrefix, request)
+            found = replace(page, blocks=found.blocks + page.blocks)
+        return found
 
     @for_both
     async def pin_prefix(
@@ -151,8 +167,20 @@ class ClientCalls(Connection):
         """A page of 1 to 10000 live requests, those that run first: the first one, or the one that `next_page_token`
         of the page before names.
         """
+        return await self._request_page(page_size, page_token)
+
+    async def _request_page(self, page_size: int, page_token: str) -> RequestList:
         request = filled(operator_pb.ListRequestsRequest(), page_size=page_size, page_token=page_token)
         return await self._ask_for(RequestList, self._operator.ListRequests, request)
+
+    async def _requests(self) -> AsyncGenerator[RequestInfo]:
+        page = await self._request_page(LARGEST_PAGE, "")
+        while True:
+            for request in page.requests:
+                yield request
+            if not page.next_page_token:
+                return
+            page = await self._request_page(LARGEST_PAGE, page.next_page_token)
 
     @for_both
     async def block_table(self, request_id: str) -> tuple[SequenceBlocks, ...]:
@@ -168,8 +196,20 @@ class ClientCalls(Connection):
         """A page of 1 to 10000 blocks of the pool by id, only those in `state` if given: the first one, or the one
         that `next_page_token` of the page before names.
         """
+        return await self._block_page(state, page_size, page_token)
+
+    async def _block_page(self, state: BlockState | None, page_size: int, page_token: str) -> BlockList:
         request = list_blocks_request(state, page_size, page_token)
         return await self._ask_for(BlockList, self._operator.ListBlocks, request)
+
+    async def _blocks(self, state: BlockState | None) -> AsyncGenerator[BlockInfo]:
+        page = await self._block_page(state, LARGEST_PAGE, "")
+        while True:
+            for block in page.blocks:
+                yield block
+            if not page.next_page_token:
+                return
+            page = await self._block_page(state, LARGEST_PAGE, page.next_page_token)
 
     @for_both
     async def reset_prefix_cache(self, *, force: bool = False) -> CacheReset:

@@ -12,7 +12,7 @@ import grpc
 
 from pagekv.client.calls import ClientCalls, StreamState
 from pagekv.client.generation_types import Chunk, GenerateOptions, Prompt
-from pagekv.client.types import EventBatch
+from pagekv.client.types import BlockInfo, BlockState, EventBatch, RequestInfo
 
 __all__ = ["PageKVClient", "Stream"]
 
@@ -84,6 +84,16 @@ class PageKVClient(ClientCalls):
         """
         begun = self._begin(prompt, n, options)
         return Stream(begun, _one_by_one(begun.running.chunks()))
+
+    def iter_requests(self) -> Generator[RequestInfo]:
+        """The live requests, those that run first, page by page. Requests that come, go or move meanwhile may be left
+        out or stand twice.
+        """
+        return _one_by_one(self._requests())
+
+    def iter_blocks(self, state: BlockState | None = None) -> Generator[BlockInfo]:
+        """The blocks of the pool by id, page by page, only those in `state` if given."""
+        return _one_by_one(self._blocks(state))
 
     def watch_events(
         self,

@@ -71,15 +71,23 @@ class BlockingAsyncClient:
         return BlockingStream(self._client.stream(*args, **kwargs), self._run)
 
     def watch_events(self, **kwargs: Any) -> Iterator[Any]:
-        batches = self._client.watch_events(**kwargs)
+        return self._each(self._client.watch_events(**kwargs))
+
+    def iter_requests(self) -> Iterator[Any]:
+        return self._each(self._client.iter_requests())
+
+    def iter_blocks(self, *args: Any) -> Iterator[Any]:
+        return self._each(self._client.iter_blocks(*args))
+
+    def _each(self, items: Any) -> Iterator[Any]:
         try:
             while True:
                 try:
-                    yield self._run(anext(batches))
+                    yield self._run(anext(items))
                 except StopAsyncIteration:
                     return
         finally:
-            self._run(batches.aclose())
+            self._run(items.aclose())
 
     def _run(self, awaitable: Any) -> Any:
         async def wait() -> Any:

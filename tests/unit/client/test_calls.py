@@ -116,6 +116,48 @@ def test_the_other_calls(server: ScriptedServer, client: PageKVClient) -> None:
     assert client.unpin_prefix("p") == 16
 
 
+def test_all_pages_of_a_list(server: ScriptedServer, client: PageKVClient) -> None:
+    tokens: list[str] = []
+
+    def note(request: Any) -> None:
+        assert request.page_size == 10_000
+        tokens.append(request.page_token)
+
+    live = [operator_pb.RequestInfo(request_id=name) for name in "abc"]
+    for page, token in ((live[:2], "u"), ([], "v"), (live[2:], "")):
+        answer = operator_pb.ListRequestsResponse(requests=page, total=3, next_page_token=token)
+        server.expect("ListRequests", answer, check=note)
+    assert [request.request_id for request in client.iter_requests()] == ["a", "b", "c"]
+    assert tokens == ["", "u", "v"]
+
+    def cached(request: operator_pb.ListBlocksRequest) -> None:
+        note(request)
+        assert request.state == operator_pb.BLOCK_STATE_CACHED
+
+    for number, token in ((3, "u"), (7, "")):
+        block = operator_pb.BlockInfo(block_id=number, state=operator_pb.BLOCK_STATE_CACHED)
+        answers = operator_pb.ListBlocksResponse(blocks=[block], next_page_token=token)
+        server.expect("ListBlocks", answers, check=cached)
+    assert [block.block_id for block in client.iter_blocks("cached")] == [3, 7]
+    # Only what is taken is asked for.
+    server.expect("ListBlocks", operator_pb.ListBlocksResponse(blocks=[operator_pb.BlockInfo()], next_page_token="u"))
+    blocks = client.iter_blocks()
+    assert next(blocks).block_id == 0
+    blocks.close()
+
+
+def test_a_whole_prompt_is_explained(server: ScriptedServer, client: PageKVClient) -> None:
+    tokens: list[tuple[int, str]] = []
+    for start, token in ((0, "u"), (4, "")):
+        reply = cache_pb.ExplainPrefixResponse(
+            blocks=[cache_pb.BlockExplanation(start=start, end=start + 4)], next_page_token=token, prompt_tokens=8
+        )
+        server.expect("ExplainPrefix", reply, check=lambda r: tokens.append((r.page_size, r.page_token)))
+    found = client.explain_prefix("hi")
+    assert ([block.start for block in found.blocks], found.next_page_token) == ([0, 4], "")
+    assert tokens == [(10_000, ""), (10_000, "u")]
+
+
 def test_a_pin_without_a_name_gets_one_that_a_repeated_call_keeps(server: ScriptedServer, client: PageKVClient) -> None:
     names: list[str] = []
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import get_args
 
+from pagekv.client.calls import LARGEST_PAGE
 from pagekv.client.cli.commands import top
 from pagekv.client.cli.parser import (
     Shown,
@@ -32,8 +33,6 @@ from pagekv.common.flags import integer, number
 
 # The share of held blocks from which on the pool is called too small.
 HIGH_USAGE = 0.8
-# Entries that the server gives in one answer, at most.
-PAGE = 10_000
 STATS_EXAMPLES = """\
   pagekv stats
   pagekv stats --json | jq .prefix_hit_rate
@@ -190,9 +189,9 @@ def lookup(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -
 
 def blocks(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
     """ListBlocks."""
-    found = page = client.list_blocks(args.state, page_size=min(args.limit, PAGE))
+    found = page = client.list_blocks(args.state, page_size=min(args.limit, LARGEST_PAGE))
     while page.next_page_token and len(found.blocks) < args.limit:
-        size = min(args.limit - len(found.blocks), PAGE)
+        size = min(args.limit - len(found.blocks), LARGEST_PAGE)
         page = client.list_blocks(args.state, page_size=size, page_token=page.next_page_token)
         found = replace(page, blocks=found.blocks + page.blocks)
     rows = [

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import datetime
 from itertools import groupby
-from typing import Any
 
 from pagekv.client.cli.parser import (
     Shown,
@@ -24,22 +23,18 @@ from pagekv.client.cli.parser import (
 )
 from pagekv.client.cli.terminal import Terminal, table
 from pagekv.client.client import PageKVClient
-from pagekv.client.generation_types import Prompt
 from pagekv.client.types import (
     BlockExplanation,
     BlockRemoved,
     BlockStored,
     Event,
     EventBatch,
-    PrefixExplanation,
     TableCleared,
     Tier,
     UnknownEvent,
 )
 from pagekv.common.flags import integer, number
 
-# Blocks that the server explains in one call, at most.
-PAGE = 10_000
 # Block ids shown of a run that is not consecutive, and digits of a hash.
 SHOWN_IDS = 8
 SHOWN_HASH = 16
@@ -87,20 +82,12 @@ def add(commands: Subparsers) -> None:
 
 def explain(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
     """ExplainPrefix of the whole prompt; blocks with the same story share a row."""
-    found = _explain_all(client, read_prompt(args), **read_identity(args))
+    found = client.explain_prefix(read_prompt(args), **read_identity(args))
     share = found.cached_tokens / max(found.prompt_tokens, 1)
     runs = (list(run) for _, run in groupby(enumerate(found.blocks), key=lambda item: _story(item[1])))
     rows = [_row([index for index, _ in run], [block for _, block in run]) for run in runs]
     head = f"{found.cached_tokens} of {found.prompt_tokens} tokens cached in full blocks ({share:.0%})"
     return Shown(found, f"{head}\n{table(rows, ('blocks', 'tokens', 'outcome', 'why'), width=terminal.out_columns)}")
-
-
-def _explain_all(client: PageKVClient, prompt: Prompt, **identity: Any) -> PrefixExplanation:
-    whole = page = client.explain_prefix(prompt, page_size=PAGE, **identity)
-    while page.next_page_token:
-        page = client.explain_prefix(prompt, page_size=PAGE, page_token=page.next_page_token, **identity)
-        whole = replace(page, blocks=whole.blocks + page.blocks)
-    return whole
 
 
 def _story(block: BlockExplanation) -> tuple[str, str]:
