@@ -130,10 +130,8 @@ flags: $(DEV_STAMP) ## write docs/flags.md from the flags that pagekv-manager an
 	@$(BIN)/python scripts/flags_page.py
 
 .PHONY: proto-breaking
-proto-breaking: $(DEV_STAMP) ## fail when the contract breaks clients of the last release tag
-	@tag=$$(git describe --tags --abbrev=0 --match 'v[0-9]*' 2>/dev/null || true); \
-	if [ -z "$$tag" ]; then echo "no release tag yet: nothing the contract could break"; \
-	else $(BIN)/buf breaking --against ".git#tag=$$tag" && echo "the contract keeps its promises to $$tag"; fi
+proto-breaking: $(DEV_STAMP) ## fail when the contract breaks clients of the last release tag, or of the parent commit until there is one
+	@scripts/proto_breaking.sh $(BIN)/buf
 
 .PHONY: compose-lint
 compose-lint: $(DEV_STAMP) ## check the compose files and Dockerfiles without running them

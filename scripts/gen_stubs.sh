@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Regenerates the committed Python stubs of proto/pagekv/v1, or with --check fails when they are stale.
+# Regenerates the committed Python stubs of proto/pagekv/v1 and proto/pagekv/steps/v1, or with --check fails when they are stale.
 #
 # Usage: scripts/gen_stubs.sh [--check]
 #
@@ -38,15 +38,15 @@ cd "$root/proto"
 # protoc finds the protoc-gen-mypy* plugins on PATH.
 PATH="$venv/bin:$PATH" "$venv/bin/python" -W ignore -m grpc_tools.protoc --proto_path=. \
   --python_out="$out" --mypy_out=quiet:"$out" --grpc_python_out="$out" --mypy_grpc_out=quiet:"$out" \
-  pagekv/v1/*.proto
+  pagekv/v1/*.proto pagekv/steps/v1/*.proto
 # types.proto declares no service: its *_pb2_grpc files would be empty shells.
-for proto in pagekv/v1/*.proto; do
+for proto in pagekv/v1/*.proto pagekv/steps/v1/*.proto; do
   grep -q '^service ' "$proto" || rm -f "$out/${proto%.proto}"_pb2_grpc.py{,i}
 done
 
 stale=0
-for file in "$out"/pagekv/v1/*; do
-  committed=pagekv/v1/$(basename "$file")
+for file in "$out"/pagekv/v1/* "$out"/pagekv/steps/v1/*; do
+  committed=${file#"$out"/}
   if ! cmp -s "$file" "$committed"; then
     stale=1
     if $check; then
@@ -59,7 +59,7 @@ for file in "$out"/pagekv/v1/*; do
   fi
 done
 # A stub whose .proto is gone is stale too.
-for committed in pagekv/v1/*_pb2*.py pagekv/v1/*_pb2*.pyi; do
+for committed in pagekv/{v1,steps/v1}/*_pb2*.py pagekv/{v1,steps/v1}/*_pb2*.pyi; do
   if [ ! -e "$out/$committed" ]; then
     stale=1
     if $check; then echo "stale: proto/$committed belongs to no .proto"; else rm "$committed"; echo "removed proto/$committed"; fi

@@ -77,4 +77,5 @@ echo "$site" > "$("$work/venv/bin/python" -c 'import sysconfig; print(sysconfig.
 install "[manager,executor]"
 "$work/venv/bin/pagekv-executor" --help > help.txt
 head -n 1 help.txt
+"$work/venv/bin/pagekv-conformance" --help > help.txt
 timeout 120 "$work/venv/bin/pagekv" demo < /dev/null

@@ -86,7 +86,7 @@ async def measure(target: str, seconds: float, name: str) -> list[object]:
     busy = after.executor_busy_us_total - before.executor_busy_us_total
     steps = after.steps_total - before.steps_total
     gaps = [f"{gap:.1f}" for gap in (report.gap_p50, report.gap_p99, report.gap_max)]
-    left = stats.num_blocks - stats.free_blocks
+    left = stats.num_device_blocks - stats.free_blocks
     executor = [f"{busy / steps / 1000:.1f}", f"{100 * idle / (idle + busy):.1f} %"]
     return [name, *gaps, f"{report.messages / seconds:.0f}", *executor, stats.rejected_requests_total, left]
 

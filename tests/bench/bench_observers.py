@@ -44,7 +44,7 @@ from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
-from pagekv.v1 import executor_service_pb2 as pb
+from pagekv.steps.v1 import executor_service_pb2 as pb
 
 RUNNING = 256
 BLOCK_SIZE = 16
@@ -84,6 +84,13 @@ class _Link:
             layout="any",
             backend="bench",
             max_sequences=4096,
+            num_layers=1,
+            num_kv_heads=1,
+            head_size=1,
+            kv_dtype="none",
+            contract_revision=1,
+            max_steps_in_flight=2,
+            sampler="bench-1",
         )
 
     async def attach(self, *_: Any) -> None:

@@ -16,7 +16,7 @@ from pagekv.executor.rpc import wire as executor_wire
 from pagekv.executor.session.step import ExecutedStep
 from pagekv.kvmanager.engine.executor_wire import step_request, step_result
 from pagekv.kvmanager.scheduling.step_plan import StepPlan
-from pagekv.v1 import executor_service_pb2 as pb
+from pagekv.steps.v1 import executor_service_pb2 as pb
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -62,8 +62,9 @@ class Report:
 def request(seed: int, number: int) -> bytes:
     """A prompt of its own, so that no two sequences share blocks."""
     chance = random.Random(f"{seed} {number}")
+    ids = [chance.randrange(10, 500) for _ in range(PROMPT_TOKENS)]
     return pb.GenerateRequest(
-        tokenized=types_pb2.TokenizedInput(input_ids=[chance.randrange(10, 500) for _ in range(PROMPT_TOKENS)]),
+        prompt=types_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=ids)),
         sampling_params=types_pb2.SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True),
     ).SerializeToString()
 

@@ -60,7 +60,7 @@ class Clients:
         self._channel = grpc.aio.insecure_channel(self._target, options=channel_options(self._target))
         stub: object = pb_grpc.InferenceServiceStub(self._channel)
         self._stub = cast("pb_grpc.InferenceServiceAsyncStub", stub)
-        client = self._client = AsyncPageKVClient(self._target, resume_timeout_s=PATIENCE_S)
+        client = self._client = AsyncPageKVClient(self._target, resume_timeout=PATIENCE_S)
         async with client, self._channel, asyncio.TaskGroup() as lanes:
             for number in range(num_lanes):
                 lanes.create_task(self._lane(random.Random(f"{self._seed} {number}")))

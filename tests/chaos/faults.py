@@ -19,8 +19,8 @@ from chaos.clients import Clients
 from support.clients.calls import Caller, request_for
 from support.clients.stack import Process, Stack
 
-from pagekv.v1 import cache_service_pb2 as cache_pb
-from pagekv.v1 import executor_service_pb2 as executor_pb
+from pagekv.steps.v1 import executor_service_pb2 as executor_pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
 
 Recovery = float | None
 # Allowed refusals of a step that is none of the manager's.
@@ -114,7 +114,7 @@ class Chaos:
         truncated = raw[: self.rng.randrange(1, len(raw))]
         async with grpc.aio.insecure_channel(self.stack.executor.target) as channel:
             # No serialisers: bytes as they are.
-            run: Any = channel.stream_stream("/pagekv.v1.ExecutorService/Run")
+            run: Any = channel.stream_stream("/pagekv.steps.v1.ExecutorService/Run")
             for data in (raw, truncated, bytes(self.rng.randrange(256) for _ in range(50))):
                 call = run(timeout=20)
                 try:
@@ -209,7 +209,7 @@ class Chaos:
         """Forgets the prefix table, for which everything running is preempted."""
         begin = await self._mark()
         async with Caller(self.stack.target) as caller:
-            await caller.cache.ResetPrefixCache(cache_pb.ResetPrefixCacheRequest(force=True), timeout=30)
+            await caller.operator.ResetPrefixCache(operator_pb.ResetPrefixCacheRequest(force=True), timeout=30)
         return await self._recovered(begin)
 
     # -- how it goes
@@ -219,10 +219,10 @@ class Chaos:
         assert process.popen is not None
         process.popen.send_signal(signum)
 
-    async def _stats(self) -> cache_pb.GetStatsResponse | None:
+    async def _stats(self) -> operator_pb.GetStatsResponse | None:
         async with Caller(self.stack.target) as caller:
             try:
-                return await caller.cache.GetStats(cache_pb.GetStatsRequest(), timeout=5)
+                return await caller.operator.GetStats(operator_pb.GetStatsRequest(), timeout=5)
             except grpc.aio.AioRpcError:
                 return None
 
@@ -239,7 +239,7 @@ class Chaos:
         await self._until(lambda stats: stats.generated_tokens_total > floor)
         return time.monotonic() - begin
 
-    async def _until(self, condition: Callable[[cache_pb.GetStatsResponse], bool]) -> cache_pb.GetStatsResponse:
+    async def _until(self, condition: Callable[[operator_pb.GetStatsResponse], bool]) -> operator_pb.GetStatsResponse:
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             stats = await self._stats()

@@ -64,7 +64,7 @@ def make_specs(rng: random.Random, count: int, longest: int) -> list[Spec]:
         else:
             options |= {"temperature": float(rng.random() < 0.7), "seed": rng.randrange(2**63)}
         if kind == 5:
-            options |= {"logprobs": 2, "repetition_penalty": 1.25, "min_tokens": 5}
+            options |= {"logprobs": 2, "min_tokens": 5}
         if kind == 6:
             options |= {"stop": ["never to be seen"], "stop_token_ids": [rng.randrange(VOCAB) for _ in range(20)]}
         specs.append(Spec(f"{index}", prompt, options, n))
@@ -80,7 +80,7 @@ def take(answers: Answers, message: pb.GenerateResponse) -> None:
     else:
         end = message.complete
         reason = {1: "stop", 2: "length", 3: "abort"}.get(end.finish_reason, "none")
-        answers.setdefault(end.index, Answer()).end = (tuple(end.output_ids), end.text, reason)
+        answers.setdefault(end.index, Answer()).end = (tuple(end.token_ids), end.text, reason)
 
 
 def difference(spec: Spec, got: Answers, wanted: Answers, *, whole: bool) -> str | None:

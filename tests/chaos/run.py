@@ -143,8 +143,8 @@ async def _settle(stack: Stack, account: Account) -> None:
     async with Caller(stack.target) as caller:
         stats = await caller.idle_stats()
     account.preemptions = stats.preemptions_total
-    if stats.free_blocks != stats.num_blocks:
-        account.lost.append(f"{stats.num_blocks - stats.free_blocks} blocks did not come back")
+    if stats.free_blocks != stats.num_device_blocks:
+        account.lost.append(f"{stats.num_device_blocks - stats.free_blocks} blocks did not come back")
     if stats.hash_alarms_total:
         account.lost.append(f"{stats.hash_alarms_total} hash alarms")
 

@@ -16,8 +16,8 @@ from support.clients.stack import ORACLE, Stack, running_stack
 from support.executor.wire_driver import expected_output, expected_results
 
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
-from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
 from pagekv.v1 import types_pb2
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -52,7 +52,7 @@ class Oracle:
             early_stopping=params.early_stopping,
         )
         n = params.n if params.HasField("n") else 1
-        command = GenerateCommand("", list(request.tokenized.input_ids), sampling, n=n)
+        command = GenerateCommand("", list(request.prompt.token_ids.ids), sampling, n=n)
         if sampling.beam_width:
             return expected_results(command, self._vocab, self._eos)
         return [expected_output(command, index, self._vocab, self._eos) for index in range(n)]
@@ -65,7 +65,7 @@ async def oracle_of(caller: Caller) -> Oracle:
 def outputs(results: dict[int, Result]) -> list[list[int]]:
     """Of beam search, whose tokens come with the end."""
     complete = [results[index].complete for index in sorted(results)]
-    return [list(end.output_ids) for end in complete if end is not None]
+    return [list(end.token_ids) for end in complete if end is not None]
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
@@ -100,7 +100,7 @@ def test_searches_survive_a_killed_executor() -> None:
             assert [outputs(results) for results in await going] == wanted
             stats = await caller.idle_stats()
             assert stats.executor_restarts_total == 1
-            assert stats.free_blocks == stats.num_blocks
+            assert stats.free_blocks == stats.num_device_blocks
             # Again, from what is cached by now.
             again = await asyncio.gather(*(caller.generate_all(request) for request in requests))
             assert [outputs(results) for results in again] == wanted
@@ -123,11 +123,11 @@ def test_a_search_that_ends_early_gives_every_block_back(how: str) -> None:
                 await searching(caller, beams=8, tokens=40)
             if how == "abort":
                 answer = await caller.inference.Abort(pb.AbortRequest(request_ids=["ended"]), timeout=10)
-                assert list(answer.aborted) == ["ended"]
+                assert list(answer.aborted_request_ids) == ["ended"]
                 ends = [message.complete async for message in call]
                 assert [end.index for end in ends] == [0, 1, 2]
                 assert {end.finish_reason for end in ends} == {types_pb2.FINISH_REASON_ABORT}
-                assert not any(end.output_ids for end in ends)
+                assert not any(end.token_ids for end in ends)
             elif how == "cancel":
                 call.cancel()
             else:
@@ -136,7 +136,7 @@ def test_a_search_that_ends_early_gives_every_block_back(how: str) -> None:
                 assert late.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
             assert outputs(await beside) == (await oracle_of(caller)).wanted(other)
             stats = await caller.idle_stats()
-            assert stats.free_blocks == stats.num_blocks
+            assert stats.free_blocks == stats.num_device_blocks
             assert stats.aborted_requests_total == 1
 
     with running_stack(SLOW) as stack:
@@ -152,7 +152,9 @@ def test_the_blocks_of_a_search_are_shown_while_it_runs() -> None:
         async with Caller(stack.target) as caller:
             call = caller.inference.Generate(request)
             await searching(caller, beams=4)
-            table = await caller.cache.GetBlockTable(cache_pb.GetBlockTableRequest(request_id="shown"), timeout=10)
+            table = await caller.operator.GetBlockTable(
+                operator_pb.GetBlockTableRequest(request_id="shown"), timeout=10
+            )
             tables = [list(sequence.block_ids) for sequence in table.sequences]
             assert len(tables) == 4
             # 40 tokens of prompt are two full blocks and a half.
@@ -188,7 +190,7 @@ def test_forty_searches_and_samples_in_a_small_pool_find_what_each_finds_alone()
             for request, results in zip(requests, found, strict=True):
                 assert outputs(results) == oracle.wanted(request), request
             stats = await caller.idle_stats()
-            assert stats.free_blocks == stats.num_blocks
+            assert stats.free_blocks == stats.num_device_blocks
             assert stats.preemptions_total > 0
             assert stats.executor_restarts_total == 0
 

@@ -116,7 +116,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield World(executor, asked, references, greedy)
 
 
-async def run_all(target: str, world: World) -> tuple[list[list[Completion]], list[Completion], Stats]:
+async def run_all(target: str, world: World) -> tuple[list[tuple[Completion, ...]], list[Completion], Stats]:
     """The searches and the others at once; results, and statistics when all are done."""
     async with AsyncPageKVClient(target) as client, Caller(target) as caller:
         found, others = await asyncio.gather(
@@ -134,7 +134,7 @@ async def run_all(target: str, world: World) -> tuple[list[list[Completion]], li
         return found, others, await client.stats()
 
 
-def check(world: World, found: list[list[Completion]], others: list[Completion]) -> None:
+def check(world: World, found: list[tuple[Completion, ...]], others: list[Completion]) -> None:
     for search, wanted, results in zip(world.searches, world.references, found, strict=True):
         assert [list(result.token_ids) for result in results] == [tokens for tokens, _ in wanted], search
         assert [result.index for result in results] == list(range(search.n))
@@ -171,7 +171,7 @@ def test_searches_at_once_find_what_transformers_finds(args: list[str], world: W
                 assert (cached > 0) == ("--no-prefix-cache" not in args)
             assert (stats.active_blocks, stats.running_sequences, stats.waiting_sequences) == (0, 0, 0)
             assert stats.executor_restarts_total == 0
-        assert stats.free_blocks == stats.num_blocks
+        assert stats.free_blocks == stats.num_device_blocks
 
 
 # The need of the largest search, 4 beams of 28 + 12 tokens, and not a block more.

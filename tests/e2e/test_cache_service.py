@@ -21,7 +21,7 @@ SMALL = ["--num-device-blocks", "96", "--block-size", "4", "--max-batch-tokens",
 
 async def stored(client: AsyncPageKVClient) -> dict[str, str]:
     """Hash to parent hash of every block in the prefix table, from ListBlocks."""
-    listed = await client.list_blocks(limit=10_000)
+    listed = await client.list_blocks(page_size=10_000)
     return {block.block_hash: block.parent_hash for block in listed.blocks if block.block_hash}
 
 
@@ -129,6 +129,33 @@ def test_a_replica_holds_the_managers_tables_after_everything_that_can_happen_to
         asyncio.run(run(stack))
 
 
+def test_a_reader_that_comes_back_needs_no_snapshot() -> None:
+    async def run(stack: Stack) -> None:
+        async with Caller(stack.target) as caller, AsyncPageKVClient(stack.target) as client:
+            await caller.generate(request_for([*range(3, 40)], 1))
+            replica = TableReplica()
+            async for batch in client.watch_events(snapshot_only=True):
+                replica.apply(batch)
+            before = (replica.revision, replica.instance_id, len(replica.blocks))
+            assert before[1] == (await client.stats()).instance_id
+            await caller.generate(request_for([*range(100, 140)], 1))
+            watched = client.watch_events(start_revision=before[0], instance_id=before[1], progress_interval=1)
+            async for batch in watched:
+                assert not batch.snapshot
+                assert replica.apply(batch)
+                if not batch.events:
+                    break
+            await watched.aclose()
+            whole = TableReplica()
+            async for batch in client.watch_events(snapshot_only=True):
+                whole.apply(batch)
+            assert copied(replica) == copied(whole)
+            assert (replica.revision, len(replica.blocks) > before[2]) == (whole.revision, True)
+
+    with running_stack(ORACLE, SMALL) as stack:
+        asyncio.run(run(stack))
+
+
 def test_a_pinned_prefix_outlives_a_flood_and_an_expired_one_does_not() -> None:
     """A lease does what a dummy request would otherwise be kept running for."""
 
@@ -178,7 +205,7 @@ def test_a_forced_reset_preempts_and_no_stream_notices() -> None:
 
 def test_a_watch_ends_with_its_manager() -> None:
     async def run(stack: Stack) -> None:
-        async with AsyncPageKVClient(stack.target) as client:
+        async with AsyncPageKVClient(stack.target, resume_timeout=0) as client:
             watched = client.watch_events()
             first = await anext(watched)
             assert (first.snapshot, first.events) == (True, ())
@@ -202,11 +229,11 @@ def test_the_snapshot_of_a_large_table_fits_its_messages() -> None:
             replica = TableReplica()
             assert [replica.apply(batch) for batch in batches] == [False] * (len(batches) - 1) + [True]
             assert len(batches) >= 16
+            first = await client.list_blocks(page_size=10_000)
+            rest = await client.list_blocks(page_size=10_000, page_token=first.next_page_token)
+            assert not rest.next_page_token
             assert copied(replica) == {
-                block.block_hash: block.parent_hash
-                for start in range(0, 17_000, 10_000)
-                for block in (await client.list_blocks(start, 10_000)).blocks
-                if block.block_hash
+                block.block_hash: block.parent_hash for block in [*first.blocks, *rest.blocks] if block.block_hash
             }
             known: set[str] = set()
             roots: set[str] = set()

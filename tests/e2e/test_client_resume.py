@@ -1,4 +1,6 @@
-"""The manager is killed in the middle of streams: the client library's callers notice nothing but a pause."""
+"""The manager is killed, or stopped in order, in the middle of streams: the client library's callers notice nothing but
+a pause.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,17 @@ import asyncio
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.clients.stack import ORACLE, Stack, running_stack
+from support.clients.calls import Caller
+from support.clients.stack import ORACLE, Process, Stack, running_stack
+from support.prompts import as_chat, as_prompt
 
 from pagekv.client import AsyncPageKVClient, AsyncStream, Completion, PageKVClient, Unreachable
+from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.v1 import types_pb2
 
 pytestmark = pytest.mark.e2e
 
@@ -22,7 +29,7 @@ PROMPTS: list[tuple[Any, dict[str, Any]]] = [
     ([4, 5] * 40, {"temperature": 1.0, "seed": 7, "logprobs": 2}),
     ("In the beginning God created", {"temperature": 1.0, "seed": 8}),
     ("ʘ日本語 and a stop string", {"temperature": 1.0, "seed": 9, "stop": ["never seen", "\ufffd" * 4]}),
-    (CHAT, {"temperature": 1.0, "seed": 10, "repetition_penalty": 1.5, "min_tokens": 100}),
+    (CHAT, {"temperature": 1.0, "seed": 10, "min_tokens": 100}),
 ]  # fmt: skip  # laid out as a table
 
 
@@ -39,7 +46,7 @@ async def _collect(stream: AsyncStream) -> list[Result]:
     return [(end, ids[index], texts[index]) for index, end in sorted(stream.completions.items())]
 
 
-async def _run(target: str) -> tuple[list[Result], list[Completion]]:
+async def _run(target: str) -> tuple[list[Result], tuple[Completion, ...]]:
     """Of the streams, and what a search for beams found."""
     async with AsyncPageKVClient(target) as client:
         streams = [
@@ -57,19 +64,28 @@ async def _run(target: str) -> tuple[list[Result], list[Completion]]:
         return [result for task in results for result in task.result()], beams.result()
 
 
-def _kill_twice(stack: Stack) -> None:
+def _kill(manager: Process) -> None:
+    manager.kill()
+    time.sleep(0.1)
+
+
+def _stop(manager: Process) -> None:
+    assert manager.stop() == 0
+
+
+def _restart_twice(stack: Stack, stop: Callable[[Process], None]) -> None:
     for _ in range(2):
         time.sleep(0.35)
-        stack.manager.kill()
-        time.sleep(0.1)
+        stop(stack.manager)
         stack.manager.start(stack.manager.port)
         stack.manager.wait_serving()
 
 
-def test_streams_go_on_with_the_same_tokens_and_text() -> None:
-    with running_stack([*ORACLE, "--step-time-ms", "8"]) as stack:
+@pytest.mark.parametrize("stop", [_kill, _stop])
+def test_streams_go_on_with_the_same_tokens_and_text(stop: Callable[[Process], None]) -> None:
+    with running_stack([*ORACLE, "--step-time-ms", "8"], ["--grace-s", "0.1"]) as stack:
         wanted, wanted_beams = asyncio.run(_run(stack.target))
-        killer = threading.Thread(target=_kill_twice, args=(stack,))
+        killer = threading.Thread(target=_restart_twice, args=(stack, stop))
         killer.start()
         try:
             results, beams = asyncio.run(_run(stack.target))
@@ -87,9 +103,36 @@ def test_streams_go_on_with_the_same_tokens_and_text() -> None:
         assert (end.prompt_tokens, end.completion_tokens) == (wanted_end.prompt_tokens, wanted_end.completion_tokens)
 
 
+def test_any_client_resumes_by_sending_its_request_again() -> None:
+    """With the token ids it has and nothing else; a conversation keeps its own default of max_tokens."""
+
+    async def resume(caller: Caller, prompt: types_pb2.Prompt) -> None:
+        params = types_pb2.SamplingParams(seed=5, ignore_eos=True)
+        request = pb.GenerateRequest(prompt=prompt, sampling_params=params)
+        whole = await caller.generate(request)
+        request.resumed_token_ids.extend(whole.tokens[:7])
+        rest = await caller.generate(request)
+        assert whole.tokens == [*request.resumed_token_ids, *rest.tokens]
+        assert rest.text
+        assert whole.text.endswith(rest.text)
+        assert whole.complete is not None
+        assert rest.complete is not None
+        for field in ("prompt_tokens", "completion_tokens", "finish_reason"):
+            assert getattr(rest.complete, field) == getattr(whole.complete, field)
+        assert list(rest.complete.token_ids) == rest.tokens
+
+    async def run(target: str) -> None:
+        async with Caller(target) as caller:
+            for prompt in (as_prompt([4, 5] * 9), as_prompt("And God said"), as_chat(("user", "Who?"))):
+                await resume(caller, prompt)
+
+    with running_stack(ORACLE, ["--num-device-blocks", "40"]) as stack:
+        asyncio.run(run(stack.target))
+
+
 def test_a_stack_that_stays_away_is_given_up() -> None:
     with running_stack([*ORACLE, "--step-time-ms", "8"]) as stack, PageKVClient(stack.target) as client:
-        stream = client.stream([1, 2, 3], max_tokens=500, ignore_eos=True, resume_timeout_s=1.0)
+        stream = client.stream([1, 2, 3], max_tokens=500, ignore_eos=True, resume_timeout=1.0)
         received = [next(stream)]
         stack.manager.kill()
         begun = time.monotonic()

@@ -9,8 +9,8 @@ import pytest
 from support.clients.calls import Caller, request_for
 from support.clients.stack import CPU, ORACLE, Stack, running_stack
 
-from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
 
 pytestmark = pytest.mark.e2e
 
@@ -85,7 +85,7 @@ def test_a_third_of_the_memory_finishes_every_request_unchanged(backend: str) ->
     need = sum(-(-(len(prompt) + 39) // 16) for prompt in many)
     executor = ORACLE if backend == "oracle" else CPU
 
-    async def run(target: str) -> tuple[list[list[int]], cache_pb.GetStatsResponse]:
+    async def run(target: str) -> tuple[list[list[int]], operator_pb.GetStatsResponse]:
         async with Caller(target) as caller:
             results = await caller.generate_many(requests)
             return [r.tokens for r in results], await caller.idle_stats()

@@ -11,8 +11,8 @@ from support.clients.calls import Caller, Result, request_for
 from support.clients.stack import CPU, ORACLE, Process, Stack, running_executor, running_manager, running_stack
 from support.executor.expected_tokens import expected_tokens
 
-from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
 from pagekv.v1 import types_pb2
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -30,7 +30,7 @@ async def generate(target: str, *requests: pb.GenerateRequest) -> list[list[Resu
     async with Caller(target) as caller:
         found = await asyncio.gather(*(caller.generate_all(request) for request in requests))
         stats = await caller.idle_stats()
-        assert stats.free_blocks == stats.num_blocks
+        assert stats.free_blocks == stats.num_device_blocks
         return [[results[index] for index in sorted(results)] for results in found]
 
 
@@ -40,7 +40,7 @@ def test_five_continuations_hold_the_prompt_once() -> None:
     request.request_id = "five"
 
     async def tables_of(caller: Caller) -> list[list[int]]:
-        answer = await caller.cache.GetBlockTable(cache_pb.GetBlockTableRequest(request_id="five"), timeout=10)
+        answer = await caller.operator.GetBlockTable(operator_pb.GetBlockTableRequest(request_id="five"), timeout=10)
         assert [sequence.index for sequence in answer.sequences] == [0, 1, 2, 3, 4]
         return [list(sequence.block_ids) for sequence in answer.sequences]
 

@@ -24,7 +24,7 @@ from pagekv.common.port_file import read_port_file
 from pagekv.executor import server
 from pagekv.executor.backend.interface import Backend, Launch, Scheduled
 from pagekv.executor.config import ExecutorConfig, parse_config
-from pagekv.v1 import cache_service_pb2 as cache_pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -94,7 +94,7 @@ def test_requests_of_every_kind_give_what_the_cpu_backend_gives(
 
     gate = threading.Event()
 
-    async def run(target: str) -> tuple[list[list[int]], cache_pb.GetStatsResponse]:
+    async def run(target: str) -> tuple[list[list[int]], operator_pb.GetStatsResponse]:
         async with Caller(target) as caller:
             calls: list[asyncio.Task[Result]] = []
             for request in requests:

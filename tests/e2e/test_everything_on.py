@@ -28,8 +28,8 @@ from support.clients.stack import ORACLE, Process, running_stack
 
 from pagekv.kvmanager.replay.cli import main as replay
 from pagekv.kvmanager.replay.trace import read_trace
-from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
 
 pytestmark = pytest.mark.e2e
 
@@ -97,7 +97,7 @@ async def subscribe(target: str, index: set[int]) -> None:
                 index.update(block.block_hash for block in event.stored.blocks)
 
 
-async def run_load(target: str) -> cache_pb.GetStatsResponse:
+async def run_load(target: str) -> operator_pb.GetStatsResponse:
     """Outputs at once, among clients that leave, are those of one at a time; stats of the idle manager."""
     rng, wanted = random.Random(6), requests()
     async with Caller(target) as caller:
@@ -116,7 +116,7 @@ async def run_load(target: str) -> cache_pb.GetStatsResponse:
 async def hashes_of(target: str) -> set[int]:
     """The 64-bit hashes of what is cached on the device."""
     async with Caller(target) as caller:
-        listed = await caller.cache.ListBlocks(cache_pb.ListBlocksRequest(limit=10_000))
+        listed = await caller.operator.ListBlocks(operator_pb.ListBlocksRequest(page_size=10_000))
     return {int(block.block_hash[:16], 16) for block in listed.blocks if block.block_hash}
 
 
@@ -133,7 +133,7 @@ async def missed(directory: Path) -> EventReplica:
         context.term()
 
 
-async def watched_load(manager: Process, directory: Path) -> cache_pb.GetStatsResponse:
+async def watched_load(manager: Process, directory: Path) -> operator_pb.GetStatsResponse:
     """Runs the load, and checks that all watchers have seen it."""
     target, url = manager.target, f"http://{manager.http}"
     reader, index = PageReader(), set[int]()

@@ -12,6 +12,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.clients.calls import Caller, Result, request_for
 from support.clients.stack import ORACLE, Process, Stack, running_executor, running_stack
 
+from pagekv.client.errors import Draining, from_rpc_error
+from pagekv.v1 import inference_service_pb2 as pb
+
 pytestmark = pytest.mark.e2e
 
 SLOW = [*ORACLE, "--step-time-ms", "5"]
@@ -131,21 +134,29 @@ def test_sigterm_drains_running_streams_and_exits_0() -> None:
         assert stack.executor.stop() == 0
 
 
-def test_sigterm_aborts_what_the_grace_time_cannot_finish() -> None:
+def test_sigterm_ends_what_the_grace_time_cannot_finish_so_that_it_can_be_resumed() -> None:
+    """No ending of the answer: an error that says when to come back, behind every token that was there."""
     with running_stack([*ORACLE, "--step-time-ms", "20"], ["--grace-s", "0.5"]) as stack:
 
-        async def run() -> Result:
+        async def run() -> grpc.aio.AioRpcError:
             async with Caller(stack.target) as caller:
-                stream = asyncio.create_task(caller.generate(request_for([1, 2], 1000, ignore_eos=True)))
-                await asyncio.sleep(0.3)
                 assert stack.manager.popen is not None
-                stack.manager.popen.send_signal(signal.SIGTERM)
-                return await stream
+                call = caller.inference.Generate(request_for([1, 2], 1000, ignore_eos=True))
+                last, tokens = pb.GenerateResponse(), 0
+                try:
+                    async for last in call:
+                        tokens += len(last.chunk.token_ids)
+                        if tokens == 3:
+                            stack.manager.popen.send_signal(signal.SIGTERM)
+                except grpc.aio.AioRpcError as error:
+                    assert 3 <= tokens == last.chunk.completion_tokens < 1000
+                    return error
+                raise AssertionError(f"the answer ended: {last}")
 
-        result = asyncio.run(run())
-        assert result.complete is not None
-        assert result.complete.finish_reason == 3  # ABORT
-        assert 0 < len(result.tokens) < 1000
+        error = asyncio.run(run())
+        drained = from_rpc_error(error, stack.target)
+        assert isinstance(drained, Draining)
+        assert (error.code(), drained.retry_delay_s) == (grpc.StatusCode.UNAVAILABLE, 1.0)
         assert stack.manager.popen is not None
         assert stack.manager.popen.wait(10) == 0
 

@@ -14,18 +14,14 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
-import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.clients.calls import request_for
 from support.clients.otlp_collector import collector
 from support.clients.stack import ORACLE, ROOT, running_stack
 
-from pagekv.v1 import cache_service_pb2 as cache_pb
-from pagekv.v1 import cache_service_pb2_grpc as cache_grpc
-from pagekv.v1 import inference_service_pb2_grpc as pb_grpc
+from pagekv.client import AsyncPageKVClient, Stats
 
 T = TypeVar("T")
 
@@ -39,15 +35,12 @@ TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SERVING_HTTP = ("--http-listen", "127.0.0.1:0")
 
 
-async def generate(target: str, count: int, **metadata: str) -> cache_pb.GetStatsResponse:
+async def generate(target: str, count: int, **metadata: str) -> Stats:
     """So many requests with one prompt, and what GetStats says after them."""
-    async with grpc.aio.insecure_channel(target) as channel:
-        stub = cast("pb_grpc.InferenceServiceAsyncStub", pb_grpc.InferenceServiceStub(channel))
+    async with AsyncPageKVClient(target, metadata=metadata.items()) as client:
         for _ in range(count):
-            async for _ in stub.Generate(request_for(PROMPT, 8, ignore_eos=True), metadata=tuple(metadata.items())):
-                pass
-        cache = cast("cache_grpc.CacheServiceAsyncStub", cache_grpc.CacheServiceStub(channel))
-        return await cache.GetStats(cache_pb.GetStatsRequest())
+            await client.generate(PROMPT, max_tokens=8, ignore_eos=True)
+        return await client.stats()
 
 
 def get(url: str) -> str:

@@ -72,7 +72,7 @@ def test_a_request_that_ends_early_gives_its_blocks_back_wherever_it_is(where: s
 
             beside.cancel()
             stats = await caller.idle_stats()
-            assert stats.free_blocks == stats.num_blocks
+            assert stats.free_blocks == stats.num_device_blocks
             assert stats.aborted_requests_total == 3
 
     args = ["--max-running", "1"] if where == "queue" else ["--max-batch-tokens", "16"]
@@ -114,7 +114,7 @@ def test_readers_that_stop_reading_hold_nobody_up_and_lose_nothing() -> None:
             assert [len(result.tokens) for result in results] == [50] * 8
             # Nobody has read a message yet, and nothing runs any more.
             stats = await caller.idle_stats(60)
-            assert stats.free_blocks == stats.num_blocks
+            assert stats.free_blocks == stats.num_device_blocks
             assert stats.generated_tokens_total == 8 * 600 + 8 * 50
             deadline = time.monotonic() + SILENCE_S
             while time.monotonic() < deadline:

@@ -35,7 +35,7 @@ class Site:
     def agrees(self) -> bool:
         """Whether every cell has the state that ListBlocks tells."""
         shown = self.browser.run("return Array.from(pagekv.device.bytes)")
-        listed = self.client.list_blocks(limit=10_000).blocks
+        listed = self.client.list_blocks(page_size=10_000).blocks
         return [LISTED[byte & 7] for byte in shown] == [block.state for block in listed]
 
 
@@ -160,7 +160,7 @@ def test_blocks_are_reached_and_opened_by_keyboard(site: Site) -> None:
     wait(lambda: site.browser.text("#inspector-title") == f"Block {block}")
     wait(lambda: "hash" in site.browser.text("#inspector-body"))
     assert site.browser.run("return document.activeElement.id") == "inspector"
-    (listed,) = site.client.list_blocks(block, 1).blocks
+    listed = site.client.list_blocks().blocks[block]
     assert listed.block_hash in site.browser.text("#inspector-body")
     chain = site.browser.run("return pagekv.device.chain")
     assert chain == [site.client.explain_prefix(TEXT).blocks[0].block_id]
@@ -243,7 +243,7 @@ def test_a_block_keeps_its_age_when_the_page_is_loaded_again(site: Site) -> None
     site.browser.open(site.url)
     wait(lambda: site.browser.run("return pagekv.device.count") == BLOCKS)
     assert before <= cached_s(site, first) <= before + time.monotonic() - at + 1
-    (free, *_) = site.client.list_blocks(limit=BLOCKS, state="free").blocks
+    (free, *_) = site.client.list_blocks(page_size=BLOCKS, state="free").blocks
     site.browser.run("pagekv.device.focus(arguments[0], true)", free.block_id)
     wait(lambda: "hash" in site.browser.text("#inspector-body"))
     assert "cached for" not in site.browser.text("#inspector-body")

@@ -51,7 +51,7 @@ def test_generate_over_grpcurl_streams_text_and_counts(oracle_stack: Stack) -> N
     text = "".join(message["chunk"].get("text", "") for message in messages[:-1])
     complete = messages[-1]["complete"]
     assert complete["text"] == text
-    assert complete["completion_tokens"] == len(complete["output_ids"]) <= 20
+    assert complete["completion_tokens"] == len(complete["token_ids"]) <= 20
 
 
 def test_the_refusal_shown_is_the_refusal_given(oracle_stack: Stack) -> None:

@@ -25,6 +25,7 @@ from support.documentation import (
 )
 
 from pagekv.client.cli.main import make_parser
+from pagekv.conformance.main import make_parser as make_conformance_parser
 from pagekv.executor.config import parse_config as parse_executor
 from pagekv.kvmanager.config import parse_config as parse_manager
 from pagekv.kvmanager.replay.cli import make_parser as make_replay_parser
@@ -201,6 +202,10 @@ def check_executor(args: list[str]) -> None:
     parse_executor(args, env={})
 
 
+def check_conformance(args: list[str]) -> None:
+    make_conformance_parser().parse_args(args)
+
+
 def check_nothing(args: list[str]) -> None:
     """Programs of others: grpcurl is run end to end, the rest by the tests that the page names."""
 
@@ -209,6 +214,7 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "pagekv": check_pagekv,
     "pagekv-manager": check_manager,
     "pagekv-executor": check_executor,
+    "pagekv-conformance": check_conformance,
     "make": check_make,
     "python": check_python,
     "pip": check_pip,

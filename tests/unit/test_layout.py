@@ -14,6 +14,7 @@ MIRRORED = {
     "kvmanager/pagekv/kvmanager": "tests/unit/kvmanager",
     "executor/pagekv/executor": "tests/unit/executor",
     "client/pagekv/client": "tests/unit/client",
+    "client/pagekv/conformance": "tests/unit/conformance",
 }
 KERNELS = "kernels/pagekv/kernels"
 

@@ -113,7 +113,7 @@ def test_every_flag_is_documented(command: str) -> None:
     assert undocumented == []
     known = set(re.findall(r"^\| `(--[a-z-]+)", (ROOT / "docs/flags.md").read_text(), re.M))
     known |= {flag.replace("--", "--no-", 1) for flag in known}
-    assert {flag for flag in flags if flag.startswith("--")} - known == {"--help"}
+    assert {flag for flag in flags if flag.startswith("--")} - known == {"--help", "--version"}
 
 
 def test_images_and_make_agree_on_torch() -> None:

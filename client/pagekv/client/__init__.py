@@ -11,13 +11,15 @@ with PageKVClient("127.0.0.1:50051") as client:
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-_MODULES = ("aio", "client", "errors", "table_replica", "types")
+_MODULES = ("aio", "client", "errors", "generation_types", "settings", "table_replica", "types")
 
 # ruff: noqa: F403  # each module says in __all__ what it gives
 if TYPE_CHECKING:
     from pagekv.client.aio import *
     from pagekv.client.client import *
     from pagekv.client.errors import *
+    from pagekv.client.generation_types import *
+    from pagekv.client.settings import *
     from pagekv.client.table_replica import *
     from pagekv.client.types import *
 else:

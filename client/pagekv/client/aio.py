@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
-from typing import Any, Self, Unpack
+from contextlib import suppress
+from types import ModuleType
+from typing import Any, ClassVar, Self, Unpack
 
 import grpc
 
 from pagekv.client.calls import ClientCalls, StreamState
-from pagekv.client.types import Chunk, EventBatch, GenerateOptions, Prompt
+from pagekv.client.generation_types import Chunk, GenerateOptions, Prompt
+from pagekv.client.types import BlockInfo, BlockState, EventBatch, RequestInfo
 
 __all__ = ["AsyncPageKVClient", "AsyncStream"]
 
 
 class AsyncPageKVClient(ClientCalls):
-    """A connection to a PageKV manager, for one event loop. Close it, or use it in an `async with` statement.
+    """A connection to a PageKV manager, for one event loop, where it is made: not for other threads. Close it, or use
+    it in an `async with` statement. One for each process, as `PageKVClient`.
 
     Cancelling a task that generates aborts its request. Errors as those of `PageKVClient`.
     """
 
-    _connect = staticmethod(grpc.aio.insecure_channel)
-    _sleep = staticmethod(asyncio.sleep)
+    library: ClassVar[ModuleType] = grpc.aio
+    new_event: ClassVar[type[Any]] = asyncio.Event
 
     def _carry_out(self, steps: Coroutine[Any, Any, Any]) -> Any:
         return steps
@@ -29,7 +33,11 @@ class AsyncPageKVClient(ClientCalls):
     async def _wait_for(self, begun: Any) -> Any:
         return await begun
 
-    def _messages(self, call: Any) -> AsyncIterator[Any]:
+    async def pause(self, event: asyncio.Event, seconds: float) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(event.wait(), seconds)
+
+    def messages(self, call: Any) -> AsyncIterator[Any]:
         return aiter(call)
 
     async def __aenter__(self) -> Self:
@@ -39,20 +47,43 @@ class AsyncPageKVClient(ClientCalls):
         await self.close()
 
     async def close(self) -> None:
-        """Closes the connection; calls still running are cancelled. Idempotent."""
-        await self._channel.close()
+        """Closes the connection unless it was given as `channel`; calls still running are cancelled. Idempotent."""
+        if self._owns_channel:
+            await self._channel.close()
 
     def stream(self, prompt: Prompt, *, n: int = 1, **options: Unpack[GenerateOptions]) -> AsyncStream:
         """Generates and yields chunks as they arrive. Closing the stream, or cancelling its task, aborts the request.
 
         The call starts with the first chunk asked for. A broken connection is resumed as in `PageKVClient.stream`.
         """
-        generation = self._generation(prompt, n, options)
-        return AsyncStream(generation, self._chunks(generation))
+        begun = self._begin(prompt, n, options)
+        return AsyncStream(begun, begun.running.chunks())
 
-    def watch_events(self, *, token_ids: bool = True, snapshot_only: bool = False) -> AsyncGenerator[EventBatch]:
-        """The prefix table as it changes, as `PageKVClient.watch_events` tells it."""
-        return self._events(token_ids, snapshot_only)
+    def iter_requests(self) -> AsyncGenerator[RequestInfo]:
+        """The live requests, as `PageKVClient.iter_requests` tells them."""
+        return self._requests()
+
+    def iter_blocks(self, state: BlockState | None = None) -> AsyncGenerator[BlockInfo]:
+        """The blocks of the pool, as `PageKVClient.iter_blocks` tells them."""
+        return self._blocks(state)
+
+    def watch_events(
+        self,
+        *,
+        token_ids: bool = True,
+        snapshot_only: bool = False,
+        start_revision: int = 0,
+        instance_id: str = "",
+        progress_interval: float | None = None,
+    ) -> AsyncGenerator[EventBatch]:
+        """The prefix tables as they change, as `PageKVClient.watch_events` tells it."""
+        return self._watch(
+            token_ids=token_ids,
+            snapshot_only=snapshot_only,
+            start_revision=start_revision,
+            instance_id=instance_id,
+            progress_interval=progress_interval,
+        )
 
 
 class AsyncStream(StreamState, AsyncIterator[Chunk]):
@@ -69,8 +100,10 @@ class AsyncStream(StreamState, AsyncIterator[Chunk]):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
+        await self.close()
 
-    async def aclose(self) -> None:
-        """Aborts the request unless it has ended. Idempotent."""
-        await self._chunks.aclose()
+    async def close(self) -> None:
+        """Aborts the request unless it has ended. Idempotent, and for any task: iteration in another one stops."""
+        self._running.end()
+        if not self._chunks.ag_running:
+            await self._chunks.aclose()

@@ -1,23 +1,28 @@
-"""How the clients connect: one place for channel options."""
+"""How the clients connect: address, credentials, channel options."""
 
 from __future__ import annotations
 
 import ipaddress
 import json
+import os
+from types import ModuleType
 from typing import Any
 
+import grpc
+
+from pagekv.common.errors import InvalidRequest
+
 DEFAULT_TARGET = "127.0.0.1:50051"
-# Seconds for a call that answers at once; generating has no limit unless the caller sets one.
-DEFAULT_TIMEOUT_S = 30.0
-DEFAULT_RESUME_TIMEOUT_S = 30.0
+TARGET_VARIABLE = "PAGEKV_TARGET"
 
 # Calls that change nothing, or nothing twice: gRPC itself repeats them when the connection fails.
 _IDEMPOTENT = (
     ("pagekv.v1.InferenceService", ("Abort", "Tokenize", "Detokenize", "GetModelInfo")),
+    ("pagekv.v1.CacheService", ("LookupPrefix", "ExplainPrefix", "PinPrefix", "ListPins", "UnpinPrefix")),
     (
-        "pagekv.v1.CacheService",
+        "pagekv.v1.OperatorService",
         # WatchEvents only until its first message has come.
-        ("GetStats", "LookupPrefix", "ExplainPrefix", "GetBlockTable", "ListBlocks", "UnpinPrefix", "WatchEvents"),
+        ("GetStats", "ListRequests", "GetBlockTable", "ListBlocks", "WatchEvents"),
     ),
 )
 _RETRY = {
@@ -35,6 +40,25 @@ _SERVICE_CONFIG = {
         }
     ]
 }
+
+
+def open_channel(library: ModuleType, target: str, credentials: grpc.ChannelCredentials | None) -> Any:
+    """A channel of `grpc` or `grpc.aio`, encrypted where there are credentials. Nothing is connected yet."""
+    if credentials is None:
+        return library.insecure_channel(target, options=channel_options(target))
+    if not isinstance(credentials, grpc.ChannelCredentials):
+        problem = f"must be grpc.ChannelCredentials, is {type(credentials).__name__}"
+        raise InvalidRequest("credentials", problem)
+    return library.secure_channel(target, credentials, options=channel_options(target))
+
+
+def target_or_default(target: str | None) -> str:
+    """The address given, else that of the environment, else the default. Raises InvalidRequest."""
+    if target is None:
+        return os.environ.get(TARGET_VARIABLE) or DEFAULT_TARGET
+    if not isinstance(target, str) or not target:
+        raise InvalidRequest("target", f"must be host:port or unix:/path, is {target!r:.80}")
+    return target
 
 
 def channel_options(target: str) -> list[tuple[str, Any]]:

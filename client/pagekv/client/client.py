@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator, Iterator
-from typing import Any, Self, TypeVar, Unpack
+from contextlib import suppress
+from types import ModuleType
+from typing import Any, ClassVar, Self, TypeVar, Unpack
 
 import grpc
 
 from pagekv.client.calls import ClientCalls, StreamState
-from pagekv.client.types import Chunk, EventBatch, GenerateOptions, Prompt
+from pagekv.client.generation_types import Chunk, GenerateOptions, Prompt
+from pagekv.client.types import BlockInfo, BlockState, EventBatch, RequestInfo
 
 __all__ = ["PageKVClient", "Stream"]
 
@@ -40,18 +43,25 @@ def _one_by_one(items: AsyncGenerator[T]) -> Generator[T]:
 class PageKVClient(ClientCalls):
     """A connection to a PageKV manager, for use by any number of threads. Close it, or use it in a `with` statement.
 
+    It is one HTTP/2 connection, on which a manager takes 4,096 calls at once; more wait for room. A client made before
+    a fork (of multiprocessing, or a server that loads the application first) does not work behind it: make one in each
+    process.
+
     Every method raises subclasses of `pagekv.client.errors.PageKVError`: InvalidRequest names the field that is wrong,
     Overloaded and Unavailable say when to come back, Unreachable that nothing answers at the address.
     """
 
-    _connect = staticmethod(grpc.insecure_channel)
-    _sleep = staticmethod(time.sleep)
+    library: ClassVar[ModuleType] = grpc
+    new_event: ClassVar[type[Any]] = threading.Event
     _carry_out = staticmethod(_carry_out)
 
     async def _wait_for(self, begun: Any) -> Any:
         return begun
 
-    async def _messages(self, call: Any) -> AsyncIterator[Any]:
+    async def pause(self, event: threading.Event, seconds: float) -> None:
+        event.wait(seconds)
+
+    async def messages(self, call: Any) -> AsyncIterator[Any]:
         for message in call:
             yield message
 
@@ -62,8 +72,9 @@ class PageKVClient(ClientCalls):
         self.close()
 
     def close(self) -> None:
-        """Closes the connection; calls still running are cancelled. Idempotent."""
-        self._channel.close()
+        """Closes the connection unless it was given as `channel`; calls still running are cancelled. Idempotent."""
+        if self._owns_channel:
+            self._channel.close()
 
     def stream(self, prompt: Prompt, *, n: int = 1, **options: Unpack[GenerateOptions]) -> Stream:
         """Generates and yields chunks as they arrive. Closing the stream aborts the request.
@@ -71,16 +82,46 @@ class PageKVClient(ClientCalls):
         The call starts with the first `next`. A broken connection is resumed without a token lost or repeated;
         with `n` above 1 the server computes again what was received.
         """
-        generation = self._generation(prompt, n, options)
-        return Stream(generation, _one_by_one(self._chunks(generation)))
+        begun = self._begin(prompt, n, options)
+        return Stream(begun, _one_by_one(begun.running.chunks()))
 
-    def watch_events(self, *, token_ids: bool = True, snapshot_only: bool = False) -> Generator[EventBatch]:
-        """The prefix table as it changes: a snapshot, then a batch at every step boundary with changes.
-
-        `TableReplica` applies them. Goes on until it is closed, unless `snapshot_only`. Raises FellBehind when the
-        batches are taken too slowly, and does not reconnect: another server has another table.
+    def iter_requests(self) -> Generator[RequestInfo]:
+        """The live requests, those that run first, page by page. Requests that come, go or move meanwhile may be left
+        out or stand twice.
         """
-        return _one_by_one(self._events(token_ids, snapshot_only))
+        return _one_by_one(self._requests())
+
+    def iter_blocks(self, state: BlockState | None = None) -> Generator[BlockInfo]:
+        """The blocks of the pool by id, page by page, only those in `state` if given."""
+        return _one_by_one(self._blocks(state))
+
+    def watch_events(
+        self,
+        *,
+        token_ids: bool = True,
+        snapshot_only: bool = False,
+        start_revision: int = 0,
+        instance_id: str = "",
+        progress_interval: float | None = None,
+    ) -> Generator[EventBatch]:
+        """The prefix tables as they change: a snapshot, then a batch at every step boundary with changes.
+
+        `TableReplica` applies them. Goes on until it is closed, unless `snapshot_only`; where the connection broke, it
+        goes on behind the last whole batch. `start_revision` and `instance_id`, those of a `TableReplica` or of the
+        last whole batch, begin behind a revision, without a snapshot. `progress_interval`: seconds of silence, 1 to
+        3600, after which an empty batch says that nothing changed. Raises RevisionGone when the server holds the
+        changes no longer, or is another one, and FellBehind when batches are taken too slowly: watch again from a
+        snapshot.
+        """
+        return _one_by_one(
+            self._watch(
+                token_ids=token_ids,
+                snapshot_only=snapshot_only,
+                start_revision=start_revision,
+                instance_id=instance_id,
+                progress_interval=progress_interval,
+            )
+        )
 
 
 class Stream(StreamState, Iterator[Chunk]):
@@ -100,5 +141,8 @@ class Stream(StreamState, Iterator[Chunk]):
         self.close()
 
     def close(self) -> None:
-        """Aborts the request unless it has ended. Idempotent."""
-        self._chunks.close()
+        """Aborts the request unless it has ended. Idempotent, and for any thread: iteration in another one stops."""
+        self._running.end()
+        # ValueError: another thread is in it, and leaves it now that its call is cancelled.
+        with suppress(ValueError):
+            self._chunks.close()

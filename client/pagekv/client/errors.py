@@ -1,19 +1,23 @@
-"""From gRPC statuses back to exceptions, by the table of `pagekv.common.statuses`.
+"""From gRPC statuses back to exceptions: by code and reason as `pagekv.common.statuses` has them, else by the code.
 
-Every call of the clients raises subclasses of `PageKVError` and nothing of gRPC's.
+Every call of the clients raises subclasses of `PageKVError` and nothing of gRPC's, also for reasons that only later
+servers know.
 """
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from pagekv.common.errors import (
     AlreadyExists,
     ComputationFailed,
+    Draining,
     FailedPrecondition,
     FellBehind,
     InvalidRequest,
@@ -23,19 +27,22 @@ from pagekv.common.errors import (
     OutOfMemory,
     Overloaded,
     PageKVError,
+    RevisionGone,
+    SequenceFailed,
     StaleEpoch,
     Unavailable,
 )
 from pagekv.common.statuses import ERROR_DOMAIN, STATUS_DETAILS_KEY, STATUS_TABLE
 
 __all__ = [
-    "AlreadyExists", "Cancelled", "ComputationFailed", "ConnectionLost", "DeadlineExceeded", "FailedPrecondition",
-    "FellBehind", "InvalidRequest", "LimitExceeded", "NotFound", "NotImplementedYet", "OutOfMemory", "Overloaded",
-    "PageKVError", "ServerError", "StaleEpoch", "Unavailable", "Unreachable",
+    "AlreadyExists", "Cancelled", "ConnectionLost", "DeadlineExceeded", "Draining",
+    "FailedPrecondition", "FellBehind", "InvalidRequest", "LimitExceeded", "NotFound", "OutOfMemory", "Overloaded",
+    "PageKVError", "PermissionDenied", "RevisionGone", "SequenceFailed", "ServerError", "StaleEpoch", "Unauthenticated",
+    "Unavailable", "Unreachable",
 ]  # fmt: skip  # one name a line would fill a screen
 
 
-class DeadlineExceeded(PageKVError):
+class DeadlineExceeded(PageKVError, TimeoutError):
     """The time given for the call has passed; the server has dropped the request."""
 
 
@@ -43,27 +50,53 @@ class Cancelled(PageKVError):
     """The call was cancelled here."""
 
 
-class Unreachable(Unavailable):
+class Unreachable(Unavailable, ConnectionError):
     """No connection could be made: nothing listens there, or the name does not resolve."""
 
 
-class ConnectionLost(Unavailable):
+class ConnectionLost(Unavailable, ConnectionError):
     """The connection broke while the call was running."""
 
 
-class ServerError(PageKVError):
-    """Any other failure; `code` is the gRPC status name, such as INTERNAL."""
+class Unauthenticated(PageKVError):
+    """The server, or a proxy before it, does not know the caller."""
 
-    def __init__(self, code: str, message: str) -> None:
+
+class PermissionDenied(PageKVError):
+    """The server, or a proxy before it, does not allow the call to this caller."""
+
+
+class ServerError(PageKVError):
+    """Any other failure; `code` is the gRPC status name, such as INTERNAL, `reason` the server's name of an
+    ErrorReason, such as COMPUTATION_FAILED, "" where it gave none.
+    """
+
+    def __init__(self, code: str, message: str, reason: str = "") -> None:
         super().__init__(message)
         self.code = code
+        self.reason = reason
 
 
+# A caller can do nothing of his own about a failed computation, and PageKV has no call of the clients' that it does not
+# serve: see UNIMPLEMENTED in `_without_class`.
 _CLASSES: dict[tuple[grpc.StatusCode, str], type[PageKVError]] = {
-    **{(row.code, row.reason): cls for cls, row in STATUS_TABLE.items()},
-    # Without a reason: not from a PageKV handler, but from gRPC itself or a proxy.
-    (grpc.StatusCode.NOT_FOUND, ""): NotFound,
+    (row.code, row.reason): cls
+    for cls, row in STATUS_TABLE.items()
+    if cls not in (ComputationFailed, NotImplementedYet)
 }
+# For reasons of later servers, and for statuses of proxies and of gRPC itself, which have none. A code that is not here
+# says too little.
+_BY_CODE: dict[grpc.StatusCode, type[PageKVError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: LimitExceeded,
+    grpc.StatusCode.FAILED_PRECONDITION: FailedPrecondition,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
+}
+_NUMBERS = ("needed_blocks", "available_blocks", "pinned_blocks", "limit")  # of ErrorInfo.metadata
 # How gRPC words a connection that was never made. Only this text tells it from one that broke: the code is the same.
 _NEVER_CONNECTED = (
     "failed to connect",
@@ -81,58 +114,73 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> PageKVError:
     # Any: what stubs raise is an RpcError with the methods of a Call, which no common type of grpc's says.
     call: Any = error
     code, message = call.code() or grpc.StatusCode.UNKNOWN, call.details() or ""
-    details: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key, value in call.trailing_metadata() or ():
         if key == STATUS_DETAILS_KEY:
-            details |= _details(value)
-    reason, delay_s = details.get("reason", ""), details.get("retry_delay_s", 1.0)
-    cls = _CLASSES.get((code, reason))
+            found |= _details(value)
+    reason = found.get("reason")
+    # Without a reason UNAVAILABLE is most often gRPC's own: there is no connection.
+    by_code = None if code is grpc.StatusCode.UNAVAILABLE and reason is None else _BY_CODE.get(code)
+    cls = _CLASSES.get((code, reason or ""), by_code)
     if cls is None:
         return _without_class(code, reason, message, target)
-    if issubclass(cls, InvalidRequest):
-        return cls(details.get("field", ""), details.get("description", ""))
+    if cls is LimitExceeded and "retry_delay_s" in found:
+        cls = Overloaded
     if issubclass(cls, Unavailable):
-        return cls(f"PageKV at {target} is not serving: {message}", delay_s)
-    return cls(message, delay_s) if issubclass(cls, Overloaded) else cls(message)
+        message = f"PageKV at {target} is not serving: {message}"
+    elif issubclass(cls, (Unauthenticated, PermissionDenied)):
+        message = f"{target} refuses the call: {message}"
+    known = signature(cls).parameters
+    facts = {"description": message, "field": "", "retry_delay_s": 1.0, **found, "message": message}
+    return cls(**{name: facts[name] for name in known if name in facts})
 
 
-def _without_class(code: grpc.StatusCode, reason: str, message: str, target: str) -> PageKVError:
-    """The exception for a status that the servers' table does not have."""
+def _without_class(code: grpc.StatusCode, reason: str | None, message: str, target: str) -> PageKVError:
+    """The exception for a status that neither table has."""
     match code, reason:
-        case grpc.StatusCode.UNAVAILABLE, "":
+        case grpc.StatusCode.UNAVAILABLE, None:
             if any(words in message for words in _NEVER_CONNECTED):
                 return Unreachable(
                     f"cannot reach PageKV at {target}: is it running? Start it with `pagekv up` "
                     "or name another address with --target (target= in Python)"
                 )
             return ConnectionLost(f"the connection to PageKV at {target} was lost: {message}")
-        case grpc.StatusCode.CANCELLED, "":
+        case grpc.StatusCode.CANCELLED, None:
             if any(words in message for words in _CANCELLED_HERE):
                 return Cancelled(f"the call to PageKV at {target} was cancelled")
             # A gRPC server that shuts down cancels calls that it has not looked at (github.com/grpc/grpc/issues/41785).
             return ConnectionLost(f"PageKV at {target} shut down before it took the call")
-        case grpc.StatusCode.DEADLINE_EXCEEDED, "":
+        case grpc.StatusCode.DEADLINE_EXCEEDED, _:
             return DeadlineExceeded(f"PageKV at {target} did not finish in time; allow more with timeout=")
-        case grpc.StatusCode.UNIMPLEMENTED, "":
+        case grpc.StatusCode.UNIMPLEMENTED, None:
             message = f"the server at {target} does not know this call: is it a PageKV manager? ({message})"
             return ServerError(code.name, message)
-    return ServerError(code.name, f"PageKV at {target} failed with {code.name}: {message}")
+    return ServerError(code.name, f"PageKV at {target} failed with {code.name}: {message}", reason or "")
 
 
 def _details(raw: bytes) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    """Arguments of exceptions by name, and the reason where it is of our domain."""
     try:
-        for detail in status_pb2.Status.FromString(raw).details:
-            info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
-            retry = error_details_pb2.RetryInfo()
-            if detail.Unpack(info) and info.domain == ERROR_DOMAIN:
-                found["reason"] = info.reason
-            elif detail.Unpack(bad) and bad.field_violations:
-                found["field"] = bad.field_violations[0].field
-                found["description"] = bad.field_violations[0].description
-            elif detail.Unpack(retry):
-                found["retry_delay_s"] = retry.retry_delay.ToTimedelta().total_seconds()
+        status = status_pb2.Status.FromString(raw)
+        return {name: value for detail in status.details for name, value in _detail(detail).items()}
     except DecodeError:
         # Details of a proxy or a later version: the status code alone still says enough.
         return {}
-    return found
+
+
+def _detail(detail: AnyMessage) -> dict[str, Any]:
+    info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+    resource, state = error_details_pb2.ResourceInfo(), error_details_pb2.PreconditionFailure()
+    if detail.Unpack(info) and info.domain == ERROR_DOMAIN:
+        numbers = {name: int(fact) for name, fact in info.metadata.items() if name in _NUMBERS and fact.isdecimal()}
+        return {"reason": info.reason, "flag": info.metadata.get("flag", ""), **numbers}
+    if detail.Unpack(bad) and bad.field_violations:
+        violation = bad.field_violations[0]
+        return {"field": violation.field, "description": violation.description}
+    if detail.Unpack(resource):
+        return {"kind": resource.resource_type, "name": resource.resource_name}
+    if detail.Unpack(state) and state.violations:
+        return {"kind": state.violations[0].type, "subject": state.violations[0].subject}
+    if detail.Unpack(retry):
+        return {"retry_delay_s": retry.retry_delay.ToTimedelta().total_seconds()}
+    return {}

@@ -1,8 +1,8 @@
 """One generation as its caller sees it, over as many connections as it takes. No I/O: the clients drive it.
 
-The broken stream of one sequence is resumed, not replayed: the next call sends the prompt's token ids and the tokens
-received so far, which the server counts as output and does not send again. Sampling is a pure function of
-(logits, seed, sequence index, position), so the tokens that follow are those that would have followed.
+The broken stream of one sequence is resumed, not replayed: the next call is the same request with the tokens received
+so far, which the server counts as output and does not send again. Sampling is a pure function of (logits, seed,
+sequence index, position), so the tokens that follow are those that would have followed.
 
 Several sequences are replayed as a whole, for the same reason: each brings the same tokens once more, and the part that
 the caller has already is left out. So is a beam search, whose results come at its end.
@@ -20,17 +20,21 @@ from pagekv.client.errors import (
     AlreadyExists,
     ConnectionLost,
     DeadlineExceeded,
+    Draining,
     Overloaded,
     PageKVError,
     ServerError,
     Unavailable,
 )
-from pagekv.client.types import Chunk, Completion, GenerateOptions, PositionLogprobs, Prompt
+from pagekv.client.generation_types import Chunk, Completion, GenerateOptions, PositionLogprobs, Prompt
+from pagekv.client.settings import CallSettings, check_seconds
 from pagekv.client.wire import flat, generate_request
 from pagekv.v1 import inference_service_pb2 as pb
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
+# A server that asks for more patience than this is the caller's to know.
+LONGEST_RETRY_S = 60.0
 
 
 @dataclass(slots=True)
@@ -46,6 +50,7 @@ class _Sequence:
     num_chars: int = 0
     # From the first connection that brought tokens.
     cached_tokens: int = 0
+    # 0 before the first message.
     prompt_tokens: int = 0
     # Where the present connection began, in tokens and in characters, and how far it has come.
     first_token: int = 0
@@ -65,9 +70,9 @@ class _Sequence:
         call counts the answer too. Raises ServerError for other tokens.
         """
         known = len(self.token_ids[self.next_token : self.next_token + len(chunk.token_ids)])
-        self._check(chunk.token_ids[:known], self.next_token)
+        self._check(chunk, chunk.token_ids[:known], self.next_token)
         if not self.token_ids:
-            self.cached_tokens, self.prompt_tokens = chunk.cached_tokens, chunk.prompt_tokens
+            self.cached_tokens = chunk.cached_tokens
         new = replace(
             chunk,
             token_ids=chunk.token_ids[known:],
@@ -89,7 +94,7 @@ class _Sequence:
         Raises ServerError for other tokens.
         """
         came = len(self.token_ids) - self.first_token
-        self._check(end.token_ids if self.ended else end.token_ids[:came], self.first_token)
+        self._check(end, end.token_ids if self.ended else end.token_ids[:came], self.first_token)
         cached_tokens = self.cached_tokens if self.token_ids else end.cached_tokens
         self.token_ids[self.first_token :] = end.token_ids
         self.ended = True
@@ -101,8 +106,15 @@ class _Sequence:
             cached_tokens=cached_tokens,
         )
 
-    def _check(self, token_ids: tuple[int, ...], start: int) -> None:
-        """Raises ServerError unless these are the tokens received from `start` on."""
+    def _check(self, part: Chunk | Completion, token_ids: tuple[int, ...], start: int) -> None:
+        """Raises ServerError unless `part` is of the same prompt, and these are the tokens received from `start` on."""
+        if self.prompt_tokens not in (0, part.prompt_tokens):
+            raise ServerError(
+                "FAILED_PRECONDITION",
+                f"cannot resume: the prompt had {self.prompt_tokens} tokens and the server that came back makes it "
+                f"{part.prompt_tokens}; is it another tokenizer?",
+            )
+        self.prompt_tokens = part.prompt_tokens
         if tuple(self.token_ids[start : start + len(token_ids)]) != token_ids:
             raise ServerError(
                 "FAILED_PRECONDITION",
@@ -119,24 +131,27 @@ class ResumableGeneration:
         prompt: Prompt,
         n: int,
         options: GenerateOptions,
+        settings: CallSettings,
         *,
-        default_resume_timeout_s: float,
         only_complete: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises InvalidRequest and TypeError as `generate_request` does."""
+        """Raises InvalidRequest and TypeError as `generate_request` does, and for time limits out of bounds."""
         self._clock = clock
-        self._resume_timeout_s = options.get("resume_timeout_s", default_resume_timeout_s)
+        resume_timeout, timeout = options.get("resume_timeout"), options.get("timeout")
+        self._resume_timeout_s = settings.resume_timeout if resume_timeout is None else resume_timeout
+        for name, seconds in (("resume_timeout", self._resume_timeout_s), ("timeout", timeout)):
+            if seconds is not None:
+                check_seconds(name, seconds)
         # Only chunks tell what was received, so what is to be resumed must be streamed.
         only_complete = only_complete and (n > 1 or self._resume_timeout_s <= 0)
-        self._original = generate_request(prompt, n, options, only_complete=only_complete)
+        self._request = generate_request(prompt, n, options, only_complete=only_complete)
         # Fixed here and not left to the server, so that every connection of this generation means the same one.
-        sampling = self._original.sampling_params
+        sampling = self._request.sampling_params
         if not sampling.HasField("seed") and not sampling.beam_width:
             sampling.seed = secrets.randbits(63)
-        if not self._original.request_id:
-            self._original.request_id = f"req-{secrets.token_hex(12)}"
-        timeout = options.get("timeout")
+        if not self._request.request_id:
+            self._request.request_id = f"req-{secrets.token_hex(12)}"
         self._deadline = None if timeout is None else clock() + timeout
         # By index. One alone is resumed; several are replayed, and none of them leaves out what was received.
         self._sequences = [_Sequence(resumes=n == 1) for _ in range(n)]
@@ -144,26 +159,17 @@ class ResumableGeneration:
         self._begun = False
         # Fingerprint of the model that generated the tokens received.
         self._model_fingerprint = ""
-        # Token ids of the prompt, known from the start or asked for when first needed.
-        self._prompt_ids: list[int] | None = None
-        if self._original.WhichOneof("input") == "tokenized":
-            self._prompt_ids = list(self._original.tokenized.input_ids)
         self._interrupted_at: float | None = None
         self._pause_s = FIRST_PAUSE_S
         self._resumes = 0
-        self.request_id = self._original.request_id
+        self._retries_left = settings.max_retries
+        self.request_id = self._request.request_id
         self.completions: dict[int, Completion] = {}
 
     @property
     def done(self) -> bool:
         """Every sequence is complete."""
         return len(self.completions) == len(self._sequences)
-
-    @property
-    def _received(self) -> list[int]:
-        """The tokens that the next call leaves out."""
-        first = self._sequences[0]
-        return first.token_ids[: first.first_token]
 
     def remaining_s(self) -> float | None:
         """Seconds left of the caller's timeout. Raises DeadlineExceeded when it has passed."""
@@ -174,60 +180,31 @@ class ResumableGeneration:
             raise DeadlineExceeded("the generation did not finish in time; allow more with timeout=")
         return left
 
-    def prompt_to_encode(self) -> pb.TokenizeRequest | None:
-        """The request for Tokenize that must come before the next `request`; None where none is needed."""
-        if self._prompt_ids is not None or not self._received:
-            return None
-        if self._original.WhichOneof("input") == "chat":
-            return pb.TokenizeRequest(chat=self._original.chat)
-        return pb.TokenizeRequest(text=self._original.text)
-
-    def prompt_encoded(self, token_ids: list[int], longest_sequence: int) -> None:
-        """Takes the answer of Tokenize, and the tokens that a sequence may have at this server.
-
-        Raises ServerError when the tokenizer has changed.
-        """
-        prompt_tokens = self._sequences[0].prompt_tokens
-        if len(token_ids) != prompt_tokens:
-            raise ServerError(
-                "FAILED_PRECONDITION",
-                f"cannot resume: the prompt had {prompt_tokens} tokens and the server that came back makes it "
-                f"{len(token_ids)}; is it another model?",
-            )
-        self._prompt_ids = token_ids
-        sampling = self._original.sampling_params
-        if self._original.WhichOneof("input") == "chat" and not sampling.HasField("max_tokens"):
-            # Token input has another default than chat, which generates until context or pool is full.
-            sampling.max_tokens = longest_sequence - len(token_ids)
-
     def request(self) -> pb.GenerateRequest:
         """The message for the next call."""
-        received = self._received
-        if not received:
-            # Another model would go on in other words: the server refuses that.
-            self._original.model_fingerprint = self._model_fingerprint
-            return self._original
-        assert self._prompt_ids is not None, "prompt_to_encode comes first"
-        request = pb.GenerateRequest()
-        request.CopyFrom(self._original)
-        request.tokenized.input_ids[:] = [*self._prompt_ids, *received]
-        request.resumed_tokens = len(received)
-        request.model_fingerprint = self._model_fingerprint
-        return request
+        # Another model would go on in other words: the server refuses that.
+        self._request.model_fingerprint = self._model_fingerprint
+        first = self._sequences[0]
+        self._request.resumed_token_ids[:] = first.token_ids[: first.first_token]
+        return self._request
 
     def take(self, response: pb.GenerateResponse) -> Chunk | None:
-        """A message of the stream; what the caller gets of it. The end of a sequence goes into `completions`.
+        """A message of the stream; what the caller gets of it. The end of a sequence goes into `completions`; an event
+        that this client does not know is left out.
 
         Raises ServerError where a replay differs from what was received.
         """
         self._interrupted_at, self._pause_s = None, FIRST_PAUSE_S
         self._model_fingerprint = response.model_fingerprint or self._model_fingerprint
         self._begun = True
-        if not response.HasField("complete"):
+        event = response.WhichOneof("event")
+        if event is None:
+            return None
+        if event == "chunk":
             chunk = flat(Chunk, response.chunk, request_id=response.request_id)
             return self._sequences[chunk.index].unseen_part(chunk)
         complete = response.complete
-        end = flat(Completion, complete, request_id=response.request_id, token_ids=tuple(complete.output_ids))
+        end = flat(Completion, complete, request_id=response.request_id)
         end = self._sequences[end.index].finish(end)
         # A sequence that ended before the connection broke ends again, and keeps its first end.
         self.completions.setdefault(end.index, replace(end, resumes=self._resumes))
@@ -240,6 +217,8 @@ class ResumableGeneration:
 
     def failed(self, error: PageKVError) -> float:
         """The call failed; seconds to wait before the next one. Raises the error when there is to be none."""
+        if self._is_refused(error):
+            return self._retry_in(error)
         now = self._clock()
         if not self._may_go_on(error):
             raise error
@@ -254,19 +233,36 @@ class ResumableGeneration:
         # Half of the pause is random, so that the clients of a restarted server do not come all at once.
         pause = self._pause_s * (0.5 + random.random() / 2)
         self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
-        if isinstance(error, Overloaded):
+        if isinstance(error, (Draining, Overloaded)):
             pause = max(pause, error.retry_delay_s)
         remaining = self.remaining_s()
         return min(pause, left, left if remaining is None else remaining)
 
+    def _is_refused(self, error: PageKVError) -> bool:
+        """Nothing has begun, and the server, if there is one, does not take the request now."""
+        if self._begun or self._interrupted_at is not None or self._may_go_on(error):
+            return False
+        return isinstance(error, (Overloaded, Unavailable)) and not isinstance(error, ConnectionLost)
+
+    def _retry_in(self, error: PageKVError) -> float:
+        """Seconds to wait before a refused request is sent again. Raises the error when it is not to be."""
+        asked_for = max(getattr(error, "retry_delay_s", 0.0), FIRST_PAUSE_S)
+        remaining = self.remaining_s()
+        if not self._retries_left or asked_for > LONGEST_RETRY_S or (remaining is not None and asked_for >= remaining):
+            raise error
+        self._retries_left -= 1
+        # Not sooner, and not all at once.
+        return asked_for * (1 + random.random() / 4)
+
     def _may_go_on(self, error: PageKVError) -> bool:
         if self._resume_timeout_s <= 0:
             return False
-        if isinstance(error, ConnectionLost):
+        # A manager that shuts down is followed by another one, also for calls that it never took.
+        if isinstance(error, (ConnectionLost, Draining)):
             return True
-        # A first call that finds no server, or a server that refuses it, is the caller's to know at once. In the middle
-        # of a generation the same means that the server is not back yet; ALREADY_EXISTS, that it has not noticed the
-        # broken call of this request_id.
+        # A first call that finds no server, or a server that refuses it, is retried or the caller's to know. In the
+        # middle of a generation the same means that the server is not back yet; ALREADY_EXISTS, that it has not noticed
+        # the broken call of this request_id.
         return (self._begun or self._interrupted_at is not None) and isinstance(
             error, (Unavailable, Overloaded, AlreadyExists)
         )

@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
-from pagekv.client.types import BlockRemoved, BlockStored, EventBatch, TableCleared, Tier
+from pagekv.client.types import (
+    BlockStored,
+    EventBatch,
+    TableCleared,
+    Tier,
+    UnknownEvent,
+)
 
 __all__ = ["TableReplica"]
 
 
 class TableReplica:
-    """Blocks by hash: exactly those of the manager's tables at a step boundary, whenever `apply` returns True."""
+    """Blocks by hash: exactly those of the manager's tables at a step boundary, whenever `apply` returns True.
+
+    A watch that begins at `revision` of `instance_id` takes up where the one before ended.
+    """
 
     def __init__(self) -> None:
         # On the device, and in the host pool; a block may be in both.
         self.blocks: dict[str, BlockStored] = {}
         self.host_blocks: dict[str, BlockStored] = {}
+        # The last whole batch's, for `watch_events` to go on from.
+        self.revision = 0
+        self.instance_id = ""
         self._sequence = 0
-        # The snapshot is in.
-        self._founded = False
+        # The snapshot is in; and so is every batch that has begun.
+        self._founded = self._whole = False
 
     def apply(self, batch: EventBatch) -> bool:
         """Takes in the next batch, or part of one; True when it ended at a step boundary.
 
         Raises ValueError when a batch is missing, or says what cannot be true of a copy: start again with a new one.
         """
-        if batch.sequence != self._sequence + 1:
+        goes_on = batch.sequence == 1 and not batch.snapshot and batch.instance_id == self.instance_id
+        if batch.sequence != self._sequence + 1 and not (goes_on and self._whole):
             raise ValueError(f"batch {batch.sequence} does not follow batch {self._sequence}")
         if not batch.snapshot and not self._founded:
             raise ValueError(f"batch {batch.sequence} comes before the end of the snapshot")
         self._sequence = batch.sequence
         for event in batch.events:
+            if isinstance(event, UnknownEvent):
+                raise ValueError(f"batch {batch.sequence} has an event unknown to this client: update the client")
             if isinstance(event, TableCleared):
                 self.blocks.clear()
                 self.host_blocks.clear()
@@ -38,13 +53,13 @@ class TableReplica:
                 if event.block_hash in blocks:
                     raise ValueError(f"batch {batch.sequence} stores {event.block_hash}, which is stored already")
                 blocks[event.block_hash] = event
-            else:
-                assert isinstance(event, BlockRemoved)
-                if blocks.pop(event.block_hash, None) is None:
-                    raise ValueError(f"batch {batch.sequence} removes {event.block_hash}, which is not stored")
-        whole = not batch.more
-        self._founded = self._founded or whole
-        return whole
+            elif blocks.pop(event.block_hash, None) is None:
+                raise ValueError(f"batch {batch.sequence} removes {event.block_hash}, which is not stored")
+        self._whole = not batch.more
+        if self._whole:
+            self._founded = True
+            self.revision, self.instance_id = batch.revision, batch.instance_id
+        return self._whole
 
     def _of(self, tier: Tier) -> dict[str, BlockStored]:
         return self.blocks if tier == "device" else self.host_blocks

@@ -5,18 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
+from datetime import UTC
 from functools import cache, partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
 
-from pagekv.client import types
-from pagekv.client.errors import ServerError
+from pagekv.client import generation_types, types
+from pagekv.client.generation_types import CacheControls, ChatMessage, GenerateOptions, Prompt
 from pagekv.common.errors import InvalidRequest
-from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
 from pagekv.v1 import types_pb2
 
 if TYPE_CHECKING:
@@ -26,12 +28,12 @@ Values = TypeVar("Values", bound="DataclassInstance")
 Request = TypeVar("Request", bound=Message)
 
 _SAMPLING_FIELDS = frozenset(field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields)
-_OPTIONS = frozenset(types.GenerateOptions.__annotations__)
+_OPTIONS = frozenset(GenerateOptions.__annotations__)
+# Sequences of numbers that nobody means as such.
+_BYTES = (bytes, bytearray, memoryview)
 
 
-def generate_request(
-    prompt: types.Prompt, n: int, options: types.GenerateOptions, *, only_complete: bool
-) -> pb.GenerateRequest:
+def generate_request(prompt: Prompt, n: int, options: GenerateOptions, *, only_complete: bool) -> pb.GenerateRequest:
     """The request. Raises InvalidRequest for values that have no place in a message, TypeError for unknown options.
 
     Bounds are left to the server, which knows the model.
@@ -39,48 +41,51 @@ def generate_request(
     unknown = sorted(options.keys() - _OPTIONS)
     if unknown:
         raise TypeError(f"unknown option {unknown[0]!r}; known are {', '.join(sorted(_OPTIONS))}")
-    values = {**cast("Mapping[str, Any]", options), "n": n}
-    sampling = {name: values[name] for name in values.keys() & _SAMPLING_FIELDS if values[name] is not None}
-    others = {name: values[name] for name in ("priority", "request_id") if name in values}
+    values = {name: value for name, value in {**options, "n": n}.items() if value is not None}
+    sampling = {name: values[name] for name in values.keys() & _SAMPLING_FIELDS}
+    others = {name: values[name] for name in ("priority", "request_id", "adapter") if name in values}
     request = pb.GenerateRequest(only_complete=only_complete)
     return prompt_request(request, prompt, options.get("cache"), sampling_params=sampling, **others)
 
 
 def prompt_request(
-    request: Request, prompt: types.Prompt, cache: types.CacheControls | None = None, **values: Any
+    request: Request,
+    prompt: Prompt,
+    cache: CacheControls | None = None,
+    **values: Any,
 ) -> Request:
     """The request with a prompt, cache controls if they are given, and these fields. Raises InvalidRequest."""
-    filled(request, **_input(request, prompt), **values)
+    filled(request, prompt=_prompt(prompt), **values)
     return request if cache is None else filled(request, cache=_cache(cache))
 
 
-def _input(request: Message, prompt: types.Prompt) -> dict[str, Any]:
-    """The field of a request for its prompt. Raises InvalidRequest when that is none of the three kinds."""
+def _prompt(prompt: Prompt) -> dict[str, Any]:
+    """The fields of a Prompt. Raises InvalidRequest when it is none of the three kinds."""
     if isinstance(prompt, str):
         return {"text": prompt}
+    if isinstance(prompt, _BYTES):
+        raise InvalidRequest("prompt", f"must be text, token ids or messages, is {prompt!r:.80}: decode it first")
     items = list(prompt)
     if not items:
-        raise InvalidRequest("input", "must be text, at least one token id or at least one message, is empty")
-    if isinstance(items[0], (types.ChatMessage, Mapping)):
+        raise InvalidRequest("prompt", "must be text, at least one token id or at least one message, is empty")
+    if isinstance(items[0], (ChatMessage, Mapping)):
         return {"chat": {"messages": [_message(position, item) for position, item in enumerate(items)]}}
-    if isinstance(request, pb.TokenizeRequest):
-        raise InvalidRequest("input", "must be text or messages to be encoded, is token ids")
     # Protobuf refuses items of a wrong kind.
-    return {"tokenized": {"input_ids": items}}
+    return {"token_ids": {"ids": items}}
 
 
 def _message(position: int, item: object) -> Mapping[str, Any]:
-    if isinstance(item, types.ChatMessage):
+    if isinstance(item, ChatMessage):
         return asdict(item)
     if isinstance(item, Mapping) and item.keys() == {"role", "content"}:
         return item
     problem = f"must have a role and a content and nothing else, is {item!r:.80}"
-    raise InvalidRequest(f"chat.messages[{position}]", problem)
+    raise InvalidRequest(f"prompt.chat.messages[{position}]", problem)
 
 
-def _cache(cache: types.CacheControls) -> dict[str, Any]:
-    values = asdict(cache)
-    return {"no_read": not values.pop("read"), "no_write": not values.pop("write"), **values}
+def _cache(cache: CacheControls) -> dict[str, Any]:
+    # True is the server's default, and calls that only look refuse both.
+    return {name: value for name, value in asdict(cache).items() if value is not True}
 
 
 def filled(request: Request, **values: Any) -> Request:
@@ -101,6 +106,8 @@ def _fill(message: Message, values: Mapping[str, Any], path: str) -> None:
                 for position, each in enumerate(value):
                     _fill(field.add(), each, f"{path}{name}[{position}].")
             elif hasattr(field, "extend"):
+                if isinstance(value, _BYTES):
+                    raise TypeError("bytes are neither text nor a list of ids")
                 field.extend((value,) if isinstance(value, str) else value)
             elif hasattr(field, "update"):
                 field.update(value)
@@ -112,27 +119,32 @@ def _fill(message: Message, values: Mapping[str, Any], path: str) -> None:
             raise InvalidRequest(f"{path}{name}", f"cannot be {shown}: {error}") from error
 
 
-def list_blocks_request(start: int, limit: int, state: types.BlockState | None) -> cache_pb.ListBlocksRequest:
-    """Raises InvalidRequest for an unknown state or negative numbers."""
-    request = filled(cache_pb.ListBlocksRequest(), start=start, limit=limit)
+def list_blocks_request(
+    state: types.BlockState | None, page_size: int, page_token: str
+) -> operator_pb.ListBlocksRequest:
+    """Raises InvalidRequest for an unknown state or a negative number."""
+    request = filled(operator_pb.ListBlocksRequest(), page_size=page_size, page_token=page_token)
     if state is not None:
         if state not in get_args(types.BlockState):
             raise InvalidRequest("state", f"must be one of {', '.join(get_args(types.BlockState))}, got {state!r}")
-        request.state = cache_pb.BlockState.Value(f"BLOCK_STATE_{state.upper()}")
+        request.state = operator_pb.BlockState.Value(f"BLOCK_STATE_{state.upper()}")
     return request
 
 
 def flat(cls: type[Values], message: Message, **given: Any) -> Values:
     """A dataclass whose fields are the message's, by name, but for those that are given.
 
-    A message becomes the dataclass of its name, a repeated field a tuple, an enum's value its name in lower case
-    without the prefix, and an optional field that is not set None. Raises ServerError for a value of an enum that is
-    unspecified, or unknown to this client.
+    A message becomes the dataclass of its name, a repeated field a tuple, a time a datetime in UTC, a time or an
+    optional field that is not set None, and an enum's value its name in lower case without the prefix, "unknown" where
+    it has none here: later servers have more values.
     """
     for name, read in _readers(cls, message.DESCRIPTOR):
         if name not in given:
             given[name] = read(message)
     return cls(**given)
+
+
+_CLASSES = vars(types) | vars(generation_types)
 
 
 @cache
@@ -146,11 +158,14 @@ def _reader(field: FieldDescriptor) -> Callable[[Any], Any]:
     get, name = attrgetter(field.name), field.name
     # [] is the default of repeated fields in every version of protobuf.
     repeated = field.default_value == []
+    if field.message_type is Timestamp.DESCRIPTOR:
+        return lambda message: get(message).ToDatetime(UTC) if message.HasField(name) else None
     if field.message_type is not None:
-        made = partial(flat, getattr(types, field.message_type.name))
+        made = partial(flat, _CLASSES[field.message_type.name])
         return lambda message: tuple(map(made, get(message))) if repeated else made(get(message))
     if field.enum_type is not None:
-        return partial(_enum_name, get, field.enum_type.name, _enum_names(field.enum_type))
+        names = _enum_names(field.enum_type)
+        return lambda message: names.get(get(message), "unknown")
     if field.has_presence:
         return lambda message: get(message) if message.HasField(name) else None
     return (lambda message: tuple(get(message))) if repeated else get
@@ -162,25 +177,25 @@ def _enum_names(enum: EnumDescriptor) -> dict[int, str]:
     return {value.number: value.name.removeprefix(f"{prefix}_").lower() for value in enum.values if value.number}
 
 
-def _enum_name(get: Callable[[Any], int], enum: str, names: dict[int, str], message: Message) -> str:
-    name = names.get(get(message))
-    if name is None:
-        raise ServerError(
-            f"UNKNOWN_{enum.upper()}", f"the server sent a {enum} that this client does not know; update the client"
-        )
-    return name
-
-
 _EVENTS = {"stored": types.BlockStored, "removed": types.BlockRemoved, "cleared": types.TableCleared}
 
 
-def event_batch(message: cache_pb.WatchEventsResponse) -> types.EventBatch:
-    """One message of WatchEvents. Raises ServerError for an event that is unknown to this client."""
-    return types.EventBatch(message.sequence, message.snapshot, tuple(map(_event, message.events)), message.more)
+def event_batch(message: operator_pb.WatchEventsResponse) -> types.EventBatch:
+    """One message of WatchEvents."""
+    return types.EventBatch(
+        sequence=message.sequence,
+        snapshot=message.snapshot,
+        events=tuple(map(_event, message.events)),
+        more=message.more,
+        revision=message.revision,
+        instance_id=message.instance_id,
+    )
 
 
-def _event(message: cache_pb.CacheEvent) -> types.BlockStored | types.BlockRemoved | types.TableCleared:
+def _event(message: operator_pb.CacheEvent) -> types.Event:
     kind = message.WhichOneof("event")
     if kind is None:
-        raise ServerError("UNKNOWN_EVENT", "the server sent an event that this client does not know; update the client")
-    return flat(_EVENTS[kind], getattr(message, kind))
+        return types.UnknownEvent()
+    event: types.Event = flat(_EVENTS[kind], getattr(message, kind))
+    # A table that this client does not keep.
+    return types.UnknownEvent() if getattr(event, "tier", "") == "unknown" else event

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pagekv.common.flags import (
     FlagParser,
     add_flags,
+    add_version,
     address,
     flag,
     flag_group,
@@ -104,6 +105,7 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
     parser = FlagParser(
         PROG, "The executor: holds the model and the KV memory, and runs the steps that a KV-manager sends.", env=env
     )
+    add_version(parser)
     add_flags(parser, ExecutorConfig)
     config = from_args(ExecutorConfig, parser.parse(argv))
     return config if config.model or config.backend == "oracle" else replace(config, model="demo")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pagekv.common.flags import FlagParser, add_flags, address, flag, flag_group, from_args, number
+from pagekv.common.flags import FlagParser, add_flags, add_version, address, flag, flag_group, from_args, number
 from pagekv.common.logs import LOG_FORMATS, LOG_LEVELS
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.observe.flags import ObserveConfig
@@ -53,6 +53,7 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
     parser = FlagParser(
         PROG, "The KV-manager: takes requests, decides what is in the KV cache and drives an executor.", env=env
     )
+    add_version(parser)
     add_flags(parser, ManagerConfig)
     config = from_args(ManagerConfig, parser.parse(argv))
     # The live page is all that shows a block's age.

@@ -15,6 +15,7 @@ from pagekv.common.port_file import bound_address, write_port_file
 from pagekv.common.server import GrpcServer, run_async, spare_the_collector, stop_event
 from pagekv.kvmanager.api.cache_service import CacheService
 from pagekv.kvmanager.api.inference_service import InferenceService
+from pagekv.kvmanager.api.operator_service import OperatorService
 from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.config import FROM_EXECUTOR, NO_TOKENIZER, ManagerConfig, parse_config
 from pagekv.kvmanager.engine.executor_client import AttachRefused
@@ -23,7 +24,14 @@ from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.observe.exporters import Exporters
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 from pagekv.kvmanager.text.tokenizer import Tokenizer, TokenizerError
-from pagekv.v1 import cache_service_pb2, cache_service_pb2_grpc, inference_service_pb2, inference_service_pb2_grpc
+from pagekv.v1 import (
+    cache_service_pb2,
+    cache_service_pb2_grpc,
+    inference_service_pb2,
+    inference_service_pb2_grpc,
+    operator_service_pb2,
+    operator_service_pb2_grpc,
+)
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -67,6 +75,7 @@ class Manager:
         services = [
             inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
             cache_service_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name,
+            operator_service_pb2.DESCRIPTOR.services_by_name["OperatorService"].full_name,
         ]
         gateway = self._gateway_service(services) if config.observe.gateway_api else None
         self._grpc = GrpcServer(config.listen, services, reflection=config.reflection)
@@ -77,6 +86,9 @@ class Manager:
         )
         cache_service_pb2_grpc.add_CacheServiceServicer_to_server(
             CacheService(self.engine, self._state), self._grpc.server
+        )
+        operator_service_pb2_grpc.add_OperatorServiceServicer_to_server(
+            OperatorService(self.engine, self._state), self._grpc.server
         )
 
     def _gateway_service(self, services: list[str]) -> VllmEngine:

@@ -10,34 +10,91 @@ from __future__ import annotations
 class PageKVError(Exception):
     """Base of every error with a place in the status table."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Facts for programs, by name: ErrorInfo.metadata of the status."""
+        return {}
+
 
 class InvalidRequest(PageKVError):
-    """A field is out of its bounds. `field` is the proto path, `description` says the bounds and the value."""
+    """A field is out of its bounds. `field` is the proto path, "" where it is not known; `description` says the bounds
+    and the value; `rule` is the rule of the step contract that it breaks, "" for other calls.
+    """
 
-    def __init__(self, field: str, description: str) -> None:
-        super().__init__(f"{field}: {description}")
+    def __init__(self, field: str, description: str, rule: str = "") -> None:
+        message = f"{field}: {description}" if field else description
+        super().__init__(f"{message} ({rule})" if rule else message)
         self.field = field
         self.description = description
+        self.rule = rule
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return _present(rule=self.rule)
 
 
 class AlreadyExists(InvalidRequest):
-    """The value of `field` is taken."""
+    """The value of `field` is taken: there is a `kind` of this `name`."""
+
+    def __init__(self, field: str, description: str, kind: str = "", name: str = "") -> None:
+        super().__init__(field, description)
+        self.kind = kind
+        self.name = name
 
 
 class NotFound(PageKVError):
-    """A named thing does not exist."""
+    """There is no `kind` ("request", say) of this `name`."""
+
+    def __init__(self, message: str, kind: str = "", name: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.name = name
 
 
 class Overloaded(PageKVError):
-    """A bounded queue is full; come back in `retry_delay_s` seconds."""
+    """A bounded queue is full: it holds `limit`, which `flag` sets. Come back in `retry_delay_s` seconds."""
 
-    def __init__(self, message: str, retry_delay_s: float) -> None:
+    def __init__(self, message: str, retry_delay_s: float, limit: int | None = None, flag: str = "") -> None:
         super().__init__(message)
         self.retry_delay_s = retry_delay_s
+        self.limit = limit
+        self.flag = flag
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return _present(limit=self.limit, flag=self.flag)
 
 
 class LimitExceeded(PageKVError):
-    """A limit of the deployment does not allow a request now; the message has the numbers needed and available."""
+    """A limit of the deployment does not allow a call now. Numbers that do not apply are None.
+
+    `needed_blocks`: blocks that the call needs; `available_blocks`: those that there are for it; `pinned_blocks`: those
+    that pins hold; `limit`: the limit itself; `flag`: the flag that sets it, "" where none does.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        needed_blocks: int | None = None,
+        available_blocks: int | None = None,
+        pinned_blocks: int | None = None,
+        limit: int | None = None,
+        flag: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.needed_blocks = needed_blocks
+        self.available_blocks = available_blocks
+        self.pinned_blocks = pinned_blocks
+        self.limit = limit
+        self.flag = flag
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return _present(**vars(self))
 
 
 class OutOfMemory(PageKVError):
@@ -45,15 +102,24 @@ class OutOfMemory(PageKVError):
 
 
 class Unavailable(PageKVError):
-    """The process does not serve now (starting, draining, executor lost); come back in `retry_delay_s` seconds."""
+    """The process does not serve now (starting, executor lost); come back in `retry_delay_s` seconds."""
 
     def __init__(self, message: str, retry_delay_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_delay_s = retry_delay_s
 
 
+class Draining(Unavailable):
+    """The process shuts down. A stream that ends so can be resumed at the process that follows."""
+
+
 class FailedPrecondition(PageKVError):
-    """Refused in the present state."""
+    """Refused in the present state: a condition of this `kind` (a word in capitals) is not met by `subject`."""
+
+    def __init__(self, message: str, kind: str = "STATE", subject: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.subject = subject
 
 
 class StaleEpoch(PageKVError):
@@ -64,9 +130,22 @@ class FellBehind(PageKVError):
     """The reader of a stream took too little for too long; start again from the beginning."""
 
 
+class RevisionGone(PageKVError):
+    """The changes after the revision asked for are no longer held; start again from the beginning."""
+
+
 class ComputationFailed(PageKVError):
     """The model cannot compute the request: every attempt failed."""
 
 
+class SequenceFailed(PageKVError):
+    """The executor said that a sequence cannot go on, as when its logits are not numbers."""
+
+
 class NotImplementedYet(PageKVError):
     """The RPC is declared and not served by this version."""
+
+
+def _present(**facts: object) -> dict[str, str]:
+    """The facts that are there, as text."""
+    return {name: str(fact) for name, fact in facts.items() if fact not in (None, "")}

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn, TypeVar, cast
 
+from pagekv.common.version import pagekv_version
+
 ENV_PREFIX = "PAGEKV_"
 
 
@@ -148,6 +150,11 @@ def declarations(config: type[Any], group: str = "") -> Iterator[Declaration]:
             yield replace(declared, name=declared.name or each.name.replace("_", "-"), group=group)
         elif _GROUP in each.metadata:
             yield from declarations(cast("type[Any]", each.default_factory), each.metadata[_GROUP])
+
+
+def add_version(parser: argparse.ArgumentParser) -> None:
+    """--version, which prints the program and the version of this installation, and ends with status 0."""
+    parser.add_argument("--version", action="version", version=f"{parser.prog} {pagekv_version()}")
 
 
 def add_flags(parser: FlagParser, config: type[Any], group: str = "") -> None:

@@ -10,12 +10,14 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs leave it out
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pagekv.common.errors import PageKVError
 from pagekv.common.logs import Log
 from pagekv.common.statuses import abort_with
+from pagekv.common.unknown_fields import check_known
 
 log = Log(__name__)
 
@@ -29,11 +31,13 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.so_reuseport", 0),  # a taken port must be an error, not a silent second server
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),  # else pings of a connection without a call end it
 ]
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns `PageKVError` from any handler into its status, and anything else into INTERNAL with a logged traceback.
+    Refuses requests with fields that are not known here; a handler of several requests does so by itself.
 
     A handler of streams is an async generator of messages or, where every microsecond counts, a coroutine that calls
     `context.write` by itself, with messages that are serialised already.
@@ -57,6 +61,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
             async def stream(request: Any, context: Any) -> None:
                 try:
+                    if isinstance(request, Message):
+                        check_known(request)
                     if writes:
                         await inner_stream(request, context)
                         return
@@ -75,6 +81,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
         async def unary(request: Any, context: Any) -> Any:
             try:
+                check_known(request)
                 return await inner_unary(request, context)
             except Exception as error:
                 await _abort(context, method, error)

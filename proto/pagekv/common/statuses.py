@@ -6,15 +6,18 @@ status with this table. Clients map statuses back with the same one (`pagekv.cli
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from pagekv.common.errors import (
     AlreadyExists,
     ComputationFailed,
+    Draining,
     FailedPrecondition,
     FellBehind,
     InvalidRequest,
@@ -24,13 +27,18 @@ from pagekv.common.errors import (
     OutOfMemory,
     Overloaded,
     PageKVError,
+    RevisionGone,
+    SequenceFailed,
     StaleEpoch,
     Unavailable,
 )
 
-ERROR_DOMAIN = "pagekv"
+# With a reason, unique among all that errors may pass through.
+ERROR_DOMAIN = "pagekv.v1"
 # Trailing metadata key that gRPC reserves for a serialised google.rpc.Status.
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
+# Of each text in a status.
+MAX_CHARACTERS = 1024
 
 
 class StatusRow(NamedTuple):
@@ -40,7 +48,8 @@ class StatusRow(NamedTuple):
     reason: str
 
 
-# The one table. Subclasses stand before their bases: the first match wins.
+# The one table. Reasons are the names of `ErrorReason` in types.proto. Subclasses stand before their bases: the first
+# match wins.
 STATUS_TABLE: dict[type[PageKVError], StatusRow] = {
     AlreadyExists: StatusRow(grpc.StatusCode.ALREADY_EXISTS, "ALREADY_EXISTS"),
     InvalidRequest: StatusRow(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"),
@@ -48,11 +57,14 @@ STATUS_TABLE: dict[type[PageKVError], StatusRow] = {
     Overloaded: StatusRow(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
     LimitExceeded: StatusRow(grpc.StatusCode.RESOURCE_EXHAUSTED, "LIMIT_EXCEEDED"),
     OutOfMemory: StatusRow(grpc.StatusCode.RESOURCE_EXHAUSTED, "OUT_OF_MEMORY"),
+    Draining: StatusRow(grpc.StatusCode.UNAVAILABLE, "DRAINING"),
     Unavailable: StatusRow(grpc.StatusCode.UNAVAILABLE, "NOT_SERVING"),
     FailedPrecondition: StatusRow(grpc.StatusCode.FAILED_PRECONDITION, "FAILED_PRECONDITION"),
     StaleEpoch: StatusRow(grpc.StatusCode.ABORTED, "STALE_EPOCH"),
     FellBehind: StatusRow(grpc.StatusCode.ABORTED, "FELL_BEHIND"),
+    RevisionGone: StatusRow(grpc.StatusCode.OUT_OF_RANGE, "REVISION_GONE"),
     ComputationFailed: StatusRow(grpc.StatusCode.INTERNAL, "COMPUTATION_FAILED"),
+    SequenceFailed: StatusRow(grpc.StatusCode.INTERNAL, "SEQUENCE_FAILED"),
     NotImplementedYet: StatusRow(grpc.StatusCode.UNIMPLEMENTED, "NOT_IMPLEMENTED"),
 }
 
@@ -63,26 +75,35 @@ def status_row(error: PageKVError) -> StatusRow:
 
 
 def status_proto(error: PageKVError) -> status_pb2.Status:
-    """google.rpc.Status with ErrorInfo, and BadRequest or RetryInfo where they apply."""
+    """google.rpc.Status with ErrorInfo, and the details of google.rpc that the kind of error has besides."""
     row = status_row(error)
     # Descriptions are clipped: they may quote what a client sent, and trailing metadata is limited to 8 KiB.
-    message = str(error)[:1024]
+    message = str(error)[:MAX_CHARACTERS]
     status = status_pb2.Status(code=code_pb2.Code.Value(row.code.name), message=message)
-    details: list[error_details_pb2.ErrorInfo | error_details_pb2.BadRequest | error_details_pb2.RetryInfo] = [
-        error_details_pb2.ErrorInfo(reason=row.reason, domain=ERROR_DOMAIN)
-    ]
-    if isinstance(error, InvalidRequest):
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.description[:1024])
-        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    if isinstance(error, (Overloaded, Unavailable)):
-        delay = duration_pb2.Duration()
-        delay.FromNanoseconds(int(error.retry_delay_s * 1e9))
-        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-    for detail in details:
+    info = error_details_pb2.ErrorInfo(reason=row.reason, domain=ERROR_DOMAIN, metadata=error.metadata)
+    for detail in (info, *_more_details(error, message)):
         packed = any_pb2.Any()
         packed.Pack(detail)
         status.details.append(packed)
     return status
+
+
+def _more_details(error: PageKVError, message: str) -> Iterator[Message]:
+    if isinstance(error, InvalidRequest):
+        description = error.description[:MAX_CHARACTERS]
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=description)
+        yield error_details_pb2.BadRequest(field_violations=[violation])
+    if isinstance(error, (NotFound, AlreadyExists)):
+        yield error_details_pb2.ResourceInfo(resource_type=error.kind, resource_name=error.name[:MAX_CHARACTERS])
+    if isinstance(error, FailedPrecondition):
+        unmet = error_details_pb2.PreconditionFailure.Violation(
+            type=error.kind, subject=error.subject[:MAX_CHARACTERS], description=message
+        )
+        yield error_details_pb2.PreconditionFailure(violations=[unmet])
+    if isinstance(error, (Overloaded, Unavailable)):
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(error.retry_delay_s * 1e9))
+        yield error_details_pb2.RetryInfo(retry_delay=delay)
 
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: PageKVError) -> None:

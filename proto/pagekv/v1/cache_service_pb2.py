@@ -22,78 +22,43 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from pagekv.v1 import types_pb2 as pagekv_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpagekv/v1/cache_service.proto\x12\tpagekv.v1\x1a\x15pagekv/v1/types.proto\"\x11\n\x0fGetStatsRequest\"\x83\n\n\x10GetStatsResponse\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x03 \x01(\r\x12\x1a\n\x12\x63\x61\x63hed_free_blocks\x18\x04 \x01(\r\x12\x15\n\ractive_blocks\x18\x05 \x01(\r\x12\x10\n\x08kv_usage\x18\x06 \x01(\x01\x12\x13\n\x0butilization\x18\x07 \x01(\x01\x12\x19\n\x11running_sequences\x18\x08 \x01(\r\x12\x19\n\x11waiting_sequences\x18\t \x01(\r\x12\x1b\n\x13prompt_tokens_total\x18\n \x01(\x04\x12\x1b\n\x13\x63\x61\x63hed_tokens_total\x18\x0b \x01(\x04\x12\x17\n\x0fprefix_hit_rate\x18\x0c \x01(\x01\x12\x1e\n\x16generated_tokens_total\x18\r \x01(\x04\x12\x1c\n\x14\x65victed_blocks_total\x18\x0e \x01(\x04\x12\x19\n\x11preemptions_total\x18\x0f \x01(\x04\x12\x13\n\x0bsteps_total\x18\x10 \x01(\x04\x12\x1d\n\x15\x63omputed_tokens_total\x18\x11 \x01(\x04\x12\x16\n\x0erequests_total\x18\x12 \x01(\x04\x12\x1e\n\x16\x61\x62orted_requests_total\x18\x13 \x01(\x04\x12\x1f\n\x17rejected_requests_total\x18\x14 \x01(\x04\x12\x1f\n\x17\x65xecutor_restarts_total\x18\x15 \x01(\x04\x12\x19\n\x11hash_alarms_total\x18\x16 \x01(\x04\x12\x1e\n\x16\x65xecutor_idle_us_total\x18\x17 \x01(\x04\x12\x1e\n\x16\x65xecutor_busy_us_total\x18\x18 \x01(\x04\x12\x19\n\x11\x65xecutor_attached\x18\x19 \x01(\x08\x12\x18\n\x10published_blocks\x18\x1a \x01(\r\x12\x15\n\rpinned_blocks\x18\x1b \x01(\r\x12\x0c\n\x04pins\x18\x1c \x01(\r\x12\x10\n\x08watchers\x18\x1d \x01(\r\x12\x1b\n\x13prompt_blocks_total\x18\x1e \x01(\x04\x12\x1b\n\x13\x63\x61\x63hed_blocks_total\x18\x1f \x01(\x04\x12\x16\n\x0e\x62lock_hit_rate\x18  \x01(\x01\x12\x1f\n\x17misses_never_seen_total\x18! \x01(\x04\x12\x1c\n\x14misses_evicted_total\x18\" \x01(\x04\x12\x1c\n\x14misses_cleared_total\x18# \x01(\x04\x12\x1d\n\x15misses_diverged_total\x18$ \x01(\x04\x12!\n\x19misses_partial_tail_total\x18% \x01(\x04\x12\x17\n\x0fnum_host_blocks\x18& \x01(\r\x12\x1a\n\x12host_cached_blocks\x18\' \x01(\r\x12\x18\n\x10host_held_blocks\x18( \x01(\r\x12\x1e\n\x16swap_preemptions_total\x18) \x01(\x04\x12 \n\x18swapped_out_blocks_total\x18* \x01(\x04\x12\x1f\n\x17swapped_in_blocks_total\x18+ \x01(\x04\x12!\n\x19written_back_blocks_total\x18, \x01(\x04\x12!\n\x19host_evicted_blocks_total\x18- \x01(\x04\x12\x18\n\x10unread_sequences\x18. \x01(\r\"\xad\x01\n\x13LookupPrefixRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12.\n\ttokenized\x18\x02 \x01(\x0b\x32\x19.pagekv.v1.TokenizedInputH\x00\x12$\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x14.pagekv.v1.ChatInputH\x00\x12\'\n\x05\x63\x61\x63he\x18\x04 \x01(\x0b\x32\x18.pagekv.v1.CacheControlsB\x07\n\x05input\"\x84\x01\n\x14LookupPrefixResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rdevice_tokens\x18\x02 \x01(\r\x12\x13\n\x0bhost_tokens\x18\x03 \x01(\r\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12\x16\n\x0epartial_tokens\x18\x05 \x01(\r\"\xcc\x01\n\x14\x45xplainPrefixRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12.\n\ttokenized\x18\x02 \x01(\x0b\x32\x19.pagekv.v1.TokenizedInputH\x00\x12$\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x14.pagekv.v1.ChatInputH\x00\x12\'\n\x05\x63\x61\x63he\x18\x04 \x01(\x0b\x32\x18.pagekv.v1.CacheControls\x12\r\n\x05start\x18\x05 \x01(\r\x12\r\n\x05limit\x18\x06 \x01(\rB\x07\n\x05input\"\x9a\x01\n\x15\x45xplainPrefixResponse\x12+\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x1b.pagekv.v1.BlockExplanation\x12\x17\n\nnext_start\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\rB\r\n\x0b_next_start\"\x87\x02\n\x10\x42lockExplanation\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12(\n\x07outcome\x18\x03 \x01(\x0e\x32\x17.pagekv.v1.BlockOutcome\x12\x12\n\nblock_hash\x18\x04 \x01(\t\x12\x15\n\x08\x62lock_id\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x15\n\rshared_tokens\x18\x07 \x01(\r\x12\x16\n\tsteps_ago\x18\x08 \x01(\x04H\x01\x88\x01\x01\x12\x18\n\x0bseconds_ago\x18\t \x01(\x01H\x02\x88\x01\x01\x42\x0b\n\t_block_idB\x0c\n\n_steps_agoB\x0e\n\x0c_seconds_ago\"$\n\x13ListRequestsRequest\x12\r\n\x05limit\x18\x01 \x01(\r\"O\n\x14ListRequestsResponse\x12(\n\x08requests\x18\x01 \x03(\x0b\x32\x16.pagekv.v1.RequestInfo\x12\r\n\x05total\x18\x02 \x01(\r\"\xfd\x01\n\x0bRequestInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x10\n\x08priority\x18\x03 \x01(\x11\x12\x15\n\rnum_sequences\x18\x04 \x01(\r\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x07 \x01(\r\x12\x18\n\x10generated_tokens\x18\x08 \x01(\r\x12\x18\n\x10max_total_tokens\x18\t \x01(\r\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x13\n\x0bpreemptions\x18\x0b \x01(\r\"*\n\x14GetBlockTableRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"E\n\x15GetBlockTableResponse\x12,\n\tsequences\x18\x01 \x03(\x0b\x32\x19.pagekv.v1.SequenceBlocks\"\x84\x01\n\x0eSequenceBlocks\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05state\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\r\x12\x11\n\tblock_ids\x18\x05 \x03(\r\x12\x14\n\x0c\x62lock_hashes\x18\x06 \x03(\t\"W\n\x11ListBlocksRequest\x12\r\n\x05start\x18\x01 \x01(\r\x12\r\n\x05limit\x18\x02 \x01(\r\x12$\n\x05state\x18\x03 \x01(\x0e\x32\x15.pagekv.v1.BlockState\"b\n\x12ListBlocksResponse\x12$\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x14.pagekv.v1.BlockInfo\x12\x17\n\nnext_start\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_next_start\"\x8d\x01\n\tBlockInfo\x12\x10\n\x08\x62lock_id\x18\x01 \x01(\r\x12\x11\n\tref_count\x18\x02 \x01(\r\x12$\n\x05state\x18\x03 \x01(\x0e\x32\x15.pagekv.v1.BlockState\x12\x12\n\nblock_hash\x18\x04 \x01(\t\x12\x13\n\x0bparent_hash\x18\x05 \x01(\t\x12\x0c\n\x04pins\x18\x06 \x01(\r\"\xc1\x01\n\x10PinPrefixRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12.\n\ttokenized\x18\x02 \x01(\x0b\x32\x19.pagekv.v1.TokenizedInputH\x00\x12$\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x14.pagekv.v1.ChatInputH\x00\x12\'\n\x05\x63\x61\x63he\x18\x04 \x01(\x0b\x32\x18.pagekv.v1.CacheControls\x12\x15\n\rlease_seconds\x18\x05 \x01(\rB\x07\n\x05input\":\n\x11PinPrefixResponse\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\x12\x15\n\rpinned_tokens\x18\x02 \x01(\r\"$\n\x12UnpinPrefixRequest\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\".\n\x13UnpinPrefixResponse\x12\x17\n\x0funpinned_tokens\x18\x01 \x01(\r\"(\n\x17ResetPrefixCacheRequest\x12\r\n\x05\x66orce\x18\x01 \x01(\x08\"c\n\x18ResetPrefixCacheResponse\x12\x16\n\x0eremoved_blocks\x18\x01 \x01(\r\x12\x1b\n\x13preempted_sequences\x18\x02 \x01(\r\x12\x12\n\nended_pins\x18\x03 \x01(\r\"C\n\x12WatchEventsRequest\x12\x16\n\x0eomit_token_ids\x18\x01 \x01(\x08\x12\x15\n\rsnapshot_only\x18\x02 \x01(\x08\"n\n\x13WatchEventsResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x10\n\x08snapshot\x18\x02 \x01(\x08\x12%\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x15.pagekv.v1.CacheEvent\x12\x0c\n\x04more\x18\x04 \x01(\x08\"\x9b\x01\n\nCacheEvent\x12(\n\x06stored\x18\x01 \x01(\x0b\x32\x16.pagekv.v1.BlockStoredH\x00\x12*\n\x07removed\x18\x02 \x01(\x0b\x32\x17.pagekv.v1.BlockRemovedH\x00\x12.\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x1b.pagekv.v1.AllBlocksClearedH\x00\x42\x07\n\x05\x65vent\"h\n\x0b\x42lockStored\x12\x12\n\nblock_hash\x18\x01 \x01(\t\x12\x13\n\x0bparent_hash\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x1d\n\x04tier\x18\x04 \x01(\x0e\x32\x0f.pagekv.v1.Tier\"A\n\x0c\x42lockRemoved\x12\x12\n\nblock_hash\x18\x01 \x01(\t\x12\x1d\n\x04tier\x18\x02 \x01(\x0e\x32\x0f.pagekv.v1.Tier\"\x12\n\x10\x41llBlocksCleared*<\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTIER_DEVICE\x10\x01\x12\r\n\tTIER_HOST\x10\x02*\x95\x02\n\x0c\x42lockOutcome\x12\x1d\n\x19\x42LOCK_OUTCOME_UNSPECIFIED\x10\x00\x12\x15\n\x11\x42LOCK_OUTCOME_HIT\x10\x01\x12\x1c\n\x18\x42LOCK_OUTCOME_NEVER_SEEN\x10\x02\x12\x19\n\x15\x42LOCK_OUTCOME_EVICTED\x10\x03\x12 \n\x1c\x42LOCK_OUTCOME_OTHER_IDENTITY\x10\x04\x12\x1e\n\x1a\x42LOCK_OUTCOME_PARTIAL_TAIL\x10\x05\x12\x1a\n\x16\x42LOCK_OUTCOME_DIVERGED\x10\x06\x12\x19\n\x15\x42LOCK_OUTCOME_CLEARED\x10\x07\x12\x1d\n\x19\x42LOCK_OUTCOME_UNREACHABLE\x10\x08*\x87\x01\n\nBlockState\x12\x1b\n\x17\x42LOCK_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10\x42LOCK_STATE_FREE\x10\x01\x12\x16\n\x12\x42LOCK_STATE_CACHED\x10\x02\x12\x16\n\x12\x42LOCK_STATE_ACTIVE\x10\x03\x12\x16\n\x12\x42LOCK_STATE_PINNED\x10\x04\x32\xab\x06\n\x0c\x43\x61\x63heService\x12\x43\n\x08GetStats\x12\x1a.pagekv.v1.GetStatsRequest\x1a\x1b.pagekv.v1.GetStatsResponse\x12O\n\x0cLookupPrefix\x12\x1e.pagekv.v1.LookupPrefixRequest\x1a\x1f.pagekv.v1.LookupPrefixResponse\x12R\n\rExplainPrefix\x12\x1f.pagekv.v1.ExplainPrefixRequest\x1a .pagekv.v1.ExplainPrefixResponse\x12O\n\x0cListRequests\x12\x1e.pagekv.v1.ListRequestsRequest\x1a\x1f.pagekv.v1.ListRequestsResponse\x12R\n\rGetBlockTable\x12\x1f.pagekv.v1.GetBlockTableRequest\x1a .pagekv.v1.GetBlockTableResponse\x12I\n\nListBlocks\x12\x1c.pagekv.v1.ListBlocksRequest\x1a\x1d.pagekv.v1.ListBlocksResponse\x12\x46\n\tPinPrefix\x12\x1b.pagekv.v1.PinPrefixRequest\x1a\x1c.pagekv.v1.PinPrefixResponse\x12L\n\x0bUnpinPrefix\x12\x1d.pagekv.v1.UnpinPrefixRequest\x1a\x1e.pagekv.v1.UnpinPrefixResponse\x12[\n\x10ResetPrefixCache\x12\".pagekv.v1.ResetPrefixCacheRequest\x1a#.pagekv.v1.ResetPrefixCacheResponse\x12N\n\x0bWatchEvents\x12\x1d.pagekv.v1.WatchEventsRequest\x1a\x1e.pagekv.v1.WatchEventsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpagekv/v1/cache_service.proto\x12\tpagekv.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15pagekv/v1/types.proto\"\x9b\x01\n\x13LookupPrefixRequest\x12!\n\x06prompt\x18\x05 \x01(\x0b\x32\x11.pagekv.v1.Prompt\x12\'\n\x05\x63\x61\x63he\x18\x04 \x01(\x0b\x32\x18.pagekv.v1.CacheControls\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\tJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04R\x04textR\ttokenizedR\x04\x63hat\"\x84\x01\n\x14LookupPrefixResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rdevice_tokens\x18\x02 \x01(\r\x12\x13\n\x0bhost_tokens\x18\x03 \x01(\r\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12\x16\n\x0epartial_tokens\x18\x05 \x01(\r\"\xdd\x01\n\x14\x45xplainPrefixRequest\x12!\n\x06prompt\x18\x07 \x01(\x0b\x32\x11.pagekv.v1.Prompt\x12\'\n\x05\x63\x61\x63he\x18\x04 \x01(\x0b\x32\x18.pagekv.v1.CacheControls\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\t\x12\x11\n\tpage_size\x18\t \x01(\r\x12\x12\n\npage_token\x18\n \x01(\tJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04J\x04\x08\x05\x10\x06J\x04\x08\x06\x10\x07R\x04textR\ttokenizedR\x04\x63hatR\x05startR\x05limit\"\x9d\x01\n\x15\x45xplainPrefixResponse\x12+\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x1b.pagekv.v1.BlockExplanation\x12\x17\n\x0fnext_page_token\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\rJ\x04\x08\x02\x10\x03R\nnext_start\"\x87\x02\n\x10\x42lockExplanation\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12(\n\x07outcome\x18\x03 \x01(\x0e\x32\x17.pagekv.v1.BlockOutcome\x12\x12\n\nblock_hash\x18\x04 \x01(\t\x12\x15\n\x08\x62lock_id\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x15\n\rshared_tokens\x18\x07 \x01(\r\x12\x16\n\tsteps_ago\x18\x08 \x01(\x04H\x01\x88\x01\x01\x12\x18\n\x0bseconds_ago\x18\t \x01(\x01H\x02\x88\x01\x01\x42\x0b\n\t_block_idB\x0c\n\n_steps_agoB\x0e\n\x0c_seconds_ago\"\xbf\x01\n\x10PinPrefixRequest\x12!\n\x06prompt\x18\x07 \x01(\x0b\x32\x11.pagekv.v1.Prompt\x12\'\n\x05\x63\x61\x63he\x18\x04 \x01(\x0b\x32\x18.pagekv.v1.CacheControls\x12\x15\n\rlease_seconds\x18\x05 \x01(\r\x12\x0e\n\x06pin_id\x18\x06 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\tJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04R\x04textR\ttokenizedR\x04\x63hat\"k\n\x11PinPrefixResponse\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\x12\x15\n\rpinned_tokens\x18\x02 \x01(\r\x12/\n\x0b\x65xpire_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x11\n\x0fListPinsRequest\"4\n\x10ListPinsResponse\x12 \n\x04pins\x18\x01 \x03(\x0b\x32\x12.pagekv.v1.PinInfo\"\x85\x01\n\x07PinInfo\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\x12\x15\n\rpinned_tokens\x18\x02 \x01(\r\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\x12/\n\x0b\x65xpire_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"$\n\x12UnpinPrefixRequest\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\".\n\x13UnpinPrefixResponse\x12\x17\n\x0funpinned_tokens\x18\x01 \x01(\r*\x95\x02\n\x0c\x42lockOutcome\x12\x1d\n\x19\x42LOCK_OUTCOME_UNSPECIFIED\x10\x00\x12\x15\n\x11\x42LOCK_OUTCOME_HIT\x10\x01\x12\x1c\n\x18\x42LOCK_OUTCOME_NEVER_SEEN\x10\x02\x12\x19\n\x15\x42LOCK_OUTCOME_EVICTED\x10\x03\x12 \n\x1c\x42LOCK_OUTCOME_OTHER_IDENTITY\x10\x04\x12\x1e\n\x1a\x42LOCK_OUTCOME_PARTIAL_TAIL\x10\x05\x12\x1a\n\x16\x42LOCK_OUTCOME_DIVERGED\x10\x06\x12\x19\n\x15\x42LOCK_OUTCOME_CLEARED\x10\x07\x12\x1d\n\x19\x42LOCK_OUTCOME_UNREACHABLE\x10\x08\x32\x8e\x03\n\x0c\x43\x61\x63heService\x12O\n\x0cLookupPrefix\x12\x1e.pagekv.v1.LookupPrefixRequest\x1a\x1f.pagekv.v1.LookupPrefixResponse\x12R\n\rExplainPrefix\x12\x1f.pagekv.v1.ExplainPrefixRequest\x1a .pagekv.v1.ExplainPrefixResponse\x12\x46\n\tPinPrefix\x12\x1b.pagekv.v1.PinPrefixRequest\x1a\x1c.pagekv.v1.PinPrefixResponse\x12\x43\n\x08ListPins\x12\x1a.pagekv.v1.ListPinsRequest\x1a\x1b.pagekv.v1.ListPinsResponse\x12L\n\x0bUnpinPrefix\x12\x1d.pagekv.v1.UnpinPrefixRequest\x1a\x1e.pagekv.v1.UnpinPrefixResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagekv.v1.cache_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TIER']._serialized_start=4288
-  _globals['_TIER']._serialized_end=4348
-  _globals['_BLOCKOUTCOME']._serialized_start=4351
-  _globals['_BLOCKOUTCOME']._serialized_end=4628
-  _globals['_BLOCKSTATE']._serialized_start=4631
-  _globals['_BLOCKSTATE']._serialized_end=4766
-  _globals['_GETSTATSREQUEST']._serialized_start=67
-  _globals['_GETSTATSREQUEST']._serialized_end=84
-  _globals['_GETSTATSRESPONSE']._serialized_start=87
-  _globals['_GETSTATSRESPONSE']._serialized_end=1370
-  _globals['_LOOKUPPREFIXREQUEST']._serialized_start=1373
-  _globals['_LOOKUPPREFIXREQUEST']._serialized_end=1546
-  _globals['_LOOKUPPREFIXRESPONSE']._serialized_start=1549
-  _globals['_LOOKUPPREFIXRESPONSE']._serialized_end=1681
-  _globals['_EXPLAINPREFIXREQUEST']._serialized_start=1684
-  _globals['_EXPLAINPREFIXREQUEST']._serialized_end=1888
-  _globals['_EXPLAINPREFIXRESPONSE']._serialized_start=1891
-  _globals['_EXPLAINPREFIXRESPONSE']._serialized_end=2045
-  _globals['_BLOCKEXPLANATION']._serialized_start=2048
-  _globals['_BLOCKEXPLANATION']._serialized_end=2311
-  _globals['_LISTREQUESTSREQUEST']._serialized_start=2313
-  _globals['_LISTREQUESTSREQUEST']._serialized_end=2349
-  _globals['_LISTREQUESTSRESPONSE']._serialized_start=2351
-  _globals['_LISTREQUESTSRESPONSE']._serialized_end=2430
-  _globals['_REQUESTINFO']._serialized_start=2433
-  _globals['_REQUESTINFO']._serialized_end=2686
-  _globals['_GETBLOCKTABLEREQUEST']._serialized_start=2688
-  _globals['_GETBLOCKTABLEREQUEST']._serialized_end=2730
-  _globals['_GETBLOCKTABLERESPONSE']._serialized_start=2732
-  _globals['_GETBLOCKTABLERESPONSE']._serialized_end=2801
-  _globals['_SEQUENCEBLOCKS']._serialized_start=2804
-  _globals['_SEQUENCEBLOCKS']._serialized_end=2936
-  _globals['_LISTBLOCKSREQUEST']._serialized_start=2938
-  _globals['_LISTBLOCKSREQUEST']._serialized_end=3025
-  _globals['_LISTBLOCKSRESPONSE']._serialized_start=3027
-  _globals['_LISTBLOCKSRESPONSE']._serialized_end=3125
-  _globals['_BLOCKINFO']._serialized_start=3128
-  _globals['_BLOCKINFO']._serialized_end=3269
-  _globals['_PINPREFIXREQUEST']._serialized_start=3272
-  _globals['_PINPREFIXREQUEST']._serialized_end=3465
-  _globals['_PINPREFIXRESPONSE']._serialized_start=3467
-  _globals['_PINPREFIXRESPONSE']._serialized_end=3525
-  _globals['_UNPINPREFIXREQUEST']._serialized_start=3527
-  _globals['_UNPINPREFIXREQUEST']._serialized_end=3563
-  _globals['_UNPINPREFIXRESPONSE']._serialized_start=3565
-  _globals['_UNPINPREFIXRESPONSE']._serialized_end=3611
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=3613
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=3653
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=3655
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=3754
-  _globals['_WATCHEVENTSREQUEST']._serialized_start=3756
-  _globals['_WATCHEVENTSREQUEST']._serialized_end=3823
-  _globals['_WATCHEVENTSRESPONSE']._serialized_start=3825
-  _globals['_WATCHEVENTSRESPONSE']._serialized_end=3935
-  _globals['_CACHEEVENT']._serialized_start=3938
-  _globals['_CACHEEVENT']._serialized_end=4093
-  _globals['_BLOCKSTORED']._serialized_start=4095
-  _globals['_BLOCKSTORED']._serialized_end=4199
-  _globals['_BLOCKREMOVED']._serialized_start=4201
-  _globals['_BLOCKREMOVED']._serialized_end=4266
-  _globals['_ALLBLOCKSCLEARED']._serialized_start=4268
-  _globals['_ALLBLOCKSCLEARED']._serialized_end=4286
-  _globals['_CACHESERVICE']._serialized_start=4769
-  _globals['_CACHESERVICE']._serialized_end=5580
+  _globals['_BLOCKOUTCOME']._serialized_start=1642
+  _globals['_BLOCKOUTCOME']._serialized_end=1919
+  _globals['_LOOKUPPREFIXREQUEST']._serialized_start=101
+  _globals['_LOOKUPPREFIXREQUEST']._serialized_end=256
+  _globals['_LOOKUPPREFIXRESPONSE']._serialized_start=259
+  _globals['_LOOKUPPREFIXRESPONSE']._serialized_end=391
+  _globals['_EXPLAINPREFIXREQUEST']._serialized_start=394
+  _globals['_EXPLAINPREFIXREQUEST']._serialized_end=615
+  _globals['_EXPLAINPREFIXRESPONSE']._serialized_start=618
+  _globals['_EXPLAINPREFIXRESPONSE']._serialized_end=775
+  _globals['_BLOCKEXPLANATION']._serialized_start=778
+  _globals['_BLOCKEXPLANATION']._serialized_end=1041
+  _globals['_PINPREFIXREQUEST']._serialized_start=1044
+  _globals['_PINPREFIXREQUEST']._serialized_end=1235
+  _globals['_PINPREFIXRESPONSE']._serialized_start=1237
+  _globals['_PINPREFIXRESPONSE']._serialized_end=1344
+  _globals['_LISTPINSREQUEST']._serialized_start=1346
+  _globals['_LISTPINSREQUEST']._serialized_end=1363
+  _globals['_LISTPINSRESPONSE']._serialized_start=1365
+  _globals['_LISTPINSRESPONSE']._serialized_end=1417
+  _globals['_PININFO']._serialized_start=1420
+  _globals['_PININFO']._serialized_end=1553
+  _globals['_UNPINPREFIXREQUEST']._serialized_start=1555
+  _globals['_UNPINPREFIXREQUEST']._serialized_end=1591
+  _globals['_UNPINPREFIXRESPONSE']._serialized_start=1593
+  _globals['_UNPINPREFIXRESPONSE']._serialized_end=1639
+  _globals['_CACHESERVICE']._serialized_start=1922
+  _globals['_CACHESERVICE']._serialized_end=2320
 # @@protoc_insertion_point(module_scope)

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class CacheServiceStub(object):
-    """Reads and steers the KV cache. Every answer is a snapshot between two steps. Errors of every call: UNAVAILABLE
-    before an executor is attached for the first time.
+    """Looks prompts up in the prefix cache and keeps them there. Every answer is a snapshot between two steps. Errors of
+    every call: INVALID_ARGUMENT (a field, by name), UNAVAILABLE before an executor is attached for the first time.
     """
 
     def __init__(self, channel):
@@ -36,11 +36,6 @@ class CacheServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.GetStats = channel.unary_unary(
-                '/pagekv.v1.CacheService/GetStats',
-                request_serializer=pagekv_dot_v1_dot_cache__service__pb2.GetStatsRequest.SerializeToString,
-                response_deserializer=pagekv_dot_v1_dot_cache__service__pb2.GetStatsResponse.FromString,
-                _registered_method=True)
         self.LookupPrefix = channel.unary_unary(
                 '/pagekv.v1.CacheService/LookupPrefix',
                 request_serializer=pagekv_dot_v1_dot_cache__service__pb2.LookupPrefixRequest.SerializeToString,
@@ -51,54 +46,27 @@ class CacheServiceStub(object):
                 request_serializer=pagekv_dot_v1_dot_cache__service__pb2.ExplainPrefixRequest.SerializeToString,
                 response_deserializer=pagekv_dot_v1_dot_cache__service__pb2.ExplainPrefixResponse.FromString,
                 _registered_method=True)
-        self.ListRequests = channel.unary_unary(
-                '/pagekv.v1.CacheService/ListRequests',
-                request_serializer=pagekv_dot_v1_dot_cache__service__pb2.ListRequestsRequest.SerializeToString,
-                response_deserializer=pagekv_dot_v1_dot_cache__service__pb2.ListRequestsResponse.FromString,
-                _registered_method=True)
-        self.GetBlockTable = channel.unary_unary(
-                '/pagekv.v1.CacheService/GetBlockTable',
-                request_serializer=pagekv_dot_v1_dot_cache__service__pb2.GetBlockTableRequest.SerializeToString,
-                response_deserializer=pagekv_dot_v1_dot_cache__service__pb2.GetBlockTableResponse.FromString,
-                _registered_method=True)
-        self.ListBlocks = channel.unary_unary(
-                '/pagekv.v1.CacheService/ListBlocks',
-                request_serializer=pagekv_dot_v1_dot_cache__service__pb2.ListBlocksRequest.SerializeToString,
-                response_deserializer=pagekv_dot_v1_dot_cache__service__pb2.ListBlocksResponse.FromString,
-                _registered_method=True)
         self.PinPrefix = channel.unary_unary(
                 '/pagekv.v1.CacheService/PinPrefix',
                 request_serializer=pagekv_dot_v1_dot_cache__service__pb2.PinPrefixRequest.SerializeToString,
                 response_deserializer=pagekv_dot_v1_dot_cache__service__pb2.PinPrefixResponse.FromString,
+                _registered_method=True)
+        self.ListPins = channel.unary_unary(
+                '/pagekv.v1.CacheService/ListPins',
+                request_serializer=pagekv_dot_v1_dot_cache__service__pb2.ListPinsRequest.SerializeToString,
+                response_deserializer=pagekv_dot_v1_dot_cache__service__pb2.ListPinsResponse.FromString,
                 _registered_method=True)
         self.UnpinPrefix = channel.unary_unary(
                 '/pagekv.v1.CacheService/UnpinPrefix',
                 request_serializer=pagekv_dot_v1_dot_cache__service__pb2.UnpinPrefixRequest.SerializeToString,
                 response_deserializer=pagekv_dot_v1_dot_cache__service__pb2.UnpinPrefixResponse.FromString,
                 _registered_method=True)
-        self.ResetPrefixCache = channel.unary_unary(
-                '/pagekv.v1.CacheService/ResetPrefixCache',
-                request_serializer=pagekv_dot_v1_dot_cache__service__pb2.ResetPrefixCacheRequest.SerializeToString,
-                response_deserializer=pagekv_dot_v1_dot_cache__service__pb2.ResetPrefixCacheResponse.FromString,
-                _registered_method=True)
-        self.WatchEvents = channel.unary_stream(
-                '/pagekv.v1.CacheService/WatchEvents',
-                request_serializer=pagekv_dot_v1_dot_cache__service__pb2.WatchEventsRequest.SerializeToString,
-                response_deserializer=pagekv_dot_v1_dot_cache__service__pb2.WatchEventsResponse.FromString,
-                _registered_method=True)
 
 
 class CacheServiceServicer(object):
-    """Reads and steers the KV cache. Every answer is a snapshot between two steps. Errors of every call: UNAVAILABLE
-    before an executor is attached for the first time.
+    """Looks prompts up in the prefix cache and keeps them there. Every answer is a snapshot between two steps. Errors of
+    every call: INVALID_ARGUMENT (a field, by name), UNAVAILABLE before an executor is attached for the first time.
     """
-
-    def GetStats(self, request, context):
-        """Counters and gauges of pool, prefix cache and scheduler.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
     def LookupPrefix(self, request, context):
         """How many tokens of a prompt are cached now. Touches nothing: the eviction order stays as it is.
@@ -108,39 +76,25 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ExplainPrefix(self, request, context):
-        """Block by block, whether a prompt would hit and if not, why not. Touches nothing either. Other namespaces are never
-        looked into, so that nobody can find out from here what they hold.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ListRequests(self, request, context):
-        """The live requests, those that run before those that wait, each in order of arrival.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def GetBlockTable(self, request, context):
-        """The block tables of a live request. Errors: NOT_FOUND (no such request).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ListBlocks(self, request, context):
-        """The blocks of the pool, by id. Errors: INVALID_ARGUMENT (start beyond the pool).
+        """Block by block, whether a prompt would hit and if not, why not. Touches nothing either. Other namespaces are
+        never looked into, so that nobody can find out from here what they hold.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PinPrefix(self, request, context):
-        """Keeps the cached full blocks of a prompt from eviction for a limited time. Pins end with their lease, with
-        UnpinPrefix, when an executor is lost and its memory with it, and by a forced reset. Errors: RESOURCE_EXHAUSTED
-        (too many pins, or pinned blocks beyond --max-pinned-share or beyond what live requests need to finish; the
-        message has the numbers).
+        """Keeps the cached full blocks of a prompt from eviction for a limited time. Idempotent with a pin_id. Pins end
+        with their lease, with UnpinPrefix, when an executor is lost and its memory with it, and by a forced reset.
+        Errors: RESOURCE_EXHAUSTED (too many pins, or pinned blocks beyond --max-pinned-share or beyond what live
+        requests need to finish; ErrorInfo.metadata has the numbers). A pin that could not be renewed stays as it was.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPins(self, request, context):
+        """The pins whose lease runs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -153,33 +107,9 @@ class CacheServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ResetPrefixCache(self, request, context):
-        """Forgets every cached prefix. Errors: FAILED_PRECONDITION while running requests or pins hold blocks, unless
-        forced.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def WatchEvents(self, request, context):
-        """The prefix tables of both tiers as they change, of all namespaces: first a snapshot, then a batch at every step
-        border with changes. A reader that applies each batch holds exactly the manager's tables at that border. What comes and goes
-        between two borders is left out, and a slow reader gets the changes of several borders as one batch. Errors:
-        ABORTED (the reader fell too far behind: start again, with a new snapshot), RESOURCE_EXHAUSTED (too many watchers),
-        UNAVAILABLE (the manager is shutting down).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_CacheServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'GetStats': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetStats,
-                    request_deserializer=pagekv_dot_v1_dot_cache__service__pb2.GetStatsRequest.FromString,
-                    response_serializer=pagekv_dot_v1_dot_cache__service__pb2.GetStatsResponse.SerializeToString,
-            ),
             'LookupPrefix': grpc.unary_unary_rpc_method_handler(
                     servicer.LookupPrefix,
                     request_deserializer=pagekv_dot_v1_dot_cache__service__pb2.LookupPrefixRequest.FromString,
@@ -190,40 +120,20 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     request_deserializer=pagekv_dot_v1_dot_cache__service__pb2.ExplainPrefixRequest.FromString,
                     response_serializer=pagekv_dot_v1_dot_cache__service__pb2.ExplainPrefixResponse.SerializeToString,
             ),
-            'ListRequests': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListRequests,
-                    request_deserializer=pagekv_dot_v1_dot_cache__service__pb2.ListRequestsRequest.FromString,
-                    response_serializer=pagekv_dot_v1_dot_cache__service__pb2.ListRequestsResponse.SerializeToString,
-            ),
-            'GetBlockTable': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetBlockTable,
-                    request_deserializer=pagekv_dot_v1_dot_cache__service__pb2.GetBlockTableRequest.FromString,
-                    response_serializer=pagekv_dot_v1_dot_cache__service__pb2.GetBlockTableResponse.SerializeToString,
-            ),
-            'ListBlocks': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListBlocks,
-                    request_deserializer=pagekv_dot_v1_dot_cache__service__pb2.ListBlocksRequest.FromString,
-                    response_serializer=pagekv_dot_v1_dot_cache__service__pb2.ListBlocksResponse.SerializeToString,
-            ),
             'PinPrefix': grpc.unary_unary_rpc_method_handler(
                     servicer.PinPrefix,
                     request_deserializer=pagekv_dot_v1_dot_cache__service__pb2.PinPrefixRequest.FromString,
                     response_serializer=pagekv_dot_v1_dot_cache__service__pb2.PinPrefixResponse.SerializeToString,
             ),
+            'ListPins': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPins,
+                    request_deserializer=pagekv_dot_v1_dot_cache__service__pb2.ListPinsRequest.FromString,
+                    response_serializer=pagekv_dot_v1_dot_cache__service__pb2.ListPinsResponse.SerializeToString,
+            ),
             'UnpinPrefix': grpc.unary_unary_rpc_method_handler(
                     servicer.UnpinPrefix,
                     request_deserializer=pagekv_dot_v1_dot_cache__service__pb2.UnpinPrefixRequest.FromString,
                     response_serializer=pagekv_dot_v1_dot_cache__service__pb2.UnpinPrefixResponse.SerializeToString,
-            ),
-            'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
-                    servicer.ResetPrefixCache,
-                    request_deserializer=pagekv_dot_v1_dot_cache__service__pb2.ResetPrefixCacheRequest.FromString,
-                    response_serializer=pagekv_dot_v1_dot_cache__service__pb2.ResetPrefixCacheResponse.SerializeToString,
-            ),
-            'WatchEvents': grpc.unary_stream_rpc_method_handler(
-                    servicer.WatchEvents,
-                    request_deserializer=pagekv_dot_v1_dot_cache__service__pb2.WatchEventsRequest.FromString,
-                    response_serializer=pagekv_dot_v1_dot_cache__service__pb2.WatchEventsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -234,36 +144,9 @@ def add_CacheServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CacheService(object):
-    """Reads and steers the KV cache. Every answer is a snapshot between two steps. Errors of every call: UNAVAILABLE
-    before an executor is attached for the first time.
+    """Looks prompts up in the prefix cache and keeps them there. Every answer is a snapshot between two steps. Errors of
+    every call: INVALID_ARGUMENT (a field, by name), UNAVAILABLE before an executor is attached for the first time.
     """
-
-    @staticmethod
-    def GetStats(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/pagekv.v1.CacheService/GetStats',
-            pagekv_dot_v1_dot_cache__service__pb2.GetStatsRequest.SerializeToString,
-            pagekv_dot_v1_dot_cache__service__pb2.GetStatsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def LookupPrefix(request,
@@ -320,87 +203,6 @@ class CacheService(object):
             _registered_method=True)
 
     @staticmethod
-    def ListRequests(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/pagekv.v1.CacheService/ListRequests',
-            pagekv_dot_v1_dot_cache__service__pb2.ListRequestsRequest.SerializeToString,
-            pagekv_dot_v1_dot_cache__service__pb2.ListRequestsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetBlockTable(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/pagekv.v1.CacheService/GetBlockTable',
-            pagekv_dot_v1_dot_cache__service__pb2.GetBlockTableRequest.SerializeToString,
-            pagekv_dot_v1_dot_cache__service__pb2.GetBlockTableResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ListBlocks(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/pagekv.v1.CacheService/ListBlocks',
-            pagekv_dot_v1_dot_cache__service__pb2.ListBlocksRequest.SerializeToString,
-            pagekv_dot_v1_dot_cache__service__pb2.ListBlocksResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def PinPrefix(request,
             target,
             options=(),
@@ -428,6 +230,33 @@ class CacheService(object):
             _registered_method=True)
 
     @staticmethod
+    def ListPins(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagekv.v1.CacheService/ListPins',
+            pagekv_dot_v1_dot_cache__service__pb2.ListPinsRequest.SerializeToString,
+            pagekv_dot_v1_dot_cache__service__pb2.ListPinsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def UnpinPrefix(request,
             target,
             options=(),
@@ -444,60 +273,6 @@ class CacheService(object):
             '/pagekv.v1.CacheService/UnpinPrefix',
             pagekv_dot_v1_dot_cache__service__pb2.UnpinPrefixRequest.SerializeToString,
             pagekv_dot_v1_dot_cache__service__pb2.UnpinPrefixResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ResetPrefixCache(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/pagekv.v1.CacheService/ResetPrefixCache',
-            pagekv_dot_v1_dot_cache__service__pb2.ResetPrefixCacheRequest.SerializeToString,
-            pagekv_dot_v1_dot_cache__service__pb2.ResetPrefixCacheResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def WatchEvents(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/pagekv.v1.CacheService/WatchEvents',
-            pagekv_dot_v1_dot_cache__service__pb2.WatchEventsRequest.SerializeToString,
-            pagekv_dot_v1_dot_cache__service__pb2.WatchEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -20,74 +20,71 @@ class GenerateRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: builtins.int
-    TEXT_FIELD_NUMBER: builtins.int
-    TOKENIZED_FIELD_NUMBER: builtins.int
-    CHAT_FIELD_NUMBER: builtins.int
+    PROMPT_FIELD_NUMBER: builtins.int
     SAMPLING_PARAMS_FIELD_NUMBER: builtins.int
     CACHE_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
-    RESUMED_TOKENS_FIELD_NUMBER: builtins.int
     ONLY_COMPLETE_FIELD_NUMBER: builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
+    RESUMED_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    ADAPTER_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Unique among running requests, 1 to 128 characters of [A-Za-z0-9._:-]. Empty: the server makes one."""
-    text: builtins.str
-    """As text, encoded with the model's tokenizer and its special tokens. At least one token, at most 8 MiB."""
     priority: builtins.int
     """Lower runs earlier, -100 to 100; ties in order of arrival. 0 is the default."""
-    resumed_tokens: builtins.int
-    """How many trailing tokens of the prompt were generated before: they count as output for max_tokens, min_tokens,
-    penalties and positions of the seed, and are not sent again. This is how a client resumes a broken stream: text
-    that was held back comes first, and an output that was whole already ends at once. Only with tokenized input and
-    n = 1; below the number of input ids and up to max_tokens. 0: none.
-    """
     only_complete: builtins.bool
     """False or absent: stream chunks as tokens arrive. True: only the GenerateComplete of each sequence, as always with
     beam search.
     """
     model_fingerprint: builtins.str
-    """Refused with FAILED_PRECONDITION unless this is the fingerprint of the model served: what was generated before must
-    not be continued by another model. As GenerateResponse and GetModelInfoResponse say it. Empty: any model.
+    """Refused with FAILED_PRECONDITION unless this is the fingerprint of the model served: what was generated before
+    must not be continued by another model. As GenerateResponse and GetModelInfoResponse say it. Empty: any model.
+    """
+    adapter: builtins.str
+    """The adapter to answer with; part of the identity of cached blocks. PageKV loads no adapters: it only separates
+    cache entries. Up to 256 bytes. Empty: none.
     """
     @property
-    def tokenized(self) -> pagekv.v1.types_pb2.TokenizedInput:
-        """As token ids."""
-
-    @property
-    def chat(self) -> pagekv.v1.types_pb2.ChatInput:
-        """As a conversation."""
+    def prompt(self) -> pagekv.v1.types_pb2.Prompt:
+        """The prompt. Required."""
 
     @property
     def sampling_params(self) -> pagekv.v1.types_pb2.SamplingParams:
-        """How to sample; absent: every default."""
+        """Sampling; absent: every default."""
 
     @property
     def cache(self) -> pagekv.v1.types_pb2.CacheControls:
         """Prefix cache controls; absent: default namespace, read and write."""
 
+    @property
+    def resumed_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Tokens of the output that were generated before, by a call that broke: they follow the prompt, count as output
+        for max_tokens, min_tokens, penalties and positions of the seed, and are not sent again. Text of them that had
+        been held back comes first, and an output that was whole already ends at once. Only with n = 1 and without
+        beam_width; at most max_tokens of them, each below the vocabulary size. Empty: none.
+        """
+
     def __init__(
         self,
         *,
         request_id: builtins.str = ...,
-        text: builtins.str = ...,
-        tokenized: pagekv.v1.types_pb2.TokenizedInput | None = ...,
-        chat: pagekv.v1.types_pb2.ChatInput | None = ...,
+        prompt: pagekv.v1.types_pb2.Prompt | None = ...,
         sampling_params: pagekv.v1.types_pb2.SamplingParams | None = ...,
         cache: pagekv.v1.types_pb2.CacheControls | None = ...,
         priority: builtins.int = ...,
-        resumed_tokens: builtins.int = ...,
         only_complete: builtins.bool = ...,
         model_fingerprint: builtins.str = ...,
+        resumed_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        adapter: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["cache", b"cache", "chat", b"chat", "input", b"input", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache", b"cache", "chat", b"chat", "input", b"input", "model_fingerprint", b"model_fingerprint", "only_complete", b"only_complete", "priority", b"priority", "request_id", b"request_id", "resumed_tokens", b"resumed_tokens", "sampling_params", b"sampling_params", "text", b"text", "tokenized", b"tokenized"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["text", "tokenized", "chat"] | None: ...
+    def HasField(self, field_name: typing.Literal["cache", b"cache", "prompt", b"prompt", "sampling_params", b"sampling_params"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "cache", b"cache", "model_fingerprint", b"model_fingerprint", "only_complete", b"only_complete", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resumed_token_ids", b"resumed_token_ids", "sampling_params", b"sampling_params"]) -> None: ...
 
 global___GenerateRequest = GenerateRequest
 
 @typing.final
 class GenerateResponse(google.protobuf.message.Message):
-    """One message of the answer."""
+    """One message of the answer. A reader skips an event that it does not know."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -177,7 +174,7 @@ class GenerateComplete(google.protobuf.message.Message):
 
     INDEX_FIELD_NUMBER: builtins.int
     FINISH_REASON_FIELD_NUMBER: builtins.int
-    OUTPUT_IDS_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
     TEXT_FIELD_NUMBER: builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: builtins.int
@@ -206,21 +203,21 @@ class GenerateComplete(google.protobuf.message.Message):
     preemptions: builtins.int
     """How often this sequence was preempted."""
     cumulative_logprob: builtins.float
-    """Sum of the natural-log probabilities of output_ids. Only of beam search."""
+    """Sum of the natural-log probabilities of token_ids. Only of beam search."""
     @property
-    def output_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Every token generated, resumed tokens left out."""
 
     @property
     def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[pagekv.v1.types_pb2.PositionLogprobs]:
-        """One per token of output_ids when logprobs were asked for, else empty."""
+        """One per token of token_ids when logprobs were asked for, else empty."""
 
     def __init__(
         self,
         *,
         index: builtins.int = ...,
         finish_reason: pagekv.v1.types_pb2.FinishReason.ValueType = ...,
-        output_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         text: builtins.str = ...,
         prompt_tokens: builtins.int = ...,
         completion_tokens: builtins.int = ...,
@@ -232,7 +229,7 @@ class GenerateComplete(google.protobuf.message.Message):
         cumulative_logprob: builtins.float | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cumulative_logprob", b"cumulative_logprob", "matched_stop", b"matched_stop", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "cumulative_logprob", b"cumulative_logprob", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "matched_stop", b"matched_stop", "output_ids", b"output_ids", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text", b"text"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "cumulative_logprob", b"cumulative_logprob", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "matched_stop", b"matched_stop", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text", b"text", "token_ids", b"token_ids"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cumulative_logprob", b"_cumulative_logprob"]) -> typing.Literal["cumulative_logprob"] | None: ...
     @typing.overload
@@ -242,7 +239,7 @@ global___GenerateComplete = GenerateComplete
 
 @typing.final
 class AbortRequest(google.protobuf.message.Message):
-    """Which requests to end."""
+    """The requests to end."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -262,47 +259,42 @@ global___AbortRequest = AbortRequest
 
 @typing.final
 class AbortResponse(google.protobuf.message.Message):
-    """What Abort found."""
+    """The requests that Abort ended."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    ABORTED_FIELD_NUMBER: builtins.int
+    ABORTED_REQUEST_IDS_FIELD_NUMBER: builtins.int
     @property
-    def aborted(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+    def aborted_request_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """The ids that were running or waiting and now are not."""
 
     def __init__(
         self,
         *,
-        aborted: collections.abc.Iterable[builtins.str] | None = ...,
+        aborted_request_ids: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["aborted", b"aborted"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aborted_request_ids", b"aborted_request_ids"]) -> None: ...
 
 global___AbortResponse = AbortResponse
 
 @typing.final
 class TokenizeRequest(google.protobuf.message.Message):
-    """What to encode."""
+    """A prompt to encode."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    TEXT_FIELD_NUMBER: builtins.int
-    CHAT_FIELD_NUMBER: builtins.int
-    text: builtins.str
-    """Text, with the special tokens the tokenizer adds."""
+    PROMPT_FIELD_NUMBER: builtins.int
     @property
-    def chat(self) -> pagekv.v1.types_pb2.ChatInput:
-        """A conversation, through the chat template."""
+    def prompt(self) -> pagekv.v1.types_pb2.Prompt:
+        """The prompt. Required."""
 
     def __init__(
         self,
         *,
-        text: builtins.str = ...,
-        chat: pagekv.v1.types_pb2.ChatInput | None = ...,
+        prompt: pagekv.v1.types_pb2.Prompt | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["chat", b"chat", "input", b"input", "text", b"text"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chat", b"chat", "input", b"input", "text", b"text"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["text", "chat"] | None: ...
+    def HasField(self, field_name: typing.Literal["prompt", b"prompt"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["prompt", b"prompt"]) -> None: ...
 
 global___TokenizeRequest = TokenizeRequest
 
@@ -328,7 +320,7 @@ global___TokenizeResponse = TokenizeResponse
 
 @typing.final
 class DetokenizeRequest(google.protobuf.message.Message):
-    """What to decode."""
+    """Token ids to decode."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -366,7 +358,7 @@ global___DetokenizeResponse = DetokenizeResponse
 
 @typing.final
 class GetModelInfoRequest(google.protobuf.message.Message):
-    """Nothing to say."""
+    """Empty."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -393,13 +385,20 @@ class GetModelInfoResponse(google.protobuf.message.Message):
     NUM_DEVICE_BLOCKS_FIELD_NUMBER: builtins.int
     NUM_HOST_BLOCKS_FIELD_NUMBER: builtins.int
     BACKEND_FIELD_NUMBER: builtins.int
+    MAX_SEQUENCE_TOKENS_FIELD_NUMBER: builtins.int
+    SERVER_VERSION_FIELD_NUMBER: builtins.int
+    FEATURES_FIELD_NUMBER: builtins.int
+    SAMPLER_FIELD_NUMBER: builtins.int
+    KV_DTYPE_FIELD_NUMBER: builtins.int
     model_id: builtins.str
     """The directory or hub id the executor loaded."""
     model_fingerprint: builtins.str
-    """Digest of configuration and weights, in hex; part of every block's identity."""
+    """Digest in hex of everything that decides which tokens follow: the executor's digest of configuration and weights,
+    its sampler, kv_dtype and pool layout. Part of every block's identity.
+    """
     max_model_len: builtins.int
-    """Prompt and output together may have this many tokens, if the pool holds them: the last token takes no slot, so
-    num_device_blocks * block_size + 1 fit.
+    """Prompt and output together may have this many tokens by the model; max_sequence_tokens is what pool and model
+    allow.
     """
     vocab_size: builtins.int
     """Token ids are below this."""
@@ -414,10 +413,26 @@ class GetModelInfoResponse(google.protobuf.message.Message):
     num_host_blocks: builtins.int
     """Blocks in the host pool; 0: none."""
     backend: builtins.str
-    """The executor's backend: "cpu", "cuda" or "oracle"."""
+    """The executor's backend: "cpu", "cuda" or "oracle"; any other name for an executor of somebody else's."""
+    max_sequence_tokens: builtins.int
+    """Prompt and output of one sequence together may have this many tokens: max_model_len, or what the device pool
+    holds if that is less. The last token takes no slot, so num_device_blocks * block_size + 1 fit.
+    """
+    server_version: builtins.str
+    """Version of the manager, such as "0.1.0"."""
+    sampler: builtins.str
+    """Name of the way tokens are drawn; part of model_fingerprint."""
+    kv_dtype: builtins.str
+    """Element type of keys and values; part of model_fingerprint."""
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Ids that end a sequence unless ignore_eos is set."""
+
+    @property
+    def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of what this deployment can do beyond the least: of the executor "host_pool", "logprobs", "logit_bias",
+        "min_tokens" and "penalties"; a request that needs one that is missing is refused by its field.
+        """
 
     def __init__(
         self,
@@ -433,7 +448,12 @@ class GetModelInfoResponse(google.protobuf.message.Message):
         num_device_blocks: builtins.int = ...,
         num_host_blocks: builtins.int = ...,
         backend: builtins.str = ...,
+        max_sequence_tokens: builtins.int = ...,
+        server_version: builtins.str = ...,
+        features: collections.abc.Iterable[builtins.str] | None = ...,
+        sampler: builtins.str = ...,
+        kv_dtype: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["backend", b"backend", "block_size", b"block_size", "eos_token_ids", b"eos_token_ids", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_id", b"model_id", "num_device_blocks", b"num_device_blocks", "num_host_blocks", b"num_host_blocks", "vocab_size", b"vocab_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["backend", b"backend", "block_size", b"block_size", "eos_token_ids", b"eos_token_ids", "features", b"features", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "kv_dtype", b"kv_dtype", "max_model_len", b"max_model_len", "max_sequence_tokens", b"max_sequence_tokens", "model_fingerprint", b"model_fingerprint", "model_id", b"model_id", "num_device_blocks", b"num_device_blocks", "num_host_blocks", b"num_host_blocks", "sampler", b"sampler", "server_version", b"server_version", "vocab_size", b"vocab_size"]) -> None: ...
 
 global___GetModelInfoResponse = GetModelInfoResponse

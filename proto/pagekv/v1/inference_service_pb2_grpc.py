@@ -73,10 +73,11 @@ class InferenceServiceServicer(object):
         aborts the request and frees its blocks. Errors: INVALID_ARGUMENT (a field, by name), ALREADY_EXISTS (request_id
         in use), RESOURCE_EXHAUSTED (too much waits to be computed or read, with a retry delay), UNAVAILABLE (shutting
         down, no executor attached yet, or the executor came back with another model; with a retry delay),
-        FAILED_PRECONDITION (model_fingerprint is of another model), INTERNAL (the request's step failed again and again),
-        DEADLINE_EXCEEDED. UNAVAILABLE without details is gRPC's own: the connection is lost, as when the manager was
-        killed. Then send prompt and received tokens again after a second, with resumed_tokens and the model_fingerprint
-        that came with them, and longer pauses if need be.
+        FAILED_PRECONDITION (model_fingerprint is of another model), INTERNAL (the request's step failed again and again,
+        or its logits are not numbers), DEADLINE_EXCEEDED. UNAVAILABLE may also end a stream that has begun: with details
+        (DRAINING) when the manager shuts down, without them, gRPC's own, when the connection is lost, as when the
+        manager was killed. Then send the same request again after the retry delay or a second, with the token ids
+        received so far in resumed_token_ids and the model_fingerprint that came with them, and longer pauses if need be.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,8 +92,8 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Text or chat to token ids, exactly as Generate would, up to 1048576 of them. Errors: INVALID_ARGUMENT (no input;
-        no tokenizer).
+        """A prompt to token ids, exactly as Generate would, up to 1048576 of them; ids come back as they are. Errors:
+        INVALID_ARGUMENT (no prompt; no tokenizer; an id beyond the vocabulary).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,7 +107,8 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """What model is served and with which limits. Errors: UNAVAILABLE until the executor is attached.
+        """The model that is served, its limits, and the server's version. Errors: UNAVAILABLE until the executor is
+        attached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

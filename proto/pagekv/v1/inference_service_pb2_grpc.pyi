@@ -31,10 +31,11 @@ class InferenceServiceStub:
     aborts the request and frees its blocks. Errors: INVALID_ARGUMENT (a field, by name), ALREADY_EXISTS (request_id
     in use), RESOURCE_EXHAUSTED (too much waits to be computed or read, with a retry delay), UNAVAILABLE (shutting
     down, no executor attached yet, or the executor came back with another model; with a retry delay),
-    FAILED_PRECONDITION (model_fingerprint is of another model), INTERNAL (the request's step failed again and again),
-    DEADLINE_EXCEEDED. UNAVAILABLE without details is gRPC's own: the connection is lost, as when the manager was
-    killed. Then send prompt and received tokens again after a second, with resumed_tokens and the model_fingerprint
-    that came with them, and longer pauses if need be.
+    FAILED_PRECONDITION (model_fingerprint is of another model), INTERNAL (the request's step failed again and again,
+    or its logits are not numbers), DEADLINE_EXCEEDED. UNAVAILABLE may also end a stream that has begun: with details
+    (DRAINING) when the manager shuts down, without them, gRPC's own, when the connection is lost, as when the
+    manager was killed. Then send the same request again after the retry delay or a second, with the token ids
+    received so far in resumed_token_ids and the model_fingerprint that came with them, and longer pauses if need be.
     """
 
     Abort: grpc.UnaryUnaryMultiCallable[
@@ -49,8 +50,8 @@ class InferenceServiceStub:
         pagekv.v1.inference_service_pb2.TokenizeRequest,
         pagekv.v1.inference_service_pb2.TokenizeResponse,
     ]
-    """Text or chat to token ids, exactly as Generate would, up to 1048576 of them. Errors: INVALID_ARGUMENT (no input;
-    no tokenizer).
+    """A prompt to token ids, exactly as Generate would, up to 1048576 of them; ids come back as they are. Errors:
+    INVALID_ARGUMENT (no prompt; no tokenizer; an id beyond the vocabulary).
     """
 
     Detokenize: grpc.UnaryUnaryMultiCallable[
@@ -63,7 +64,9 @@ class InferenceServiceStub:
         pagekv.v1.inference_service_pb2.GetModelInfoRequest,
         pagekv.v1.inference_service_pb2.GetModelInfoResponse,
     ]
-    """What model is served and with which limits. Errors: UNAVAILABLE until the executor is attached."""
+    """The model that is served, its limits, and the server's version. Errors: UNAVAILABLE until the executor is
+    attached.
+    """
 
 class InferenceServiceAsyncStub:
     """Generates text. Errors carry google.rpc details: BadRequest names the field and its bounds, ErrorInfo a stable
@@ -78,10 +81,11 @@ class InferenceServiceAsyncStub:
     aborts the request and frees its blocks. Errors: INVALID_ARGUMENT (a field, by name), ALREADY_EXISTS (request_id
     in use), RESOURCE_EXHAUSTED (too much waits to be computed or read, with a retry delay), UNAVAILABLE (shutting
     down, no executor attached yet, or the executor came back with another model; with a retry delay),
-    FAILED_PRECONDITION (model_fingerprint is of another model), INTERNAL (the request's step failed again and again),
-    DEADLINE_EXCEEDED. UNAVAILABLE without details is gRPC's own: the connection is lost, as when the manager was
-    killed. Then send prompt and received tokens again after a second, with resumed_tokens and the model_fingerprint
-    that came with them, and longer pauses if need be.
+    FAILED_PRECONDITION (model_fingerprint is of another model), INTERNAL (the request's step failed again and again,
+    or its logits are not numbers), DEADLINE_EXCEEDED. UNAVAILABLE may also end a stream that has begun: with details
+    (DRAINING) when the manager shuts down, without them, gRPC's own, when the connection is lost, as when the
+    manager was killed. Then send the same request again after the retry delay or a second, with the token ids
+    received so far in resumed_token_ids and the model_fingerprint that came with them, and longer pauses if need be.
     """
 
     Abort: grpc.aio.UnaryUnaryMultiCallable[
@@ -96,8 +100,8 @@ class InferenceServiceAsyncStub:
         pagekv.v1.inference_service_pb2.TokenizeRequest,
         pagekv.v1.inference_service_pb2.TokenizeResponse,
     ]
-    """Text or chat to token ids, exactly as Generate would, up to 1048576 of them. Errors: INVALID_ARGUMENT (no input;
-    no tokenizer).
+    """A prompt to token ids, exactly as Generate would, up to 1048576 of them; ids come back as they are. Errors:
+    INVALID_ARGUMENT (no prompt; no tokenizer; an id beyond the vocabulary).
     """
 
     Detokenize: grpc.aio.UnaryUnaryMultiCallable[
@@ -110,7 +114,9 @@ class InferenceServiceAsyncStub:
         pagekv.v1.inference_service_pb2.GetModelInfoRequest,
         pagekv.v1.inference_service_pb2.GetModelInfoResponse,
     ]
-    """What model is served and with which limits. Errors: UNAVAILABLE until the executor is attached."""
+    """The model that is served, its limits, and the server's version. Errors: UNAVAILABLE until the executor is
+    attached.
+    """
 
 class InferenceServiceServicer(metaclass=abc.ABCMeta):
     """Generates text. Errors carry google.rpc details: BadRequest names the field and its bounds, ErrorInfo a stable
@@ -127,10 +133,11 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
         aborts the request and frees its blocks. Errors: INVALID_ARGUMENT (a field, by name), ALREADY_EXISTS (request_id
         in use), RESOURCE_EXHAUSTED (too much waits to be computed or read, with a retry delay), UNAVAILABLE (shutting
         down, no executor attached yet, or the executor came back with another model; with a retry delay),
-        FAILED_PRECONDITION (model_fingerprint is of another model), INTERNAL (the request's step failed again and again),
-        DEADLINE_EXCEEDED. UNAVAILABLE without details is gRPC's own: the connection is lost, as when the manager was
-        killed. Then send prompt and received tokens again after a second, with resumed_tokens and the model_fingerprint
-        that came with them, and longer pauses if need be.
+        FAILED_PRECONDITION (model_fingerprint is of another model), INTERNAL (the request's step failed again and again,
+        or its logits are not numbers), DEADLINE_EXCEEDED. UNAVAILABLE may also end a stream that has begun: with details
+        (DRAINING) when the manager shuts down, without them, gRPC's own, when the connection is lost, as when the
+        manager was killed. Then send the same request again after the retry delay or a second, with the token ids
+        received so far in resumed_token_ids and the model_fingerprint that came with them, and longer pauses if need be.
         """
 
     @abc.abstractmethod
@@ -149,8 +156,8 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
         request: pagekv.v1.inference_service_pb2.TokenizeRequest,
         context: _ServicerContext,
     ) -> typing.Union[pagekv.v1.inference_service_pb2.TokenizeResponse, collections.abc.Awaitable[pagekv.v1.inference_service_pb2.TokenizeResponse]]:
-        """Text or chat to token ids, exactly as Generate would, up to 1048576 of them. Errors: INVALID_ARGUMENT (no input;
-        no tokenizer).
+        """A prompt to token ids, exactly as Generate would, up to 1048576 of them; ids come back as they are. Errors:
+        INVALID_ARGUMENT (no prompt; no tokenizer; an id beyond the vocabulary).
         """
 
     @abc.abstractmethod
@@ -167,6 +174,8 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
         request: pagekv.v1.inference_service_pb2.GetModelInfoRequest,
         context: _ServicerContext,
     ) -> typing.Union[pagekv.v1.inference_service_pb2.GetModelInfoResponse, collections.abc.Awaitable[pagekv.v1.inference_service_pb2.GetModelInfoResponse]]:
-        """What model is served and with which limits. Errors: UNAVAILABLE until the executor is attached."""
+        """The model that is served, its limits, and the server's version. Errors: UNAVAILABLE until the executor is
+        attached.
+        """
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

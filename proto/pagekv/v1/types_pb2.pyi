@@ -3,9 +3,11 @@
 isort:skip_file
 Messages that more than one PageKV service uses.
 
-Conventions of this package. Token ids and block ids are uint32. Counts are cumulative over the life of the
-sequence unless a comment says otherwise. A field without `optional` whose value is zero or empty means what
-its comment says of zero; an `optional` field that is absent means "the server's default", which is named.
+Conventions of this package. Every field of a request that the server does not know is refused with
+INVALID_ARGUMENT by its number; readers of answers skip what they do not know. Token ids and block ids are uint32.
+Counts are cumulative over the life of the sequence unless a comment says otherwise. A field without `optional`
+whose value is zero or empty means what its comment says of zero; an `optional` field that is absent means "the
+server's default", which is named.
 """
 
 import builtins
@@ -37,7 +39,7 @@ class _FinishReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_tokens reached, or the model's context is full."""
     FINISH_REASON_ABORT: _FinishReason.ValueType  # 3
-    """Aborted by Abort or by the server shutting down."""
+    """Ended by Abort. A server that shuts down ends calls with UNAVAILABLE (DRAINING) instead: they can be resumed."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a sequence ended."""
@@ -49,8 +51,208 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens reached, or the model's context is full."""
 FINISH_REASON_ABORT: FinishReason.ValueType  # 3
-"""Aborted by Abort or by the server shutting down."""
+"""Ended by Abort. A server that shuts down ends calls with UNAVAILABLE (DRAINING) instead: they can be resumed."""
 global___FinishReason = FinishReason
+
+class _Tier:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _TierEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Tier.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    TIER_UNSPECIFIED: _Tier.ValueType  # 0
+    """Unknown to the reader's version of this file."""
+    TIER_DEVICE: _Tier.ValueType  # 1
+    """The executor's device pool."""
+    TIER_HOST: _Tier.ValueType  # 2
+    """The executor's host pool."""
+
+class Tier(_Tier, metaclass=_TierEnumTypeWrapper):
+    """The pool in which a block's keys and values are."""
+
+TIER_UNSPECIFIED: Tier.ValueType  # 0
+"""Unknown to the reader's version of this file."""
+TIER_DEVICE: Tier.ValueType  # 1
+"""The executor's device pool."""
+TIER_HOST: Tier.ValueType  # 2
+"""The executor's host pool."""
+global___Tier = Tier
+
+class _SequenceState:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _SequenceStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_SequenceState.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    SEQUENCE_STATE_UNSPECIFIED: _SequenceState.ValueType  # 0
+    """Unknown to the reader's version of this file."""
+    SEQUENCE_STATE_WAITING: _SequenceState.ValueType  # 1
+    """Waits for admission and holds no blocks."""
+    SEQUENCE_STATE_RUNNING: _SequenceState.ValueType  # 2
+    """Takes part in steps and holds device blocks."""
+    SEQUENCE_STATE_SWAPPED: _SequenceState.ValueType  # 3
+    """Was preempted and waits for its return; holds blocks of the host pool."""
+
+class SequenceState(_SequenceState, metaclass=_SequenceStateEnumTypeWrapper):
+    """Where a sequence stands; a request stands where the most advanced of its sequences does."""
+
+SEQUENCE_STATE_UNSPECIFIED: SequenceState.ValueType  # 0
+"""Unknown to the reader's version of this file."""
+SEQUENCE_STATE_WAITING: SequenceState.ValueType  # 1
+"""Waits for admission and holds no blocks."""
+SEQUENCE_STATE_RUNNING: SequenceState.ValueType  # 2
+"""Takes part in steps and holds device blocks."""
+SEQUENCE_STATE_SWAPPED: SequenceState.ValueType  # 3
+"""Was preempted and waits for its return; holds blocks of the host pool."""
+global___SequenceState = SequenceState
+
+class _ErrorReason:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ErrorReason.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    ERROR_REASON_UNSPECIFIED: _ErrorReason.ValueType  # 0
+    """Not used."""
+    INVALID_FIELD: _ErrorReason.ValueType  # 1
+    """INVALID_ARGUMENT. A field is out of its bounds; BadRequest has the field and the bounds, one violation even where
+    there are more.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+    ALREADY_EXISTS: _ErrorReason.ValueType  # 2
+    """ALREADY_EXISTS. The name is in use; BadRequest has the field, ResourceInfo the name.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+    NOT_FOUND: _ErrorReason.ValueType  # 3
+    """NOT_FOUND. ResourceInfo has the kind and the name.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+    QUEUE_FULL: _ErrorReason.ValueType  # 4
+    """RESOURCE_EXHAUSTED. Too much waits to be computed or to be read; RetryInfo has when to come back,
+    ErrorInfo.metadata `limit` and `flag`.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+    LIMIT_EXCEEDED: _ErrorReason.ValueType  # 5
+    """RESOURCE_EXHAUSTED. A limit of the deployment; ErrorInfo.metadata has those that apply of `needed_blocks`,
+    `available_blocks`, `pinned_blocks`, `limit` and `flag`.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+    OUT_OF_MEMORY: _ErrorReason.ValueType  # 6
+    """RESOURCE_EXHAUSTED. The executor's pools do not fit.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+    NOT_SERVING: _ErrorReason.ValueType  # 7
+    """UNAVAILABLE. No executor is attached, or the process is starting; RetryInfo has when to come back.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+    DRAINING: _ErrorReason.ValueType  # 8
+    """UNAVAILABLE. The process shuts down. A stream that ends so can be resumed at the process that follows it;
+    RetryInfo has when.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+    FAILED_PRECONDITION: _ErrorReason.ValueType  # 9
+    """FAILED_PRECONDITION. Refused in the present state; PreconditionFailure has what stands in the way.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+    STALE_EPOCH: _ErrorReason.ValueType  # 10
+    """ABORTED. The step belongs to an epoch that is over.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+    FELL_BEHIND: _ErrorReason.ValueType  # 11
+    """ABORTED. The reader of a stream took too little for too long.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+    REVISION_GONE: _ErrorReason.ValueType  # 12
+    """OUT_OF_RANGE. The changes after start_revision are no longer held: watch again from a snapshot.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+    COMPUTATION_FAILED: _ErrorReason.ValueType  # 13
+    """INTERNAL. The request's step failed again and again.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+    SEQUENCE_FAILED: _ErrorReason.ValueType  # 14
+    """INTERNAL. The executor said that this sequence cannot go on, as when its logits are not numbers.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+    NOT_IMPLEMENTED: _ErrorReason.ValueType  # 15
+    """UNIMPLEMENTED. The call is declared and not served by this version.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+
+class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
+    """Why a call failed: ErrorInfo.reason of a status is one of these names, ErrorInfo.domain is "pagekv.v1". Names are
+    added, never changed; a reader that does not know one goes by the status code. They bear no prefix because they are
+    the reasons themselves.
+    buf:lint:ignore ENUM_VALUE_PREFIX
+    """
+
+ERROR_REASON_UNSPECIFIED: ErrorReason.ValueType  # 0
+"""Not used."""
+INVALID_FIELD: ErrorReason.ValueType  # 1
+"""INVALID_ARGUMENT. A field is out of its bounds; BadRequest has the field and the bounds, one violation even where
+there are more.
+buf:lint:ignore ENUM_VALUE_PREFIX
+"""
+ALREADY_EXISTS: ErrorReason.ValueType  # 2
+"""ALREADY_EXISTS. The name is in use; BadRequest has the field, ResourceInfo the name.
+buf:lint:ignore ENUM_VALUE_PREFIX
+"""
+NOT_FOUND: ErrorReason.ValueType  # 3
+"""NOT_FOUND. ResourceInfo has the kind and the name.
+buf:lint:ignore ENUM_VALUE_PREFIX
+"""
+QUEUE_FULL: ErrorReason.ValueType  # 4
+"""RESOURCE_EXHAUSTED. Too much waits to be computed or to be read; RetryInfo has when to come back,
+ErrorInfo.metadata `limit` and `flag`.
+buf:lint:ignore ENUM_VALUE_PREFIX
+"""
+LIMIT_EXCEEDED: ErrorReason.ValueType  # 5
+"""RESOURCE_EXHAUSTED. A limit of the deployment; ErrorInfo.metadata has those that apply of `needed_blocks`,
+`available_blocks`, `pinned_blocks`, `limit` and `flag`.
+buf:lint:ignore ENUM_VALUE_PREFIX
+"""
+OUT_OF_MEMORY: ErrorReason.ValueType  # 6
+"""RESOURCE_EXHAUSTED. The executor's pools do not fit.
+buf:lint:ignore ENUM_VALUE_PREFIX
+"""
+NOT_SERVING: ErrorReason.ValueType  # 7
+"""UNAVAILABLE. No executor is attached, or the process is starting; RetryInfo has when to come back.
+buf:lint:ignore ENUM_VALUE_PREFIX
+"""
+DRAINING: ErrorReason.ValueType  # 8
+"""UNAVAILABLE. The process shuts down. A stream that ends so can be resumed at the process that follows it;
+RetryInfo has when.
+buf:lint:ignore ENUM_VALUE_PREFIX
+"""
+FAILED_PRECONDITION: ErrorReason.ValueType  # 9
+"""FAILED_PRECONDITION. Refused in the present state; PreconditionFailure has what stands in the way.
+buf:lint:ignore ENUM_VALUE_PREFIX
+"""
+STALE_EPOCH: ErrorReason.ValueType  # 10
+"""ABORTED. The step belongs to an epoch that is over.
+buf:lint:ignore ENUM_VALUE_PREFIX
+"""
+FELL_BEHIND: ErrorReason.ValueType  # 11
+"""ABORTED. The reader of a stream took too little for too long.
+buf:lint:ignore ENUM_VALUE_PREFIX
+"""
+REVISION_GONE: ErrorReason.ValueType  # 12
+"""OUT_OF_RANGE. The changes after start_revision are no longer held: watch again from a snapshot.
+buf:lint:ignore ENUM_VALUE_PREFIX
+"""
+COMPUTATION_FAILED: ErrorReason.ValueType  # 13
+"""INTERNAL. The request's step failed again and again.
+buf:lint:ignore ENUM_VALUE_PREFIX
+"""
+SEQUENCE_FAILED: ErrorReason.ValueType  # 14
+"""INTERNAL. The executor said that this sequence cannot go on, as when its logits are not numbers.
+buf:lint:ignore ENUM_VALUE_PREFIX
+"""
+NOT_IMPLEMENTED: ErrorReason.ValueType  # 15
+"""UNIMPLEMENTED. The call is declared and not served by this version.
+buf:lint:ignore ENUM_VALUE_PREFIX
+"""
+global___ErrorReason = ErrorReason
 
 @typing.final
 class SamplingParams(google.protobuf.message.Message):
@@ -113,8 +315,8 @@ class SamplingParams(google.protobuf.message.Message):
     max_tokens. Absent: 0.
     """
     n: builtins.int
-    """Independent continuations of the prompt, 1 to 64; each is a sequence with its own index. With beam_width: how many
-    of the best hypotheses to return, 1 to beam_width. Absent: 1.
+    """Independent continuations of the prompt, 1 to 64; each is a sequence with its own index. With beam_width: how
+    many of the best hypotheses to return, 1 to beam_width. Absent: 1.
     """
     seed: builtins.int
     """Seed of the random choices. Absent: drawn by the server, so the output differs from call to call."""
@@ -133,20 +335,20 @@ class SamplingParams(google.protobuf.message.Message):
     They are of the raw logits, before temperature, penalties and filters. Absent: none at all.
     """
     beam_width: builtins.int
-    """Beam search with this many hypotheses at once, 1 to 32, less where end-of-sequence ids and stop_token_ids are many:
-    it and they are at most 128 together, and at most the vocabulary. 0 or absent: off. The n best hypotheses are
-    returned, best first, by one GenerateComplete each when all are known; no chunks are streamed. max_tokens,
+    """Beam search with this many hypotheses at once, 1 to 32, less where end-of-sequence ids and stop_token_ids are
+    many: it and they are at most 128 together, and at most the vocabulary. 0 or absent: off. The n best hypotheses
+    are returned, best first, by one GenerateComplete each when all are known; no chunks are streamed. max_tokens,
     min_tokens, stop_token_ids and ignore_eos apply. Hypotheses are judged by the raw logits and nothing is drawn, so
-    what would have no effect is refused: a temperature other than 0, seed, stop, logprobs and resumed_tokens, and
+    what would have no effect is refused: a temperature other than 0, seed, stop, logprobs and resumed_token_ids, and
     top_p, top_k, min_p, penalties and logit_bias unless they are off.
     """
     length_penalty: builtins.float
-    """Beam search compares the hypotheses that have ended by cumulative_logprob / tokens ^ length_penalty: above 0 longer
-    ones gain, below 0 shorter ones. -10 to 10, only with beam_width. Absent: 1.0.
+    """Beam search compares the hypotheses that have ended by cumulative_logprob / tokens ^ length_penalty: above 0
+    longer ones gain, below 0 shorter ones. -10 to 10, only with beam_width. Absent: 1.0.
     """
     early_stopping: builtins.bool
-    """When beam search is over. True: once beam_width hypotheses have ended. False: not before the best one that goes on
-    would, if it ended now, be no better than the worst of those. Only with beam_width. Absent: false.
+    """When beam search is over. True: once beam_width hypotheses have ended. False: not before the best one that goes
+    on would, if it ended now, be no better than the worst of those. Only with beam_width. Absent: false.
     """
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -274,49 +476,59 @@ class PositionLogprobs(google.protobuf.message.Message):
 global___PositionLogprobs = PositionLogprobs
 
 @typing.final
-class TokenizedInput(google.protobuf.message.Message):
+class Prompt(google.protobuf.message.Message):
+    """The input of a model; exactly one kind must be set."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    CHAT_FIELD_NUMBER: builtins.int
+    text: builtins.str
+    """As text, encoded with the model's tokenizer and its special tokens. At least one token, at most 8 MiB."""
+    @property
+    def token_ids(self) -> global___TokenIds:
+        """As token ids."""
+
+    @property
+    def chat(self) -> global___Chat:
+        """As a conversation."""
+
+    def __init__(
+        self,
+        *,
+        text: builtins.str = ...,
+        token_ids: global___TokenIds | None = ...,
+        chat: global___Chat | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["chat", b"chat", "kind", b"kind", "text", b"text", "token_ids", b"token_ids"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chat", b"chat", "kind", b"kind", "text", b"text", "token_ids", b"token_ids"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["text", "token_ids", "chat"] | None: ...
+
+global___Prompt = Prompt
+
+@typing.final
+class TokenIds(google.protobuf.message.Message):
     """A prompt as token ids."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    INPUT_IDS_FIELD_NUMBER: builtins.int
+    IDS_FIELD_NUMBER: builtins.int
     @property
-    def input_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+    def ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The ids, at least one, each below the vocabulary size."""
 
     def __init__(
         self,
         *,
-        input_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        ids: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["input_ids", b"input_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ids", b"ids"]) -> None: ...
 
-global___TokenizedInput = TokenizedInput
+global___TokenIds = TokenIds
 
 @typing.final
-class ChatMessage(google.protobuf.message.Message):
-    """One message of a conversation."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    ROLE_FIELD_NUMBER: builtins.int
-    CONTENT_FIELD_NUMBER: builtins.int
-    role: builtins.str
-    """Who speaks, as the model's chat template knows it: "system", "user", "assistant". Required."""
-    content: builtins.str
-    """What is said. May be empty."""
-    def __init__(
-        self,
-        *,
-        role: builtins.str = ...,
-        content: builtins.str = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["content", b"content", "role", b"role"]) -> None: ...
-
-global___ChatMessage = ChatMessage
-
-@typing.final
-class ChatInput(google.protobuf.message.Message):
+class Chat(google.protobuf.message.Message):
     """A prompt as a conversation, rendered with the model's own chat template."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -333,31 +545,48 @@ class ChatInput(google.protobuf.message.Message):
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["messages", b"messages"]) -> None: ...
 
-global___ChatInput = ChatInput
+global___Chat = Chat
+
+@typing.final
+class ChatMessage(google.protobuf.message.Message):
+    """One message of a conversation."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: builtins.int
+    CONTENT_FIELD_NUMBER: builtins.int
+    role: builtins.str
+    """The speaker, as the model's chat template knows it: "system", "user", "assistant". Required."""
+    content: builtins.str
+    """The words. May be empty."""
+    def __init__(
+        self,
+        *,
+        role: builtins.str = ...,
+        content: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["content", b"content", "role", b"role"]) -> None: ...
+
+global___ChatMessage = ChatMessage
 
 @typing.final
 class CacheControls(google.protobuf.message.Message):
-    """What a prefix hash covers besides the tokens, and whether this request takes part in prefix caching."""
+    """Which cached blocks a request may share, and whether it takes part in prefix caching."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NAMESPACE_FIELD_NUMBER: builtins.int
-    ADAPTER_ID_FIELD_NUMBER: builtins.int
     MEDIA_HASHES_FIELD_NUMBER: builtins.int
-    NO_READ_FIELD_NUMBER: builtins.int
-    NO_WRITE_FIELD_NUMBER: builtins.int
+    READ_FIELD_NUMBER: builtins.int
+    WRITE_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     """Requests of one namespace share cached blocks; others never see them. Up to 256 bytes. Empty: the default
     namespace.
     """
-    adapter_id: builtins.str
-    """Identity of the adapter the keys and values were computed with. It only separates cache entries: PageKV loads
-    no adapters. Up to 256 bytes. Empty: none.
-    """
-    no_read: builtins.bool
-    """True: this request reuses no cached block."""
-    no_write: builtins.bool
-    """True: this request leaves no cached block behind."""
+    read: builtins.bool
+    """False: this request reuses no cached block. Absent: true."""
+    write: builtins.bool
+    """False: this request leaves no cached block behind. Absent: true."""
     @property
     def media_hashes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MediaHash]:
         """Media whose content stands behind placeholder tokens, so that equal placeholders do not share blocks. At most
@@ -368,12 +597,16 @@ class CacheControls(google.protobuf.message.Message):
         self,
         *,
         namespace: builtins.str = ...,
-        adapter_id: builtins.str = ...,
         media_hashes: collections.abc.Iterable[global___MediaHash] | None = ...,
-        no_read: builtins.bool = ...,
-        no_write: builtins.bool = ...,
+        read: builtins.bool | None = ...,
+        write: builtins.bool | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "media_hashes", b"media_hashes", "namespace", b"namespace", "no_read", b"no_read", "no_write", b"no_write"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_read", b"_read", "_write", b"_write", "read", b"read", "write", b"write"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_read", b"_read", "_write", b"_write", "media_hashes", b"media_hashes", "namespace", b"namespace", "read", b"read", "write", b"write"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_read", b"_read"]) -> typing.Literal["read"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_write", b"_write"]) -> typing.Literal["write"] | None: ...
 
 global___CacheControls = CacheControls
 

@@ -28,7 +28,7 @@ class Step:
 STEPS = (
     Step("machine", 1, 90, "versions, copy bandwidth, matrix products, how long kernels compile"),
     Step("smallest", 1, 60, "the smallest launch of each kernel, waited for one by one"),
-    Step("llama", 1, 100, "a two-layer Llama: CUDA graphs against eager, token for token"),
+    Step("llama", 1, 100, "a two-layer Llama: CUDA graphs against eager, token for token; NaN fails alone"),
     Step("correctness", 1, 210, "every variant, group, block size and length against float64"),
     Step("replays", 1, 60, "200 replays of a graph, equal to the bit"),
     Step("swap", 1, 45, "blocks that leave for host memory and return"),

@@ -91,6 +91,7 @@ def step_llama(context: Context) -> None:
             captured, replayed = backend.runner.graphs.num_captured, backend.runner.graphs.num_replayed
             if graphs:
                 context.log.check(f"{dtype}: graphs were replayed", replayed > 0, captured=captured, replayed=replayed)
+                context.log.check(f"{dtype}: a sequence whose logits are NaN fails alone", _fails_alone(backend))
             del backend
             give_memory_back()
         different = sum(a != b for a, b in zip(_flat(answers[0]), _flat(answers[1]), strict=True))
@@ -100,6 +101,18 @@ def step_llama(context: Context) -> None:
         distinct = len(set(_flat(answers[1])))
         context.log.check(f"{dtype}: the model says more than one thing", distinct > 4, error=distinct)
         context.say(f"{dtype}: {different} of {len(_flat(answers[0]))} tokens differ, {distinct} distinct")
+
+
+def _fails_alone(backend: CudaBackend) -> bool:
+    """Whether its mates sample the same to the bit, with graphs and steps launched ahead."""
+    from support.executor.broken_sequence import KINDS, check_fails_alone
+
+    try:
+        for kind in KINDS:
+            check_fails_alone(backend, kind, ahead=True)
+    except AssertionError:
+        return False
+    return True
 
 
 def _tokens(backend: CudaBackend, batch: int, sizes: Sizes, sampling: Sampling) -> list[list[int]]:

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import grpc
+from support.prompts import as_prompt
 
-from pagekv.v1 import cache_service_pb2 as cache_pb
-from pagekv.v1 import cache_service_pb2_grpc as cache_grpc
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import inference_service_pb2_grpc as pb_grpc
+from pagekv.v1 import operator_service_pb2 as operator_pb
+from pagekv.v1 import operator_service_pb2_grpc as operator_grpc
 from pagekv.v1 import types_pb2
 
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
@@ -38,9 +39,7 @@ class Result:
 def request_for(prompt: Sequence[int] | str, max_tokens: int = 16, **sampling: Any) -> pb.GenerateRequest:
     """A greedy request by default; `sampling` are fields of SamplingParams."""
     params = types_pb2.SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **sampling})
-    if isinstance(prompt, str):
-        return pb.GenerateRequest(text=prompt, sampling_params=params)
-    return pb.GenerateRequest(tokenized=types_pb2.TokenizedInput(input_ids=prompt), sampling_params=params)
+    return pb.GenerateRequest(prompt=as_prompt(prompt), sampling_params=params)
 
 
 class Caller:
@@ -49,7 +48,7 @@ class Caller:
     def __init__(self, target: str, options: Sequence[tuple[str, Any]] = ()) -> None:
         self.channel = grpc.aio.insecure_channel(target, options=[*OPTIONS, *options])
         self.inference = cast("pb_grpc.InferenceServiceAsyncStub", pb_grpc.InferenceServiceStub(self.channel))
-        self.cache = cast("cache_grpc.CacheServiceAsyncStub", cache_grpc.CacheServiceStub(self.channel))
+        self.operator = cast("operator_grpc.OperatorServiceAsyncStub", operator_grpc.OperatorServiceStub(self.channel))
 
     async def __aenter__(self) -> Caller:
         return self
@@ -79,10 +78,10 @@ class Caller:
         """All at once."""
         return list(await asyncio.gather(*(self.generate(request) for request in requests)))
 
-    async def stats(self) -> cache_pb.GetStatsResponse:
-        return await self.cache.GetStats(cache_pb.GetStatsRequest(), timeout=60)
+    async def stats(self) -> operator_pb.GetStatsResponse:
+        return await self.operator.GetStats(operator_pb.GetStatsRequest(), timeout=60)
 
-    async def idle_stats(self, patience_s: float = 60.0) -> cache_pb.GetStatsResponse:
+    async def idle_stats(self, patience_s: float = 60.0) -> operator_pb.GetStatsResponse:
         """Stats once nothing runs or waits; waits so long for that."""
         for _ in range(int(patience_s * 100)):
             stats = await self.stats()

@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagekv.common.errors import PageKVError
 from pagekv.common.statuses import STATUS_DETAILS_KEY, status_proto, status_row
-from pagekv.v1 import cache_service_pb2_grpc, inference_service_pb2_grpc, types_pb2
+from pagekv.v1 import cache_service_pb2_grpc, inference_service_pb2_grpc, operator_service_pb2_grpc, types_pb2
 from pagekv.v1 import inference_service_pb2 as pb
 
 LOST = grpc.StatusCode.UNAVAILABLE
@@ -56,6 +56,10 @@ class ScriptedServer:
     # Methods of calls with `Hangs` in their script that are over.
     cancelled: list[str] = field(default_factory=list)
     deadlines: list[float | None] = field(default_factory=list)
+    # Of each call, without gRPC's own entries.
+    metadata: list[dict[str, str | bytes]] = field(default_factory=list)
+    # For encrypted connections alone, where there are some.
+    credentials: grpc.ServerCredentials | None = None
     _server: grpc.Server | None = None
 
     @property
@@ -71,8 +75,13 @@ class ScriptedServer:
         servicer: Any = _Servicer(self)
         inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
         cache_service_pb2_grpc.add_CacheServiceServicer_to_server(servicer, server)
+        operator_service_pb2_grpc.add_OperatorServiceServicer_to_server(servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-        self.port = server.add_insecure_port(f"127.0.0.1:{self.port}")
+        address = f"127.0.0.1:{self.port}"
+        if self.credentials is None:
+            self.port = server.add_insecure_port(address)
+        else:
+            self.port = server.add_secure_port(address, self.credentials)
         server.start()
         self._server = server
 
@@ -97,6 +106,7 @@ class ScriptedServer:
 
     def play(self, method: str, request: Message, context: grpc.ServicerContext) -> Iterator[Any]:
         self.deadlines.append(context.time_remaining())
+        self.metadata.append({key: value for key, value in context.invocation_metadata() if key != "user-agent"})
         if not self.steps or self.steps[0].method != method:
             self.problems.append(f"unexpected {method}({request})")
             context.abort(grpc.StatusCode.INTERNAL, "not in the script")
@@ -136,7 +146,7 @@ def _abort(context: grpc.ServicerContext, error: PageKVError | grpc.StatusCode) 
 
 
 class _Servicer:
-    """Every method of the three services plays the script."""
+    """Every method of the services plays the script."""
 
     def __init__(self, script: ScriptedServer) -> None:
         self._script = script
@@ -201,7 +211,7 @@ def complete(
         complete=pb.GenerateComplete(
             index=index,
             finish_reason=more.pop("reason", types_pb2.FINISH_REASON_LENGTH),
-            output_ids=token_ids,
+            token_ids=token_ids,
             text="".join(f"t{token_id} " for token_id in token_ids) if text is None else text,
             prompt_tokens=prompt,
             completion_tokens=resumed + len(token_ids),

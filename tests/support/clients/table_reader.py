@@ -37,6 +37,8 @@ class Reader:
         self.watch = watch
         self.table: Table = {}
         self.host_table: Table = {}
+        # Namespace and adapter of what was stored last under each digest.
+        self.names: dict[tuple[Tier, bytes], tuple[str, str] | None] = {}
         while blocks := watch.take_snapshot(3):
             self.store(blocks)
 
@@ -51,6 +53,7 @@ class Reader:
                 if stored.tier is Tier.DEVICE:
                     assert (stored.first and place == 0) == (parent not in table)
                 table[digest] = parent, list(token_ids)
+                self.names[stored.tier, digest] = stored.names[place] if stored.names is not None else None
 
     def read(self) -> bool:
         """Takes what there is, if there is anything."""

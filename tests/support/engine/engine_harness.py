@@ -23,7 +23,7 @@ from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, Samp
 from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
-from pagekv.v1 import executor_service_pb2 as pb
+from pagekv.steps.v1 import executor_service_pb2 as pb
 
 VOCAB = 50
 DESCRIPTION = pb.DescribeResponse(
@@ -37,6 +37,15 @@ DESCRIPTION = pb.DescribeResponse(
     backend="fake",
     eos_token_ids=(),
     max_sequences=8,
+    num_layers=1,
+    num_kv_heads=1,
+    head_size=1,
+    kv_dtype="tuples",
+    contract_revision=1,
+    features=[number for number in pb.ExecutorFeature.values() if number],
+    max_steps_in_flight=2,
+    max_logprobs=128,
+    sampler="fake-1",
 )
 
 

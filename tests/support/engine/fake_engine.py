@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from pagekv.common.errors import AlreadyExists
+from pagekv.common.errors import AlreadyExists, Unavailable
 from pagekv.kvmanager.engine.loop import EngineLoop
+from pagekv.kvmanager.engine.paging import page_token, read_page_token
 from pagekv.kvmanager.engine.queries import EngineQueries
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
@@ -12,7 +13,10 @@ from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 from pagekv.kvmanager.request.command import FinishReason, GenerateCommand
 from pagekv.kvmanager.request.stream import RequestStream, SequenceDelta
 from pagekv.v1 import cache_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
+from pagekv.v1 import types_pb2
 
+RUNNING = types_pb2.SEQUENCE_STATE_RUNNING
 MODEL = EngineInfo(
     model_id="small",
     model_fingerprint="f00d",
@@ -48,6 +52,9 @@ class FakeEngine(EngineLoop, EngineQueries):
         self.watch: TableWatch | None = None
         self.ended_watches: list[TableWatch] = []
 
+    def not_attached(self) -> Unavailable:
+        return Unavailable("no executor is attached yet")
+
     def submit(self, command: GenerateCommand) -> RequestStream:
         if self.refusal is not None:
             raise self.refusal
@@ -82,9 +89,10 @@ class FakeEngine(EngineLoop, EngineQueries):
         self.stopped.append((stream.request_id, index))
         stream._open.discard(index)
 
-    def stats(self) -> pb.GetStatsResponse:
-        names = [field.name for field in pb.GetStatsResponse.DESCRIPTOR.fields]
-        stats = pb.GetStatsResponse()
+    def stats(self) -> operator_pb.GetStatsResponse:
+        fields = operator_pb.GetStatsResponse.DESCRIPTOR.fields
+        names = [field.name for field in fields if field.name not in ("instance_id", "start_time")]
+        stats = operator_pb.GetStatsResponse(instance_id="run-1")
         for number, name in enumerate(names):
             setattr(stats, name, True if name == "executor_attached" else number)
         return stats
@@ -96,7 +104,7 @@ class FakeEngine(EngineLoop, EngineQueries):
         )
 
     def explain_prefix(
-        self, token_ids: list[int], identity: CacheIdentity, start: int, limit: int
+        self, token_ids: list[int], identity: CacheIdentity, page_size: int, token: str = ""
     ) -> pb.ExplainPrefixResponse:
         self.lookups.append((token_ids, identity))
         blocks = [
@@ -108,64 +116,86 @@ class FakeEngine(EngineLoop, EngineQueries):
             ),
             pb.BlockExplanation(start=8, end=9, outcome=pb.BLOCK_OUTCOME_PARTIAL_TAIL, reason="tail"),
         ]
-        end = min(3, start + limit)
+        start = read_page_token(b"explain", token, 3)
+        end = min(3, start + page_size)
         return pb.ExplainPrefixResponse(
             blocks=blocks[start:end],
-            next_start=end if end < 3 else None,
+            next_page_token=page_token(b"explain", end) if end < 3 else "",
             prompt_tokens=len(token_ids),
             cached_tokens=4,
         )
 
-    def pin_prefix(self, token_ids: list[int], identity: CacheIdentity, lease_s: int) -> pb.PinPrefixResponse:
+    def pin_prefix(
+        self, token_ids: list[int], identity: CacheIdentity, lease_s: int, pin_id: str = ""
+    ) -> pb.PinPrefixResponse:
         if self.refusal is not None:
             raise self.refusal
         self.lookups.append((token_ids, identity))
-        return pb.PinPrefixResponse(pin_id=f"pin-{lease_s}", pinned_tokens=8)
+        return pb.PinPrefixResponse(pin_id=pin_id or f"pin-{lease_s}", pinned_tokens=8)
+
+    def list_pins(self) -> pb.ListPinsResponse:
+        return pb.ListPinsResponse(pins=[pb.PinInfo(pin_id="pin-60", pinned_tokens=8, namespace="n", adapter="a")])
 
     def unpin_prefix(self, pin_id: str) -> int:
         return 8 if pin_id == "pin-60" else 0
 
-    def block_tables(self, request_id: str) -> pb.GetBlockTableResponse | None:
+    def block_tables(self, request_id: str) -> operator_pb.GetBlockTableResponse | None:
         if request_id not in self.live:
             return None
-        table = pb.SequenceBlocks(
-            state="running", num_tokens=9, computed_tokens=8, block_ids=[7, 3, 1], block_hashes=["01" * 32, "02" * 32]
+        table = operator_pb.SequenceBlocks(
+            state=RUNNING,
+            num_tokens=9,
+            computed_tokens=8,
+            block_ids=[7, 3, 1],
+            block_hashes=["01" * 32, "02" * 32],
         )
-        return pb.GetBlockTableResponse(sequences=[table])
+        return operator_pb.GetBlockTableResponse(sequences=[table])
 
-    def list_requests(self, limit: int) -> pb.ListRequestsResponse:
+    def list_requests(self, page_size: int, token: str = "") -> operator_pb.ListRequestsResponse:
         infos = [
-            pb.RequestInfo(
-                request_id=name, state="running", priority=-1, num_sequences=1, prompt_tokens=9, cached_tokens=4,
+            operator_pb.RequestInfo(
+                request_id=name, state=RUNNING, priority=-1, num_sequences=1, prompt_tokens=9, cached_tokens=4,
                 computed_tokens=8, generated_tokens=2, max_total_tokens=20, num_blocks=3, preemptions=1,
             )
             for name in self.live
         ]  # fmt: skip  # several entries a line: one each would fill a screen
-        return pb.ListRequestsResponse(requests=infos[:limit], total=len(infos))
+        start = read_page_token(b"requests", token, 99)
+        return operator_pb.ListRequestsResponse(
+            requests=infos[start : start + page_size],
+            total=len(infos),
+            next_page_token=page_token(b"requests", start + page_size) if len(infos) > start + page_size else "",
+        )
 
-    def list_blocks(self, start: int, limit: int, state: pb.BlockState.ValueType) -> pb.ListBlocksResponse:
+    def list_blocks(
+        self, page_size: int, token: str, state: operator_pb.BlockState.ValueType
+    ) -> operator_pb.ListBlocksResponse:
         kinds = [
-            pb.BlockInfo(state=pb.BLOCK_STATE_FREE),
-            pb.BlockInfo(state=pb.BLOCK_STATE_CACHED, block_hash="cc"),
-            pb.BlockInfo(state=pb.BLOCK_STATE_ACTIVE, ref_count=2, block_hash="aa", pins=1),
-            pb.BlockInfo(state=pb.BLOCK_STATE_PINNED, ref_count=1, block_hash="ee", pins=1),
+            operator_pb.BlockInfo(state=operator_pb.BLOCK_STATE_FREE),
+            operator_pb.BlockInfo(state=operator_pb.BLOCK_STATE_CACHED, block_hash="cc"),
+            operator_pb.BlockInfo(state=operator_pb.BLOCK_STATE_ACTIVE, ref_count=2, block_hash="aa", pins=1),
+            operator_pb.BlockInfo(state=operator_pb.BLOCK_STATE_PINNED, ref_count=1, block_hash="ee", pins=1),
         ]
         blocks = []
-        for block_id in range(start, 10):
-            block = pb.BlockInfo(block_id=block_id)
+        for block_id in range(read_page_token(b"blocks", token, 10), 10):
+            block = operator_pb.BlockInfo(block_id=block_id)
             block.MergeFrom(kinds[block_id % 4])
-            if state in (pb.BLOCK_STATE_UNSPECIFIED, block.state):
+            if state in (operator_pb.BLOCK_STATE_UNSPECIFIED, block.state):
                 blocks.append(block)
-        next_start = blocks[limit].block_id if len(blocks) > limit else None
-        return pb.ListBlocksResponse(blocks=blocks[:limit], next_start=next_start)
+        after = page_token(b"blocks", blocks[page_size].block_id) if len(blocks) > page_size else ""
+        return operator_pb.ListBlocksResponse(blocks=blocks[:page_size], next_page_token=after)
 
-    def reset_prefix_cache(self, force: bool) -> pb.ResetPrefixCacheResponse | None:
+    def reset_prefix_cache(self, force: bool) -> operator_pb.ResetPrefixCacheResponse | None:
         if force:
-            return pb.ResetPrefixCacheResponse(removed_blocks=5, preempted_sequences=2, ended_pins=1)
-        return None if self.held_blocks else pb.ResetPrefixCacheResponse(removed_blocks=5)
+            return operator_pb.ResetPrefixCacheResponse(removed_blocks=5, preempted_sequences=2, ended_pins=1)
+        return None if self.held_blocks else operator_pb.ResetPrefixCacheResponse(removed_blocks=5)
 
-    def watch_events(self) -> TableWatch:
+    @property
+    def instance_id(self) -> str:
+        return "run-1"
+
+    def watch_events(self, start_revision: int = 0) -> TableWatch:
         if self.refusal is not None:
             raise self.refusal
-        self.watch = TableWatch(iter(self.table), self.ended_watches.append, max_unread=5000)
+        table = iter(()) if start_revision else iter(self.table)
+        self.watch = TableWatch(table, self.ended_watches.append, start_revision or 7, max_unread=5000)
         return self.watch

@@ -8,7 +8,7 @@ shows at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
@@ -67,6 +67,8 @@ def expected_output(prompt: list[int], max_tokens: int, vocab: int, ends: tuple[
 
 # Namespace, adapter, media and tokens.
 _Content = tuple[str, str, list[tuple[int, str]], list[int]]
+# The content of void slots, compared by identity.
+VOID: _Content = ("", "", [], [-1])
 
 
 @dataclass
@@ -74,8 +76,8 @@ class _Live:
     tokens: list[int]
     table: list[int]
     computed: int
-    # Likeliest tokens to report.
-    num_candidates: int
+    # Likeliest tokens to report; None: no log-probabilities.
+    num_candidates: int | None
     identity: CacheIdentity
 
     def content(self, end: int) -> _Content:
@@ -97,17 +99,22 @@ class FakeExecutor:
         self.steps = 0
         self.computed_tokens = 0
         self.largest_step = 0
+        # Whether a sequence with this prefix fails where it would sample.
+        self.fails: Callable[[tuple[int, ...]], bool] = lambda prefix: False
+        # Live sequences that failed.
+        self.failed: set[int] = set()
+        self.any_void = False
 
     def run(self, plan: StepPlan) -> StepResult:
         for seq_id in plan.finished:
             del self.live[seq_id]
+            self.failed.discard(seq_id)
         for move in plan.copies:
             self._copy(move)
         for new in plan.new:
             assert new.seq_id not in self.live
             assert 0 <= new.computed_tokens < len(new.token_ids)
-            search = new.sequence.request.search
-            wanted = 0 if search is None else search.num_candidates
+            wanted = new.sequence.request.num_likeliest
             identity = new.sequence.request.command.identity
             tokens, table = list(new.token_ids), list(new.block_ids)
             self.live[new.seq_id] = _Live(tokens, table, new.computed_tokens, wanted, identity)
@@ -117,25 +124,36 @@ class FakeExecutor:
         assert len(counts) == len(plan.scheduled_seq_ids), "a sequence is scheduled twice"
         shares = [(seq_id, seq, counts.get(seq_id, 1)) for seq_id, seq in self.live.items()]
         self._write(shares)
-        prefixes = [(seq_id, self._read(seq, count)) for seq_id, seq, count in shares if self._samples(seq, count)]
+        samples = {seq_id for seq_id, seq, count in shares if self._samples(seq, count)}
+        self.failed |= {seq_id for seq_id in samples if self.fails(tuple(self.live[seq_id].tokens))}
+        # One that failed in an earlier step knows fewer tokens than the manager planned by.
+        failed = [seq_id for seq_id, _, count in shares if seq_id in self.failed and count]
+        self.any_void |= bool(failed)
+        self._void(shares)
+        prefixes = sorted(
+            (seq_id, self._read(seq, count)) for seq_id, seq, count in shares if seq_id in samples - self.failed
+        )
         sampled = [(seq_id, next_token(prefix, self.vocab)) for seq_id, prefix in prefixes]
         logprobs = {
-            seq_id: TokenLogprobs(0, 0.0, tuple(likeliest(prefix, self.vocab, self.live[seq_id].num_candidates)))
+            seq_id: TokenLogprobs(0, 0.0, tuple(likeliest(prefix, self.vocab, count)))
             for seq_id, prefix in prefixes
-            if self.live[seq_id].num_candidates
+            if (count := self.live[seq_id].num_candidates) is not None
         }
         computed = sum(count for _, _, count in shares)
         assert computed == plan.num_tokens
         for seq_id, seq, count in shares:
             seq.computed += count
-            assert seq.computed <= len(seq.tokens), f"sequence {seq_id} computes past its tokens"
+            past = seq.computed > len(seq.tokens) and seq_id not in self.failed
+            assert not past, f"sequence {seq_id} computes past its tokens"
         for seq_id, token in sampled:
             self.live[seq_id].tokens.append(token)
         self.steps += 1
         self.computed_tokens += computed
         self.largest_step = max(self.largest_step, computed)
         seq_ids, tokens = [seq_id for seq_id, _ in sampled], [token for _, token in sampled]
-        return StepResult(self.steps, seq_ids, tokens, logprobs, computed, 0, 0)
+        return StepResult(
+            self.steps, seq_ids, tokens, logprobs, computed, 0, 0, dict.fromkeys(failed, "it was told to")
+        )
 
     def _copy(self, move: BlockCopy) -> None:
         """A whole block: slots that were never written arrive unwritten."""
@@ -170,9 +188,28 @@ class FakeExecutor:
                 written.add(slot)
                 self.slots[slot] = seq.content(position + 1)
 
+    def _void(self, shares: list[tuple[int, _Live, int]]) -> None:
+        """Voids slots that failed sequences wrote in this step, and all that is computed from void ones."""
+        if not self.any_void:
+            return
+        left = [(seq_id, seq, count) for seq_id, seq, count in shares if count]
+        while void := [each for each in left if each[0] in self.failed or self._reads_void(each[1], each[2])]:
+            left = [each for each in left if each not in void]
+            for _, seq, count in void:
+                for position in range(seq.computed, seq.computed + count):
+                    self.slots[self._slot(seq, position)] = VOID
+
+    def _reads_void(self, seq: _Live, count: int) -> bool:
+        return any(self.slots.get(self._slot(seq, position)) is VOID for position in range(seq.computed + count))
+
+    def _slot(self, seq: _Live, position: int) -> tuple[int, int]:
+        return seq.table[position // self.block_size], position % self.block_size
+
     def _read(self, seq: _Live, count: int) -> tuple[int, ...]:
-        """The input of the model: the prefix, read slot by slot."""
+        """The input of the model: the prefix, read slot by slot; another one where a slot is void."""
         end = seq.computed + count
+        if self.any_void and self._reads_void(seq, count):
+            return (VOID[3][0], *seq.tokens[:end])
         for position in range(end):
             slot, content = (
                 (seq.table[position // self.block_size], position % self.block_size),

@@ -8,6 +8,7 @@ from typing import Any
 
 from support.engine import small_tokenizers
 from support.engine.fake_engine import MODEL
+from support.prompts import as_chat, as_prompt
 
 from pagekv.kvmanager.api.validation import read_generate
 from pagekv.kvmanager.request.command import GenerateCommand
@@ -23,7 +24,7 @@ TEMPLATE = ChatTemplate(
 )
 TOKENIZER = Tokenizer(small_tokenizers.byte_level(), TEMPLATE)
 NO_TEMPLATE = Tokenizer(small_tokenizers.byte_level())
-IDS = types_pb2.TokenizedInput(input_ids=[5, 6, 7, 8])
+IDS = as_prompt([5, 6, 7, 8])
 
 
 def read(
@@ -34,7 +35,7 @@ def read(
 
 
 def sampled(**params: Any) -> pb.GenerateRequest:
-    return pb.GenerateRequest(tokenized=IDS, sampling_params=types_pb2.SamplingParams(**params))
+    return pb.GenerateRequest(prompt=IDS, sampling_params=types_pb2.SamplingParams(**params))
 
 
 def beams(width: int = 4, **params: Any) -> pb.GenerateRequest:
@@ -42,7 +43,7 @@ def beams(width: int = 4, **params: Any) -> pb.GenerateRequest:
 
 
 def cached(**controls: Any) -> pb.GenerateRequest:
-    return pb.GenerateRequest(tokenized=IDS, cache=types_pb2.CacheControls(**controls))
+    return pb.GenerateRequest(prompt=IDS, cache=types_pb2.CacheControls(**controls))
 
 
 def media(position: int, length: int, digest: str = "d") -> pb.GenerateRequest:
@@ -50,14 +51,13 @@ def media(position: int, length: int, digest: str = "d") -> pb.GenerateRequest:
 
 
 def chat(*messages: tuple[str, str]) -> pb.GenerateRequest:
-    return pb.GenerateRequest(
-        chat=types_pb2.ChatInput(messages=[types_pb2.ChatMessage(role=r, content=c) for r, c in messages])
-    )
+    return pb.GenerateRequest(prompt=as_chat(*messages))
 
 
 def ids(*token_ids: int, **fields: Any) -> pb.GenerateRequest:
-    return pb.GenerateRequest(tokenized=types_pb2.TokenizedInput(input_ids=token_ids), **fields)
+    return pb.GenerateRequest(prompt=as_prompt(token_ids), **fields)
 
 
 def resumed(tokens: int, **fields: Any) -> pb.GenerateRequest:
-    return ids(5, 6, 7, 8, resumed_tokens=tokens, **fields)
+    """After a prompt of two tokens."""
+    return ids(5, 6, resumed_token_ids=[7] * tokens, **fields)

@@ -13,6 +13,7 @@ import pytest
 from google.rpc import status_pb2
 from support.engine import small_tokenizers
 from support.engine.fake_engine import MODEL, FakeEngine
+from support.prompts import as_prompt
 
 from pagekv.common.server import GrpcServer
 from pagekv.common.statuses import STATUS_DETAILS_KEY
@@ -42,8 +43,8 @@ def bytes_of(text: str) -> list[int]:
 
 def request(request_id: str = "r", **fields: Any) -> pb.GenerateRequest:
     params = types_pb2.SamplingParams(**{"max_tokens": 40, **fields.pop("params", {})})
-    prompt = types_pb2.TokenizedInput(input_ids=fields.pop("ids", tokens_of("In the")))
-    return pb.GenerateRequest(request_id=request_id, tokenized=prompt, sampling_params=params, **fields)
+    prompt = as_prompt(fields.pop("ids", tokens_of("In the")))
+    return pb.GenerateRequest(request_id=request_id, prompt=prompt, sampling_params=params, **fields)
 
 
 class Stream:

@@ -8,6 +8,7 @@ from typing import Any
 from support.engine.fake_executor import FakeExecutor
 from support.engine.integrity import check_scheduler
 
+from pagekv.kvmanager.engine.answer_check import AnswerCheck
 from pagekv.kvmanager.engine.outputs import deliver
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, root_digest
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
@@ -70,6 +71,7 @@ class Driver:
         self.scheduler = Scheduler(self.pool, limits, eos, host=self.host)
         self.vocab = vocab
         self.executor = self._new_executor()
+        self._answers = AnswerCheck(vocab)
         self.depth = depth
         self.in_flight: deque[StepPlan] = deque()
         self.requests: list[LiveRequest] = []
@@ -139,6 +141,7 @@ class Driver:
             return False
         plan = self.in_flight.popleft()
         result = self.executor.run(plan)
+        result = self._answers.check(plan, result)
         deliver(self.scheduler.commit(plan, result), result)
         return True
 
@@ -167,6 +170,7 @@ class Driver:
         self.scheduler.lose_executor(self.pool, self.scheduler.limits, self.eos, self.host)
         self.in_flight.clear()
         self.executor = self._new_executor()
+        self._answers = AnswerCheck(self.vocab)
 
     def check(self) -> None:
         live = (s for request in self.requests for s in request.sequences)

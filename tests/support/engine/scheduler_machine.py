@@ -170,7 +170,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         blocks = driver.pool.match(digests, chunks)
         if blocks:
             with contextlib.suppress(LimitExceeded):
-                self.pinned.append(driver.pins.pin(blocks, 60, max(needs, default=0)))
+                self.pinned.append(driver.pins.pin(blocks, 60, max(needs, default=0)).pin_id)
 
     @precondition(lambda self: self.pinned)
     @rule()

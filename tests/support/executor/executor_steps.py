@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Container
 from typing import Any
 
-from pagekv.executor.backend.interface import BlockCopies, CopyDirection, Sampling, SequenceState
+from pagekv.executor.backend.interface import (
+    LAYOUT,
+    BackendFeature,
+    BlockCopies,
+    CopyDirection,
+    Sampling,
+    SequenceState,
+)
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel
+from pagekv.executor.session.attach_check import CONTRACT_REVISION, AttachOrder
 from pagekv.executor.session.epoch import Epoch
 from pagekv.executor.session.step import ExecutedStep, Step
 from pagekv.executor.session.step_check import EpochLimits
 
 EPOCH = 77
 VOCAB = 512
+ALL_FEATURES = frozenset(BackendFeature)
 
 
 def new_sequence(seq_id: int, tokens: list[int], blocks: list[int], computed: int = 0, **fields: Any) -> SequenceState:
@@ -26,6 +36,20 @@ def new_sequence(seq_id: int, tokens: list[int], blocks: list[int], computed: in
         "sampling": Sampling(),
     }
     return SequenceState(**{**values, **fields})
+
+
+def attach_order(manager_id: str = "m", **fields: Any) -> AttachOrder:
+    """An attachment of 8 blocks of 16 that requires no feature; `fields` override."""
+    values: dict[str, Any] = {
+        "block_size": 16,
+        "num_device_blocks": 8,
+        "num_host_blocks": 0,
+        "layout": LAYOUT,
+        "take_over": True,
+        "required_features": (),
+        "contract_revision": CONTRACT_REVISION,
+    }
+    return AttachOrder(manager_id, **{**values, **fields})
 
 
 def memory_op(kind: CopyDirection | None, sources: list[int], destinations: list[int]) -> BlockCopies:
@@ -52,12 +76,16 @@ class World:
         num_host_blocks: int = 8,
         max_model_len: int = 64,
         max_sequences: int = 16,
+        features: frozenset[BackendFeature] = ALL_FEATURES,
+        failing: Container[int] = (),
     ) -> None:
         self.backend = OracleBackend(
-            OracleModel(vocab_size=VOCAB, max_model_len=max_model_len), max_sequences=max_sequences
+            OracleModel(vocab_size=VOCAB, max_model_len=max_model_len), max_sequences=max_sequences, failing=failing
         )
         self.backend.allocate(block_size, num_device_blocks, num_host_blocks)
-        limits = EpochLimits(block_size, num_device_blocks, num_host_blocks, VOCAB, max_model_len, max_sequences)
+        limits = EpochLimits(
+            block_size, num_device_blocks, num_host_blocks, VOCAB, max_model_len, max_sequences, features
+        )
         self.epoch = Epoch(EPOCH, "test", limits, self.backend)
 
     def step(self, **columns: Any) -> Step:

@@ -10,6 +10,7 @@ from collections import deque
 from typing import Any
 
 from support.engine.scheduler_driver import Driver
+from support.executor.executor_steps import ALL_FEATURES
 from support.executor.expected_tokens import chain, choose_token, expected_tokens, mix
 
 from pagekv.executor.backend.interface import Backend, SequenceState
@@ -23,7 +24,7 @@ from pagekv.kvmanager.engine.steps_in_flight import StepsInFlight
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.scheduling.beam_search import BeamSearch
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
-from pagekv.v1 import executor_service_pb2 as pb
+from pagekv.steps.v1 import executor_service_pb2 as pb
 
 EPOCH = 9
 MAX_MODEL_LEN = 64
@@ -47,11 +48,12 @@ class WireExecutor:
         if backend is None:
             backend = OracleBackend(OracleModel("", vocab, MAX_MODEL_LEN, eos), max_sequences=max_sequences)
         backend.allocate(block_size, num_blocks, host_blocks)
-        limits = EpochLimits(block_size, num_blocks, host_blocks, vocab, MAX_MODEL_LEN, max_sequences)
+        limits = EpochLimits(block_size, num_blocks, host_blocks, vocab, MAX_MODEL_LEN, max_sequences, ALL_FEATURES)
         self.epoch = Epoch(EPOCH, "test", limits, backend)
         self._eos = eos
         self._sent: deque[bytes] = deque()
         self._in_flight = StepsInFlight()
+        self._in_flight.begin_epoch(vocab)
         self._steps = 0
         self.largest_step = 0
         self.num_copies = 0
@@ -75,9 +77,10 @@ class WireExecutor:
         self.largest_step = max(self.largest_step, report.computed_tokens)
         result = executor_wire.step_result(report).SerializeToString()
         answer = wire.step_result(pb.StepResult.FromString(result))
-        assert self._in_flight.answered(answer) is plan
+        answered, checked = self._in_flight.answered(answer)
+        assert answered is plan
         self._in_flight.pop()
-        return answer
+        return checked
 
 
 class WireDriver(Driver):
@@ -113,19 +116,15 @@ def expected_output(command: GenerateCommand, index: int, vocab: int, eos: tuple
 def expected_results(command: GenerateCommand, vocab: int, eos: tuple[int, ...]) -> list[list[int]]:
     """The results of a beam search over the oracle, best first: the search itself, without blocks."""
     sampling = command.sampling
-    ends = sampling.end_ids(eos)
     search = BeamSearch(sampling, command.n, eos)
     while not search.done:
-        banned = sorted(ends) if search.num_tokens < sampling.min_tokens else []
         prefixes = [[*command.prompt_ids, *beam.token_ids] for beam in search.beams]
-        search.advance([_candidates(prefix, banned, vocab, eos, search.num_candidates) for prefix in prefixes])
+        search.advance([_candidates(prefix, vocab, eos, search.num_candidates) for prefix in prefixes])
     return [list(result.token_ids) for result in search.results()]
 
 
-def _candidates(
-    prefix: list[int], banned: list[int], vocab: int, eos: tuple[int, ...], count: int
-) -> list[tuple[int, float]]:
+def _candidates(prefix: list[int], vocab: int, eos: tuple[int, ...], count: int) -> list[tuple[int, float]]:
     """The oracle's likeliest tokens after a prefix."""
     read = sum(map(mix, chain(prefix))) % 2**64
-    token, drawn = choose_token(read, len(prefix), vocab_size=vocab, eos_token_ids=eos, banned=banned)
+    token, drawn = choose_token(read, len(prefix), vocab_size=vocab, eos_token_ids=eos)
     return list(likeliest(token, drawn, vocab, count))

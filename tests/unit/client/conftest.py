@@ -36,7 +36,7 @@ class BlockingStream:
         self._run(self._stream.__aexit__(*error))
 
     def close(self) -> None:
-        self._run(self._stream.aclose())
+        self._run(self._stream.close())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -55,6 +55,12 @@ class BlockingAsyncClient:
 
         self._client = self._run(make())
 
+    def with_options(self, **options: Any) -> BlockingAsyncClient:
+        other = object.__new__(BlockingAsyncClient)
+        vars(other).update(vars(self))
+        other._client = self._client.with_options(**options)
+        return other
+
     def close(self) -> None:
         self._run(self._client.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -65,15 +71,23 @@ class BlockingAsyncClient:
         return BlockingStream(self._client.stream(*args, **kwargs), self._run)
 
     def watch_events(self, **kwargs: Any) -> Iterator[Any]:
-        batches = self._client.watch_events(**kwargs)
+        return self._each(self._client.watch_events(**kwargs))
+
+    def iter_requests(self) -> Iterator[Any]:
+        return self._each(self._client.iter_requests())
+
+    def iter_blocks(self, *args: Any) -> Iterator[Any]:
+        return self._each(self._client.iter_blocks(*args))
+
+    def _each(self, items: Any) -> Iterator[Any]:
         try:
             while True:
                 try:
-                    yield self._run(anext(batches))
+                    yield self._run(anext(items))
                 except StopAsyncIteration:
                     return
         finally:
-            self._run(batches.aclose())
+            self._run(items.aclose())
 
     def _run(self, awaitable: Any) -> Any:
         async def wait() -> Any:

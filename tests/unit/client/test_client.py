@@ -12,18 +12,19 @@ from pagekv.client import (
     CacheControls,
     ChatMessage,
     DeadlineExceeded,
+    InvalidRequest,
     MediaHash,
     PageKVClient,
 )
-from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
 from pagekv.v1 import types_pb2
 
 
 def test_generate_sends_every_option_and_types_the_answer(server: ScriptedServer, client: PageKVClient) -> None:
     def check(request: pb.GenerateRequest) -> None:
         sampling = request.sampling_params
-        assert request.text == "hello"
+        assert request.prompt.text == "hello"
         assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.75, 4)
         assert (sampling.min_p, sampling.max_tokens, sampling.min_tokens) == (0.25, 9, 2)
         assert (sampling.seed, sampling.n) == (11, 1)
@@ -34,8 +35,10 @@ def test_generate_sends_every_option_and_types_the_answer(server: ScriptedServer
         assert sampling.logprobs == 1
         assert dict(sampling.logit_bias) == {3: 1.5}
         assert (request.priority, request.request_id) == (-4, "mine")
-        assert (request.cache.namespace, request.cache.adapter_id) == ("n", "a")
-        assert (request.cache.no_read, request.cache.no_write) == (True, False)
+        assert (request.cache.namespace, request.adapter) == ("n", "a")
+        assert request.cache.HasField("read")
+        assert not request.cache.read
+        assert not request.cache.HasField("write"), "True is the server's default"
         (media,) = request.cache.media_hashes
         assert (media.position, media.length, media.hash) == (1, 2, "h")
 
@@ -74,7 +77,8 @@ def test_generate_sends_every_option_and_types_the_answer(server: ScriptedServer
         logit_bias={3: 1.5},
         priority=-4,
         request_id="mine",
-        cache=CacheControls("n", "a", (MediaHash(1, 2, "h"),), read=False),
+        adapter="a",
+        cache=CacheControls("n", (MediaHash(1, 2, "h"),), read=False),
     )
     assert (result.text, result.token_ids, result.finish_reason) == ("seven", (7,), "stop")
     assert (result.prompt_tokens, result.completion_tokens, result.cached_tokens) == (3, 1, 2)
@@ -90,7 +94,7 @@ def test_what_is_not_given_is_not_sent_but_the_seed_and_request_id(
     for _ in range(2):
         server.expect("Generate", complete(7), check=sent.append)
         client.generate([1, 2, 3])
-    assert [list(request.tokenized.input_ids) for request in sent] == [[1, 2, 3], [1, 2, 3]]
+    assert [list(request.prompt.token_ids.ids) for request in sent] == [[1, 2, 3], [1, 2, 3]]
     present = [field.name for field, _ in sent[0].sampling_params.ListFields()]
     assert present == ["n", "seed"]
     assert sent[0].sampling_params.seed != sent[1].sampling_params.seed
@@ -106,10 +110,18 @@ def test_what_is_not_given_is_not_sent_but_the_seed_and_request_id(
 )
 def test_a_conversation_is_sent_as_chat(server: ScriptedServer, client: PageKVClient, messages: Any) -> None:
     def check(request: pb.GenerateRequest) -> None:
-        assert [(m.role, m.content) for m in request.chat.messages] == [("user", "hi"), ("assistant", "")]
+        assert [(m.role, m.content) for m in request.prompt.chat.messages] == [("user", "hi"), ("assistant", "")]
 
     server.expect("Generate", complete(7), check=check)
     client.generate(messages)
+
+
+def test_generate_is_for_one_sequence(server: ScriptedServer, client: PageKVClient) -> None:
+    server.expect("Generate", complete(7))
+    assert client.generate("x", n=1).token_ids == (7,)
+    with pytest.raises(InvalidRequest, match="generate_n several") as caught:
+        client.generate("x", n=2)
+    assert caught.value.field == "n"
 
 
 def test_several_sequences_come_back_by_index(server: ScriptedServer, client: PageKVClient) -> None:
@@ -118,7 +130,7 @@ def test_several_sequences_come_back_by_index(server: ScriptedServer, client: Pa
         assert request.only_complete
 
     server.expect("Generate", complete(9, index=2), complete(7, index=0), complete(8, index=1), check=check)
-    assert [c.token_ids for c in client.generate_n("x", 3)] == [(7,), (8,), (9,)]
+    assert [c.token_ids for c in client.generate_n("x", n=3)] == [(7,), (8,), (9,)]
 
 
 def test_beam_search_comes_back_best_first(server: ScriptedServer, client: PageKVClient) -> None:
@@ -170,7 +182,7 @@ def test_closing_a_stream_aborts_the_request(server: ScriptedServer, client: Pag
 
 
 def test_deadlines(server: ScriptedServer, make_client: Any) -> None:
-    server.expect("GetStats", cache_pb.GetStatsResponse())
+    server.expect("GetStats", operator_pb.GetStatsResponse())
     make_client(server.target, timeout=1000).stats()
     server.expect("Generate", complete(4))
     make_client(server.target, timeout=1000).generate("x", timeout=3000)

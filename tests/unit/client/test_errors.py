@@ -10,13 +10,13 @@ from support.clients.scripted_server import Fails, ScriptedServer, free_port
 
 from pagekv.client import (
     AlreadyExists,
-    ComputationFailed,
+    ConnectionLost,
+    DeadlineExceeded,
     FailedPrecondition,
     FellBehind,
     InvalidRequest,
     LimitExceeded,
     NotFound,
-    NotImplementedYet,
     Overloaded,
     PageKVClient,
     PageKVError,
@@ -35,20 +35,38 @@ from pagekv.common import errors
             InvalidRequest,
             {"field": "sampling_params.top_p", "description": "must be above 0, got 0"},
         ),
-        (errors.AlreadyExists("request_id", "r is running"), AlreadyExists, {"field": "request_id"}),
-        (errors.NotFound("no request r"), NotFound, {}),
-        (errors.Overloaded("1024 wait", 2.5), Overloaded, {"retry_delay_s": 2.5}),
+        (
+            errors.AlreadyExists("request_id", "r is running", "request", "r"),
+            AlreadyExists,
+            {"field": "request_id", "description": "r is running", "kind": "request", "name": "r"},
+        ),
+        (errors.NotFound("no request r", "request", "r"), NotFound, {"kind": "request", "name": "r"}),
+        (
+            errors.Overloaded("1024 wait", 2.5, limit=1024, flag="--max-queue"),
+            Overloaded,
+            {"retry_delay_s": 2.5, "limit": 1024, "flag": "--max-queue"},
+        ),
         (errors.OutOfMemory("pools"), errors.OutOfMemory, {}),
-        (errors.LimitExceeded("pins"), LimitExceeded, {}),
-        (errors.Unavailable("draining", 3.0), Unavailable, {"retry_delay_s": 3.0}),
-        (errors.FailedPrecondition("blocks are held"), FailedPrecondition, {}),
+        (
+            errors.LimitExceeded("pins", needed_blocks=4, available_blocks=0, pinned_blocks=5, limit=5, flag="--share"),
+            LimitExceeded,
+            {"needed_blocks": 4, "available_blocks": 0, "pinned_blocks": 5, "limit": 5, "flag": "--share"},
+        ),
+        (errors.LimitExceeded("watches", limit=16), LimitExceeded, {"needed_blocks": None, "limit": 16, "flag": ""}),
+        (errors.Unavailable("no executor", 3.0), Unavailable, {"retry_delay_s": 3.0}),
+        (
+            errors.FailedPrecondition("blocks are held", "BLOCKS_HELD", "prefix cache"),
+            FailedPrecondition,
+            {"kind": "BLOCKS_HELD", "subject": "prefix cache"},
+        ),
         (errors.StaleEpoch("old"), errors.StaleEpoch, {}),
         (errors.FellBehind("start again"), FellBehind, {}),
-        (errors.ComputationFailed("no"), ComputationFailed, {}),
-        (errors.NotImplementedYet("later"), NotImplementedYet, {}),
-        (grpc.StatusCode.INTERNAL, ServerError, {"code": "INTERNAL"}),
+        (errors.ComputationFailed("no"), ServerError, {"code": "INTERNAL", "reason": "COMPUTATION_FAILED"}),
+        (errors.SequenceFailed("not a number"), errors.SequenceFailed, {}),
+        (errors.RevisionGone("too old"), errors.RevisionGone, {}),
+        (errors.NotImplementedYet("later"), ServerError, {"code": "UNIMPLEMENTED", "reason": "NOT_IMPLEMENTED"}),
+        (grpc.StatusCode.INTERNAL, ServerError, {"code": "INTERNAL", "reason": ""}),
         (grpc.StatusCode.UNIMPLEMENTED, ServerError, {"code": "UNIMPLEMENTED"}),
-        (grpc.StatusCode.RESOURCE_EXHAUSTED, ServerError, {"code": "RESOURCE_EXHAUSTED"}),
     ],
 )
 def test_statuses_become_domain_exceptions(
@@ -56,7 +74,8 @@ def test_statuses_become_domain_exceptions(
 ) -> None:
     server.expect("ResetPrefixCache", Fails(sent))
     server.expect("Generate", Fails(sent))
-    for call in (client.reset_prefix_cache, lambda: client.generate("x")):
+    once = client.with_options(max_retries=0)
+    for call in (once.reset_prefix_cache, lambda: once.generate("x")):
         with pytest.raises(PageKVError) as caught:
             call()
         assert type(caught.value) is raised
@@ -67,7 +86,22 @@ def test_statuses_become_domain_exceptions(
 
 def test_nobody_listens(make_client: Any) -> None:
     target = f"127.0.0.1:{free_port()}"
-    client = make_client(target)
+    client = make_client(target, max_retries=0)
     for call in (client.stats, lambda: client.generate("x"), lambda: next(client.stream("x"))):
         with pytest.raises(Unreachable, match=rf"cannot reach PageKV at {target}.*pagekv up"):
             call()
+
+
+def test_errors_are_caught_by_their_builtin_bases() -> None:
+    caught: list[Exception] = []
+    for error, base in (
+        (Unreachable("nobody", retry_delay_s=2.0), ConnectionError),
+        (ConnectionLost("broken"), ConnectionError),
+        (DeadlineExceeded("late"), TimeoutError),
+    ):
+        try:
+            raise error
+        except base as found:
+            caught.append(found)
+    assert [str(error) for error in caught] == ["nobody", "broken", "late"]
+    assert [getattr(error, "retry_delay_s", None) for error in caught] == [2.0, 1.0, None]

@@ -21,32 +21,27 @@ from pagekv.client import (
     Unreachable,
 )
 from pagekv.client.errors import Overloaded
+from pagekv.client.generation_types import GenerateOptions, PositionLogprobs, TokenLogprob
 from pagekv.client.resumable_generation import ResumableGeneration
-from pagekv.client.types import GenerateOptions, PositionLogprobs, TokenLogprob
+from pagekv.client.settings import CallSettings
 from pagekv.common import errors
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
 
-# A pool that holds the whole context.
-INFO = pb.GetModelInfoResponse(max_model_len=100, block_size=16, num_device_blocks=99)
 
-
-def resumed_with(*received: int, prompt: tuple[int, ...] = (1, 2, 3), **sampling: Any) -> Any:
+def resumed_with(*received: int) -> Any:
     """A check that the request resumes a stream of which `received` arrived."""
 
     def check(request: pb.GenerateRequest) -> None:
-        assert request.WhichOneof("input") == "tokenized"
-        assert tuple(request.tokenized.input_ids) == (*prompt, *received)
-        assert request.resumed_tokens == len(received)
+        assert tuple(request.resumed_token_ids) == received
         assert request.model_fingerprint == MODEL
-        for name, value in sampling.items():
-            assert getattr(request.sampling_params, name) == value
 
     return check
 
 
-def test_a_token_prompt_is_resumed_without_a_token_lost_or_repeated(
-    server: ScriptedServer, client: PageKVClient
+@pytest.mark.parametrize("prompt", ["hello", [1, 2, 3], [ChatMessage("user", "hi")]], ids=["text", "ids", "chat"])
+def test_a_prompt_of_any_kind_is_resumed_without_a_token_lost_or_repeated(
+    server: ScriptedServer, client: PageKVClient, prompt: Any
 ) -> None:
     first: list[pb.GenerateRequest] = []
     server.expect(
@@ -55,9 +50,8 @@ def test_a_token_prompt_is_resumed_without_a_token_lost_or_repeated(
 
     def check(request: pb.GenerateRequest) -> None:
         resumed_with(4, 5, 6)(request)
-        # All else stays: seed, sampling, request id, cache controls.
-        request.tokenized.input_ids[:] = first[0].tokenized.input_ids
-        request.resumed_tokens = 0
+        # All else stays: prompt, seed, sampling, request id, cache controls.
+        del request.resumed_token_ids[:]
         request.model_fingerprint = ""
         assert request == first[0]
 
@@ -68,7 +62,7 @@ def test_a_token_prompt_is_resumed_without_a_token_lost_or_repeated(
         complete(7, text="t6 t7 ", cached=6, resumed=3),
         check=check,
     )
-    stream = client.stream([1, 2, 3], temperature=0.5, priority=2)
+    stream = client.stream(prompt, temperature=0.5, priority=2)
     chunks = list(stream)
     assert [token for c in chunks for token in c.token_ids] == [4, 5, 6, 7]
     assert "".join(c.text for c in chunks) == "t4 t5 t6 t7 "
@@ -80,13 +74,10 @@ def test_a_token_prompt_is_resumed_without_a_token_lost_or_repeated(
 
 
 @pytest.mark.parametrize("call", ["stream", "generate"])
-def test_a_text_prompt_is_encoded_only_when_needed(server: ScriptedServer, client: PageKVClient, call: str) -> None:
+def test_a_second_break_goes_on_behind_both_parts(server: ScriptedServer, client: PageKVClient, call: str) -> None:
     server.expect("Generate", chunk(4), Fails(LOST))
-    server.expect("Tokenize", pb.TokenizeResponse(token_ids=[1, 2, 3]), check=lambda r: _equal(r.text, "hello"))
-    server.expect("GetModelInfo", INFO)
     server.expect("Generate", chunk(5, done=1), Fails(LOST), check=resumed_with(4))
-    # A second break asks for nothing again.
-    server.expect("Generate", chunk(6, done=2), complete(6, resumed=2), check=resumed_with(4, 5, max_tokens=9))
+    server.expect("Generate", chunk(6, done=2), complete(6, resumed=2), check=resumed_with(4, 5))
     if call == "generate":
         end = client.generate("hello", max_tokens=9)
     else:
@@ -98,24 +89,6 @@ def test_a_text_prompt_is_encoded_only_when_needed(server: ScriptedServer, clien
 
 def _equal(a: object, b: object) -> None:
     assert a == b
-
-
-@pytest.mark.parametrize(
-    ("info", "max_tokens"),
-    [(INFO, 97), (pb.GetModelInfoResponse(max_model_len=100, block_size=16, num_device_blocks=3), 46)],
-    ids=["context", "pool"],
-)
-def test_a_conversation_keeps_its_own_default_of_max_tokens(
-    server: ScriptedServer, client: PageKVClient, info: pb.GetModelInfoResponse, max_tokens: int
-) -> None:
-    """The default of max_tokens is what context and pool leave; the last token takes no slot."""
-    server.expect("Generate", chunk(4), Fails(LOST))
-    server.expect(
-        "Tokenize", pb.TokenizeResponse(token_ids=[1, 2, 3]), check=lambda r: _equal(r.chat.messages[0].content, "hi")
-    )
-    server.expect("GetModelInfo", info)
-    server.expect("Generate", chunk(5, done=1), complete(5, resumed=1), check=resumed_with(4, max_tokens=max_tokens))
-    assert client.generate([ChatMessage("user", "hi")]).token_ids == (4, 5)
 
 
 def test_a_break_between_the_last_token_and_the_end(server: ScriptedServer, client: PageKVClient) -> None:
@@ -217,7 +190,66 @@ def test_a_server_that_is_not_ready_yet_is_asked_again(
     assert client.generate([1, 2, 3]).token_ids == (4, 5)
 
 
-@pytest.mark.parametrize("status", [grpc.StatusCode.INTERNAL, errors.InvalidRequest("resumed_tokens", "no")])
+@pytest.mark.parametrize(
+    "refusal", [errors.Unavailable("no executor is attached yet", 0.01), errors.Overloaded("queue full", 0.01)]
+)
+def test_a_refusal_before_the_first_token_is_retried(
+    server: ScriptedServer, client: PageKVClient, refusal: errors.PageKVError
+) -> None:
+    sent: list[pb.GenerateRequest] = []
+    for reply in (Fails(refusal), Fails(refusal), complete(4)):
+        server.expect("Generate", reply, check=sent.append)
+    end = client.generate("x")
+    assert (end.token_ids, end.resumes) == ((4,), 0)
+    assert sent[0] == sent[1] == sent[2]
+    # No more often than that.
+    for _ in range(3):
+        server.expect("Generate", Fails(refusal))
+    with pytest.raises(type(refusal)):
+        client.generate("x")
+    server.expect("Generate", Fails(refusal))
+    with pytest.raises(type(refusal)):
+        client.with_options(max_retries=0).generate("x")
+
+
+def test_a_retry_waits_as_long_as_the_server_asks() -> None:
+    settings = CallSettings(max_retries=2)
+    generation = ResumableGeneration("x", 1, {"timeout": 100.0}, settings, clock=lambda: 0.0)
+    assert 3.0 <= generation.failed(Overloaded("full", 3.0)) <= 3.75
+    assert 0.1 <= generation.failed(errors.Unavailable("starting", 0.0)) <= 0.125
+    with pytest.raises(Overloaded):
+        generation.failed(Overloaded("full", 3.0))
+    # Nor does it wait for what would come too late, or longer than anybody would.
+    for timeout, delay_s in ((2.5, 3.0), (None, 61.0)):
+        short = ResumableGeneration("x", 1, {"timeout": timeout}, settings, clock=lambda: 0.0)
+        with pytest.raises(Overloaded):
+            short.failed(Overloaded("full", delay_s))
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionLost("gone"), errors.AlreadyExists("request_id", "is taken"), errors.LimitExceeded("no")]
+)
+def test_no_other_refusal_is_retried(error: errors.PageKVError) -> None:
+    generation = ResumableGeneration("x", 1, {"resume_timeout": 0.0}, CallSettings(max_retries=2))
+    with pytest.raises(type(error)):
+        generation.failed(error)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"timeout": -1.0}, "timeout"),
+        ({"timeout": float("nan")}, "timeout"),
+        ({"resume_timeout": 2e6}, "resume_timeout"),
+    ],
+)
+def test_time_limits_out_of_bounds_are_refused(options: GenerateOptions, field: str) -> None:
+    with pytest.raises(errors.InvalidRequest) as caught:
+        ResumableGeneration("x", 1, options, CallSettings())
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("status", [grpc.StatusCode.INTERNAL, errors.InvalidRequest("resumed_token_ids", "no")])
 def test_other_errors_end_it(server: ScriptedServer, client: PageKVClient, status: Any) -> None:
     server.expect("Generate", chunk(4), Fails(LOST))
     server.expect("Generate", Fails(status))
@@ -234,15 +266,29 @@ def test_a_server_that_shuts_down_before_it_takes_the_call_is_asked_again(
     assert client.generate([1, 2, 3]).token_ids == (4,)
 
 
+def test_a_manager_that_shuts_down_is_followed_by_another(server: ScriptedServer, client: PageKVClient) -> None:
+    """Before it took the call, before the first token, and in the middle."""
+    draining = Fails(errors.Draining("the manager is shutting down", 0.01))
+    server.expect("Generate", draining)
+    server.expect("Generate", chunk(4), draining)
+    server.expect("Generate", draining, check=resumed_with(4))
+    server.expect("Generate", chunk(5, done=1), complete(5, resumed=1), check=resumed_with(4))
+    end = client.generate([1, 2, 3])
+    assert (end.token_ids, end.resumes) == ((4, 5), 2)
+    server.expect("Generate", draining)
+    with pytest.raises(errors.Draining, match="is shutting down"):
+        client.with_options(max_retries=0).generate([1, 2, 3], resume_timeout=0)
+
+
 def test_resuming_can_be_switched_off(server: ScriptedServer, client: PageKVClient) -> None:
     server.expect("Generate", chunk(4), Fails(LOST), check=lambda r: _equal(r.only_complete, False))
-    stream = client.stream("x", resume_timeout_s=0)
+    stream = client.stream("x", resume_timeout=0)
     assert next(stream).token_ids == (4,)
     with pytest.raises(ConnectionLost, match="was lost"):
         next(stream)
     # Without resuming, chunks are of no use to `generate`.
     server.expect("Generate", complete(4), check=lambda r: _equal(r.only_complete, True))
-    client.generate("x", resume_timeout_s=0)
+    client.generate("x", resume_timeout=0)
 
 
 def test_a_broken_beam_search_is_asked_for_again(server: ScriptedServer, client: PageKVClient) -> None:
@@ -258,9 +304,8 @@ def test_a_broken_beam_search_is_asked_for_again(server: ScriptedServer, client:
 
 def test_another_tokenizer_is_noticed(server: ScriptedServer, client: PageKVClient) -> None:
     server.expect("Generate", chunk(4), Fails(LOST))
-    server.expect("Tokenize", pb.TokenizeResponse(token_ids=[1, 2, 3, 4]))
-    server.expect("GetModelInfo", INFO)
-    with pytest.raises(ServerError, match=r"had 3 tokens .* 4; is it another model"):
+    server.expect("Generate", chunk(5, prompt=4, done=1), check=resumed_with(4))
+    with pytest.raises(ServerError, match=r"had 3 tokens .* 4; is it another tokenizer"):
         client.generate("x")
 
 
@@ -301,7 +346,7 @@ def test_it_gives_up_after_resume_timeout(make_client: Any) -> None:
     server.expect("Generate", chunk(4), lambda: threading.Thread(target=server.stop).start(), Hangs())
     start = time.monotonic()
     with pytest.raises((Unreachable, ConnectionLost)):
-        list(make_client(server.target).stream([1, 2, 3], resume_timeout_s=0.5))
+        list(make_client(server.target).stream([1, 2, 3], resume_timeout=0.5))
     assert time.monotonic() - start >= 0.5
     server.finish()
 
@@ -314,7 +359,7 @@ LOST_ERROR = ConnectionLost("gone")
 
 def test_pauses_grow_and_end_with_the_resume_timeout() -> None:
     now = [0.0]
-    generation = ResumableGeneration([1], 1, {}, default_resume_timeout_s=10, clock=lambda: now[0])
+    generation = ResumableGeneration([1], 1, {}, CallSettings(resume_timeout=10), clock=lambda: now[0])
     generation.take(chunk(4))
     pauses = []
 
@@ -334,7 +379,7 @@ def test_pauses_grow_and_end_with_the_resume_timeout() -> None:
 
 
 def test_an_overloaded_server_sets_the_pause() -> None:
-    generation = ResumableGeneration([1], 1, {}, default_resume_timeout_s=10)
+    generation = ResumableGeneration([1], 1, {}, CallSettings(resume_timeout=10))
     generation.take(chunk(4))
     generation.failed(LOST_ERROR)
     assert generation.failed(Overloaded("full", 3.0)) == pytest.approx(3.0)
@@ -342,7 +387,7 @@ def test_an_overloaded_server_sets_the_pause() -> None:
 
 def test_the_timeout_covers_the_outage() -> None:
     now = [0.0]
-    generation = ResumableGeneration([1], 1, {"timeout": 2.0}, default_resume_timeout_s=10, clock=lambda: now[0])
+    generation = ResumableGeneration([1], 1, {"timeout": 2.0}, CallSettings(resume_timeout=10), clock=lambda: now[0])
     assert generation.remaining_s() == 2.0
     generation.take(chunk(4))
 
@@ -364,12 +409,12 @@ def test_any_cut_gives_the_same_stream(seed: int) -> None:
     whole = "".join(f"<{token}>" for token in tokens)
     ends = sorted(rng.randint(0, len(whole)) for _ in tokens)
     ends = [0, *ends[:-1], len(whole)]
-    generation = ResumableGeneration([1, 2, 3], 1, {"logprobs": 0}, default_resume_timeout_s=30, clock=lambda: 0.0)
+    generation = ResumableGeneration([1, 2, 3], 1, {"logprobs": 0}, CallSettings(resume_timeout=30), clock=lambda: 0.0)
     chunks = []
     while not generation.done:
         request = generation.request()
-        have = request.resumed_tokens
-        assert list(request.tokenized.input_ids) == [1, 2, 3, *tokens[:have]]
+        have = len(request.resumed_token_ids)
+        assert (list(request.prompt.token_ids.ids), list(request.resumed_token_ids)) == ([1, 2, 3], tokens[:have])
         stop = rng.randint(have, len(tokens))
         at = have
         while at < stop:
@@ -391,7 +436,7 @@ def test_any_cut_gives_the_same_stream(seed: int) -> None:
     end = generation.completions[0]
     assert [token for c in chunks for token in c.token_ids] == tokens == list(end.token_ids)
     assert "".join(c.text for c in chunks) == whole == end.text
-    expected = tuple(PositionLogprobs(TokenLogprob(token, -1.0), ()) for token in tokens)
+    expected = tuple(PositionLogprobs(chosen=TokenLogprob(token_id=token, logprob=-1.0), top=()) for token in tokens)
     assert tuple(logprobs for c in chunks for logprobs in c.logprobs) == expected == end.logprobs
     assert [c.completion_tokens for c in chunks][-1:] in ([12], [])
     assert {c.cached_tokens for c in chunks} <= {0}
@@ -409,13 +454,13 @@ def test_any_cuts_give_the_same_streams_of_several_sequences(seed: int) -> None:
         index: [0, *sorted(rng.randint(0, len(whole[index])) for _ in of[1:]), len(whole[index])]
         for index, of in tokens.items()
     }
-    generation = ResumableGeneration("x", 3, {"logprobs": 0}, default_resume_timeout_s=30, clock=lambda: 0.0)
+    generation = ResumableGeneration("x", 3, {"logprobs": 0}, CallSettings(resume_timeout=30), clock=lambda: 0.0)
     got: dict[int, list[int]] = {index: [] for index in tokens}
     texts = dict.fromkeys(tokens, "")
     logprobs: list[PositionLogprobs] = []
     while not generation.done:
         request, at, open_ = generation.request(), dict.fromkeys(tokens, 0), [*tokens]
-        assert request.text == "x"
+        assert request.prompt.text == "x"
         while open_ and rng.random() > 0.1:
             index = rng.choice(open_)
             begin, of = at[index], tokens[index]

@@ -5,36 +5,37 @@ from __future__ import annotations
 import pytest
 from support.clients.scripted_server import LOST, Fails, Hangs, ScriptedServer
 
-from pagekv.client import BlockStored, ConnectionLost, FellBehind, PageKVClient, ServerError, TableReplica, wire
+from pagekv.client import BlockStored, ConnectionLost, FellBehind, PageKVClient, TableReplica, wire
 from pagekv.common import errors
-from pagekv.v1 import cache_service_pb2 as cache_pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
+from pagekv.v1 import types_pb2
 
-DEVICE, HOST = cache_pb.TIER_DEVICE, cache_pb.TIER_HOST
-
-
-def stored(name: str, parent: str = "", tier: cache_pb.Tier.ValueType = DEVICE) -> cache_pb.CacheEvent:
-    block = cache_pb.BlockStored(block_hash=name, parent_hash=parent, token_ids=[1, 2], tier=tier)
-    return cache_pb.CacheEvent(stored=block)
+DEVICE, HOST = types_pb2.TIER_DEVICE, types_pb2.TIER_HOST
 
 
-def removed(name: str, tier: cache_pb.Tier.ValueType) -> cache_pb.CacheEvent:
-    return cache_pb.CacheEvent(removed=cache_pb.BlockRemoved(block_hash=name, tier=tier))
+def stored(name: str, parent: str = "", tier: types_pb2.Tier.ValueType = DEVICE) -> operator_pb.CacheEvent:
+    block = operator_pb.BlockStored(block_hash=name, parent_hash=parent, token_ids=[1, 2], tier=tier)
+    return operator_pb.CacheEvent(stored=block)
+
+
+def removed(name: str, tier: types_pb2.Tier.ValueType) -> operator_pb.CacheEvent:
+    return operator_pb.CacheEvent(removed=operator_pb.BlockRemoved(block_hash=name, tier=tier))
 
 
 REMOVED_A = removed("a", DEVICE)
-CLEARED = cache_pb.CacheEvent(cleared=cache_pb.AllBlocksCleared())
+CLEARED = operator_pb.CacheEvent(cleared=operator_pb.AllBlocksCleared())
 
 
 def test_watched_events_make_a_replica(server: ScriptedServer, client: PageKVClient) -> None:
-    def check(request: cache_pb.WatchEventsRequest) -> None:
-        assert (request.omit_token_ids, request.snapshot_only) == (False, False)
+    def check(request: operator_pb.WatchEventsRequest) -> None:
+        assert (request.token_ids, request.snapshot_only) == (True, False)
 
     server.expect(
         "WatchEvents",
-        cache_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[stored("a")], more=True),
-        cache_pb.WatchEventsResponse(sequence=2, snapshot=True, events=[stored("b", "a")]),
-        cache_pb.WatchEventsResponse(sequence=3, events=[REMOVED_A, stored("c", "b")]),
-        cache_pb.WatchEventsResponse(sequence=4, events=[CLEARED, stored("d")]),
+        operator_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[stored("a")], more=True),
+        operator_pb.WatchEventsResponse(sequence=2, snapshot=True, events=[stored("b", "a")]),
+        operator_pb.WatchEventsResponse(sequence=3, events=[REMOVED_A, stored("c", "b")]),
+        operator_pb.WatchEventsResponse(sequence=4, events=[CLEARED, stored("d")]),
         Fails(errors.FellBehind("start again")),
         check=check,
     )
@@ -45,7 +46,7 @@ def test_watched_events_make_a_replica(server: ScriptedServer, client: PageKVCli
         whole = replica.apply(next(watched))
         seen.append((whole, "".join(sorted(replica.blocks))))
     assert seen == [(False, "a"), (True, "ab"), (True, "bc"), (True, "d")]
-    assert replica.blocks["d"] == BlockStored("d", "", (1, 2), "device")
+    assert replica.blocks["d"] == BlockStored(block_hash="d", parent_hash="", token_ids=(1, 2), tier="device")
     with pytest.raises(FellBehind, match="start again"):
         next(watched)
 
@@ -61,23 +62,15 @@ def test_a_replica_keeps_the_tiers_apart() -> None:
         [CLEARED],
     ):
         sequence = len(seen) + 1
-        message = cache_pb.WatchEventsResponse(sequence=sequence, snapshot=sequence == 1, events=events)
+        message = operator_pb.WatchEventsResponse(sequence=sequence, snapshot=sequence == 1, events=events)
         assert replica.apply(wire.event_batch(message))
         seen.append(("".join(replica.blocks), "".join(replica.host_blocks)))
     assert seen == [("a", "a"), ("", "ab"), ("c", "b"), ("", "")]
 
 
-def test_a_tier_that_the_client_does_not_know_is_an_error() -> None:
-    message = cache_pb.WatchEventsResponse(
-        sequence=1, snapshot=True, events=[stored("a", tier=cache_pb.TIER_UNSPECIFIED)]
-    )
-    with pytest.raises(ServerError, match="a Tier that this client does not know"):
-        wire.event_batch(message)
-
-
 def test_a_watch_begins_again_until_its_first_message(server: ScriptedServer, client: PageKVClient) -> None:
     server.expect("WatchEvents", Fails(LOST))
-    server.expect("WatchEvents", cache_pb.WatchEventsResponse(sequence=1, snapshot=True), Fails(LOST))
+    server.expect("WatchEvents", operator_pb.WatchEventsResponse(sequence=1, snapshot=True), Fails(LOST))
     watched = client.watch_events()
     assert next(watched).snapshot
     with pytest.raises(ConnectionLost):
@@ -85,7 +78,7 @@ def test_a_watch_begins_again_until_its_first_message(server: ScriptedServer, cl
 
 
 def test_a_watch_ends_when_it_is_closed(server: ScriptedServer, client: PageKVClient) -> None:
-    server.expect("WatchEvents", cache_pb.WatchEventsResponse(sequence=1, snapshot=True), Hangs())
+    server.expect("WatchEvents", operator_pb.WatchEventsResponse(sequence=1, snapshot=True), Hangs())
     watched = client.watch_events(token_ids=False, snapshot_only=True)
     assert next(watched).events == ()
     watched.close()
@@ -95,16 +88,20 @@ def test_a_watch_ends_when_it_is_closed(server: ScriptedServer, client: PageKVCl
 @pytest.mark.parametrize(
     ("message", "problem"),
     [
-        (cache_pb.WatchEventsResponse(sequence=2, snapshot=True), "batch 2 does not follow batch 0"),
-        (cache_pb.WatchEventsResponse(sequence=1), "before the end of the snapshot"),
-        (cache_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[REMOVED_A]), "removes a, which is not"),
+        (operator_pb.WatchEventsResponse(sequence=2, snapshot=True), "batch 2 does not follow batch 0"),
+        (operator_pb.WatchEventsResponse(sequence=1), "before the end of the snapshot"),
+        (operator_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[REMOVED_A]), "removes a, which is not"),
         (
-            cache_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[stored("a"), removed("a", HOST)]),
+            operator_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[stored("a"), removed("a", HOST)]),
             "removes a, which is not",
         ),
-        (cache_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[stored("a")] * 2), "stores a, which is"),
+        (operator_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[stored("a")] * 2), "stores a, which is"),
+        (
+            operator_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[stored("a"), operator_pb.CacheEvent()]),
+            "has an event unknown to this client",
+        ),
     ],
 )
-def test_a_replica_refuses_what_cannot_be_true(message: cache_pb.WatchEventsResponse, problem: str) -> None:
+def test_a_replica_refuses_what_cannot_be_true(message: operator_pb.WatchEventsResponse, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         TableReplica().apply(wire.event_batch(message))

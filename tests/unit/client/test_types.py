@@ -15,30 +15,22 @@ from pagekv.client import (
     Stats,
 )
 from pagekv.client.types import PrefixLookup, SequenceBlocks
-from pagekv.client.wire import flat
 from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
 
 
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
         (ModelInfo, pb.GetModelInfoResponse),
-        (Stats, cache_pb.GetStatsResponse),
+        (Stats, operator_pb.GetStatsResponse),
         (PrefixLookup, cache_pb.LookupPrefixResponse),
-        (SequenceBlocks, cache_pb.SequenceBlocks),
+        (SequenceBlocks, operator_pb.SequenceBlocks),
         (BlockExplanation, cache_pb.BlockExplanation),
         (Pin, cache_pb.PinPrefixResponse),
-        (CacheReset, cache_pb.ResetPrefixCacheResponse),
+        (CacheReset, operator_pb.ResetPrefixCacheResponse),
     ],
 )
 def test_types_have_the_fields_of_their_messages(cls: Any, message: Any) -> None:
     assert {field.name for field in fields(cls)} == {field.name for field in message.DESCRIPTOR.fields}
-
-
-@pytest.mark.parametrize(("max_model_len", "num_device_blocks", "longest"), [(100, 100, 100), (100, 4, 65)])
-def test_a_sequence_is_as_long_as_context_and_pool_allow(
-    max_model_len: int, num_device_blocks: int, longest: int
-) -> None:
-    message = pb.GetModelInfoResponse(max_model_len=max_model_len, num_device_blocks=num_device_blocks, block_size=16)
-    assert flat(ModelInfo, message).longest_sequence == longest

@@ -18,8 +18,8 @@ from support.clients.stack import Process, environment
 
 from pagekv.common.port_file import read_port_file
 from pagekv.executor.backend.interface import LAYOUT
-from pagekv.v1 import executor_service_pb2 as pb
-from pagekv.v1 import executor_service_pb2_grpc as pb_grpc
+from pagekv.steps.v1 import executor_service_pb2 as pb
+from pagekv.steps.v1 import executor_service_pb2_grpc as pb_grpc
 
 pytestmark = pytest.mark.e2e
 
@@ -47,6 +47,16 @@ def wait_until_serving(channel: grpc.Channel) -> None:
         time.sleep(0.01)
 
 
+def attach_request(num_device_blocks: int) -> pb.AttachRequest:
+    return pb.AttachRequest(
+        manager_id="test",
+        block_size=16,
+        num_device_blocks=num_device_blocks,
+        layout=LAYOUT,
+        contract_revision=1,
+    )
+
+
 def steps(epoch: int, count: int) -> Iterator[pb.StepRequest]:
     """A sequence enters and decodes until `count` steps are sent."""
     sampling = pb.StepSampling(top_p=1.0, repetition_penalty=1.0)
@@ -65,7 +75,7 @@ def test_sigterm_finishes_the_step_under_way_and_exits_0(tmp_path: Path) -> None
         print(f"the oracle serves after {time.perf_counter() - begin:.2f} s")
         with grpc.insecure_channel(process.target) as channel:
             stub = pb_grpc.ExecutorServiceStub(channel)
-            request = pb.AttachRequest(manager_id="test", block_size=16, num_device_blocks=32, layout=LAYOUT)
+            request = attach_request(32)
             epoch = stub.Attach(request).epoch
             assert epoch > time.time_ns() - 10**12
             call = stub.Run(steps(epoch, 300))
@@ -94,7 +104,7 @@ def test_health_and_reflection_name_the_service(tmp_path: Path) -> None:
         process.wait_serving()
         with grpc.insecure_channel(process.target) as channel:
             health = health_pb2_grpc.HealthStub(channel)
-            for service in ("", "pagekv.v1.ExecutorService"):
+            for service in ("", "pagekv.steps.v1.ExecutorService"):
                 answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
                 assert answer.status == health_pb2.HealthCheckResponse.SERVING
             described = pb_grpc.ExecutorServiceStub(channel).Describe(pb.DescribeRequest(block_size=16, token_budget=1))
@@ -115,7 +125,7 @@ def test_many_long_prompts_enter_in_one_step(tmp_path: Path) -> None:
         process.wait_serving()
         with grpc.insecure_channel(process.target, [("grpc.max_send_message_length", -1)]) as channel:
             stub = pb_grpc.ExecutorServiceStub(channel)
-            request = pb.AttachRequest(manager_id="test", block_size=16, num_device_blocks=count, layout=LAYOUT)
+            request = attach_request(count)
             sampling = pb.StepSampling(top_p=1.0, repetition_penalty=1.0)
             new = pb.NewSequence(token_ids=[token] * length, num_prompt_tokens=1, sampling=sampling)
             step = pb.StepRequest(epoch=stub.Attach(request).epoch, step=1)
@@ -209,7 +219,7 @@ def test_a_step_beyond_the_grace_time_does_not_hold_the_exit(tmp_path: Path) -> 
         with grpc.insecure_channel(read_port_file(port_file)["listen"]) as channel:
             wait_until_serving(channel)
             stub = pb_grpc.ExecutorServiceStub(channel)
-            request = pb.AttachRequest(manager_id="test", block_size=16, num_device_blocks=32, layout=LAYOUT)
+            request = attach_request(32)
             call = stub.Run(steps(stub.Attach(request).epoch, 2))
             wait_for_file(begun)
             assert call.is_active()

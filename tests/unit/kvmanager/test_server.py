@@ -18,6 +18,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.clients.stack import port_of
 from support.engine import small_tokenizers
+from support.prompts import as_prompt
 
 from pagekv.common.port_file import read_port_file
 from pagekv.kvmanager import server
@@ -60,7 +61,7 @@ class Running:
     async def refusal(self) -> grpc.aio.AioRpcError:
         """Why a Generate call is refused."""
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for _ in self.stub.Generate(pb.GenerateRequest(text="x")):
+            async for _ in self.stub.Generate(pb.GenerateRequest(prompt=as_prompt("x"))):
                 pass
         return caught.value
 
@@ -141,7 +142,9 @@ def test_it_stops_while_an_executor_keeps_it_waiting(tmp_path: Path) -> None:
         handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
             "Describe": grpc.unary_unary_rpc_method_handler(describe)
         }
-        silent.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("pagekv.v1.ExecutorService", handlers),))
+        silent.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("pagekv.steps.v1.ExecutorService", handlers),)
+        )
         port = silent.add_insecure_port("127.0.0.1:0")
         await silent.start()
         stop = asyncio.Event()

@@ -1,55 +1,92 @@
-"""`pagekv`: the command line. Exit status 0: done, 1: it failed (one line says why), 2: wrong usage, 130: Ctrl-C."""
+"""`pagekv`: the command line. EXIT_STATUS says what its exit status means."""
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
-from collections.abc import Sequence
+from argparse import SUPPRESS
+from collections.abc import Iterator, Mapping, Sequence
 
 # gRPC's core writes notices and warnings to standard error, although everything that matters is raised as an exception.
 # The variable is read once, while gRPC is imported; processes that `up` starts inherit it.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
-from pagekv.client.cli.commands import bench, chat, demo, generate, inspect, plan, prefix, replay, top, up
+from pagekv.client.cli.commands import bench, chat, demo, generate, inspect, plan, prefix, replay, top, up, version
+from pagekv.client.cli.failures import EXIT_STATUS, as_json, exit_status
 from pagekv.client.cli.parser import CommandParser, UsageError
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.errors import PageKVError
 from pagekv.client.launcher.stack import StackError
+from pagekv.common.flags import add_version
 
 EXAMPLES = """\
   pagekv demo                              see it work: starts everything, generates, stops
   pagekv up                                start an executor and a KV-manager here
   pagekv generate "In the beginning"       text from a prompt, as it arrives
-  pagekv chat                              a conversation
-  pagekv stats                             the KV pool, the prefix cache and the load
-  pagekv top                               requests, blocks and rates, refreshing in place
   pagekv explain "In the beginning"        why a prompt hits the prefix cache or misses
   pagekv bench --concurrency 8             measure a running stack
   pagekv plan demo --memory 1GiB           what fits, before anything runs
-  pagekv replay trace.jsonl --blocks 40000 what a recorded workload would see of a cache
-
-Exit status: 0 done, 1 failed, 2 wrong usage, 130 Ctrl-C.
 """
 DESCRIPTION = "PageKV: a paged KV cache server for large language models, its client and its tools."
+# The commands as the help shows them.
+GROUPS = {
+    "run": ("demo", "up"),
+    "use": ("generate", "chat", "tokenize", "detokenize"),
+    "look": (
+        "health", "version", "model", "stats", "top", "requests", "blocks", "block-table", "lookup", "explain", "watch",
+    ),
+    "steer": ("pin", "pins", "unpin", "abort", "reset-cache"),
+    "tools": ("bench", "plan", "replay"),
+}  # fmt: skip  # several names a line: one each would fill a screen
 
 
 def make_parser() -> CommandParser:
     """The parser of all commands."""
-    parser = CommandParser("pagekv", DESCRIPTION, EXAMPLES)
-    commands = parser.add_subparsers(
-        title="commands (pagekv COMMAND --help has the details)",
-        metavar="COMMAND",
-        required=True,
-        parser_class=CommandParser,
-    )
-    for module in (demo, up, generate, chat, inspect, top, prefix, bench, plan, replay):
+    parser = CommandParser("pagekv", DESCRIPTION)
+    add_version(parser)
+    parser.usage = "pagekv [--json] [--target HOST:PORT] [--timeout S] COMMAND ..."
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=CommandParser, help=SUPPRESS)
+    for module in (demo, up, generate, chat, inspect, top, prefix, bench, plan, replay, version):
         module.add(commands)
+    parser.epilog = "\n".join([*_listed(commands.choices), "examples:", EXAMPLES, EXIT_STATUS])
     return parser
+
+
+def _listed(commands: Mapping[str, CommandParser]) -> Iterator[str]:
+    yield "commands (pagekv COMMAND --help has the details):"
+    for group, names in GROUPS.items():
+        yield f"  {group}"
+        for name in names:
+            text = commands[name].description or ""
+            yield f"    {name:<12} {text[:1].lower()}{text[1:].removesuffix('.')}"
+    yield ""
+
+
+def command_first(argv: Sequence[str]) -> list[str]:
+    """The arguments with --json, --target and --timeout behind the command, where they were before it."""
+    before: list[str] = []
+    rest = list(argv)
+    while rest and rest[0].partition("=")[0] in ("--json", "--target", "--timeout"):
+        option = rest.pop(0)
+        # With its value in one argument: a command that does not know the option must not take the value for its own.
+        before.append(f"{option}={rest.pop(0)}" if option in ("--target", "--timeout") and rest else option)
+    return [*rest[:1], *before, *rest[1:]]
+
+
+def _check_command(parser: CommandParser, argv: Sequence[str]) -> None:
+    """Ends with status 2 and the nearest command's name where the command is misspelt."""
+    known = [name for names in GROUPS.values() for name in names]
+    if argv and not argv[0].startswith("-") and argv[0] not in (*known, *up.ALIASES):
+        near = difflib.get_close_matches(argv[0], known, n=1)
+        parser.error(f"no command {argv[0]!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `pagekv`."""
-    args = make_parser().parse(argv)
+    parser, given = make_parser(), command_first(sys.argv[1:] if argv is None else argv)
+    _check_command(parser, given)
+    args = parser.parse(given)
     terminal = Terminal()
     try:
         status: int = args.run(args, terminal)
@@ -58,8 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         terminal.error(f"pagekv: {error}")
         return 2
     except PageKVError as error:
-        terminal.error(f"pagekv: {error}")
-        return 1
+        terminal.error(as_json(error) if getattr(args, "json", False) else f"pagekv: {error}")
+        return exit_status(error)
     except StackError as error:
         terminal.error(f"pagekv: {error}")
         return error.exit_status

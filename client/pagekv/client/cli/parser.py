@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from pagekv.client.channel import DEFAULT_TARGET, DEFAULT_TIMEOUT_S
+from pagekv.client.channel import DEFAULT_TARGET
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.client import PageKVClient
-from pagekv.client.types import CacheControls
+from pagekv.client.generation_types import CacheControls
+from pagekv.client.settings import DEFAULT_TIMEOUT_S
 from pagekv.common.flags import FlagParser, address, number
 
 Run: TypeAlias = Callable[[argparse.Namespace, Terminal], int]
@@ -33,12 +34,16 @@ class CommandParser(FlagParser):
 Subparsers: TypeAlias = "argparse._SubParsersAction[CommandParser]"
 
 
-def add_command(commands: Subparsers, name: str, help: str, run: Run, *, examples: str = "") -> CommandParser:
+def add_command(
+    commands: Subparsers, name: str, help: str, run: Run, *, examples: str = "", aliases: Sequence[str] = ()
+) -> CommandParser:
     """A subcommand with --json; `help` is one line without a full stop."""
     description = f"{help[0].upper()}{help[1:]}."
-    parser = commands.add_parser(name, help=help, description=description, examples=examples)
+    parser = commands.add_parser(name, description=description, examples=examples, aliases=aliases)
     parser.set_defaults(run=run)
-    parser.add_argument("--json", action="store_true", help="JSON on standard output, for scripts")
+    parser.add_argument(
+        "--json", action="store_true", help="JSON on standard output, for scripts: keys are added, never renamed"
+    )
     return parser
 
 
@@ -48,8 +53,8 @@ def add_flags(parser: argparse._ActionsContainer, *flags: tuple[str, Callable[[s
         parser.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=help)
 
 
-def add_target(parser: CommandParser) -> None:
-    """--target and --timeout."""
+def add_target(parser: CommandParser, *, timeout: str | None = f"seconds to wait [{DEFAULT_TIMEOUT_S:g}]") -> None:
+    """--target, and --timeout with its help unless that is None."""
     parser.flag(
         "target",
         "address of the PageKV manager, or PAGEKV_TARGET",
@@ -57,12 +62,10 @@ def add_target(parser: CommandParser) -> None:
         type=address,
         metavar="HOST:PORT",
     )
-    parser.add_argument(
-        "--timeout",
-        type=number(0.001, 1e6),
-        metavar="S",
-        help=f"seconds to wait at most [{DEFAULT_TIMEOUT_S:g}; no limit while generating]",
-    )
+    if timeout is None:
+        parser.set_defaults(timeout=None)
+    else:
+        parser.add_argument("--timeout", type=number(0.001, 1e6), metavar="S", help=timeout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +105,8 @@ def add_query(
 
 
 def connect(args: argparse.Namespace) -> PageKVClient:
-    """The client for --target and --timeout."""
-    return PageKVClient(args.target, timeout=args.timeout or DEFAULT_TIMEOUT_S)
+    """The client for --target and --timeout. It asks once: scripts branch on the exit status, and people see why."""
+    return PageKVClient(args.target, timeout=args.timeout or DEFAULT_TIMEOUT_S, max_retries=0)
 
 
 def token_ids(text: str) -> list[int]:
@@ -124,14 +127,14 @@ def add_prompt(parser: CommandParser) -> None:
 
 
 def add_identity(parser: CommandParser) -> None:
-    """--namespace and --adapter: whose cached prefixes are meant."""
-    parser.add_argument("--namespace", default="", metavar="NAME", help="in this namespace")
-    parser.add_argument("--adapter", default="", metavar="ID", help="for this adapter")
+    """--namespace and --adapter, which are part of the identity of cached blocks."""
+    parser.add_argument("--namespace", default="", metavar="NAME", help="share cached prefixes within this namespace")
+    parser.add_argument("--adapter", default="", metavar="ID", help="the adapter to answer with")
 
 
-def read_identity(args: argparse.Namespace) -> CacheControls:
-    """The identity given."""
-    return CacheControls(namespace=args.namespace, adapter_id=args.adapter)
+def read_identity(args: argparse.Namespace) -> dict[str, Any]:
+    """The identity given, as arguments of the client's methods."""
+    return {"cache": CacheControls(namespace=args.namespace), "adapter": args.adapter}
 
 
 def read_prompt(args: argparse.Namespace) -> str | list[int]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pagekv.client.cli.parser import CommandParser
 from pagekv.client.cli.terminal import milliseconds
 from pagekv.client.client import PageKVClient
-from pagekv.client.types import CacheControls, Chunk, Completion, GenerateOptions, Prompt
+from pagekv.client.generation_types import CacheControls, Chunk, Completion, GenerateOptions, Prompt
 
 # Flag, type, help. A flag that is not given is not sent; bounds are the server's to check, which names the field.
 _FLAGS: tuple[tuple[str, type, str], ...] = (
@@ -39,7 +39,6 @@ def add_sampling(parser: CommandParser, *, max_tokens: int | None) -> None:
         group.add_argument(f"--{name}", type=kind, metavar="N" if kind is int else "X", help=help)
     group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given repeatedly")
     group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end of text")
-    group.add_argument("--namespace", metavar="NAME", help="share cached prefixes with this namespace only")
 
 
 def add_beams(parser: CommandParser) -> None:
@@ -61,8 +60,10 @@ def options_of(args: argparse.Namespace) -> GenerateOptions:
         options["ignore_eos"] = True
     if getattr(args, "early_stopping", False):
         options["early_stopping"] = True
-    if args.namespace is not None:
+    if args.namespace:
         options["cache"] = CacheControls(namespace=args.namespace)
+    if args.adapter:
+        options["adapter"] = args.adapter
     if args.timeout is not None:
         options["timeout"] = args.timeout
     return options

@@ -10,6 +10,7 @@ import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
+from datetime import datetime
 from typing import Any, TextIO
 
 _BAR_WIDTH = 28
@@ -60,8 +61,9 @@ class Terminal:
         self.write(f"{text}\n")
 
     def json(self, value: Any) -> None:
-        """One JSON value on a line of standard output; dataclasses become objects."""
-        self.print(json.dumps(asdict(value) if is_dataclass(value) and not isinstance(value, type) else value))
+        """One JSON value on a line of standard output; dataclasses become objects, times ISO 8601."""
+        plain = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+        self.print(json.dumps(plain, default=datetime.isoformat))
 
     def note(self, text: str) -> None:
         """A line for a person, dimmed, on standard error."""

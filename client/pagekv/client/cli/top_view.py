@@ -190,7 +190,7 @@ def _pool_lines(stats: Stats, width: int) -> RenderResult:
     ]
     pinned = f"{stats.pinned_blocks} of these pinned; " if stats.pinned_blocks else ""
     evicted = f"{pinned}{stats.evicted_blocks_total} evicted so far"
-    yield from _pool("Device blocks", stats.num_blocks, parts, evicted, width)
+    yield from _pool("Device blocks", stats.num_device_blocks, parts, evicted, width)
     if stats.num_host_blocks:
         # Held blocks may be cached too.
         cached = min(stats.host_cached_blocks, stats.num_host_blocks - stats.host_held_blocks)

@@ -192,6 +192,9 @@ async def run_jobs(
         if on_progress is not None:
             on_progress(len(outcomes), tokens)
 
+    # A refusal or a lost connection is a failure here, not something to hide in the latencies.
+    client = client.with_options(max_retries=0, resume_timeout=0)
+
     async def one(job: LoadJob, due: float) -> None:
         outcomes.append(await _measure(client, workload.temperature, job, due, on_tokens))
         on_tokens(0)
@@ -227,7 +230,6 @@ async def _measure(
         temperature=temperature,
         seed=job.seed,
         ignore_eos=True,
-        resume_timeout_s=0,  # a lost connection is a failure here, not something to hide in the latencies
     )
     try:
         async with stream:

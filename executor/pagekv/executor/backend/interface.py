@@ -6,7 +6,7 @@ The session checks a step against every `SequenceState` before launching it, so 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import ClassVar, NamedTuple, Protocol
 
 # Stands in `SequenceState.token_ids` for a token that a launched step samples and that is not collected yet.
@@ -16,6 +16,22 @@ UNKNOWN_TOKEN = -1
 # contiguous slab over all layers, so a swap, a copy-on-write and a transfer are one copy each. A backend whose
 # elements are something else (the oracle's digests) keeps the part that matters: a block is one contiguous slab.
 LAYOUT = "blocks-first-v1"
+
+
+# Of the likeliest tokens, as many as every backend tells at most.
+MAX_LOGPROBS = 128
+# How cpu and cuda backend draw tokens, by name: DESIGN.md describes it.
+SAMPLER = "pagekv-1"
+
+
+class BackendFeature(IntEnum):
+    """An ability that a backend may lack; names and numbers of `ExecutorFeature` in the contract."""
+
+    HOST_POOL = 1
+    LOGPROBS = 2
+    LOGIT_BIAS = 3
+    MIN_TOKENS = 4
+    PENALTIES = 5
 
 
 class CopyDirection(Enum):
@@ -62,8 +78,9 @@ class SequenceState:
     """A live sequence as the executor knows it.
 
     `token_ids` are all tokens. Sampling appends one, UNKNOWN_TOKEN until the step is collected, so only trailing tokens
-    are unknown. `computed_tokens` leading positions have keys and values in the blocks of
-    `block_table`; the epoch advances it when it has launched a step. Invariant between steps:
+    are unknown; a sequence that `failed` is computed on, with token 0 for what it would have sampled. `computed_tokens`
+    leading positions have keys and values in the blocks of `block_table`; the epoch advances it when it has launched a
+    step. Invariant between steps:
     0 <= computed_tokens < len(token_ids), and computed_tokens <= len(block_table) * block_size.
     """
 
@@ -73,6 +90,8 @@ class SequenceState:
     block_table: list[int]
     computed_tokens: int
     sampling: Sampling
+    # Set for good when a step that it failed in is collected.
+    failed: bool = False
 
 
 # Not frozen: one is made for every sequence of every step, and freezing triples the time that takes.
@@ -93,16 +112,20 @@ class Scheduled:
 
 
 class Sampled(NamedTuple):
-    """The token one sequence sampled. `top` are (token id, logprob) pairs, best first."""
+    """The token one sequence sampled, -1 where it could not. `top` are (token id, logprob) pairs, best first."""
 
     token_id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
 
 
+# A sequence whose logits are not numbers.
+NOT_A_NUMBER = Sampled(-1)
+
+
 @dataclass(frozen=True, slots=True)
 class BackendDescription:
-    """The answer to `Describe`: fields, names and units as in DescribeResponse."""
+    """The backend's part of the answer to `Describe`: fields, names and units as in DescribeResponse."""
 
     model_id: str
     model_fingerprint: str
@@ -119,6 +142,10 @@ class BackendDescription:
     eos_token_ids: tuple[int, ...]
     max_sequences: int
     versions: dict[str, str]
+    # None of them twice; HOST_POOL only with bytes for one.
+    features: tuple[BackendFeature, ...]
+    sampler: str
+    max_logprobs: int = MAX_LOGPROBS
     host_kv_bytes: int = 0
     device_to_host_bytes_per_s: int = 0
     host_to_device_bytes_per_s: int = 0
@@ -134,8 +161,9 @@ class Launch(Protocol):
         ...
 
     def collect(self) -> dict[int, Sampled]:
-        """Waits for the step; the sampled token per seq_id that `samples`. Called once, in the order of launching, from
-        one thread, which may be another than launches. Raises what the computation raised.
+        """Waits for the step; the sampled token per seq_id that `samples`, NOT_A_NUMBER for one that cannot go on.
+        Called once, in the order of launching, from one thread, which may be another than launches. Raises what the
+        computation raised.
         """
         ...
 

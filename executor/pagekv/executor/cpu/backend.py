@@ -100,7 +100,7 @@ class CpuBackend:
         self.cache.copy(copies)
 
     def launch(self, scheduled: list[Scheduled]) -> Launch:
-        """Computes at once. Raises ArithmeticError when the model computes something that is no number."""
+        """Computes at once."""
         return Finished(run_step(self._loaded.model, self.cache, scheduled))
 
     def finish(self, states: list[SequenceState]) -> None:

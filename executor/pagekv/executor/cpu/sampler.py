@@ -14,26 +14,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagekv.executor.backend.interface import Sampled, Sampling, SequenceState
+from pagekv.executor.backend.interface import NOT_A_NUMBER, Sampled, Sampling, SequenceState
 from pagekv.executor.backend.sampling import banned_tokens, changes_logits, is_plain, uniform
 
 Float64s = npt.NDArray[np.float64]
 
 
 def sample(logits: torch.Tensor, states: Sequence[SequenceState]) -> list[Sampled]:
-    """The next token of each state, from its row of `logits` `[len(states), vocab_size]`.
-
-    Raises ArithmeticError when a row has a NaN: then what the model computed from, or with, is broken.
+    """The next token of each state, from its row of `logits` `[len(states), vocab_size]`; NOT_A_NUMBER for a row that
+    has a NaN.
     """
     if not states:
         return []
     # max returns NaN where there is one, and of equals the first.
     best, best_ids = logits.max(dim=-1)
-    broken = torch.isnan(best)
-    if broken.any():
-        seq_ids = [state.seq_id for state, bad in zip(states, broken.tolist(), strict=True) if bad]
-        raise ArithmeticError(f"the logits of sequences {seq_ids} are not numbers")
-    greedy_ids: list[int] = best_ids.tolist()
+    greedy_ids: list[int] = torch.where(best.isnan(), NOT_A_NUMBER.token_id, best_ids).tolist()
     return [
         Sampled(token_id) if is_plain(state) else _sample_row(row, state, token_id)
         for row, state, token_id in zip(logits, states, greedy_ids, strict=True)
@@ -41,6 +36,8 @@ def sample(logits: torch.Tensor, states: Sequence[SequenceState]) -> list[Sample
 
 
 def _sample_row(row: torch.Tensor, state: SequenceState, greedy_id: int) -> Sampled:
+    if greedy_id == NOT_A_NUMBER.token_id:
+        return NOT_A_NUMBER
     sampling = state.sampling
     raw: Float64s = row.double().numpy()
     logits = adjust(raw, state) if changes_logits(state) else raw

@@ -193,9 +193,6 @@ class CudaBackend:
         address, a failed launch, an assertion on the device, ...) makes every later call fail, and no other does, lack
         of memory included.
         """
-        if isinstance(error, ArithmeticError):
-            # Found by the host. Asking the device would spoil a graph that another thread records.
-            return False
         try:
             self._device.synchronize()
         except RuntimeError:

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from pagekv.executor.backend.interface import Sampled, Scheduled, SequenceState
+from pagekv.executor.backend.interface import NOT_A_NUMBER, Sampled, Scheduled, SequenceState
 from pagekv.executor.cuda.device import CudaDevice
 from pagekv.executor.cuda.graphs import MAX_GRAPH_BATCH, GraphCache, graph_key, next_power, padded_batch
 from pagekv.executor.cuda.kernel_attention import KernelAttention, make_attention
@@ -67,7 +67,7 @@ class StepRunner:
         chunks = sampling.chunks(lambda *where: self._input(host, *where))
         tokens, logprobs = sample(logits, chunks, self.live.penalties)
         device_indices = self._input(host, "sampled_indices", (len(inputs.sampling),))
-        # A sequence whose logits are not numbers is reported by `collect`; until then any token will do.
+        # A sequence whose logits are not numbers goes on with token 0, as the epoch will find out and do.
         self._last_tokens.index_copy_(0, device_indices.long(), tokens.clamp(min=0).int())
         # The step's only copies to the host.
         tokens = self._to_host(tokens)
@@ -165,15 +165,14 @@ class StepOnDevice:
     ready: ClassVar[bool] = False
 
     def collect(self) -> dict[int, Sampled]:
-        """As `Launch.collect`. Raises ArithmeticError when the model computed something that is no number."""
+        """As `Launch.collect`."""
         self._mark.synchronize()
         tokens: list[int] = self._tokens.tolist()
-        broken = [state.seq_id for state, token in zip(self._states, tokens, strict=True) if token < 0]
-        if broken:
-            raise ArithmeticError(f"the logits of sequences {broken} are not numbers")
         sampled = {state.seq_id: Sampled(token) for state, token in zip(self._states, tokens, strict=True)}
         rows = [row for chunk in self._logprobs for row in zip(*(part.tolist() for part in chunk), strict=True)]
         for state, (logprob, ids, values) in zip(self._asking, rows, strict=True):
+            if sampled[state.seq_id] == NOT_A_NUMBER:
+                continue
             most = state.sampling.logprobs or 0
             top = tuple(zip(ids[:most], values[:most], strict=True))
             sampled[state.seq_id] = Sampled(sampled[state.seq_id].token_id, logprob, top)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagekv.executor.backend.interface import UNKNOWN_TOKEN, SequenceState
+from pagekv.executor.backend.interface import NOT_A_NUMBER, UNKNOWN_TOKEN, SequenceState
 from pagekv.executor.backend.sampling import banned_tokens, is_penalised, is_plain, uniform
 from pagekv.executor.cuda.step_inputs import DeviceSequence, PenaltyTable
 from pagekv.kernels.decode_plan import Ints
@@ -185,7 +185,7 @@ def sample(logits: torch.Tensor, chunks: list[RowChunk], table: PenaltyTable) ->
         if "logprob_at" in columns:
             at = columns["logprob_at"]
             logprobs.append(_logprobs(raw[at], chosen[at], chunk.num_top))
-    return torch.where(broken, -1, tokens), logprobs
+    return torch.where(broken, NOT_A_NUMBER.token_id, tokens), logprobs
 
 
 def _adjust(raw: torch.Tensor, columns: Mapping[str, torch.Tensor], table: PenaltyTable) -> torch.Tensor:

@@ -10,7 +10,15 @@ import torch
 import transformers
 
 from pagekv.common.logs import Log
-from pagekv.executor.backend.interface import LAYOUT, BackendDescription, Sampling, Scheduled, SequenceState
+from pagekv.executor.backend.interface import (
+    LAYOUT,
+    SAMPLER,
+    BackendDescription,
+    BackendFeature,
+    Sampling,
+    Scheduled,
+    SequenceState,
+)
 from pagekv.executor.model.loading import BlockGeometry, LoadedModel
 
 log = Log(__name__)
@@ -119,6 +127,8 @@ class ModelBackendInfo:
                 "transformers": transformers.__version__,
                 **versions,
             },
+            features=tuple(one for one in BackendFeature if host_kv_bytes or one is not BackendFeature.HOST_POOL),
+            sampler=SAMPLER,
             host_kv_bytes=host_kv_bytes,
             device_to_host_bytes_per_s=swap_rates[0],
             host_to_device_bytes_per_s=swap_rates[1],

@@ -15,16 +15,19 @@ import hashlib
 import platform
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from pagekv.executor.backend.interface import (
     LAYOUT,
+    NOT_A_NUMBER,
     UNKNOWN_TOKEN,
     BackendDescription,
+    BackendFeature,
     BlockCopies,
     CopyDirection,
     Finished,
@@ -42,6 +45,7 @@ from pagekv.executor.oracle.reference import (
     choose_tokens,
     extend_chains,
     likeliest,
+    logprob_of,
     mix,
     spread,
 )
@@ -49,6 +53,9 @@ from pagekv.executor.oracle.reference import (
 SLOT = np.dtype([("token", np.uint32), ("digest", np.uint64)])
 # Contents of an unwritten slot.
 POISON = np.array((0xFFFF_FFFF, 0x5EED_0FDE_ADBE_EF00), SLOT)
+# Its tokens come of digests, not of logits that a bias or a penalty could change.
+FEATURES = (BackendFeature.HOST_POOL, BackendFeature.LOGPROBS, BackendFeature.MIN_TOKENS)
+SAMPLER = "oracle-1"
 # The default pool: a million slots.
 DEFAULT_KV_BYTES = SLOT.itemsize * 2**20
 
@@ -114,14 +121,18 @@ class OracleBackend:
         kv_bytes: int = DEFAULT_KV_BYTES,
         max_sequences: int = 1024,
         step_time_s: float = 0.0,
+        failing: Container[int] = (),
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`kv_bytes` bounds the device pool, and the host pool by as much again."""
+        """`kv_bytes` bounds the device pool, and the host pool by as much again. A sequence that would sample
+        after a `failing` token fails, as one does whose logits are not numbers.
+        """
         self._model = model
         self._kv_bytes = kv_bytes
         self._max_sequences = max_sequences
         self._step_time_s = step_time_s
         self._sleep = sleep
+        self._failing = failing
         self._block_size = 1
         # [num_blocks, block_size]
         self._device = self._host = np.full((0, 1), POISON)
@@ -154,6 +165,8 @@ class OracleBackend:
             eos_token_ids=model.eos_token_ids,
             max_sequences=self._max_sequences,
             versions={"python": platform.python_version(), "numpy": np.__version__},
+            features=FEATURES,
+            sampler=SAMPLER,
         )
 
     def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None:
@@ -282,26 +295,38 @@ class OracleBackend:
 
     def _sample(self, readers: list[_Reader], reads: Words) -> dict[int, Sampled]:
         """A token for each of these sequences. `reads`: sums of digests, [len(readers)]."""
-        model, states = self._model, [reader.state for reader in readers]
-        tokens, drawn = choose_tokens(
-            reads,
-            np.array([len(state.token_ids) for state in states], np.uint64),
-            vocab_size=model.vocab_size,
-            eos_token_ids=model.eos_token_ids,
-            drawing=np.array([state.sampling.temperature > 0 for state in states]),
-            seeds=np.array([state.sampling.seed for state in states], np.uint64),
-            indices=np.array([state.sampling.sequence_index for state in states], np.uint64),
-        )
-        sampled = {}
-        for reader, token, number in zip(readers, tokens.tolist(), drawn.tolist(), strict=True):
+        states = [reader.state for reader in readers]
+        drawing = np.array([state.sampling.temperature > 0 for state in states])
+        tokens, _ = self._choose(reads, states, drawing)
+        likely: list[tuple[int, int]] = []
+        if any(state.sampling.logprobs is not None for state in states):
+            # Log-probabilities are of the prefix alone, whatever is drawn or banned.
+            greedy, drawn = self._choose(reads, states, np.zeros_like(drawing))
+            likely = list(zip(greedy.tolist(), drawn.tolist(), strict=True))
+        sampled, vocab_size = {}, self._model.vocab_size
+        for at, (reader, token) in enumerate(zip(readers, tokens.tolist(), strict=True)):
             state, num_logprobs = reader.state, reader.state.sampling.logprobs
-            banned = banned_tokens(state, model.vocab_size)
+            if reader.tokens[-1] in self._failing:
+                reader.latest, sampled[state.seq_id] = 0, NOT_A_NUMBER
+                continue
+            banned = banned_tokens(state, vocab_size)
             while token in banned:
-                token = (token + 1) % model.vocab_size
+                token = (token + 1) % vocab_size
             reader.latest = token
             if num_logprobs is None:
                 sampled[state.seq_id] = Sampled(token)
             else:
-                top = likeliest(token, number, model.vocab_size, max(1, num_logprobs))
-                sampled[state.seq_id] = Sampled(token, top[0][1], top[:num_logprobs])
+                logprob = logprob_of(token, *likely[at], vocab_size)
+                sampled[state.seq_id] = Sampled(token, logprob, likeliest(*likely[at], vocab_size, num_logprobs))
         return sampled
+
+    def _choose(self, reads: Words, states: list[SequenceState], drawing: npt.NDArray[np.bool_]) -> tuple[Words, Words]:
+        return choose_tokens(
+            reads,
+            np.array([len(state.token_ids) for state in states], np.uint64),
+            vocab_size=self._model.vocab_size,
+            eos_token_ids=self._model.eos_token_ids,
+            drawing=drawing,
+            seeds=np.array([state.sampling.seed for state in states], np.uint64),
+            indices=np.array([state.sampling.sequence_index for state in states], np.uint64),
+        )

@@ -81,11 +81,16 @@ def choose_tokens(
 
 
 def likeliest(token: int, drawn: int, vocab_size: int, count: int) -> tuple[tuple[int, float], ...]:
-    """The `count` likeliest tokens with log-probabilities, best first, where `token` was chosen by the number `drawn`.
+    """The `count` likeliest tokens with log-probabilities, best first, where `drawn` makes `token` the greedy choice.
 
-    Made up but deterministic: the chosen token comes first, then the ids after it. The first log-probability differs
+    Made up but deterministic: the greedy token comes first, then the ids after it. The first log-probability differs
     from prefix to prefix by about as much as two ranks do, so that the beams of a search take continuations from each
-    other. Every sum of log-probabilities is exact in float32 and float64.
+    other. Every sum of the log-probabilities of likely tokens is exact in float32 and float64.
     """
-    logprob = -(drawn % 1024) / 4096
-    return tuple(((token + rank) % vocab_size, logprob - rank / 8) for rank in range(min(count, vocab_size)))
+    likely = ((token + rank) % vocab_size for rank in range(min(count, vocab_size)))
+    return tuple((one, logprob_of(one, token, drawn, vocab_size)) for one in likely)
+
+
+def logprob_of(token: int, greedy: int, drawn: int, vocab_size: int) -> float:
+    """The log-probability of any token, where the number `drawn` makes `greedy` the greedy choice."""
+    return -(drawn % 1024) / 4096 - (token - greedy) % vocab_size / 8

@@ -14,8 +14,8 @@ from pagekv.common.logs import Log
 from pagekv.executor.rpc import wire
 from pagekv.executor.session.session import Session, StepFailed
 from pagekv.executor.session.step_stream import StepStream
-from pagekv.v1 import executor_service_pb2 as pb
-from pagekv.v1 import executor_service_pb2_grpc as pb_grpc
+from pagekv.steps.v1 import executor_service_pb2 as pb
+from pagekv.steps.v1 import executor_service_pb2_grpc as pb_grpc
 
 log = Log(__name__)
 
@@ -35,7 +35,9 @@ class ExecutorService(pb_grpc.ExecutorServiceServicer):
         pb_grpc.add_ExecutorServiceServicer_to_server(self, server)
 
     async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:
-        return wire.describe_response(await self._session.describe(request.block_size, request.token_budget))
+        return wire.describe_response(
+            await self._session.describe(request.block_size, request.token_budget, request.contract_revision)
+        )
 
     async def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachResponse:
         return pb.AttachResponse(epoch=await self._session.attach(wire.attach_order(request)))
@@ -48,11 +50,8 @@ class ExecutorService(pb_grpc.ExecutorServiceServicer):
         try:
             async for report in stream.reports():
                 yield wire.step_result(report)
-        except StepFailed as error:
-            # Before the call is over, which the reader would take for an error.
-            reader.cancel()
-            await context.abort(grpc.StatusCode.INTERNAL, str(error)[:1024])
         finally:
+            # Before the call is over, which the reader would take for an error.
             reader.cancel()
             self._session.close_stream(stream)
 
@@ -62,10 +61,13 @@ class ExecutorService(pb_grpc.ExecutorServiceServicer):
             async for request in requests:
                 await self._session.submit(stream, wire.step(request))
             self._session.finish_input(stream)
+        except InvalidRequest as error:
+            self._session.finish_input(stream, error)
+        except DecodeError as error:
+            refusal = InvalidRequest("step", f"must be a StepRequest, its bytes are none: {error}")
+            self._session.finish_input(stream, refusal)
         except PageKVError as error:
             stream.deliver(error)
-        except DecodeError as error:
-            stream.deliver(InvalidRequest("step", f"must be a StepRequest, its bytes are none: {error}"))
         except Exception as error:
             log.exception("cannot read steps")
-            stream.deliver(error)
+            stream.deliver(StepFailed(f"steps cannot be read: {type(error).__name__}: {error}"))

@@ -1,9 +1,12 @@
-"""Messages of executor_service.proto to and from the executor's own types. Checks nothing: `step_check` does."""
+"""Messages of executor_service.proto to and from the executor's own types. Checks only that it knows every field of a
+step (R35): `step_check` does the rest.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, fields
 
+from pagekv.common.unknown_fields import check_known
 from pagekv.executor.backend.interface import (
     BackendDescription,
     BlockCopies,
@@ -11,26 +14,36 @@ from pagekv.executor.backend.interface import (
     Sampling,
     SequenceState,
 )
-from pagekv.executor.session.session import AttachOrder
+from pagekv.executor.session.attach_check import CONTRACT_REVISION, AttachOrder
 from pagekv.executor.session.step import NO_SAMPLING, ExecutedStep, Step
-from pagekv.v1 import executor_service_pb2 as pb
+from pagekv.executor.session.step_stream import MAX_IN_FLIGHT
+from pagekv.steps.v1 import executor_service_pb2 as pb
 
 _DIRECTIONS: dict[int, CopyDirection] = {
     pb.MEMORY_OP_KIND_COPY: CopyDirection.COPY,
     pb.MEMORY_OP_KIND_SWAP_OUT: CopyDirection.SWAP_OUT,
     pb.MEMORY_OP_KIND_SWAP_IN: CopyDirection.SWAP_IN,
 }
-_ATTACH_FIELDS = tuple(field.name for field in fields(AttachOrder))
 _SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling))
 
 
 def attach_order(message: pb.AttachRequest) -> AttachOrder:
     """The attachment a message asks for."""
-    return AttachOrder(*(getattr(message, name) for name in _ATTACH_FIELDS))
+    return AttachOrder(
+        manager_id=message.manager_id,
+        block_size=message.block_size,
+        num_device_blocks=message.num_device_blocks,
+        num_host_blocks=message.num_host_blocks,
+        layout=message.layout,
+        take_over=message.take_over,
+        required_features=tuple(message.required_features),
+        contract_revision=message.contract_revision,
+    )
 
 
 def step(message: pb.StepRequest) -> Step:
-    """The step a message asks for."""
+    """The step a message asks for. Raises InvalidRequest where a field of it is not known."""
+    check_known(message, "R35")
     return Step(
         epoch=message.epoch,
         step=message.step,
@@ -85,9 +98,13 @@ def step_result(report: ExecutedStep) -> pb.StepResult:
         computed_tokens=report.computed_tokens,
         execute_us=report.execute_us,
         idle_us=report.idle_us,
+        failed_seqs=report.failed,
+        failed_reasons=[pb.SEQUENCE_FAILURE_NOT_A_NUMBER] * len(report.failed),
     )
 
 
 def describe_response(description: BackendDescription) -> pb.DescribeResponse:
-    """The message that describes a backend; its fields have the same names."""
-    return pb.DescribeResponse(**asdict(description))
+    """The message that describes a backend, whose fields have the same names, and the session's own limits."""
+    return pb.DescribeResponse(
+        **asdict(description), contract_revision=CONTRACT_REVISION, max_steps_in_flight=MAX_IN_FLIGHT
+    )

@@ -89,12 +89,19 @@ class LaunchedStep:
         """Waits for the step and fills in its tokens. Raises what the backend raised, and RuntimeError when it sampled
         others than it should: the epoch is over then.
         """
-        sampled, ordered = self._launch.collect(), {}
+        sampled, ordered, failed = self._launch.collect(), {}, []
         for state, index in self._sampling:
-            chosen = ordered[state.seq_id] = sampled[state.seq_id]
-            state.token_ids[index] = chosen.token_id
-        if len(ordered) != len(sampled):
-            odd = sorted(sampled.keys() - ordered.keys())
+            chosen = sampled[state.seq_id]
+            if chosen.token_id < 0 or state.failed:
+                # Steps that were planned before this is known count its tokens like those of any other.
+                state.failed = True
+                state.token_ids[index] = 0
+                failed.append(state.seq_id)
+            else:
+                ordered[state.seq_id] = chosen
+                state.token_ids[index] = chosen.token_id
+        if len(self._sampling) != len(sampled):
+            odd = sorted(sampled.keys() - ordered.keys() - set(failed))
             raise RuntimeError(f"the backend sampled sequences that have tokens left to compute: {odd}")
         # A step launched while the one before ran begins when that one ends.
         end, last_end = time.perf_counter_ns(), self._epoch.last_end
@@ -106,4 +113,5 @@ class LaunchedStep:
             computed_tokens=self._num_tokens,
             execute_us=(end - max(self._begin, last_end)) // 1000,
             idle_us=max(0, self._begin - last_end) // 1000 if last_end else 0,
+            failed=failed,
         )

@@ -21,16 +21,24 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TypeVar
 
-from pagekv.common.errors import FailedPrecondition, InvalidRequest, OutOfMemory, PageKVError, StaleEpoch, Unavailable
+from pagekv.common.errors import (
+    ComputationFailed,
+    Draining,
+    FailedPrecondition,
+    InvalidRequest,
+    OutOfMemory,
+    PageKVError,
+    StaleEpoch,
+    Unavailable,
+)
 from pagekv.common.logs import Log
 from pagekv.executor.backend.interface import Backend, BackendDescription
+from pagekv.executor.session.attach_check import AttachOrder, check_describe, check_fit, check_order
 from pagekv.executor.session.epoch import Epoch, LaunchedStep
-from pagekv.executor.session.field_checks import check_range
 from pagekv.executor.session.step import ExecutedStep, Step
-from pagekv.executor.session.step_check import MAX_STEP_TOKENS, EpochLimits
+from pagekv.executor.session.step_check import EpochLimits
 from pagekv.executor.session.step_stream import StepStream
 from pagekv.executor.session.worker_thread import WorkerThread
 
@@ -38,28 +46,13 @@ log = Log(__name__)
 
 T = TypeVar("T")
 
-MAX_BLOCK_SIZE = 256
-MAX_BLOCKS = 2**31 - 1
-MAX_MANAGER_ID = 128
 # For an Attach that no Describe came before.
 DEFAULT_TOKEN_BUDGET = 2048
 LOST = "the executor's device failed: it starts anew"
 
 
-class StepFailed(Exception):
-    """The backend failed in the middle of a step; the message says which step and why."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttachOrder:
-    """The fields of AttachRequest."""
-
-    manager_id: str
-    block_size: int
-    num_device_blocks: int
-    num_host_blocks: int
-    layout: str
-    take_over: bool
+class StepFailed(ComputationFailed):
+    """The backend failed in the middle of a step, or steps cannot be read; the message says which step, and why."""
 
 
 class Session:
@@ -91,11 +84,12 @@ class Session:
         """Answers calls from now on with a loaded backend."""
         self._backend = backend
 
-    async def describe(self, block_size: int, token_budget: int) -> BackendDescription:
-        """The loaded model and measured memory. Raises InvalidRequest, or Unavailable while loading."""
+    async def describe(self, block_size: int, token_budget: int, contract_revision: int = 0) -> BackendDescription:
+        """The loaded model and measured memory, whatever the manager's revision. Raises InvalidRequest, or Unavailable
+        while loading.
+        """
         backend = self._serving()
-        _check_block_size(block_size)
-        check_range("token_budget", token_budget, 1, MAX_STEP_TOKENS)
+        check_describe(block_size, token_budget, contract_revision)
         description = await self._ask(backend, lambda: backend.describe(block_size, token_budget))
         self._descriptions[block_size] = description
         return description
@@ -107,16 +101,12 @@ class Session:
         Unavailable; only once the order is found good is the epoch before it ended.
         """
         backend = self._serving()
-        if not 1 <= len(order.manager_id) <= MAX_MANAGER_ID:
-            raise InvalidRequest("manager_id", f"must be 1 to {MAX_MANAGER_ID} characters, has {len(order.manager_id)}")
-        _check_block_size(order.block_size)
-        check_range("num_device_blocks", order.num_device_blocks, 1, MAX_BLOCKS)
-        check_range("num_host_blocks", order.num_host_blocks, 0, MAX_BLOCKS)
+        check_order(order)
         async with self._attaching:
             description = self._descriptions.get(order.block_size)
             if description is None:
                 description = await self.describe(order.block_size, DEFAULT_TOKEN_BUDGET)
-            _check_fit(order, description)
+            check_fit(order, description)
             self._refuse_if_held(order)
             if self._current is not None:
                 self._end_epoch(self._current, StaleEpoch(f"manager {order.manager_id!r} attached: this epoch is over"))
@@ -130,7 +120,9 @@ class Session:
         if any(stream.opened_in is current for stream in self._streams):
             raise FailedPrecondition(
                 f"manager {current.manager_id!r} drives this executor in epoch {current.epoch}; "
-                f"stop it, or attach with take_over"
+                f"stop it, or attach with take_over (P3)",
+                "EXECUTOR_HELD",
+                current.manager_id,
             )
 
     async def _allocate(self, backend: Backend, order: AttachOrder) -> None:
@@ -146,7 +138,7 @@ class Session:
 
     def _open_epoch(self, backend: Backend, order: AttachOrder, description: BackendDescription) -> int:
         if self._closed:
-            raise Unavailable("the executor is shutting down")
+            raise Draining("the executor is shutting down")
         # Rises within the process even if the clock goes back, and across restarts as the clock does.
         self._last_epoch = max(self._clock_ns(), self._last_epoch + 1)
         limits = EpochLimits(
@@ -156,6 +148,7 @@ class Session:
             vocab_size=description.vocab_size,
             max_model_len=description.max_model_len,
             max_sequences=description.max_sequences,
+            features=order.features,
         )
         self._current = Epoch(self._last_epoch, order.manager_id, limits, backend)
         log.info(
@@ -192,14 +185,17 @@ class Session:
         await stream.wait_for_room()
         self._compute.post(lambda: self._run(epoch, stream, step))
 
-    def finish_input(self, stream: StepStream) -> None:
-        """Ends the stream after its last result: no more steps will come."""
+    def finish_input(self, stream: StepStream, refusal: InvalidRequest | None = None) -> None:
+        """Ends the stream after its last result: no more steps will come, or one that cannot be read."""
         epoch = stream.epoch
 
         def end() -> None:
             # A fenced epoch dropped steps, so this is no clean end: the stream gets the reason instead.
-            if epoch is None or not epoch.over:
-                self._report(stream, None)
+            if epoch is not None and epoch.over:
+                return
+            if refusal is not None:
+                log.warning("refused a step", epoch=epoch.epoch if epoch else 0, reason=refusal)
+            self._report(stream, refusal)
 
         self._compute.post(lambda: self._in_order(end, True))
 
@@ -219,9 +215,9 @@ class Session:
         current = self._current
         if current is None or current.epoch != number:
             now = "none is open" if current is None else f"the epoch now is {current.epoch}"
-            raise StaleEpoch(f"epoch: {number} is over, {now}: attach again")
+            raise StaleEpoch(f"epoch: {number} is over, {now}: attach again (P6)")
         if any(other.epoch is current for other in self._streams):
-            raise FailedPrecondition(f"epoch {number} has a stream already")
+            raise FailedPrecondition(f"epoch {number} has a stream already (P4)", "STREAM_OPEN", str(number))
         stream.opened_in = stream.epoch = current
         return current
 
@@ -323,7 +319,7 @@ class Session:
         await self._compute.call(lambda: None)
         if self._collector is not None:
             await self._collector.call(lambda: None)
-        reason = Unavailable("the executor is shutting down")
+        reason = Draining("the executor is shutting down")
         if current is not None:
             self._end_epoch(current, reason)
         for stream in list(self._streams):
@@ -332,30 +328,9 @@ class Session:
 
     def _serving(self) -> Backend:
         if self._closed:
-            raise Unavailable("the executor is shutting down")
+            raise Draining("the executor is shutting down")
         if self._backend is None:
             raise Unavailable("the executor is still loading its model")
         if self.lost.is_set():
             raise Unavailable(LOST)
         return self._backend
-
-
-def _check_block_size(block_size: int) -> None:
-    if not 1 <= block_size <= MAX_BLOCK_SIZE or block_size & (block_size - 1):
-        raise InvalidRequest("block_size", f"must be a power of two from 1 to {MAX_BLOCK_SIZE}, got {block_size}")
-
-
-def _check_fit(order: AttachOrder, description: BackendDescription) -> None:
-    """Checks what depends on the backend: layout and memory. Raises InvalidRequest or OutOfMemory."""
-    if order.layout != description.layout:
-        raise InvalidRequest("layout", f"must be {description.layout!r}, got {order.layout[:64]!r}")
-    for field, blocks, size in (
-        ("num_device_blocks", order.num_device_blocks, description.device_kv_bytes),
-        ("num_host_blocks", order.num_host_blocks, description.host_kv_bytes),
-    ):
-        most = size // description.bytes_per_block
-        if blocks > most:
-            raise OutOfMemory(
-                f"{field}: {blocks} blocks of {description.bytes_per_block} bytes do not fit into {size} bytes: "
-                f"at most {most}"
-            )

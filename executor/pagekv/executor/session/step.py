@@ -27,7 +27,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class ExecutedStep:
-    """The result of one step. `sampled` is by seq_id, in the order the sequences entered the epoch."""
+    """The result of one step. `sampled` is by seq_id, in the order the sequences entered the epoch; `failed` are the
+    sequences that would have sampled too, and could not, because their logits are not numbers or were not before.
+    """
 
     epoch: int
     step: int
@@ -35,3 +37,4 @@ class ExecutedStep:
     computed_tokens: int
     execute_us: int
     idle_us: int
+    failed: list[int] = field(default_factory=list)

@@ -1,8 +1,8 @@
 """Every rule of a step, checked against the live state before any state or memory is touched.
 
 A manager is not trusted with the executor's memory: a step that names a wrong id, length, slot or epoch is refused
-whole, with the proto path of the field and its bounds. The cost is that of what the step changes and of the block
-tables that it appends to, plus a few comparisons per live sequence.
+whole, with the proto path of the field, its bounds, and the number that executor_service.proto gives the rule. The cost
+is that of what the step changes and of the block tables that it appends to, plus a few comparisons per live sequence.
 """
 
 from __future__ import annotations
@@ -11,8 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pagekv.common.errors import InvalidRequest, StaleEpoch
-from pagekv.executor.backend.interface import BlockCopies, CopyDirection, Scheduled, SequenceState
-from pagekv.executor.session.field_checks import check_columns, check_distinct, check_ids, check_sampling
+from pagekv.executor.backend.interface import BackendFeature, BlockCopies, CopyDirection, Scheduled, SequenceState
+from pagekv.executor.session.field_checks import (
+    check_columns,
+    check_distinct,
+    check_features,
+    check_ids,
+    check_sampling,
+    check_size,
+)
 from pagekv.executor.session.step import NO_SAMPLING, Step
 
 # Tokens one step may compute at most, even where more were profiled.
@@ -21,7 +28,7 @@ MAX_STEP_TOKENS = 65536
 
 @dataclass(frozen=True, slots=True)
 class EpochLimits:
-    """Bounds of ids and lengths in an epoch."""
+    """Bounds of ids and lengths in an epoch, and the features that its steps may use."""
 
     block_size: int
     num_device_blocks: int
@@ -29,6 +36,7 @@ class EpochLimits:
     vocab_size: int
     max_model_len: int
     max_sequences: int
+    features: frozenset[BackendFeature]
 
     @property
     def max_blocks(self) -> int:
@@ -43,9 +51,9 @@ def check_step(
     order of entering, as `live` is. Raises StaleEpoch or InvalidRequest; changes nothing.
     """
     if step.epoch != epoch:
-        raise StaleEpoch(f"epoch: {step.epoch} is over, the epoch now is {epoch}: attach again")
+        raise StaleEpoch(f"epoch: {step.epoch} is over, the epoch now is {epoch}: attach again (P6)")
     if step.step != next_step:
-        raise InvalidRequest("step", f"must be {next_step}, one more than the step before, got {step.step}")
+        raise InvalidRequest("step", f"must be {next_step}, one more than the step before, got {step.step}", "R1")
     check = _Check(step, live, limits)
     return check.live, check.scheduled
 
@@ -59,9 +67,9 @@ class _Check:
         self.live = dict(live)
         for index, seq_id in enumerate(step.finished_seqs):
             if seq_id not in live:
-                raise InvalidRequest(f"finished_seqs[{index}]", f"must be a live sequence, got {seq_id}")
+                raise InvalidRequest(f"finished_seqs[{index}]", f"must be a live sequence, got {seq_id}", "R2")
             if self.live.pop(seq_id, None) is None:
-                raise InvalidRequest(f"finished_seqs[{index}]", f"names sequence {seq_id} twice")
+                raise InvalidRequest(f"finished_seqs[{index}]", f"names sequence {seq_id} twice", "R3")
         for index, copies in enumerate(step.memory_ops):
             self._check_copies(f"memory_ops[{index}]", copies)
         for index, state in enumerate(step.new_seqs):
@@ -69,21 +77,26 @@ class _Check:
             self.live[state.seq_id] = state
         if len(self.live) > limits.max_sequences:
             raise InvalidRequest(
-                "new_seqs", f"must leave at most {limits.max_sequences} live sequences, would leave {len(self.live)}"
+                "new_seqs",
+                f"must leave at most {limits.max_sequences} live sequences, would leave {len(self.live)}",
+                "R20",
             )
         self.scheduled = self._schedule(self._extended_tables(), self._counts())
 
     def _check_copies(self, path: str, op: BlockCopies) -> None:
         device, host = self._limits.num_device_blocks, self._limits.num_host_blocks
         if op.direction is None:
-            raise InvalidRequest(f"{path}.kind", "must be COPY, SWAP_OUT or SWAP_IN")
+            raise InvalidRequest(f"{path}.kind", "must be COPY, SWAP_OUT or SWAP_IN", "R4")
         if op.direction is not CopyDirection.COPY and not host:
-            raise InvalidRequest(f"{path}.kind", f"must be COPY: there is no host pool to {op.direction.value} with")
-        check_columns(f"{path}.destinations", op.destinations, "sources", op.sources)
-        check_ids(f"{path}.sources", op.sources, "block", host if op.direction is CopyDirection.SWAP_IN else device)
+            raise InvalidRequest(
+                f"{path}.kind", f"must be COPY: there is no host pool to {op.direction.value} with", "R5"
+            )
+        check_columns(f"{path}.destinations", op.destinations, "sources", op.sources, "R6")
+        pool_size = host if op.direction is CopyDirection.SWAP_IN else device
+        check_ids(f"{path}.sources", op.sources, "block", pool_size, "R7")
         pool_size = host if op.direction is CopyDirection.SWAP_OUT else device
-        check_ids(f"{path}.destinations", op.destinations, "block", pool_size)
-        check_distinct(f"{path}.destinations", op.destinations)
+        check_ids(f"{path}.destinations", op.destinations, "block", pool_size, "R7")
+        check_distinct(f"{path}.destinations", op.destinations, "R8")
         if op.direction is CopyDirection.COPY:
             # All pairs of one operation may be copied at once, so a chain inside it would have no defined result.
             sources = set(op.sources)
@@ -92,72 +105,78 @@ class _Check:
                     raise InvalidRequest(
                         f"{path}.destinations[{index}]",
                         f"must not be a source of the same operation, got block {block}",
+                        "R9",
                     )
 
     def _check_new(self, path: str, new: SequenceState) -> None:
         tokens, table, limits = new.token_ids, new.block_table, self._limits
         if new.seq_id in self.live:
-            raise InvalidRequest(f"{path}.seq_id", f"must not be in use by a live sequence, got {new.seq_id}")
+            raise InvalidRequest(f"{path}.seq_id", f"must not be in use by a live sequence, got {new.seq_id}", "R10")
         if not 1 <= len(tokens) <= limits.max_model_len:
             raise InvalidRequest(
-                f"{path}.token_ids", f"must have from 1 to {limits.max_model_len} entries, has {len(tokens)}"
+                f"{path}.token_ids", f"must have from 1 to {limits.max_model_len} entries, has {len(tokens)}", "R11"
             )
-        check_ids(f"{path}.token_ids", tokens, "token", limits.vocab_size)
+        check_ids(f"{path}.token_ids", tokens, "token", limits.vocab_size, "R12")
         if not 1 <= new.num_prompt_tokens <= len(tokens):
             raise InvalidRequest(
                 f"{path}.num_prompt_tokens",
                 f"must be from 1 to the number of token_ids ({len(tokens)}), got {new.num_prompt_tokens}",
+                "R13",
             )
-        check_ids(f"{path}.block_ids", table, "block", limits.num_device_blocks, limits.max_blocks)
-        check_distinct(f"{path}.block_ids", table)
+        check_size(f"{path}.block_ids", table, limits.max_blocks, "R14")
+        check_ids(f"{path}.block_ids", table, "block", limits.num_device_blocks, "R15")
+        check_distinct(f"{path}.block_ids", table, "R16")
         most = min(len(tokens) - 1, len(table) * limits.block_size)
         if new.computed_tokens > most:
             raise InvalidRequest(
                 f"{path}.computed_tokens",
                 f"must be from 0 to {most} (below {len(tokens)} tokens, within {len(table)} blocks of "
                 f"{limits.block_size}), got {new.computed_tokens}",
+                "R17",
             )
         if new.sampling is NO_SAMPLING:
-            raise InvalidRequest(f"{path}.sampling", "must be set")
+            raise InvalidRequest(f"{path}.sampling", "must be set", "R18")
         check_sampling(f"{path}.sampling", new.sampling, limits.vocab_size, limits.max_model_len)
+        check_features(f"{path}.sampling", new.sampling, limits.features)
 
     def _extended_tables(self) -> dict[int, list[int]]:
         """By seq_id: the block tables that the step appends to, with what it appends."""
         seqs, blocks, most = self._step.append_seqs, self._step.append_blocks, self._limits.max_blocks
-        check_columns("append_blocks", blocks, "append_seqs", seqs)
-        check_ids("append_blocks", blocks, "block", self._limits.num_device_blocks)
+        check_columns("append_blocks", blocks, "append_seqs", seqs, "R21")
+        check_ids("append_blocks", blocks, "block", self._limits.num_device_blocks, "R22")
         tables: dict[int, dict[int, None]] = {}
         for index, (seq_id, block) in enumerate(zip(seqs, blocks, strict=True)):
-            path, state = f"append_blocks[{index}]", self._state(f"append_seqs[{index}]", seq_id)
+            path, state = f"append_blocks[{index}]", self._state(f"append_seqs[{index}]", seq_id, "R23")
             if seq_id not in tables:
                 tables[seq_id] = dict.fromkeys(state.block_table)
             if block in tables[seq_id]:
-                raise InvalidRequest(path, f"block {block} is in the table of sequence {seq_id} already")
+                raise InvalidRequest(path, f"block {block} is in the table of sequence {seq_id} already", "R24")
             tables[seq_id][block] = None
             if len(tables[seq_id]) > most:
-                raise InvalidRequest(path, f"the table of sequence {seq_id} must have at most {most} blocks")
+                raise InvalidRequest(path, f"the table of sequence {seq_id} must have at most {most} blocks", "R25")
         return {seq_id: list(table) for seq_id, table in tables.items()}
 
-    def _state(self, path: str, seq_id: int) -> SequenceState:
+    def _state(self, path: str, seq_id: int, rule: str) -> SequenceState:
         """The state of a sequence that is live in this step."""
         if seq_id not in self.live:
-            raise InvalidRequest(path, f"must be a live sequence, got {seq_id}")
+            raise InvalidRequest(path, f"must be a live sequence, got {seq_id}", rule)
         return self.live[seq_id]
 
     def _counts(self) -> dict[int, int]:
         """Tokens to compute by seq_id, for the sequences that the step names."""
         seqs, tokens = self._step.scheduled_seqs, self._step.scheduled_tokens
-        check_columns("scheduled_tokens", tokens, "scheduled_seqs", seqs)
+        check_columns("scheduled_tokens", tokens, "scheduled_seqs", seqs, "R26")
         counts: dict[int, int] = {}
         for index, (seq_id, count) in enumerate(zip(seqs, tokens, strict=True)):
-            state = self._state(f"scheduled_seqs[{index}]", seq_id)
+            state = self._state(f"scheduled_seqs[{index}]", seq_id, "R27")
             if seq_id in counts:
-                raise InvalidRequest(f"scheduled_seqs[{index}]", f"names sequence {seq_id} twice")
+                raise InvalidRequest(f"scheduled_seqs[{index}]", f"names sequence {seq_id} twice", "R28")
             left = len(state.token_ids) - state.computed_tokens
             if count > left:
                 raise InvalidRequest(
                     f"scheduled_tokens[{index}]",
                     f"must be from 0 to {left}, the tokens sequence {seq_id} has left to compute, got {count}",
+                    "R29",
                 )
             counts[seq_id] = count
         return counts
@@ -177,24 +196,27 @@ class _Check:
                 raise InvalidRequest(
                     self._tokens_path(seq_id),
                     f"sequence {seq_id} would compute position {end - 1}, the model holds {max_len} tokens",
+                    "R31",
                 )
             if end > len(table) * block_size:
                 raise InvalidRequest(
                     self._blocks_path(seq_id),
                     f"sequence {seq_id} would compute position {end - 1}, its {len(table)} blocks of {block_size} "
                     f"hold positions below {len(table) * block_size}",
+                    "R30",
                 )
             for block in table[start // block_size : (end - 1) // block_size + 1]:
                 if writers.setdefault(block, seq_id) != seq_id:
                     raise InvalidRequest(
                         self._blocks_path(seq_id),
                         f"block {block} would be written by sequences {writers[block]} and {seq_id} in one step",
+                        "R32",
                     )
             scheduled.append(Scheduled(state, start, count))
         total = sum(item.count for item in scheduled)
         if total > MAX_STEP_TOKENS:
             raise InvalidRequest(
-                "scheduled_tokens", f"a step must compute at most {MAX_STEP_TOKENS} tokens, not {total}"
+                "scheduled_tokens", f"a step must compute at most {MAX_STEP_TOKENS} tokens, not {total}", "R33"
             )
         return scheduled
 

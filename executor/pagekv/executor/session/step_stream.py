@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from pagekv.executor.session.epoch import Epoch
 from pagekv.executor.session.step import ExecutedStep
 
-# Steps taken in and not yet reported. Beyond it the stream is not read, so the manager's writes wait.
+# Steps taken in and not yet answered. Beyond it the stream is not read, so the manager's writes wait.
 MAX_IN_FLIGHT = 8
 
 
@@ -33,12 +33,14 @@ class StepStream:
 
     def deliver(self, outcome: ExecutedStep | Exception | None) -> None:
         """Adds the outcome of the oldest step in flight, or the end of the stream."""
-        self._room.release()
         self._outcomes.put_nowait(outcome)
 
     async def reports(self) -> AsyncIterator[ExecutedStep]:
-        """Results of the steps, in order. Raises the error that ended the stream."""
+        """Results of the steps, in order; one is taken for answered when the next is asked for. Raises the error that
+        ended the stream.
+        """
         while (outcome := await self._outcomes.get()) is not None:
             if isinstance(outcome, Exception):
                 raise outcome
             yield outcome
+            self._room.release()

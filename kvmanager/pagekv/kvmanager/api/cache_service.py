@@ -1,33 +1,17 @@
-"""pagekv.v1.CacheService: looks into the KV cache."""
+"""pagekv.v1.CacheService: what is cached of a prompt, and pins."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from itertools import chain, count, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotFound
-from pagekv.kvmanager.api.prompt_reader import PromptReader
+from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.api.served_model import ServedModel
-from pagekv.kvmanager.api.validation import check_length, check_media, check_request_id, read_cache_controls
+from pagekv.kvmanager.api.validation import check_request_id, read_lookup
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
-from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
+from pagekv.kvmanager.engine.paging import read_page_size
 from pagekv.kvmanager.kvcache.pins import MAX_LEASE_S, MIN_LEASE_S
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import cache_service_pb2_grpc as pb_grpc
-
-if TYPE_CHECKING:
-    from pagekv.kvmanager.api.prompt_reader import PromptRequest
-
-DEFAULT_BLOCKS = 100
-DEFAULT_REQUESTS = 100
-DEFAULT_EXPLANATIONS = 1000
-MAX_LIMIT = 10_000
-# Events in one message: with token ids in blocks of 256 less than 2 MB, and a few milliseconds to write.
-MAX_EVENTS = 1024
-MAX_PIN_ID_CHARACTERS = 64
-_TIERS = {Tier.DEVICE: pb.TIER_DEVICE, Tier.HOST: pb.TIER_HOST}
 
 
 class CacheService(pb_grpc.CacheServiceServicer):
@@ -37,121 +21,27 @@ class CacheService(pb_grpc.CacheServiceServicer):
         self._queries = engine.queries
         self._served_model = served_model
 
-    async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
-        return self._queries.stats()
-
     async def LookupPrefix(self, request: pb.LookupPrefixRequest, context: Any) -> pb.LookupPrefixResponse:
-        prompt, identity = await self._read_prompt(request)
+        prompt, identity = await read_lookup(request, self._served_model.served())
         return self._queries.lookup_prefix(prompt, identity)
 
     async def ExplainPrefix(self, request: pb.ExplainPrefixRequest, context: Any) -> pb.ExplainPrefixResponse:
-        _check_limit(request.limit)
-        prompt, identity = await self._read_prompt(request)
-        num_blocks = -(-len(prompt) // self._served_model.served().model.block_size)
-        _check_start(request.start, num_blocks, "prompt")
-        return self._queries.explain_prefix(prompt, identity, request.start, request.limit or DEFAULT_EXPLANATIONS)
-
-    async def ListRequests(self, request: pb.ListRequestsRequest, context: Any) -> pb.ListRequestsResponse:
-        _check_limit(request.limit)
-        return self._queries.list_requests(request.limit or DEFAULT_REQUESTS)
-
-    async def GetBlockTable(self, request: pb.GetBlockTableRequest, context: Any) -> pb.GetBlockTableResponse:
-        check_request_id("request_id", request.request_id)
-        tables = self._queries.block_tables(request.request_id)
-        if tables is None:
-            raise NotFound(f"no request {request.request_id!r} is running or waiting")
-        return tables
-
-    async def ListBlocks(self, request: pb.ListBlocksRequest, context: Any) -> pb.ListBlocksResponse:
-        num_blocks = self._served_model.served().model.num_device_blocks
-        _check_start(request.start, num_blocks, "pool")
-        _check_limit(request.limit)
-        if request.state not in pb.BlockState.values():
-            raise InvalidRequest("state", f"must be from 0 to {max(pb.BlockState.values())}, got {request.state}")
-        return self._queries.list_blocks(request.start, request.limit or DEFAULT_BLOCKS, request.state)
+        page_size = read_page_size(request.page_size)
+        prompt, identity = await read_lookup(request, self._served_model.served())
+        return self._queries.explain_prefix(prompt, identity, page_size, request.page_token)
 
     async def PinPrefix(self, request: pb.PinPrefixRequest, context: Any) -> pb.PinPrefixResponse:
         lease = request.lease_seconds
         if not MIN_LEASE_S <= lease <= MAX_LEASE_S:
             raise InvalidRequest("lease_seconds", f"must be from {MIN_LEASE_S} to {MAX_LEASE_S}, got {lease}")
-        prompt, identity = await self._read_prompt(request)
-        return self._queries.pin_prefix(prompt, identity, lease)
+        if request.pin_id:
+            check_request_id("pin_id", request.pin_id)
+        prompt, identity = await read_lookup(request, self._served_model.served())
+        return self._queries.pin_prefix(prompt, identity, lease, request.pin_id)
+
+    async def ListPins(self, request: pb.ListPinsRequest, context: Any) -> pb.ListPinsResponse:
+        return self._queries.list_pins()
 
     async def UnpinPrefix(self, request: pb.UnpinPrefixRequest, context: Any) -> pb.UnpinPrefixResponse:
-        check_length("pin_id", request.pin_id, MAX_PIN_ID_CHARACTERS)
+        check_request_id("pin_id", request.pin_id)
         return pb.UnpinPrefixResponse(unpinned_tokens=self._queries.unpin_prefix(request.pin_id))
-
-    async def ResetPrefixCache(self, request: pb.ResetPrefixCacheRequest, context: Any) -> pb.ResetPrefixCacheResponse:
-        reset = self._queries.reset_prefix_cache(request.force)
-        if reset is None:
-            raise FailedPrecondition("running requests or pins hold blocks: wait for them to end, or use force")
-        return reset
-
-    async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
-        watch = self._queries.watch_events()
-        # Runs also when the call is cancelled while a message is being written, where no `finally` here would.
-        context.add_done_callback(lambda _: watch.close())
-        with_tokens, sequence = not request.omit_token_ids, count(1)
-        more = True
-        while more:
-            # In pieces: the engine plans steps while each piece is on its way.
-            blocks = watch.take_snapshot(MAX_EVENTS)
-            more = len(blocks) == MAX_EVENTS
-            yield pb.WatchEventsResponse(
-                sequence=next(sequence), snapshot=True, events=_stored(blocks, with_tokens), more=more
-            )
-        while not request.snapshot_only:
-            for events, more in _pieces(await watch.take(), with_tokens):
-                yield pb.WatchEventsResponse(sequence=next(sequence), events=events, more=more)
-
-    async def _read_prompt(self, request: PromptRequest) -> tuple[list[int], CacheIdentity]:
-        """Token ids and cache identity of a request about a prompt. Raises InvalidRequest, Unavailable."""
-        served = self._served_model.served()
-        identity, most = read_cache_controls(request.cache), served.model.max_model_len
-        reader = PromptReader(served.tokenizer, served.model.vocab_size, most, f"the context has {most} tokens")
-        prompt = await reader.read(request)
-        check_media(identity, len(prompt))
-        return prompt, identity
-
-
-def _check_start(start: int, num_blocks: int, of: str) -> None:
-    if start >= num_blocks:
-        raise InvalidRequest("start", f"must be from 0 to {num_blocks - 1} (the {of}), got {start}")
-
-
-def _check_limit(limit: int) -> None:
-    if limit > MAX_LIMIT:
-        raise InvalidRequest("limit", f"must be from 0 to {MAX_LIMIT}, got {limit}")
-
-
-def _pieces(diff: Diff, with_tokens: bool) -> Iterator[tuple[Sequence[pb.CacheEvent], bool]]:
-    """Events of a change, MAX_EVENTS at a time, and whether more follow."""
-    left = chain(
-        [pb.CacheEvent(cleared=pb.AllBlocksCleared())] if diff.cleared else [],
-        _removed(diff.removed),
-        _stored(diff.stored, with_tokens),
-    )
-    events = list(islice(left, MAX_EVENTS))
-    while later := list(islice(left, MAX_EVENTS)):
-        yield events, True
-        events = later
-    yield events, False
-
-
-def _stored(found: Iterable[Stored], with_tokens: bool) -> Iterator[pb.CacheEvent]:
-    for stored in found:
-        for digest, parent, token_ids in stored.each():
-            yield pb.CacheEvent(
-                stored=pb.BlockStored(
-                    block_hash=digest.hex(),
-                    parent_hash=parent.hex(),
-                    token_ids=token_ids if with_tokens else (),
-                    tier=_TIERS[stored.tier],
-                )
-            )
-
-
-def _removed(found: Iterable[Removed]) -> Iterator[pb.CacheEvent]:
-    for tier, digests in found:
-        for digest in digests:
-            yield pb.CacheEvent(removed=pb.BlockRemoved(block_hash=digest.hex(), tier=_TIERS[tier]))

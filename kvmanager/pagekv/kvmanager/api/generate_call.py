@@ -105,7 +105,7 @@ class GenerateCall:
         complete = pb.GenerateComplete(
             index=delta.index,
             finish_reason=types_pb2.FinishReason.Value(f"FINISH_REASON_{news.finish.name}"),
-            output_ids=output.token_ids,
+            token_ids=output.token_ids,
             text="".join(output.texts),
             prompt_tokens=self._prompt_tokens,
             completion_tokens=output.num_tokens,

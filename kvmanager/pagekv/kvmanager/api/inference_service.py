@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
 from typing import Any
 
 from pagekv.common.errors import InvalidRequest
+from pagekv.common.version import pagekv_version
 from pagekv.kvmanager.api.generate_call import GenerateCall
 from pagekv.kvmanager.api.prompt_reader import PromptReader, check_token_ids
 from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.api.validation import read_abort_ids, read_generate
+from pagekv.kvmanager.engine.capacity import longest_sequence
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import inference_service_pb2_grpc as pb_grpc
@@ -40,18 +41,14 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         ids = read_abort_ids(request.request_ids)
-        return pb.AbortResponse(aborted=[request_id for request_id in ids if self._engine.abort(request_id)])
+        return pb.AbortResponse(aborted_request_ids=[name for name in ids if self._engine.abort(name)])
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         served = self._served_model.served()
         reader = PromptReader(
             served.tokenizer, served.model.vocab_size, MAX_CODEC_TOKENS, "what Tokenize answers with at most"
         )
-        kind = request.WhichOneof("input")
-        if kind is None:
-            raise InvalidRequest("input", "exactly one of text and chat must be set")
-        ids = await (reader.text(request.text) if kind == "text" else reader.chat(request.chat))
-        return pb.TokenizeResponse(token_ids=ids)
+        return pb.TokenizeResponse(token_ids=await reader.read(request.prompt))
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
         served = self._served_model.served()
@@ -69,12 +66,13 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
         served = self._served_model.served()
-        tokenizer, shown = served.tokenizer, asdict(served.model)
-        del shown["bytes_per_block"]
+        tokenizer = served.tokenizer
         return pb.GetModelInfoResponse(
             has_tokenizer=tokenizer is not None,
             has_chat_template=tokenizer is not None and tokenizer.chat_template is not None,
-            **shown,
+            max_sequence_tokens=longest_sequence(served.model, 0),
+            server_version=pagekv_version(),
+            **served.model.shown(),
         )
 
 

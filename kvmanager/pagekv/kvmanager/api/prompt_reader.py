@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.text.chat_template import ChatTemplateError
 from pagekv.kvmanager.text.tokenizer import Tokenizer, TooManyTokens
 
 if TYPE_CHECKING:
-    from pagekv.v1 import cache_service_pb2, inference_service_pb2, types_pb2
+    from pagekv.v1 import types_pb2
 
-    # The messages whose oneof `input` is a prompt.
-    PromptRequest: TypeAlias = (
-        inference_service_pb2.GenerateRequest
-        | cache_service_pb2.LookupPrefixRequest
-        | cache_service_pb2.ExplainPrefixRequest
-        | cache_service_pb2.PinPrefixRequest
-    )
-
+# The field that refusals name, by kind of prompt.
+PROMPT_FIELDS = {"text": "prompt.text", "token_ids": "prompt.token_ids.ids", "chat": "prompt.chat.messages"}
 MAX_TEXT_BYTES = 8 * 2**20
 MAX_CHAT_MESSAGES = 4096
 # Texts longer than this are encoded in a thread: 4096 characters take about a millisecond.
@@ -37,59 +31,55 @@ class PromptReader:
         self._max_tokens = max_tokens
         self._limit_name = limit_name
 
-    async def read(self, request: PromptRequest) -> list[int]:
-        """Token ids of the input that the request has. Raises InvalidRequest."""
-        kind = request.WhichOneof("input")
+    async def read(self, prompt: types_pb2.Prompt) -> list[int]:
+        """Token ids of a prompt, in the field `prompt` of a request. Raises InvalidRequest."""
+        kind = prompt.WhichOneof("kind")
         if kind == "text":
-            return await self.text(request.text)
-        if kind == "tokenized":
-            return self.tokenized(request.tokenized)
+            return await self.text(PROMPT_FIELDS[kind], prompt.text)
+        if kind == "token_ids":
+            return self._checked_ids(PROMPT_FIELDS[kind], prompt.token_ids.ids)
         if kind == "chat":
-            return await self.chat(request.chat)
-        raise InvalidRequest("input", "exactly one of text, tokenized and chat must be set")
+            return await self._chat(PROMPT_FIELDS[kind], prompt.chat)
+        raise InvalidRequest("prompt", "exactly one of text, token_ids and chat must be set")
 
-    async def text(self, text: str) -> list[int]:
-        """Token ids of a text with the tokenizer's special tokens. Raises InvalidRequest."""
-        tokenizer = self._need_tokenizer("text")
+    async def text(self, field: str, text: str) -> list[int]:
+        """Token ids of a text, given in `field`, with the tokenizer's special tokens. Raises InvalidRequest."""
+        tokenizer = self._need_tokenizer(field)
         if not text:
-            raise InvalidRequest("text", "must not be empty")
-        _check_text_bytes("text", len(text.encode()))
-        return await self._encode("text", len(text), lambda: text, tokenizer, special_tokens=True)
+            raise InvalidRequest(field, "must not be empty")
+        _check_text_bytes(field, len(text.encode()))
+        return await self._encode(field, len(text), lambda: text, tokenizer, special_tokens=True)
 
-    async def chat(self, chat: types_pb2.ChatInput) -> list[int]:
-        """Token ids of a conversation through the chat template. Raises InvalidRequest."""
-        tokenizer = self._need_tokenizer("chat")
+    async def _chat(self, field: str, chat: types_pb2.Chat) -> list[int]:
+        """Token ids of a conversation through the chat template."""
+        tokenizer = self._need_tokenizer("prompt.chat")
         template = tokenizer.chat_template
         if template is None:
-            raise InvalidRequest("chat", "the model has no chat template; give text or tokenized input")
+            raise InvalidRequest("prompt.chat", "the model has no chat template; give text or token ids")
         if not 1 <= len(chat.messages) <= MAX_CHAT_MESSAGES:
-            raise InvalidRequest(
-                "chat.messages", f"must have from 1 to {MAX_CHAT_MESSAGES} messages, has {len(chat.messages)}"
-            )
+            raise InvalidRequest(field, f"must have from 1 to {MAX_CHAT_MESSAGES} messages, has {len(chat.messages)}")
         messages = [{"role": message.role, "content": message.content} for message in chat.messages]
         for index, message in enumerate(messages):
             if not message["role"]:
-                raise InvalidRequest(f"chat.messages[{index}].role", "must not be empty")
+                raise InvalidRequest(f"{field}[{index}].role", "must not be empty")
         size = sum(len(message["role"].encode()) + len(message["content"].encode()) for message in messages)
-        _check_text_bytes("chat.messages", size)
+        _check_text_bytes(field, size)
 
         def render() -> str:
             try:
                 return template.render(messages)
             except ChatTemplateError as error:
-                raise InvalidRequest("chat.messages", str(error)) from error
+                raise InvalidRequest(field, str(error)) from error
 
         # The template writes the special tokens itself.
-        return await self._encode("chat.messages", size + 64 * len(messages), render, tokenizer, special_tokens=False)
+        return await self._encode(field, size + 64 * len(messages), render, tokenizer, special_tokens=False)
 
-    def tokenized(self, tokenized: types_pb2.TokenizedInput) -> list[int]:
-        """Checked token ids. Raises InvalidRequest."""
-        ids = tokenized.input_ids
+    def _checked_ids(self, field: str, ids: Sequence[int]) -> list[int]:
         if not ids:
-            raise InvalidRequest("tokenized.input_ids", "must have at least one token id")
-        self._check_count("tokenized.input_ids", len(ids))
+            raise InvalidRequest(field, "must have at least one token id")
+        self._check_count(field, len(ids))
         prompt = list(ids)
-        check_token_ids("tokenized.input_ids", prompt, self._vocab_size)
+        check_token_ids(field, prompt, self._vocab_size)
         return prompt
 
     async def _encode(
@@ -109,7 +99,7 @@ class PromptReader:
             self._check_count(field, error.num_tokens)
             raise
         if not ids:
-            raise InvalidRequest(field, "must have at least one token; this input has none")
+            raise InvalidRequest(field, "must have at least one token; this prompt has none")
         return ids
 
     def _need_tokenizer(self, field: str) -> Tokenizer:

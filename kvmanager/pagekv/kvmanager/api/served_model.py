@@ -35,7 +35,7 @@ class ServedModel:
         """The model and its tokenizer. Raises Unavailable until both are known."""
         model = self._engine.model
         if model is None:
-            raise Unavailable("no executor is attached yet")
+            raise self._engine.not_attached()
         if model.model_fingerprint != self._fingerprint:
             raise Unavailable("the tokenizer is being loaded")
         return Served(model, self._tokenizer)

@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pagekv.common.errors import FailedPrecondition, InvalidRequest
-from pagekv.kvmanager.api.prompt_reader import PromptReader, check_token_ids
+from pagekv.kvmanager.api.prompt_reader import PROMPT_FIELDS, PromptReader, check_token_ids
+from pagekv.kvmanager.api.served_model import Served
 from pagekv.kvmanager.engine.capacity import check_output_fits, check_prompt_fits, longest_sequence
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan
@@ -19,6 +20,7 @@ from pagekv.kvmanager.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from pagekv.v1 import inference_service_pb2, types_pb2
+    from pagekv.v1.cache_service_pb2 import ExplainPrefixRequest, LookupPrefixRequest, PinPrefixRequest
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 MAX_N = 64
@@ -54,8 +56,6 @@ _BEAM_NEUTRAL = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip  # several entries a line
 _BEAM_ABSENT = ("seed", "stop", "logprobs", "logit_bias")
-# The field of each kind of prompt.
-_INPUT_FIELDS = {"text": "text", "tokenized": "tokenized.input_ids", "chat": "chat.messages"}
 
 
 async def read_generate(
@@ -68,7 +68,9 @@ async def read_generate(
     """
     if request.model_fingerprint not in ("", model.model_fingerprint):
         raise FailedPrecondition(
-            f"model_fingerprint: the model served is {model.model_fingerprint}, not {request.model_fingerprint[:64]}"
+            f"model_fingerprint: the model served is {model.model_fingerprint}, not {request.model_fingerprint[:64]}",
+            "MODEL_FINGERPRINT",
+            model.model_fingerprint,
         )
     request_id = request.request_id or f"req-{secrets.token_hex(12)}"
     check_request_id("request_id", request_id)
@@ -79,24 +81,17 @@ async def read_generate(
     sampling = _read_sampling(params, model.vocab_size)
     _check_beams(params, sampling, n, model)
     stops = _read_stops(params, tokenizer)
-    kind, resumed = request.WhichOneof("input"), request.resumed_tokens
-    if resumed and kind != "tokenized":
-        raise InvalidRequest("resumed_tokens", f"must be 0 unless the input is tokenized, got {resumed}")
-    if resumed and n != 1:
-        raise InvalidRequest("resumed_tokens", f"must be 0 unless sampling_params.n is 1, got {resumed} with n of {n}")
-    if resumed and sampling.beam_width:
-        raise InvalidRequest("resumed_tokens", f"must be 0 with sampling_params.beam_width, got {resumed}")
-    identity = read_cache_controls(request.cache)
+    resumed = _read_resumed(request.resumed_token_ids, sampling, n, model)
+    identity = _read_identity(request)
 
-    # A prompt leaves room for one token of output at least; resumed tokens are output.
-    limit = model.max_model_len if resumed else model.max_model_len - 1
-    prompt = await PromptReader(tokenizer, model.vocab_size, limit, _context(model)).read(request)
-    if resumed >= len(prompt):
-        raise InvalidRequest("resumed_tokens", f"must be below the number of input ids ({len(prompt)}), got {resumed}")
-    num_prompt = len(prompt) - resumed
-    check_media(identity, num_prompt)
-    assert kind is not None, "a request without an input has no prompt"
-    check_prompt_fits(_INPUT_FIELDS[kind], num_prompt, sampling.beam_width, model)
+    # A prompt leaves room for one token of output at least.
+    limit = model.max_model_len - 1
+    prompt = await PromptReader(tokenizer, model.vocab_size, limit, _context(model)).read(request.prompt)
+    num_prompt = len(prompt)
+    _check_media(identity, num_prompt)
+    kind = request.prompt.WhichOneof("kind")
+    assert kind is not None, "a request without a prompt was refused"
+    check_prompt_fits(PROMPT_FIELDS[kind], num_prompt, sampling.beam_width, model)
     if params.HasField("max_tokens"):
         max_tokens = params.max_tokens
         left = model.max_model_len - num_prompt
@@ -109,18 +104,18 @@ async def read_generate(
     else:
         left = longest_sequence(model, sampling.beam_width) - num_prompt
         max_tokens = left if kind == "chat" else min(DEFAULT_MAX_TOKENS, left)
-    if resumed > max_tokens:
-        raise InvalidRequest("resumed_tokens", f"must be from 0 to max_tokens ({max_tokens}), got {resumed}")
+    if len(resumed) > max_tokens:
+        raise InvalidRequest("resumed_token_ids", f"must have at most max_tokens ({max_tokens}), has {len(resumed)}")
     if params.min_tokens > max_tokens:
         raise InvalidRequest(
             "sampling_params.min_tokens", f"must be from 0 to max_tokens ({max_tokens}), got {params.min_tokens}"
         )
     command = GenerateCommand(
         request_id=request_id,
-        prompt_ids=prompt,
+        prompt_ids=prompt + resumed,
         sampling=replace(sampling, max_tokens=max_tokens, min_tokens=params.min_tokens),
         n=n,
-        resumed_tokens=resumed,
+        resumed_tokens=len(resumed),
         identity=identity,
         priority=request.priority,
         model_fingerprint=model.model_fingerprint,
@@ -129,8 +124,23 @@ async def read_generate(
     return command, stops
 
 
+async def read_lookup(
+    request: LookupPrefixRequest | ExplainPrefixRequest | PinPrefixRequest, served: Served
+) -> tuple[list[int], CacheIdentity]:
+    """Token ids and cache identity of a request about a prompt. Raises InvalidRequest."""
+    for field in ("read", "write"):
+        if request.cache.HasField(field):
+            raise InvalidRequest(f"cache.{field}", "must be absent: only Generate reads and writes the cache")
+    identity, model = _read_identity(request), served.model
+    prompt = await PromptReader(served.tokenizer, model.vocab_size, model.max_model_len, _context(model)).read(
+        request.prompt
+    )
+    _check_media(identity, len(prompt))
+    return prompt, identity
+
+
 def check_request_id(field: str, request_id: str) -> None:
-    """Raises InvalidRequest unless `request_id` is one that Generate takes."""
+    """Raises InvalidRequest unless `request_id` is one that Generate takes, which names of pins must be too."""
     if not REQUEST_ID.fullmatch(request_id):
         raise InvalidRequest(field, f"must be 1 to 128 characters of [A-Za-z0-9._:-], got {_quote(request_id)}")
 
@@ -162,6 +172,18 @@ def _read_sampling(params: types_pb2.SamplingParams, vocab_size: int) -> Samplin
     given.setdefault("temperature", 0.0 if params.beam_width else 1.0)
     given.setdefault("seed", secrets.randbits(64))
     return SamplingParams(**given)
+
+
+def _read_resumed(given: Sequence[int], sampling: SamplingParams, n: int, model: EngineInfo) -> list[int]:
+    """The tokens that were generated before. Once more their number is checked when max_tokens is known."""
+    field = "resumed_token_ids"
+    if given and (n != 1 or sampling.beam_width):
+        name, value = ("beam_width", sampling.beam_width) if sampling.beam_width else ("n", n)
+        raise InvalidRequest(field, f"must be empty with sampling_params.{name} of {value}, has {len(given)} ids")
+    _check_count(field, len(given), model.max_model_len - 1)
+    if resumed := list(given):
+        check_token_ids(field, resumed, model.vocab_size)
+    return resumed
 
 
 def _check_beams(params: types_pb2.SamplingParams, sampling: SamplingParams, n: int, model: EngineInfo) -> None:
@@ -220,9 +242,12 @@ def _read_logit_bias(params: types_pb2.SamplingParams, vocab_size: int) -> dict[
     return dict(params.logit_bias)
 
 
-def read_cache_controls(cache: types_pb2.CacheControls) -> CacheIdentity:
-    """The cache identity of a request; `check_media` checks it against the prompt. Raises InvalidRequest."""
-    for field, value in (("cache.namespace", cache.namespace), ("cache.adapter_id", cache.adapter_id)):
+def _read_identity(
+    request: inference_service_pb2.GenerateRequest | LookupPrefixRequest | ExplainPrefixRequest | PinPrefixRequest,
+) -> CacheIdentity:
+    """The cache identity of a request; `_check_media` checks it against the prompt."""
+    cache = request.cache
+    for field, value in (("cache.namespace", cache.namespace), ("adapter", request.adapter)):
         size = len(value.encode())
         if size > MAX_NAME_BYTES:
             raise InvalidRequest(field, f"must be at most {MAX_NAME_BYTES} bytes of UTF-8, has {size}")
@@ -231,14 +256,14 @@ def read_cache_controls(cache: types_pb2.CacheControls) -> CacheIdentity:
         check_length(f"cache.media_hashes[{index}].hash", media.hash, MAX_MEDIA_HASH_CHARACTERS)
     return CacheIdentity(
         namespace=cache.namespace,
-        adapter_id=cache.adapter_id,
+        adapter_id=request.adapter,
         media=tuple(MediaSpan(media.position, media.length, media.hash) for media in cache.media_hashes),
-        read=not cache.no_read,
-        write=not cache.no_write,
+        read=cache.read or not cache.HasField("read"),
+        write=cache.write or not cache.HasField("write"),
     )
 
 
-def check_media(identity: CacheIdentity, num_prompt: int) -> None:
+def _check_media(identity: CacheIdentity, num_prompt: int) -> None:
     """Raises InvalidRequest unless every medium lies inside a prompt of `num_prompt` tokens."""
     for index, span in enumerate(identity.media):
         field = f"cache.media_hashes[{index}]"

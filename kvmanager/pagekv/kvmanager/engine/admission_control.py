@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pagekv.common.errors import AlreadyExists, InvalidRequest, Overloaded, Unavailable
 from pagekv.kvmanager.engine.capacity import blocks_needed, check_output_fits, total_tokens
-from pagekv.kvmanager.engine.state import RETRY_DELAY_S, EngineState
+from pagekv.kvmanager.engine.features import check_supported
+from pagekv.kvmanager.engine.state import RETRY_DELAY_S, EngineState, draining
 from pagekv.kvmanager.request.command import GenerateCommand
 
 
@@ -13,14 +14,17 @@ def check_admissible(command: GenerateCommand, state: EngineState) -> None:
     when it cannot beside what is pinned.
     """
     if state.draining:
-        raise Unavailable("the manager is shutting down", RETRY_DELAY_S)
+        raise draining()
     scheduler, model, config = state.serving(), state.model, state.config
     assert model is not None
     if state.live.get(command.request_id) is not None:
-        raise AlreadyExists("request_id", f"{command.request_id!r} is in use by a running request")
+        raise AlreadyExists(
+            "request_id", f"{command.request_id!r} is in use by a running request", "request", command.request_id
+        )
     # Checked by `read_generate`, but another executor may have come since: encoding a long text takes time.
     if command.model_fingerprint not in ("", model.model_fingerprint):
         raise Unavailable("the executor came back with another model while the request was read")
+    check_supported(command.sampling, model)
     total, max_tokens = total_tokens(command), command.sampling.max_tokens
     width, most = command.sampling.beam_width, scheduler.limits.max_running
     check_output_fits(total - max_tokens, max_tokens, width, model)
@@ -41,10 +45,13 @@ def check_admissible(command: GenerateCommand, state: EngineState) -> None:
     state.cache.check_room(blocks_needed(total, model.block_size, width))
     waiting = scheduler.num_waiting
     if waiting + command.n > config.max_queue:
-        raise Overloaded(f"the queue is full: {waiting} sequences wait, at most {config.max_queue}", RETRY_DELAY_S)
+        full = f"the queue is full: {waiting} sequences wait, at most {config.max_queue}"
+        raise Overloaded(full, RETRY_DELAY_S, config.max_queue, "--max-queue")
     unread = state.live.num_unread
     if unread >= config.max_unread:
         raise Overloaded(
             f"{unread} sequences have ended whose readers have not taken them, at most {config.max_unread}",
             RETRY_DELAY_S,
+            config.max_unread,
+            "--max-unread",
         )

@@ -16,11 +16,12 @@ from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, chain_digests, ro
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events.log import TableLog
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
-from pagekv.kvmanager.kvcache.pins import Pins
+from pagekv.kvmanager.kvcache.pins import PinLease, Pins
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.step_plan import Admitted
 from pagekv.v1 import cache_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
 
 
 class CacheAdmin:
@@ -41,7 +42,7 @@ class CacheAdmin:
         """
         self.log = TableLog(clock)
         # Blocks of prompts that hit at first admission, and why others missed; cumulative.
-        self.counters = pb.GetStatsResponse()
+        self.counters = operator_pb.GetStatsResponse()
         self._prefix_cache = prefix_cache
         self._max_pinned_share = max_pinned_share
         self._wake = wake
@@ -75,7 +76,10 @@ class CacheAdmin:
         if needed > self.pool.num_blocks - pinned:
             raise LimitExceeded(
                 f"prompt and output need {needed} blocks; {pinned} of {self.pool.num_blocks} are pinned until they are "
-                "unpinned or their leases end"
+                "unpinned or their leases end",
+                needed_blocks=needed,
+                available_blocks=self.pool.num_blocks - pinned,
+                pinned_blocks=pinned,
             )
 
     def count_admissions(self, admitted: Iterable[Admitted]) -> None:
@@ -119,13 +123,13 @@ class CacheAdmin:
         )
 
     def explain(
-        self, token_ids: Sequence[int], identity: CacheIdentity, start: int, limit: int
+        self, token_ids: Sequence[int], identity: CacheIdentity, page_size: int, token: str
     ) -> pb.ExplainPrefixResponse:
-        """Why a page of a prompt's blocks hits or misses; changes nothing."""
+        """Why each of a page of a prompt's blocks hits or misses; changes nothing. Raises InvalidRequest."""
         others = self.adapters.others(identity.namespace, identity.adapter_id)
         roots = [(adapter, self._root(identity, adapter)) for adapter in others]
         root = self._root(identity, identity.adapter_id)
-        return PrefixExplainer(self.pool, self.log, root, token_ids, identity.media, roots).page(start, limit)
+        return PrefixExplainer(self.pool, self.log, root, token_ids, identity.media, roots).page(page_size, token)
 
     def _root(self, identity: CacheIdentity, adapter_id: str) -> bytes:
         return root_digest(self._fingerprint, identity.namespace, adapter_id)
@@ -133,17 +137,42 @@ class CacheAdmin:
     # -- pins
 
     def pin(
-        self, token_ids: Sequence[int], identity: CacheIdentity, lease_s: float, live: Iterable[GenerateCommand]
+        self,
+        token_ids: Sequence[int],
+        identity: CacheIdentity,
+        lease_s: float,
+        live: Iterable[GenerateCommand],
+        pin_id: str = "",
     ) -> pb.PinPrefixResponse:
-        """Pins the cached part of a prompt, beside the live requests. Raises LimitExceeded, with nothing changed."""
+        """Pins the cached part of a prompt, beside the live requests; a pin of this id holds it instead of what it
+        held. Raises LimitExceeded, with nothing changed.
+        """
         blocks = self.lookup(token_ids, identity, partial_hits=False).block_ids
         if not blocks:
+            self.unpin(pin_id)
             return pb.PinPrefixResponse()
-        size = self.pool.block_size
+        size, before = self.pool.block_size, len(self.pins)
         needs = [blocks_needed(total_tokens(command), size, command.sampling.beam_width) for command in live]
-        pin_id = self.pins.pin(blocks, lease_s, max(needs, default=0))
+        info = self._info(self.pins.pin(blocks, lease_s, max(needs, default=0), pin_id, identity))
         self._arm()
-        return pb.PinPrefixResponse(pin_id=pin_id, pinned_tokens=len(blocks) * size)
+        if len(self.pins) == before:
+            # Renewed: blocks that it held may be free now.
+            self._wake()
+        return pb.PinPrefixResponse(pin_id=info.pin_id, pinned_tokens=info.pinned_tokens, expire_time=info.expire_time)
+
+    def list_pins(self) -> pb.ListPinsResponse:
+        """The pins whose lease runs, the one that expires first standing first."""
+        return pb.ListPinsResponse(pins=map(self._info, self.pins.leases()))
+
+    def _info(self, lease: PinLease) -> pb.PinInfo:
+        info = pb.PinInfo(
+            pin_id=lease.pin_id,
+            pinned_tokens=len(lease.blocks) * self.pool.block_size,
+            namespace=lease.identity.namespace,
+            adapter=lease.identity.adapter_id,
+        )
+        info.expire_time.FromMilliseconds(round(1e3 * (time.time() + lease.expires_at - self._clock())))
+        return info
 
     def unpin(self, pin_id: str) -> int:
         """Ends a pin; tokens it held, 0 when there is no such pin."""
@@ -169,7 +198,7 @@ class CacheAdmin:
 
     # -- the whole table
 
-    def reset(self, scheduler: Scheduler, force: bool) -> pb.ResetPrefixCacheResponse | None:
+    def reset(self, scheduler: Scheduler, force: bool) -> operator_pb.ResetPrefixCacheResponse | None:
         """As `EngineQueries.reset_prefix_cache`."""
         if not force and self.pool.num_active:
             return None
@@ -183,4 +212,6 @@ class CacheAdmin:
         # Sequences that drain keep their blocks, as private ones, until their last token is here.
         removed = scheduler.clear_prefix_cache()
         preempted = scheduler.counters.preemptions - before
-        return pb.ResetPrefixCacheResponse(removed_blocks=removed, preempted_sequences=preempted, ended_pins=ended)
+        return operator_pb.ResetPrefixCacheResponse(
+            removed_blocks=removed, preempted_sequences=preempted, ended_pins=ended
+        )

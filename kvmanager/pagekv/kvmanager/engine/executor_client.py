@@ -13,13 +13,16 @@ import grpc
 from pagekv.common.server import MAX_RECEIVE_BYTES
 from pagekv.common.statuses import STATUS_DETAILS_KEY
 from pagekv.kvmanager.engine.executor_wire import step_request, step_result
-from pagekv.kvmanager.engine.recovery import Fault
+from pagekv.kvmanager.engine.features import feature_numbers
+from pagekv.kvmanager.engine.recovery import Fault, WrongAnswer
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
-from pagekv.v1 import executor_service_pb2 as pb
-from pagekv.v1 import executor_service_pb2_grpc as pb_grpc
+from pagekv.steps.v1 import executor_service_pb2 as pb
+from pagekv.steps.v1 import executor_service_pb2_grpc as pb_grpc
 
-# Loading has happened before Describe answers, but its profiling pass may be slow on a busy machine. Seconds.
+# The latest revision of executor_service.proto that steps can be made by.
+CONTRACT_REVISION = 1
+# Seconds. Loading has happened before Describe answers, but its profiling pass may be slow on a busy machine.
 DESCRIBE_TIMEOUT_S = 300.0
 ATTACH_TIMEOUT_S = 300.0
 
@@ -30,6 +33,10 @@ class ExecutorLost(Exception):
     def __init__(self, message: str, fault: Fault = Fault.NONE) -> None:
         super().__init__(message)
         self.fault = fault
+
+
+class UnfitExecutor(ExecutorLost):
+    """There is an executor, and this manager cannot work by its description. Another may take its place."""
 
 
 class AttachRefused(Exception):
@@ -59,16 +66,21 @@ class ExecutorLink:
         self._call: grpc.aio.StreamStreamCall[pb.StepRequest, pb.StepResult] | None = None
         self._reader: asyncio.Task[None] | None = None
         self._results: deque[StepResult] = deque()
-        self._error: ExecutorLost | None = None
+        self._error: ExecutorLost | WrongAnswer | None = None
         self._eos: tuple[int, ...] = ()
+        self._revision = CONTRACT_REVISION
         self._step = 0
         self.epoch = 0
 
     async def describe(self, block_size: int, token_budget: int) -> pb.DescribeResponse:
         """Asks what is loaded. Raises ExecutorLost, or AttachRefused when it will not take these numbers."""
-        request = pb.DescribeRequest(block_size=block_size, token_budget=token_budget)
+        request = pb.DescribeRequest(
+            block_size=block_size, token_budget=token_budget, contract_revision=CONTRACT_REVISION
+        )
         with _refusals("Describe"):
-            return await self._stub.Describe(request, timeout=DESCRIBE_TIMEOUT_S)
+            answer = await self._stub.Describe(request, timeout=DESCRIBE_TIMEOUT_S)
+        self._revision = min(CONTRACT_REVISION, answer.contract_revision)
+        return answer
 
     async def attach(self, manager_id: str, model: EngineInfo, layout: str, take_over: bool) -> None:
         """Opens an epoch with empty pools of the model's sizes, and its stream of steps. Raises ExecutorLost or
@@ -81,6 +93,8 @@ class ExecutorLink:
             num_host_blocks=model.num_host_blocks,
             layout=layout,
             take_over=take_over,
+            required_features=feature_numbers(model.features),
+            contract_revision=self._revision,
         )
         with _refusals("Attach"):
             answer = await self._stub.Attach(request, timeout=ATTACH_TIMEOUT_S)
@@ -92,17 +106,20 @@ class ExecutorLink:
         try:
             async for message in call:
                 if message.epoch != self.epoch:
-                    self._error = ExecutorLost(f"a result of epoch {message.epoch} in epoch {self.epoch}")
-                    break
+                    raise WrongAnswer("epoch", f"must be {self.epoch}, got {message.epoch}")
                 self._results.append(step_result(message))
                 self._wake()
-            self._error = self._error or ExecutorLost("the executor closed the stream of steps")
+            self._error = ExecutorLost("the executor closed the stream of steps")
+        except WrongAnswer as error:
+            self._error = error
         except grpc.aio.AioRpcError as error:
             self._error = ExecutorLost(_words(error, "Run"), _fault(error))
         self._wake()
 
     async def send(self, plan: StepPlan, timeout_s: float) -> None:
-        """Sends the next step. Raises ExecutorLost, also when the executor takes nothing in for `timeout_s`."""
+        """Sends the next step. Raises ExecutorLost, also when the executor takes nothing in for `timeout_s`, or
+        WrongAnswer.
+        """
         if self._call is None:
             raise ExecutorLost("not attached")
         self._step += 1
@@ -119,7 +136,9 @@ class ExecutorLink:
             raise self._error or ExecutorLost("the stream of steps broke") from error
 
     def take_result(self) -> StepResult | None:
-        """The next result in step order, or None if there is none yet. Raises ExecutorLost after the last one."""
+        """The next result in step order, or None if there is none yet. Raises ExecutorLost, or WrongAnswer, after the
+        last one.
+        """
         if self._results:
             return self._results.popleft()
         if self._error is not None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
+from pagekv.kvmanager.engine.recovery import WrongAnswer
 from pagekv.kvmanager.request.logprobs import TokenLogprobs
 from pagekv.kvmanager.scheduling.sequence import Seq
 from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind, NewSeq, StepPlan, StepResult
-from pagekv.v1 import executor_service_pb2 as pb
+from pagekv.steps.v1 import executor_service_pb2 as pb
 
 
 def step_request(plan: StepPlan, epoch: int, step: int, eos_token_ids: Iterable[int]) -> pb.StepRequest:
@@ -72,7 +74,7 @@ def _new_sequence(new: NewSeq, eos_token_ids: Iterable[int]) -> pb.NewSequence:
 
 
 def _sampling(sequence: Seq, eos_token_ids: Iterable[int]) -> pb.StepSampling:
-    params, search = sequence.request.command.sampling, sequence.request.search
+    params = sequence.request.command.sampling
     return pb.StepSampling(
         temperature=params.temperature,
         top_p=params.top_p,
@@ -87,25 +89,57 @@ def _sampling(sequence: Seq, eos_token_ids: Iterable[int]) -> pb.StepSampling:
         banned_until_min=sorted(params.end_ids(eos_token_ids)) if params.min_tokens else (),
         bias_token_ids=params.logit_bias.keys(),
         biases=params.logit_bias.values(),
-        # The search chooses a beam's next token, from the likeliest ones.
-        logprobs=params.logprobs if search is None else search.num_candidates,
+        logprobs=sequence.request.num_likeliest,
     )
 
 
 def step_result(message: pb.StepResult) -> StepResult:
-    """The result of a step."""
-    tokens = dict(zip(message.sampled_seqs, message.sampled_tokens, strict=False)) if message.logprobs else {}
+    """The result of a step. Raises WrongAnswer when columns do not pair, or something is no number; whether it answers
+    the plan is for `AnswerCheck` to say.
+    """
+    seq_ids, tokens = list(message.sampled_seqs), list(message.sampled_tokens)
+    _check_pair("sampled_tokens", len(tokens), "sampled_seqs", len(seq_ids))
     return StepResult(
         step=message.step,
-        sampled_seq_ids=list(message.sampled_seqs),
-        sampled_tokens=list(message.sampled_tokens),
-        logprobs={
-            row.seq_id: TokenLogprobs(
-                tokens.get(row.seq_id, 0), row.chosen, tuple(zip(row.top_token_ids, row.top_logprobs, strict=False))
-            )
-            for row in message.logprobs
-        },
+        sampled_seq_ids=seq_ids,
+        sampled_tokens=tokens,
+        logprobs=_logprobs(message, dict(zip(seq_ids, tokens, strict=True))) if message.logprobs else {},
         computed_tokens=message.computed_tokens,
         execute_us=message.execute_us,
         idle_us=message.idle_us,
+        failed=_failed(message) if message.failed_seqs or message.failed_reasons else {},
     )
+
+
+def _logprobs(message: pb.StepResult, tokens: dict[int, int]) -> dict[int, TokenLogprobs]:
+    found: dict[int, TokenLogprobs] = {}
+    for row in message.logprobs:
+        seq_id, ids, values = row.seq_id, list(row.top_token_ids), list(row.top_logprobs)
+        if seq_id not in tokens or seq_id in found:
+            raise WrongAnswer("logprobs.seq_id", f"must be of sampled_seqs, and each once, got {seq_id}")
+        _check_pair("logprobs.top_logprobs", len(values), "top_token_ids", len(ids))
+        # A sum is finite only if all of it is.
+        if not math.isfinite(row.chosen + sum(values)):
+            odd = next(value for value in (row.chosen, *values) if not math.isfinite(value))
+            raise WrongAnswer("logprobs", f"must be finite, got {odd} of sequence {seq_id}")
+        if len(set(ids)) < len(ids) or sorted(values, reverse=True) != values:
+            raise WrongAnswer("logprobs.top_token_ids", f"must be best first and each once, got {ids} with {values}")
+        found[seq_id] = TokenLogprobs(tokens[seq_id], row.chosen, tuple(zip(ids, values, strict=True)))
+    return found
+
+
+def _failed(message: pb.StepResult) -> dict[int, str]:
+    seq_ids, reasons = list(message.failed_seqs), list(message.failed_reasons)
+    _check_pair("failed_reasons", len(reasons), "failed_seqs", len(seq_ids))
+    found = {seq_id: _FAILURES.get(reason, "unknown reason") for seq_id, reason in zip(seq_ids, reasons, strict=True)}
+    if len(found) < len(seq_ids):
+        raise WrongAnswer("failed_seqs", f"must have each sequence once, got {seq_ids[:8]}")
+    return found
+
+
+_FAILURES: dict[int, str] = {pb.SEQUENCE_FAILURE_NOT_A_NUMBER: "its logits are not numbers"}
+
+
+def _check_pair(field: str, count: int, other: str, expected: int) -> None:
+    if count != expected:
+        raise WrongAnswer(field, f"must have as many entries as {other} ({expected}), has {count}")

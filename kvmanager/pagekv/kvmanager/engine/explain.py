@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 
+from pagekv.kvmanager.engine.paging import page_token, read_page_token
 from pagekv.kvmanager.kvcache.block_hash import MediaSpan, chain_digests, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events.log import TableLog
@@ -45,14 +46,16 @@ class PrefixExplainer:
         reach = [(len(pool.table.match_tokens(other, chunks[:plain])), adapter) for adapter, other in other_roots]
         self._elsewhere = max(reach, default=(0, ""), key=lambda pair: pair[0])
 
-    def page(self, start: int, limit: int) -> pb.ExplainPrefixResponse:
-        """Explains up to `limit` blocks of the prompt from block `start` on."""
+    def page(self, page_size: int, token: str = "") -> pb.ExplainPrefixResponse:
+        """Explains a page of the prompt's blocks. Raises InvalidRequest for a token that is not of this prompt."""
         size, full = self._pool.block_size, len(self._digests)
         total = -(-len(self._tokens) // size)
-        end = min(total, start + limit)
+        of = b"explain" + (self._digests or [self._root])[-1] + self._tokens[full * size :].tobytes()
+        start = read_page_token(of, token, total)
+        end = min(total, start + page_size)
         return pb.ExplainPrefixResponse(
             blocks=[self._full_block(index) if index < full else self._tail() for index in range(start, end)],
-            next_start=end if end < total else None,
+            next_page_token=page_token(of, end) if end < total else "",
             prompt_tokens=len(self._tokens),
             cached_tokens=len(self._hits) * size,
         )

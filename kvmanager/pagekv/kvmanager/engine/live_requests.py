@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.request.stream import RequestStream
@@ -38,6 +39,7 @@ class LiveRequests:
         """Adds a request whose id is free; `root` is the parent digest of its first block."""
         stream = RequestStream(command.request_id, command.n, self._wakeups)
         request = live_request(command, stream, self._arrivals, root, self._priority_aging)
+        request.created = time.time()
         self._arrivals += 1
         self._requests[command.request_id] = request
         self._being_read[stream] = 0

@@ -15,20 +15,22 @@ import uuid
 from collections.abc import Callable
 from operator import attrgetter
 
-from pagekv.common.errors import Overloaded, Unavailable
+from pagekv.common.errors import InvalidRequest, Overloaded, SequenceFailed, Unavailable
 from pagekv.common.logs import Log
 from pagekv.kvmanager.engine.admission_control import check_admissible
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.capacity import longest_sequence, total_tokens
 from pagekv.kvmanager.engine.config import EngineConfig
-from pagekv.kvmanager.engine.executor_client import AttachRefused, ExecutorLink, ExecutorLost
+from pagekv.kvmanager.engine.description import check_description
+from pagekv.kvmanager.engine.executor_client import AttachRefused, ExecutorLink, ExecutorLost, UnfitExecutor
+from pagekv.kvmanager.engine.features import check_supported
 from pagekv.kvmanager.engine.live_requests import LiveRequests
 from pagekv.kvmanager.engine.observer import Observers, RequestEnd
 from pagekv.kvmanager.engine.outputs import deliver, deliver_abort
 from pagekv.kvmanager.engine.queries import EngineQueries
-from pagekv.kvmanager.engine.recovery import FailedSteps, Fault, Reconnect
+from pagekv.kvmanager.engine.recovery import FailedSteps, Fault, Reconnect, WrongAnswer
 from pagekv.kvmanager.engine.sizing import size_limits, size_model
-from pagekv.kvmanager.engine.state import RETRY_DELAY_S, EngineState
+from pagekv.kvmanager.engine.state import EngineState, draining
 from pagekv.kvmanager.engine.steps_in_flight import StepsInFlight
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.errors import InvariantError
@@ -51,9 +53,10 @@ class EngineLoop:
     Ways in which a request ends; each frees its blocks at once and passes through `_remove_if_finished`:
 
         FINISHED  every sequence ended (`_drive`), or the reader found a stop string (`finish_sequence`)
-        ABORTED   the reader has gone (`release`), Abort (`abort`), the end of the grace time (`stop`): `_abort`
-        FAILED    another executor cannot continue it (`_fail_misfits`), or its step failed too often
-                  (`_fail_after_attempts`): `_fail`
+        ABORTED   the reader has gone (`release`) or Abort (`abort`): `_abort`; the end of the grace time (`stop`), for
+                  the reader an error, since the next manager can go on
+        FAILED    another executor cannot continue it (`_fail_misfits`), the executor gave it up (`_fail_sequence`), or
+                  its step failed too often (`_fail_after_attempts`): `_fail`
     """
 
     def __init__(self, config: EngineConfig, on_attached: Callable[[bool], None] = lambda attached: None) -> None:
@@ -89,11 +92,12 @@ class EngineLoop:
             try:
                 await self._attach(link)
                 await self._drive(link)
-            except (ExecutorLost, AttachRefused) as error:
+            except (ExecutorLost, AttachRefused, WrongAnswer) as error:
                 if isinstance(error, AttachRefused) and state.model is None:
                     raise
+                state.no_executor = str(error) if isinstance(error, UnfitExecutor) else ""
                 log.warning("no executor", executor=self._config.executor, reason=error)
-                self._fail_after_attempts(error.fault if isinstance(error, ExecutorLost) else Fault.NONE)
+                self._fail_after_attempts(Fault.NONE if isinstance(error, AttachRefused) else error.fault)
             except InvariantError as error:
                 log.exception("broken invariant; opening a new epoch", reason=error)
                 self._fail_after_attempts(Fault.STEP)
@@ -107,6 +111,7 @@ class EngineLoop:
     async def _attach(self, link: ExecutorLink) -> None:
         config, state = self._config, self._state
         description = await link.describe(config.block_size, config.limits.max_batch_tokens)
+        check_description(description)
         model = size_model(description, config)
         await link.attach(self._manager_id, model, description.layout, config.take_over)
         limits = size_limits(description, config)
@@ -115,10 +120,10 @@ class EngineLoop:
         clock = time.monotonic if config.block_ages else None
         pool = BlockPool(model.num_device_blocks, config.block_size, order, self._state.cache.log, clock)
         host = HostPool(model.num_host_blocks, config.block_size, self._state.cache.log)
+        self._in_flight.begin_epoch(model.vocab_size)
         if state.scheduler is None:
             state.scheduler = Scheduler(pool, limits, model.eos_token_ids, host, self.observers)
         else:
-            self._in_flight.end_epoch()
             state.scheduler.lose_executor(pool, limits, model.eos_token_ids, host)
         self._state.cache.adopt(pool, host, model.model_fingerprint, self.observers)
         state.model = model
@@ -136,6 +141,8 @@ class EngineLoop:
             blocks=model.num_device_blocks,
             host_blocks=model.num_host_blocks,
             block_size=model.block_size,
+            features=",".join(model.features),
+            sampler=model.sampler,
         )
 
     def _fail_misfits(self, model: EngineInfo, max_running: int) -> None:
@@ -151,6 +158,11 @@ class EngineLoop:
             if not (same and fits and width <= max_running):
                 what = "another model, a smaller pool, or room for fewer sequences"
                 self._fail(request, Unavailable(f"the executor restarted with {what}"))
+                continue
+            try:
+                check_supported(request.command.sampling, model)
+            except InvalidRequest as error:
+                self._fail(request, error)
 
     async def _drive(self, link: ExecutorLink) -> None:
         """Plans, sends and commits until the link is lost or the loop is stopped."""
@@ -161,7 +173,7 @@ class EngineLoop:
                 self._wake.clear()
                 while (result := link.take_result()) is not None:
                     # A step stays in flight until it is committed: an answer that does not fit counts as a lost step.
-                    plan = self._in_flight.answered(result)
+                    plan, result = self._in_flight.answered(result)
                     committed = scheduler.commit(plan, result)
                     self._in_flight.pop()
                     self._count(result)
@@ -170,6 +182,8 @@ class EngineLoop:
                     self.observers.committed(plan, result, committed)
                     for sequence in ended:
                         self._remove_if_finished(sequence.request, RequestEnd.FINISHED)
+                    for request, reason in committed.failed:
+                        self._fail_sequence(request, reason)
                     self._work_left = len(self._live) > 0
                 ahead = scheduler.schedule() if len(self._in_flight) < self._config.pipeline_depth else None
                 self._state.cache.log.step_boundary(self._totals.steps_total)
@@ -204,6 +218,13 @@ class EngineLoop:
         finally:
             self._wake.set()
 
+    def _fail_sequence(self, request: LiveRequest, reason: str) -> None:
+        """Fails a request that the executor cannot go on with."""
+        self._totals.failed_requests_total += 1
+        error = SequenceFailed(f"request {request.command.request_id!r} could not be computed: {reason}")
+        log.error("the executor gave up a request", reason=error)
+        self._fail(request, error)
+
     def _fail_after_attempts(self, fault: Fault) -> None:
         """Fails the requests whose step was lost too often; called when an epoch is lost."""
         plan = self._in_flight.oldest
@@ -237,17 +258,21 @@ class EngineLoop:
         return self._state.model
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new requests, lets live ones finish for up to `grace_s` seconds, aborts the rest, ends `run`."""
+        """Refuses new requests, lets live ones finish for up to `grace_s` seconds, ends the rest with Draining, so that
+        callers resume them at the next manager, and ends `run`.
+        """
         self._state.draining = True
         try:
             async with asyncio.timeout(grace_s):
                 await self._live.idle.wait()
         except TimeoutError:
-            log.warning("grace time over, aborting", requests=len(self._live))
+            log.warning("grace time over, ending calls to be resumed elsewhere", requests=len(self._live))
         for request in self._live.all():
-            self._abort(request)
+            self._totals.aborted_requests_total += 1
+            self._finish(request, RequestEnd.ABORTED)
+            request.stream.fail(draining())
         self._state.stopping = True
-        self._state.cache.close(Unavailable("the manager is shutting down", RETRY_DELAY_S))
+        self._state.cache.close(draining())
         self._wake.set()
 
     # -- called by services; none of it blocks
@@ -256,6 +281,10 @@ class EngineLoop:
     def model(self) -> EngineInfo | None:
         """The served model; None until an executor is attached for the first time."""
         return self._state.model
+
+    def not_attached(self) -> Unavailable:
+        """The error of calls before `model` is known."""
+        return self._state.not_attached()
 
     def submit(self, command: GenerateCommand) -> RequestStream:
         """Queues a request. Raises AlreadyExists, Overloaded, Unavailable, InvalidRequest when it can never fit, or

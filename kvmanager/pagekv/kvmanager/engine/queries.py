@@ -11,20 +11,25 @@ from itertools import islice
 
 import numpy as np
 
-from pagekv.common.errors import InvalidRequest, Unavailable
+from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
-from pagekv.kvmanager.engine.state import RETRY_DELAY_S, EngineState
+from pagekv.kvmanager.engine.paging import page_token, read_page_token
+from pagekv.kvmanager.engine.state import EngineState, draining
 from pagekv.kvmanager.engine.views import BlockDetail, BlockMap
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 from pagekv.kvmanager.kvcache.prefix_table import PrefixTable
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
-from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus
+from pagekv.kvmanager.scheduling.sequence import HOLDING, LiveRequest, Seq, SeqStatus
 from pagekv.v1 import cache_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
+from pagekv.v1 import types_pb2
 
 # Bounds of a block's detail: blocks of its chain, and requests that hold it.
 MAX_CHAIN = 256
 MAX_HOLDERS_NAMED = 20
+# In page tokens: the list of requests, and what is added to the place of those that do not run.
+_REQUESTS, _WAITING = b"requests", 2**62
 
 
 class EngineQueries:
@@ -38,13 +43,13 @@ class EngineQueries:
         self._state.serving()
         return self._state.cache
 
-    def stats(self) -> pb.GetStatsResponse:
+    def stats(self) -> operator_pb.GetStatsResponse:
         """A snapshot of every counter and gauge."""
         state, scheduler, cache = self._state, self._state.serving(), self._state.cache
         pool, host, counters, prompts = scheduler.pool, scheduler.host, scheduler.counters, cache.counters
-        stats = pb.GetStatsResponse(
+        stats = operator_pb.GetStatsResponse(
             block_size=pool.block_size,
-            num_blocks=pool.num_blocks,
+            num_device_blocks=pool.num_blocks,
             free_blocks=pool.num_free,
             cached_free_blocks=pool.num_cached_free,
             active_blocks=pool.num_active,
@@ -75,7 +80,9 @@ class EngineQueries:
             written_back_blocks_total=counters.written_back,
             host_evicted_blocks_total=host.evictions,
             unread_sequences=state.live.num_unread,
+            instance_id=state.instance_id,
         )
+        stats.start_time.FromMilliseconds(int(state.started * 1e3))
         stats.MergeFrom(state.totals)
         stats.MergeFrom(prompts)
         return stats
@@ -86,32 +93,48 @@ class EngineQueries:
         return self._state.cache.lookup(token_ids, identity, limits.prefix_cache and limits.partial_hits)
 
     def explain_prefix(
-        self, token_ids: list[int], identity: CacheIdentity, start: int, limit: int
+        self, token_ids: list[int], identity: CacheIdentity, page_size: int, token: str = ""
     ) -> pb.ExplainPrefixResponse:
-        """Why each of up to `limit` blocks of a prompt, from block `start` on, hits or misses; changes nothing."""
-        return self._cache.explain(token_ids, identity, start, limit)
+        """Why each of a page of a prompt's blocks hits or misses; changes nothing. Raises InvalidRequest."""
+        return self._cache.explain(token_ids, identity, page_size, token)
 
-    def pin_prefix(self, token_ids: list[int], identity: CacheIdentity, lease_s: int) -> pb.PinPrefixResponse:
-        """Keeps the cached part of a prompt for `lease_s` seconds. Raises LimitExceeded, with nothing changed."""
-        return self._cache.pin(token_ids, identity, lease_s, (request.command for request in self._state.live.all()))
+    def pin_prefix(
+        self, token_ids: list[int], identity: CacheIdentity, lease_s: int, pin_id: str = ""
+    ) -> pb.PinPrefixResponse:
+        """Keeps the cached part of a prompt for `lease_s` seconds; a pin of this id keeps it instead of what it kept.
+        Raises LimitExceeded, with nothing changed.
+        """
+        live = (request.command for request in self._state.live.all())
+        return self._cache.pin(token_ids, identity, lease_s, live, pin_id)
+
+    def list_pins(self) -> pb.ListPinsResponse:
+        """The pins whose lease runs, the one that expires first standing first."""
+        return self._cache.list_pins()
 
     def unpin_prefix(self, pin_id: str) -> int:
         """Ends a pin; tokens it held, 0 when there is no such pin."""
         return self._cache.unpin(pin_id)
 
-    def reset_prefix_cache(self, force: bool) -> pb.ResetPrefixCacheResponse | None:
+    def reset_prefix_cache(self, force: bool) -> operator_pb.ResetPrefixCacheResponse | None:
         """Removes every cached block. While blocks are held: None, and nothing changed; with `force` running sequences
         are preempted, and pins end.
         """
         return self._state.cache.reset(self._state.serving(), force)
 
-    def watch_events(self) -> TableWatch:
-        """The prefix table now and as it changes; the caller closes it. Raises LimitExceeded."""
-        if self._state.stopping:
-            raise Unavailable("the manager is shutting down", RETRY_DELAY_S)
-        return self._cache.log.watch()
+    @property
+    def instance_id(self) -> str:
+        """The name of this run of the manager, to which revisions of the tables belong."""
+        return self._state.instance_id
 
-    def block_tables(self, request_id: str) -> pb.GetBlockTableResponse | None:
+    def watch_events(self, start_revision: int = 0) -> TableWatch:
+        """The prefix tables now and as they change or, from a revision on, their changes alone; the caller closes it.
+        Raises LimitExceeded, RevisionGone, InvalidRequest.
+        """
+        if self._state.stopping:
+            raise draining()
+        return self._cache.log.watch(start_revision)
+
+    def block_tables(self, request_id: str) -> operator_pb.GetBlockTableResponse | None:
         """Block tables of a live request; None when there is no such request, or no executor yet."""
         request, size = self._state.live.get(request_id), self._state.config.block_size
         if request is None:
@@ -121,51 +144,62 @@ class EngineQueries:
             if sequence.state is SeqStatus.FINISHED:
                 continue
             num_full = min(len(sequence.block_table), sequence.num_computed // size)
-            table = pb.SequenceBlocks(
+            table = operator_pb.SequenceBlocks(
                 index=sequence.index,
-                state="running" if sequence.state is SeqStatus.DRAINING else sequence.state.value,
+                state=_sequence_state(sequence),
                 num_tokens=sequence.num_tokens,
                 computed_tokens=sequence.num_computed,
                 block_ids=sequence.block_table,
                 block_hashes=[digest.hex() for digest in sequence.digests[:num_full]],
             )
             tables.append(table)
-        return pb.GetBlockTableResponse(sequences=tables)
+        return operator_pb.GetBlockTableResponse(sequences=tables)
 
-    def list_requests(self, limit: int) -> pb.ListRequestsResponse:
-        """Up to `limit` live requests, running ones first, by arrival; and how many are live."""
+    def list_requests(self, page_size: int, token: str = "") -> operator_pb.ListRequestsResponse:
+        """A page of the live requests, running ones first, by arrival; and how many are live. Raises InvalidRequest."""
         self._state.serving()
-        live = self._state.live.all()
-        first = sorted(live, key=_waits)[:limit]
-        return pb.ListRequestsResponse(requests=map(_request_info, first), total=len(live))
-
-    def list_blocks(self, start: int, limit: int, state: pb.BlockState.ValueType) -> pb.ListBlocksResponse:
-        """Up to `limit` blocks by ascending id from `start`, those in a state (UNSPECIFIED: all)."""
-        # Vector operations: the engine loop waits meanwhile, and a pool may have millions of blocks.
-        pool, pins = self._cache.pool, self._cache.pins.holders[start:]
-        ref_counts, published = pool.ref_counts[start:], pool.table.published[start:]
-        if state == pb.BLOCK_STATE_UNSPECIFIED:
-            wanted = np.ones(len(ref_counts), np.bool_)
-        elif state == pb.BLOCK_STATE_ACTIVE:
-            wanted = ref_counts > pins
-        elif state == pb.BLOCK_STATE_PINNED:
-            wanted = (ref_counts == pins) & (pins > 0)
-        else:
-            wanted = (ref_counts == 0) & (published == (state == pb.BLOCK_STATE_CACHED))
-        blocks: list[int] = (start + np.flatnonzero(wanted)[: limit + 1]).tolist()
-        return pb.ListBlocksResponse(
-            blocks=map(self._block_info, blocks[:limit]), next_start=blocks[limit] if len(blocks) > limit else None
+        start = read_page_token(_REQUESTS, token, 2 * _WAITING)
+        live = {_place(request): request for request in self._state.live.all()}
+        found = sorted(place for place in live if place >= start)
+        return operator_pb.ListRequestsResponse(
+            requests=[_request_info(live[place]) for place in found[:page_size]],
+            total=len(live),
+            # Behind the last of this page, wherever those before it have gone by then.
+            next_page_token=page_token(_REQUESTS, found[page_size - 1] + 1) if len(found) > page_size else "",
         )
 
-    def _block_info(self, block: int) -> pb.BlockInfo:
+    def list_blocks(
+        self, page_size: int, token: str, state: operator_pb.BlockState.ValueType
+    ) -> operator_pb.ListBlocksResponse:
+        """A page of the blocks by ascending id, those in a state (UNSPECIFIED: all). Raises InvalidRequest."""
+        pool, of = self._cache.pool, b"blocks %d" % state
+        start = read_page_token(of, token, pool.num_blocks)
+        # Vector operations: the engine loop waits meanwhile, and a pool may have millions of blocks.
+        pins = self._cache.pins.holders[start:]
+        ref_counts, published = pool.ref_counts[start:], pool.table.published[start:]
+        if state == operator_pb.BLOCK_STATE_UNSPECIFIED:
+            wanted = np.ones(len(ref_counts), np.bool_)
+        elif state == operator_pb.BLOCK_STATE_ACTIVE:
+            wanted = ref_counts > pins
+        elif state == operator_pb.BLOCK_STATE_PINNED:
+            wanted = (ref_counts == pins) & (pins > 0)
+        else:
+            wanted = (ref_counts == 0) & (published == (state == operator_pb.BLOCK_STATE_CACHED))
+        blocks: list[int] = (start + np.flatnonzero(wanted)[: page_size + 1]).tolist()
+        return operator_pb.ListBlocksResponse(
+            blocks=map(self._block_info, blocks[:page_size]),
+            next_page_token=page_token(of, blocks[page_size]) if len(blocks) > page_size else "",
+        )
+
+    def _block_info(self, block: int) -> operator_pb.BlockInfo:
         cache = self._state.cache
         table, ref_count, pins = cache.pool.table, cache.pool.ref_count(block), int(cache.pins.holders[block])
         digest, parent = table.digest(block) or b"", table.parent(block) or b""
         if ref_count:
-            state = pb.BLOCK_STATE_ACTIVE if ref_count > pins else pb.BLOCK_STATE_PINNED
+            state = operator_pb.BLOCK_STATE_ACTIVE if ref_count > pins else operator_pb.BLOCK_STATE_PINNED
         else:
-            state = pb.BLOCK_STATE_CACHED if digest else pb.BLOCK_STATE_FREE
-        return pb.BlockInfo(
+            state = operator_pb.BLOCK_STATE_CACHED if digest else operator_pb.BLOCK_STATE_FREE
+        return operator_pb.BlockInfo(
             block_id=block,
             ref_count=ref_count,
             state=state,
@@ -212,11 +246,11 @@ class EngineQueries:
             requests=list(islice(holders, MAX_HOLDERS_NAMED)),
         )
 
-    def host_block(self, block: int) -> pb.BlockInfo:
+    def host_block(self, block: int) -> operator_pb.BlockInfo:
         """Id, holders and hash of a block of the host pool. Raises InvalidRequest."""
         host = self._state.serving().host
         _check_block_id(block, host.num_blocks)
-        return pb.BlockInfo(
+        return operator_pb.BlockInfo(
             block_id=block, ref_count=int(host.ref_counts[block]), block_hash=(host.key(block) or b"").hex()
         )
 
@@ -232,15 +266,29 @@ def utilization(scheduler: Scheduler) -> float:
     return 1.0 - empty / slots if slots else 1.0
 
 
-def _waits(request: LiveRequest) -> bool:
-    return not any(sequence.block_table for sequence in request.sequences)
+def _sequence_state(sequence: Seq) -> types_pb2.SequenceState.ValueType:
+    if sequence.state in HOLDING:
+        return types_pb2.SEQUENCE_STATE_RUNNING
+    return types_pb2.SEQUENCE_STATE_WAITING if sequence.swapped is None else types_pb2.SEQUENCE_STATE_SWAPPED
 
 
-def _request_info(request: LiveRequest) -> pb.RequestInfo:
+def _request_state(request: LiveRequest) -> types_pb2.SequenceState.ValueType:
+    found = {_sequence_state(sequence) for sequence in request.sequences}
+    by_progress = (types_pb2.SEQUENCE_STATE_RUNNING, types_pb2.SEQUENCE_STATE_SWAPPED)
+    return next((state for state in by_progress if state in found), types_pb2.SEQUENCE_STATE_WAITING)
+
+
+def _place(request: LiveRequest) -> int:
+    """Its place in the list of requests, unlike that of any other: running ones first, by arrival."""
+    running = _request_state(request) == types_pb2.SEQUENCE_STATE_RUNNING
+    return request.arrival + (0 if running else _WAITING)
+
+
+def _request_info(request: LiveRequest) -> operator_pb.RequestInfo:
     sequences, first = request.sequences, request.sequences[0]
-    return pb.RequestInfo(
+    info = operator_pb.RequestInfo(
         request_id=request.command.request_id,
-        state="waiting" if _waits(request) else "running",
+        state=_request_state(request),
         priority=request.command.priority,
         num_sequences=len(sequences),
         prompt_tokens=first.num_prompt,
@@ -250,7 +298,11 @@ def _request_info(request: LiveRequest) -> pb.RequestInfo:
         max_total_tokens=first.max_total,
         num_blocks=sum(len(sequence.block_table) for sequence in sequences),
         preemptions=sum(sequence.preemptions for sequence in sequences),
+        namespace=request.command.identity.namespace,
+        adapter=request.command.identity.adapter_id,
     )
+    info.create_time.FromNanoseconds(int(request.created * 1e9))
+    return info
 
 
 def _check_block_id(block: int, num_blocks: int) -> None:

@@ -21,6 +21,17 @@ class Fault(Enum):
     STEP = 1.0
 
 
+class WrongAnswer(Exception):
+    """The executor answered a step with something that cannot be true; its epoch is over, and nothing of the answer was
+    believed. The message names field and value.
+    """
+
+    fault = Fault.STEP
+
+    def __init__(self, field: str, description: str) -> None:
+        super().__init__(f"StepResult.{field}: {description}")
+
+
 class FailedSteps:
     """Counts attempts that failed in a row, by request: a request that cannot be computed must not keep all others from
     running. A token, or a decision of a beam search, clears the count: such a request will come to an end.

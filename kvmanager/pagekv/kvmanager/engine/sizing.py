@@ -6,19 +6,22 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pagekv.kvmanager.engine.config import EngineConfig
+from pagekv.kvmanager.engine.description import served_fingerprint
 from pagekv.kvmanager.engine.executor_client import AttachRefused
+from pagekv.kvmanager.engine.features import HOST_POOL, feature_names
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 
 if TYPE_CHECKING:
-    from pagekv.v1.executor_service_pb2 import DescribeResponse
+    from pagekv.steps.v1.executor_service_pb2 import DescribeResponse
 
 
 def size_model(description: DescribeResponse, config: EngineConfig) -> EngineInfo:
-    """Pool sizes and context that flags and executor allow. Raises AttachRefused when the flags ask for more than there
-    is. The context may be longer than the pool holds: `capacity` then refuses requests, naming the pool.
+    """The model served, with pool sizes and context that flags and executor allow. Raises AttachRefused when the flags
+    ask for more than there is. The context may be longer than the pool holds: `capacity` then refuses requests, naming
+    the pool.
     """
-    fitting = description.device_kv_bytes // max(1, description.bytes_per_block)
+    fitting = description.device_kv_bytes // description.bytes_per_block
     num_blocks = config.num_device_blocks or fitting
     if num_blocks > fitting:
         raise AttachRefused(
@@ -30,27 +33,33 @@ def size_model(description: DescribeResponse, config: EngineConfig) -> EngineInf
             f"the executor has {description.device_kv_bytes} bytes for KV memory, one block takes "
             f"{description.bytes_per_block}: free memory or choose a smaller --block-size"
         )
+    features, num_host_blocks = feature_names(description.features), _num_host_blocks(description, config)
     return EngineInfo(
         model_id=description.model_id,
-        model_fingerprint=description.model_fingerprint,
+        model_fingerprint=served_fingerprint(description),
         max_model_len=min(description.max_model_len, config.max_model_len or description.max_model_len),
         vocab_size=description.vocab_size,
         eos_token_ids=tuple(description.eos_token_ids),
         block_size=config.block_size,
         num_device_blocks=num_blocks,
-        num_host_blocks=_num_host_blocks(description, config),
+        num_host_blocks=num_host_blocks,
         backend=description.backend,
+        features=tuple(name for name in features if name != HOST_POOL or num_host_blocks),
+        sampler=description.sampler,
+        kv_dtype=description.kv_dtype,
         bytes_per_block=description.bytes_per_block,
+        max_logprobs=description.max_logprobs,
     )
 
 
 def _num_host_blocks(description: DescribeResponse, config: EngineConfig) -> int:
     """Raises AttachRefused when the flags ask for more than there is."""
-    fitting = description.host_kv_bytes // max(1, description.bytes_per_block)
+    allowed = description.host_kv_bytes if HOST_POOL in feature_names(description.features) else 0
+    fitting = allowed // description.bytes_per_block
     if config.num_host_blocks > fitting:
         raise AttachRefused(
             f"--num-host-blocks {config.num_host_blocks} needs {config.num_host_blocks * description.bytes_per_block} "
-            f"bytes of host memory, the executor allows {description.host_kv_bytes}: at most {fitting} blocks"
+            f"bytes of host memory, the executor allows {allowed}: at most {fitting} blocks"
         )
     if not config.limits.uses_host:
         return 0

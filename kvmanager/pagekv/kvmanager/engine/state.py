@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import secrets
+import time
 from dataclasses import dataclass, field
 
-from pagekv.common.errors import Unavailable
+from pagekv.common.errors import Draining, Unavailable
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.live_requests import LiveRequests
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
-from pagekv.v1.cache_service_pb2 import GetStatsResponse
+from pagekv.v1.operator_service_pb2 import GetStatsResponse
 
 # Seconds after which a refused client should try again.
 RETRY_DELAY_S = 1.0
+
+
+def draining() -> Draining:
+    """The end of calls that a manager which shuts down does not take, or cannot finish."""
+    return Draining("the manager is shutting down", RETRY_DELAY_S)
 
 
 @dataclass(slots=True)
@@ -28,9 +35,14 @@ class EngineState:
     # Both None until an executor is attached for the first time.
     scheduler: Scheduler | None = None
     model: EngineInfo | None = None
+    # Why the executor that is there is not attached to, if there is one.
+    no_executor: str = ""
     # Attachments so far.
     epochs: int = 0
     attached: bool = False
+    # Another one after every start, and when that was, in seconds since 1970.
+    instance_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    started: float = field(default_factory=time.time)
     # New requests are refused.
     draining: bool = False
     # The loop ends.
@@ -39,5 +51,10 @@ class EngineState:
     def serving(self) -> Scheduler:
         """The scheduler. Raises Unavailable before the first attachment."""
         if self.scheduler is None:
-            raise Unavailable("no executor is attached yet", RETRY_DELAY_S)
+            raise self.not_attached()
         return self.scheduler
+
+    def not_attached(self) -> Unavailable:
+        """The error of calls before the first attachment."""
+        reason = f": {self.no_executor}" if self.no_executor else ""
+        return Unavailable(f"no executor is attached yet{reason}", RETRY_DELAY_S)

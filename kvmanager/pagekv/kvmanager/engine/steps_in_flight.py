@@ -1,4 +1,4 @@
-"""Steps in flight, oldest first; checks that results arrive in order."""
+"""Steps in flight, oldest first, and which of them a result answers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from pagekv.kvmanager.errors import InvariantError
+from pagekv.kvmanager.engine.answer_check import AnswerCheck
+from pagekv.kvmanager.engine.recovery import WrongAnswer
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 
 
@@ -20,6 +21,7 @@ class StepsInFlight:
         self._step = 1
         # When the turn of the oldest step came.
         self._since = 0.0
+        self._check = AnswerCheck(0)
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -35,18 +37,15 @@ class StepsInFlight:
             self._since = self._clock()
         self._plans.append(plan)
 
-    def answered(self, result: StepResult) -> StepPlan:
-        """The plan that `result` answers, which stays the oldest until `pop`. Raises InvariantError when there is no
-        such plan.
+    def answered(self, result: StepResult) -> tuple[StepPlan, StepResult]:
+        """The plan that `result` answers, which stays the oldest until `pop`, and the result as `AnswerCheck` returns
+        it. Raises WrongAnswer, also when there is no such plan.
         """
         if not self._plans or result.step != self._step:
-            raise InvariantError(f"a result of step {result.step}, due is {self._step} of {len(self._plans)} in flight")
+            due = f"must be {self._step}, with {len(self._plans)} in flight, got {result.step}"
+            raise WrongAnswer("step", due)
         plan = self._plans[0]
-        if result.computed_tokens != plan.num_tokens:
-            raise InvariantError(
-                f"step {result.step} planned {plan.num_tokens} tokens, the executor computed {result.computed_tokens}"
-            )
-        return plan
+        return plan, self._check.check(plan, result)
 
     def pop(self) -> None:
         """Removes the oldest step, whose result is committed; the next one's turn comes."""
@@ -58,7 +57,8 @@ class StepsInFlight:
         """Seconds that the oldest step has had its turn; 0 when nothing is in flight."""
         return self._clock() - self._since if self._plans else 0.0
 
-    def end_epoch(self) -> None:
+    def begin_epoch(self, vocab_size: int) -> None:
         """Discards the steps: they will never be answered. Step numbers begin anew."""
         self._plans.clear()
         self._step = 1
+        self._check = AnswerCheck(vocab_size)

@@ -1,15 +1,15 @@
-"""Plain data that the engine shows: what it serves, and blocks beyond what `CacheService` tells of them."""
+"""Plain data that the engine shows: what it serves, and blocks beyond what `OperatorService` tells of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from pagekv.v1 import cache_service_pb2
+    from pagekv.v1 import operator_service_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class BlockMap:
 class BlockDetail:
     """A device block and its surroundings."""
 
-    block: cache_service_pb2.BlockInfo
+    block: operator_service_pb2.BlockInfo
     # Seconds since its content entered the prefix table; None when it is not there, or nobody notes ages.
     cached_s: float | None
     # Token ids of its content, [block_size]; None unless it is in the prefix table.
@@ -61,5 +61,16 @@ class EngineInfo:
     num_device_blocks: int
     num_host_blocks: int
     backend: str
-    # Keys and values of one block, over all layers.
+    # Abilities of the executor that this epoch may use.
+    features: tuple[str, ...] = ()
+    sampler: str = ""
+    kv_dtype: str = ""
+    # The rest is not shown. Keys and values of one block, over all layers.
     bytes_per_block: int = 0
+    # Likeliest tokens that the executor reports at most.
+    max_logprobs: int = 0
+
+    def shown(self) -> dict[str, Any]:
+        """The fields of GetModelInfoResponse."""
+        hidden = ("bytes_per_block", "max_logprobs")
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in hidden}

@@ -11,9 +11,11 @@ from collections.abc import Collection, Iterable
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from pagekv.common.errors import InvalidRequest
-from pagekv.kvmanager.api.validation import MAX_LOGPROBS
+from pagekv.kvmanager.api import validation
+from pagekv.kvmanager.api.served_model import Served
 from pagekv.kvmanager.engine.capacity import longest_sequence
 from pagekv.kvmanager.engine.views import EngineInfo
+from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
 
@@ -31,6 +33,8 @@ _UNSUPPORTED_SAMPLING = {
     "prompt_logprobs": "PageKV computes no log-probabilities of prompts",
     "truncate_prompt_tokens": "PageKV never cuts a prompt",
 }
+# Paths of a prompt, and of the same in vLLM's request.
+_PROMPT_FIELDS = {"prompt.token_ids.ids": "tokenized.input_ids", "prompt.text": "text", "prompt": "input"}
 _SHARED = types_pb2.SamplingParams.DESCRIPTOR.fields_by_name
 # Seeds are signed there, and any 64 bits here.
 _SEED_MASK = 2**64 - 1
@@ -59,15 +63,30 @@ def read_request(request: vllm.GenerateRequest, model: EngineInfo) -> pb.Generat
         only_complete=not request.stream,
     )
     if request.WhichOneof("input") == "text":
-        read.text = request.text
+        read.prompt.text = request.text
     elif request.WhichOneof("input") == "tokenized":
         ids = request.tokenized.input_ids
-        read.tokenized.input_ids.extend(ids)
+        read.prompt.token_ids.ids.extend(ids)
         left = longest_sequence(model, 0) - len(ids)
         # vLLM's default is all the room the prompt leaves. Without room the prompt is refused by its own field.
         if not request.sampling_params.HasField("max_tokens") and left > 0:
             read.sampling_params.max_tokens = left
     return read
+
+
+async def read_generate(
+    request: vllm.GenerateRequest, served: Served, trace_parent: str
+) -> tuple[GenerateCommand, list[str]]:
+    """As `validation.read_generate`, but refusals name the field of vLLM's request."""
+    try:
+        return await validation.read_generate(
+            read_request(request, served.model), served.model, served.tokenizer, trace_parent
+        )
+    except InvalidRequest as error:
+        path, bracket, index = error.field.partition("[")
+        if path in _PROMPT_FIELDS:
+            raise InvalidRequest(_PROMPT_FIELDS[path] + bracket + index, error.description) from error
+        raise
 
 
 def _read_sampling(params: vllm.SamplingParams) -> types_pb2.SamplingParams:
@@ -80,7 +99,9 @@ def _read_sampling(params: vllm.SamplingParams) -> types_pb2.SamplingParams:
     if constraint is not None:
         raise InvalidRequest(f"sampling_params.{constraint}", "must be absent: PageKV constrains no output")
     if params.logprobs < 0:
-        raise InvalidRequest("sampling_params.logprobs", f"must be from 0 to {MAX_LOGPROBS}, got {params.logprobs}")
+        raise InvalidRequest(
+            "sampling_params.logprobs", f"must be from 0 to {validation.MAX_LOGPROBS}, got {params.logprobs}"
+        )
     for token_id in params.logit_bias:
         if token_id < 0:
             raise InvalidRequest("sampling_params.logit_bias", f"token ids must be 0 or more, got {token_id}")
@@ -108,7 +129,7 @@ def write_response(response: pb.GenerateResponse, stop_token_ids: Collection[int
         )
     complete = response.complete
     written = vllm.GenerateComplete(
-        output_ids=complete.output_ids,
+        output_ids=complete.token_ids,
         finish_reason=_FINISH_REASONS[complete.finish_reason],
         prompt_tokens=complete.prompt_tokens,
         completion_tokens=complete.completion_tokens,

@@ -13,7 +13,6 @@ import time
 import zipfile
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,14 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
 
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotImplementedYet, Unavailable
+from pagekv.common.version import pagekv_version
 from pagekv.kvmanager.api.generate_call import GenerateCall
 from pagekv.kvmanager.api.inference_service import trace_parent_of
 from pagekv.kvmanager.api.served_model import Served, ServedModel
-from pagekv.kvmanager.api.validation import read_abort_ids, read_generate
+from pagekv.kvmanager.api.validation import read_abort_ids
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.views import EngineInfo
-from pagekv.kvmanager.gateway.generate import read_request, write_response
+from pagekv.kvmanager.gateway.generate import read_generate, write_response
 from pagekv.kvmanager.gateway.kv_events import MAX_BLOCKS, KvEvents
 from pagekv.kvmanager.kvcache.block_hash import root_digest
 
@@ -114,20 +114,19 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
             num_waiting_reqs=stats.waiting_sequences,
             num_total_reqs=stats.running_sequences + stats.waiting_sequences,
             num_used_tokens=stats.active_blocks * stats.block_size,
-            max_total_num_tokens=stats.num_blocks * stats.block_size,
+            max_total_num_tokens=stats.num_device_blocks * stats.block_size,
             token_usage=stats.kv_usage,
             gen_throughput=(stats.generated_tokens_total - tokens) / max(now - before, 1e-3),
             cache_hit_rate=stats.prefix_hit_rate,
             utilization=stats.utilization,
         )
         return vllm.GetLoadsResponse(
-            timestamp=datetime.now(UTC).isoformat(), version=version("pagekv"), dp_rank_count=1, loads=[load]
+            timestamp=datetime.now(UTC).isoformat(), version=pagekv_version(), dp_rank_count=1, loads=[load]
         )
 
     async def Generate(self, request: vllm.GenerateRequest, context: Any) -> None:
         served = self._served_model.served()
-        asked = read_request(request, served.model)
-        command, stops = await read_generate(asked, served.model, served.tokenizer, trace_parent_of(context))
+        command, stops = await read_generate(request, served, trace_parent_of(context))
         # A copy: the field would keep the request with its prompt for as long as gRPC keeps its done callbacks.
         stop_token_ids = frozenset(request.sampling_params.stop_token_ids)
         # The gateway makes text of tokens by itself: here it is needed only to look for stop strings.
@@ -165,7 +164,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
     ) -> AsyncIterator[common.GetTokenizerChunk]:
         tokenizer = self._served_model.served().tokenizer
         if tokenizer is None or tokenizer.directory is None:
-            raise FailedPrecondition("this deployment has no tokenizer; --tokenizer names one")
+            raise FailedPrecondition("this deployment has no tokenizer; --tokenizer names one", "TOKENIZER")
         archive = await asyncio.to_thread(_zip, tokenizer.directory)
         digest = hashlib.sha256(archive).hexdigest()
         for start in range(0, len(archive), TOKENIZER_CHUNK):

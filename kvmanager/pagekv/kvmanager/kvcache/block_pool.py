@@ -21,7 +21,7 @@ import numpy as np
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.events.log import TableLog
 from pagekv.kvmanager.kvcache.eviction_policy import EvictionOrder
-from pagekv.kvmanager.kvcache.prefix_table import Blocks, BlockTokens, PrefixTable
+from pagekv.kvmanager.kvcache.prefix_table import Blocks, BlockTokens, Names, PrefixTable
 from pagekv.kvmanager.kvcache.prefix_trie import Node
 
 
@@ -111,20 +111,34 @@ class BlockPool:
             if left_out or any(firsts):
                 for at in sorted(set(range(len(blocks))).difference(left_out)):
                     one = slice(at, at + 1)
-                    self._log.stored(digests[one], parent_digests[one], tokens[one], text=True, first=firsts[at])
+                    names = self.table.names(blocks[one])
+                    self._log.stored(
+                        digests[one], parent_digests[one], tokens[one], text=True, first=firsts[at], names=names
+                    )
             else:
-                self._log.stored(digests, parent_digests, tokens, text=True, first=False)
+                names = self.table.names(blocks)
+                self._log.stored(digests, parent_digests, tokens, text=True, first=False, names=names)
         return left_out
 
     def publish_chain(
-        self, blocks: Blocks, digests: Sequence[bytes], parent: bytes, tokens: BlockTokens, *, first: bool, media: bool
+        self,
+        blocks: Blocks,
+        digests: Sequence[bytes],
+        parent: bytes,
+        tokens: BlockTokens,
+        *,
+        first: bool,
+        media: bool,
+        names: Names | None = None,
     ) -> bool:
         """Enters consecutive full, held blocks of one sequence, at least one, into the prefix table, the first one
         after the digest `parent`; see `PrefixTable.add_chain`. False after a hash collision, which raises the alarm:
         the sequence must publish nothing more.
         """
         self._check_held(blocks)
-        entered, superseded, collided = self.table.add_chain(blocks, digests, parent, tokens, first=first, media=media)
+        entered, superseded, collided = self.table.add_chain(
+            blocks, digests, parent, tokens, first=first, media=media, names=names
+        )
         self.hash_alarms += collided
         if superseded:
             self._free.invalidate(np.array(superseded, np.int32))
@@ -136,12 +150,28 @@ class BlockPool:
                 tokens[entered],
                 text=not media,
                 first=first and entered[0] == 0,
+                names=[names] * len(entered) if names is not None else None,
             )
         return not collided
 
     def _check_held(self, blocks: Blocks) -> None:
         if self.num_unheld(blocks):
             raise InvariantError(f"publish of blocks that nobody holds, among {blocks[:8].tolist()}")
+
+    def invalidate(self, digests: Sequence[bytes]) -> None:
+        """Removes the blocks with these digests, whose content is void, and all that follow them from the prefix table.
+        Held blocks stay held and become private.
+        """
+        blocks = [block for digest in digests if (block := self.table.lookup(digest)) is not None]
+        if blocks:
+            self._remove(np.array(blocks, np.int32))
+
+    def _remove(self, blocks: Blocks) -> None:
+        # Blocks that follow one of them leave the table with it, and may remain free, or held.
+        removed, digests = self.table.remove(blocks)
+        self._free.invalidate(removed)
+        if self._log is not None:
+            self._log.removed(digests)
 
     def clear_prefix_table(self) -> int:
         """Removes every block from the prefix table; returns how many. Held blocks stay held and become private."""
@@ -176,11 +206,7 @@ class BlockPool:
             self.evictions += len(cached)
             if on_evict is not None:
                 on_evict(cached)
-            # Blocks that follow an evicted one leave the table with it, and may remain free, or held.
-            cached, digests = self.table.remove(cached)
-            self._free.invalidate(cached)
-            if self._log is not None:
-                self._log.removed(digests)
+            self._remove(cached)
         self.ref_counts[blocks] = 1
         return blocks
 

@@ -22,6 +22,7 @@ from pagekv.kvmanager.kvcache.eviction_policy import FreeQueue
 
 if TYPE_CHECKING:
     from pagekv.kvmanager.kvcache.events.log import TableLog
+    from pagekv.kvmanager.kvcache.prefix_table import Names
 
 NO_BLOCK = -1
 
@@ -38,6 +39,8 @@ class HostPool:
         self._key: list[bytes | None] = [None] * num_blocks
         # Digest of the block or chain root before each keyed block; that block need not be in the host pool.
         self._parent: list[bytes] = [b""] * num_blocks
+        # Of keyed blocks with a namespace or an adapter.
+        self._names: dict[int, Names] = {}
         self._block_of: dict[bytes, int] = {}
         self._tokens = np.zeros((num_blocks, block_size), np.uint32)
         self.evictions = 0
@@ -93,12 +96,12 @@ class HostPool:
         ids: list[int] = self._tokens[block].tolist()
         return ids
 
-    def columns(self) -> tuple[list[tuple[int, bytes, bytes]], NDArray[np.uint32]]:
-        """A copy of what is keyed: block, key and the digest before it; and every block's tokens,
-        [num_blocks, block_size].
+    def columns(self) -> tuple[list[tuple[int, bytes, bytes]], NDArray[np.uint32], dict[int, Names]]:
+        """A copy of what is keyed: block, key and the digest before it; every block's tokens, [num_blocks, block_size];
+        and namespace and adapter of the blocks that have any.
         """
         entries = [(block, digest, self._parent[block]) for digest, block in self._block_of.items()]
-        return entries, self._tokens.copy()
+        return entries, self._tokens.copy(), self._names.copy()
 
     # -- holding
 
@@ -118,7 +121,11 @@ class HostPool:
         self._free.append(held[left == 0])
 
     def keep(
-        self, digests: Sequence[bytes | None], tokens: NDArray[np.uint32], parents: Sequence[bytes]
+        self,
+        digests: Sequence[bytes | None],
+        tokens: NDArray[np.uint32],
+        parents: Sequence[bytes],
+        names: Sequence[Names | None] | None = None,
     ) -> tuple[list[int], list[int]]:
         """Holds a block for each of these contents, in order: the block that has the content, or else one to be filled,
         which evicts the least recently used content. Ends early when all blocks are held. Returns the blocks, and the
@@ -126,7 +133,7 @@ class HostPool:
 
         Blocks are keyed by `digests`, each digest once, with the token ids, [n, block_size], and the digest before. A
         block whose digest is None, or stands for another content already, is private. `tokens` and `parents` end early
-        where no digest follows.
+        where no digest follows. `names`: namespace and adapter of each, None where it has neither.
         """
         found = self.find(digests, tokens)
         blocks: list[int] = []
@@ -143,7 +150,9 @@ class HostPool:
             end += 1
             while end < len(found) and found[end] == NO_BLOCK:
                 end += 1
-            taken = self._allocate(digests[begin:end], tokens[begin:end], parents[begin:end])
+            taken = self._allocate(
+                digests[begin:end], tokens[begin:end], parents[begin:end], names[begin:end] if names else None
+            )
             fresh += range(begin, begin + len(taken))
             blocks += taken
             if len(taken) < end - begin:
@@ -151,7 +160,11 @@ class HostPool:
         return blocks, fresh
 
     def _allocate(
-        self, digests: Sequence[bytes | None], tokens: NDArray[np.uint32], parents: Sequence[bytes]
+        self,
+        digests: Sequence[bytes | None],
+        tokens: NDArray[np.uint32],
+        parents: Sequence[bytes],
+        names: Sequence[Names | None] | None,
     ) -> list[int]:
         """Blocks to be filled with the first of these contents, as many as there are."""
         taken = self._free.pop(min(len(digests), len(self._free)))
@@ -169,10 +182,20 @@ class HostPool:
                 self._key[block] = digest
                 self._parent[block] = parents[position]
                 keyed.append(position)
+                named = names[position] if names is not None else None
+                if named is not None:
+                    self._names[block] = named
                 if log is not None:
-                    log.host_stored(digest, parents[position], tokens[position])
+                    log.host_stored(digest, parents[position], tokens[position], named)
         self._tokens[taken[keyed]] = tokens[keyed]
         return blocks
+
+    def invalidate(self, digests: Sequence[bytes]) -> None:
+        """Removes these keys: their content is void. Held blocks stay held and become private."""
+        for block in [self._block_of[digest] for digest in digests if digest in self._block_of]:
+            removed = self._remove_key(block)
+            if removed is not None and self._log is not None:
+                self._log.host_removed(removed)
 
     def clear(self) -> None:
         """Removes every key. Held blocks stay held and become private. The log is told by the device's pool, which is
@@ -187,4 +210,5 @@ class HostPool:
         if key is not None:
             del self._block_of[key]
             self._key[block] = None
+            self._names.pop(block, None)
         return key

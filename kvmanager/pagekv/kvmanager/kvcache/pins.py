@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pagekv.common.errors import LimitExceeded
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.prefix_table import Blocks
 
@@ -21,8 +22,11 @@ MIN_LEASE_S, MAX_LEASE_S = 1, 86_400
 class PinLease:
     """One lease, which ends at `expires_at` (seconds of the clock) or before."""
 
+    pin_id: str
     blocks: Blocks
     expires_at: float
+    # The identity whose prefix it keeps.
+    identity: CacheIdentity
 
 
 def _ignore(blocks: Blocks) -> None:
@@ -62,36 +66,65 @@ class Pins:
         """When to call `expire` next, in seconds of the clock. None: never."""
         return min((pin.expires_at for pin in self._pins.values()), default=None)
 
-    def pin(self, blocks: Sequence[int], lease_s: float, largest_need: int) -> str:
-        """Holds cached blocks for `lease_s` seconds and returns the id of the pin.
+    def leases(self) -> list[PinLease]:
+        """Every pin, the one that expires first standing first."""
+        return sorted(self._pins.values(), key=lambda pin: (pin.expires_at, pin.pin_id))
 
-        `largest_need` is how many blocks a live request may come to need. Raises LimitExceeded, with nothing held, when
-        there are too many pins, when their blocks would pass the share, or when that request could no longer finish.
+    def pin(
+        self,
+        blocks: Sequence[int],
+        lease_s: float,
+        largest_need: int,
+        pin_id: str = "",
+        identity: CacheIdentity = CacheIdentity(),  # noqa: B008 - immutable
+    ) -> PinLease:
+        """Holds cached blocks for `lease_s` seconds; a pin of this id holds them instead of what it held until now.
+
+        Without an id one is made. `largest_need` is how many blocks a live request may come to need. Raises
+        LimitExceeded, with nothing changed, when there are too many pins, when their blocks would pass the share, or
+        when that request could no longer finish.
         """
-        if len(self._pins) >= MAX_PINS:
-            raise LimitExceeded(f"{MAX_PINS} pins are held, which is the most there can be; unpin one")
+        old = self._pins.get(pin_id)
+        if old is None and len(self._pins) >= MAX_PINS:
+            words = f"{MAX_PINS} pins are held, which is the most there can be; unpin one"
+            raise LimitExceeded(words, limit=MAX_PINS)
         held = np.array(blocks, np.int32)
-        pinned = self.num_blocks + int(np.count_nonzero(self.holders[held] == 0))
+        taken = int(np.count_nonzero(self.holders[held] == 0))
+        let_go = 0
+        if old is not None:
+            alone = old.blocks[self.holders[old.blocks] == 1]
+            let_go = len(alone) - int(np.isin(alone, held).sum())
+        pinned = self.num_blocks + taken - let_go
         total = self._pool.num_blocks
         allowed = int(total * self._max_share)
         if pinned > allowed:
             raise LimitExceeded(
                 f"with this prefix {pinned} blocks would be pinned, at most {allowed} of {total} can be "
-                f"(--max-pinned-share {self._max_share:g})"
+                f"(--max-pinned-share {self._max_share:g})",
+                needed_blocks=taken,
+                available_blocks=allowed - self.num_blocks + let_go,
+                pinned_blocks=self.num_blocks,
+                limit=allowed,
+                flag="--max-pinned-share",
             )
         if pinned > total - largest_need:
             raise LimitExceeded(
                 f"with this prefix {pinned} of {total} blocks would be pinned, and a live request may need "
-                f"{largest_need}"
+                f"{largest_need}",
+                needed_blocks=taken,
+                available_blocks=total - largest_need - self.num_blocks + let_go,
+                pinned_blocks=self.num_blocks,
             )
         # Before anything changes, so that a recording that ends in an error has it.
         self._pinned(held)
         self._pool.share(held)
         self.holders[held] += 1
-        self.num_blocks = pinned
-        pin_id = f"pin-{secrets.token_hex(8)}"
-        self._pins[pin_id] = PinLease(held, self._clock() + lease_s)
-        return pin_id
+        self.num_blocks += taken
+        # After the new blocks are held, so that those held before and after are never free in between.
+        self.unpin(pin_id)
+        pin_id = pin_id or f"pin-{secrets.token_hex(8)}"
+        lease = self._pins[pin_id] = PinLease(pin_id, held, self._clock() + lease_s, identity)
+        return lease
 
     def unpin(self, pin_id: str) -> int:
         """Ends a pin; returns how many blocks it held, 0 when there is no such pin."""
@@ -107,9 +140,9 @@ class Pins:
     def expire(self) -> int:
         """Ends every pin whose lease is over, the earliest first; returns how many."""
         now = self._clock()
-        over = sorted((pin.expires_at, pin_id) for pin_id, pin in self._pins.items() if pin.expires_at <= now)
-        for _, pin_id in over:
-            self.unpin(pin_id)
+        over = [pin for pin in self.leases() if pin.expires_at <= now]
+        for pin in over:
+            self.unpin(pin.pin_id)
         return len(over)
 
     def end_all(self) -> int:

@@ -24,6 +24,8 @@ from pagekv.kvmanager.kvcache.prefix_trie import Node, PrefixTrie
 Blocks = NDArray[np.int32]
 # Token ids of several blocks, [n, block_size].
 BlockTokens = NDArray[np.uint32]
+# Namespace and adapter.
+Names = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class TableColumns:
     media: set[int]
     # [num_blocks, block_size].
     tokens: BlockTokens
+    # Of blocks that have a namespace or an adapter.
+    names: dict[int, Names]
 
 
 class Added(NamedTuple):
@@ -72,6 +76,8 @@ class PrefixTable:
         # Parents: of blocks without media the trie knows them, of blocks with media this does, by digest.
         self._trie = PrefixTrie(num_blocks, self._tokens)
         self._parent_digest_of: dict[int, bytes] = {}
+        # Of blocks with a namespace or an adapter; one object for a chain, and nothing for all others.
+        self._names: dict[int, Names] = {}
         self._clock = clock
         # When each content entered the table.
         self._entered_at = np.zeros(num_blocks if clock is not None else 0)
@@ -109,6 +115,10 @@ class PrefixTable:
         """The token ids of blocks in the table, as a copy."""
         return self._tokens[blocks]
 
+    def names(self, blocks: Sequence[int]) -> list[Names | None] | None:
+        """Namespace and adapter of each block, None where it has neither; None where that is so of every block."""
+        return list(map(self._names.get, blocks)) if self._names else None
+
     def age_s(self, block: int) -> float | None:
         """Seconds since the block's content entered the table; None for other blocks, and where blocks have no age."""
         if self._clock is None or self._digest[block] is None:
@@ -125,7 +135,13 @@ class PrefixTable:
         parents[list(media)] = [self._block_of.get(digest, -1) for digest in media.values()]
         known_by_digest = self._trie.roots() | media
         return TableColumns(
-            self.published.copy(), self._digest[:], parents, known_by_digest, set(media), self._tokens.copy()
+            self.published.copy(),
+            self._digest[:],
+            parents,
+            known_by_digest,
+            set(media),
+            self._tokens.copy(),
+            self._names.copy(),
         )
 
     def match_tokens(self, root: bytes, tokens: BlockTokens) -> list[int]:
@@ -163,9 +179,10 @@ class PrefixTable:
         parent_digests: Sequence[bytes],
         tokens: BlockTokens,
     ) -> list[int]:
-        """Enters blocks without media, block i after `parents[i]`, a block or a root, whose digest is
-        `parent_digests[i]`. Covers only the simple case: every block whose digest is in the table already, or whose
-        parent is not what the table has under its digest, is left out, and its position is returned.
+        """Enters blocks without media, block i after `parents[i]`, a block or, of chains without namespace and adapter,
+        a root, whose digest is `parent_digests[i]`. Covers only the simple case: every block whose digest is in the
+        table already, or whose parent is not what the table has under its digest, is left out, and its position is
+        returned.
         """
         block_of, column = self._block_of, self._digest
         left_out: list[int] = []
@@ -181,10 +198,21 @@ class PrefixTable:
         self._fill(np.array(blocks, np.int32), tokens)
         for block, parent in zip(blocks, parents, strict=True):
             self._trie.add(block, parent)
+        if self._names:
+            of = self._names
+            of.update((block, of[parent]) for block, parent in zip(blocks, parents, strict=True) if parent in of)
         return left_out
 
     def add_chain(
-        self, blocks: Blocks, digests: Sequence[bytes], parent: bytes, tokens: BlockTokens, *, first: bool, media: bool
+        self,
+        blocks: Blocks,
+        digests: Sequence[bytes],
+        parent: bytes,
+        tokens: BlockTokens,
+        *,
+        first: bool,
+        media: bool,
+        names: Names | None = None,
     ) -> Added:
         """Enters consecutive blocks of one sequence, at least one, that are not in the table, the first one after the
         block with the digest `parent` or, if it is the `first` of a chain, after that root. Blocks whose parent is not
@@ -193,7 +221,8 @@ class PrefixTable:
         Where a digest is there already and somebody holds its block, the new one remains private: blocks are never
         merged. Where nobody does, the new one gets the entry: the blocks after it are in use, and a parent that is
         evicted before its children would leave a hole in the chain.
-        `media`: the tokens alone do not identify the blocks, so `match_tokens` must not find them.
+        `media`: the tokens alone do not identify the blocks, so `match_tokens` must not find them. `names`: namespace
+        and adapter of the chain, None where it has neither.
         """
         added = Added([], [], False)
         ids, parents = blocks.tolist(), [parent, *digests[:-1]]
@@ -212,6 +241,10 @@ class PrefixTable:
                     self._parent_digest_of.update(zip(ids[run], parents[run], strict=True))
                 else:
                     self._trie.add_chain(blocks[run], before)
+                if names is not None:
+                    # The object that the chain has already, so that its strings are kept once.
+                    names = names if isinstance(before, bytes) else self._names.get(before, names)
+                    self._names.update(dict.fromkeys(ids[run], names))
                 added.entered.extend(range(position, end))
                 position, before = end, ids[end - 1]
                 continue
@@ -262,6 +295,8 @@ class PrefixTable:
         self._block_of[digest] = new
         self._digest[new], self._digest[old] = digest, None
         self.published[new], self.published[old] = True, False
+        if old in self._names:
+            self._names[new] = self._names.pop(old)
         if old in self._trie:
             self._trie.replace(old, new)
         else:
@@ -271,7 +306,7 @@ class PrefixTable:
         """Removes blocks of the table, and with them all that follow; returns all of them, and their digests."""
         followers = self._trie.remove(blocks)
         removed = np.concatenate([blocks, np.array(followers, np.int32)]) if followers else blocks
-        block_of, column, media = self._block_of, self._digest, self._parent_digest_of
+        block_of, column, media, names = self._block_of, self._digest, self._parent_digest_of, self._names
         digests: list[bytes] = []
         for block in removed.tolist():
             digest = column[block]
@@ -281,6 +316,8 @@ class PrefixTable:
             column[block] = None
             if media:
                 media.pop(block, None)
+            if names:
+                names.pop(block, None)
         self.published[removed] = False
         return removed, digests
 
@@ -291,6 +328,7 @@ class PrefixTable:
             self._digest[block] = None
         self._block_of.clear()
         self._parent_digest_of.clear()
+        self._names.clear()
         self._trie.clear()
         self.published[:] = False
         return removed

@@ -15,20 +15,20 @@ from pagekv.v1 import cache_service_pb2 as pb
 
 # Blocks that are explained at most; the page says how many more there are.
 MAX_BLOCKS = 1000
-_FIELDS = frozenset({"text", "token_ids", "namespace", "adapter_id"})
+_FIELDS = frozenset({"text", "token_ids", "namespace", "adapter"})
 
 
 async def explain(engine: EngineLoop, served: Served, asked: object) -> dict[str, Any]:
-    """The answer to {"text": ...} or {"token_ids": [...]}, with "namespace" and "adapter_id" or without. Raises
+    """The answer to {"text": ...} or {"token_ids": [...]}, with "namespace" and "adapter" or without. Raises
     InvalidRequest, Unavailable.
     """
     if not isinstance(asked, dict) or not asked.keys() <= _FIELDS:
         raise InvalidRequest("body", f"must be a JSON object with fields among {', '.join(sorted(_FIELDS))}")
     if ("text" in asked) == ("token_ids" in asked):
         raise InvalidRequest("body", "exactly one of text and token_ids must be given")
-    identity = CacheIdentity(namespace=_name(asked, "namespace"), adapter_id=_name(asked, "adapter_id"))
+    identity = CacheIdentity(namespace=_name(asked, "namespace"), adapter_id=_name(asked, "adapter"))
     prompt = await _prompt(served, asked)
-    found = engine.queries.explain_prefix(prompt, identity, 0, MAX_BLOCKS)
+    found = engine.queries.explain_prefix(prompt, identity, MAX_BLOCKS)
     return {
         "prompt_tokens": len(prompt),
         "cached_tokens": found.cached_tokens,
@@ -58,7 +58,8 @@ async def _prompt(served: Served, asked: dict[str, Any]) -> list[int]:
         if not _is_text(asked["text"]):
             raise InvalidRequest("text", "must be text")
         limit = f"the context has {model.max_model_len} tokens"
-        return await PromptReader(served.tokenizer, model.vocab_size, model.max_model_len, limit).text(asked["text"])
+        reader = PromptReader(served.tokenizer, model.vocab_size, model.max_model_len, limit)
+        return await reader.text("text", asked["text"])
     ids = asked["token_ids"]
     # type() and not isinstance(): a bool is an int to Python.
     if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):

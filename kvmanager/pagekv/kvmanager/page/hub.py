@@ -25,7 +25,7 @@ from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.page import block_states
 from pagekv.kvmanager.page.event_feed import EventFeed
 from pagekv.kvmanager.page.rates import PoolRates
-from pagekv.v1 import cache_service_pb2 as pb
+from pagekv.v1 import types_pb2
 
 log = Log(__name__)
 
@@ -47,6 +47,11 @@ _TOTALS = (
     "published_blocks", "active_blocks", "utilization", "pins", "executor_attached", "executor_restarts_total",
     "hash_alarms_total", "swapped_out_blocks_total", "swapped_in_blocks_total",
 )  # fmt: skip  # several entries a line: one each would fill a screen
+# Numbers of a request in a frame.
+_ROW = (
+    "request_id", "priority", "num_sequences", "prompt_tokens", "cached_tokens", "computed_tokens",
+    "generated_tokens", "max_total_tokens", "num_blocks", "preemptions",
+)  # fmt: skip  # several entries a line: one each would fill a screen
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +72,16 @@ class PoolFrame:
 def request_rows(engine: EngineLoop) -> tuple[dict[str, Row], int]:
     """Up to MAX_REQUESTS live requests by request id, running ones first; and how many are live."""
     found = engine.queries.list_requests(MAX_REQUESTS)
-    names = [field.name for field in pb.RequestInfo.DESCRIPTOR.fields]
-    return {info.request_id: {name: getattr(info, name) for name in names} for info in found.requests}, found.total
+    rows = {
+        info.request_id: {name: getattr(info, name) for name in _ROW} | {"state": state_name(info.state)}
+        for info in found.requests
+    }
+    return rows, found.total
+
+
+def state_name(state: types_pb2.SequenceState.ValueType) -> str:
+    """The state of a sequence or request as the page has it: "waiting", "running" or "swapped"."""
+    return types_pb2.SequenceState.Name(state).removeprefix("SEQUENCE_STATE_").lower()
 
 
 def snapshot(frame: PoolFrame, model: EngineInfo, boot: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pagekv.v1.cache_service_pb2 import GetStatsResponse
+    from pagekv.v1.operator_service_pb2 import GetStatsResponse
 
 # Seconds that the charts go back.
 KEPT_S = 120.0

@@ -15,9 +15,9 @@ from pagekv.kvmanager.api.validation import check_request_id
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.views import BlockDetail
 from pagekv.kvmanager.page.explain import explain
-from pagekv.kvmanager.page.hub import PageHub, Viewer, request_rows
+from pagekv.kvmanager.page.hub import PageHub, Viewer, request_rows, state_name
 from pagekv.kvmanager.text.tokenizer import Tokenizer
-from pagekv.v1 import cache_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2 as pb
 
 # Seconds that one message may take to be read before its reader counts as gone.
 WRITE_TIMEOUT_S = 30.0
@@ -134,7 +134,7 @@ def sequence_detail(table: pb.SequenceBlocks) -> dict[str, Any]:
     """A sequence's block table, in order of the tokens."""
     return {
         "index": table.index,
-        "state": table.state,
+        "state": state_name(table.state),
         "tokens": table.num_tokens,
         "computed": table.computed_tokens,
         "block_ids": list(table.block_ids),

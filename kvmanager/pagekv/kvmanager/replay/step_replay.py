@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -210,11 +210,19 @@ class _Replay:
             if before != now:
                 raise StepsError(f"{step}: {name}: recorded {shown(_plain(before))}, derived {shown(_plain(now))}")
 
-    def _commit(self, step: int, seq_ids: bytes | None, tokens: bytes, candidates: list[Any]) -> None:
+    def _commit(
+        self,
+        step: int,
+        seq_ids: bytes | None,
+        tokens: bytes,
+        candidates: list[Any],
+        failed: Sequence[tuple[int, str]] = (),
+    ) -> None:
         plan = self._in_flight.popleft()
         sampled = plan.sampling.tolist() if seq_ids is None else numbers(seq_ids)
         likeliest = {seq_id: TokenLogprobs(0, 0.0, tuple(map(tuple, top))) for seq_id, top in candidates}
-        self._now().commit(plan, StepResult(step, sampled, numbers(tokens), likeliest, plan.num_tokens, 0, 0))
+        result = StepResult(step, sampled, numbers(tokens), likeliest, plan.num_tokens, 0, 0, dict(failed))
+        self._now().commit(plan, result)
 
     def _finish(self, arrival: int, index: int) -> None:
         request = self._requests.get(arrival)

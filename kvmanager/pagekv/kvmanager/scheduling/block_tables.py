@@ -266,7 +266,13 @@ class BlockTables:
                     break
                 here = slice(begin - first, end - first)
                 sequence.publishes = self.pool.publish_chain(
-                    blocks[here], digests[begin:end], parent, chunks[here], first=begin == 0, media=media
+                    blocks[here],
+                    digests[begin:end],
+                    parent,
+                    chunks[here],
+                    first=begin == 0,
+                    media=media,
+                    names=sequence.request.names,
                 )
         if computed_now and self.limits.partial_hits:
             self._being_computed.append(blocks)
@@ -282,6 +288,20 @@ class BlockTables:
             return entry is not None
         walked = self.pool.table.match_tokens(sequence.request.root, sequence.chunks(self._block_size, 0, index + 1))
         return len(walked) == index + 1 and walked[-1] == entry
+
+    def invalidate(self, sequence: Seq, position: int) -> None:
+        """Voids what the sequence has from this position on: nothing of it can be hit in either tier any more, under
+        whatever block it stands, and the sequence counts as computed up to there.
+        """
+        first = position // self._block_size
+        if self.limits.prefix_cache:
+            self._extend_digests(sequence)
+            self.pool.invalidate(sequence.digests[first:])
+            self.host.invalidate(sequence.digests[first:])
+        sequence.num_computed = min(sequence.num_computed, position)
+        sequence.num_published = min(sequence.num_published, first)
+        # In blocks that were copied out nothing tells the void apart.
+        self.swapper.release(sequence)
 
     def append_blocks(
         self, sequences: Sequence[Seq], blocks: Blocks, tokens: BlockTokens, token_bytes: Sequence[bytes]
@@ -301,7 +321,8 @@ class BlockTables:
             index = len(table) - 1
             full = index * size + size
             if prefix_cache and sequence.publishes and sequence.num_published == index:
-                if full > sequence.first_media:
+                # A first block with names gets them there, later ones have those of the block before.
+                if full > sequence.first_media or (index == 0 and sequence.request.names):
                     self.publish(sequence)
                 else:
                     known = sequence.digests

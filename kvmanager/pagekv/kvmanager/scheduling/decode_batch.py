@@ -120,6 +120,11 @@ class DecodeBatch:
         self.pending[sequence.seq_id] = 1
         self.alive[sequence.seq_id] = False
 
+    def drop_promised(self, sequence: Seq) -> None:
+        """Tokens promised to the sequence do not count."""
+        if sequence.seq_id != NO_SEQ_ID:
+            self.alive[sequence.seq_id] = False
+
     def stop_decoding(self, sequence: Seq) -> None:
         """The sequence takes part in no further step; promised tokens still come."""
         self.decoding[sequence.seq_id] = False
@@ -183,6 +188,16 @@ class DecodeBatch:
         at = self.span(rows)
         found = self._sequences[at] if isinstance(at, slice) else map(self._sequences.__getitem__, at.tolist())
         return list(found)  # type: ignore[arg-type]  # free rows alone have None
+
+    def members(self) -> list[Seq]:
+        """Every sequence that has a row, those among them that were removed and are promised tokens."""
+        return [sequence for sequence in self._sequences if sequence is not None]
+
+    def member(self, seq_id: int) -> Seq:
+        """The sequence in a row, which must be in use."""
+        sequence = self._sequences[seq_id]
+        assert sequence is not None
+        return sequence
 
     def decoding_rows(self) -> Rows:
         """Rows that decode, ascending. Not to be changed by the caller."""

@@ -7,6 +7,7 @@ together before are preempted one by one.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from pagekv.kvmanager.scheduling.block_tables import BlockTables
@@ -73,7 +74,14 @@ class Preemption:
         find cached or swapped out. Tokens in flight still count, unless they are beams: those compute them again.
         """
         group = [sequence] if apart else sequence.request.sequences
-        members = sorted((s for s in group if s.state in HOLDING and _may_be_preempted(s)), key=key)
+        self._give_back([s for s in group if s.state in HOLDING and _may_be_preempted(s)])
+
+    def recompute(self, request: LiveRequest, void: Container[Seq]) -> None:
+        """Preempts a request in which these sequences hold blocks that are void."""
+        self._give_back([s for s in request.sequences if s.state in HOLDING and (s in void or _may_be_preempted(s))])
+
+    def _give_back(self, group: list[Seq]) -> None:
+        members = sorted(group, key=key)
         for member in reversed(members):
             self._tables.counters.preemptions += 1
             member.preemptions += 1

@@ -40,6 +40,11 @@ class WaitingQueue:
         sequence.state = SeqStatus.WAITING
         insort(self._order, sequence, key=key)
 
+    @property
+    def order(self) -> list[Seq]:
+        """The next to admit first. Not to be changed."""
+        return self._order
+
     def head(self) -> Seq | None:
         """The next to admit, or None."""
         return self._order[0] if self._order else None

@@ -24,6 +24,7 @@ from pagekv.kvmanager.scheduling.beam_search import BeamSearch
 from pagekv.kvmanager.scheduling.block_tables import BlockTables
 from pagekv.kvmanager.scheduling.counters import SchedulerCounters
 from pagekv.kvmanager.scheduling.decode_batch import Rows
+from pagekv.kvmanager.scheduling.failures import Failures
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.listener import SchedulerListener
 from pagekv.kvmanager.scheduling.preemption import Preemption
@@ -64,6 +65,7 @@ class Scheduler:
         self._running = running = RunningQueue(pool.block_size)
         self.preemption = Preemption(running, tables, waiting)
         self._admission = Admission(running, tables, waiting)
+        self._failures = Failures(running, tables, waiting, self.preemption)
         self._beams = BeamScheduler(running, tables, waiting, self.preemption)
         self._listener.epoch_began(pool, self.host, limits, self._eos)
 
@@ -177,8 +179,8 @@ class Scheduler:
     # -- results
 
     def commit(self, plan: StepPlan, result: StepResult) -> Committed:
-        """Takes in a step's tokens and finishes sequences that ended. Tokens for sequences that have finished since
-        are dropped. Raises InvariantError when the result does not answer the plan.
+        """Takes in a step's tokens, and finishes sequences that ended and requests that failed. Tokens for sequences
+        that have finished since are dropped. Raises InvariantError when the result cannot be one of the plan.
         """
         self._listener.committing(plan, result)
         try:
@@ -189,22 +191,16 @@ class Scheduler:
 
     def _commit(self, plan: StepPlan, result: StepResult) -> Committed:
         batch, rows = self._running.batch, plan.sampling
-        seq_ids, sampled = result.sampled_seq_ids, result.sampled_tokens
-        if len(seq_ids) != len(sampled):
-            raise InvariantError(f"step {result.step} sampled {len(sampled)} tokens for {len(seq_ids)} sequences")
-        kept = rows.tolist()
-        if seq_ids != kept:
-            # The executor reports sequences in the order they came to it.
-            order = sorted(range(len(seq_ids)), key=seq_ids.__getitem__)
-            if [seq_ids[position] for position in order] != kept:
-                odd = sorted(set(seq_ids) ^ set(kept))[:8]
-                raise InvariantError(f"step {result.step} sampled other sequences than planned, such as {odd}")
-            sampled = [sampled[position] for position in order]
+        kept, sampled = result.sampled_seq_ids, result.sampled_tokens
+        if not len(kept) == len(sampled) <= len(rows):
+            raise InvariantError(f"step {result.step}: {len(sampled)} tokens of {len(kept)} sequences, not {len(rows)}")
+        batch.pending[batch.span(rows)] -= 1
+        failed = self._take_failed(plan, result) if result.failed else []
+        if len(kept) < len(rows):
+            rows = np.array(kept, np.intp)
         # Through an array, which takes a third of the time of np.array.
         tokens = np.frombuffer(array("I", sampled), np.uint32)
-        at = batch.span(rows)
-        batch.pending[at] -= 1
-        alive = batch.alive[at]
+        alive = batch.alive[batch.span(rows)]
         if np.count_nonzero(alive) < len(rows):
             rows, tokens = rows[alive], tokens[alive]  # without the one token too many
             kept, sampled = rows.tolist(), tokens.tolist()
@@ -216,7 +212,15 @@ class Scheduler:
             self._finish(sequences[position])
         searched = self._beams.take_candidates(plan, result) if plan.beams else []
         batch.settle()
-        return Committed(sequences, kept, sampled, endings, searched)
+        return Committed(sequences, kept, sampled, endings, searched, failed)
+
+    def _take_failed(self, plan: StepPlan, result: StepResult) -> list[tuple[LiveRequest, str]]:
+        """Finishes the requests of sequences that failed; returns each once, and why."""
+        requests = self._failures.take(plan, result.failed)
+        for request in requests:
+            for sequence in request.sequences:
+                self._finish(sequence)
+        return list(requests.items())
 
     # -- endings
 

@@ -56,6 +56,20 @@ class LiveRequest:
     steps_at_head: int = 0
     # The sequences did not fit together, and come and go one by one from now on.
     apart: bool = False
+    # When it was accepted, in seconds since 1970; shown, and of no effect.
+    created: float = 0.0
+
+    @property
+    def num_likeliest(self) -> int | None:
+        """How many likeliest tokens the executor is to report with each sampled one; None: no log-probabilities."""
+        # A search chooses a beam's next token from them.
+        return self.command.sampling.logprobs if self.search is None else self.search.num_candidates
+
+    @property
+    def names(self) -> tuple[str, str] | None:
+        """Namespace and adapter of its blocks; None where there is neither."""
+        names = self.command.identity.namespace, self.command.identity.adapter_id
+        return names if any(names) else None
 
     @property
     def preemptions(self) -> int:

@@ -78,5 +78,6 @@ class StepBuilder:
         plan.copies = self._tables.take_copies()
         plan.sampling = self._decodes
         if self._sampling:
+            plan.prefilled = self._sampling
             plan.sampling = np.sort(np.concatenate([self._decodes, np.array(self._sampling, np.intp)]))
         return plan if plan.num_tokens or plan.finished or plan.copies else None

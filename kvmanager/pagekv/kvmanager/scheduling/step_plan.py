@@ -75,6 +75,8 @@ class StepPlan:
     sampling: NDArray[np.intp] = field(default_factory=lambda: NOBODY)
     # Members of `sampling` that are beams: not the sampled token counts but the likeliest ones.
     beams: dict[int, Seq] = field(default_factory=dict)
+    # Members of `sampling` of which nothing was sampled since they entered.
+    prefilled: list[int] = field(default_factory=list)
     admitted: list[Admitted] = field(default_factory=list)
     # Preempted since the plan before; True where something was kept in the host pool.
     preempted: list[tuple[Seq, bool]] = field(default_factory=list)
@@ -82,15 +84,18 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The executor's report of a step."""
+    """The executor's report of a step, checked."""
 
     step: int
+    # Ascending: those of the plan's `sampling` that did not fail.
     sampled_seq_ids: list[int]
     sampled_tokens: list[int]
     logprobs: dict[int, TokenLogprobs]
     computed_tokens: int
     execute_us: int
     idle_us: int
+    # Why, by seq_id, of sequences that would have sampled and cannot go on.
+    failed: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,3 +117,5 @@ class Committed:
     endings: dict[int, Ending]
     # Requests whose beam search is done.
     searched: list[LiveRequest]
+    # Requests that cannot go on, and why; every sequence of them is finished.
+    failed: list[tuple[LiveRequest, str]] = field(default_factory=list)

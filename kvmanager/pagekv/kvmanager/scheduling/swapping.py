@@ -75,7 +75,9 @@ class Swapper:
         for sequence in group:
             blocks = self._written(sequence)
             places = [place for place, block in enumerate(blocks) if block not in kept]
-            found, fresh = self.host.keep(*self._contents(sequence, places))
+            names = sequence.request.names
+            whose = [names] * len(places) if names is not None else None
+            found, fresh = self.host.keep(*self._contents(sequence, places), whose)
             # Behind the first one for which there was no room nothing is kept.
             blocks = blocks if len(found) == len(places) else blocks[: places[len(found)]]
             self.host.hold([kept[block] for block in blocks if kept.get(block, NO_BLOCK) != NO_BLOCK])
@@ -122,11 +124,11 @@ class Swapper:
         table, sources = self._pool.table, blocks.tolist()
         digests: list[bytes | None] = [*table.digests(sources)]
         tokens, parents = table.tokens(blocks), [table.parent(block) or b"" for block in sources]
-        begin = 0
+        names, begin = table.names(sources), 0
         # Each copy is held only as long as this takes: where there is not room for all, the last ones stay.
         while begin < len(sources) and (room := self.host.num_free):
             part = slice(begin, begin + room)
-            found, fresh = self.host.keep(digests[part], tokens[part], parents[part])
+            found, fresh = self.host.keep(digests[part], tokens[part], parents[part], names[part] if names else None)
             self._copy(CopyKind.SWAP_OUT, [sources[begin + at] for at in fresh], [found[at] for at in fresh])
             self._counters.written_back += len(fresh)
             self.host.release(found)

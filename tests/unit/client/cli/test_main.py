@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -11,7 +12,8 @@ import pytest
 from support.clients.scripted_server import Fails, ScriptedServer, free_port
 from support.clients.stack import environment
 
-from pagekv.client.cli.main import main, make_parser
+from pagekv.client.cli.commands.up import ALIASES
+from pagekv.client.cli.main import GROUPS, main, make_parser
 from pagekv.client.cli.terminal import Terminal
 from pagekv.common import errors
 from pagekv.v1 import inference_service_pb2 as pb
@@ -26,7 +28,7 @@ def test_an_error_is_one_line_and_exit_status_1(
 
 
 def test_a_name_that_leads_nowhere_was_never_reached(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["stats", "--target", "nobody.invalid:5", "--timeout", "60"]) == 1
+    assert main(["stats", "--target", "nobody.invalid:5", "--timeout", "60"]) == 3
     assert capsys.readouterr().err.startswith("pagekv: cannot reach PageKV at nobody.invalid:5: is it running?")
 
 
@@ -53,7 +55,7 @@ def test_grpc_writes_nothing_of_its_own_where_the_command_line_asks_a_server_tha
 
 def test_a_stack_that_does_not_run(capsys: pytest.CaptureFixture[str]) -> None:
     target = f"127.0.0.1:{free_port()}"
-    assert main(["stats", "--target", target]) == 1
+    assert main(["stats", "--target", target]) == 3
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert f"cannot reach PageKV at {target}" in err
@@ -66,14 +68,42 @@ def test_every_command_has_help_and_json(capfd: pytest.CaptureFixture[str], monk
         main(["--help"])
     listed = capfd.readouterr().out
     subparsers: Any = next(action for action in make_parser()._actions if hasattr(action, "choices") and action.choices)
+    assert {*subparsers.choices} == {name for names in GROUPS.values() for name in names} | {*ALIASES}
     for name in subparsers.choices:
-        assert f"    {name}" in listed
+        assert name in ALIASES or f"    {name}" in listed
         try:
             status: object = main([name, "--help"])  # replay leaves its flags to the process it starts
         except SystemExit as exit:
             status = exit.code
         assert status == 0
         assert "--json" in capfd.readouterr().out
+
+
+def test_options_may_stand_before_the_command(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.expect("Tokenize", pb.TokenizeResponse(token_ids=[4]))
+    assert main(["--json", "--target", target, "--timeout=5", "tokenize", "x"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"token_ids": [4]}
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("stat", "no command 'stat'; did you mean 'stats'?"),
+        ("frobnicate", "no command 'frobnicate'\n"),
+        ("--target 127.0.0.1:1 plan demo", "unrecognized arguments: --target=127.0.0.1:1"),
+    ],
+)
+def test_commands_that_there_are_not(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(command.split())
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_serve_is_up() -> None:
+    assert make_parser().parse(["serve"]) == make_parser().parse(["up"])
 
 
 def test_ctrl_c_is_exit_status_130(

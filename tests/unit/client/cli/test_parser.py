@@ -10,7 +10,7 @@ from support.clients.scripted_server import ScriptedServer
 
 from pagekv.client.cli.main import main
 from pagekv.client.cli.parser import token_ids
-from pagekv.v1 import cache_service_pb2 as cache_pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ from pagekv.v1 import cache_service_pb2 as cache_pb
         ("bench --rate 3 --concurrency 4", "not allowed with argument"),
         ("up --port 99999", "--port: must be a whole number from 0 to 65535"),
         ("up --port 0 --executor-port 0 --manager-args=--listen=x", "--manager-args: set addresses with"),
-        ("blocks --limit 10001", "--limit"),
+        ("blocks --limit 0", "--limit"),
     ],
 )
 def test_wrong_usage_is_exit_status_2(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,7 +59,11 @@ def test_token_ids_have_commas_or_spaces_between_them() -> None:
 def test_the_note_of_an_answer_is_for_people_alone(
     server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for flags, note in (([], "more with --start 7\n"), (["--json"], "")):
-        server.expect("ListBlocks", cache_pb.ListBlocksResponse(next_start=7))
-        assert main(["blocks", *flags]) == 0
+    free = operator_pb.BlockInfo(state=operator_pb.BLOCK_STATE_FREE)
+    for flags, note in (([], "there are more: raise --limit\n"), (["--json"], "")):
+        server.expect(
+            "ListBlocks",
+            operator_pb.ListBlocksResponse(blocks=[free], next_page_token="t"),
+        )
+        assert main(["blocks", "--limit", "1", *flags]) == 0
         assert capsys.readouterr().err == note

@@ -7,7 +7,7 @@ from support.clients.scripted_server import ScriptedServer, chunk, complete
 
 from pagekv.client.cli.main import main, make_parser
 from pagekv.client.cli.sampling_flags import Stopwatch, options_of
-from pagekv.client.types import Chunk
+from pagekv.client.generation_types import Chunk
 from pagekv.v1 import types_pb2
 
 
@@ -36,11 +36,23 @@ def test_what_is_not_given_is_not_sent() -> None:
     assert options_of(args) == {"max_tokens": 3, "top_k": 0, "ignore_eos": True, "timeout": 9.0}
 
 
+def made(token_ids: tuple[int, ...], done: int) -> Chunk:
+    return Chunk(
+        request_id="r",
+        index=0,
+        token_ids=token_ids,
+        text="",
+        prompt_tokens=3,
+        completion_tokens=done,
+        cached_tokens=0,
+    )
+
+
 def test_rates_leave_the_first_message_out(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([10.0, 10.5, 12.5])
     monkeypatch.setattr("pagekv.client.cli.sampling_flags.time.perf_counter", lambda: next(now))
     watch = Stopwatch()
     assert (watch.ttft_s, watch.tokens_per_s(5)) == (None, None)
-    watch.see(Chunk("r", 0, (1, 2), "", 3, 2, 0))
-    watch.see(Chunk("r", 0, (3, 4, 5, 6), "", 3, 6, 0))
+    watch.see(made((1, 2), 2))
+    watch.see(made((3, 4, 5, 6), 6))
     assert (watch.ttft_s, watch.tokens_per_s(6)) == (0.5, 2.0)

@@ -15,11 +15,11 @@ from pagekv.client import FailedPrecondition, PageKVClient
 from pagekv.client.cli.top_view import SPARKS, Look, TopFrame, TopRates, TopWatcher, rates_between, spark
 from pagekv.client.types import ModelInfo, RequestList, Stats
 from pagekv.client.wire import flat
-from pagekv.v1 import cache_service_pb2 as cache_pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
 
 
 def look(at: float, **changes: float) -> Look:
-    stats = cache_pb.GetStatsResponse()
+    stats = operator_pb.GetStatsResponse()
     stats.CopyFrom(STATS)
     for name, value in changes.items():
         setattr(stats, name, value)
@@ -70,7 +70,7 @@ def test_a_frame_fits_its_screen(width: int, height: int) -> None:
     now = look(0.0)
     looks = [look(at, generated_tokens_total=300 + at, steps_total=50 + at) for at in range(SPARKS + 1)]
     rates = [rates_between(before, after) for before, after in pairwise(looks)]
-    many = RequestList(now.requests.requests * 40, 120)
+    many = RequestList(requests=now.requests.requests * 40, total=120, next_page_token="")
     lines = drawn(rates, Look(0.0, now.stats, many), width, height, "the end")
     assert max(map(len, lines)) <= width
     assert len(lines) <= height

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.executor.broken_sequence import KINDS, check_fails_alone
 from support.executor.cpu_driver import VOCAB, Driver, prompts_of, save_model
 
 from pagekv.executor.backend.interface import LAYOUT, Sampling, Scheduled, SequenceState
@@ -101,3 +102,8 @@ def test_seeded_output_survives_batches_chunks_and_preemption(llama: Path) -> No
 def test_unknown_element_type(llama: Path) -> None:
     with pytest.raises(ValueError, match="float32, bfloat16, float64"):
         CpuBackend(llama, "m", dtype="int8")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sequence_whose_logits_are_not_numbers_fails_alone(llama: Path, kind: Sampling) -> None:
+    check_fails_alone(CpuBackend(llama, "m", threads=1), kind, ahead=False)

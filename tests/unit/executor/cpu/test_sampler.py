@@ -10,9 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.executor.sampler_vectors import LOGITS, draws
 from support.executor.samplings import samplings
 
-from pagekv.executor.backend.interface import Sampling, SequenceState
+from pagekv.executor.backend.interface import NOT_A_NUMBER, Sampling, SequenceState
 from pagekv.executor.backend.sampling import uniform
 from pagekv.executor.cpu.sampler import draw, filtered_weights, sample
 
@@ -144,9 +145,19 @@ def test_nothing_to_sample() -> None:
     assert sample(torch.zeros(0, VOCAB), []) == []
 
 
-def test_what_is_no_number_is_refused_by_name() -> None:
+def test_what_is_no_number_fails_alone() -> None:
     rows = torch.zeros(3, VOCAB)
     rows[1, 4] = math.nan
-    states = [state_of(Sampling(), [1], 1, seq_id=seq_id) for seq_id in (7, 8, 9)]
-    with pytest.raises(ArithmeticError, match=r"sequences \[8\]"):
-        sample(rows, states)
+    for sampling in (Sampling(), Sampling(temperature=1.0, top_k=3, top_p=0.5, min_p=0.1, logprobs=2)):
+        states = [state_of(sampling, [1], 1, seq_id=seq_id) for seq_id in (7, 8, 9)]
+        sampled = sample(rows, states)
+        assert sampled[1] == NOT_A_NUMBER
+        assert [sampled[0], sampled[2]] == sample(rows[[0, 2]], [states[0], states[2]])
+
+
+def test_the_tokens_of_the_contract() -> None:
+    vectors = list(draws())
+    assert len(vectors) == 10
+    for states, tokens in vectors:
+        logits = torch.tensor([LOGITS] * len(states))
+        assert [one.token_id for one in sample(logits, states)] == tokens

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.executor.broken_sequence import KINDS, check_fails_alone
 from support.executor.cpu_driver import Driver, prompts_of
 from support.executor.cuda_host import HostDevice, host_backend, save_small_model
-from support.executor.executor_steps import new_sequence
+from support.executor.executor_steps import ALL_FEATURES, new_sequence
 
 from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
 from pagekv.executor.cuda.backend import CudaBackend
@@ -65,7 +66,7 @@ def test_steps_of_an_epoch_launched_ahead(llama: Path) -> None:
     its id and its blocks."""
     backend = host_backend(llama, max_sequences=1)
     backend.allocate(4, 8, 0)
-    epoch = Epoch(1, "m", EpochLimits(4, 8, 0, 256, 256, 1), backend)
+    epoch = Epoch(1, "m", EpochLimits(4, 8, 0, 256, 256, 1, ALL_FEATURES), backend)
     prompts = prompts_of([5, 6])
     outputs = []
     step = 0
@@ -110,3 +111,9 @@ def test_graphs_leave_their_logits_in_one_buffer(llama: Path) -> None:
         backend.finish(states)
     assert len(returned) == 2
     assert set(returned) == {backend.runner.graph_logits.data_ptr()}
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sequence_whose_logits_are_not_numbers_fails_alone(llama: Path, kind: Sampling, graphs: bool) -> None:
+    check_fails_alone(host_backend(llama, max_sequences=4, graphs=graphs), kind, ahead=True)

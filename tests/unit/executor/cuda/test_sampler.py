@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.executor.device_sampler import DeviceSampler, agree
+from support.executor.sampler_vectors import LOGITS, draws
 from support.executor.samplings import samplings
 
 from pagekv.executor.backend.interface import Sampling, SequenceState
@@ -61,3 +62,11 @@ def test_what_is_no_number_is_marked() -> None:
     for kind in (Sampling(), Sampling(temperature=1.0, top_k=3, top_p=0.5, logprobs=3, frequency_penalty=1.0)):
         states = [SequenceState(n, [1], 1, [], 0, kind) for n in range(3)]
         assert [one.token_id < 0 for one in DeviceSampler(VOCAB).sample(rows, states)] == [False, True, False]
+
+
+def test_the_tokens_of_the_contract() -> None:
+    vectors = list(draws())
+    assert len(vectors) == 10
+    for states, tokens in vectors:
+        logits = torch.tensor([LOGITS] * len(states))
+        assert [one.token_id for one in DeviceSampler(len(LOGITS)).sample(logits, states)] == tokens

@@ -8,7 +8,7 @@ import pytest
 from support.executor.executor_steps import VOCAB, World, memory_op, new_sequence
 from support.executor.expected_tokens import expected_tokens
 
-from pagekv.executor.backend.interface import CopyDirection, Sampling, SequenceState
+from pagekv.executor.backend.interface import CopyDirection, Sampled, Sampling, SequenceState
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel, SlotError
 
 PROMPT = list(range(100, 110))
@@ -46,6 +46,22 @@ def test_min_tokens_reach_the_oracle_through_a_step() -> None:
     assert decode(world, 1, 5)[:5] == [0] * 5
 
 
+def test_logprobs_are_of_the_prefix_whatever_is_drawn_or_banned() -> None:
+    def first(sampling: Sampling) -> Sampled:
+        new = new_sequence(1, PROMPT, [5, 9, 2], sampling=sampling)
+        return World().run(new_seqs=[new], scheduled_seqs=[1], scheduled_tokens=[10]).sampled[1]
+
+    greedy = first(Sampling(logprobs=3))
+    for sampling in (
+        Sampling(temperature=1.0, seed=3, logprobs=3),
+        Sampling(min_tokens=1, banned_until_min=(greedy.token_id,), logprobs=3),
+    ):
+        other = first(sampling)
+        assert other.token_id != greedy.token_id
+        assert other.top == greedy.top
+        assert other.logprob == greedy.top[0][1] - (other.token_id - greedy.token_id) % VOCAB / 8
+
+
 def test_logprobs_come_best_first() -> None:
     world = World()
     new = new_sequence(1, PROMPT, [5, 9, 2], sampling=Sampling(logprobs=3))
@@ -55,6 +71,25 @@ def test_logprobs_come_best_first() -> None:
     assert sampled.top[0] == (sampled.token_id, sampled.logprob)
     assert len(sampled.top) == 3
     assert sorted(sampled.top, key=lambda pair: -pair[1]) == list(sampled.top)
+
+
+def test_a_failing_sequence_samples_nothing_more_and_its_mate_is_untouched() -> None:
+    alone = World()
+    alone.enter(2, [*PROMPT, 1], [20, 21, 22, 23, 24, 25])
+    expected = decode(alone, 2, 4)
+    # A token in the prompt, and one that the sequence samples itself.
+    for failing, sampled_before in ((PROMPT[-1], 0), (1000, 0), (None, 2)):
+        own = expected_tokens(PROMPT, 6, vocab_size=VOCAB, eos_token_ids=(0,), ignore_eos=True)
+        world = World(failing=(own[1] if failing is None else failing,))
+        new = [new_sequence(1, PROMPT, [5, 9, 2, 8]), new_sequence(2, [*PROMPT, 1], [20, 21, 22, 23])]
+        reports = [world.run(new_seqs=new, scheduled_seqs=[1, 2], scheduled_tokens=[10, 11])]
+        reports += [world.run() for _ in range(4)]
+        assert [report.sampled[2].token_id for report in reports] == expected
+        if failing == 1000:
+            assert not any(report.failed for report in reports)
+        else:
+            assert [report.failed for report in reports] == [[]] * sampled_before + [[1]] * (5 - sampled_before)
+            assert [1 in report.sampled for report in reports] == [not report.failed for report in reports]
 
 
 # -- wrong slots

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from pagekv.executor.backend.interface import BackendDescription, CopyDirection, Sampled, Sampling
+import pytest
+from google.protobuf.message import Message
+
+from pagekv.common.errors import InvalidRequest
+from pagekv.executor.backend.interface import BackendDescription, BackendFeature, CopyDirection, Sampled, Sampling
 from pagekv.executor.rpc import wire
-from pagekv.executor.session.session import AttachOrder
+from pagekv.executor.session.attach_check import AttachOrder
 from pagekv.executor.session.step import NO_SAMPLING, ExecutedStep
-from pagekv.v1 import executor_service_pb2 as pb
+from pagekv.steps.v1 import executor_service_pb2 as pb
 
 # Every field differs from its default and is exact in float32.
 SAMPLING = Sampling(0.5, 0.25, 3, 0.125, 1.5, -0.5, 0.75, 2**63, 5, 6, (7, 8), (9, 10), (1.5, -2.0), 0)
@@ -46,22 +50,52 @@ def test_absent_sampling_and_unknown_kinds_are_told_from_neutral_ones() -> None:
 
 
 def test_the_attachment_asked_for() -> None:
-    order = AttachOrder("m", 16, 100, 50, "layout", True)
-    message = pb.AttachRequest(**{field.name: getattr(order, field.name) for field in fields(AttachOrder)})
-    assert wire.attach_order(message) == order
+    order = AttachOrder("m", 16, 100, 50, "layout", True, (1, 3, 99), 7)
+    names = [field.name for field in pb.AttachRequest.DESCRIPTOR.fields]
+    assert names == [field.name for field in fields(AttachOrder)]
+    assert wire.attach_order(pb.AttachRequest(**{name: getattr(order, name) for name in names})) == order
 
 
 def test_results_of_a_step() -> None:
     sampled = {3: Sampled(5), 4: Sampled(6, -0.5, ((6, -0.5), (2, -1.0)))}
-    message = wire.step_result(ExecutedStep(7, 8, sampled, 9, 10, 11))
+    message = wire.step_result(ExecutedStep(7, 8, sampled, 9, 10, 11, [2, 5]))
     assert (message.epoch, message.step, message.computed_tokens) == (7, 8, 9)
     assert (message.execute_us, message.idle_us) == (10, 11)
     assert (list(message.sampled_seqs), list(message.sampled_tokens)) == ([3, 4], [5, 6])
+    assert list(message.failed_seqs) == [2, 5]
+    assert list(message.failed_reasons) == [pb.SEQUENCE_FAILURE_NOT_A_NUMBER] * 2
     (logprobs,) = message.logprobs
     assert (logprobs.seq_id, logprobs.chosen) == (4, -0.5)
     assert (list(logprobs.top_token_ids), list(logprobs.top_logprobs)) == ([6, 2], [-0.5, -1.0])
 
 
 def test_every_field_of_a_description_has_a_field_of_the_message() -> None:
-    names = {field.name for field in fields(BackendDescription)}
+    names = {field.name for field in fields(BackendDescription)} | {"contract_revision", "max_steps_in_flight"}
     assert names == {field.name for field in pb.DescribeResponse.DESCRIPTOR.fields}
+
+
+def test_features_are_those_of_the_contract() -> None:
+    names = {f"EXECUTOR_FEATURE_{feature.name}": feature.value for feature in BackendFeature}
+    assert names | {"EXECUTOR_FEATURE_UNSPECIFIED": 0} == dict(pb.ExecutorFeature.items())
+
+
+# Field 999, a varint.
+UNKNOWN = b"\xb8\x3e\x01"
+
+
+@pytest.mark.parametrize("where", ["", "memory_ops[1].", "new_seqs[1].", "new_seqs[1].sampling."])
+def test_a_field_that_is_not_known_is_refused_wherever_it_is(where: str) -> None:
+    request = pb.StepRequest(memory_ops=[pb.MemoryOp(), pb.MemoryOp()])
+    request.new_seqs.extend(pb.NewSequence(sampling=pb.StepSampling()) for _ in range(2))
+    parts: dict[str, Message] = {
+        "": request,
+        "memory_ops[1].": request.memory_ops[1],
+        "new_seqs[1].": request.new_seqs[1],
+        "new_seqs[1].sampling.": request.new_seqs[1].sampling,
+    }
+    wire.step(request)
+    parts[where].MergeFromString(UNKNOWN)
+    with pytest.raises(InvalidRequest) as caught:
+        wire.step(pb.StepRequest.FromString(request.SerializeToString()))
+    assert (caught.value.field, caught.value.rule) == (f"{where}999", "R35")
+    assert f"has no field 999 of {type(parts[where]).__name__}" in caught.value.description

@@ -13,6 +13,8 @@ from pagekv.executor.session.field_checks import check_sampling
 
 NAN, INF = math.nan, math.inf
 
+# R19 is of lists, but a bias out of its bounds breaks R18, as every number does.
+LISTS = ("banned_until_min", "bias_token_ids", "biases")
 # (id, fields, the field refused, a part of the description)
 REFUSALS: list[tuple[str, dict[str, Any], str, str]] = [
     ("temperature-nan", {"temperature": NAN}, "temperature", "from 0 to 100, got nan"),
@@ -65,6 +67,7 @@ def test_refused_by_field(fields: dict[str, Any], field: str, part: str) -> None
         check_sampling("path", Sampling(**fields), vocab_size=512, max_model_len=64)
     assert caught.value.field == f"path.{field}"
     assert part in str(caught.value)
+    assert caught.value.rule == ("R19" if field.partition("[")[0] in LISTS and field != "biases[1]" else "R18")
 
 
 def test_bounds_themselves_are_let_through() -> None:

@@ -7,12 +7,13 @@ import random
 from collections.abc import Awaitable, Callable
 
 import pytest
-from support.executor.executor_steps import new_sequence
+from support.executor.executor_steps import attach_order, new_sequence
 
 from pagekv.common.errors import FailedPrecondition, StaleEpoch
-from pagekv.executor.backend.interface import LAYOUT, Sampled, Scheduled
+from pagekv.executor.backend.interface import Sampled, Scheduled
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel
-from pagekv.executor.session.session import AttachOrder, Session
+from pagekv.executor.session.attach_check import AttachOrder
+from pagekv.executor.session.session import Session
 from pagekv.executor.session.step import Step
 from pagekv.executor.session.step_stream import StepStream
 from pagekv.executor.session.worker_thread import WorkerThread
@@ -36,7 +37,7 @@ class Journal(OracleBackend):
 
 def order(manager: int, take_over: bool = True) -> AttachOrder:
     """Manager `manager` attaches with as many blocks."""
-    return AttachOrder(f"m{manager}", 16, manager, 0, LAYOUT, take_over)
+    return attach_order(f"m{manager}", num_device_blocks=manager, take_over=take_over)
 
 
 def in_session(test: Callable[[Session, Journal], Awaitable[None]], clock_ns: Callable[[], int] | None = None) -> None:
@@ -67,8 +68,12 @@ def test_attaches_at_once_get_different_epochs_and_the_last_one_holds() -> None:
         assert len(set(epochs)) == 8
         stream = session.open_stream()
         await session.submit(stream, Step(epochs[-1], 1))
-        with pytest.raises(FailedPrecondition, match="'m8'"):
+        with pytest.raises(FailedPrecondition, match="'m8'") as held:
             await session.attach(order(3, take_over=False))
+        assert (held.value.kind, held.value.subject) == ("EXECUTOR_HELD", "m8")
+        with pytest.raises(FailedPrecondition, match="has a stream already") as twice:
+            await session.submit(session.open_stream(), Step(epochs[-1], 1))
+        assert (twice.value.kind, twice.value.subject) == ("STREAM_OPEN", str(epochs[-1]))
         with pytest.raises(StaleEpoch):
             await session.submit(session.open_stream(), Step(epochs[0], 1))
         session.close_stream(stream)

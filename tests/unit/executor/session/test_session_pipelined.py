@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import pytest
-from support.executor.executor_steps import new_sequence
+from support.executor.executor_steps import attach_order, new_sequence
 
 from pagekv.common.errors import InvalidRequest, Unavailable
-from pagekv.executor.backend.interface import LAYOUT, UNKNOWN_TOKEN, Launch, Sampled, Scheduled, SequenceState
+from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Launch, Sampled, Scheduled, SequenceState
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel
-from pagekv.executor.session.session import AttachOrder, Session, StepFailed
+from pagekv.executor.session.session import Session, StepFailed
 from pagekv.executor.session.step import ExecutedStep, Step
 from pagekv.executor.session.step_stream import StepStream
 from pagekv.executor.session.worker_thread import WorkerThread
@@ -102,7 +102,7 @@ def pipelined(test: Callable[[Pipelined], Awaitable[None]]) -> None:
         session, backend = Session(compute), LateBackend()
         session.serve(backend)
         async with asyncio.timeout(30):
-            epoch = await session.attach(AttachOrder("m", 16, 8, 0, LAYOUT, False))
+            epoch = await session.attach(attach_order())
             backend.journal.clear()
             await test(Pipelined(session, backend, epoch))
         compute.stop()
@@ -189,7 +189,7 @@ def test_a_lost_device_is_told_after_the_step_and_nothing_is_answered_any_more()
         await it.session.lost.wait()
         reason = it.session.lost_reason
         assert reason.endswith("step 2: RuntimeError: CUDA error: an illegal memory access was encountered")
-        for call in (it.session.describe(16, 64), it.session.attach(AttachOrder("m", 16, 8, 0, LAYOUT, True))):
+        for call in (it.session.describe(16, 64), it.session.attach(attach_order())):
             with pytest.raises(Unavailable, match="the executor's device failed: it starts anew"):
                 await call
         await it.session.shut_down()
@@ -203,7 +203,7 @@ def test_a_device_that_is_found_lost_while_attaching() -> None:
     async def test(it: Pipelined) -> None:
         it.backend.dead = True
         with pytest.raises(Unavailable, match="it starts anew"):
-            await it.session.attach(AttachOrder("m", 16, 8, 0, LAYOUT, True))
+            await it.session.attach(attach_order())
         await it.session.lost.wait()
         assert "illegal memory access" in it.session.lost_reason
 
@@ -218,7 +218,7 @@ def test_a_failed_step_alone_loses_no_device() -> None:
             gate.set()
         with pytest.raises(StepFailed):
             await it.report()
-        await it.session.attach(AttachOrder("m", 16, 8, 0, LAYOUT, True))
+        await it.session.attach(attach_order())
         assert not it.session.lost.is_set()
 
     pipelined(test)

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from pagekv.executor.backend.interface import Sampling
 from pagekv.executor.session.step import NO_SAMPLING, Step
-from pagekv.v1 import executor_service_pb2 as pb
+from pagekv.steps.v1 import executor_service_pb2 as pb
 
 
 def test_fields_are_those_of_the_contract() -> None:

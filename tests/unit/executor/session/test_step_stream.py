@@ -23,7 +23,14 @@ def test_room_comes_with_results() -> None:
         waiting = asyncio.create_task(stream.wait_for_room())
         await asyncio.sleep(0)
         assert not waiting.done()
-        stream.deliver(executed(1))
+        for step in (1, 2):
+            stream.deliver(executed(step))
+        # A manager that reads no results sends no more steps either, though they have been computed.
+        reports = stream.reports()
+        await anext(reports)
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await anext(reports)
         await waiting
 
     asyncio.run(test())

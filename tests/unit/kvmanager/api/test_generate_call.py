@@ -33,7 +33,7 @@ def test_a_stream_of_chunks_and_its_end() -> None:
         assert list(last.chunk.token_ids) == [50]
         complete = (await call.read()).complete
         assert complete.finish_reason == LENGTH
-        assert list(complete.output_ids) == [*first, *second, 50]
+        assert list(complete.token_ids) == [*first, *second, 50]
         assert complete.text == " beginning 😀" + TOKENIZER.decode([50])
         assert (complete.prompt_tokens, complete.completion_tokens) == (2, len(first) + 4)
         assert (complete.cached_tokens, complete.preemptions) == (4, 2)
@@ -121,9 +121,9 @@ def test_beam_search_sends_its_results_best_first_and_no_chunks() -> None:
         messages = await call.rest()
         assert [m.WhichOneof("event") for m in messages] == ["complete", "complete"]
         first, last = (m.complete for m in messages)
-        assert (first.index, list(first.output_ids), first.text, first.finish_reason) == (0, best, "a", STOP)
+        assert (first.index, list(first.token_ids), first.text, first.finish_reason) == (0, best, "a", STOP)
         assert (first.cumulative_logprob, first.stop_token_id, first.completion_tokens) == (-1.25, best[-1], 2)
-        assert (last.index, list(last.output_ids), last.text, last.finish_reason) == (1, second, "bc", LENGTH)
+        assert (last.index, list(last.token_ids), last.text, last.finish_reason) == (1, second, "bc", LENGTH)
         assert last.cumulative_logprob == -2.5
 
     run(body)
@@ -213,7 +213,7 @@ def test_abort_ends_the_stream_with_what_there_was() -> None:
         h.engine.push("r", *tokens_of("a"))
         await call.read()
         answer = await h.stub.Abort(pb.AbortRequest(request_ids=["r", "unknown", "r"]))
-        assert list(answer.aborted) == ["r"]
+        assert list(answer.aborted_request_ids) == ["r"]
         complete = (await call.read()).complete
         assert (complete.finish_reason, complete.text) == (ABORT, "a")
         assert await call.rest() == []

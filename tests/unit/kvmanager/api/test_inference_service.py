@@ -9,11 +9,12 @@ import pytest
 from google.rpc import error_details_pb2
 from support.engine.fake_engine import MODEL
 from support.engine.inference_harness import Harness, detail, refusal, request, run, tokens_of
+from support.prompts import as_chat, as_prompt
 
 from pagekv.common.errors import InvalidRequest, Overloaded, Unavailable
+from pagekv.common.version import pagekv_version
 from pagekv.kvmanager.request.command import FinishReason
 from pagekv.v1 import inference_service_pb2 as pb
-from pagekv.v1 import types_pb2
 
 
 def test_a_bad_field_is_named_in_the_details_and_the_server_goes_on() -> None:
@@ -32,9 +33,9 @@ def test_a_bad_field_is_named_in_the_details_and_the_server_goes_on() -> None:
 
 def test_a_prompt_of_10_mb_is_refused_by_name() -> None:
     async def body(h: Harness) -> None:
-        code, message, _ = await refusal(h.stub.Generate(pb.GenerateRequest(text="x" * 10_000_000)))
+        code, message, _ = await refusal(h.stub.Generate(pb.GenerateRequest(prompt=as_prompt("x" * 10_000_000))))
         assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert message.startswith("text: must be at most 8388608 bytes")
+        assert message.startswith("prompt.text: must be at most 8388608 bytes")
 
     run(body)
 
@@ -108,14 +109,16 @@ def test_a_stream_that_the_engine_fails() -> None:
 
 def test_tokenize_and_detokenize() -> None:
     async def body(h: Harness) -> None:
-        ids = list((await h.stub.Tokenize(pb.TokenizeRequest(text="the earth"))).token_ids)
+        ids = list((await h.stub.Tokenize(pb.TokenizeRequest(prompt=as_prompt("the earth")))).token_ids)
         assert ids == [0, *tokens_of("the earth")]
         assert (await h.stub.Detokenize(pb.DetokenizeRequest(token_ids=ids))).text == "the earth"
         assert (await h.stub.Detokenize(pb.DetokenizeRequest(token_ids=ids * 1000))).text == "the earth" * 1000
         assert (await h.stub.Detokenize(pb.DetokenizeRequest())).text == ""
-        chat = types_pb2.ChatInput(messages=[types_pb2.ChatMessage(role="user", content="hi")])
-        assert list((await h.stub.Tokenize(pb.TokenizeRequest(chat=chat))).token_ids) == [2, *tokens_of("hi")]
-        long = (await h.stub.Tokenize(pb.TokenizeRequest(text="the earth " * 2000))).token_ids
+        chat = pb.TokenizeRequest(prompt=as_chat(("user", "hi")))
+        assert list((await h.stub.Tokenize(chat)).token_ids) == [2, *tokens_of("hi")]
+        known = await h.stub.Tokenize(pb.TokenizeRequest(prompt=as_prompt([399, 0, 5] * 100)))
+        assert list(known.token_ids) == [399, 0, 5] * 100
+        long = (await h.stub.Tokenize(pb.TokenizeRequest(prompt=as_prompt("the earth " * 2000)))).token_ids
         assert len(long) > MODEL.max_model_len
 
     run(body)
@@ -124,8 +127,10 @@ def test_tokenize_and_detokenize() -> None:
 @pytest.mark.parametrize(
     ("method", "message", "field"),
     [
-        ("Tokenize", pb.TokenizeRequest(), "input"),
-        ("Tokenize", pb.TokenizeRequest(text=""), "text"),
+        ("Tokenize", pb.TokenizeRequest(), "prompt"),
+        ("Tokenize", pb.TokenizeRequest(prompt=as_prompt("")), "prompt.text"),
+        ("Tokenize", pb.TokenizeRequest(prompt=as_prompt([0, 400])), "prompt.token_ids.ids[1]"),
+        ("Tokenize", pb.TokenizeRequest(prompt=as_prompt([0] * (2**20 + 1))), "prompt.token_ids.ids"),
         ("Detokenize", pb.DetokenizeRequest(token_ids=[0, 400]), "token_ids[1]"),
         ("Detokenize", pb.DetokenizeRequest(token_ids=[0] * (2**20 + 1)), "token_ids"),
         ("Abort", pb.AbortRequest(), "request_ids"),
@@ -148,7 +153,10 @@ def test_without_a_tokenizer_token_ids_still_work() -> None:
         call = await h.start(request())
         h.engine.push("r", 50, finish=FinishReason.STOP)
         assert ((await call.read()).chunk.text, (await call.read()).complete.stop_token_id) == ("", 50)
-        for method, message in [("Tokenize", pb.TokenizeRequest(text="x")), ("Detokenize", pb.DetokenizeRequest())]:
+        for method, message in [
+            ("Tokenize", pb.TokenizeRequest(prompt=as_prompt("x"))),
+            ("Detokenize", pb.DetokenizeRequest()),
+        ]:
             with pytest.raises(grpc.aio.AioRpcError, match="no tokenizer"):
                 await getattr(h.stub, method)(message)
         info = await h.stub.GetModelInfo(pb.GetModelInfoRequest())
@@ -170,6 +178,8 @@ def test_model_info() -> None:
             has_chat_template=True,
             block_size=4,
             num_device_blocks=16,
+            max_sequence_tokens=64,
+            server_version=pagekv_version(),
             backend="oracle",
         )
 

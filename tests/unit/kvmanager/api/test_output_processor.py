@@ -40,7 +40,7 @@ def test_a_stop_string_across_chunks_ends_the_sequence_and_trims_the_rest() -> N
         assert len(chunk.logprobs) == 1
         complete = (await call.read()).complete
         assert (complete.finish_reason, complete.stop_string, complete.text) == (STOP, "\n#", "a")
-        assert list(complete.output_ids) == tokens_of("a") + tokens_of("\n") + tokens_of("#")
+        assert list(complete.token_ids) == tokens_of("a") + tokens_of("\n") + tokens_of("#")
         assert complete.completion_tokens == len(complete.logprobs) == 3
         assert await call.rest() == []
         assert h.engine.stopped == [("r", 0)]
@@ -78,8 +78,7 @@ def test_resumed_text_goes_on_exactly_where_it_broke_off() -> None:
 
     async def body(h: Harness) -> None:
         sent = tokens_of("a") + smile[:2]
-        ids = tokens_of("In the") + sent
-        call = await h.start(request(ids=ids, resumed_tokens=len(sent), params={"stop": ["😀x"]}))
+        call = await h.start(request(resumed_token_ids=sent, params={"stop": ["😀x"]}))
         assert h.engine.commands[0].resumed_tokens == 3
         h.engine.push("r", *smile[2:])
         chunk = (await call.read()).chunk
@@ -87,7 +86,7 @@ def test_resumed_text_goes_on_exactly_where_it_broke_off() -> None:
         h.engine.push("r", *tokens_of("y"), finish=FinishReason.LENGTH)
         assert (await call.read()).chunk.text == "😀y"
         complete = (await call.read()).complete
-        assert (complete.text, list(complete.output_ids)) == ("😀y", smile[2:] + tokens_of("y"))
+        assert (complete.text, list(complete.token_ids)) == ("😀y", smile[2:] + tokens_of("y"))
         assert complete.completion_tokens == 6
 
     run(body)
@@ -106,12 +105,12 @@ def test_a_resumed_output_that_was_whole_ends_at_once(
     params: dict[str, Any], output: str, reason: int, matched: str | None
 ) -> None:
     async def body(h: Harness) -> None:
-        ids = tokens_of("In the") + [token for c in ("a", output[1:]) for token in tokens_of(c)]
-        messages = [m async for m in h.stub.Generate(request(ids=ids, resumed_tokens=2, params=params))]
+        ids = [token for c in ("a", output[1:]) for token in tokens_of(c)]
+        messages = [m async for m in h.stub.Generate(request(resumed_token_ids=ids, params=params))]
         assert [m.WhichOneof("event") for m in messages] == ["complete"]
         complete = messages[0].complete
         assert (complete.finish_reason, complete.WhichOneof("matched_stop")) == (reason, matched)
-        assert (complete.completion_tokens, list(complete.output_ids), complete.text) == (2, [], "")
+        assert (complete.completion_tokens, list(complete.token_ids), complete.text) == (2, [], "")
         assert h.engine.commands == []
 
     run(body)
@@ -120,8 +119,7 @@ def test_a_resumed_output_that_was_whole_ends_at_once(
 @pytest.mark.parametrize("params", [{"ignore_eos": True}, {"min_tokens": 3}])
 def test_a_resumed_output_that_was_not_whole_goes_on(params: dict[str, Any]) -> None:
     async def body(h: Harness) -> None:
-        ids = tokens_of("In the") + tokens_of("a</s>")
-        call = await h.start(request(ids=ids, resumed_tokens=2, params=params))
+        call = await h.start(request(resumed_token_ids=tokens_of("a</s>"), params=params))
         h.engine.push("r", 50, finish=FinishReason.LENGTH)
         assert (await call.read()).chunk.completion_tokens == 3
 

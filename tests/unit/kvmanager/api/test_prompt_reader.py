@@ -17,6 +17,7 @@ from support.engine.generate_requests import (
     read,
     sampled,
 )
+from support.prompts import as_prompt
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.api.validation import read_generate
@@ -27,8 +28,8 @@ from pagekv.v1 import inference_service_pb2 as pb
 @pytest.mark.parametrize(
     ("request_", "field"),
     [
-        (pb.GenerateRequest(text="x"), "text"),
-        (chat(("user", "x")), "chat"),
+        (pb.GenerateRequest(prompt=as_prompt("x")), "prompt.text"),
+        (chat(("user", "x")), "prompt.chat"),
         (sampled(stop=["x"]), "sampling_params.stop"),
     ],
 )
@@ -42,12 +43,14 @@ def test_without_a_tokenizer_only_token_ids_are_taken(request_: pb.GenerateReque
 def test_without_a_chat_template_chat_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="no chat template") as caught:
         read(chat(("user", "x")), NO_TEMPLATE)
-    assert caught.value.field == "chat"
+    assert caught.value.field == "prompt.chat"
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_caught() -> None:
     with pytest.raises(InvalidRequest, match="from 0 to 2 "):
-        asyncio.run(read_generate(pb.GenerateRequest(text="x"), replace(MODEL, vocab_size=3), TOKENIZER, ""))
+        asyncio.run(
+            read_generate(pb.GenerateRequest(prompt=as_prompt("x")), replace(MODEL, vocab_size=3), TOKENIZER, "")
+        )
 
 
 @pytest.mark.parametrize(("text", "in_a_thread"), [("the earth", False), ("the earth " * 2000, True)])
@@ -62,7 +65,7 @@ def test_long_texts_do_not_hold_up_the_event_loop(
         return [5]
 
     monkeypatch.setattr(Tokenizer, "encode", encode)
-    assert read(pb.GenerateRequest(text=text))[0].prompt_ids == [5]
+    assert read(pb.GenerateRequest(prompt=as_prompt(text)))[0].prompt_ids == [5]
     assert threads == [in_a_thread]
 
 

@@ -17,6 +17,7 @@ from support.engine.generate_requests import (
     resumed,
     sampled,
 )
+from support.prompts import as_prompt
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.v1 import inference_service_pb2 as pb
@@ -26,27 +27,39 @@ N2 = types_pb2.SamplingParams(n=2)
 P = "sampling_params."
 # Request, field path, words of the description: bounds and value.
 REFUSED: list[tuple[pb.GenerateRequest, str, str]] = [
-    (pb.GenerateRequest(tokenized=IDS, request_id="a b"), "request_id", "1 to 128 characters of .* got 'a b'"),
-    (pb.GenerateRequest(tokenized=IDS, request_id="ä"), "request_id", "got 'ä'"),
-    (pb.GenerateRequest(tokenized=IDS, request_id="a\n"), "request_id", "1 to 128"),
-    (pb.GenerateRequest(tokenized=IDS, request_id="a" * 129), "request_id", r"\(129 characters\)"),
-    (pb.GenerateRequest(), "input", "exactly one of text, tokenized and chat"),
-    (pb.GenerateRequest(text=""), "text", "empty"),
-    (pb.GenerateRequest(text="x" * (8 * 2**20 + 1)), "text", "at most 8388608 bytes .* has 8388609"),
-    (pb.GenerateRequest(text="é" * (4 * 2**20 + 1)), "text", "at most 8388608 bytes .* has 8388610"),
-    (pb.GenerateRequest(text="\x00" * 63), "text", r"has 64 tokens, must have from 1 to 63 \(the context has 64"),
-    (ids(), "tokenized.input_ids", "at least one"),
-    (ids(*[5] * 64), "tokenized.input_ids", r"has 64 tokens, must have from 1 to 63 \(the context has 64 tokens\)"),
-    (ids(5, 399, 400), "tokenized.input_ids[2]", "from 0 to 399 .* got 400"),
-    (ids(2**32 - 1), "tokenized.input_ids[0]", "got 4294967295"),
-    (chat(), "chat.messages", "from 1 to 4096 messages, has 0"),
-    (chat(*[("user", "")] * 4097), "chat.messages", "has 4097"),
-    (chat(("user", "x"), ("", "y")), "chat.messages[1].role", "empty"),
-    (chat(("user", "x" * 5 * 2**20), ("user", "x" * 5 * 2**20)), "chat.messages", "at most 8388608 bytes"),
-    (chat(("pirate", "x")), "chat.messages", "refuses it: no pirates"),
-    (chat(("user", "\x00" * 62)), "chat.messages", "has 64 tokens, must have from 1 to 63"),
-    (pb.GenerateRequest(tokenized=IDS, priority=101), "priority", "from -100 to 100, got 101"),
-    (pb.GenerateRequest(tokenized=IDS, priority=-101), "priority", "from -100 to 100, got -101"),
+    (pb.GenerateRequest(prompt=IDS, request_id="a b"), "request_id", "1 to 128 characters of .* got 'a b'"),
+    (pb.GenerateRequest(prompt=IDS, request_id="ä"), "request_id", "got 'ä'"),
+    (pb.GenerateRequest(prompt=IDS, request_id="a\n"), "request_id", "1 to 128"),
+    (pb.GenerateRequest(prompt=IDS, request_id="a" * 129), "request_id", r"\(129 characters\)"),
+    (pb.GenerateRequest(), "prompt", "exactly one of text, token_ids and chat"),
+    (pb.GenerateRequest(prompt=as_prompt("")), "prompt.text", "empty"),
+    (
+        pb.GenerateRequest(prompt=as_prompt("x" * (8 * 2**20 + 1))),
+        "prompt.text",
+        "at most 8388608 bytes .* has 8388609",
+    ),
+    (
+        pb.GenerateRequest(prompt=as_prompt("é" * (4 * 2**20 + 1))),
+        "prompt.text",
+        "at most 8388608 bytes .* has 8388610",
+    ),
+    (
+        pb.GenerateRequest(prompt=as_prompt("\x00" * 63)),
+        "prompt.text",
+        r"has 64 tokens, must have from 1 to 63 \(the context has 64",
+    ),
+    (ids(), "prompt.token_ids.ids", "at least one"),
+    (ids(*[5] * 64), "prompt.token_ids.ids", r"has 64 tokens, must have from 1 to 63 \(the context has 64 tokens\)"),
+    (ids(5, 399, 400), "prompt.token_ids.ids[2]", "from 0 to 399 .* got 400"),
+    (ids(2**32 - 1), "prompt.token_ids.ids[0]", "got 4294967295"),
+    (chat(), "prompt.chat.messages", "from 1 to 4096 messages, has 0"),
+    (chat(*[("user", "")] * 4097), "prompt.chat.messages", "has 4097"),
+    (chat(("user", "x"), ("", "y")), "prompt.chat.messages[1].role", "empty"),
+    (chat(("user", "x" * 5 * 2**20), ("user", "x" * 5 * 2**20)), "prompt.chat.messages", "at most 8388608 bytes"),
+    (chat(("pirate", "x")), "prompt.chat.messages", "refuses it: no pirates"),
+    (chat(("user", "\x00" * 62)), "prompt.chat.messages", "has 64 tokens, must have from 1 to 63"),
+    (pb.GenerateRequest(prompt=IDS, priority=101), "priority", "from -100 to 100, got 101"),
+    (pb.GenerateRequest(prompt=IDS, priority=-101), "priority", "from -100 to 100, got -101"),
     (sampled(temperature=-0.5), P + "temperature", "from 0 to 100, got -0.5"),
     (sampled(temperature=100.5), P + "temperature", "from 0 to 100, got 100.5"),
     (sampled(temperature=math.nan), P + "temperature", "from 0 to 100, got nan"),
@@ -103,22 +116,26 @@ REFUSED: list[tuple[pb.GenerateRequest, str, str]] = [
     (beams(logit_bias={1: 1.0}), P + "logit_bias", "must be absent with beam_width"),
     (
         resumed(1, sampling_params=types_pb2.SamplingParams(beam_width=2)),
-        "resumed_tokens",
-        "must be 0 with sampling_params.beam_width, got 1",
+        "resumed_token_ids",
+        "must be empty with sampling_params.beam_width of 2, has 1 ids",
     ),
     (cached(namespace="é" * 129), "cache.namespace", "at most 256 bytes of UTF-8, has 258"),
-    (cached(adapter_id="a" * 257), "cache.adapter_id", "at most 256 bytes of UTF-8, has 257"),
+    (ids(5, adapter="a" * 257), "adapter", "at most 256 bytes of UTF-8, has 257"),
     (media(0, 1, ""), "cache.media_hashes[0].hash", "from 1 to 128 characters, has 0"),
     (media(0, 1, "h" * 129), "cache.media_hashes[0].hash", "from 1 to 128 characters, has 129"),
     (media(4, 1), "cache.media_hashes[0].position", "from 0 to 3, got 4"),
     (media(1, 0), "cache.media_hashes[0].length", "from 1 to 3, got 0"),
     (media(1, 4), "cache.media_hashes[0].length", "from 1 to 3, got 4"),
     (cached(media_hashes=[types_pb2.MediaHash()] * 257), "cache.media_hashes", "at most 256 entries, has 257"),
-    (resumed(4), "resumed_tokens", r"below the number of input ids \(4\), got 4"),
-    (resumed(2**32 - 1), "resumed_tokens", "got 4294967295"),
-    (resumed(1, sampling_params=N2), "resumed_tokens", "must be 0 unless sampling_params.n is 1"),
-    (pb.GenerateRequest(text="x", resumed_tokens=1), "resumed_tokens", "must be 0 unless the input is tokenized"),
-    (resumed(3, sampling_params=types_pb2.SamplingParams(max_tokens=2)), "resumed_tokens", r"max_tokens \(2\), got 3"),
+    (resumed(17), "resumed_token_ids", r"at most max_tokens \(16\), has 17"),
+    (resumed(1, sampling_params=N2), "resumed_token_ids", "must be empty with sampling_params.n of 2, has 1 ids"),
+    (resumed(64), "resumed_token_ids", "at most 63 entries, has 64"),
+    (ids(5, resumed_token_ids=[7, 400]), "resumed_token_ids[1]", "from 0 to 399 .* got 400"),
+    (
+        resumed(3, sampling_params=types_pb2.SamplingParams(max_tokens=2)),
+        "resumed_token_ids",
+        r"at most max_tokens \(2\), has 3",
+    ),
     (
         resumed(2, cache=types_pb2.CacheControls(media_hashes=[types_pb2.MediaHash(position=2, length=1, hash="h")])),
         "cache.media_hashes[0].position",
@@ -140,11 +157,11 @@ def test_every_field_of_the_contract_is_refused_somewhere() -> None:
     """Booleans and the seed, where every value is valid, aside; and the fingerprint, which is no bad field but a
     precondition.
     """
-    free = {"seed", "ignore_eos", "no_read", "no_write", "only_complete", "model_fingerprint"}
+    free = {"seed", "ignore_eos", "read", "write", "only_complete", "model_fingerprint"}
     paths = " ".join(field for _, field, _ in REFUSED).replace("[", ".").replace("]", "").replace(".", " ").split()
     messages = (pb.GenerateRequest, types_pb2.SamplingParams, types_pb2.CacheControls, types_pb2.MediaHash)
     names = {field.name for message in messages for field in message.DESCRIPTOR.fields}
-    assert names - free - {"sampling_params", "cache", "tokenized", "chat"} <= set(paths)
+    assert names - free - {"sampling_params", "cache"} <= set(paths)
 
 
 @pytest.mark.parametrize(
@@ -176,12 +193,12 @@ LONG = types_pb2.SamplingParams(beam_width=4)
 @pytest.mark.parametrize(
     ("request_", "field", "words"),
     [
-        (ids(*[5] * 41), "tokenized.input_ids", "has 41 tokens, .* from 1 to 40: 41 tokens need 11 blocks, .* has 10"),
-        (pb.GenerateRequest(text="\x00" * 40), "text", "41 tokens need 11 blocks, the pool has 10"),
-        (chat(("user", "\x00" * 39)), "chat.messages", "41 tokens need 11 blocks, the pool has 10"),
+        (ids(*[5] * 41), "prompt.token_ids.ids", "has 41 tokens, .* from 1 to 40: 41 tokens need 11 blocks, .* has 10"),
+        (pb.GenerateRequest(prompt=as_prompt("\x00" * 40)), "prompt.text", "41 tokens need 11 blocks, the pool has 10"),
+        (chat(("user", "\x00" * 39)), "prompt.chat.messages", "41 tokens need 11 blocks, the pool has 10"),
         (
             ids(*[5] * 9, sampling_params=LONG),
-            "tokenized.input_ids",
+            "prompt.token_ids.ids",
             "to 8: 9 tokens for 4 beams need 12 blocks",
         ),
         (sampled(max_tokens=38), P + "max_tokens", "from 1 to 37, got 38: 42 tokens need 11 blocks, the pool has 10"),

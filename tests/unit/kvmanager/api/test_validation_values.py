@@ -16,6 +16,7 @@ from support.engine.generate_requests import (
     resumed,
     sampled,
 )
+from support.prompts import as_chat, as_prompt
 
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
@@ -42,7 +43,7 @@ def test_made_request_ids_and_seeds_differ() -> None:
 def test_every_value_arrives() -> None:
     request = pb.GenerateRequest(
         request_id="A.z_9:-",
-        tokenized=IDS,
+        prompt=IDS,
         sampling_params=types_pb2.SamplingParams(
             temperature=0.5,
             top_p=0.25,
@@ -63,12 +64,12 @@ def test_every_value_arrives() -> None:
         ),
         cache=types_pb2.CacheControls(
             namespace="n" * 256,
-            adapter_id="a",
             media_hashes=[types_pb2.MediaHash(position=1, length=3, hash="h")],
-            no_read=True,
-            no_write=True,
+            read=False,
+            write=False,
         ),
         priority=-100,
+        adapter="a",
     )
     command, stops = read(request)
     assert stops == ["x" * 256, "y"]
@@ -181,11 +182,24 @@ def test_max_tokens_when_absent_and_the_pool_is_smaller_than_the_context(
 
 def test_text_gets_the_tokenizers_special_tokens_and_chat_the_templates() -> None:
     plain = TOKENIZER.encode("void", special_tokens=False, limit=9)
-    assert read(pb.GenerateRequest(text="void"))[0].prompt_ids == [0, *plain]
+    assert read(pb.GenerateRequest(prompt=as_prompt("void")))[0].prompt_ids == [0, *plain]
     assert read(chat(("user", "void")))[0].prompt_ids == [0, 2, *plain]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens"), [(as_prompt("void"), 16), (as_prompt([5, 6]), 16), (as_chat(("user", "void")), None)]
+)
+def test_resumed_tokens_follow_a_prompt_of_any_kind_and_change_no_default(
+    prompt: types_pb2.Prompt, max_tokens: int | None
+) -> None:
+    fresh, _ = read(pb.GenerateRequest(prompt=prompt))
+    again, _ = read(pb.GenerateRequest(prompt=prompt, resumed_token_ids=[7, 8, 9]))
+    assert (again.prompt_ids, again.resumed_tokens) == ([*fresh.prompt_ids, 7, 8, 9], 3)
+    assert again.sampling.max_tokens == fresh.sampling.max_tokens == (max_tokens or 64 - len(fresh.prompt_ids))
 
 
 def test_resumed_tokens_may_fill_the_context() -> None:
     params = types_pb2.SamplingParams(max_tokens=60)
-    command, _ = read(ids(*[5] * 64, resumed_tokens=60, sampling_params=params))
+    command, _ = read(ids(*[5] * 4, resumed_token_ids=[6] * 60, sampling_params=params))
+    assert command.prompt_ids == [5] * 4 + [6] * 60
     assert (len(command.prompt_ids), command.resumed_tokens, command.sampling.max_tokens) == (64, 60, 60)

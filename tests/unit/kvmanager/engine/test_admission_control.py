@@ -13,10 +13,12 @@ from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 def test_the_queue_counts_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         streams = [engine.submit(command("a", [1], n=3)), engine.submit(command("b", [2], n=2))]
-        with pytest.raises(AlreadyExists):
+        with pytest.raises(AlreadyExists) as used:
             engine.submit(command("a", [1]))
-        with pytest.raises(Overloaded, match="5 sequences wait, at most 6"):
+        assert (used.value.kind, used.value.name) == ("request", "a")
+        with pytest.raises(Overloaded, match="5 sequences wait, at most 6") as full:
             engine.submit(command("c", [3], n=2))
+        assert full.value.metadata == {"limit": "6", "flag": "--max-queue"}
         streams.append(engine.submit(command("c", [3])))
         assert [await read(stream) for stream in streams] == [expect([i]) for i in (1, 2, 3)]
         assert engine.queries.stats().rejected_requests_total == 1
@@ -30,8 +32,11 @@ def test_answers_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) 
     async def body(engine: EngineLoop, bench: Bench) -> None:
         streams = [engine.submit(command("a", [1], n=2)), engine.submit(command("b", [2]))]
         await until(lambda: engine.queries.stats().running_sequences + engine.queries.stats().waiting_sequences == 0)
-        with pytest.raises(Overloaded, match="3 sequences have ended whose readers have not taken them, at most 3"):
+        with pytest.raises(
+            Overloaded, match="3 sequences have ended whose readers have not taken them, at most 3"
+        ) as full:
             engine.submit(command("c", [3]))
+        assert full.value.metadata == {"limit": "3", "flag": "--max-unread"}
         assert await read(streams[0]) == expect([1])
         engine.release(streams[0])
         engine.release(streams[0])

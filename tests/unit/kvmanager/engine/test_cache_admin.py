@@ -14,6 +14,7 @@ from support.engine.integrity import check_scheduler, pin_tables
 from support.engine.scheduler_driver import VOCAB, Driver, finished, output
 
 from pagekv.common.errors import LimitExceeded
+from pagekv.kvmanager.engine.answer_check import AnswerCheck
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.capacity import blocks_needed
 from pagekv.kvmanager.engine.observer import Observer
@@ -49,6 +50,7 @@ class WatchedDriver(Driver):
         self.admin.adopt(self.pool, self.scheduler.host, "model", Observer())
         self.in_flight.clear()
         self.executor = FakeExecutor(BLOCKS, SIZE, VOCAB)
+        self._answers = AnswerCheck(VOCAB)
 
     def check(self) -> None:
         sequences = (s for request in self.requests for s in request.sequences)
@@ -108,12 +110,13 @@ class History:
     def pin(self, prompt: list[int], lease_s: int) -> None:
         admin = self.driver.admin
         try:
-            pin = admin.pin(prompt, ANY, lease_s, self.driver.live_commands())
+            renewed = self.rng.choice(self.pins) if self.pins and self.rng.random() < 0.3 else ""
+            pin = admin.pin(prompt, ANY, lease_s, self.driver.live_commands(), renewed)
         except LimitExceeded:
             return
         if pin.pin_id:
             self.pins.append(pin.pin_id)
-            cached = [block.outcome for block in admin.explain(prompt, ANY, 0, 99).blocks]
+            cached = [block.outcome for block in admin.explain(prompt, ANY, 99, "").blocks]
             assert cached[: pin.pinned_tokens // SIZE] == [pb.BLOCK_OUTCOME_HIT] * (pin.pinned_tokens // SIZE)
 
     def clock_goes_on(self, seconds: int) -> None:

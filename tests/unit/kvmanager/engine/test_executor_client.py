@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -14,8 +15,8 @@ from pagekv.common.errors import InvalidRequest, PageKVError, StaleEpoch, Unavai
 from pagekv.common.statuses import abort_with
 from pagekv.kvmanager.engine.executor_client import ExecutorLink, ExecutorLost
 from pagekv.kvmanager.engine.recovery import Fault
-from pagekv.v1 import executor_service_pb2 as pb
-from pagekv.v1 import executor_service_pb2_grpc as pb_grpc
+from pagekv.steps.v1 import executor_service_pb2 as pb
+from pagekv.steps.v1 import executor_service_pb2_grpc as pb_grpc
 
 
 class _Executor(pb_grpc.ExecutorServiceServicer):
@@ -23,11 +24,16 @@ class _Executor(pb_grpc.ExecutorServiceServicer):
 
     def __init__(self, end: PageKVError | grpc.StatusCode) -> None:
         self._end = end
+        self.revision = 1
+        self.described = pb.DescribeRequest()
+        self.attached = pb.AttachRequest()
 
     async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:
-        return pb.DescribeResponse()
+        self.described = request
+        return pb.DescribeResponse(contract_revision=self.revision)
 
     async def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachResponse:
+        self.attached = request
         return pb.AttachResponse(epoch=1)
 
     async def Run(self, request_iterator: AsyncIterator[pb.StepRequest], context: Any) -> AsyncIterator[pb.StepResult]:
@@ -61,6 +67,36 @@ def test_what_ends_the_stream_says_whose_fault_it_was(end: PageKVError | grpc.St
         with pytest.raises(ExecutorLost) as lost:
             link.take_result()
         assert lost.value.fault is fault
+        await link.close()
+        await server.stop(None)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("revision", [1, 7])
+def test_revision_and_features_are_agreed_upon(revision: int) -> None:
+    """The earlier of both revisions, and the features that the model's epoch uses."""
+
+    async def main() -> None:
+        server, executor = grpc.aio.server(), _Executor(grpc.StatusCode.UNAVAILABLE)
+        executor.revision = revision
+        pb_grpc.add_ExecutorServiceServicer_to_server(executor, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        link = ExecutorLink(f"127.0.0.1:{port}", lambda: None)
+        await link.describe(16, 32)
+        assert executor.described == pb.DescribeRequest(block_size=16, token_budget=32, contract_revision=1)
+        model = replace(MODEL, features=("logprobs", "penalties"))
+        await link.attach("m", model, "any", True)
+        assert executor.attached == pb.AttachRequest(
+            manager_id="m",
+            block_size=model.block_size,
+            num_device_blocks=model.num_device_blocks,
+            layout="any",
+            take_over=True,
+            required_features=[pb.EXECUTOR_FEATURE_LOGPROBS, pb.EXECUTOR_FEATURE_PENALTIES],
+            contract_revision=1,
+        )
         await link.close()
         await server.stop(None)
 

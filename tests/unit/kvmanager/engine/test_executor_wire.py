@@ -2,14 +2,17 @@
 
 from array import array
 
+import pytest
+
 from pagekv.kvmanager.engine.executor_wire import step_request, step_result
+from pagekv.kvmanager.engine.recovery import WrongAnswer
 from pagekv.kvmanager.kvcache.block_hash import root_digest
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.logprobs import TokenLogprobs
 from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
 from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind, NewSeq, StepPlan
-from pagekv.v1 import executor_service_pb2 as pb
+from pagekv.steps.v1 import executor_service_pb2 as pb
 
 
 def new_sequence(sampling: SamplingParams, index: int = 0) -> NewSeq:
@@ -138,3 +141,44 @@ def test_a_result_with_log_probabilities() -> None:
     assert (result.step, result.sampled_seq_ids, result.sampled_tokens) == (3, [7, 8], [70, 80])
     assert result.logprobs == {8: TokenLogprobs(80, -0.5, ((81, -0.25), (80, -0.5)))}
     assert (result.computed_tokens, result.execute_us, result.idle_us) == (5, 6, 7)
+
+
+def row(**fields: object) -> pb.SampledLogprobs:
+    given: dict[str, object] = {"seq_id": 7, "chosen": -0.5, "top_token_ids": [1, 2], "top_logprobs": [-0.5, -1]}
+    return pb.SampledLogprobs(**(given | fields))  # type: ignore[arg-type]  # fields are what the message has
+
+
+SAMPLED = {"sampled_seqs": [7, 8], "sampled_tokens": [70, 80]}
+NAN_REASON = pb.SEQUENCE_FAILURE_NOT_A_NUMBER
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            {"sampled_seqs": [7]},
+            r"sampled_tokens: must have as many .* sampled_seqs \(1\), has 2",
+        ),
+        ({"logprobs": [row(seq_id=9)]}, r"logprobs\.seq_id: must be of sampled_seqs, and each once, got 9"),
+        ({"logprobs": [row(), row()]}, r"logprobs\.seq_id: must be of sampled_seqs, and each once, got 7"),
+        ({"logprobs": [row(top_logprobs=[-1])]}, r"logprobs\.top_logprobs: must have .* top_token_ids \(2\), has 1"),
+        ({"logprobs": [row(chosen=float("nan"))]}, r"logprobs: must be finite, got nan of sequence 7"),
+        ({"logprobs": [row(top_logprobs=[-1, float("-inf")])]}, r"logprobs: must be finite, got -inf of sequence 7"),
+        ({"logprobs": [row(top_logprobs=[float("inf"), float("-inf")])]}, r"logprobs: must be finite, got inf"),
+        ({"logprobs": [row(top_logprobs=[-2, -1])]}, r"logprobs\.top_token_ids: must be best first and each once"),
+        ({"logprobs": [row(top_token_ids=[3, 3])]}, r"logprobs\.top_token_ids: must be best first and each once"),
+        ({"failed_seqs": [9]}, r"failed_reasons: must have as many entries as failed_seqs \(1\), has 0"),
+        ({"failed_reasons": [NAN_REASON]}, r"failed_reasons: must have as many entries as failed_seqs \(0\), has 1"),
+        ({"failed_seqs": [9, 9], "failed_reasons": [NAN_REASON] * 2}, r"failed_seqs: must have each sequence once"),
+    ],
+)
+def test_a_result_that_makes_no_sense_is_refused_by_field(fields: dict[str, object], words: str) -> None:
+    with pytest.raises(WrongAnswer, match=r"^StepResult\." + words):
+        step_result(pb.StepResult(**(SAMPLED | fields)))  # type: ignore[arg-type]  # fields are what the message has
+
+
+def test_sequences_that_failed_and_why() -> None:
+    """A reason that a later version of the contract added is as good as any."""
+    message = pb.StepResult(failed_seqs=[3, 5], failed_reasons=[NAN_REASON])
+    message.failed_reasons.append(77)  # type: ignore[arg-type]  # from the future
+    assert step_result(message).failed == {3: "its logits are not numbers", 5: "unknown reason"}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from support.engine.cached_prefixes import ROOT, Clock, cache, evict_all, hold, root_of
 from support.engine.integrity import check_pool
 
+from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.engine.explain import PrefixExplainer
 from pagekv.kvmanager.kvcache.block_hash import MediaSpan
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
@@ -27,11 +29,11 @@ class Bench:
         root: bytes = ROOT,
         media: tuple[MediaSpan, ...] = (),
         others: tuple[str, ...] = (),
-        start: int = 0,
-        limit: int = 10_000,
+        page_size: int = 10_000,
+        token: str = "",
     ) -> pb.ExplainPrefixResponse:
         other_roots = [(adapter, root_of(adapter_id=adapter)) for adapter in others]
-        return PrefixExplainer(self.pool, self.log, root, prompt, media, other_roots).page(start, limit)
+        return PrefixExplainer(self.pool, self.log, root, prompt, media, other_roots).page(page_size, token)
 
     def outcomes(self, prompt: list[int], **more: object) -> list[pb.BlockOutcome.ValueType]:
         return [block.outcome for block in self.explain(prompt, **more).blocks]  # type: ignore[arg-type]  # by name
@@ -41,7 +43,7 @@ def test_hits_then_a_partial_tail() -> None:
     bench = Bench()
     first, second = cache(bench.pool, [*range(8)])
     found = bench.explain([*range(8), 99])
-    assert (found.cached_tokens, found.HasField("next_start")) == (8, False)
+    assert (found.cached_tokens, found.next_page_token) == (8, "")
     one, two, tail = found.blocks
     digest = bench.pool.table.digest(first)
     assert digest is not None
@@ -201,8 +203,13 @@ def test_a_long_prompt_comes_in_pages() -> None:
     cache(bench.pool, [*range(8)])
     prompt = [*range(18)]
     whole = bench.explain(prompt)
-    assert not whole.HasField("next_start")
-    pages = [bench.explain(prompt, start=start, limit=2) for start in (0, 2, 4)]
-    assert [page.next_start for page in pages] == [2, 4, 0]
+    assert not whole.next_page_token
+    pages = [bench.explain(prompt, page_size=2)]
+    while pages[-1].next_page_token:
+        pages.append(bench.explain(prompt, page_size=2, token=pages[-1].next_page_token))
+    assert [len(page.blocks) for page in pages] == [2, 2, 1]
+    for other in (prompt[:-1], [*prompt[:-1], 99], [1, *prompt[1:]]):
+        with pytest.raises(InvalidRequest, match="page_token: must be empty or next_page_token of a page of the same"):
+            bench.explain(other, token=pages[0].next_page_token)
     assert [block for page in pages for block in page.blocks] == whole.blocks
     assert {page.cached_tokens for page in pages} == {8}

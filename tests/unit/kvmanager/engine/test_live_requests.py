@@ -31,7 +31,7 @@ def test_a_sequence_that_ended_before_the_others_counts_as_unread(monkeypatch: p
         engine.release(search)
         failing = engine.submit(command("b", [3], max_tokens=40))
         await until(lambda: engine.queries.stats().running_sequences == 1)
-        bench.description = described(model_fingerprint="other")
+        bench.description = described(model_fingerprint="07e6")
         assert bench.link is not None
         bench.link.lose()
         with pytest.raises(Unavailable):

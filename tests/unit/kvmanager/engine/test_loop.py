@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
 from dataclasses import replace
 
 import pytest
-from support.engine.engine_harness import VOCAB, Bench, command, config, described, expect, read, run, until
+from support.engine.engine_harness import VOCAB, Bench, Link, command, config, described, expect, read, run, until
 
-from pagekv.common.errors import InvalidRequest, Unavailable
+from pagekv.common.errors import Draining, InvalidRequest, SequenceFailed, Unavailable
+from pagekv.kvmanager.engine import loop as engine_loop
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import Observer, RequestEnd
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
@@ -16,6 +17,9 @@ from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, Samp
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import StepResult
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
+from pagekv.v1 import types_pb2
+
+RUNNING, WAITING = types_pb2.SEQUENCE_STATE_RUNNING, types_pb2.SEQUENCE_STATE_WAITING
 
 
 def test_tokens_come_through_and_blocks_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,32 +30,6 @@ def test_tokens_come_through_and_blocks_go_back(monkeypatch: pytest.MonkeyPatch)
     run(monkeypatch, body)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize(
-    "bend",
-    [
-        lambda result: replace(result, computed_tokens=result.computed_tokens + 1),
-        lambda result: replace(result, sampled_seq_ids=[999], sampled_tokens=[1]),
-        lambda result: replace(result, sampled_tokens=[]),
-        lambda result: replace(result, step=result.step + 1),
-    ],
-)
-def test_an_answer_that_does_not_fit_its_step_costs_an_epoch_and_no_token(
-    monkeypatch: pytest.MonkeyPatch, depth: int, bend: Callable[[StepResult], StepResult]
-) -> None:
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        def once(result: StepResult) -> StepResult:
-            if result.step < 3 or len(bench.attaches) > 1:
-                return result
-            return bend(result)
-
-        bench.bend = once
-        assert await read(engine.submit(command("a", [1, 2, 3]))) == expect([1, 2, 3])
-        assert len(bench.attaches) == 2
-
-    run(monkeypatch, body, pipeline_depth=depth)
-
-
 def test_an_answer_that_nobody_asked_for_costs_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         assert bench.link is not None
@@ -59,6 +37,25 @@ def test_an_answer_that_nobody_asked_for_costs_an_epoch(monkeypatch: pytest.Monk
         bench.link._wake()
         assert await read(engine.submit(command("a", [1, 2, 3]))) == expect([1, 2, 3])
         assert len(bench.attaches) == 2
+
+    run(monkeypatch, body)
+
+
+def test_a_sequence_that_fails_ends_its_request_and_not_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second step in flight still has it."""
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        assert bench.link is not None
+        bench.step_s = 0.01
+        bench.link._executor.fails = lambda prefix: prefix[:3] == (9, 9, 9) and len(prefix) == 5
+        bad = engine.submit(command("bad", [9, 9, 9], n=2))
+        good = engine.submit(command("good", [1, 2, 3]))
+        with pytest.raises(SequenceFailed, match="request 'bad' could not be computed: it was told to"):
+            await read(bad)
+        assert await read(good) == expect([1, 2, 3])
+        assert await read(engine.submit(command("bad", [9, 9, 8]))) == expect([9, 9, 8])
+        assert len(bench.attaches) == 1
+        assert engine.queries.stats().failed_requests_total == 1
 
     run(monkeypatch, body)
 
@@ -79,13 +76,15 @@ def test_another_model_ends_requests_and_keeps_the_counters(monkeypatch: pytest.
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("a", [1, 2, 3])))
         before = engine.queries.stats()
+        assert engine.model is not None
+        first = engine.model.model_fingerprint
         bench.description = described(model_fingerprint="beef", eos_token_ids=tuple(range(VOCAB)))
         assert bench.link is not None
         bench.link.lose()
         await until(lambda: len(bench.attaches) >= 2)
         assert engine.queries.stats().generated_tokens_total == before.generated_tokens_total == 6
         with pytest.raises(Unavailable, match="came back with another model"):
-            engine.submit(replace(command("read for the first", [1, 2, 3]), model_fingerprint="f00d"))
+            engine.submit(replace(command("read for the first", [1, 2, 3]), model_fingerprint=first))
         # Nothing of the first model is hit, and the second one's end-of-sequence ids count.
         tokens, finish = await read(engine.submit(command("b", [1, 2, 3])))
         assert (len(tokens), finish) == (1, FinishReason.STOP)
@@ -161,7 +160,7 @@ def test_a_request_that_ends_before_its_sequences_part_leaves_nothing(monkeypatc
         await until(lambda: len(bench.plans) > 0)
         tables = engine.queries.block_tables("left")
         assert tables is not None
-        assert [table.state for table in tables.sequences] == ["running", "forking", "forking"]
+        assert [table.state for table in tables.sequences] == [RUNNING, WAITING, WAITING]
         engine.release(left)
         assert await read(other) == expect([1, 2, 3])
 
@@ -183,6 +182,31 @@ def test_a_preempted_request_is_swapped_out_and_its_stream_goes_on(monkeypatch: 
     limits = replace(config().limits, swap=SwapPolicy("swap"))
     monkeypatch.setattr("support.engine.engine_harness.DESCRIPTION", described(host_kv_bytes=40))
     run(monkeypatch, body, num_device_blocks=9, limits=limits)
+
+
+def test_the_end_of_the_grace_time_is_no_ending_of_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader gets what was there, and then an error that says that another manager can go on."""
+
+    async def main() -> None:
+        bench = Bench()
+        monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake: Link(bench, wake))
+        engine = EngineLoop(config())
+        task = asyncio.create_task(engine.run())
+        await engine.wait_ready()
+        stream = engine.submit(command("a", [1, 2, 3], max_tokens=30))
+        (news,) = await stream.take()
+        await engine.stop(0)
+        with pytest.raises(Draining, match="shutting down") as refused:
+            engine.submit(command("b", [1]))
+        assert refused.value.retry_delay_s == 1.0
+        assert (news.finish, news.token_ids) == (None, expect([1, 2, 3], 30)[0][: len(news.token_ids)])
+        with pytest.raises(Draining, match="shutting down"):
+            await read(stream)
+        stats = engine.queries.stats()
+        assert (stats.aborted_requests_total, stats.active_blocks) == (1, 0)
+        await task
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(("policy", "share", "cached"), [("lru", 0.5, 0), ("slru", 0.5, 8), ("slru", 0.0, 0)])

@@ -9,13 +9,14 @@ import pytest
 from support.engine.engine_harness import Bench, Link, command, config, expect, read, run, until
 from support.engine.integrity import check_engine
 
-from pagekv.common.errors import LimitExceeded, Unavailable
+from pagekv.common.errors import Draining, LimitExceeded, Unavailable
 from pagekv.kvmanager.engine import loop as engine_loop
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.v1 import cache_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
 
 ANY = CacheIdentity()
 EIGHT = [*range(8)]
@@ -26,7 +27,7 @@ def identified(name: str, prompt: list[int], identity: CacheIdentity) -> Generat
 
 
 def outcomes(engine: EngineLoop, prompt: list[int], identity: CacheIdentity = ANY) -> list[pb.BlockOutcome.ValueType]:
-    return [block.outcome for block in engine.queries.explain_prefix(prompt, identity, 0, 99).blocks]
+    return [block.outcome for block in engine.queries.explain_prefix(prompt, identity, 99).blocks]
 
 
 def followed(watch: TableWatch) -> set[bytes]:
@@ -43,7 +44,7 @@ def followed(watch: TableWatch) -> set[bytes]:
 
 
 def listed(engine: EngineLoop) -> set[bytes]:
-    blocks = engine.queries.list_blocks(0, 9999, pb.BLOCK_STATE_UNSPECIFIED).blocks
+    blocks = engine.queries.list_blocks(9999, "", operator_pb.BLOCK_STATE_UNSPECIFIED).blocks
     return {bytes.fromhex(block.block_hash) for block in blocks} - {b""}
 
 
@@ -75,7 +76,7 @@ def test_a_reset_is_refused_while_pins_hold_blocks(monkeypatch: pytest.MonkeyPat
         pin = engine.queries.pin_prefix(EIGHT, ANY, 60)
         assert (pin.pinned_tokens, engine.queries.reset_prefix_cache(force=False)) == (8, None)
         assert engine.queries.unpin_prefix(pin.pin_id) == 8
-        assert engine.queries.reset_prefix_cache(force=False) == pb.ResetPrefixCacheResponse(removed_blocks=2)
+        assert engine.queries.reset_prefix_cache(force=False) == operator_pb.ResetPrefixCacheResponse(removed_blocks=2)
 
     run(monkeypatch, body)
 
@@ -88,7 +89,7 @@ def test_watchers_see_a_reset_though_nothing_runs(monkeypatch: pytest.MonkeyPatc
         await asyncio.sleep(0)
         watch = engine.queries.watch_events()
         assert len(watch.take_snapshot(99)) == 2
-        assert engine.queries.reset_prefix_cache(force=False) == pb.ResetPrefixCacheResponse(removed_blocks=2)
+        assert engine.queries.reset_prefix_cache(force=False) == operator_pb.ResetPrefixCacheResponse(removed_blocks=2)
         told = await asyncio.wait_for(watch.take(), 2)
         assert told.cleared
         assert not told.stored
@@ -104,9 +105,9 @@ def test_pins_are_gauges_and_a_state_of_blocks(monkeypatch: pytest.MonkeyPatch) 
         stats = engine.queries.stats()
         assert (stats.pins, stats.pinned_blocks, stats.active_blocks, stats.cached_free_blocks) == (2, 2, 2, 1)
         assert (stats.published_blocks, stats.kv_usage) == (3, 2 / 64)
-        blocks = engine.queries.list_blocks(0, 99, pb.BLOCK_STATE_PINNED).blocks
+        blocks = engine.queries.list_blocks(99, "", operator_pb.BLOCK_STATE_PINNED).blocks
         assert sorted((block.ref_count, block.pins) for block in blocks) == [(1, 1), (2, 2)]
-        assert engine.queries.list_blocks(0, 99, pb.BLOCK_STATE_ACTIVE) == pb.ListBlocksResponse()
+        assert engine.queries.list_blocks(99, "", operator_pb.BLOCK_STATE_ACTIVE) == operator_pb.ListBlocksResponse()
         check_engine(engine.queries)
         for pin in pins:
             engine.queries.unpin_prefix(pin)
@@ -141,8 +142,9 @@ def test_a_request_that_pins_leave_no_room_for_is_refused_and_the_other_way_roun
         engine.queries.pin_prefix(prompt[:4], ANY, 60)
         assert await read(large) == expect([1, 2, 3], 31)
         pin = engine.queries.pin_prefix(prompt[:4], ANY, 60)
-        with pytest.raises(LimitExceeded, match="need 10 blocks; 1 of 10 are pinned"):
+        with pytest.raises(LimitExceeded, match="need 10 blocks; 1 of 10 are pinned") as refused:
             engine.submit(command("x", [1, 2, 3], 38))
+        assert refused.value.metadata == {"needed_blocks": "10", "available_blocks": "9", "pinned_blocks": "1"}
         assert await read(engine.submit(command("y", [1, 2, 3], 34))) == expect([1, 2, 3], 34)
         assert outcomes(engine, prompt)[0] is pb.BLOCK_OUTCOME_HIT
         assert pin.pinned_tokens == 4
@@ -198,9 +200,9 @@ def test_stopping_ends_every_watch(monkeypatch: pytest.MonkeyPatch) -> None:
         await engine.wait_ready()
         watch = engine.queries.watch_events()
         await engine.stop(0)
-        with pytest.raises(Unavailable, match="shutting down"):
+        with pytest.raises(Draining, match="shutting down"):
             await watch.take()
-        with pytest.raises(Unavailable, match="shutting down"):
+        with pytest.raises(Draining, match="shutting down"):
             engine.queries.watch_events()
         await task
 
@@ -231,12 +233,12 @@ def test_nothing_is_served_before_an_executor_was_attached() -> None:
     async def main() -> None:
         engine = EngineLoop(config())
         for call in (
-            lambda: engine.queries.explain_prefix([1], ANY, 0, 1),
+            lambda: engine.queries.explain_prefix([1], ANY, 1),
             lambda: engine.queries.pin_prefix([1], ANY, 1),
             lambda: engine.queries.unpin_prefix("pin-1"),
             lambda: engine.queries.reset_prefix_cache(force=True),
             engine.queries.watch_events,
-            lambda: engine.queries.list_blocks(0, 1, pb.BLOCK_STATE_FREE),
+            lambda: engine.queries.list_blocks(1, "", operator_pb.BLOCK_STATE_FREE),
         ):
             with pytest.raises(Unavailable, match="no executor"):
                 call()
@@ -251,7 +253,7 @@ def test_looking_a_prompt_up_counts_its_full_blocks(monkeypatch: pytest.MonkeyPa
         assert engine.queries.lookup_prefix(list(range(8)), CacheIdentity()).device_tokens == 8
         assert engine.queries.lookup_prefix(list(range(7)), CacheIdentity()).device_tokens == 4
         assert engine.queries.lookup_prefix(list(range(8)), CacheIdentity(namespace="other")).device_tokens == 0
-        assert engine.queries.reset_prefix_cache(force=False) == pb.ResetPrefixCacheResponse(removed_blocks=3)
+        assert engine.queries.reset_prefix_cache(force=False) == operator_pb.ResetPrefixCacheResponse(removed_blocks=3)
         assert engine.queries.lookup_prefix(list(range(8)), CacheIdentity()).device_tokens == 0
 
     run(monkeypatch, body)

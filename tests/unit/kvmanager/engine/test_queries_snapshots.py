@@ -12,7 +12,9 @@ from pagekv.kvmanager.engine.live_requests import LiveRequests
 from pagekv.kvmanager.engine.observer import Observer
 from pagekv.kvmanager.engine.queries import EngineQueries
 from pagekv.kvmanager.engine.state import EngineState
-from pagekv.v1 import cache_service_pb2 as pb
+from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
+from pagekv.v1 import operator_service_pb2 as pb
+from pagekv.v1 import types_pb2
 
 
 def queries(driver: Driver, cache: CacheAdmin) -> EngineQueries:
@@ -82,17 +84,44 @@ def test_blocks_are_listed_by_state_in_pages() -> None:
         pb.BLOCK_STATE_UNSPECIFIED,
     ):
         found: list[int] = []
-        start: int | None = 0
-        while start is not None:
-            page = asked.list_blocks(start, 2, state)
+        token: str | None = None
+        while token != "":
+            page = asked.list_blocks(2, token or "", state)
             assert 1 <= len(page.blocks) <= 2
             assert state == pb.BLOCK_STATE_UNSPECIFIED or {block.state for block in page.blocks} == {state}
             found += [block.block_id for block in page.blocks]
-            start = page.next_start if page.HasField("next_start") else None
+            token = page.next_page_token
         states[state] = found
         if state == pb.BLOCK_STATE_ACTIVE:
             driver.abort(driver.requests[1])
     free, cached, active, pinned, everything = states.values()
     assert (everything, active, cached, pinned) == (list(range(12)), [0, 3], [1], [0])
     assert sorted(free + cached + active) == list(range(12))
-    assert asked.list_blocks(0, 2, pb.BLOCK_STATE_ACTIVE) == pb.ListBlocksResponse()
+    assert asked.list_blocks(2, "", pb.BLOCK_STATE_ACTIVE) == pb.ListBlocksResponse()
+
+
+def test_requests_are_listed_in_pages_running_ones_first() -> None:
+    """A request that ends, or begins to run, between two pages hides none that stays where it was."""
+    driver = Driver(num_blocks=64, block_size=4, depth=1, max_running=3)
+    asked = queries(driver, CacheAdmin(True, 1.0, lambda: None))
+    live = asked._state.live
+    for number in range(6):
+        request = live.add(GenerateCommand(f"r{number}", [number] * 6, SamplingParams(max_tokens=9)), b"root")
+        driver.scheduler.add(request)
+    driver.plan()
+    first = asked.list_requests(2)
+    assert [info.request_id for info in first.requests] == ["r0", "r1"]
+    assert [info.state for info in first.requests] == [types_pb2.SEQUENCE_STATE_RUNNING] * 2
+    gone = live.get("r0")
+    assert gone is not None
+    driver.scheduler.finish(gone.sequences[0])
+    live.remove_if_finished(gone)
+    second = asked.list_requests(2, first.next_page_token)
+    assert [info.request_id for info in second.requests] == ["r2", "r3"]
+    assert [info.state for info in second.requests] == [
+        types_pb2.SEQUENCE_STATE_RUNNING,
+        types_pb2.SEQUENCE_STATE_WAITING,
+    ]
+    last = asked.list_requests(2, second.next_page_token)
+    assert ([info.request_id for info in last.requests], last.total, last.next_page_token) == (["r4", "r5"], 5, "")
+    assert last.requests[0].create_time.seconds > 0

@@ -13,14 +13,22 @@ from pagekv.kvmanager.engine.executor_client import AttachRefused
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.sizing import size_model
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
+from pagekv.steps.v1 import executor_service_pb2 as pb
 
 
 def test_the_host_pool_is_as_large_as_flag_and_executor_allow(monkeypatch: pytest.MonkeyPatch) -> None:
     with_host = described(host_kv_bytes=24)
+    without = described(host_kv_bytes=24, features=[pb.EXECUTOR_FEATURE_LOGPROBS])
     swap = replace(config().limits, swap=SwapPolicy("swap"))
     assert size_model(with_host, config(limits=swap)).num_host_blocks == 24
     assert size_model(with_host, config(limits=swap, num_host_blocks=9)).num_host_blocks == 9
     assert size_model(with_host, config(limits=replace(swap, swap=SwapPolicy("recompute")))).num_host_blocks == 0
+    assert "host_pool" in size_model(with_host, config(limits=swap)).features
+    recompute = size_model(with_host, config(limits=replace(swap, swap=SwapPolicy("recompute"))))
+    assert "host_pool" not in recompute.features
+    assert size_model(without, config(limits=swap)).num_host_blocks == 0
+    with pytest.raises(AttachRefused, match="allows 0: at most 0 blocks"):
+        size_model(without, config(limits=swap, num_host_blocks=1))
     with pytest.raises(AttachRefused, match=r"--num-host-blocks 25 needs 25 bytes .* allows 24: at most 24 blocks"):
         size_model(with_host, config(limits=swap, num_host_blocks=25))
 

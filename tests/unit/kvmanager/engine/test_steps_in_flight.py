@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from support.engine.cached_prefixes import Clock
 
+from pagekv.kvmanager.engine.recovery import WrongAnswer
 from pagekv.kvmanager.engine.steps_in_flight import StepsInFlight
-from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 
 
@@ -20,17 +20,17 @@ def result(step: int, computed: int) -> StepResult:
 
 def test_answers_are_due_in_order_and_with_all_tokens() -> None:
     steps, first, second = StepsInFlight(), plan(3), plan(1)
-    with pytest.raises(InvariantError, match="a result of step 1, due is 1 of 0 in flight"):
+    with pytest.raises(WrongAnswer, match=r"StepResult\.step: must be 1, with 0 in flight, got 1"):
         steps.answered(result(1, 3))
     steps.add(first)
     steps.add(second)
-    with pytest.raises(InvariantError, match="a result of step 2, due is 1 of 2 in flight"):
+    with pytest.raises(WrongAnswer, match=r"StepResult\.step: must be 1, with 2 in flight, got 2"):
         steps.answered(result(2, 1))
-    with pytest.raises(InvariantError, match="step 1 planned 3 tokens, the executor computed 4"):
+    with pytest.raises(WrongAnswer, match=r"StepResult\.computed_tokens: must be 3, as planned, got 4"):
         steps.answered(result(1, 4))
-    assert steps.answered(result(1, 3)) is steps.oldest is first
+    assert steps.answered(result(1, 3))[0] is steps.oldest is first
     steps.pop()
-    assert steps.answered(result(2, 1)) is second
+    assert steps.answered(result(2, 1))[0] is second
 
 
 def test_a_step_sent_ahead_waits_without_its_time_running() -> None:
@@ -53,7 +53,7 @@ def test_a_new_epoch_counts_from_one() -> None:
         steps.add(plan(1))
         steps.pop()
     steps.add(plan(1))
-    steps.end_epoch()
+    steps.begin_epoch(5)
     assert (len(steps), steps.oldest) == (0, None)
     steps.add(plan(1))
     steps.answered(result(1, 1))

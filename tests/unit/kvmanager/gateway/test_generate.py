@@ -35,7 +35,7 @@ def test_zero_means_the_default_where_the_protocol_cannot_say_absent() -> None:
         assert not params.HasField(name)
     # vLLM's default is all the room the prompt leaves: 41 = 10 blocks of 4, and the last token needs no slot.
     assert params.max_tokens == 41 - 2
-    assert (read.request_id, list(read.tokenized.input_ids), read.only_complete) == ("r", [5, 6], False)
+    assert (read.request_id, list(read.prompt.token_ids.ids), read.only_complete) == ("r", [5, 6], False)
 
 
 def test_parameters_arrive_as_they_were_given() -> None:
@@ -80,7 +80,7 @@ def test_what_pagekv_lacks_is_refused_by_its_name(wrong: vllm.GenerateRequest, f
 def test_logprobs_stand_beside_their_tokens() -> None:
     top = [types_pb2.TokenLogprob(token_id=11, logprob=-0.25), types_pb2.TokenLogprob(token_id=10, logprob=-0.5)]
     position = types_pb2.PositionLogprobs(chosen=top[1], top=top)
-    complete = pb.GenerateComplete(output_ids=[10], finish_reason=types_pb2.FINISH_REASON_LENGTH, logprobs=[position])
+    complete = pb.GenerateComplete(token_ids=[10], finish_reason=types_pb2.FINISH_REASON_LENGTH, logprobs=[position])
     written = write_response(pb.GenerateResponse(complete=complete), ()).complete.output_logprobs
     assert (list(written.token_ids), list(written.token_logprobs)) == ([10], [-0.5])
     assert list(written.top_logprobs[0].token_ids) == [11, 10]

@@ -161,7 +161,9 @@ def test_a_cancelled_call_and_an_abort_end_the_request() -> None:
         (request(choice=vllm.ChoiceConstraint(choices=["a"])), "sampling_params.choice"),
         (request(logit_bias={-1: 1.0}), "sampling_params.logit_bias"),
         (vllm.GenerateRequest(request_id="r"), "input"),
-        (vllm.GenerateRequest(tokenized=vllm.TokenizedInput(input_ids=[2**31])), "tokenized.input_ids"),
+        (vllm.GenerateRequest(text=""), "text"),
+        (vllm.GenerateRequest(tokenized=vllm.TokenizedInput(input_ids=[2**31])), "tokenized.input_ids[0]"),
+        (vllm.GenerateRequest(tokenized=vllm.TokenizedInput()), "tokenized.input_ids"),
         (vllm.GenerateRequest(mm_inputs=vllm.MultimodalInputs()), "mm_inputs"),
         (vllm.GenerateRequest(kv_transfer_params_json="{}"), "kv_transfer_params_json"),
         (vllm.GenerateRequest(data_parallel_rank=1), "data_parallel_rank"),
@@ -172,7 +174,7 @@ def test_what_cannot_be_done_is_refused_by_name(wrong: vllm.GenerateRequest, fie
     async def body(harness: Harness) -> None:
         code, message, _ = await refusal(harness.stub.Generate(wrong))
         assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert message.startswith(field)
+        assert message.startswith(f"{field}: ")
         assert not harness.engine.commands
 
     run(body)
@@ -215,7 +217,7 @@ def test_model_server_and_load_are_told() -> None:
         stats, load = harness.engine.queries.stats(), loads.loads[0]
         assert loads.dp_rank_count == len(loads.loads) == 1
         assert (load.num_running_reqs, load.num_waiting_reqs) == (stats.running_sequences, stats.waiting_sequences)
-        assert load.max_total_num_tokens == stats.num_blocks * stats.block_size
+        assert load.max_total_num_tokens == stats.num_device_blocks * stats.block_size
         assert load.token_usage == stats.kv_usage
 
     run(body)

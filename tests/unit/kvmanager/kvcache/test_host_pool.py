@@ -128,7 +128,9 @@ class Log(TableLog):
     def __init__(self) -> None:
         self.events: list[Event] = []
 
-    def host_stored(self, digest: bytes, parent: bytes, tokens: NDArray[np.uint32]) -> None:
+    def host_stored(
+        self, digest: bytes, parent: bytes, tokens: NDArray[np.uint32], names: tuple[str, str] | None = None
+    ) -> None:
         self.events.append(("stored", digest, parent, tuple(tokens.tolist())))
 
     def host_removed(self, digest: bytes) -> None:

@@ -10,6 +10,7 @@ from support.engine.integrity import check_pool, pin_tables
 
 from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.kvcache import pins as pins_module
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.pins import Pins
 
@@ -24,7 +25,7 @@ def pool_and_pins(num_blocks: int = 20, share: float = 0.5) -> tuple[BlockPool, 
 def test_a_pinned_prefix_survives_pressure_and_goes_when_its_pin_does() -> None:
     pool, pins, _ = pool_and_pins()
     pinned, other = cache(pool, [1] * 12), cache(pool, [2] * 12)
-    pin_id = pins.pin(pinned, 60, 0)
+    pin_id = pins.pin(pinned, 60, 0).pin_id
     assert (len(pins), pins.num_blocks, pool.num_active, pool.num_cached_free) == (1, 3, 3, 3)
     evict_all(pool)
     assert [pool.table.digest(block) is not None for block in pinned + other] == [True] * 3 + [False] * 3
@@ -58,14 +59,14 @@ def test_every_pin_that_begins_or_ends_is_reported_with_its_blocks() -> None:
 
 def test_unpinning_again_or_what_never_was_is_no_error() -> None:
     pool, pins, _ = pool_and_pins()
-    pin_id = pins.pin(cache(pool, [1] * 4), 60, 0)
+    pin_id = pins.pin(cache(pool, [1] * 4), 60, 0).pin_id
     assert [pins.unpin(pin_id), pins.unpin(pin_id), pins.unpin("pin-0")] == [1, 0, 0]
 
 
 def test_pins_that_share_blocks_count_them_once() -> None:
     pool, pins, _ = pool_and_pins()
     long, short = cache(pool, [1] * 12), cache(pool, [1] * 8)
-    first, second = pins.pin(long, 60, 0), pins.pin(short, 60, 0)
+    first, second = pins.pin(long, 60, 0).pin_id, pins.pin(short, 60, 0).pin_id
     assert pins.num_blocks == 3
     assert pins.holders[long].tolist() == [2, 2, 1]
     assert [pool.ref_count(block) for block in long] == [2, 2, 1]
@@ -98,8 +99,10 @@ def test_pinned_blocks_are_limited_to_a_share_of_the_pool() -> None:
     first, second = cache(pool, [1] * 12), cache(pool, [2] * 12)
     pins.pin(first, 60, 0)
     message = r"with this prefix 6 blocks would be pinned, at most 5 of 20 can be \(--max-pinned-share 0.25\)"
-    with pytest.raises(LimitExceeded, match=message):
+    with pytest.raises(LimitExceeded, match=message) as caught:
         pins.pin(second, 60, 0)
+    facts = {"needed_blocks": "3", "available_blocks": "2", "pinned_blocks": "3", "limit": "5"}
+    assert caught.value.metadata == {**facts, "flag": "--max-pinned-share"}
     assert (len(pins), pins.num_blocks, pool.num_active) == (1, 3, 3)
     pins.pin(second[:2], 60, 0)
     # Blocks that are pinned already take nothing more.
@@ -110,8 +113,9 @@ def test_pinned_blocks_are_limited_to_a_share_of_the_pool() -> None:
 def test_a_live_request_keeps_the_blocks_that_it_may_still_need() -> None:
     pool, pins, _ = pool_and_pins()
     blocks = cache(pool, [1] * 20)
-    with pytest.raises(LimitExceeded, match="5 of 20 blocks would be pinned, and a live request may need 16"):
+    with pytest.raises(LimitExceeded, match="5 of 20 blocks would be pinned, and a live request may need 16") as caught:
         pins.pin(blocks, 60, largest_need=16)
+    assert caught.value.metadata == {"needed_blocks": "5", "available_blocks": "4", "pinned_blocks": "0"}
     assert pool.num_active == 0
     pins.pin(blocks, 60, largest_need=15)
 
@@ -126,6 +130,47 @@ def test_the_number_of_pins_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
         pins.pin(blocks, 60, 0)
 
 
+def test_a_pin_of_the_same_id_renews_and_holds_the_new_blocks_instead() -> None:
+    pool, pins, clock = pool_and_pins(share=0.25)
+    first, second = cache(pool, [1] * 16), cache(pool, [1] * 8 + [2] * 12)
+    assert pins.pin(first, 10, 0, "mine").expires_at == 110
+    clock.now = 105
+    # Two of its five blocks are held already, and two others are let go: 4 + 3 - 2 are the 5 that may be pinned.
+    lease = pins.pin(second, 10, 0, "mine", CacheIdentity("n", "a"))
+    assert pins.leases() == [lease]
+    assert (lease.blocks.tolist(), lease.expires_at, lease.identity.namespace) == (second, 115, "n")
+    assert (len(pins), pins.num_blocks, pool.num_active) == (1, 5, 5)
+    assert [pool.ref_count(block) for block in first] == [1, 1, 0, 0]
+
+
+def test_a_renewal_that_fails_leaves_the_pin_as_it_was() -> None:
+    pool, pins, clock = pool_and_pins(share=0.25)
+    first, second = cache(pool, [1] * 8), cache(pool, [2] * 24)
+    before = pins.pin(first, 10, 0, "mine")
+    clock.now += 5
+    with pytest.raises(LimitExceeded, match="with this prefix 6 blocks would be pinned, at most 5 of 20") as caught:
+        pins.pin(second, 10, 0, "mine")
+    assert caught.value.metadata == {
+        "needed_blocks": "6", "available_blocks": "5", "pinned_blocks": "2", "limit": "5", "flag": "--max-pinned-share"
+    }  # fmt: skip  # one fact a line would fill a screen
+    with pytest.raises(LimitExceeded, match="a live request may need 17"):
+        pins.pin(second[:4], 10, 17, "mine")
+    assert pins.leases() == [before]
+    assert (pins.num_blocks, pool.num_active) == (2, 2)
+
+
+def test_repeating_a_pin_changes_its_lease_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where there are as many pins as there can be, and where the share is used up."""
+    monkeypatch.setattr(pins_module, "MAX_PINS", 1)
+    pool, pins, clock = pool_and_pins(share=0.25)
+    blocks = cache(pool, [1] * 20)
+    for now in (100.0, 103.0):
+        clock.now = now
+        assert pins.pin(blocks, 10, 15, "mine").expires_at == now + 10
+    assert (len(pins), pins.num_blocks) == (1, 5)
+    assert pins.holders[blocks].tolist() == [1] * 5
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_random_pins_keep_every_count_right(seed: int) -> None:
     rng = random.Random(seed)
@@ -136,7 +181,8 @@ def test_random_pins_keep_every_count_right(seed: int) -> None:
         if move < 0.5:
             blocks = cache(pool, [rng.randrange(2) for _ in range(rng.randrange(4, 20))])
             try:
-                held.append(pins.pin(blocks, rng.randrange(1, 50), rng.randrange(30)))
+                renewed = rng.choice(held) if held and rng.random() < 0.5 else ""
+                held.append(pins.pin(blocks, rng.randrange(1, 50), rng.randrange(30), renewed).pin_id)
             except LimitExceeded:
                 assert pins.num_blocks <= 15
         elif move < 0.7 and held:

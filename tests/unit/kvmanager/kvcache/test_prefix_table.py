@@ -197,3 +197,25 @@ def test_blocks_after_others_enter_only_in_the_simple_case() -> None:
     assert table.match_tokens(ROOT, rows([7, 7])) == [4]
     assert len(table) == 4
     check_table(table)
+
+
+def test_names_follow_the_chain_and_go_with_its_blocks() -> None:
+    """Later blocks have those of the block before, and a copy that takes an entry over has them too."""
+    table, names = Table(), ("n", "a")
+    root = root_digest("model", *names)
+    digests = chain_digests(root, token_bytes([1, 2, 3, 4, 5, 6]), SIZE)
+    assert table.names([4, 2]) is None
+    table.add_chain(ids([4]), digests[:1], root, rows([1, 2]), first=True, media=False, names=names)
+    assert table.add_after([2], digests[1:2], [4], digests[:1], rows([3, 4])) == []
+    table.publish([5], [9, 9])
+    table.add_chain(ids([6]), digests[2:], digests[1], rows([5, 6]), first=False, media=False, names=("n", "a"))
+    assert table.names([4, 2, 6, 5]) == [names, names, names, None]
+    assert table._names[6] is names
+    table.holders[4] = 0
+    table.add_chain(ids([7]), digests[:1], root, rows([1, 2]), first=True, media=False, names=names)
+    assert table.names([4, 7]) == [None, names]
+    assert table.columns().names == {7: names, 2: names, 6: names}
+    table.remove(ids([2]))
+    assert table.names([7, 2, 6]) == [names, None, None]
+    table.clear()
+    assert table.names([7]) is None

@@ -30,7 +30,7 @@ def test_explaining_agrees_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> N
         served = Served(engine.model, None)
         prompt = [*range(10), 49, 48, 47]
         answer = await explain(engine, served, {"token_ids": prompt})
-        expected = engine.queries.explain_prefix(prompt, CacheIdentity(), 0, 100)
+        expected = engine.queries.explain_prefix(prompt, CacheIdentity(), 100)
         assert (answer["prompt_tokens"], answer["cached_tokens"]) == (13, expected.cached_tokens)
         assert answer["num_blocks"] == 4
         assert [(block["outcome"], block["reason"], block["block_id"]) for block in answer["blocks"]] == [
@@ -52,7 +52,7 @@ def test_text_is_read_and_shown_in_blocks() -> None:
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ([], "body: must be a JSON object with fields among adapter_id, namespace, text, token_ids"),
+        ([], "body: must be a JSON object with fields among adapter, namespace, text, token_ids"),
         ({"tokens": [1]}, "body: must be a JSON object"),
         ({}, "body: exactly one of text and token_ids"),
         ({"text": "a", "token_ids": [1]}, "body: exactly one of text and token_ids"),
@@ -67,7 +67,7 @@ def test_text_is_read_and_shown_in_blocks() -> None:
         ({"token_ids": [1] * 201}, "token_ids: has 201 tokens, must have from 1 to 200"),
         ({"token_ids": [1, 50]}, "token_ids[1]: must be from 0 to 49 (the vocabulary), got 50"),
         ({"token_ids": [1], "namespace": 3}, "namespace: must be text of at most 256 bytes"),
-        ({"token_ids": [1], "adapter_id": "x" * 257}, "adapter_id: must be text of at most 256 bytes"),
+        ({"token_ids": [1], "adapter": "x" * 257}, "adapter: must be text of at most 256 bytes"),
     ],
 )
 def test_bad_fields_are_refused_by_name(asked: object, words: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagekv.kvmanager.page.rates import KEPT_S, PoolRates
-from pagekv.v1 import cache_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2 as pb
 
 STATS = pb.GetStatsResponse(
     prompt_tokens_total=100,

@@ -51,7 +51,8 @@ def served(monkeypatch: pytest.MonkeyPatch, body: Body, *, show_text: bool = Fal
 
     async def run(engine: EngineLoop, bench: Bench) -> None:
         state = ServedModel(engine)
-        state.open("f00d", None)
+        assert engine.model is not None
+        state.open(engine.model.model_fingerprint, None)
         hub = PageHub(engine)
         server = HttpServer("127.0.0.1:0", Page(engine, state, hub, show_text=show_text).routes())
         port = await server.start()

@@ -9,7 +9,8 @@ from support.engine.engine_harness import Bench, command, read, until
 from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.page.routes import block_detail, sequence_detail
-from pagekv.v1 import cache_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2 as pb
+from pagekv.v1 import types_pb2
 
 PROMPT = list(range(20))
 
@@ -17,7 +18,7 @@ PROMPT = list(range(20))
 def test_a_block_has_its_hash_chain_and_age_but_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("first", PROMPT)))
-        blocks = engine.queries.list_blocks(0, 40, pb.BLOCK_STATE_CACHED).blocks
+        blocks = engine.queries.list_blocks(40, "", pb.BLOCK_STATE_CACHED).blocks
         by_hash = {block.block_hash: block for block in blocks}
         for block in blocks:
             shown = block_detail(engine.queries.block_detail(block.block_id), None, with_tokens=False)
@@ -30,7 +31,7 @@ def test_a_block_has_its_hash_chain_and_age_but_no_text(monkeypatch: pytest.Monk
                 parent = by_hash.get(parent.parent_hash)
             assert (shown["chain"], shown["chain_complete"]) == (chain, True)
             assert not {"token_ids", "text"} & set(shown)
-        (free, *_) = engine.queries.list_blocks(0, 40, pb.BLOCK_STATE_FREE).blocks
+        (free, *_) = engine.queries.list_blocks(40, "", pb.BLOCK_STATE_FREE).blocks
         shown = block_detail(engine.queries.block_detail(free.block_id), None, with_tokens=True)
         assert (shown["cached_s"], "token_ids" in shown) == (None, False)
         with pytest.raises(InvalidRequest, match=r"must be from 0 to 39 \(the pool\), got 40"):
@@ -58,6 +59,8 @@ def test_a_held_block_names_its_requests_and_where_allowed_its_tokens(monkeypatc
 
 
 def test_block_tables() -> None:
-    table = pb.SequenceBlocks(state="running", num_tokens=9, computed_tokens=8, block_ids=[7, 3, 1])
+    table = pb.SequenceBlocks(
+        state=types_pb2.SEQUENCE_STATE_RUNNING, num_tokens=9, computed_tokens=8, block_ids=[7, 3, 1]
+    )
     shown = {"index": 0, "state": "running", "tokens": 9, "computed": 8, "block_ids": [7, 3, 1]}
     assert sequence_detail(table) == shown

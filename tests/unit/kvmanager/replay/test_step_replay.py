@@ -177,8 +177,8 @@ def test_a_broken_invariant_happens_again(tmp_path: Path) -> None:
     plan = driver.plan()
     assert plan is not None
     result = driver.executor.run(plan)
-    with pytest.raises(InvariantError, match="sampled other sequences"):
-        driver.scheduler.commit(plan, replace(result, sampled_seq_ids=[77]))
+    with pytest.raises(InvariantError, match="0 tokens of 1 sequences, not 1"):
+        driver.scheduler.commit(plan, replace(result, sampled_tokens=[]))
     driver.lose_executor()
     driver.drain()
     path = tmp_path / "steps"
@@ -186,5 +186,5 @@ def test_a_broken_invariant_happens_again(tmp_path: Path) -> None:
     assert replay_steps(path) == StepsReport(steps=len(driver.plans), requests=1, epochs=2)
     found = [record for record in records(path) if not (isinstance(record, list) and record[0] == "error")]
     write(path, found)
-    with pytest.raises(StepsError, match=r"after step 1: broken invariant, which it was not before: .*sampled other"):
+    with pytest.raises(StepsError, match=r"after step 1: broken invariant, which it was not before: .*0 tokens of 1"):
         replay_steps(path)

@@ -74,6 +74,6 @@ def test_a_broken_invariant_is_told() -> None:
     driver.submit([1, 2, 3], max_tokens=2)
     plan = driver.plan()
     assert plan is not None
-    with pytest.raises(InvariantError, match="sampled other sequences"):
-        driver.scheduler.commit(plan, replace(driver.executor.run(plan), sampled_seq_ids=[77]))
+    with pytest.raises(InvariantError, match="0 tokens of 1 sequences, not 1"):
+        driver.scheduler.commit(plan, replace(driver.executor.run(plan), sampled_tokens=[]))
     assert [name for name, _, _ in listing.calls[-2:]] == ["committing", "failed"]

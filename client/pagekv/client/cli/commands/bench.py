@@ -54,7 +54,7 @@ def span(low: int, high: int) -> Callable[[str], tuple[int, int]]:
 def add(commands: Subparsers) -> None:
     """Adds the subcommand."""
     parser = add_command(commands, "bench", "measure a running stack under load", run, examples=EXAMPLES)
-    add_target(parser)
+    add_target(parser, timeout=None)
     load = parser.add_mutually_exclusive_group()
     load.add_argument(
         "--concurrency", type=integer(1, 4096), default=8, metavar="N", help="requests at once, closed loop [8]"
@@ -103,11 +103,13 @@ async def _run(args: argparse.Namespace, workload: Workload, terminal: Terminal)
     async with AsyncPageKVClient(args.target) as client:
         info = await client.model_info()
         needed = workload.shared_prefix + workload.prompt_tokens[1] + workload.output_tokens[1]
-        if needed > info.longest_sequence:
-            raise UsageError(f"the longest request needs {needed} tokens, and the server holds {info.longest_sequence}")
+        if needed > info.max_sequence_tokens:
+            raise UsageError(
+                f"the longest request needs {needed} tokens, and the server holds {info.max_sequence_tokens}"
+            )
         text_ids: list[int] = []
         if args.text is not None:
-            text_ids = await client.tokenize(_read(args.text))
+            text_ids = list(await client.tokenize(_read(args.text)))
         try:
             jobs = make_jobs(workload, info.vocab_size, info.eos_token_ids, text_ids)
         except ValueError as error:

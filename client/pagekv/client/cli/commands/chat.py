@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_target, connect
+from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_identity, add_target, connect
 from pagekv.client.cli.sampling_flags import add_sampling, options_of, stream_to, summary
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.client import PageKVClient
 from pagekv.client.errors import InvalidRequest
-from pagekv.client.types import ChatMessage
+from pagekv.client.generation_types import ChatMessage
 
 EXAMPLES = """\
   pagekv chat
@@ -23,7 +23,8 @@ HELP = "/reset begins a new conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops
 def add(commands: Subparsers) -> None:
     """Adds the subcommand."""
     parser = add_command(commands, "chat", "talk with the model; the history is kept", run, examples=EXAMPLES)
-    add_target(parser)
+    add_target(parser, timeout="seconds to wait for the whole answer [no limit]")
+    add_identity(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
     add_sampling(parser, max_tokens=256)
 

@@ -12,8 +12,8 @@ from pagekv.client.cli.parser import Subparsers, add_command
 from pagekv.client.cli.sampling_flags import stream_to
 from pagekv.client.cli.terminal import Terminal, milliseconds, pagekv_command
 from pagekv.client.client import PageKVClient
+from pagekv.client.generation_types import Completion, GenerateOptions
 from pagekv.client.launcher.stack import Stack
-from pagekv.client.types import Completion, GenerateOptions
 
 EXAMPLES = """\
   pagekv demo
@@ -95,7 +95,7 @@ def _show(client: PageKVClient, args: argparse.Namespace, terminal: Terminal, re
         terminal.print()
         terminal.print(
             f"{stats.generated_tokens_total} tokens generated in {stats.steps_total} steps; "
-            f"{stats.active_blocks} of {stats.num_blocks} blocks in use, "
+            f"{stats.active_blocks} of {stats.num_device_blocks} blocks in use, "
             f"{stats.cached_free_blocks} free ones hold cached prefixes."
         )
         name = pagekv_command()

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import get_args
 
+from pagekv.client.calls import LARGEST_PAGE
 from pagekv.client.cli.commands import top
 from pagekv.client.cli.parser import (
     Shown,
     Subparsers,
+    UsageError,
     add_command,
+    add_identity,
     add_prompt,
     add_query,
     add_target,
     connect,
+    read_identity,
     read_prompt,
     token_ids,
 )
 from pagekv.client.cli.terminal import Terminal, table
 from pagekv.client.client import PageKVClient
-from pagekv.client.types import BlockState, CacheControls, Stats
+from pagekv.client.generation_types import ChatMessage
+from pagekv.client.types import BlockState, Stats
 from pagekv.common.flags import integer, number
 
 # The share of held blocks from which on the pool is called too small.
@@ -32,6 +39,11 @@ STATS_EXAMPLES = """\
   pagekv stats --json --watch 5
 """
 LOOKUP_EXAMPLES = '  pagekv lookup "In the beginning God created the heaven"\n'
+TOKENIZE_EXAMPLES = """\
+  pagekv tokenize "In the beginning"
+  pagekv tokenize - < story.txt
+  pagekv tokenize --chat messages.json
+"""
 BLOCKS_EXAMPLES = "  pagekv blocks --state cached --limit 20\n"
 
 
@@ -43,17 +55,23 @@ def add(commands: Subparsers) -> None:
     add_target(parser)
     seconds = number(0.1, 3600)
     parser.add_argument(
-        "--watch", nargs="?", const=1.0, type=seconds, metavar="S", help="every S seconds: pagekv top, or JSON [1]"
+        "--watch",
+        nargs="?",
+        const=1.0,
+        type=seconds,
+        metavar="S",
+        help="every S seconds until Ctrl-C: pagekv top, or JSON [1]",
     )
     add_query(commands, "health", "say whether the stack serves; exit status 1 if not", health)
     add_query(commands, "model", "show the model served and its limits", model)
     parser = add_query(commands, "lookup", "say how much of a prompt is cached now", lookup, examples=LOOKUP_EXAMPLES)
     add_prompt(parser)
-    parser.add_argument("--namespace", default="", metavar="NAME", help="look in this namespace")
+    add_identity(parser)
     parser = add_query(commands, "blocks", "list blocks of the pool", blocks, examples=BLOCKS_EXAMPLES)
     parser.add_argument("--state", choices=get_args(BlockState), help="only blocks in this state")
-    parser.add_argument("--start", type=integer(0, 2**32 - 1), default=0, metavar="ID", help="first block id [0]")
-    parser.add_argument("--limit", type=integer(1, 10_000), default=100, metavar="N", help="blocks at most [100]")
+    parser.add_argument("--limit", type=integer(1, 2**32 - 1), default=100, metavar="N", help="blocks at most [100]")
+    parser = add_query(commands, "requests", "list the live requests, those that run first", requests)
+    parser.add_argument("--limit", type=integer(1, 10_000), default=100, metavar="N", help="requests at most [100]")
     parser = add_query(commands, "block-table", "show the block tables of a live request", block_table)
     parser.add_argument("request_id", metavar="REQUEST_ID")
     parser = add_query(commands, "reset-cache", "remove every cached prefix", reset_cache)
@@ -62,8 +80,13 @@ def add(commands: Subparsers) -> None:
     )
     parser = add_query(commands, "abort", "end running requests", abort)
     parser.add_argument("request_ids", nargs="+", metavar="REQUEST_ID")
-    parser = add_query(commands, "tokenize", "show the token ids of a text", tokenize)
-    parser.add_argument("text", metavar="TEXT")
+    parser = add_query(
+        commands, "tokenize", "show the token ids of a text or a conversation", tokenize, examples=TOKENIZE_EXAMPLES
+    )
+    add_prompt(parser)
+    parser.add_argument(
+        "--chat", type=Path, metavar="FILE", help='a JSON list of {"role": ..., "content": ...} instead'
+    )
     parser = add_query(commands, "detokenize", "show the text of token ids", detokenize)
     parser.add_argument("token_ids", type=token_ids, metavar="IDS", help="such as 5,17,4")
 
@@ -92,7 +115,7 @@ def stats_text(now: Stats, terminal: Terminal) -> str:
     pressure = "; above 80% new work preempts rather than evicts" if now.kv_usage > HIGH_USAGE else ""
     groups = {
         "KV pool": [
-            ("blocks", f"{now.num_blocks} of {now.block_size} tokens"),
+            ("blocks", f"{now.num_device_blocks} of {now.block_size} tokens"),
             ("in use", f"{now.active_blocks} ({now.kv_usage:.1%}), slots filled {now.utilization:.1%}{pressure}"),
             ("pinned", f"{now.pinned_blocks} by {now.pins} pins"),
             ("free", f"{now.free_blocks}, of these {now.cached_free_blocks} still cached"),
@@ -114,7 +137,7 @@ def stats_text(now: Stats, terminal: Terminal) -> str:
         "load": [
             ("sequences", f"{now.running_sequences} running, {now.waiting_sequences} waiting"),
             ("requests", f"{now.requests_total}, {now.aborted_requests_total} aborted, "
-                         f"{now.rejected_requests_total} refused"),
+                         f"{now.rejected_requests_total} refused, {now.failed_requests_total} failed"),
             ("generated", f"{now.generated_tokens_total} tokens"),
             ("computed", f"{now.computed_tokens_total} tokens in {now.steps_total} steps"),
             ("preemptions", f"{now.preemptions_total}, {now.swap_preemptions_total} of them by swap"),
@@ -129,7 +152,7 @@ def health(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -
     """Check of grpc.health.v1."""
     status = client.health()
     serves = {"target": args.target, "status": status}
-    return Shown(serves, f"{args.target} {status}", status=0 if status == "SERVING" else 1)
+    return Shown(serves, f"{args.target} {status}", status=0 if status == "serving" else 1)
 
 
 def model(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
@@ -138,7 +161,8 @@ def model(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) ->
     rows = [
         ("model", info.model_id or "none"),
         ("fingerprint", info.model_fingerprint[:16]),
-        ("backend", info.backend),
+        ("backend", f"{info.backend}, keys and values as {info.kv_dtype}, sampler {info.sampler}"),
+        ("features", ", ".join(info.features) or "none"),
         ("context", f"{info.max_model_len} tokens"),
         ("vocabulary", f"{info.vocab_size} tokens, end of text {', '.join(map(str, info.eos_token_ids)) or 'none'}"),
         ("input", "token ids" + ", text" * info.has_tokenizer + ", chat" * info.has_chat_template),
@@ -150,7 +174,7 @@ def model(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) ->
 
 def lookup(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
     """LookupPrefix."""
-    found = client.lookup_prefix(read_prompt(args), cache=CacheControls(namespace=args.namespace))
+    found = client.lookup_prefix(read_prompt(args), **read_identity(args))
     cached = found.device_tokens + found.host_tokens
     lines = [
         f"{cached} of {found.prompt_tokens} tokens cached ({cached / max(found.prompt_tokens, 1):.0%}): "
@@ -165,13 +189,30 @@ def lookup(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -
 
 def blocks(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
     """ListBlocks."""
-    found = client.list_blocks(args.start, args.limit, args.state)
+    found = page = client.list_blocks(args.state, page_size=min(args.limit, LARGEST_PAGE))
+    while page.next_page_token and len(found.blocks) < args.limit:
+        size = min(args.limit - len(found.blocks), LARGEST_PAGE)
+        page = client.list_blocks(args.state, page_size=size, page_token=page.next_page_token)
+        found = replace(page, blocks=found.blocks + page.blocks)
     rows = [
         (b.block_id, b.state, b.ref_count, b.pins, b.block_hash[:16] or "-", b.parent_hash[:16] or "-")
         for b in found.blocks
     ]
     text = table(rows, ("block", "state", "refs", "pins", "hash", "parent")) if rows else "no such blocks"
-    return Shown(found, text, note="" if found.next_start is None else f"more with --start {found.next_start}")
+    return Shown(found, text, note="there are more: raise --limit" if found.next_page_token else "")
+
+
+def requests(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
+    """ListRequests."""
+    found = client.list_requests(page_size=args.limit)
+    rows = [
+        (r.request_id, r.state, r.priority, r.prompt_tokens, r.cached_tokens, r.generated_tokens, r.num_blocks,
+         r.preemptions, r.namespace or "-")
+        for r in found.requests
+    ]  # fmt: skip  # laid out as a table
+    heads = ("request", "state", "priority", "prompt", "cached", "generated", "blocks", "preempted", "namespace")
+    text = table(rows, heads) if rows else "no live requests"
+    return Shown(found, text, note=f"{found.total} in all: raise --limit" if found.next_page_token else "")
 
 
 def block_table(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
@@ -193,16 +234,25 @@ def reset_cache(client: PageKVClient, args: argparse.Namespace, terminal: Termin
 
 
 def abort(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
-    """Abort; exit status 1 when none of the requests was live."""
+    """Abort; that none of the requests was live is no failure."""
     aborted = client.abort(*args.request_ids)
-    text = f"aborted: {' '.join(aborted) or 'none was running'}"
-    return Shown({"aborted": aborted}, text, status=0 if aborted else 1)
+    return Shown({"aborted": aborted}, f"aborted: {' '.join(aborted) or 'none was running'}")
 
 
 def tokenize(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
     """Tokenize."""
-    ids = client.tokenize(args.text)
+    ids = client.tokenize(read_prompt(args) if args.chat is None else _conversation(args))
     return Shown({"token_ids": ids}, ",".join(map(str, ids)))
+
+
+def _conversation(args: argparse.Namespace) -> list[ChatMessage]:
+    """The messages of --chat. Raises UsageError."""
+    if args.prompt is not None or args.token_ids is not None:
+        raise UsageError("one of PROMPT, --token-ids and --chat is required")
+    try:
+        return [ChatMessage(each["role"], each["content"]) for each in json.loads(args.chat.read_text("utf-8"))]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UsageError(f"--chat {args.chat}: must be a JSON list of role and content: {error!r}") from error
 
 
 def detokenize(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:

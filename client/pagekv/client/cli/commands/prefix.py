@@ -1,11 +1,12 @@
-"""`pagekv explain`, `pin`, `unpin` and `watch`: the prefix cache in detail."""
+"""`pagekv explain`, `pin`, `pins`, `unpin` and `watch`: the prefix cache in detail."""
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from datetime import datetime
 from itertools import groupby
 
 from pagekv.client.cli.parser import (
@@ -26,24 +27,21 @@ from pagekv.client.types import (
     BlockExplanation,
     BlockRemoved,
     BlockStored,
-    CacheControls,
+    Event,
     EventBatch,
-    PrefixExplanation,
-    Prompt,
     TableCleared,
     Tier,
+    UnknownEvent,
 )
-from pagekv.common.flags import integer
+from pagekv.common.flags import integer, number
 
-# Blocks that the server explains in one call, at most.
-PAGE = 10_000
 # Block ids shown of a run that is not consecutive, and digits of a hash.
 SHOWN_IDS = 8
 SHOWN_HASH = 16
 
 WATCH_EXAMPLES = """\
   pagekv watch
-  pagekv watch --tokens
+  pagekv watch --tokens --progress 60
   pagekv watch --limit 1 --json        the prefix tables now, and no more
 """
 
@@ -65,12 +63,17 @@ def add(commands: Subparsers) -> None:
     parser.add_argument(
         "--lease", type=integer(1, 86_400), default=600, metavar="S", help="for so many seconds, up to a day [600]"
     )
+    parser.add_argument("--pin-id", default="", metavar="ID", help="renew this pin, or make one of this name")
+    add_query(commands, "pins", "list the pins whose lease runs", pins)
     parser = add_query(commands, "unpin", "end a pin before its lease is over", unpin)
     parser.add_argument("pin_id", metavar="PIN_ID")
     parser = add_command(
         commands, "watch", "show what enters and leaves the prefix tables, until Ctrl-C", watch, examples=WATCH_EXAMPLES
     )
-    add_target(parser)
+    add_target(parser, timeout=None)
+    parser.add_argument(
+        "--progress", type=number(1, 3600), metavar="S", help="after S seconds without changes say that there were none"
+    )
     parser.add_argument("--tokens", action="store_true", help="with the token ids of each block")
     parser.add_argument(
         "--limit", type=integer(1, 2**31), metavar="N", help="end after N batches; the snapshot is the first"
@@ -79,20 +82,12 @@ def add(commands: Subparsers) -> None:
 
 def explain(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
     """ExplainPrefix of the whole prompt; blocks with the same story share a row."""
-    found = _explain_all(client, read_prompt(args), read_identity(args))
+    found = client.explain_prefix(read_prompt(args), **read_identity(args))
     share = found.cached_tokens / max(found.prompt_tokens, 1)
     runs = (list(run) for _, run in groupby(enumerate(found.blocks), key=lambda item: _story(item[1])))
     rows = [_row([index for index, _ in run], [block for _, block in run]) for run in runs]
     head = f"{found.cached_tokens} of {found.prompt_tokens} tokens cached in full blocks ({share:.0%})"
     return Shown(found, f"{head}\n{table(rows, ('blocks', 'tokens', 'outcome', 'why'), width=terminal.out_columns)}")
-
-
-def _explain_all(client: PageKVClient, prompt: Prompt, cache: CacheControls) -> PrefixExplanation:
-    whole = page = client.explain_prefix(prompt, cache=cache, limit=PAGE)
-    while page.next_start is not None:
-        page = client.explain_prefix(prompt, cache=cache, start=page.next_start, limit=PAGE)
-        whole = replace(page, blocks=whole.blocks + page.blocks)
-    return whole
 
 
 def _story(block: BlockExplanation) -> tuple[str, str]:
@@ -120,10 +115,26 @@ def _ids(ids: list[int]) -> str:
 
 def pin(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
     """PinPrefix; exit status 1 when nothing of the prompt was cached."""
-    made = client.pin_prefix(read_prompt(args), args.lease, cache=read_identity(args))
+    made = client.pin_prefix(read_prompt(args), args.lease, pin_id=args.pin_id, **read_identity(args))
     if not made.pin_id:
         return Shown(made, "nothing pinned: no full block of this prompt is cached; generate from it first", status=1)
     return Shown(made, f"{made.pin_id}: {made.pinned_tokens} tokens pinned for {args.lease} s")
+
+
+def pins(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
+    """ListPins."""
+    found = client.list_pins()
+    rows = [
+        (pin.pin_id, pin.pinned_tokens, pin.namespace or "-", pin.adapter or "-", _until(pin.expire_time))
+        for pin in found
+    ]
+    text = table(rows, ("pin", "tokens", "namespace", "adapter", "until")) if rows else "no pins"
+    return Shown({"pins": list(map(asdict, found))}, text)
+
+
+def _until(time: datetime | None) -> str:
+    """A time as the clocks here show it."""
+    return time.astimezone().strftime("%Y-%m-%d %H:%M:%S") if time is not None else "-"
 
 
 def unpin(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
@@ -139,7 +150,9 @@ def watch(args: argparse.Namespace, terminal: Terminal) -> int:
     blocks: Counter[Tier] = Counter()
     with connect(args) as client:
         # Scripts read JSON, and can skip fields that they do not want.
-        watched = client.watch_events(token_ids=args.tokens or args.json, snapshot_only=args.limit == 1)
+        watched = client.watch_events(
+            token_ids=args.tokens or args.json, snapshot_only=args.limit == 1, progress_interval=args.progress
+        )
         for batch in watched:
             if args.json:
                 terminal.json({**asdict(batch), "events": [_event_json(event) for event in batch.events]})
@@ -147,19 +160,25 @@ def watch(args: argparse.Namespace, terminal: Terminal) -> int:
                 blocks.update(event.tier for event in batch.events if isinstance(event, BlockStored))
                 if not batch.more:
                     on_host = f", {blocks['host']} in that of the host pool" if blocks["host"] else ""
-                    terminal.print(f"{blocks['device']} blocks in the device's prefix table{on_host}")
+                    terminal.print(
+                        f"{blocks['device']} blocks in the device's prefix table{on_host}; revision {batch.revision}"
+                    )
+            elif not batch.events:
+                terminal.print(f"nothing changed since revision {batch.revision}")
             if not args.json and (args.tokens or not batch.snapshot):
                 for line in _lines(batch, args.tokens):
                     terminal.print(line)
-            ended += not batch.more
+            ended += not batch.more and (batch.snapshot or bool(batch.events))
             if ended == args.limit:
                 watched.close()
     return 0
 
 
-def _event_json(event: BlockStored | BlockRemoved | TableCleared) -> dict[str, object]:
-    kind = {BlockStored: "stored", BlockRemoved: "removed", TableCleared: "cleared"}[type(event)]
-    return {"event": kind, **asdict(event)}
+_EVENTS = {BlockStored: "stored", BlockRemoved: "removed", TableCleared: "cleared", UnknownEvent: "unknown"}
+
+
+def _event_json(event: Event) -> dict[str, object]:
+    return {"event": _EVENTS[type(event)], **asdict(event)}
 
 
 def _lines(batch: EventBatch, tokens: bool) -> Iterator[str]:
@@ -171,4 +190,4 @@ def _lines(batch: EventBatch, tokens: bool) -> Iterator[str]:
         elif isinstance(event, BlockRemoved):
             yield f"removed  {event.tier:<6}  {event.block_hash[:SHOWN_HASH]}"
         else:
-            yield "cleared"
+            yield _EVENTS[type(event)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from dataclasses import asdict
 
 from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_target, connect
@@ -13,6 +14,7 @@ EXAMPLES = """\
   pagekv top
   pagekv top --target gpu-7:50051 --every 0.5
   pagekv top --once
+  pagekv top --json --every 5             an object every 5 seconds
 """
 
 
@@ -23,7 +25,9 @@ def add(commands: Subparsers) -> None:
     )
     add_target(parser)
     parser.add_argument("--every", type=number(0.1, 3600), default=1.0, metavar="S", help="seconds between frames [1]")
-    parser.add_argument("--once", action="store_true", help="one frame, as where the output is no terminal")
+    parser.add_argument(
+        "--once", action="store_true", help="one frame, as where the output is no terminal and --json is not given"
+    )
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
@@ -35,9 +39,11 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     except ImportError as error:
         raise UsageError("pagekv top needs rich: pip install 'pagekv[top]'") from error
     with connect(args) as client:
-        if args.json:
+        while args.json:
             terminal.json({"stats": asdict(client.stats()), "requests": asdict(client.list_requests(REQUESTS))})
-            return 0
+            if args.once:
+                return 0
+            time.sleep(args.every)
         console = Console(file=terminal.out)
         watcher = TopWatcher(client, args.target)
         try:

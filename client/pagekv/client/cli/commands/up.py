@@ -27,6 +27,8 @@ EXAMPLES = """\
   pagekv up --replicas 3 --policy cache_aware --threads 1 --kv-memory 256MiB
   pagekv up --executor-args="--threads 2" --manager-args="--max-queue 64"
 """
+# Other names of the command: as vLLM and ollama call it.
+ALIASES = ("serve",)
 # Flags that are passed to a process if they are given; the processes read PAGEKV_* variables for the others.
 _TO_EXECUTOR = ("model", "backend", "dtype", "threads", "kv-memory")
 _TO_MANAGER = ("block-size", "num-device-blocks", "max-model-len", "max-queue", "tokenizer")
@@ -37,7 +39,12 @@ HTTP_NEEDS = ("aiohttp", "prometheus_client")
 def add(commands: Subparsers) -> None:
     """Adds the subcommand."""
     parser = add_command(
-        commands, "up", "start an executor and a KV-manager here, and stop both on Ctrl-C", run, examples=EXAMPLES
+        commands,
+        "up",
+        "start an executor and a KV-manager here, and stop both on Ctrl-C",
+        run,
+        examples=EXAMPLES,
+        aliases=ALIASES,
     )
     port = integer(0, 65535)
     parser.flag("host", "address to listen on", default="127.0.0.1", metavar="HOST")

@@ -25,6 +25,9 @@ class Tier(IntEnum):
 Key = tuple[Tier, bytes]
 
 
+OptionalNames = Sequence[tuple[str, str] | None] | None
+
+
 class Removed(NamedTuple):
     """Blocks that left a table; digests are 32 bytes. Not to be changed."""
 
@@ -45,6 +48,8 @@ class Stored(NamedTuple):
     text: bool = True
     # On the device: the first of the blocks, and no other, begins a chain; its parent is the chain's root.
     first: bool = False
+    # Namespace and adapter of each, None where it has neither; None where that is so of every block.
+    names: OptionalNames = None
 
     def cut(self, start: int, end: int) -> Stored:
         """The blocks at positions [start, end)."""
@@ -56,6 +61,7 @@ class Stored(NamedTuple):
             parents=self.parents[start:end],
             tokens=self.tokens[size * start : size * end],
             first=self.first and start == 0,
+            names=self.names[start:end] if self.names is not None else None,
         )
 
     def each(self) -> Iterator[tuple[bytes, bytes, array[int]]]:
@@ -73,7 +79,14 @@ def join(found: Sequence[Stored]) -> Stored:
         digests=[*chain.from_iterable([stored.digests for stored in found])],
         parents=[*chain.from_iterable([stored.parents for stored in found])],
         tokens=b"".join([stored.tokens for stored in found]),
+        names=_join_names(found),
     )
+
+
+def _join_names(found: Sequence[Stored]) -> OptionalNames:
+    if all(stored.names is None for stored in found):
+        return None
+    return [name for stored in found for name in stored.names or [None] * len(stored.digests)]
 
 
 class Diff:

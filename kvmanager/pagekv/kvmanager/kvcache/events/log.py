@@ -1,14 +1,18 @@
 """A log of the prefix tables of both tiers: changes go to watches at every step boundary, and digests that left the
 device's table are remembered.
 
+The tables have a revision, the same for every watch, which rises at each boundary with changes. The latest changes are
+held for readers that were cut off: also without a watch, until they are too many.
+
 The pools call `stored`, `removed` and so on at every change; the engine loop calls `step_boundary` after each step it
-planned or committed, which is when the tables are consistent. Without watches only removals from the device cost
-anything: an entry in a dictionary each.
+planned or committed, which is when the tables are consistent. Before the first watch, and long after the last one,
+only removals from the device cost anything: an entry in a dictionary each.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, repeat
 from typing import NamedTuple
@@ -16,13 +20,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pagekv.common.errors import LimitExceeded
-from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
-from pagekv.kvmanager.kvcache.events.subscription import TableWatch, take_snapshot
+from pagekv.common.errors import InvalidRequest, LimitExceeded, RevisionGone
+from pagekv.kvmanager.kvcache.events.batch import Diff, OptionalNames, Removed, Stored, Tier
+from pagekv.kvmanager.kvcache.events.subscription import Snapshot, TableWatch, take_snapshot
 from pagekv.kvmanager.kvcache.host_pool import HostPool
-from pagekv.kvmanager.kvcache.prefix_table import BlockTokens, PrefixTable
+from pagekv.kvmanager.kvcache.prefix_table import BlockTokens, Names, PrefixTable
 
 MAX_WATCHES = 16
+# Changes that are held for readers that come back: some tens of megabytes, and less than a watch may leave unread.
+MAX_HELD = 65_536
 
 
 class Removal(NamedTuple):
@@ -45,8 +51,13 @@ class TableLog:
         self._table: PrefixTable | None = None
         self._host: HostPool | None = None
         self._watches: list[TableWatch] = []
-        # Whether there are watches, so that insertions matter.
+        # Whether changes are noted: there are watches, or readers of former ones may come back.
         self.watched = False
+        # Revision of the tables at the latest boundary, while changes are noted.
+        self._revision = 0
+        # The changes that led to it, oldest first, and how many they are together.
+        self._held: deque[Diff] = deque()
+        self._held_size = 0
         # Changes since the latest step boundary.
         self._pending = Diff()
         self._step = 0
@@ -75,37 +86,45 @@ class TableLog:
     # -- called by the pool
 
     def stored(
-        self, digests: Sequence[bytes], parents: Sequence[bytes], tokens: BlockTokens, *, text: bool, first: bool
+        self,
+        digests: Sequence[bytes],
+        parents: Sequence[bytes],
+        tokens: BlockTokens,
+        *,
+        text: bool,
+        first: bool,
+        names: OptionalNames = None,
     ) -> None:
         """Blocks entered the device's table, each after the block or chain root with the digest at its position in
-        `parents`; `text`: no block has media; `first`: the first block, and no other, follows a chain root.
+        `parents`; `text`: no block has media; `first`: the first block, and no other, follows a chain root;
+        `names` as in `Stored`.
         """
         if digests:
-            self._pending.store(Stored(Tier.DEVICE, digests, parents, tokens.tobytes(), text, first))
+            self._pending.store(Stored(Tier.DEVICE, digests, parents, tokens.tobytes(), text, first, names))
 
     def removed(self, digests: Sequence[bytes]) -> None:
         """Blocks were evicted from the device."""
         if self._removal is None:
             self._removal = Removal(False, self._step, self._clock())
         self._history.add(digests, self._removal)
-        if self._watches:
+        if self.watched:
             self._pending.remove(Removed(Tier.DEVICE, digests))
 
-    def host_stored(self, digest: bytes, parent: bytes, tokens: NDArray[np.uint32]) -> None:
+    def host_stored(self, digest: bytes, parent: bytes, tokens: NDArray[np.uint32], names: Names | None = None) -> None:
         """A block entered the host's table. Unlike on the device, its parent may be missing."""
-        if self._watches:
-            self._pending.store(Stored(Tier.HOST, [digest], [parent], tokens.tobytes()))
+        if self.watched:
+            self._pending.store(Stored(Tier.HOST, [digest], [parent], tokens.tobytes(), names=[names]))
 
     def host_removed(self, digest: bytes) -> None:
         """A block was evicted from the host pool."""
-        if self._watches:
+        if self.watched:
             self._pending.remove(Removed(Tier.HOST, [digest]))
 
     def cleared(self) -> None:
         """Everything is about to leave the tables of both tiers, or has left the host's already."""
         if self._table is not None:
             self._history.add(self._table.newest_digests(), Removal(True, self._step, self._clock()))
-        if self._watches:
+        if self.watched:
             self._pending.clear()
 
     # -- called by the engine loop
@@ -114,27 +133,52 @@ class TableLog:
         """The tables are consistent; `step` steps are completed. Watches receive what changed."""
         self._step = step
         self._removal = None
-        if self._watches and self._pending.size:
+        if self._pending.size:
             diff, self._pending = self._pending, Diff()
+            self._revision += 1
+            self._hold(diff)
             for watch in list(self._watches):
-                watch.push(diff)
+                watch.push(diff, self._revision)
 
-    def watch(self) -> TableWatch:
-        """A watch that begins with the tables as they are. Raises LimitExceeded when there are too many watches."""
+    def _hold(self, diff: Diff) -> None:
+        self._held.append(diff)
+        self._held_size += diff.size
+        while self._held_size > MAX_HELD:
+            self._held_size -= self._held.popleft().size
+            if not self._watches:
+                # The reader that was here last has been away for long.
+                self.watched, self._held_size = False, 0
+                self._held.clear()
+
+    def watch(self, start_revision: int = 0) -> TableWatch:
+        """A watch that begins with the tables as they are, or with the changes after `start_revision`. Raises
+        LimitExceeded when there are too many watches, RevisionGone when the changes are no longer held, InvalidRequest
+        for a revision that the tables never had.
+        """
         if len(self._watches) >= MAX_WATCHES:
-            raise LimitExceeded(f"{MAX_WATCHES} readers watch the prefix table, which is the most there can be")
+            words = f"{MAX_WATCHES} readers watch the prefix table, which is the most there can be"
+            raise LimitExceeded(words, limit=MAX_WATCHES)
         self.step_boundary(self._step)
-        snapshot = iter(()) if self._table is None else take_snapshot(self._table, self._host)
-        watch = TableWatch(snapshot, self._remove)
+        if start_revision > self._revision:
+            raise InvalidRequest("start_revision", f"must be at most {self._revision}, got {start_revision}")
+        missed = self._revision - start_revision
+        if start_revision and (not self.watched or missed > len(self._held)):
+            raise RevisionGone(f"the changes after revision {start_revision} are no longer held; watch from a snapshot")
+        if not self.watched:
+            # Changes since the latest revision were not noted.
+            self.watched, self._revision = True, self._revision + 1
+        snapshot: Snapshot = iter(())
+        if not start_revision and self._table is not None:
+            snapshot = take_snapshot(self._table, self._host)
+        watch = TableWatch(snapshot, self._remove, start_revision or self._revision)
         self._watches.append(watch)
-        self.watched = True
+        if start_revision:
+            for revision, diff in enumerate(islice(self._held, len(self._held) - missed, None), start_revision + 1):
+                watch.push(diff, revision)
         return watch
 
     def _remove(self, watch: TableWatch) -> None:
         self._watches.remove(watch)
-        self.watched = bool(self._watches)
-        if not self.watched:
-            self._pending = Diff()
 
     def end_watches(self, error: Exception) -> None:
         """Ends every watch with an error for its reader."""

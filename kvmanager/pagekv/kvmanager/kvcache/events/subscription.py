@@ -27,8 +27,18 @@ class TableWatch:
     Unread changes become one net change when they are taken, so a slow reader sees fewer step boundaries, each whole.
     """
 
-    def __init__(self, snapshot: Snapshot, on_end: Callable[[TableWatch], None], max_unread: int = MAX_UNREAD) -> None:
-        """`on_end` is called once, when the watch leaves the open state."""
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        on_end: Callable[[TableWatch], None],
+        revision: int = 0,
+        max_unread: int = MAX_UNREAD,
+    ) -> None:
+        """`on_end` is called once, when the watch leaves the open state. `revision` is that of the snapshot, or that
+        from which the changes lead on.
+        """
+        # Of the tables, as the reader has them once it has applied what was taken.
+        self.revision = self._pushed = revision
         self._snapshot = snapshot
         self._unread = Diff()
         self._max_unread = max_unread
@@ -36,9 +46,10 @@ class TableWatch:
         self._error: Exception | None = None
         self._on_end: Callable[[TableWatch], None] | None = on_end
 
-    def push(self, diff: Diff) -> None:
-        """Adds the changes up to a step boundary; called by the engine loop."""
+    def push(self, diff: Diff, revision: int) -> None:
+        """Adds the changes up to a step boundary, which made this revision; called by the engine loop."""
         self._unread.extend(diff)
+        self._pushed = revision
         if self._unread.size > self._max_unread:
             self.fail(FellBehind(f"more than {self._max_unread} changes were not read in time; start again"))
         else:
@@ -64,6 +75,7 @@ class TableWatch:
     def take_unread(self) -> Diff:
         """The changes so far, possibly none."""
         taken, self._unread = self._unread, Diff()
+        self.revision = self._pushed
         taken.settle()
         return taken
 
@@ -107,9 +119,13 @@ def _parents_first(columns: TableColumns) -> Snapshot:
             assert digest is not None
             assert parent is not None
             tokens, first = columns.tokens[link].tobytes(), parents[link] < 0
-            yield Stored(Tier.DEVICE, [digest], [parent], tokens, link not in media, first)
+            names = [columns.names[link]] if link in columns.names else None
+            yield Stored(Tier.DEVICE, [digest], [parent], tokens, link not in media, first, names)
 
 
 def _host_blocks(host: HostPool) -> Snapshot:
-    entries, tokens = host.columns()
-    return (Stored(Tier.HOST, [digest], [parent], tokens[block].tobytes()) for block, digest, parent in entries)
+    entries, tokens, names = host.columns()
+    return (
+        Stored(Tier.HOST, [digest], [parent], tokens[block].tobytes(), names=[names.get(block)])
+        for block, digest, parent in entries
+    )

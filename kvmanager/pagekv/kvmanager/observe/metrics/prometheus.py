@@ -22,7 +22,7 @@ from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 
 if TYPE_CHECKING:
-    from pagekv.v1.cache_service_pb2 import GetStatsResponse
+    from pagekv.v1.operator_service_pb2 import GetStatsResponse
 
 # One value, or a label and the values for each of its values.
 Values = float | tuple[str, Mapping[str, float]]
@@ -101,7 +101,7 @@ class EngineCollector(Collector):
             ("vllm:num_requests_waiting", "Sequences that wait for blocks", stats.waiting_sequences),
             ("vllm:request_success_total", "Sequences that ended, by why",
              ("finished_reason", self._requests.finished)),
-            ("pagekv_pool_blocks", "Blocks", tiers(stats.num_blocks, stats.num_host_blocks)),
+            ("pagekv_pool_blocks", "Blocks", tiers(stats.num_device_blocks, stats.num_host_blocks)),
             ("pagekv_free_blocks", "Blocks held by nobody, cached ones included",
              tiers(stats.free_blocks, stats.num_host_blocks - held)),
             ("pagekv_active_blocks", "Blocks held by sequences or pins", tiers(stats.active_blocks, held)),
@@ -133,6 +133,8 @@ class EngineCollector(Collector):
             ("pagekv_requests_aborted_total", "Requests aborted", stats.aborted_requests_total),
             ("pagekv_requests_rejected_total", "Requests refused: too much waits, to be computed or to be read",
              stats.rejected_requests_total),
+            ("pagekv_requests_failed_total", "Requests that the executor could not go on with",
+             stats.failed_requests_total),
         ]  # fmt: skip  # laid out as a table
 
 

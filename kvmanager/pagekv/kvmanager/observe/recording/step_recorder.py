@@ -6,7 +6,7 @@ records up to and with this one. The first record is a map that names format and
     attach   a new epoch with empty pools: sizes, limits, end-of-sequence tokens
     add      a request: arrival, chain root, prompt, and what of its parameters concerns the scheduler
     plan     what `schedule` returned: the columns of a step (see `plan_columns`), or null
-    commit   a step's result: tokens by seq_id, candidates of beams
+    commit   a step's result: tokens by seq_id, candidates of beams; failures by seq_id, if any
     finish   a sequence was ended: by abort, stop string or error
     share, free   a pin begins or ends
     preempt, clear   preempt everything; empty the prefix cache
@@ -39,7 +39,7 @@ from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
 from pagekv.kvmanager.scheduling.step_plan import CopyKind, StepPlan, StepResult
 
-FORMAT, VERSION = "pagekv steps", 1
+FORMAT, VERSION = "pagekv steps", 2
 # Fields of SamplingParams that the scheduler looks at.
 SAMPLING = (
     *("max_tokens", "min_tokens", "stop_token_ids", "ignore_eos"),
@@ -141,7 +141,8 @@ class StepRecorder(Observer):
         seq_ids = result.sampled_seq_ids
         packed = None if seq_ids == plan.sampling.tolist() else token_bytes(seq_ids)
         candidates = [[seq_id, result.logprobs[seq_id].top] for seq_id in plan.beams if seq_id in result.logprobs]
-        self._add("commit", result.step, packed, token_bytes(result.sampled_tokens), candidates)
+        failed = [list(result.failed.items())] if result.failed else []
+        self._add("commit", result.step, packed, token_bytes(result.sampled_tokens), candidates, *failed)
 
     def finishing(self, sequence: Seq) -> None:
         self._add("finish", *_name(sequence))

@@ -83,7 +83,7 @@ export class Requests {
     button.setAttribute("aria-pressed", id === this.chosen);
     const preempted = row.preemptions ? `, preempted ${row.preemptions}×` : "";
     const parts = [plural(row.num_blocks, "block"), `${compact(row.generated_tokens)} out`];
-    what.textContent = row.state === "running" ? parts.join(" · ") : `waiting${preempted}`;
+    what.textContent = row.state === "running" ? parts.join(" · ") : `${row.state}${preempted}`;
     const several = row.num_sequences > 1 ? ` of ${row.num_sequences} sequences` : "";
     button.title =
       `${row.state}: ${plural(row.prompt_tokens, "prompt token")}, ${row.cached_tokens} of them cached, ` +

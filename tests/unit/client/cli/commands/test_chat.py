@@ -20,7 +20,7 @@ def test_chat_keeps_the_history(
     sent: list[list[tuple[str, str]]] = []
 
     def check(request: pb.GenerateRequest) -> None:
-        sent.append([(message.role, message.content) for message in request.chat.messages])
+        sent.append([(message.role, message.content) for message in request.prompt.chat.messages])
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\n/reset\nthree\n/exit\nnever\n"))
     server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="m", has_chat_template=True))
@@ -48,7 +48,7 @@ def test_chat_json_and_a_failing_turn(
     assert main(["chat", "--json"]) == 1
     out, err = capsys.readouterr()
     assert json.loads(out)["text"] == "t4 "
-    assert err == "pagekv: chat: too long\n"
+    assert json.loads(err)["error"]["message"] == "chat: too long"
 
 
 def test_chat_needs_a_template(server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,8 @@ from pagekv.client import PageKVClient
 from pagekv.client.cli.commands import demo
 from pagekv.client.cli.main import make_parser
 from pagekv.client.cli.terminal import Terminal
-from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_the_second_run_has_to_hit_the_cache_and_say_the_same(
     server.expect("Generate", chunk(4), complete(4))
     server.expect("Generate", chunk(7, prompt=40), complete(7, prompt=40))
     server.expect("Generate", chunk(again, prompt=40, cached=cached), complete(again, prompt=40, cached=cached))
-    server.expect("GetStats", cache_pb.GetStatsResponse(generated_tokens_total=3, steps_total=2))
+    server.expect("GetStats", operator_pb.GetStatsResponse(generated_tokens_total=3, steps_total=2))
     with PageKVClient(server.target) as client:
         assert demo._show(client, args, Terminal(), 0.5) == status
     out, err = capsys.readouterr()

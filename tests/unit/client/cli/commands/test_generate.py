@@ -19,7 +19,7 @@ def test_generate_streams_text_and_sums_up_on_standard_error(
 ) -> None:
     def check(request: pb.GenerateRequest) -> None:
         sampling = request.sampling_params
-        assert request.text == "hello"
+        assert request.prompt.text == "hello"
         assert (sampling.max_tokens, sampling.seed, list(sampling.stop)) == (9, 3, ["a", "b"])
         assert sampling.temperature == 0
         assert sampling.HasField("temperature")
@@ -52,7 +52,7 @@ def test_generate_reads_standard_input(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("from a file"))
     seen: list[str] = []
-    server.expect("Generate", complete(4), check=lambda request: seen.append(request.text))
+    server.expect("Generate", complete(4), check=lambda request: seen.append(request.prompt.text))
     assert main(["generate", "-"]) == 0
     assert seen == ["from a file"]
 

@@ -15,6 +15,8 @@ from support.clients.stack import environment
 
 from pagekv.client.cli.main import main
 from pagekv.v1 import cache_service_pb2 as cache_pb
+from pagekv.v1 import operator_service_pb2 as operator_pb
+from pagekv.v1 import types_pb2
 
 
 def test_explain_tells_blocks_with_the_same_story_in_one_row(
@@ -34,16 +36,18 @@ def test_explain_tells_blocks_with_the_same_story_in_one_row(
 
     def expect() -> None:
         def first(request: cache_pb.ExplainPrefixRequest) -> None:
-            assert (request.text, request.start) == ("hi", 0)
-            assert (request.cache.namespace, request.cache.adapter_id) == ("n", "a")
+            assert (request.prompt.text, request.page_token) == ("hi", "")
+            assert (request.cache.namespace, request.adapter) == ("n", "a")
 
         def second(request: cache_pb.ExplainPrefixRequest) -> None:
-            assert request.start == 4
+            assert request.page_token == "t"
 
-        counts = {"prompt_tokens": 25, "cached_tokens": 12}
-        reply = cache_pb.ExplainPrefixResponse(blocks=pages[0], next_start=4, **counts)
-        server.expect("ExplainPrefix", reply, check=first)
-        server.expect("ExplainPrefix", cache_pb.ExplainPrefixResponse(blocks=pages[1], **counts), check=second)
+        one, other = (
+            cache_pb.ExplainPrefixResponse(blocks=page, next_page_token=token, prompt_tokens=25, cached_tokens=12)
+            for page, token in zip(pages, ("t", ""), strict=True)
+        )
+        server.expect("ExplainPrefix", one, check=first)
+        server.expect("ExplainPrefix", other, check=second)
 
     expect()
     command = ["explain", "hi", "--namespace", "n", "--adapter", "a"]
@@ -60,7 +64,7 @@ def test_explain_tells_blocks_with_the_same_story_in_one_row(
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [b["outcome"] for b in found["blocks"]][2:4] == ["hit", "evicted"]
-    assert (len(found["blocks"]), found["next_start"]) == (7, None)
+    assert (len(found["blocks"]), found["next_page_token"]) == (7, "")
 
 
 def test_a_pin_of_nothing_is_exit_status_1(
@@ -71,23 +75,52 @@ def test_a_pin_of_nothing_is_exit_status_1(
     assert "no full block of this prompt is cached" in capsys.readouterr().out
 
 
-def _event(name: str, parent: str = "") -> cache_pb.CacheEvent:
-    stored = cache_pb.BlockStored(block_hash=name, parent_hash=parent, token_ids=[5, 17], tier=cache_pb.TIER_DEVICE)
-    return cache_pb.CacheEvent(stored=stored)
+def test_pins_are_renewed_by_name_and_listed(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check(request: cache_pb.PinPrefixRequest) -> None:
+        assert (request.pin_id, request.lease_seconds) == ("mine", 600)
+
+    server.expect("PinPrefix", cache_pb.PinPrefixResponse(pin_id="mine", pinned_tokens=32), check=check)
+    assert main(["pin", "hi", "--pin-id", "mine"]) == 0
+    assert capsys.readouterr().out == "mine: 32 tokens pinned for 600 s\n"
+    info = cache_pb.PinInfo(pin_id="mine", pinned_tokens=32, namespace="n")
+    info.expire_time.FromSeconds(86_400)
+    server.expect("ListPins", cache_pb.ListPinsResponse(pins=[info]))
+    assert main(["pins"]) == 0
+    head, row = capsys.readouterr().out.splitlines()
+    assert (head.split(), row.split()[:4]) == (
+        ["pin", "tokens", "namespace", "adapter", "until"],
+        ["mine", "32", "n", "-"],
+    )
+    server.expect("ListPins", cache_pb.ListPinsResponse(pins=[info]))
+    assert main(["pins", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["pins"][0]["expire_time"] == "1970-01-02T00:00:00+00:00"
+    server.expect("ListPins", cache_pb.ListPinsResponse())
+    assert main(["pins"]) == 0
+    assert capsys.readouterr().out == "no pins\n"
+
+
+def _event(name: str, parent: str = "") -> operator_pb.CacheEvent:
+    stored = operator_pb.BlockStored(block_hash=name, parent_hash=parent, token_ids=[5, 17], tier=types_pb2.TIER_DEVICE)
+    return operator_pb.CacheEvent(stored=stored)
 
 
 TABLE = "blocks in the device's prefix table"
+QUIET = "nothing changed since revision 8"
 BATCHES = [
-    cache_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[_event("aa")], more=True),
-    cache_pb.WatchEventsResponse(sequence=2, snapshot=True, events=[_event("bb", "aa")]),
-    cache_pb.WatchEventsResponse(
+    operator_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[_event("aa")], more=True),
+    operator_pb.WatchEventsResponse(sequence=2, snapshot=True, events=[_event("bb", "aa")], revision=7),
+    operator_pb.WatchEventsResponse(
         sequence=3,
         events=[
-            cache_pb.CacheEvent(removed=cache_pb.BlockRemoved(block_hash="bb", tier=cache_pb.TIER_HOST)),
-            cache_pb.CacheEvent(cleared=cache_pb.AllBlocksCleared()),
+            operator_pb.CacheEvent(removed=operator_pb.BlockRemoved(block_hash="bb", tier=types_pb2.TIER_HOST)),
+            operator_pb.CacheEvent(cleared=operator_pb.AllBlocksCleared()),
             _event("cc", "aa"),
         ],
+        revision=8,
     ),
+    operator_pb.WatchEventsResponse(sequence=4, revision=8),
 ]
 
 
@@ -95,9 +128,10 @@ def test_watch_prints_a_line_for_each_event(
     server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for options, lines in (
-        ("", [f"2 {TABLE}", "removed  host    bb", "cleared", "stored   device  cc after aa"]),
-        ("--tokens", ["stored   device  aa after : 5 17", f"2 {TABLE}", "stored   device  bb after aa: 5 17",
-                      "removed  host    bb", "cleared", "stored   device  cc after aa: 5 17"]),
+        ("", [f"2 {TABLE}; revision 7", "removed  host    bb", "cleared", "stored   device  cc after aa", QUIET]),
+        ("--tokens", ["stored   device  aa after : 5 17", f"2 {TABLE}; revision 7",
+                      "stored   device  bb after aa: 5 17",
+                      "removed  host    bb", "cleared", "stored   device  cc after aa: 5 17", QUIET]),
     ):  # fmt: skip  # laid out as a table
         server.expect("WatchEvents", *BATCHES)
         assert main(["watch", *options.split()]) == 0
@@ -107,10 +141,12 @@ def test_watch_prints_a_line_for_each_event(
 def test_watch_counts_the_blocks_of_both_tiers(
     server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kept = cache_pb.CacheEvent(stored=cache_pb.BlockStored(block_hash="aa", tier=cache_pb.TIER_HOST))
-    server.expect("WatchEvents", cache_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[_event("aa"), kept]))
+    kept = operator_pb.CacheEvent(stored=operator_pb.BlockStored(block_hash="aa", tier=types_pb2.TIER_HOST))
+    server.expect(
+        "WatchEvents", operator_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[_event("aa"), kept])
+    )
     assert main(["watch", "--limit", "1"]) == 0
-    assert capsys.readouterr().out == f"1 {TABLE}, 1 in that of the host pool\n"
+    assert capsys.readouterr().out == f"1 {TABLE}, 1 in that of the host pool; revision 0\n"
 
 
 def test_watch_json_ends_after_as_many_batches_as_asked_for(
@@ -119,10 +155,31 @@ def test_watch_json_ends_after_as_many_batches_as_asked_for(
     server.expect("WatchEvents", *BATCHES, Hangs())
     assert main(["watch", "--json", "--limit", "2"]) == 0
     first, second, third = map(json.loads, capsys.readouterr().out.splitlines())
-    stored = {"event": "stored", "block_hash": "aa", "parent_hash": "", "token_ids": [5, 17], "tier": "device"}
-    assert first == {"sequence": 1, "snapshot": True, "more": True, "events": [stored]}
+    names = {"namespace": "", "adapter": ""}
+    tokens = {"parent_hash": "", "token_ids": [5, 17]}
+    stored = {"event": "stored", "block_hash": "aa", "tier": "device", **tokens, **names}
+    assert first == {
+        "sequence": 1,
+        "snapshot": True,
+        "more": True,
+        "events": [stored],
+        "revision": 0,
+        "instance_id": "",
+    }
     assert not second["more"]
+    assert second["revision"] == 7
     assert [event["event"] for event in third["events"]] == ["removed", "cleared", "stored"]
+
+
+def test_a_quiet_watch_asks_for_signs_of_life_and_does_not_count_them(server: ScriptedServer, target: str) -> None:
+    def check(request: operator_pb.WatchEventsRequest) -> None:
+        assert request.progress_interval.ToMilliseconds() == 2500
+
+    first = operator_pb.WatchEventsResponse(sequence=1, snapshot=True, revision=7)
+    quiet = operator_pb.WatchEventsResponse(sequence=2, revision=7)
+    change = operator_pb.WatchEventsResponse(sequence=3, events=[_event("aa")], revision=8)
+    server.expect("WatchEvents", first, quiet, change, Hangs(), check=check)
+    assert main(["watch", "--progress", "2.5", "--limit", "2"]) == 0
 
 
 def test_ctrl_c_ends_a_watch_without_a_word(target: str, server: ScriptedServer) -> None:
@@ -138,7 +195,7 @@ def test_ctrl_c_ends_a_watch_without_a_word(target: str, server: ScriptedServer)
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == f"1 {TABLE}\n"
+        assert process.stdout.readline() == f"1 {TABLE}; revision 7\n"
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)
     # gRPC's own threads may complain on their way out; what we print has no such mark before it.

@@ -80,7 +80,7 @@ def test_however_it_ends_the_terminal_is_as_it_was(server: ScriptedServer, way_o
 
 
 def test_nobody_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["top", "--target", "127.0.0.1:1", "--timeout", "60"]) == 1
+    assert main(["top", "--target", "127.0.0.1:1", "--timeout", "60"]) == 3
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "cannot reach PageKV at 127.0.0.1:1" in captured.err

@@ -11,9 +11,11 @@ from support.clients.table_reader import Reader, host_table_of, table_of
 from support.engine.cached_prefixes import ROOT, Clock, cache, evict_all, hold
 from support.engine.scheduler_driver import Driver
 
-from pagekv.common.errors import LimitExceeded, Unavailable
-from pagekv.kvmanager.kvcache.block_hash import chain_digests, token_bytes
+from pagekv.common.errors import InvalidRequest, LimitExceeded, RevisionGone, Unavailable
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan, chain_digests, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.events import log as log_module
+from pagekv.kvmanager.kvcache.events.batch import Tier
 from pagekv.kvmanager.kvcache.events.log import MAX_WATCHES, Removal, TableLog
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.pins import Pins
@@ -172,6 +174,43 @@ class WatchedDriver(Driver):
         self.reader.read()
         assert self.reader.table == table_of(self.pool)
         assert self.reader.host_table == host_table_of(self.host)
+        whose = {
+            digest: request.names
+            for request in self.requests
+            for sequence in request.sequences
+            for digest in sequence.digests
+        }
+        late = Reader(self.log.watch())
+        late.watch.close()
+        for reader in (self.reader, late):
+            for tier in Tier:
+                for digest in reader.of(tier):
+                    assert reader.names[tier, digest] == whose.get(digest, reader.names[tier, digest])
+        named = [digest for digest in late.table if whose.get(digest)]
+        assert len(named) <= len(self.pool.table._names) + len(late.host_table)
+        self.most_named = max(getattr(self, "most_named", 0), len(named))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_tell_their_namespace_and_adapter_in_both_tiers(seed: int) -> None:
+    """Also first blocks that fill while decoding, copies that take an entry over, and blocks with media."""
+    rng = random.Random(seed)
+    driver = WatchedDriver(num_blocks=16, block_size=4, host_blocks=12, preemption="swap", write_back=True)
+    identities = [CacheIdentity(), CacheIdentity("n"), CacheIdentity("n", "a"), CacheIdentity("", "a"),
+                  CacheIdentity("n", media=(MediaSpan(5, 2, "picture"),))]  # fmt: skip  # a list of five
+    for _ in range(40):
+        prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 20))]
+        identity = rng.choice(identities if len(prompt) > 7 else identities[:4])
+        driver.submit(prompt, max_tokens=rng.randrange(1, 12), identity=identity)
+        for _ in range(rng.randrange(6)):
+            driver.step()
+    driver.drain()
+    driver.check()
+    assert driver.most_named > 3
+    assert min(driver.scheduler.counters.swapped_out + driver.scheduler.counters.written_back, 3) == 3
+    driver.scheduler.clear_prefix_cache()
+    assert not driver.pool.table._names
+    assert not driver.host._names
 
 
 def test_a_reader_holds_both_tables_through_swaps_write_back_resets_and_lost_executors() -> None:
@@ -198,17 +237,74 @@ def test_a_reader_holds_both_tables_through_swaps_write_back_resets_and_lost_exe
     assert min(counters.swapped_out, counters.swapped_in, counters.written_back, most_kept) > 5
 
 
-def test_nothing_is_kept_for_nobody() -> None:
+def test_nothing_is_kept_before_the_first_watch_nor_long_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_module, "MAX_HELD", 4)
     pool, log = logged_pool()
+    cache(pool, [3] * 8)
+    log.step_boundary(1)
+    assert (log._pending.size, len(log._held), log.watched) == (0, 0, False)
     watch = log.watch()
     cache(pool, [1] * 8)
-    assert log._pending.size == 2
     watch.close()
-    assert (log._pending.size, log.num_watches) == (0, 0)
-    cache(pool, [2] * 8)
+    log.step_boundary(2)
+    assert (len(log._held), log.num_watches, log.watched) == (1, 0, True)
+    cache(pool, [2] * 12)
+    log.step_boundary(3)
+    assert (len(log._held), log._held_size, log.watched) == (0, 0, False)
+    cache(pool, [4] * 8)
     evict_all(pool)
     keep(HostPool(1, SIZE, log), [2] * 8, 0)
     assert log._pending.size == 0
+    with pytest.raises(RevisionGone, match=f"the changes after revision {watch.revision} are no longer held"):
+        log.watch(watch.revision)
+    assert log.watch().revision > watch.revision + 2
+
+
+def test_revisions_rise_with_every_change_and_are_the_same_for_all() -> None:
+    pool, log = logged_pool()
+    first, second = log.watch(), log.watch()
+    assert first.revision == second.revision == 1
+    for step, prompt in enumerate(([1] * 4, [2] * 4, [2] * 4)):
+        cache(pool, prompt)
+        log.step_boundary(step)
+        first.take_unread()
+    second.take_unread()
+    assert first.revision == second.revision == log.watch().revision == 3
+    with pytest.raises(InvalidRequest, match="start_revision: must be at most 3, got 4"):
+        log.watch(4)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_readers_that_come_back_miss_nothing_or_are_told(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random histories with a small bound: each reader goes on from its revision, or begins anew where it is gone."""
+    monkeypatch.setattr(log_module, "MAX_HELD", 30)
+    rng = random.Random(seed)
+    pool, log = logged_pool(12)
+    reader, away = Reader(log.watch()), 0
+    came_back = gone = 0
+    for step in range(400):
+        for _ in range(rng.randrange(3)):
+            if rng.random() < 0.95:
+                cache(pool, [rng.randrange(2) for _ in range(rng.randrange(20))])
+            else:
+                pool.clear_prefix_table()
+        log.step_boundary(step)
+        if away:
+            away -= 1
+            if not away:
+                try:
+                    reader.watch = log.watch(reader.watch.revision)
+                    came_back += 1
+                except RevisionGone:
+                    reader = Reader(log.watch())
+                    gone += 1
+        if not away:
+            reader.read()
+            assert reader.table == table_of(pool)
+            if rng.random() < 0.2:
+                reader.watch.close()
+                away = rng.randrange(1, 20)
+    assert min(came_back, gone) > 3
 
 
 def test_watches_are_limited_and_end_together() -> None:

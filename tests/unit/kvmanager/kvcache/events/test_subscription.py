@@ -64,8 +64,8 @@ def test_a_reader_gets_everything_since_it_last_read() -> None:
         waiting = asyncio.create_task(watch.take())
         await asyncio.sleep(0)
         assert not waiting.done()
-        watch.push(change(1))
-        watch.push(change(2))
+        watch.push(change(1), 1)
+        watch.push(change(2), 2)
         taken = await waiting
         assert (taken.size, len(taken.stored)) == (2, 2)
         assert watch.take_unread().size == 0
@@ -78,7 +78,7 @@ def test_a_reader_that_falls_behind_is_dropped() -> None:
     watch = TableWatch(iter(()), ended.append, max_unread=2)
     for number in range(3):
         assert not ended
-        watch.push(change(number))
+        watch.push(change(number), number)
     assert ended == [watch]
     with pytest.raises(FellBehind, match="more than 2 changes"):
         asyncio.run(watch.take())
@@ -89,7 +89,7 @@ def test_a_reader_that_falls_behind_is_dropped() -> None:
 def test_an_ended_watch_has_nothing_unread_and_ends_once() -> None:
     ended: list[TableWatch] = []
     watch = TableWatch(iter(()), ended.append)
-    watch.push(change(1))
+    watch.push(change(1), 1)
     watch.close()
     watch.close()
     assert (ended, watch.take_unread().size) == ([watch], 0)

@@ -22,7 +22,7 @@ from pagekv.kvmanager.kvcache.block_hash import short_hash
 from pagekv.kvmanager.observe.kv_events import publisher as kv_event_publisher
 from pagekv.kvmanager.observe.kv_events.publisher import KvEventPublisher
 from pagekv.kvmanager.observe.kv_events.vllm_format import Events
-from pagekv.v1 import cache_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2 as pb
 
 Body = Callable[[EngineLoop, Bench, KvEventPublisher], Awaitable[None]]
 EIGHT = [*range(8)]
@@ -92,7 +92,7 @@ class Subscriber:
 
 
 def device_hashes(engine: EngineLoop) -> set[int]:
-    blocks = engine.queries.list_blocks(0, 9999, pb.BLOCK_STATE_UNSPECIFIED).blocks
+    blocks = engine.queries.list_blocks(9999, "", pb.BLOCK_STATE_UNSPECIFIED).blocks
     return {short_hash(bytes.fromhex(block.block_hash)) for block in blocks if block.block_hash}
 
 

@@ -28,7 +28,7 @@ def recording(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_every_kind_of_call_is_recorded(recording: Path) -> None:
     header, *found = records(recording)
-    assert (header["format"], header["version"], header["eviction_policy"]) == ("pagekv steps", 1, "slru")
+    assert (header["format"], header["version"], header["eviction_policy"]) == ("pagekv steps", 2, "slru")
     assert {record[0] for record in found} == {
         *("attach", "add", "plan", "commit", "finish", "share", "free", "preempt", "clear")
     }
@@ -59,11 +59,11 @@ def test_an_error_is_recorded_behind_the_call_that_raised_it() -> None:
     plan = driver.plan()
     assert plan is not None
     result = driver.executor.run(plan)
-    with pytest.raises(InvariantError, match="sampled other sequences"):
-        driver.scheduler.commit(plan, replace(result, sampled_seq_ids=[77]))
+    with pytest.raises(InvariantError, match="0 tokens of 1 sequences, not 1"):
+        driver.scheduler.commit(plan, replace(result, sampled_tokens=[]))
     *_, call, error = [msgpack.unpackb(packed) for _, packed in msgpack.Unpacker(BytesIO(driver.memory.content))]
     assert (call[0], error[0]) == ("commit", "error")
-    assert "sampled other sequences" in error[1]
+    assert "0 tokens of 1 sequences" in error[1]
 
 
 def test_a_full_disk_changes_nothing_but_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:

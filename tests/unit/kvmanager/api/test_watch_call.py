@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import grpc
 import pytest
-from support.engine.cache_harness import run
+from google.protobuf.duration_pb2 import Duration
+from support.engine.cache_harness import run_operator
 from support.engine.fake_engine import FakeEngine
 
 from pagekv.common.errors import LimitExceeded, Unavailable
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
-from pagekv.v1 import cache_service_pb2 as pb
-from pagekv.v1 import cache_service_pb2_grpc as pb_grpc
+from pagekv.v1 import operator_service_pb2 as pb
+from pagekv.v1 import types_pb2
+
+if TYPE_CHECKING:
+    from pagekv.v1.operator_service_pb2_grpc import OperatorServiceAsyncStub as OperatorStub
 
 ROOT = b"\xff"
 
@@ -68,6 +73,10 @@ async def until(condition: Callable[[], bool]) -> None:
     raise AssertionError("it never came true")
 
 
+def push(watch: TableWatch, change: Diff) -> None:
+    watch.push(change, watch._pushed + 1)
+
+
 def watch_of(engine: FakeEngine) -> TableWatch:
     assert engine.watch is not None
     return engine.watch
@@ -81,7 +90,7 @@ async def read(call: grpc.aio.UnaryStreamCall[pb.WatchEventsRequest, pb.WatchEve
 
 @pytest.mark.parametrize(("size", "pieces"), [(0, [0]), (3, [3]), (1024, [1024, 0]), (2100, [1024, 1024, 52])])
 def test_the_snapshot_comes_in_pieces_that_fit_a_message(size: int, pieces: list[int]) -> None:
-    async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
+    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
         engine.table = [block(number) for number in range(size)]
         messages = [message async for message in stub.WatchEvents(pb.WatchEventsRequest(snapshot_only=True))]
         assert [len(message.events) for message in messages] == pieces
@@ -91,55 +100,65 @@ def test_the_snapshot_comes_in_pieces_that_fit_a_message(size: int, pieces: list
         assert [name for message in messages for name in shown(message)] == [f"+{number}" for number in range(size)]
         await until(lambda: engine.ended_watches == [engine.watch])
 
-    run(body)
+    run_operator(body)
 
 
 def test_a_stored_block_tells_hash_parent_tokens_and_tier() -> None:
-    async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
+    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
         engine.table = [block(7, Tier.DEVICE), block(7, Tier.HOST)]
-        for omit in (False, True):
-            request = pb.WatchEventsRequest(snapshot_only=True, omit_token_ids=omit)
+        for wanted in (None, True, False):
+            request = pb.WatchEventsRequest(snapshot_only=True, token_ids=wanted)
             (message,) = [message async for message in stub.WatchEvents(request)]
-            tokens = [] if omit else [7, 8]
+            tokens = [] if wanted is False else [7, 8]
             assert [event.stored for event in message.events] == [
                 pb.BlockStored(block_hash="00000007", parent_hash="00000006", token_ids=tokens, tier=tier)
-                for tier in (pb.TIER_DEVICE, pb.TIER_HOST)
+                for tier in (types_pb2.TIER_DEVICE, types_pb2.TIER_HOST)
             ]
 
-    run(body)
+    run_operator(body)
+
+
+def test_a_stored_block_tells_namespace_and_adapter() -> None:
+    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
+        engine.table = [block(1)._replace(names=[("n", "a")]), block(2)._replace(names=[None]), block(3)]
+        (message,) = [message async for message in stub.WatchEvents(pb.WatchEventsRequest(snapshot_only=True))]
+        found = [(event.stored.namespace, event.stored.adapter) for event in message.events]
+        assert found == [("n", "a"), ("", ""), ("", "")]
+
+    run_operator(body)
 
 
 def test_a_removed_block_tells_its_tier() -> None:
-    async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
+    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
         call = stub.WatchEvents(pb.WatchEventsRequest())
         await read(call)
-        watch_of(engine).push(diff(~4, ~5))
+        push(watch_of(engine), diff(~4, ~5))
         assert [event.removed for event in (await read(call)).events] == [
-            pb.BlockRemoved(block_hash="00000004", tier=pb.TIER_DEVICE),
-            pb.BlockRemoved(block_hash="00000005", tier=pb.TIER_HOST),
+            pb.BlockRemoved(block_hash="00000004", tier=types_pb2.TIER_DEVICE),
+            pb.BlockRemoved(block_hash="00000005", tier=types_pb2.TIER_HOST),
         ]
         call.cancel()
 
-    run(body)
+    run_operator(body)
 
 
 def test_batches_follow_the_snapshot_and_a_slow_reader_gets_them_as_one() -> None:
-    async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
+    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
         engine.table = [block(0)]
         call = stub.WatchEvents(pb.WatchEventsRequest())
         assert shown(await read(call)) == ["+0"]
         watch = watch_of(engine)
-        watch.push(diff(1, 2))
+        push(watch, diff(1, 2))
         message = await read(call)
         assert (message.sequence, message.snapshot, message.more, shown(message)) == (2, False, False, ["+1", "+2"])
         # Nobody awaits in between, so the handler sees both at once: what 3 and 0 did cancels out or comes once.
-        watch.push(diff(3, ~0))
-        watch.push(diff(~3, ~1, 4))
+        push(watch, diff(3, ~0))
+        push(watch, diff(~3, ~1, 4))
         assert shown(await read(call)) == ["-0", "-1", "+4"]
-        watch.push(diff(~4))
-        watch.push(diff(4, cleared=True))
+        push(watch, diff(~4))
+        push(watch, diff(4, cleared=True))
         assert shown(await read(call)) == ["clear", "+4"]
-        watch.push(diff(*range(10, 10 + 1500), cleared=True))
+        push(watch, diff(*range(10, 10 + 1500), cleared=True))
         first, second = await read(call), await read(call)
         assert (len(first.events), first.more, len(second.events), second.more) == (1024, True, 477, False)
         assert shown(first)[0] == "clear"
@@ -147,24 +166,24 @@ def test_batches_follow_the_snapshot_and_a_slow_reader_gets_them_as_one() -> Non
         call.cancel()
         await until(lambda: engine.ended_watches == [watch])
 
-    run(body)
+    run_operator(body)
 
 
 def test_a_reader_too_far_behind_is_told_to_start_again() -> None:
-    async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
+    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
         call = stub.WatchEvents(pb.WatchEventsRequest())
         await read(call)
-        watch_of(engine).push(diff(*range(5001)))
+        push(watch_of(engine), diff(*range(5001)))
         with pytest.raises(grpc.aio.AioRpcError, match="more than 5000 changes were not read in time") as caught:
             await read(call)
         assert caught.value.code() is grpc.StatusCode.ABORTED
         assert engine.ended_watches == [engine.watch]
 
-    run(body)
+    run_operator(body)
 
 
 def test_a_watch_ends_with_what_ended_it() -> None:
-    async def body(engine: FakeEngine, stub: pb_grpc.CacheServiceAsyncStub) -> None:
+    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
         call = stub.WatchEvents(pb.WatchEventsRequest())
         await read(call)
         watch_of(engine).fail(Unavailable("the manager is shutting down"))
@@ -176,14 +195,95 @@ def test_a_watch_ends_with_what_ended_it() -> None:
             await read(stub.WatchEvents(pb.WatchEventsRequest()))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
-    run(body)
+    run_operator(body)
+
+
+def test_revisions_stand_on_whole_batches_and_the_instance_on_the_first_message() -> None:
+    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
+        engine.table = [block(number) for number in range(1500)]
+        call = stub.WatchEvents(pb.WatchEventsRequest())
+        found = [await read(call), await read(call)]
+        watch = watch_of(engine)
+        push(watch, diff(*range(2000, 3100)))
+        push(watch, diff(5000))
+        found += [await read(call), await read(call)]
+        assert [(m.revision, m.more, m.instance_id) for m in found] == [
+            (0, True, "run-1"), (7, False, ""), (0, True, ""), (9, False, "")
+        ]  # fmt: skip  # a message a column
+        call.cancel()
+
+    run_operator(body)
+
+
+def test_a_reader_goes_on_behind_its_revision_without_a_snapshot() -> None:
+    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
+        engine.table = [block(0)]
+        call = stub.WatchEvents(pb.WatchEventsRequest(start_revision=40, instance_id="run-1"))
+        await until(lambda: engine.watch is not None)
+        push(watch_of(engine), diff(1))
+        message = await read(call)
+        assert (message.sequence, message.snapshot, message.revision, message.instance_id) == (1, False, 41, "run-1")
+        assert shown(message) == ["+1"]
+        call.cancel()
+        other = stub.WatchEvents(pb.WatchEventsRequest(start_revision=40, instance_id="run-0"))
+        with pytest.raises(
+            grpc.aio.AioRpcError, match="of another run of the manager; watch from a snapshot"
+        ) as caught:
+            await read(other)
+        assert caught.value.code() is grpc.StatusCode.OUT_OF_RANGE
+
+    run_operator(body)
+
+
+def test_a_silent_watch_says_that_it_lives() -> None:
+    """The empty message has the revision that the reader has by then, also where changes cancelled each other out."""
+
+    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
+        call = stub.WatchEvents(pb.WatchEventsRequest(progress_interval=Duration(seconds=1)))
+        await read(call)
+        watch = watch_of(engine)
+        watch.push(diff(1), 8)
+        watch.push(diff(~1), 9)
+        for sequence in (2, 3):
+            message = await read(call)
+            assert message == pb.WatchEventsResponse(sequence=sequence, revision=9)
+        push(watch, diff(2))
+        assert shown(await read(call)) == ["+2"]
+        call.cancel()
+
+    run_operator(body)
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (pb.WatchEventsRequest(start_revision=1), "instance_id"),
+        (pb.WatchEventsRequest(instance_id="run-1"), "start_revision"),
+        (pb.WatchEventsRequest(start_revision=1, instance_id="r" * 65), "instance_id"),
+        (pb.WatchEventsRequest(start_revision=1, instance_id="run-1", snapshot_only=True), "snapshot_only"),
+        (pb.WatchEventsRequest(progress_interval=Duration()), "progress_interval"),
+        (pb.WatchEventsRequest(progress_interval=Duration(nanos=999_999_999)), "progress_interval"),
+        (pb.WatchEventsRequest(progress_interval=Duration(seconds=-5)), "progress_interval"),
+        (pb.WatchEventsRequest(progress_interval=Duration(seconds=3600, nanos=1)), "progress_interval"),
+        (pb.WatchEventsRequest(progress_interval=Duration(seconds=2**62)), "progress_interval"),
+    ],
+)
+def test_wishes_out_of_bounds_are_refused_by_name(request_: pb.WatchEventsRequest, field: str) -> None:
+    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read(stub.WatchEvents(request_))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (caught.value.details() or "").startswith(f"{field}: must be")
+        assert engine.watch is None
+
+    run_operator(body)
 
 
 def test_an_ended_watch_keeps_nothing() -> None:
     """Pushes after the reader went, and a second close, do nothing."""
     ended: list[TableWatch] = []
     watch = TableWatch(iter([block(1)]), ended.append)
-    watch.push(diff(2))
+    push(watch, diff(2))
     watch.close()
     watch.close()
     assert ended == [watch]

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from pagekv.v1 import executor_service_pb2 as pagekv_dot_v1_dot_executor__service__pb2
+from pagekv.steps.v1 import executor_service_pb2 as pagekv_dot_steps_dot_v1_dot_executor__service__pb2
 
 GRPC_GENERATED_VERSION = '1.66.2'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + f' but the generated code in pagekv/v1/executor_service_pb2_grpc.py depends on'
+        + f' but the generated code in pagekv/steps/v1/executor_service_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,19 +36,19 @@ class ExecutorServiceStub(object):
             channel: A grpc.Channel.
         """
         self.Describe = channel.unary_unary(
-                '/pagekv.v1.ExecutorService/Describe',
-                request_serializer=pagekv_dot_v1_dot_executor__service__pb2.DescribeRequest.SerializeToString,
-                response_deserializer=pagekv_dot_v1_dot_executor__service__pb2.DescribeResponse.FromString,
+                '/pagekv.steps.v1.ExecutorService/Describe',
+                request_serializer=pagekv_dot_steps_dot_v1_dot_executor__service__pb2.DescribeRequest.SerializeToString,
+                response_deserializer=pagekv_dot_steps_dot_v1_dot_executor__service__pb2.DescribeResponse.FromString,
                 _registered_method=True)
         self.Attach = channel.unary_unary(
-                '/pagekv.v1.ExecutorService/Attach',
-                request_serializer=pagekv_dot_v1_dot_executor__service__pb2.AttachRequest.SerializeToString,
-                response_deserializer=pagekv_dot_v1_dot_executor__service__pb2.AttachResponse.FromString,
+                '/pagekv.steps.v1.ExecutorService/Attach',
+                request_serializer=pagekv_dot_steps_dot_v1_dot_executor__service__pb2.AttachRequest.SerializeToString,
+                response_deserializer=pagekv_dot_steps_dot_v1_dot_executor__service__pb2.AttachResponse.FromString,
                 _registered_method=True)
         self.Run = channel.stream_stream(
-                '/pagekv.v1.ExecutorService/Run',
-                request_serializer=pagekv_dot_v1_dot_executor__service__pb2.StepRequest.SerializeToString,
-                response_deserializer=pagekv_dot_v1_dot_executor__service__pb2.StepResult.FromString,
+                '/pagekv.steps.v1.ExecutorService/Run',
+                request_serializer=pagekv_dot_steps_dot_v1_dot_executor__service__pb2.StepRequest.SerializeToString,
+                response_deserializer=pagekv_dot_steps_dot_v1_dot_executor__service__pb2.StepResult.FromString,
                 _registered_method=True)
 
 
@@ -57,8 +57,8 @@ class ExecutorServiceServicer(object):
     """
 
     def Describe(self, request, context):
-        """What is loaded and how much KV memory it measured. May run a profiling forward pass, so allow it a minute.
-        Errors: INVALID_ARGUMENT (block size, token budget).
+        """The model that is loaded and the KV memory measured. May run a profiling forward pass: allow it five minutes.
+        Errors: INVALID_ARGUMENT (block size, token budget), UNAVAILABLE (the model is still being loaded).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -66,8 +66,8 @@ class ExecutorServiceServicer(object):
 
     def Attach(self, request, context):
         """Allocates the pools and opens an epoch; everything of the epoch before is dropped. Errors: INVALID_ARGUMENT (a
-        field, by name), FAILED_PRECONDITION (another manager's Run stream lives and take_over is false),
-        RESOURCE_EXHAUSTED (the pools do not fit).
+        field, by name), FAILED_PRECONDITION (another manager's Run stream lives and take_over is false; a required
+        feature or the contract revision is not known here, by name), RESOURCE_EXHAUSTED (the pools do not fit).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,24 +90,24 @@ def add_ExecutorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
-                    request_deserializer=pagekv_dot_v1_dot_executor__service__pb2.DescribeRequest.FromString,
-                    response_serializer=pagekv_dot_v1_dot_executor__service__pb2.DescribeResponse.SerializeToString,
+                    request_deserializer=pagekv_dot_steps_dot_v1_dot_executor__service__pb2.DescribeRequest.FromString,
+                    response_serializer=pagekv_dot_steps_dot_v1_dot_executor__service__pb2.DescribeResponse.SerializeToString,
             ),
             'Attach': grpc.unary_unary_rpc_method_handler(
                     servicer.Attach,
-                    request_deserializer=pagekv_dot_v1_dot_executor__service__pb2.AttachRequest.FromString,
-                    response_serializer=pagekv_dot_v1_dot_executor__service__pb2.AttachResponse.SerializeToString,
+                    request_deserializer=pagekv_dot_steps_dot_v1_dot_executor__service__pb2.AttachRequest.FromString,
+                    response_serializer=pagekv_dot_steps_dot_v1_dot_executor__service__pb2.AttachResponse.SerializeToString,
             ),
             'Run': grpc.stream_stream_rpc_method_handler(
                     servicer.Run,
-                    request_deserializer=pagekv_dot_v1_dot_executor__service__pb2.StepRequest.FromString,
-                    response_serializer=pagekv_dot_v1_dot_executor__service__pb2.StepResult.SerializeToString,
+                    request_deserializer=pagekv_dot_steps_dot_v1_dot_executor__service__pb2.StepRequest.FromString,
+                    response_serializer=pagekv_dot_steps_dot_v1_dot_executor__service__pb2.StepResult.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'pagekv.v1.ExecutorService', rpc_method_handlers)
+            'pagekv.steps.v1.ExecutorService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('pagekv.v1.ExecutorService', rpc_method_handlers)
+    server.add_registered_method_handlers('pagekv.steps.v1.ExecutorService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
@@ -129,9 +129,9 @@ class ExecutorService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/pagekv.v1.ExecutorService/Describe',
-            pagekv_dot_v1_dot_executor__service__pb2.DescribeRequest.SerializeToString,
-            pagekv_dot_v1_dot_executor__service__pb2.DescribeResponse.FromString,
+            '/pagekv.steps.v1.ExecutorService/Describe',
+            pagekv_dot_steps_dot_v1_dot_executor__service__pb2.DescribeRequest.SerializeToString,
+            pagekv_dot_steps_dot_v1_dot_executor__service__pb2.DescribeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -156,9 +156,9 @@ class ExecutorService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/pagekv.v1.ExecutorService/Attach',
-            pagekv_dot_v1_dot_executor__service__pb2.AttachRequest.SerializeToString,
-            pagekv_dot_v1_dot_executor__service__pb2.AttachResponse.FromString,
+            '/pagekv.steps.v1.ExecutorService/Attach',
+            pagekv_dot_steps_dot_v1_dot_executor__service__pb2.AttachRequest.SerializeToString,
+            pagekv_dot_steps_dot_v1_dot_executor__service__pb2.AttachResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -183,9 +183,9 @@ class ExecutorService(object):
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/pagekv.v1.ExecutorService/Run',
-            pagekv_dot_v1_dot_executor__service__pb2.StepRequest.SerializeToString,
-            pagekv_dot_v1_dot_executor__service__pb2.StepResult.FromString,
+            '/pagekv.steps.v1.ExecutorService/Run',
+            pagekv_dot_steps_dot_v1_dot_executor__service__pb2.StepRequest.SerializeToString,
+            pagekv_dot_steps_dot_v1_dot_executor__service__pb2.StepResult.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,150 @@
+"""Where the clients' calls go and how: the channel, settings, and calls written once for both ways of waiting."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import wraps
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protocol, Self, TypeVar, Unpack, cast, overload
+
+import grpc
+
+from pagekv.client.channel import open_channel, target_or_default
+from pagekv.client.errors import from_rpc_error
+from pagekv.client.settings import (
+    DEFAULT_MAX_RETRIES,
+    DEFAULT_RESUME_TIMEOUT_S,
+    DEFAULT_TIMEOUT_S,
+    CallOptions,
+    CallSettings,
+    Metadata,
+    as_metadata,
+)
+from pagekv.client.wire import flat
+from pagekv.common.errors import InvalidRequest
+from pagekv.v1 import cache_service_pb2_grpc, inference_service_pb2_grpc, operator_service_pb2_grpc
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from pagekv.client.aio import AsyncPageKVClient
+    from pagekv.client.client import PageKVClient
+
+P = ParamSpec("P")
+Request = TypeVar("Request")
+Answer = TypeVar("Answer")
+Result = TypeVar("Result")
+Values = TypeVar("Values", bound="DataclassInstance")
+ResultOut = TypeVar("ResultOut", covariant=True)
+
+
+class ClientMethod(Protocol[P, ResultOut]):
+    """How type checkers see a method made by `for_both`."""
+
+    @overload
+    def __get__(self, client: PageKVClient, owner: Any = None) -> Callable[P, ResultOut]: ...
+    @overload
+    def __get__(self, client: AsyncPageKVClient, owner: Any = None) -> Callable[P, Coroutine[Any, Any, ResultOut]]: ...
+
+
+def for_both(make: Callable[Concatenate[Any, P], Coroutine[Any, Any, Result]]) -> ClientMethod[P, Result]:
+    """Makes a method that carries a coroutine out: at once in the blocking client, awaited in the asyncio one."""
+
+    @wraps(make)
+    def method(client: Any, *args: P.args, **kwargs: P.kwargs) -> Any:
+        return client._carry_out(make(client, *args, **kwargs))
+
+    return cast("ClientMethod[P, Result]", method)
+
+
+class Connection:
+    """A channel to a manager. A client says with which library it connects and how it waits."""
+
+    # grpc or grpc.aio.
+    library: ClassVar[ModuleType]
+    # Of the library's kind of waiting.
+    new_event: ClassVar[type[Any]]
+
+    def __init__(
+        self,
+        target: str | None = None,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+        resume_timeout: float = DEFAULT_RESUME_TIMEOUT_S,
+        max_retries: int = DEFAULT_MAX_RETRIES,
+        credentials: grpc.ChannelCredentials | None = None,
+        metadata: Metadata = (),
+        channel: Any = None,
+    ) -> None:
+        """Nothing is connected before the first call. Raises InvalidRequest for an argument out of bounds, by name.
+
+        `target`: host:port or unix:/path; without one PAGEKV_TARGET, then 127.0.0.1:50051.
+        `timeout`: seconds for each call but generating ones, None for no limit.
+        `resume_timeout`: seconds that a generation whose connection broke goes on trying to reach the server again; 0
+        raises ConnectionLost at once.
+        `max_retries`: how often a generation is asked for again that was refused with Overloaded or Unavailable before
+        its first token, each time after the pause that the server asked for; a pause above a minute raises the error.
+        `credentials`: for an encrypted connection, such as `grpc.ssl_channel_credentials()`. Without them nothing is
+        encrypted, metadata included.
+        `metadata`: pairs of key and value sent with every call, such as ("authorization", "Bearer ...") or
+        ("traceparent", "00-..."); 8 KiB in all. Keys are lower case; a key that ends with -bin has bytes.
+        `channel`: an open channel of grpc (of grpc.aio for the asyncio client), perhaps with interceptors, to be used
+        instead of one's own and not closed; `target` then only stands in messages.
+        """
+        self.target = target_or_default(target)
+        self._settings = CallSettings(
+            timeout=timeout, resume_timeout=resume_timeout, max_retries=max_retries, metadata=as_metadata(metadata)
+        )
+        self._owns_channel = channel is None
+        if channel is None:
+            channel = open_channel(self.library, self.target, credentials)
+        elif not isinstance(channel, self.library.Channel):
+            raise InvalidRequest("channel", f"must be a {self.library.__name__}.Channel, is {type(channel)!r:.80}")
+        elif credentials is not None:
+            raise InvalidRequest("credentials", "must be left out beside channel, which has its own")
+        self._channel = channel
+        # At run time one stub class serves both kinds of channel.
+        self._inference = inference_service_pb2_grpc.InferenceServiceStub(channel)
+        self._cache = cache_service_pb2_grpc.CacheServiceStub(channel)
+        self._operator = operator_service_pb2_grpc.OperatorServiceStub(channel)
+
+    def with_options(self, **options: Unpack[CallOptions]) -> Self:
+        """The same connection with other settings for its calls: see CallOptions. Closing it closes nothing.
+
+        `client.with_options(timeout=2, metadata=[("traceparent", parent)]).stats()` is one call's own.
+        """
+        other = copy.copy(self)
+        other._settings = self._settings.changed(options)
+        other._owns_channel = False
+        return other
+
+    def _carry_out(self, steps: Coroutine[Any, Any, Any]) -> Any:
+        raise NotImplementedError
+
+    async def _wait_for(self, begun: Any) -> Any:
+        """The result of what a stub returned."""
+        raise NotImplementedError
+
+    def messages(self, call: Any) -> AsyncIterator[Any]:
+        """The messages of a stream."""
+        raise NotImplementedError
+
+    async def pause(self, event: Any, seconds: float) -> None:
+        """Returns when the event is set or the time is over."""
+        raise NotImplementedError
+
+    async def _ask(self, method: grpc.UnaryUnaryMultiCallable[Request, Answer], request: Request) -> Answer:
+        settings = self._settings
+        try:
+            begun = method(request, timeout=settings.timeout, metadata=settings.metadata)
+            answer: Answer = await self._wait_for(begun)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self.target) from error
+        return answer
+
+    async def _ask_for(
+        self, cls: type[Values], method: grpc.UnaryUnaryMultiCallable[Request, Any], request: Request
+    ) -> Values:
+        """The answer as a dataclass."""
+        return flat(cls, await self._ask(method, request))

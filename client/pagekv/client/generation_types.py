@@ -1,0 +1,165 @@
+"""Arguments and results of generating: plain values, no protobuf."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, TypedDict
+
+__all__ = [
+    "CacheControls", "ChatMessage", "Chunk", "Completion", "FinishReason", "GenerateOptions", "MediaHash",
+    "PositionLogprobs", "Prompt", "TokenLogprob",
+]  # fmt: skip  # one name a line would fill a screen
+
+# "unknown" is anything that only later servers say.
+FinishReason: TypeAlias = Literal["stop", "length", "abort", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message of a conversation; `role` is "system", "user" or "assistant" for most chat templates."""
+
+    role: str
+    content: str
+
+
+# Text, token ids, or a conversation (messages, or mappings with the keys role and content).
+Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage] | Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class MediaHash:
+    """Prompt positions [position, position + length) stand for a medium whose content has this digest."""
+
+    position: int
+    length: int
+    hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class CacheControls:
+    """The requests that share cached blocks, and whether this one reads and writes the prefix cache."""
+
+    namespace: str = ""
+    media_hashes: tuple[MediaHash, ...] = ()
+    read: bool = True
+    write: bool = True
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keyword arguments of every generating method. An option left out, or None, takes the default."""
+
+    temperature: float
+    """Softmax temperature, 0 to 100; 0 is greedy. Default 1."""
+    top_p: float
+    """Nucleus, above 0 and up to 1. Default 1: off."""
+    top_k: int
+    """Only the k likeliest tokens; 0 is off."""
+    min_p: float
+    """Only tokens at least this share as likely as the likeliest, 0 to 1; 0 is off."""
+    max_tokens: int
+    """Tokens to generate at most. Default 16, for chat what the context leaves."""
+    min_tokens: int
+    """Tokens to generate before anything but max_tokens may end the sequence."""
+    seed: int
+    """Seed of the random choices. Default: drawn by the client, so that a broken stream can go on with it; none of beam
+    search.
+    """
+    stop: str | Sequence[str]
+    """String or strings that end the text, which stops before them."""
+    stop_token_ids: Sequence[int]
+    """Token ids that end the sequence besides the model's own."""
+    ignore_eos: bool
+    """True: the model's end-of-sequence token does not end the sequence."""
+    repetition_penalty: float
+    """Above 0 and up to 10. Default 1: off."""
+    presence_penalty: float
+    """-2 to 2. Default 0: off."""
+    frequency_penalty: float
+    """-2 to 2. Default 0: off."""
+    logprobs: int
+    """Return log-probabilities of the chosen token and this many likeliest, 0 to 20."""
+    logit_bias: Mapping[int, float]
+    """Added to the logits of single tokens, by token id."""
+    beam_width: int
+    """Beam search with this many hypotheses at once, 1 to 32; 0 is off. The `n` best come back, best first, when all
+    are known: there are no chunks. Sampling options must be left out, a temperature must be 0.
+    """
+    length_penalty: float
+    """Beam search compares results by logprob / tokens ** length_penalty, so above 0 longer ones gain; -10 to 10.
+    Default 1.
+    """
+    early_stopping: bool
+    """True: beam search is over once beam_width hypotheses have ended, whatever the others promise."""
+    cache: CacheControls
+    """Prefix cache controls."""
+    adapter: str
+    """The adapter to answer with, which separates cache entries and no more. Default: none."""
+    priority: int
+    """Lower runs earlier, -100 to 100. Default 0."""
+    request_id: str
+    """Unique among running requests. Default: drawn by the client, so that a broken stream can go on with it."""
+    timeout: float | None
+    """Seconds for the whole generation, retries and resumed parts included, 0 to 1,000,000. Default: no limit."""
+    resume_timeout: float
+    """Seconds to go on trying after the connection was lost, 0 to 1,000,000; 0: never resume. Default: the client's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """Natural-log probability of a token under the raw logits."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PositionLogprobs:
+    """Log-probabilities at one generated position: the chosen token's, and the likeliest tokens', best first."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """New tokens of one sequence. `token_ids`, `text` and `logprobs` are deltas, the counts are cumulative. No chunk
+    says that it is the last one, which is known only after it: `completions` of the stream has the sequences that
+    have ended.
+    """
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    """Never splits a character; empty while what follows may become a stop string."""
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    logprobs: tuple[PositionLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One finished sequence."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    """Prompt tokens served from the prefix cache when the sequence was first admitted."""
+    stop_token_id: int | None = None
+    """The token that ended it, where one did: finish_reason is "stop"."""
+    stop_string: str | None = None
+    """The stop string that ended it, where one did."""
+    preemptions: int = 0
+    """Times that the server preempted the sequence."""
+    resumes: int = 0
+    """Times that the stream broke and was resumed."""
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    cumulative_logprob: float | None = None
+    """Sum of the natural-log probabilities of token_ids; of beam search only."""

@@ -1,0 +1,88 @@
+"""One reader of the prefix tables' changes, over as many connections as it takes. No I/O: the clients drive it.
+
+The server holds the latest changes, so a watch whose connection broke goes on behind the last batch that its caller has
+whole, without another snapshot. Batches of changes are therefore given to the caller whole or not at all; only the
+parts of a snapshot are passed on as they come, and a connection that breaks among them ends the watch.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from pagekv.client.errors import PageKVError, Unavailable
+from pagekv.client.resumable_generation import FIRST_PAUSE_S, LONGEST_PAUSE_S
+from pagekv.client.types import EventBatch
+from pagekv.client.wire import event_batch, filled
+from pagekv.v1 import operator_service_pb2 as pb
+
+
+class ResumableWatch:
+    """Made for one call of `watch_events`. Before each connection the client sends `request`, then hands every message
+    to `take`, and an error to `failed`.
+    """
+
+    def __init__(
+        self,
+        *,
+        token_ids: bool,
+        snapshot_only: bool,
+        start_revision: int,
+        instance_id: str,
+        progress_interval: float | None,
+        resume_timeout: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """As the arguments of `watch_events`. Raises InvalidRequest for values that have no place in a message."""
+        self._request = filled(pb.WatchEventsRequest(token_ids=token_ids), snapshot_only=snapshot_only)
+        filled(self._request, start_revision=start_revision, instance_id=instance_id)
+        if progress_interval is not None:
+            self._request.progress_interval.FromNanoseconds(int(progress_interval * 1e9))
+        self._resume_timeout = resume_timeout
+        self._clock = clock
+        self._instance_id = instance_id
+        # Messages given to the caller, and those of earlier connections.
+        self._given = self._before = 0
+        # Parts of a batch that is not whole.
+        self._parts: list[EventBatch] = []
+        self._interrupted_at: float | None = None
+        self._pause_s = FIRST_PAUSE_S
+
+    def request(self) -> pb.WatchEventsRequest:
+        """The request of the next connection."""
+        self._parts, self._before = [], self._given
+        return self._request
+
+    def take(self, message: pb.WatchEventsResponse) -> Iterator[EventBatch]:
+        """The batches that the caller gets now: none while a batch of changes is not whole."""
+        self._interrupted_at, self._pause_s = None, FIRST_PAUSE_S
+        self._instance_id = message.instance_id or self._instance_id
+        batch = event_batch(message)
+        # Numbered through all connections; a gap in one of them stays a gap.
+        batch = replace(batch, sequence=self._before + batch.sequence, instance_id=self._instance_id)
+        self._parts.append(batch)
+        if batch.more and not batch.snapshot:
+            return
+        parts, self._parts = self._parts, []
+        for part in parts:
+            self._given = part.sequence
+            if not part.more and part.revision:
+                self._request.start_revision, self._request.instance_id = part.revision, self._instance_id
+            yield part
+
+    def failed(self, error: PageKVError) -> float:
+        """The connection failed; seconds to wait before the next one. Raises the error when there is to be none."""
+        if not isinstance(error, Unavailable) or not self._request.start_revision or self._request.snapshot_only:
+            raise error
+        now = self._clock()
+        if self._interrupted_at is None:
+            self._interrupted_at = now
+        left = self._interrupted_at + self._resume_timeout - now
+        if left <= 0:
+            raise error
+        # Half of the pause is random, so that the readers of a restarted server do not come all at once.
+        pause = self._pause_s * (0.5 + random.random() / 2)
+        self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
+        return min(pause, left)

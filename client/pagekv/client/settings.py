@@ -1,0 +1,96 @@
+"""How a client carries its calls out, wherever the server is: time limits, retries and metadata, checked once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypeAlias, TypedDict
+
+from pagekv.common.errors import InvalidRequest
+
+__all__ = ["CallOptions"]
+
+DEFAULT_TIMEOUT_S = 30.0
+DEFAULT_RESUME_TIMEOUT_S = 30.0
+DEFAULT_MAX_RETRIES = 2
+_LONGEST_S = 1e6
+_MOST_RETRIES = 100
+# Of all entries together, each with the 32 bytes that HTTP/2 adds: half of what a manager takes, since proxies and
+# tracing add their own.
+_METADATA_BYTES = 8192
+_KEY = re.compile(r"[a-z0-9_.-]+")
+_VALUE = re.compile(r"[ -~]*")
+
+Metadata: TypeAlias = Iterable[tuple[str, str | bytes]]
+
+
+class CallOptions(TypedDict, total=False):
+    """Keyword arguments of `with_options`; what is left out stays as it is."""
+
+    timeout: float | None
+    """Seconds for each call but generating ones, 0 to 1,000,000; None: no limit."""
+    resume_timeout: float
+    """Seconds that a generation goes on trying after its connection broke, 0 to 1,000,000; 0 raises ConnectionLost."""
+    max_retries: int
+    """Times that a generation refused before its first token is asked for again, 0 to 100."""
+    metadata: Metadata
+    """Entries sent with every call besides the client's own; a key given again takes the place of the client's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSettings:
+    """CallOptions with every value; InvalidRequest names the one that is out of bounds."""
+
+    timeout: float | None = DEFAULT_TIMEOUT_S
+    resume_timeout: float = DEFAULT_RESUME_TIMEOUT_S
+    max_retries: int = DEFAULT_MAX_RETRIES
+    metadata: tuple[tuple[str, str | bytes], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.timeout is not None:
+            check_seconds("timeout", self.timeout)
+        check_seconds("resume_timeout", self.resume_timeout)
+        if not isinstance(self.max_retries, int) or not 0 <= self.max_retries <= _MOST_RETRIES:
+            raise InvalidRequest("max_retries", f"must be 0 to {_MOST_RETRIES}, is {self.max_retries!r:.80}")
+        _check_metadata(self.metadata)
+
+    def changed(self, options: CallOptions) -> Self:
+        """With these options. Raises TypeError for unknown ones."""
+        values: dict[str, Any] = {**options}
+        if "metadata" in values:
+            added = as_metadata(values["metadata"])
+            given = {key for key, _ in added}
+            values["metadata"] = (*(entry for entry in self.metadata if entry[0] not in given), *added)
+        return replace(self, **values)
+
+
+def check_seconds(name: str, value: object) -> None:
+    """Raises InvalidRequest unless it is a time limit."""
+    if not isinstance(value, (int, float)) or not 0 <= value <= _LONGEST_S:
+        raise InvalidRequest(name, f"must be 0 to {_LONGEST_S:,.0f} seconds, is {value!r:.80}")
+
+
+def as_metadata(entries: Metadata) -> tuple[tuple[str, str | bytes], ...]:
+    """The entries as pairs. Raises InvalidRequest for what are none."""
+    try:
+        return tuple((key, value) for key, value in entries)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest("metadata", f"must be pairs of key and value, is {entries!r:.80}") from error
+
+
+def _check_metadata(entries: tuple[tuple[str, str | bytes], ...]) -> None:
+    # Values may be credentials: no message shows one.
+    for position, (key, value) in enumerate(entries):
+        name = f"metadata[{position}]"
+        if not isinstance(key, str) or not _KEY.fullmatch(key) or key.startswith("grpc-"):
+            problem = f"must have a key of a-z, 0-9, _, . and - that does not begin with grpc-, is {key!r:.80}"
+            raise InvalidRequest(name, problem)
+        if key.endswith("-bin"):
+            if not isinstance(value, bytes):
+                raise InvalidRequest(name, f"{key}: the value must be bytes, is a {type(value).__name__}")
+        elif not isinstance(value, str) or not _VALUE.fullmatch(value):
+            raise InvalidRequest(name, f"{key}: the value must be text of printable ASCII characters")
+    size = sum(len(key) + len(value) + 32 for key, value in entries)
+    if size > _METADATA_BYTES:
+        raise InvalidRequest("metadata", f"must be {_METADATA_BYTES} bytes at most with 32 for each entry, is {size}")

@@ -1,0 +1,247 @@
+"""Layer one: epochs, streams and the order of results, rules P1 to P12."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import grpc
+
+from pagekv.conformance.kit import Kit, expect, refused
+from pagekv.conformance.link import Refusal
+from pagekv.conformance.played import PlayedEpoch
+from pagekv.conformance.target import REVISION
+from pagekv.conformance.verdict import Rule, during, require
+from pagekv.steps.v1 import executor_service_pb2 as pb
+
+Code = grpc.StatusCode
+OTHER = "pagekv-conformance-other"
+# Steps sent at once, unless twice as many as the executor takes in are more; and more than those are never sent.
+MIN_SENT, MAX_SENT = 40, 400
+IDENTITY = ("model_id", "model_fingerprint", "kv_dtype", "vocab_size", "max_model_len", "bytes_per_block", "layout")
+# A feature that no revision has had so far.
+NO_FEATURE = 9999
+
+
+def describe_changes_nothing(kit: Kit) -> None:
+    prompt = kit.answers.prompts[0]
+    with kit.epoch() as epoch:
+        seq = epoch.sequence(prompt)
+        epoch.step([seq])
+        for budget in (64, 256):
+            request = pb.DescribeRequest(
+                block_size=kit.target.block_size, token_budget=budget, contract_revision=REVISION
+            )
+            answer = kit.target.link.describe(request)
+            for name in IDENTITY:
+                old, new = getattr(kit.description, name), getattr(answer, name)
+                require(old == new, f"{name} was {old!r} and is {new!r}")
+            epoch.decode(2)
+        kit.answers.compare(seq, "a sequence during Describe")
+
+
+def an_attach_ends_the_epoch_before(kit: Kit) -> None:
+    seen: set[int] = set()
+    for _ in range(3):
+        with kit.epoch() as epoch:
+            require(epoch.epoch not in seen | {0}, f"epoch {epoch.epoch} was given before, or is 0")
+            seen.add(epoch.epoch)
+            epoch.step([epoch.sequence(kit.answers.prompts[1])])
+            new = kit.target.attach()
+            require(new not in seen | {0}, f"epoch {new} was given before, or is 0")
+            seen.add(new)
+            with during("the stream of the epoch before"):
+                expect(refused(epoch.call), Code.ABORTED)
+    kit.goes_on()
+
+
+def a_held_executor_is_taken_over_only_when_told(kit: Kit) -> None:
+    with kit.epoch() as epoch:
+        seq = epoch.sequence(kit.answers.prompts[0])
+        epoch.step([seq])
+        with during("Attach of another manager"):
+            _refuses_attach(kit, Code.FAILED_PRECONDITION, manager_id=OTHER)
+        epoch.decode(3)
+        kit.answers.compare(seq, "the first manager's sequence")
+        with during("Attach of another manager with take_over"):
+            kit.target.attach(OTHER, take_over=True)
+            expect(refused(epoch.call), Code.ABORTED)
+
+
+def an_epoch_has_one_stream(kit: Kit) -> None:
+    with kit.epoch() as epoch:
+        seq = epoch.sequence(kit.answers.prompts[0])
+        epoch.step([seq])
+        second = kit.target.run()
+        second.send(pb.StepRequest(epoch=epoch.epoch, step=2))
+        expect(second.refusal(), Code.FAILED_PRECONDITION)
+        epoch.decode(3)
+        kit.answers.compare(seq, "the first stream's sequence")
+
+
+def every_step_has_one_result(kit: Kit) -> None:
+    with kit.epoch() as epoch:
+        epoch.step()
+        first, second = (epoch.sequence(prompt) for prompt in kit.answers.prompts[:2])
+        epoch.step([first], counts={first: 3})
+        epoch.step([second], counts={first: 0})
+        for _ in range(5):
+            epoch.send(others=0)
+        for _ in range(5):
+            epoch.receive()
+        epoch.step(finish=[first, second])
+        epoch.step()
+
+
+def stale_steps_touch_nothing(kit: Kit) -> None:
+    prompt = kit.answers.prompts[0]
+    old = kit.target.attach()
+    with kit.epoch() as epoch:
+        seq = epoch.sequence(prompt)
+        epoch.step([seq])
+        for number in (old, epoch.epoch + 1):
+            stray = kit.target.run()
+            stray.send(pb.StepRequest(epoch=number, step=2, finished_seqs=[seq.seq_id]))
+            with during(f"a stream of epoch {number} beside the present one {epoch.epoch}"):
+                expect(stray.refusal(), Code.ABORTED)
+        epoch.decode(3)
+        kit.answers.compare(seq, "a sequence of the present epoch")
+        epoch.call.send(pb.StepRequest(epoch=old, step=epoch.step_number + 1))
+        with during("a step of an old epoch in the stream of the present one"):
+            expect(epoch.call.refusal(), Code.ABORTED)
+
+
+def a_refusal_ends_the_epoch(kit: Kit) -> None:
+    with kit.epoch() as epoch:
+        seq = epoch.sequence(kit.answers.prompts[1])
+        epoch.send([seq])
+        for _ in range(2):
+            epoch.send()
+        bad = pb.StepRequest(epoch=epoch.epoch, step=epoch.step_number + 1, finished_seqs=[seq.seq_id + 7])
+        epoch.call.send(bad)
+        epoch.call.send(pb.StepRequest(epoch=epoch.epoch, step=epoch.step_number + 2))
+        for _ in range(3):
+            epoch.receive()
+        kit.answers.compare(seq, "a sequence of the steps before")
+        expect(epoch.call.refusal(), Code.INVALID_ARGUMENT)
+        _is_over(kit, epoch)
+    kit.goes_on()
+
+
+def half_closing_drains(kit: Kit) -> None:
+    with kit.epoch() as epoch:
+        seq = epoch.sequence(kit.answers.prompts[1])
+        epoch.send([seq])
+        for _ in range(3):
+            epoch.send()
+        epoch.call.half_close()
+        for _ in range(4):
+            epoch.receive()
+        kit.answers.compare(seq, "a sequence")
+        end = epoch.call.outcome()
+        require(end is None, f"the stream ended with {end}, not OK")
+        _is_over(kit, epoch)
+
+
+def many_steps_wait(kit: Kit) -> None:
+    most = kit.description.max_steps_in_flight
+    require(most >= 2, f"max_steps_in_flight is {most}, below 2")
+    with kit.epoch() as epoch:
+        seq = epoch.sequence(kit.answers.prompts[1])
+        epoch.send([seq])
+        num_sent = min(MAX_SENT, max(MIN_SENT, 2 * most))
+        for _ in range(num_sent - 3):
+            epoch.send(others=0)
+        for _ in range(2):
+            epoch.send()
+        for _ in range(num_sent):
+            epoch.receive()
+        kit.answers.compare(seq, f"a sequence of {num_sent} steps sent at once")
+
+
+def attach_refuses_by_name(kit: Kit) -> None:
+    size = kit.target.block_size
+    with kit.epoch() as epoch:
+        seq = epoch.sequence(kit.answers.prompts[0])
+        epoch.step([seq])
+        for bad, budget, field in (
+            *((bad, 64, "block_size") for bad in (0, 3, 512)),
+            *((size, budget, "token_budget") for budget in (0, 65537)),
+        ):
+            request = pb.DescribeRequest(block_size=bad, token_budget=budget, contract_revision=REVISION)
+            with during(f"Describe with block_size {bad}, token_budget {budget}"):
+                _refuses(lambda request=request: kit.target.link.describe(request), Code.INVALID_ARGUMENT, field)
+        for name, values in (
+            ("manager_id", ("", "x" * 129)),
+            ("block_size", (0, 3, 512)),
+            ("num_device_blocks", (0,)),
+            ("layout", ("no such layout",)),
+        ):
+            for value in values:
+                _refuses_attach(kit, Code.INVALID_ARGUMENT, name, **{name: value})
+        _refuses_attach(kit, Code.INVALID_ARGUMENT, "num_host_blocks", num_host_blocks=1, features=())
+        _refuses_attach(kit, Code.FAILED_PRECONDITION, features=[*kit.target.features, NO_FEATURE])
+        _refuses_attach(kit, Code.FAILED_PRECONDITION, features=[0])
+        for number in sorted(set(pb.ExecutorFeature.values()) - {0} - set(kit.description.features)):
+            _refuses_attach(kit, Code.FAILED_PRECONDITION, features=[number])
+        for revision in (0, kit.description.contract_revision + 1):
+            _refuses_attach(kit, Code.FAILED_PRECONDITION, contract_revision=revision)
+        _refuses_attach(kit, Code.RESOURCE_EXHAUSTED, num_device_blocks=kit.target.pool_blocks + 1)
+        epoch.decode(3)
+        kit.answers.compare(seq, "a sequence of the epoch before")
+
+
+def describe_keeps_its_bounds(kit: Kit) -> None:
+    told = kit.description
+    for name in ("num_layers", "num_kv_heads", "head_size", "max_model_len", "device_kv_bytes", "max_sequences"):
+        require(getattr(told, name) >= 1, f"{name} is 0")
+    for name in ("model_fingerprint", "kv_dtype", "layout", "backend"):
+        require(getattr(told, name), f"{name} is empty")
+    require(told.contract_revision >= REVISION, f"contract_revision is {told.contract_revision}, below {REVISION}")
+    require(told.max_steps_in_flight >= 2, f"max_steps_in_flight is {told.max_steps_in_flight}, below 2")
+    require(told.max_logprobs <= 128, f"max_logprobs is {told.max_logprobs}, above 128")
+    require(re.fullmatch(r"[a-z0-9.-]{1,64}", told.sampler), f"sampler is {told.sampler!r}")
+    features = list(told.features)
+    require(len(set(features)) == len(features) and 0 not in features, f"features are {features}")
+    ends = [token for token in told.eos_token_ids if token >= told.vocab_size]
+    require(not ends, f"eos_token_ids {ends} are not below vocab_size {told.vocab_size}")
+    has_pool = pb.EXECUTOR_FEATURE_HOST_POOL in features
+    require(has_pool == bool(told.host_kv_bytes), f"host_kv_bytes is {told.host_kv_bytes}, HOST_POOL is {has_pool}")
+
+
+def _is_over(kit: Kit, epoch: PlayedEpoch) -> None:
+    """Raises BrokenRule where the epoch takes another step."""
+    again = kit.target.run()
+    again.send(pb.StepRequest(epoch=epoch.epoch, step=epoch.step_number + 1))
+    with during("a step of the epoch that is over"):
+        expect(again.refusal(), Code.ABORTED)
+
+
+def _refuses_attach(kit: Kit, code: grpc.StatusCode, *fields: str, **attaching: Any) -> None:
+    attaching.setdefault("take_over", "manager_id" not in attaching)
+    with during(f"Attach with {', '.join(f'{name} {value!r}'[:80] for name, value in attaching.items())}"):
+        _refuses(lambda: kit.target.attach(**attaching), code, *fields)
+
+
+def _refuses(call: Any, code: grpc.StatusCode, *fields: str) -> None:
+    try:
+        call()
+    except Refusal as refusal:
+        expect(refusal, code, (), fields)
+    else:
+        require(False, "was accepted")
+
+
+RULES: tuple[Rule[Kit], ...] = (
+    Rule("P1", "Describe during an epoch changes nothing", describe_changes_nothing),
+    Rule("P2", "Attach ends the epoch before it; no epoch number comes twice", an_attach_ends_the_epoch_before),
+    Rule("P3", "another manager takes over only when told to", a_held_executor_is_taken_over_only_when_told),
+    Rule("P4", "an epoch has one stream at a time", an_epoch_has_one_stream),
+    Rule("P5", "every step has one result, in order", every_step_has_one_result),
+    Rule("P6", "steps of other epochs are ABORTED and touch nothing", stale_steps_touch_nothing),
+    Rule("P7", "a refusal follows earlier results and ends the epoch", a_refusal_ends_the_epoch),
+    Rule("P8", "half-closing drains the stream and ends the epoch", half_closing_drains),
+    Rule("P9", "steps sent at once wait, and none is refused", many_steps_wait),
+    Rule("P11", "Describe and Attach refuse by name, and end nothing", attach_refuses_by_name),
+    Rule("P12", "Describe keeps the bounds of its fields", describe_keeps_its_bounds),
+)

@@ -1,0 +1,70 @@
+"""All rules in order, each with its verdict."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import grpc
+
+from pagekv.conformance import meaning, protocol, refusals, sampling_rules
+from pagekv.conformance.keepalive import IdleConnection
+from pagekv.conformance.kit import Kit
+from pagekv.conformance.link import Refusal
+from pagekv.conformance.target import Target, Untestable
+from pagekv.conformance.verdict import BrokenRule, NotTested, Rule, Verdict, during
+
+
+def _layer(*tables: tuple[Rule[Kit], ...]) -> list[Rule[Kit]]:
+    return sorted((rule for table in tables for rule in table), key=lambda rule: int(rule.number[1:]))
+
+
+# In the order tested: what refusals say needs the protocol, and meaning both. P10 is not among them, which takes long.
+RULES = (*_layer(protocol.RULES), *_layer(refusals.RULES), *_layer(meaning.RULES, sampling_rules.RULES))
+
+
+def judge(target: Target, idle: IdleConnection, note: Callable[[str], None]) -> Iterator[Verdict]:
+    """The verdict of each rule as it comes. `note` is told of waits. Raises Untestable when another manager has the
+    executor.
+    """
+    kit = Kit(target)
+    try:
+        kit.target.attach()
+    except Refusal as refusal:
+        if refusal.code is grpc.StatusCode.FAILED_PRECONDITION:
+            raise Untestable(f"Attach is refused: {refusal}. Stop the manager that drives the executor") from refusal
+
+    def stays(_: Kit) -> None:
+        idle.check(lambda seconds: note(f"P10 waits for {seconds:.0f} s in which a connection is idle"))
+
+    gone = False
+    for rule in (*RULES, Rule("P10", "pings on an idle connection are welcome", stays)):
+        if gone:
+            yield Verdict(rule.number, rule.words, "skipped", "the executor is gone", 0.0)
+            continue
+        verdict = verdict_of(kit, rule)
+        gone = verdict.outcome == "failed" and not target.link.is_there()
+        yield verdict
+
+
+def verdict_of(kit: Kit, rule: Rule[Kit]) -> Verdict:
+    """Tests one rule."""
+    answers, begin = kit.answers, time.monotonic()
+    compared, ties = answers.num_compared, answers.num_ties
+    outcome, why = "ok", ""
+    try:
+        # Before a rule opens an epoch, which another one for an answer would end.
+        with during("a prompt alone"):
+            kit.answers.prepare()
+        rule.check(kit)
+        # Rules of the other layers ask for more than tokens.
+        tied = answers.num_ties > ties and answers.num_compared == compared
+        if tied and rule.number.startswith("M"):
+            outcome, why = "skipped", "the likeliest tokens are near ties everywhere"
+    except NotTested as error:
+        outcome, why = "skipped", str(error)
+    except BrokenRule as error:
+        outcome, why = "failed", str(error)
+    except Refusal as refusal:
+        outcome, why = "failed", f"a call that keeps every rule is refused: {refusal}"
+    return Verdict(rule.number, rule.words, outcome, why, time.monotonic() - begin)

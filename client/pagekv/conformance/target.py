@@ -1,0 +1,116 @@
+"""The executor under test as it describes itself, and the sizes that it is tested with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from pagekv.conformance.link import Link, Refusal, StepsCall
+from pagekv.steps.v1 import executor_service_pb2 as pb
+
+# The revision of the contract whose rules are tested.
+REVISION = 1
+MANAGER = "pagekv-conformance"
+# Tokens of a step at most, but where a refusal is tested.
+TOKEN_BUDGET = 512
+# Blocks of the device pool, unless a rule needs more, and of the host pool.
+NUM_BLOCKS = 48
+NUM_HOST_BLOCKS = 8
+# In the order tried: that of managers, then larger, then smaller ones.
+BLOCK_SIZES = (16, 32, 64, 128, 256, 8, 4, 2, 1)
+FEATURES = {
+    name.removeprefix("EXECUTOR_FEATURE_").lower().replace("_", "-"): number
+    for name, number in pb.ExecutorFeature.items()
+    if number
+}
+
+
+class Untestable(Exception):
+    """The executor cannot be tested at all; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """An executor that has described itself. `features` are those to test, all of which it has."""
+
+    link: Link
+    description: pb.DescribeResponse
+    block_size: int
+    features: frozenset[Any]
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks in the longest table."""
+        return -(-self.description.max_model_len // self.block_size)
+
+    @property
+    def pool_blocks(self) -> int:
+        """Blocks that the device pool can have."""
+        return int(self.description.device_kv_bytes // self.description.bytes_per_block)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """StepSampling.logprobs with which the margin of a token can be seen; None where it cannot be."""
+        known = pb.EXECUTOR_FEATURE_LOGPROBS in self.features and self.description.max_logprobs >= 2
+        return 2 if known and self.description.vocab_size >= 2 else None
+
+    def attach(
+        self,
+        manager_id: str = MANAGER,
+        *,
+        num_blocks: int = NUM_BLOCKS,
+        host_blocks: int = 0,
+        features: Iterable[Any] | None = None,
+        take_over: bool = False,
+        **fields: object,
+    ) -> int:
+        """A new epoch; by default all features are required. `fields` of AttachRequest override. Raises Refusal."""
+        request = pb.AttachRequest(
+            manager_id=manager_id,
+            block_size=self.block_size,
+            num_device_blocks=num_blocks,
+            num_host_blocks=host_blocks,
+            layout=self.description.layout,
+            take_over=take_over,
+            required_features=sorted(features) if features is not None else sorted(self.features),
+            contract_revision=REVISION,
+        )
+        for name, value in fields.items():
+            setattr(request, name, value)
+        return self.link.attach(request)
+
+    def run(self) -> StepsCall:
+        return self.link.run()
+
+
+def describe(link: Link, wanted: frozenset[int] | None) -> Target:
+    """The executor, with a block size at which the rules can be tested. `wanted`: features to test; None: all.
+
+    Raises Untestable.
+    """
+    last = "it takes no block size"
+    for block_size in BLOCK_SIZES:
+        try:
+            description = link.describe(
+                pb.DescribeRequest(block_size=block_size, token_budget=TOKEN_BUDGET, contract_revision=REVISION)
+            )
+        except Refusal as refusal:
+            if refusal.field != "block_size":
+                raise Untestable(f"Describe is refused: {refusal}") from refusal
+            continue
+        if not description.bytes_per_block or not description.vocab_size:
+            raise Untestable("Describe names no bytes_per_block or no vocab_size")
+        features = frozenset(description.features) & frozenset(FEATURES.values())
+        if lacking := [
+            name for name, number in FEATURES.items() if number in (wanted or ()) and number not in features
+        ]:
+            raise Untestable(f"--features: Describe does not list {', '.join(lacking)}")
+        target = Target(link, description, block_size, features if wanted is None else wanted)
+        if description.max_model_len >= 4 * block_size + 16 and target.pool_blocks >= NUM_BLOCKS:
+            return target
+        last = (
+            f"blocks of {block_size}: max_model_len {description.max_model_len} and {target.pool_blocks} blocks; "
+            f"{4 * block_size + 16} and {NUM_BLOCKS} are needed"
+        )
+    raise Untestable(f"model or pool are too small to test with: {last}")

@@ -1,0 +1,58 @@
+"""pagekv.v1.OperatorService: pool, requests and prefix tables of all callers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotFound
+from pagekv.kvmanager.api.served_model import ServedModel
+from pagekv.kvmanager.api.validation import check_request_id
+from pagekv.kvmanager.api.watch_call import check_watch, watch_messages
+from pagekv.kvmanager.engine.loop import EngineLoop
+from pagekv.kvmanager.engine.paging import read_page_size
+from pagekv.v1 import operator_service_pb2 as pb
+from pagekv.v1 import operator_service_pb2_grpc as pb_grpc
+
+
+class OperatorService(pb_grpc.OperatorServiceServicer):
+    """Every answer is a snapshot between two steps. Errors are raised as `PageKVError`."""
+
+    def __init__(self, engine: EngineLoop, served_model: ServedModel) -> None:
+        self._queries = engine.queries
+        self._served_model = served_model
+
+    async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
+        return self._queries.stats()
+
+    async def ListRequests(self, request: pb.ListRequestsRequest, context: Any) -> pb.ListRequestsResponse:
+        return self._queries.list_requests(read_page_size(request.page_size), request.page_token)
+
+    async def GetBlockTable(self, request: pb.GetBlockTableRequest, context: Any) -> pb.GetBlockTableResponse:
+        check_request_id("request_id", request.request_id)
+        tables = self._queries.block_tables(request.request_id)
+        if tables is None:
+            raise NotFound(f"no request {request.request_id!r} is running or waiting", "request", request.request_id)
+        return tables
+
+    async def ListBlocks(self, request: pb.ListBlocksRequest, context: Any) -> pb.ListBlocksResponse:
+        page_size = read_page_size(request.page_size)
+        if request.state not in pb.BlockState.values():
+            raise InvalidRequest("state", f"must be from 0 to {max(pb.BlockState.values())}, got {request.state}")
+        return self._queries.list_blocks(page_size, request.page_token, request.state)
+
+    async def ResetPrefixCache(self, request: pb.ResetPrefixCacheRequest, context: Any) -> pb.ResetPrefixCacheResponse:
+        reset = self._queries.reset_prefix_cache(request.force)
+        if reset is None:
+            held = "running requests or pins hold blocks: wait for them to end, or use force"
+            raise FailedPrecondition(held, "BLOCKS_HELD", "prefix cache")
+        return reset
+
+    async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
+        instance_id = self._queries.instance_id
+        check_watch(request, instance_id)
+        watch = self._queries.watch_events(request.start_revision)
+        # Runs also when the call is cancelled while a message is being written, where no `finally` here would.
+        context.add_done_callback(lambda _: watch.close())
+        async for message in watch_messages(request, watch, instance_id):
+            yield message

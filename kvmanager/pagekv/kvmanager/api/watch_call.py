@@ -1,0 +1,109 @@
+"""One WatchEvents call: its request checked, and changes of the prefix tables as messages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from itertools import chain, count, islice, repeat
+
+from pagekv.common.errors import InvalidRequest, RevisionGone
+from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
+from pagekv.kvmanager.kvcache.events.subscription import TableWatch
+from pagekv.v1 import operator_service_pb2 as pb
+from pagekv.v1 import types_pb2
+
+# Events in one message: with token ids in blocks of 256 less than 2 MB, and a few milliseconds to write.
+MAX_EVENTS = 1024
+MIN_PROGRESS_S, MAX_PROGRESS_S = 1, 3600
+MAX_INSTANCE_CHARACTERS = 64
+_TIERS = {Tier.DEVICE: types_pb2.TIER_DEVICE, Tier.HOST: types_pb2.TIER_HOST}
+
+
+def check_watch(request: pb.WatchEventsRequest, instance_id: str) -> None:
+    """Raises InvalidRequest, and RevisionGone when the request goes on behind another run than `instance_id`."""
+    given = request.instance_id
+    if len(given) > MAX_INSTANCE_CHARACTERS:
+        raise InvalidRequest("instance_id", f"must be at most {MAX_INSTANCE_CHARACTERS} characters, has {len(given)}")
+    if bool(given) != bool(request.start_revision):
+        missing = "instance_id" if request.start_revision else "start_revision"
+        raise InvalidRequest(missing, "must be given: start_revision and instance_id go together")
+    if request.start_revision and request.snapshot_only:
+        raise InvalidRequest("snapshot_only", "must be false with start_revision: there is no snapshot then")
+    if request.HasField("progress_interval"):
+        interval = request.progress_interval
+        nanos = interval.seconds * 10**9 + interval.nanos
+        if not MIN_PROGRESS_S * 10**9 <= nanos <= MAX_PROGRESS_S * 10**9:
+            bounds = f"must be from {MIN_PROGRESS_S} to {MAX_PROGRESS_S} seconds"
+            raise InvalidRequest("progress_interval", f"{bounds}, got {nanos / 1e9:g}")
+    if given not in ("", instance_id):
+        raise RevisionGone("start_revision is of another run of the manager; watch from a snapshot")
+
+
+async def watch_messages(
+    request: pb.WatchEventsRequest, watch: TableWatch, instance_id: str
+) -> AsyncIterator[pb.WatchEventsResponse]:
+    """The messages of the call: the snapshot, unless the request goes on behind a revision, and the changes."""
+    with_tokens, sequence = not request.HasField("token_ids") or request.token_ids, count(1)
+    interval = request.progress_interval.ToMilliseconds() / 1e3 or None
+    more = not request.start_revision
+    while more:
+        # In pieces: the engine plans steps while each piece is on its way.
+        revision, blocks = watch.revision, watch.take_snapshot(MAX_EVENTS)
+        more = len(blocks) == MAX_EVENTS
+        message = pb.WatchEventsResponse(
+            sequence=next(sequence), snapshot=True, events=_stored(blocks, with_tokens), more=more,
+            revision=0 if more else revision, instance_id=instance_id,
+        )  # fmt: skip  # several fields a line
+        instance_id = ""
+        yield message
+    while not request.snapshot_only:
+        diff = Diff()
+        try:
+            async with asyncio.timeout(interval):
+                diff = await watch.take()
+        except TimeoutError:
+            pass  # nothing changed: the message below is empty
+        revision = watch.revision
+        for events, more in _pieces(diff, with_tokens):
+            message = pb.WatchEventsResponse(
+                sequence=next(sequence), events=events, more=more, revision=0 if more else revision,
+                instance_id=instance_id,
+            )  # fmt: skip  # several fields a line
+            instance_id = ""
+            yield message
+
+
+def _pieces(diff: Diff, with_tokens: bool) -> Iterator[tuple[Sequence[pb.CacheEvent], bool]]:
+    """Events of a change, MAX_EVENTS at a time, and whether more follow."""
+    left = chain(
+        [pb.CacheEvent(cleared=pb.AllBlocksCleared())] if diff.cleared else [],
+        _removed(diff.removed),
+        _stored(diff.stored, with_tokens),
+    )
+    events = list(islice(left, MAX_EVENTS))
+    while later := list(islice(left, MAX_EVENTS)):
+        yield events, True
+        events = later
+    yield events, False
+
+
+def _stored(found: Iterable[Stored], with_tokens: bool) -> Iterator[pb.CacheEvent]:
+    for stored in found:
+        for (digest, parent, token_ids), names in zip(stored.each(), stored.names or repeat(None), strict=False):
+            namespace, adapter = names or ("", "")
+            yield pb.CacheEvent(
+                stored=pb.BlockStored(
+                    block_hash=digest.hex(),
+                    parent_hash=parent.hex(),
+                    token_ids=token_ids if with_tokens else (),
+                    tier=_TIERS[stored.tier],
+                    namespace=namespace,
+                    adapter=adapter,
+                )
+            )
+
+
+def _removed(found: Iterable[Removed]) -> Iterator[pb.CacheEvent]:
+    for tier, digests in found:
+        for digest in digests:
+            yield pb.CacheEvent(removed=pb.BlockRemoved(block_hash=digest.hex(), tier=_TIERS[tier]))

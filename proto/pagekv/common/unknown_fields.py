@@ -1,0 +1,56 @@
+"""Refusing what a message has and this version of the contract does not: a field that is ignored changes an answer."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from pagekv.common.errors import InvalidRequest
+
+
+def check_known(message: Message, rule: str = "") -> None:
+    """Raises InvalidRequest, of this rule, where the message or one inside has a field that is not known here. `field`
+    is its path, with its number for the name: "sampling_params.42".
+    """
+    found = _unknown(message, _parts(message.DESCRIPTOR))
+    if found is not None:
+        path, number, name = found
+        what = f"this version of the contract has no field {number} of {name}"
+        raise InvalidRequest(f"{path}{number}", f"must be absent: {what}", rule)
+
+
+class _Part(NamedTuple):
+    """A field that is a message, or several."""
+
+    name: str
+    repeated: bool
+    parts: tuple[_Part, ...]
+
+
+@cache
+def _parts(descriptor: Descriptor) -> tuple[_Part, ...]:
+    # [] is the default of repeated fields in every version of protobuf. Maps of the contract hold no messages.
+    return tuple(
+        _Part(field.name, field.default_value == [], _parts(field.message_type))
+        for field in descriptor.fields
+        if field.message_type is not None and not field.message_type.GetOptions().map_entry
+    )
+
+
+def _unknown(message: Message, parts: tuple[_Part, ...]) -> tuple[str, int, str] | None:
+    """Path of the first message that has an unknown field, the field's number and the message's name."""
+    unknown = UnknownFieldSet(message)
+    if len(unknown):
+        return "", unknown[0].field_number, message.DESCRIPTOR.name
+    for name, repeated, inner in parts:
+        if repeated:
+            for index, each in enumerate(getattr(message, name)):
+                if (found := _unknown(each, inner)) is not None:
+                    return f"{name}[{index}].{found[0]}", *found[1:]
+        elif message.HasField(name) and (found := _unknown(getattr(message, name), inner)) is not None:
+            return f"{name}.{found[0]}", *found[1:]
+    return None

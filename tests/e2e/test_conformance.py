@@ -1,0 +1,71 @@
+"""Executors of this repository, and that of the docs, keep every rule of the contract of steps.
+
+Of the cpu backend tests/unit/conformance/test_sampling_rules.py shows it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.clients.stack import ORACLE, Process, environment
+from support.executor.cuda_host import HostDevice, host_backend, save_small_model
+from support.executor.judged import TOY, broken, served_backend, verdicts
+
+from pagekv.executor.oracle.backend import OracleBackend, OracleModel
+
+pytestmark = pytest.mark.e2e
+
+
+def test_the_oracle_keeps_every_rule_with_each_vocabulary() -> None:
+    begin = time.process_time()
+    for vocab, length in ((512, 4096), (50257, 200)):
+        model = OracleModel(vocab_size=vocab, max_model_len=length)
+        with served_backend(OracleBackend(model, kv_bytes=12 * 2**18)) as address:
+            found = verdicts(address)
+        assert broken(found) == {}
+        skipped = {number for number, verdict in found.items() if verdict.outcome == "skipped"}
+        assert skipped == {"M14", "M16", "M17"}
+    print(f"two runs with their executors: {time.process_time() - begin:.1f} s of CPU time")
+
+
+@pytest.mark.long
+def test_the_cuda_backend_keeps_every_rule(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    save_small_model("llama", tmp_path)
+    with served_backend(host_backend(tmp_path, HostDevice(), kv_memory=2**25)) as address:
+        found = verdicts(address)
+    assert broken(found) == {}
+    assert {number for number, verdict in found.items() if verdict.outcome == "skipped"} <= {"M17", "R33"}
+
+
+def judge(port: int) -> dict[str, object]:
+    """The command's verdicts of an executor that keeps every rule."""
+    command = [sys.executable, "-m", "pagekv.conformance.main", "--executor", f"127.0.0.1:{port}", "--json"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    answer: dict[str, object] = json.loads(done.stdout)
+    return answer
+
+
+@pytest.mark.long
+def test_the_command_judges_processes(tmp_path: Path) -> None:
+    executor = Process("pagekv.executor.server", ORACLE, tmp_path)
+    executor.start()
+    executor.wait_serving()
+    answer = judge(executor.port)
+    executor.stop()
+    assert (answer["backend"], answer["failed"]) == ("oracle", 0)
+    example = subprocess.Popen(
+        [sys.executable, str(TOY), "127.0.0.1:0"], env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    assert example.stdout is not None
+    answer = judge(int(example.stdout.readline().split()[-1]))
+    example.kill()
+    example.wait()
+    assert (answer["backend"], answer["failed"]) == ("toy", 0)

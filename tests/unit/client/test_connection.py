@@ -1,0 +1,127 @@
+"""Where the calls of both clients go, and what goes with them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+from support.clients.scripted_server import Hangs, ScriptedServer, chunk, complete
+
+from pagekv.client import AsyncPageKVClient, InvalidRequest, PageKVClient, Unreachable
+from pagekv.client.channel import channel_options
+from pagekv.v1 import operator_service_pb2 as operator_pb
+
+STATS = operator_pb.GetStatsResponse()
+
+
+def test_metadata_goes_with_every_call(server: ScriptedServer, make_client: Any) -> None:
+    client = make_client(server.target, metadata=[("authorization", "Bearer a"), ("trace-bin", b"\x00\xff")])
+    server.expect("GetStats", STATS)
+    client.stats()
+    server.expect("Generate", complete(4))
+    client.generate("x")
+    server.expect("WatchEvents", operator_pb.WatchEventsResponse(sequence=1, snapshot=True))
+    list(client.watch_events(snapshot_only=True))
+    assert server.metadata == [{"authorization": "Bearer a", "trace-bin": b"\x00\xff"}] * 3
+
+
+def test_options_are_for_the_copy_alone(server: ScriptedServer, make_client: Any) -> None:
+    client = make_client(server.target, timeout=1000, metadata=[("authorization", "Bearer a")])
+    one = client.with_options(timeout=3000, metadata=[("traceparent", "00-1")])
+    for each in (one, client, one.with_options(timeout=None)):
+        server.expect("GetStats", STATS)
+        each.stats()
+    both = {"authorization": "Bearer a", "traceparent": "00-1"}
+    assert server.metadata == [both, {"authorization": "Bearer a"}, both]
+    first, second, unlimited = server.deadlines
+    assert first is not None
+    assert second is not None
+    assert second < 1100 < 2000 < first < 3300
+    assert unlimited is None or unlimited > 1e6
+
+
+def test_closing_a_copy_leaves_the_connection(server: ScriptedServer) -> None:
+    with PageKVClient(server.target) as client:
+        with client.with_options(timeout=9) as copy:
+            assert type(copy) is PageKVClient
+        server.expect("GetStats", STATS)
+        client.stats()
+
+
+def test_a_channel_given_is_used_and_left_open(server: ScriptedServer) -> None:
+    with grpc.insecure_channel(server.target) as channel:
+        with PageKVClient(channel=channel) as client:
+            server.expect("GetStats", STATS)
+            client.stats()
+        server.expect("GetStats", STATS)
+        PageKVClient(channel=channel).stats()
+
+
+def test_an_asyncio_channel_given_is_used_and_left_open(server: ScriptedServer) -> None:
+    async def run() -> None:
+        async with grpc.aio.insecure_channel(server.target) as channel:
+            for _ in range(2):
+                server.expect("GetStats", STATS)
+                async with AsyncPageKVClient(channel=channel) as client:
+                    await client.stats()
+
+    asyncio.run(run())
+
+
+def test_credentials_encrypt_the_connection(make_client: Any) -> None:
+    server = ScriptedServer(credentials=grpc.local_server_credentials())
+    server.start()
+    try:
+        client = make_client(server.target, credentials=grpc.local_channel_credentials())
+        server.expect("GetStats", STATS)
+        client.stats()
+        server.expect("Generate", chunk(4), Hangs())
+        with client.stream("x") as stream:
+            assert next(stream).token_ids == (4,)
+        server.finish()
+    finally:
+        server.stop()
+
+
+def test_the_environment_names_the_target(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PAGEKV_TARGET", raising=False)
+    assert PageKVClient().target == "127.0.0.1:50051"
+    monkeypatch.setenv("PAGEKV_TARGET", server.target)
+    with PageKVClient() as client:
+        server.expect("GetStats", STATS)
+        client.stats()
+    assert PageKVClient("there:1").target == "there:1"
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"target": ""}, "target"),
+        ({"target": 50051}, "target"),
+        ({"timeout": -1}, "timeout"),
+        ({"metadata": [("A", "x")]}, "metadata[0]"),
+        ({"credentials": "secret"}, "credentials"),
+        ({"channel": "127.0.0.1:50051"}, "channel"),
+    ],
+)
+def test_arguments_out_of_bounds_are_refused_by_name(given: Any, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        PageKVClient(**given)
+    assert caught.value.field == field
+    assert "secret" not in str(caught.value)
+
+
+def test_a_channel_has_credentials_of_its_own_and_is_of_the_clients_kind() -> None:
+    with grpc.insecure_channel("127.0.0.1:1", options=channel_options("127.0.0.1:1")) as channel:
+        with pytest.raises(InvalidRequest, match="credentials: must be left out"):
+            PageKVClient(channel=channel, credentials=grpc.local_channel_credentials())
+        with pytest.raises(InvalidRequest, match=r"channel: must be a grpc\.aio\.Channel"):
+            AsyncPageKVClient(channel=channel)
+
+
+def test_a_server_without_encryption_is_unreachable_with_credentials(server: ScriptedServer, make_client: Any) -> None:
+    client = make_client(server.target, credentials=grpc.ssl_channel_credentials(), timeout=20)
+    with pytest.raises(Unreachable):
+        client.stats()

@@ -1,0 +1,85 @@
+"""The command: exit status, one line a rule, one JSON object, and an executor that is not there."""
+
+from __future__ import annotations
+
+import json
+import time
+from unittest import mock
+
+import grpc
+import pytest
+from support.executor.judged import Edit, toy
+
+from pagekv.conformance import main as command
+from pagekv.conformance.keepalive import IdleConnection
+from pagekv.conformance.main import feature_list, main
+
+
+def run(*args: str, edits: tuple[Edit, ...] = ()) -> int:
+    """Exit status against the toy, with an idle connection that pings more often."""
+    with (
+        toy(*edits) as address,
+        mock.patch.object(command, "IdleConnection", lambda target: IdleConnection(target, 200)),
+    ):
+        return main(["--executor", address, *args])
+
+
+def test_one_line_a_rule_and_exit_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "toy executor of toy, contract revision 1"
+    assert lines[2] == "P1 ok Describe during an epoch changes nothing"
+    assert "M5 skipped: no host-pool" in lines
+    assert lines[-1] == "57 rules hold, 0 are broken, 7 were skipped"
+
+
+def test_json_is_one_object_and_a_broken_rule_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--json", "--features", "none", edits=(("max_steps_in_flight=2", "max_steps_in_flight=1"),)) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["backend"], answer["holds"], answer["failed"], answer["features"]) == ("toy", False, 2, [])
+    failed = {each["rule"]: each["why"] for each in answer["rules"] if each["outcome"] == "failed"}
+    assert failed == dict.fromkeys(("P9", "P12"), "max_steps_in_flight is 1, below 2")
+
+
+def test_an_executor_that_is_not_there_is_exit_3_soon(capsys: pytest.CaptureFixture[str]) -> None:
+    begin = time.monotonic()
+    assert main(["--executor", "127.0.0.1:1"]) == 3
+    assert time.monotonic() - begin < 30
+    assert "no gRPC server answers at 127.0.0.1:1: start the executor" in capsys.readouterr().err
+
+
+def test_a_server_of_something_else_is_exit_3(capsys: pytest.CaptureFixture[str]) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    assert main(["--executor", f"127.0.0.1:{port}"]) == 3
+    server.stop(0)
+    assert "Describe is refused: UNIMPLEMENTED" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "args", [[], ["--executor", "nowhere"], ["--executor", "a:1", "--features", "wings"], ["--executor", "a:1", "--x"]]
+)
+def test_wrong_usage_is_exit_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(args)
+    assert caught.value.code == 2
+    assert "--" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with mock.patch.object(command, "judge", interrupted):
+        assert run() == 130
+    assert capsys.readouterr().err == "pagekv-conformance: stopped\n"
+
+
+def test_feature_names() -> None:
+    assert feature_list("host-pool,penalties") == {1, 5}
+    assert feature_list("none") == frozenset()
+    with pytest.raises(ValueError, match="some of host-pool, logprobs"):
+        feature_list("wings")

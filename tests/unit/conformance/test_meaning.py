@@ -1,0 +1,73 @@
+"""Each rule of what steps mean notices an executor that breaks it, by tokens alone: the toy judges nothing."""
+
+from __future__ import annotations
+
+import pytest
+from support.executor.judged import ToyFault, assert_noticed
+
+HASHED = "repr((read, *seeds))"
+COPY = "self.pool[destination] = list(self.pool[source])"
+WRITTEN = "for at in range(state.computed, state.computed + counts[seq]):\n                self.pool"
+READ_ALL = "for at in range(state.computed)]"
+SAMPLING = "        for seq, state in self.live.items():\n            if counts[seq] and"
+LATE = "        for source, destination in late:\n            self.pool[destination] = list(self.pool[source])\n"
+ADVANCE = "            state.computed += counts[seq]\n"
+STEPS = "        self.steps += 1\n"
+FORGETFUL = """\
+                result = mine.run(step)
+                ahead = asyncio.ensure_future(anext(incoming, None))
+                await asyncio.wait([ahead], timeout=0.02)
+                for seq in result.sampled_seqs if ahead.done() else ():
+                    mine.live[seq].tokens[-1] = 0
+                yield result
+"""
+
+FAULTS = [
+    ToyFault("M1", "the model sees block ids", ((HASHED, "repr((read, state.table[0], *seeds))"),)),
+    ToyFault(
+        "M2",
+        "later chunks begin one token late",
+        ((WRITTEN, WRITTEN.replace("(state.computed,", "(state.computed + (1 < counts[seq] < state.computed),")),),
+    ),
+    ToyFault("M3", "computed_tokens is not taken", ((", self.new.computed_tokens", ", 0"),)),
+    ToyFault("M3", "others' blocks are not read", ((READ_ALL, READ_ALL.replace("(", "(state.new.computed_tokens, ")),)),
+    ToyFault(
+        "M3",
+        "a sequence samples before later ones have written",
+        ((ADVANCE + SAMPLING, ADVANCE + "            if counts[seq] and"),),
+    ),
+    ToyFault("M4", "COPY is skipped", ((COPY, "pass"),)),
+    ToyFault("M4", "a copy is the block itself", ((COPY, "self.pool[destination] = self.pool[source]"),)),
+    ToyFault("M6", "tokens depend on when it entered", ((HASHED, "repr((read, len(state.new.token_ids), *seeds))"),)),
+    ToyFault("M7", "step-mates leak", ((HASHED, "repr((read, len(self.live), *seeds))"),)),
+    ToyFault("M7", "two results are swapped", (("sampled_seqs.append(seq)", "sampled_seqs.insert(0, seq)"),)),
+    ToyFault(
+        "M8",
+        "a token is not known before its result is out",
+        (
+            ("                yield mine.run(step)\n", FORGETFUL),
+            ("aiter(requests), None, None", "aiter(requests), None, None\n        ahead = None"),
+            ("read = asyncio", "read = ahead or asyncio"),
+        ),
+    ),
+    ToyFault(
+        "M10",
+        "copies run after the computation",
+        (
+            (COPY, "late.append((source, destination))"),
+            (STEPS, STEPS + "        late = []\n"),
+            (SAMPLING, LATE + SAMPLING),
+        ),
+    ),
+    ToyFault(
+        "M11",
+        "a token is sampled one step early",
+        (("state.computed == len(state.tokens)", "state.computed >= len(state.tokens) - 1"),),
+    ),
+    ToyFault("M12", "sitting out computes", (("state.computed += counts[seq]", "state.computed += counts[seq] or 1"),)),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_planted_faults_are_noticed(fault: ToyFault) -> None:
+    assert_noticed(fault)

@@ -1,0 +1,85 @@
+"""Steps as a manager makes them, and every result held against its step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.executor.judged import kit_of, toy
+
+from pagekv.conformance.kit import Kit
+from pagekv.conformance.played import PlayedEpoch, neutral, new_sequence
+from pagekv.conformance.verdict import BrokenRule
+from pagekv.steps.v1 import executor_service_pb2 as pb
+
+
+@pytest.fixture
+def kit() -> Iterator[Kit]:
+    with toy() as address, kit_of(address) as made:
+        yield made
+
+
+def test_a_sequence_is_played_from_end_to_end(kit: Kit) -> None:
+    with kit.epoch([5, 4, 3]) as epoch:
+        seq = epoch.sequence(range(16))
+        epoch.step([seq], counts={seq: 10})
+        assert (seq.blocks, seq.computed, seq.length, seq.outputs) == ([3], 10, 16, [])
+        epoch.step(counts={seq: 6})
+        epoch.decode(1)
+        assert (seq.blocks, seq.computed, seq.length, len(seq.outputs)) == ([3, 4], 17, 18, 2)
+        epoch.step(others=0)
+        epoch.leave(seq)
+        assert (epoch.free, epoch.live) == ([5, 4, 3], {})
+        assert new_sequence(seq).token_ids[:16] == list(range(16))
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        ({"step": 2}, "result of epoch, step"),
+        ({"computed_tokens": 4}, "computed_tokens 4, not 3"),
+        ({"sampled_seqs": []}, r"sampled_seqs \[\], not \[1\]"),
+        ({"sampled_seqs": [1, 1]}, r"sampled_seqs \[1, 1\], not \[1\]"),
+        ({"sampled_tokens": []}, "not as many"),
+        ({"sampled_tokens": [256]}, "sampled token 256"),
+        ({"logprobs": [pb.SampledLogprobs(seq_id=1)]}, r"logprobs of sequences \[1\], not \[\]"),
+        ({"failed_seqs": [2], "failed_reasons": [1]}, "sequence 2 failed, and would not have sampled"),
+        ({"failed_seqs": [1]}, "failed_reasons"),
+        ({"failed_seqs": [1, 1], "failed_reasons": [1, 1]}, "twice"),
+        ({"failed_seqs": [1], "failed_reasons": [1]}, r"sampled_seqs \[1\], not \[\]"),
+    ],
+)
+def test_a_result_that_is_not_as_its_step(kit: Kit, result: dict[str, Any], words: str) -> None:
+    with kit.epoch() as epoch:
+        _sent(epoch)
+        values: dict[str, Any] = {"step": 1, "sampled_seqs": [1], "sampled_tokens": [0], "computed_tokens": 3, **result}
+        epoch.call._incoming.get()
+        epoch.call._incoming.put(pb.StepResult(epoch=epoch.epoch, **values))
+        with pytest.raises(BrokenRule, match=words):
+            epoch.receive()
+
+
+def test_a_sequence_that_failed_samples_nothing(kit: Kit) -> None:
+    with kit.epoch() as epoch:
+        _sent(epoch)
+        epoch.call._incoming.get()
+        failed = pb.StepResult(
+            epoch=epoch.epoch,
+            step=1,
+            computed_tokens=3,
+            failed_seqs=[1],
+            failed_reasons=[pb.SEQUENCE_FAILURE_NOT_A_NUMBER],
+        )
+        epoch.call._incoming.put(failed)
+        epoch.receive()
+        assert epoch.live[1].failed
+
+
+def _sent(epoch: PlayedEpoch) -> None:
+    epoch.send([epoch.sequence([1, 2, 3])])
+
+
+def test_neutral_sampling_is_greedy() -> None:
+    assert neutral() == pb.StepSampling(top_p=1.0, repetition_penalty=1.0)
+    assert neutral(top_p=0.5).top_p == 0.5

@@ -1,0 +1,138 @@
+"""Each rule of sampling, and that of swaps, notices a backend that breaks it; and the sound backend passes them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+from support.executor.cpu_driver import save_model
+from support.executor.judged import Edit, ToyFault, assert_noticed, broken, edited_function, served_backend, verdicts
+
+from pagekv.executor.backend import sampling
+from pagekv.executor.cpu import sampler
+from pagekv.executor.cpu.backend import CpuBackend
+from pagekv.executor.cpu.kv_cache import KvCache
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> CpuBackend:
+    """A random model of wide weights, whose tokens are clear."""
+    directory = tmp_path_factory.mktemp("model")
+    save_model("llama", directory)
+    return CpuBackend(directory, "random", threads=1, kv_memory=2**24, max_sequences=64)
+
+
+@dataclass(frozen=True)
+class SamplerFault:
+    """A fault of the cpu backend and the rule that must notice it."""
+
+    rule: str
+    words: str
+    function: Callable[..., Any]
+    edit: Edit
+    # Modules that have the function by its name.
+    places: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.words}"
+
+
+FAULTS = [
+    SamplerFault("M9", "the position does not matter", sampling.uniform, ("position)", "0)"), (sampler,)),
+    SamplerFault(
+        "M13", "min_tokens counts the prompt", sampling._is_banning, (" - state.num_prompt_tokens", ""), (sampling,)
+    ),
+    SamplerFault("M14", "biases are left out", sampler.adjust, ("logits[token_id] += bias", "pass"), (sampler,)),
+    SamplerFault("M14", "biases have the other sign", sampler.adjust, ("+= bias", "-= bias"), (sampler,)),
+    SamplerFault(
+        "M15",
+        "log-probabilities come after the temperature",
+        sampler._sample_row,
+        ("log_softmax(raw)", "log_softmax(raw / (sampling.temperature or 1))"),
+        (sampler,),
+    ),
+    SamplerFault(
+        "M15",
+        "log-probabilities come after biases",
+        sampler._sample_row,
+        ("log_softmax(raw)", "log_softmax(logits)"),
+        (sampler,),
+    ),
+    SamplerFault(
+        "M15",
+        "one likeliest too few",
+        sampler._sample_row,
+        ("largest(raw, sampling.logprobs)", "largest(raw, sampling.logprobs - 1)"),
+        (sampler,),
+    ),
+    SamplerFault(
+        "M16",
+        "frequency and presence count the prompt",
+        sampler.adjust,
+        ("[state.num_prompt_tokens :]", ""),
+        (sampler,),
+    ),
+    SamplerFault(
+        "M16", "presence is left out", sampler.adjust, ("sampling.presence_penalty + count", "count"), (sampler,)
+    ),
+    SamplerFault("M16", "frequency counts once", sampler.adjust, ("count * sampling", "sampling"), (sampler,)),
+    SamplerFault(
+        "M16",
+        "repetition counts output alone",
+        sampler.adjust,
+        ("np.unique(state.token_ids)", "np.unique(state.token_ids[state.num_prompt_tokens :]).astype(int)"),
+        (sampler,),
+    ),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_planted_faults_are_noticed(fault: SamplerFault, backend: CpuBackend) -> None:
+    faulty = edited_function(fault.function, fault.edit)
+    with ExitStack() as planted:
+        for place in fault.places:
+            planted.enter_context(mock.patch.object(place, fault.function.__name__, faulty))
+        with served_backend(backend) as address:
+            verdict = verdicts(address, fault.rule)[fault.rule]
+    assert verdict.outcome == "failed", verdict
+
+
+def test_a_swap_of_the_wrong_block_is_noticed(backend: CpuBackend) -> None:
+    copy = KvCache.copy
+
+    def turned(self: KvCache, copies: Any) -> None:
+        if copies.direction.value == "swap_in":
+            copies.sources.append(copies.sources.pop(0))
+        copy(self, copies)
+
+    with mock.patch.object(KvCache, "copy", turned), served_backend(backend) as address:
+        verdict = verdicts(address, "M5")["M5"]
+    assert verdict.outcome == "failed", verdict
+
+
+def test_the_sound_backend_passes(backend: CpuBackend) -> None:
+    with served_backend(backend) as address:
+        found = verdicts(address)
+    assert broken(found) == {}
+    assert {number for number, verdict in found.items() if verdict.outcome == "skipped"} <= {"M17", "R33"}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ToyFault(
+            "M9", "seeds are ignored", (("(sampling.seed, sampling.sequence_index)", "(sampling.sequence_index,)"),)
+        ),
+        ToyFault("M9", "indexes are ignored", (("(sampling.seed, sampling.sequence_index)", "(sampling.seed,)"),)),
+        ToyFault(
+            "M9", "draws depend on the step", (("repr((read, *seeds))", "repr((read, seeds and self.steps, *seeds))"),)
+        ),
+    ],
+    ids=str,
+)
+def test_planted_faults_of_the_toy_are_noticed(fault: ToyFault) -> None:
+    assert_noticed(fault)

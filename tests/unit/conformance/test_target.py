@@ -1,0 +1,61 @@
+"""Sizes that suit the executor, or a reason why it cannot be tested."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+from support.executor.judged import Edit, kit_of, toy
+
+from pagekv.conformance.link import Refusal
+from pagekv.conformance.target import FEATURES, Untestable
+from pagekv.steps.v1 import executor_service_pb2 as pb
+
+
+def test_features_are_named_after_the_contract() -> None:
+    assert FEATURES == {"host-pool": 1, "logprobs": 2, "logit-bias": 3, "min-tokens": 4, "penalties": 5}
+
+
+@pytest.mark.parametrize(
+    ("edit", "size"),
+    [(("300,", "70,"), 8), (("4 * 2**17", "4 * 128"), 2), (("power = 1 <= size", "power = 64 <= size"), 64)],
+)
+def test_another_block_size_where_managers_own_does_not_fit(edit: Edit, size: int) -> None:
+    with toy(edit) as address, kit_of(address) as kit:
+        assert kit.target.block_size == size
+        assert kit.target.max_blocks * size >= kit.description.max_model_len
+        assert kit.target.pool_blocks >= 48
+
+
+def test_too_small_to_test() -> None:
+    with (
+        toy(("300,", "12,")) as address,
+        pytest.raises(Untestable, match="too small to test with: blocks of 1: max_model_len 12"),
+        kit_of(address),
+    ):
+        pass
+
+
+def test_features_are_those_asked_for() -> None:
+    revision = "contract_revision=1,\n"
+    with toy((revision, revision + "            features=[1, 2, 77],\n")) as address:
+        for wanted, features in ((None, {1, 2}), (frozenset({2}), {2}), (frozenset[int](), set())):
+            with kit_of(address, wanted) as kit:
+                assert kit.target.features == features
+        with (
+            pytest.raises(Untestable, match="does not list logit-bias, penalties"),
+            kit_of(address, frozenset({2, 3, 5})),
+        ):
+            pass
+
+
+def test_attach_asks_for_all_features_and_fields_override() -> None:
+    with toy() as address, kit_of(address) as kit:
+        asked: list[pb.AttachRequest] = []
+        with mock.patch.object(kit.target.link, "attach", asked.append):
+            kit.target.attach(features=[2, 1], layout="other")
+            kit.target.attach("me", take_over=True, host_blocks=3)
+        assert (list(asked[0].required_features), asked[0].layout) == ([1, 2], "other")
+        assert (asked[1].manager_id, asked[1].take_over, asked[1].num_host_blocks) == ("me", True, 3)
+        with pytest.raises(Refusal, match="FAILED_PRECONDITION"):
+            kit.target.attach(features=[1])
