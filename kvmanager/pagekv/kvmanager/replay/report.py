@@ -141,10 +141,10 @@ def draw(path: Path, title: str, rows: Sequence[Row]) -> None:
     Needs matplotlib. Raises OSError.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
+    from matplotlib.ticker import Formatter, FuncFormatter, NullLocator, PercentFormatter
 
     # Title, how values are written, and label, capacity and value of each point.
-    panels = [
+    panels: list[tuple[str, Formatter, list[tuple[str, int, float]]]] = [
         ("prefix hits / prompt blocks", PercentFormatter(1.0), [(r.policy, r.blocks, r.block_hit_rate) for r in rows])
     ]
     spreads = [(row, row.timing.ttft_s) for row in rows if row.timing is not None and row.timing.ttft_s is not None]
