@@ -59,6 +59,8 @@ class ExecutorLink:
                 ("grpc.max_send_message_length", -1),
                 ("grpc.keepalive_time_ms", 10_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
+                # Also while no call is open: a lost executor is noticed before the next one (P10).
+                ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.max_pings_without_data", 0),
             ],
         )
