@@ -222,7 +222,7 @@ class ClientCalls(Connection):
     @for_both
     async def health(self, service: str = "") -> HealthStatus:
         """Health of the server, or of one of its services by full name. Raises Unreachable when nothing answers."""
-        # Imported here: the messages take longer to load than all others together, and few programs ask.
+        # Imported here, since few programs ask.
         from grpc_health.v1 import health_pb2, health_pb2_grpc
 
         check = health_pb2_grpc.HealthStub(self._channel).Check

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import pytest
 
+from pagekv import client
 from pagekv.client import (
     BlockExplanation,
     CacheReset,
     ModelInfo,
     Pin,
     Stats,
+    types,
 )
 from pagekv.client.types import PrefixLookup, SequenceBlocks
 from pagekv.v1 import cache_service_pb2 as cache_pb
@@ -34,3 +36,16 @@ from pagekv.v1 import operator_service_pb2 as operator_pb
 )
 def test_types_have_the_fields_of_their_messages(cls: Any, message: Any) -> None:
     assert {field.name for field in fields(cls)} == {field.name for field in message.DESCRIPTOR.fields}
+
+
+def test_states_are_types_of_the_library() -> None:
+    exported: list[str] = vars(client)["__getattr__"]("__all__")
+    assert {"BlockOutcome", "BlockState", "FinishReason", "HealthStatus", "SequenceState", "Tier"} <= {*exported}
+    assert not {"ComputationFailed", "NotImplementedYet"} & {*exported}
+
+
+def test_results_take_keywords_alone() -> None:
+    """So that a later field may stand anywhere."""
+    results = [cls for cls in vars(types).values() if is_dataclass(cls)]
+    assert len(results) > 15
+    assert [cls for cls in results if not all(field.kw_only for field in fields(cls))] == []
