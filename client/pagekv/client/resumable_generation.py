@@ -21,6 +21,7 @@ from pagekv.client.errors import (
     ConnectionLost,
     DeadlineExceeded,
     Draining,
+    InvalidRequest,
     Overloaded,
     PageKVError,
     ServerError,
@@ -31,6 +32,8 @@ from pagekv.client.settings import CallSettings, check_seconds
 from pagekv.client.wire import flat, generate_request
 from pagekv.v1 import inference_service_pb2 as pb
 
+# SamplingParams.n at most, as the contract has it.
+MOST_SEQUENCES = 64
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
 # A server that asks for more patience than this is the caller's to know.
@@ -137,6 +140,8 @@ class ResumableGeneration:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises InvalidRequest and TypeError as `generate_request` does, and for time limits out of bounds."""
+        if not isinstance(n, int) or not 1 <= n <= MOST_SEQUENCES:
+            raise InvalidRequest("n", f"must be from 1 to {MOST_SEQUENCES}, is {n!r:.80}")
         self._clock = clock
         resume_timeout, timeout = options.get("resume_timeout"), options.get("timeout")
         self._resume_timeout_s = settings.resume_timeout if resume_timeout is None else resume_timeout

@@ -87,7 +87,8 @@ class CacheServiceServicer(object):
         """Keeps the cached full blocks of a prompt from eviction for a limited time. Idempotent with a pin_id. Pins end
         with their lease, with UnpinPrefix, when an executor is lost and its memory with it, and by a forced reset.
         Errors: RESOURCE_EXHAUSTED (too many pins, or pinned blocks beyond --max-pinned-share or beyond what live
-        requests need to finish; ErrorInfo.metadata has the numbers). A pin that could not be renewed stays as it was.
+        requests need to finish; ErrorInfo.metadata has the numbers), ALREADY_EXISTS (a pin in another namespace or of
+        another adapter has this pin_id). A pin that could not be renewed stays as it was.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

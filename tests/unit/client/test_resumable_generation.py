@@ -487,3 +487,9 @@ def test_any_cuts_give_the_same_streams_of_several_sequences(seed: int) -> None:
 
 def _logprobs(token: int) -> types_pb2.PositionLogprobs:
     return types_pb2.PositionLogprobs(chosen=types_pb2.TokenLogprob(token_id=token, logprob=-1.0))
+
+
+@pytest.mark.parametrize("n", [0, -1, 65, 10**9, "2", None])
+def test_a_number_of_sequences_out_of_bounds_is_refused_before_anything_is_made(n: object) -> None:
+    with pytest.raises(errors.InvalidRequest, match="n: must be from 1 to 64, is"):
+        ResumableGeneration("x", n, {}, CallSettings())  # type: ignore[arg-type]  # callers pass anything

@@ -11,6 +11,9 @@ from pagekv.kvmanager.scheduling.sequence import Seq
 from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind, NewSeq, StepPlan, StepResult
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
+# Twelve days: a step that is said to have taken longer is a lie, and sums of it would pass what a counter holds.
+MAX_US = 2**40
+
 
 def step_request(plan: StepPlan, epoch: int, step: int, eos_token_ids: Iterable[int]) -> pb.StepRequest:
     """The message of one step; `step` counts from 1 within the epoch."""
@@ -99,6 +102,9 @@ def step_result(message: pb.StepResult) -> StepResult:
     """
     seq_ids, tokens = list(message.sampled_seqs), list(message.sampled_tokens)
     _check_pair("sampled_tokens", len(tokens), "sampled_seqs", len(seq_ids))
+    for field, value in (("execute_us", message.execute_us), ("idle_us", message.idle_us)):
+        if value > MAX_US:
+            raise WrongAnswer(field, f"must be from 0 to {MAX_US} microseconds, got {value}")
     return StepResult(
         step=message.step,
         sampled_seq_ids=seq_ids,

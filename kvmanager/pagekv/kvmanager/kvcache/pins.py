@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagekv.common.errors import LimitExceeded
+from pagekv.common.errors import AlreadyExists, LimitExceeded
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.prefix_table import Blocks
@@ -27,6 +27,10 @@ class PinLease:
     expires_at: float
     # The identity whose prefix it keeps.
     identity: CacheIdentity
+
+
+def _names(identity: CacheIdentity) -> tuple[str, str]:
+    return identity.namespace, identity.adapter_id
 
 
 def _ignore(blocks: Blocks) -> None:
@@ -80,11 +84,14 @@ class Pins:
     ) -> PinLease:
         """Holds cached blocks for `lease_s` seconds; a pin of this id holds them instead of what it held until now.
 
-        Without an id one is made. `largest_need` is how many blocks a live request may come to need. Raises
-        LimitExceeded, with nothing changed, when there are too many pins, when their blocks would pass the share, or
-        when that request could no longer finish.
+        Without an id one is made. `largest_need` is how many blocks a live request may come to need. Raises, with
+        nothing changed, AlreadyExists where a pin of another namespace or adapter has the id, and LimitExceeded when
+        there are too many pins, when their blocks would pass the share, or when that request could no longer finish.
         """
         old = self._pins.get(pin_id)
+        if old is not None and _names(old.identity) != _names(identity):
+            words = f"must not be that of a pin in another namespace or of another adapter, got {pin_id!r}"
+            raise AlreadyExists("pin_id", words)
         if old is None and len(self._pins) >= MAX_PINS:
             words = f"{MAX_PINS} pins are held, which is the most there can be; unpin one"
             raise LimitExceeded(words, limit=MAX_PINS)

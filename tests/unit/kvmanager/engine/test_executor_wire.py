@@ -167,6 +167,11 @@ NAN_REASON = pb.SEQUENCE_FAILURE_NOT_A_NUMBER
         ({"logprobs": [row(top_logprobs=[float("inf"), float("-inf")])]}, r"logprobs: must be finite, got inf"),
         ({"logprobs": [row(top_logprobs=[-2, -1])]}, r"logprobs\.top_token_ids: must be best first and each once"),
         ({"logprobs": [row(top_token_ids=[3, 3])]}, r"logprobs\.top_token_ids: must be best first and each once"),
+        (
+            {"execute_us": 2**64 - 1},
+            r"execute_us: must be from 0 to 1099511627776 microseconds, got 18446744073709551615",
+        ),
+        ({"idle_us": 2**40 + 1}, r"idle_us: must be from 0 to 1099511627776 microseconds, got 1099511627777"),
         ({"failed_seqs": [9]}, r"failed_reasons: must have as many entries as failed_seqs \(1\), has 0"),
         ({"failed_reasons": [NAN_REASON]}, r"failed_reasons: must have as many entries as failed_seqs \(0\), has 1"),
         ({"failed_seqs": [9, 9], "failed_reasons": [NAN_REASON] * 2}, r"failed_seqs: must have each sequence once"),

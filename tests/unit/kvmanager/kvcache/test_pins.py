@@ -8,7 +8,7 @@ import pytest
 from support.engine.cached_prefixes import Clock, cache, evict_all
 from support.engine.integrity import check_pool, pin_tables
 
-from pagekv.common.errors import LimitExceeded
+from pagekv.common.errors import AlreadyExists, LimitExceeded
 from pagekv.kvmanager.kvcache import pins as pins_module
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
@@ -133,7 +133,7 @@ def test_the_number_of_pins_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_pin_of_the_same_id_renews_and_holds_the_new_blocks_instead() -> None:
     pool, pins, clock = pool_and_pins(share=0.25)
     first, second = cache(pool, [1] * 16), cache(pool, [1] * 8 + [2] * 12)
-    assert pins.pin(first, 10, 0, "mine").expires_at == 110
+    assert pins.pin(first, 10, 0, "mine", CacheIdentity("n", "a")).expires_at == 110
     clock.now = 105
     # Two of its five blocks are held already, and two others are let go: 4 + 3 - 2 are the 5 that may be pinned.
     lease = pins.pin(second, 10, 0, "mine", CacheIdentity("n", "a"))
@@ -141,6 +141,16 @@ def test_a_pin_of_the_same_id_renews_and_holds_the_new_blocks_instead() -> None:
     assert (lease.blocks.tolist(), lease.expires_at, lease.identity.namespace) == (second, 115, "n")
     assert (len(pins), pins.num_blocks, pool.num_active) == (1, 5, 5)
     assert [pool.ref_count(block) for block in first] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("other", [CacheIdentity(), CacheIdentity("m", "a"), CacheIdentity("n", "b")])
+def test_an_id_is_that_of_one_namespace_and_adapter(other: CacheIdentity) -> None:
+    pool, pins, _ = pool_and_pins()
+    first, second = cache(pool, [1] * 8), cache(pool, [2] * 8)
+    before = pins.pin(first, 10, 0, "mine", CacheIdentity("n", "a"))
+    with pytest.raises(AlreadyExists, match=r"pin_id: must not be that of a pin in another namespace .* got 'mine'"):
+        pins.pin(second, 10, 0, "mine", other)
+    assert (pins.leases(), pins.num_blocks) == ([before], 2)
 
 
 def test_a_renewal_that_fails_leaves_the_pin_as_it_was() -> None:
