@@ -108,6 +108,7 @@ class Epoch:
             for name, off in NEUTRAL.items():
                 need(getattr(sampling, name) == off, "R34", f"{path}.sampling.{name}")
             need(not sampling.HasField("logprobs"), "R34", f"{path}.sampling.logprobs")
+            need(not sampling.banned_until_min, "R34", f"{path}.sampling.banned_until_min")
             need(not sampling.bias_token_ids and not sampling.biases, "R34", f"{path}.sampling.bias_token_ids")
             live[new.seq_id] = Live(new)
         need(len(live) <= MAX_SEQS, "R20", "new_seqs")
@@ -178,6 +179,9 @@ class Toy(pb_grpc.ExecutorServiceServicer):
         if not power or not 1 <= request.token_budget <= MAX_STEP_TOKENS:
             name = "token_budget" if power else "block_size"
             await refuse(context, Refused(Code.INVALID_ARGUMENT, f"{name} is out of its bounds", name, "P11"))
+        if request.contract_revision > 65535:
+            words = "contract_revision is out of its bounds"
+            await refuse(context, Refused(Code.INVALID_ARGUMENT, words, "contract_revision", "P11"))
         return pb.DescribeResponse(
             model_id="toy",
             model_fingerprint=hashlib.sha256(b"toy").hexdigest(),
