@@ -117,67 +117,41 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     INVALID_FIELD: _ErrorReason.ValueType  # 1
     """INVALID_ARGUMENT. A field is out of its bounds; BadRequest has the field and the bounds, one violation even where
     there are more.
-    buf:lint:ignore ENUM_VALUE_PREFIX
     """
     ALREADY_EXISTS: _ErrorReason.ValueType  # 2
-    """ALREADY_EXISTS. The name is in use; BadRequest has the field, ResourceInfo the name.
-    buf:lint:ignore ENUM_VALUE_PREFIX
-    """
+    """ALREADY_EXISTS. The name is in use; BadRequest has the field, ResourceInfo the name."""
     NOT_FOUND: _ErrorReason.ValueType  # 3
-    """NOT_FOUND. ResourceInfo has the kind and the name.
-    buf:lint:ignore ENUM_VALUE_PREFIX
-    """
+    """NOT_FOUND. ResourceInfo has the kind and the name."""
     QUEUE_FULL: _ErrorReason.ValueType  # 4
     """RESOURCE_EXHAUSTED. Too much waits to be computed or to be read; RetryInfo has when to come back,
     ErrorInfo.metadata `limit` and `flag`.
-    buf:lint:ignore ENUM_VALUE_PREFIX
     """
     LIMIT_EXCEEDED: _ErrorReason.ValueType  # 5
     """RESOURCE_EXHAUSTED. A limit of the deployment; ErrorInfo.metadata has those that apply of `needed_blocks`,
     `available_blocks`, `pinned_blocks`, `limit` and `flag`.
-    buf:lint:ignore ENUM_VALUE_PREFIX
     """
     OUT_OF_MEMORY: _ErrorReason.ValueType  # 6
-    """RESOURCE_EXHAUSTED. The executor's pools do not fit.
-    buf:lint:ignore ENUM_VALUE_PREFIX
-    """
+    """RESOURCE_EXHAUSTED. The executor's pools do not fit."""
     NOT_SERVING: _ErrorReason.ValueType  # 7
-    """UNAVAILABLE. No executor is attached, or the process is starting; RetryInfo has when to come back.
-    buf:lint:ignore ENUM_VALUE_PREFIX
-    """
+    """UNAVAILABLE. No executor is attached, or the process is starting; RetryInfo has when to come back."""
     DRAINING: _ErrorReason.ValueType  # 8
     """UNAVAILABLE. The process shuts down. A stream that ends so can be resumed at the process that follows it;
     RetryInfo has when.
-    buf:lint:ignore ENUM_VALUE_PREFIX
     """
     FAILED_PRECONDITION: _ErrorReason.ValueType  # 9
-    """FAILED_PRECONDITION. Refused in the present state; PreconditionFailure has what stands in the way.
-    buf:lint:ignore ENUM_VALUE_PREFIX
-    """
+    """FAILED_PRECONDITION. Refused in the present state; PreconditionFailure has what stands in the way."""
     STALE_EPOCH: _ErrorReason.ValueType  # 10
-    """ABORTED. The step belongs to an epoch that is over.
-    buf:lint:ignore ENUM_VALUE_PREFIX
-    """
+    """ABORTED. The step belongs to an epoch that is over."""
     FELL_BEHIND: _ErrorReason.ValueType  # 11
-    """ABORTED. The reader of a stream took too little for too long.
-    buf:lint:ignore ENUM_VALUE_PREFIX
-    """
+    """ABORTED. The reader of a stream took too little for too long."""
     REVISION_GONE: _ErrorReason.ValueType  # 12
-    """OUT_OF_RANGE. The changes after start_revision are no longer held: watch again from a snapshot.
-    buf:lint:ignore ENUM_VALUE_PREFIX
-    """
+    """OUT_OF_RANGE. The changes after start_revision are no longer held: watch again from a snapshot."""
     COMPUTATION_FAILED: _ErrorReason.ValueType  # 13
-    """INTERNAL. The request's step failed again and again.
-    buf:lint:ignore ENUM_VALUE_PREFIX
-    """
+    """INTERNAL. The request's step failed again and again."""
     SEQUENCE_FAILED: _ErrorReason.ValueType  # 14
-    """INTERNAL. The executor said that this sequence cannot go on, as when its logits are not numbers.
-    buf:lint:ignore ENUM_VALUE_PREFIX
-    """
+    """INTERNAL. The executor said that this sequence cannot go on, as when its logits are not numbers."""
     NOT_IMPLEMENTED: _ErrorReason.ValueType  # 15
-    """UNIMPLEMENTED. The call is declared and not served by this version.
-    buf:lint:ignore ENUM_VALUE_PREFIX
-    """
+    """UNIMPLEMENTED. The call is declared and not served by this version."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed: ErrorInfo.reason of a status is one of these names, ErrorInfo.domain is "pagekv.v1". Names are
@@ -191,67 +165,41 @@ ERROR_REASON_UNSPECIFIED: ErrorReason.ValueType  # 0
 INVALID_FIELD: ErrorReason.ValueType  # 1
 """INVALID_ARGUMENT. A field is out of its bounds; BadRequest has the field and the bounds, one violation even where
 there are more.
-buf:lint:ignore ENUM_VALUE_PREFIX
 """
 ALREADY_EXISTS: ErrorReason.ValueType  # 2
-"""ALREADY_EXISTS. The name is in use; BadRequest has the field, ResourceInfo the name.
-buf:lint:ignore ENUM_VALUE_PREFIX
-"""
+"""ALREADY_EXISTS. The name is in use; BadRequest has the field, ResourceInfo the name."""
 NOT_FOUND: ErrorReason.ValueType  # 3
-"""NOT_FOUND. ResourceInfo has the kind and the name.
-buf:lint:ignore ENUM_VALUE_PREFIX
-"""
+"""NOT_FOUND. ResourceInfo has the kind and the name."""
 QUEUE_FULL: ErrorReason.ValueType  # 4
 """RESOURCE_EXHAUSTED. Too much waits to be computed or to be read; RetryInfo has when to come back,
 ErrorInfo.metadata `limit` and `flag`.
-buf:lint:ignore ENUM_VALUE_PREFIX
 """
 LIMIT_EXCEEDED: ErrorReason.ValueType  # 5
 """RESOURCE_EXHAUSTED. A limit of the deployment; ErrorInfo.metadata has those that apply of `needed_blocks`,
 `available_blocks`, `pinned_blocks`, `limit` and `flag`.
-buf:lint:ignore ENUM_VALUE_PREFIX
 """
 OUT_OF_MEMORY: ErrorReason.ValueType  # 6
-"""RESOURCE_EXHAUSTED. The executor's pools do not fit.
-buf:lint:ignore ENUM_VALUE_PREFIX
-"""
+"""RESOURCE_EXHAUSTED. The executor's pools do not fit."""
 NOT_SERVING: ErrorReason.ValueType  # 7
-"""UNAVAILABLE. No executor is attached, or the process is starting; RetryInfo has when to come back.
-buf:lint:ignore ENUM_VALUE_PREFIX
-"""
+"""UNAVAILABLE. No executor is attached, or the process is starting; RetryInfo has when to come back."""
 DRAINING: ErrorReason.ValueType  # 8
 """UNAVAILABLE. The process shuts down. A stream that ends so can be resumed at the process that follows it;
 RetryInfo has when.
-buf:lint:ignore ENUM_VALUE_PREFIX
 """
 FAILED_PRECONDITION: ErrorReason.ValueType  # 9
-"""FAILED_PRECONDITION. Refused in the present state; PreconditionFailure has what stands in the way.
-buf:lint:ignore ENUM_VALUE_PREFIX
-"""
+"""FAILED_PRECONDITION. Refused in the present state; PreconditionFailure has what stands in the way."""
 STALE_EPOCH: ErrorReason.ValueType  # 10
-"""ABORTED. The step belongs to an epoch that is over.
-buf:lint:ignore ENUM_VALUE_PREFIX
-"""
+"""ABORTED. The step belongs to an epoch that is over."""
 FELL_BEHIND: ErrorReason.ValueType  # 11
-"""ABORTED. The reader of a stream took too little for too long.
-buf:lint:ignore ENUM_VALUE_PREFIX
-"""
+"""ABORTED. The reader of a stream took too little for too long."""
 REVISION_GONE: ErrorReason.ValueType  # 12
-"""OUT_OF_RANGE. The changes after start_revision are no longer held: watch again from a snapshot.
-buf:lint:ignore ENUM_VALUE_PREFIX
-"""
+"""OUT_OF_RANGE. The changes after start_revision are no longer held: watch again from a snapshot."""
 COMPUTATION_FAILED: ErrorReason.ValueType  # 13
-"""INTERNAL. The request's step failed again and again.
-buf:lint:ignore ENUM_VALUE_PREFIX
-"""
+"""INTERNAL. The request's step failed again and again."""
 SEQUENCE_FAILED: ErrorReason.ValueType  # 14
-"""INTERNAL. The executor said that this sequence cannot go on, as when its logits are not numbers.
-buf:lint:ignore ENUM_VALUE_PREFIX
-"""
+"""INTERNAL. The executor said that this sequence cannot go on, as when its logits are not numbers."""
 NOT_IMPLEMENTED: ErrorReason.ValueType  # 15
-"""UNIMPLEMENTED. The call is declared and not served by this version.
-buf:lint:ignore ENUM_VALUE_PREFIX
-"""
+"""UNIMPLEMENTED. The call is declared and not served by this version."""
 global___ErrorReason = ErrorReason
 
 @typing.final
