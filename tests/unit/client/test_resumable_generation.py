@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from typing import Any
 
 import grpc
@@ -14,19 +13,18 @@ from support.clients.scripted_server import LOST, MODEL, Fails, Hangs, ScriptedS
 from pagekv.client import (
     ChatMessage,
     ConnectionLost,
-    DeadlineExceeded,
     FailedPrecondition,
     PageKVClient,
     ServerError,
-    Unreachable,
 )
-from pagekv.client.errors import Overloaded
 from pagekv.client.generation_types import GenerateOptions, PositionLogprobs, TokenLogprob
 from pagekv.client.resumable_generation import ResumableGeneration
 from pagekv.client.settings import CallSettings
 from pagekv.common import errors
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
+
+LOST_ERROR = ConnectionLost("gone")
 
 
 def resumed_with(*received: int) -> Any:
@@ -190,65 +188,6 @@ def test_a_server_that_is_not_ready_yet_is_asked_again(
     assert client.generate([1, 2, 3]).token_ids == (4, 5)
 
 
-@pytest.mark.parametrize(
-    "refusal", [errors.Unavailable("no executor is attached yet", 0.01), errors.Overloaded("queue full", 0.01)]
-)
-def test_a_refusal_before_the_first_token_is_retried(
-    server: ScriptedServer, client: PageKVClient, refusal: errors.PageKVError
-) -> None:
-    sent: list[pb.GenerateRequest] = []
-    for reply in (Fails(refusal), Fails(refusal), complete(4)):
-        server.expect("Generate", reply, check=sent.append)
-    end = client.generate("x")
-    assert (end.token_ids, end.resumes) == ((4,), 0)
-    assert sent[0] == sent[1] == sent[2]
-    # No more often than that.
-    for _ in range(3):
-        server.expect("Generate", Fails(refusal))
-    with pytest.raises(type(refusal)):
-        client.generate("x")
-    server.expect("Generate", Fails(refusal))
-    with pytest.raises(type(refusal)):
-        client.with_options(max_retries=0).generate("x")
-
-
-def test_a_retry_waits_as_long_as_the_server_asks() -> None:
-    settings = CallSettings(max_retries=2)
-    generation = ResumableGeneration("x", 1, {"timeout": 100.0}, settings, clock=lambda: 0.0)
-    assert 3.0 <= generation.failed(Overloaded("full", 3.0)) <= 3.75
-    assert 0.1 <= generation.failed(errors.Unavailable("starting", 0.0)) <= 0.125
-    with pytest.raises(Overloaded):
-        generation.failed(Overloaded("full", 3.0))
-    # Nor does it wait for what would come too late, or longer than anybody would.
-    for timeout, delay_s in ((2.5, 3.0), (None, 61.0)):
-        short = ResumableGeneration("x", 1, {"timeout": timeout}, settings, clock=lambda: 0.0)
-        with pytest.raises(Overloaded):
-            short.failed(Overloaded("full", delay_s))
-
-
-@pytest.mark.parametrize(
-    "error", [ConnectionLost("gone"), errors.AlreadyExists("request_id", "is taken"), errors.LimitExceeded("no")]
-)
-def test_no_other_refusal_is_retried(error: errors.PageKVError) -> None:
-    generation = ResumableGeneration("x", 1, {"resume_timeout": 0.0}, CallSettings(max_retries=2))
-    with pytest.raises(type(error)):
-        generation.failed(error)
-
-
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
-        ({"timeout": -1.0}, "timeout"),
-        ({"timeout": float("nan")}, "timeout"),
-        ({"resume_timeout": 2e6}, "resume_timeout"),
-    ],
-)
-def test_time_limits_out_of_bounds_are_refused(options: GenerateOptions, field: str) -> None:
-    with pytest.raises(errors.InvalidRequest) as caught:
-        ResumableGeneration("x", 1, options, CallSettings())
-    assert caught.value.field == field
-
-
 @pytest.mark.parametrize("status", [grpc.StatusCode.INTERNAL, errors.InvalidRequest("resumed_token_ids", "no")])
 def test_other_errors_end_it(server: ScriptedServer, client: PageKVClient, status: Any) -> None:
     server.expect("Generate", chunk(4), Fails(LOST))
@@ -340,66 +279,6 @@ def test_the_server_is_killed_and_comes_back(server: ScriptedServer, make_client
     assert stream.completion.resumes == 1
 
 
-def test_it_gives_up_after_resume_timeout(make_client: Any) -> None:
-    server = ScriptedServer()
-    server.start()
-    server.expect("Generate", chunk(4), lambda: threading.Thread(target=server.stop).start(), Hangs())
-    start = time.monotonic()
-    with pytest.raises((Unreachable, ConnectionLost)):
-        list(make_client(server.target).stream([1, 2, 3], resume_timeout=0.5))
-    assert time.monotonic() - start >= 0.5
-    server.finish()
-
-
-# --- the state machine alone, with a simulated clock
-
-
-LOST_ERROR = ConnectionLost("gone")
-
-
-def test_pauses_grow_and_end_with_the_resume_timeout() -> None:
-    now = [0.0]
-    generation = ResumableGeneration([1], 1, {}, CallSettings(resume_timeout=10), clock=lambda: now[0])
-    generation.take(chunk(4))
-    pauses = []
-
-    def wait_out() -> None:
-        while True:
-            pauses.append(generation.failed(LOST_ERROR))
-            now[0] += pauses[-1]
-
-    with pytest.raises(ConnectionLost):
-        wait_out()
-    assert now[0] == pytest.approx(10)
-    for pause, whole in zip(pauses, [0.1, 0.2, 0.4, 0.8, 1.6, 2.0], strict=False):
-        assert whole / 2 <= pause <= whole
-    # A message that arrives ends the outage: the next one has the whole time again.
-    generation.take(chunk(5))
-    assert generation.failed(LOST_ERROR) <= 0.1
-
-
-def test_an_overloaded_server_sets_the_pause() -> None:
-    generation = ResumableGeneration([1], 1, {}, CallSettings(resume_timeout=10))
-    generation.take(chunk(4))
-    generation.failed(LOST_ERROR)
-    assert generation.failed(Overloaded("full", 3.0)) == pytest.approx(3.0)
-
-
-def test_the_timeout_covers_the_outage() -> None:
-    now = [0.0]
-    generation = ResumableGeneration([1], 1, {"timeout": 2.0}, CallSettings(resume_timeout=10), clock=lambda: now[0])
-    assert generation.remaining_s() == 2.0
-    generation.take(chunk(4))
-
-    def wait_out() -> None:
-        while True:
-            now[0] += generation.failed(LOST_ERROR)
-
-    with pytest.raises(DeadlineExceeded):
-        wait_out()
-    assert now[0] == pytest.approx(2.0)
-
-
 @pytest.mark.parametrize("seed", range(200))
 def test_any_cut_gives_the_same_stream(seed: int) -> None:
     """An honest server of 12 known tokens, cut anywhere any number of times, text held back at random."""
@@ -487,9 +366,3 @@ def test_any_cuts_give_the_same_streams_of_several_sequences(seed: int) -> None:
 
 def _logprobs(token: int) -> types_pb2.PositionLogprobs:
     return types_pb2.PositionLogprobs(chosen=types_pb2.TokenLogprob(token_id=token, logprob=-1.0))
-
-
-@pytest.mark.parametrize("n", [0, -1, 65, 10**9, "2", None])
-def test_a_number_of_sequences_out_of_bounds_is_refused_before_anything_is_made(n: object) -> None:
-    with pytest.raises(errors.InvalidRequest, match="n: must be from 1 to 64, is"):
-        ResumableGeneration("x", n, {}, CallSettings())  # type: ignore[arg-type]  # callers pass anything
