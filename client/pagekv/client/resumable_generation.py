@@ -197,7 +197,7 @@ class ResumableGeneration:
         """A message of the stream; what the caller gets of it. The end of a sequence goes into `completions`; an event
         that this client does not know is left out.
 
-        Raises ServerError where a replay differs from what was received.
+        Raises ServerError where a replay differs from what was received, or the sequence is none that was asked for.
         """
         self._interrupted_at, self._pause_s = None, FIRST_PAUSE_S
         self._model_fingerprint = response.model_fingerprint or self._model_fingerprint
@@ -207,13 +207,18 @@ class ResumableGeneration:
             return None
         if event == "chunk":
             chunk = flat(Chunk, response.chunk, request_id=response.request_id)
-            return self._sequences[chunk.index].unseen_part(chunk)
+            return self._sequence(chunk.index).unseen_part(chunk)
         complete = response.complete
         end = flat(Completion, complete, request_id=response.request_id)
-        end = self._sequences[end.index].finish(end)
+        end = self._sequence(end.index).finish(end)
         # A sequence that ended before the connection broke ends again, and keeps its first end.
         self.completions.setdefault(end.index, replace(end, resumes=self._resumes))
         return None
+
+    def _sequence(self, index: int) -> _Sequence:
+        if index >= len(self._sequences):
+            raise ServerError("DATA_LOSS", f"the server sent sequence {index} of {len(self._sequences)}")
+        return self._sequences[index]
 
     def ended(self) -> None:
         """The server closed the stream without an error. Raises ServerError unless every sequence is complete."""

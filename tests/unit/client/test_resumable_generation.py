@@ -366,3 +366,10 @@ def test_any_cuts_give_the_same_streams_of_several_sequences(seed: int) -> None:
 
 def _logprobs(token: int) -> types_pb2.PositionLogprobs:
     return types_pb2.PositionLogprobs(chosen=types_pb2.TokenLogprob(token_id=token, logprob=-1.0))
+
+
+@pytest.mark.parametrize("message", [chunk(4, index=1), complete(4, index=1)])
+def test_a_sequence_that_nobody_asked_for_is_an_error(message: pb.GenerateResponse) -> None:
+    generation = ResumableGeneration("x", 1, {}, CallSettings())
+    with pytest.raises(ServerError, match="the server sent sequence 1 of 1"):
+        generation.take(message)

@@ -100,6 +100,8 @@ class ExecutorLink:
         )
         with _refusals("Attach"):
             answer = await self._stub.Attach(request, timeout=ATTACH_TIMEOUT_S)
+        if not answer.epoch:
+            raise ExecutorLost("AttachResponse.epoch: must not be 0, which stands for no epoch")
         self.epoch, self._eos = answer.epoch, model.eos_token_ids
         self._call = self._stub.Run()
         self._reader = asyncio.create_task(self._read(self._call), name="executor results")

@@ -24,7 +24,7 @@ class _Executor(pb_grpc.ExecutorServiceServicer):
 
     def __init__(self, end: PageKVError | grpc.StatusCode) -> None:
         self._end = end
-        self.revision = 1
+        self.revision = self.epoch = 1
         self.described = pb.DescribeRequest()
         self.attached = pb.AttachRequest()
 
@@ -34,7 +34,7 @@ class _Executor(pb_grpc.ExecutorServiceServicer):
 
     async def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachResponse:
         self.attached = request
-        return pb.AttachResponse(epoch=1)
+        return pb.AttachResponse(epoch=self.epoch)
 
     async def Run(self, request_iterator: AsyncIterator[pb.StepRequest], context: Any) -> AsyncIterator[pb.StepResult]:
         if isinstance(self._end, PageKVError):
@@ -97,6 +97,22 @@ def test_revision_and_features_are_agreed_upon(revision: int) -> None:
             required_features=[pb.EXECUTOR_FEATURE_LOGPROBS, pb.EXECUTOR_FEATURE_PENALTIES],
             contract_revision=1,
         )
+        await link.close()
+        await server.stop(None)
+
+    asyncio.run(main())
+
+
+def test_an_epoch_that_is_none_is_not_believed() -> None:
+    async def main() -> None:
+        server, executor = grpc.aio.server(), _Executor(grpc.StatusCode.UNAVAILABLE)
+        executor.epoch = 0
+        pb_grpc.add_ExecutorServiceServicer_to_server(executor, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        link = ExecutorLink(f"127.0.0.1:{port}", lambda: None)
+        with pytest.raises(ExecutorLost, match=r"AttachResponse\.epoch: must not be 0"):
+            await link.attach("m", MODEL, "any", False)
         await link.close()
         await server.stop(None)
 
