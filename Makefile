@@ -161,6 +161,10 @@ ci: ## everything CI runs, in fresh environments
 bench-manager: $(DEV_STAMP) ## measure scheduler, prefix cache and pool beside their peers' figures (ARGS=--json)
 	@$(BIN)/python tests/bench/bench_manager.py $(ARGS)
 
+.PHONY: bench-manager-against
+bench-manager-against: $(DEV_STAMP) ## the same against another checkout, sample by sample in turns (ARGS=DIR)
+	@$(BIN)/python tests/bench/bench_manager_against.py $(ARGS)
+
 .PHONY: bench-split
 bench-split: $(DEV_STAMP) ## measure how long the executor waits for steps, and what a step's messages take (ARGS=--quick)
 	@$(BIN)/python tests/bench/bench_split.py $(ARGS)
