@@ -752,14 +752,14 @@ class SampledLogprobs(google.protobuf.message.Message):
     seq_id: builtins.int
     """The sequence."""
     chosen: builtins.float
-    """Natural-log probability of the chosen token under the raw logits."""
+    """Natural-log probability of the chosen token under the raw logits, at most 0 but for rounding."""
     @property
     def top_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The likeliest tokens, best first."""
 
     @property
     def top_logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Their natural-log probabilities, as many."""
+        """Their natural-log probabilities, as many, each at most 0 but for rounding."""
 
     def __init__(
         self,
