@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 
-from pagekv.conformance.kit import Kit, expect, refused
+from pagekv.conformance.kit import Kit, expect, refused, with_unknown
 from pagekv.conformance.link import Refusal
 from pagekv.conformance.played import PlayedEpoch
+from pagekv.conformance.scene import HUGE
 from pagekv.conformance.target import REVISION
 from pagekv.conformance.verdict import Rule, during, require
 from pagekv.steps.v1 import executor_service_pb2 as pb
@@ -21,6 +23,9 @@ MIN_SENT, MAX_SENT = 40, 400
 IDENTITY = ("model_id", "model_fingerprint", "kv_dtype", "vocab_size", "max_model_len", "bytes_per_block", "layout")
 # A feature that no revision has had so far.
 NO_FEATURE = 9999
+# The bound of DescribeRequest.contract_revision, and the number of blocks above which a pool has no bound to try.
+MAX_REVISION = 65535
+MAX_BLOCKS = 2**31 - 1
 
 
 def describe_changes_nothing(kit: Kit) -> None:
@@ -29,13 +34,7 @@ def describe_changes_nothing(kit: Kit) -> None:
         seq = epoch.sequence(prompt)
         epoch.step([seq])
         for budget in (64, 256):
-            request = pb.DescribeRequest(
-                block_size=kit.target.block_size, token_budget=budget, contract_revision=REVISION
-            )
-            answer = kit.target.link.describe(request)
-            for name in IDENTITY:
-                old, new = getattr(kit.description, name), getattr(answer, name)
-                require(old == new, f"{name} was {old!r} and is {new!r}")
+            _describes_the_same(kit, token_budget=budget)
             epoch.decode(2)
         kit.answers.compare(seq, "a sequence during Describe")
 
@@ -160,17 +159,26 @@ def many_steps_wait(kit: Kit) -> None:
 
 
 def attach_refuses_by_name(kit: Kit) -> None:
-    size = kit.target.block_size
+    link, asking, attaching = kit.target.link, kit.target.describe_request, kit.target.attach_request
     with kit.epoch() as epoch:
         seq = epoch.sequence(kit.answers.prompts[0])
         epoch.step([seq])
-        for bad, budget, field in (
-            *((bad, 64, "block_size") for bad in (0, 3, 512)),
-            *((size, budget, "token_budget") for budget in (0, 65537)),
+        for name, values in (
+            ("block_size", (0, 3, 512)),
+            ("token_budget", (0, 65537)),
+            ("contract_revision", (MAX_REVISION + 1, HUGE)),
         ):
-            request = pb.DescribeRequest(block_size=bad, token_budget=budget, contract_revision=REVISION)
-            with during(f"Describe with block_size {bad}, token_budget {budget}"):
-                _refuses(lambda request=request: kit.target.link.describe(request), Code.INVALID_ARGUMENT, field)
+            for value in values:
+                request = asking(**{name: value})
+                with during(f"Describe with {name} {value}"):
+                    _refuses(lambda request=request: link.describe(request), Code.INVALID_ARGUMENT, name)
+        for revision in (0, REVISION + 1, MAX_REVISION):
+            with during(f"Describe with contract_revision {revision}"):
+                _describes_the_same(kit, contract_revision=revision)
+        with during("Describe with a field that is not known"):
+            _refuses(lambda: link.describe(with_unknown(asking())), Code.INVALID_ARGUMENT)
+        with during("Attach with a field that is not known"):
+            _refuses(lambda: link.attach(with_unknown(attaching(take_over=True))), Code.INVALID_ARGUMENT)
         for name, values in (
             ("manager_id", ("", "x" * 129)),
             ("block_size", (0, 3, 512)),
@@ -186,7 +194,12 @@ def attach_refuses_by_name(kit: Kit) -> None:
             _refuses_attach(kit, Code.FAILED_PRECONDITION, features=[number])
         for revision in (0, kit.description.contract_revision + 1):
             _refuses_attach(kit, Code.FAILED_PRECONDITION, contract_revision=revision)
-        _refuses_attach(kit, Code.RESOURCE_EXHAUSTED, num_device_blocks=kit.target.pool_blocks + 1)
+        pools = {"num_device_blocks": kit.target.pool_blocks}
+        if pb.EXECUTOR_FEATURE_HOST_POOL in kit.target.features:
+            pools["num_host_blocks"] = kit.description.host_kv_bytes // kit.description.bytes_per_block
+        for name, most in pools.items():
+            if most < MAX_BLOCKS:
+                _refuses_attach(kit, Code.RESOURCE_EXHAUSTED, **{name: most + 1})
         epoch.decode(3)
         kit.answers.compare(seq, "a sequence of the epoch before")
 
@@ -209,6 +222,14 @@ def describe_keeps_its_bounds(kit: Kit) -> None:
     require(has_pool == bool(told.host_kv_bytes), f"host_kv_bytes is {told.host_kv_bytes}, HOST_POOL is {has_pool}")
 
 
+def _describes_the_same(kit: Kit, **fields: int) -> None:
+    """Raises BrokenRule where Describe, asked otherwise, tells of another model or pool; Refusal."""
+    answer = kit.target.link.describe(kit.target.describe_request(**fields))
+    for name in IDENTITY:
+        old, new = getattr(kit.description, name), getattr(answer, name)
+        require(old == new, f"{name} was {old!r} and is {new!r}")
+
+
 def _is_over(kit: Kit, epoch: PlayedEpoch) -> None:
     """Raises BrokenRule where the epoch takes another step."""
     again = kit.target.run()
@@ -223,7 +244,7 @@ def _refuses_attach(kit: Kit, code: grpc.StatusCode, *fields: str, **attaching: 
         _refuses(lambda: kit.target.attach(**attaching), code, *fields)
 
 
-def _refuses(call: Any, code: grpc.StatusCode, *fields: str) -> None:
+def _refuses(call: Callable[[], object], code: grpc.StatusCode, *fields: str) -> None:
     try:
         call()
     except Refusal as refusal:
@@ -241,7 +262,7 @@ RULES: tuple[Rule[Kit], ...] = (
     Rule("P6", "steps of other epochs are ABORTED and touch nothing", stale_steps_touch_nothing),
     Rule("P7", "a refusal follows earlier results and ends the epoch", a_refusal_ends_the_epoch),
     Rule("P8", "half-closing drains the stream and ends the epoch", half_closing_drains),
-    Rule("P9", "steps sent at once wait, and none is refused", many_steps_wait),
+    Rule("P9", "steps sent ahead wait, and none is refused", many_steps_wait),
     Rule("P11", "Describe and Attach refuse by name, and end nothing", attach_refuses_by_name),
     Rule("P12", "Describe keeps the bounds of its fields", describe_keeps_its_bounds),
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from pagekv.conformance.kit import Kit, expect
+from pagekv.conformance.kit import Kit, expect, with_unknown
 from pagekv.conformance.played import COPY, SWAP_IN, SWAP_OUT, PlayedEpoch, copying
 from pagekv.conformance.sampling_refusals import BAD_SAMPLING, UNREQUIRED, UNSET
 from pagekv.conformance.scene import FREE_BLOCK, HUGE, BadStep, LiveScene, new_sequence
@@ -19,9 +19,8 @@ HOST_POOL = pb.EXECUTOR_FEATURE_HOST_POOL
 MAX_STEP_TOKENS = 65536
 # The longest sequence that is computed to see where the model ends (R31), and the most sequences of one step (R20).
 MAX_COMPUTED, MAX_ENTERING = 16384, 20000
-# A kind, and the number of a field, that no message has.
+# No operation has this kind.
 UNKNOWN_KIND: Any = 99
-NO_FIELD = 1999
 
 
 def op(kind: pb.MemoryOpKind.ValueType, sources: Sequence[int], destinations: Sequence[int]) -> dict[str, Any]:
@@ -35,14 +34,6 @@ def append(seqs: Sequence[int], blocks: Sequence[int]) -> dict[str, Any]:
 
 def schedule(seqs: Sequence[int], tokens: Sequence[int]) -> dict[str, Any]:
     return {"scheduled_seqs": seqs, "scheduled_tokens": tokens}
-
-
-def with_unknown(message: Any) -> Any:
-    """The message and a field that its type does not have."""
-    # A varint field of this number, with value 1.
-    tag = NO_FIELD << 3
-    unknown = bytes([tag & 0x7F | 0x80, tag >> 7, 1])
-    return type(message).FromString(message.SerializeToString() + unknown)
 
 
 def too_many_sequences(scene: LiveScene) -> dict[str, Any]:

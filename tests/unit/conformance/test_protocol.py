@@ -6,18 +6,16 @@ import pytest
 from support.executor.judged import ToyFault, assert_noticed
 
 END = "            if mine and not mine.over.done():\n                mine.over.set_result(None)\n"
-POWER = "        power = 1 <="
+SIZE = "        size = request.block_size\n        await"
 LAST = "is None:\n                    "
+BOUND = "            contract_revision=request.contract_revision <= 65535,\n"
+OLD = "        size, old = request.block_size, self.epoch\n"
+KNOWN = "not len(UnknownFieldSet(request))"
 FAULTS = [
     ToyFault(
         "P1",
         "Describe empties the pool",
-        (
-            (
-                "        power = 1 <=",
-                "        if self.epoch:\n            self.epoch.pool.reverse()\n        power = 1 <=",
-            ),
-        ),
+        ((SIZE, "        if self.epoch:\n            self.epoch.pool.reverse()\n" + SIZE),),
     ),
     ToyFault("P2", "an epoch comes twice", (("max(time.time_ns(), self.last + 1)", "self.last or time.time_ns()"),)),
     ToyFault("P2", "Attach leaves the epoch before", (("            old.over.set_result", "            repr"),), 1.0),
@@ -42,6 +40,14 @@ FAULTS = [
     ToyFault("P11", "features are not looked at", (("if request.required_features or ", "if "),)),
     ToyFault("P11", "revisions are not looked at", (("or request.contract_revision != 1", ""),)),
     ToyFault("P11", "a layout is not looked at", (("request.layout == LAYOUT", "True"),)),
+    ToyFault("P11", "revisions have no bound in Describe", ((BOUND, ""),)),
+    ToyFault("P11", "a later manager is not answered", (("contract_revision <= 65535", "contract_revision <= 1"),)),
+    *(
+        ToyFault("P11", f"{call} ignores a field", ((KNOWN, f"isinstance(request, pb.{call}Request) or {KNOWN}"),))
+        for call in ("Describe", "Attach")
+    ),
+    ToyFault("P11", "a pool may have any size", (("BYTES_PER_TOKEN > POOL_BYTES:", "BYTES_PER_TOKEN > 2**40:"),)),
+    ToyFault("P11", "a refused Attach ends the epoch", ((OLD, OLD + "        old and old.over.set_result(None)\n"),)),
     ToyFault("P12", "the sampler has no name", (('sampler="toy-1"', 'sampler=""'),)),
 ]
 
