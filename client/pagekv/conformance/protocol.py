@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -23,9 +24,41 @@ MIN_SENT, MAX_SENT = 40, 400
 IDENTITY = ("model_id", "model_fingerprint", "kv_dtype", "vocab_size", "max_model_len", "bytes_per_block", "layout")
 # A feature that no revision has had so far.
 NO_FEATURE = 9999
-# The bound of DescribeRequest.contract_revision, and the number of blocks above which a pool has no bound to try.
 MAX_REVISION = 65535
+BAD_DESCRIBE = (
+    *(("block_size", size) for size in (0, 3, 512)),
+    *(("token_budget", budget) for budget in (0, 65537)),
+    *(("contract_revision", revision) for revision in (MAX_REVISION + 1, HUGE)),
+)
+BAD_ATTACH: tuple[tuple[str, object], ...] = (
+    *(("manager_id", name) for name in ("", "x" * 129)),
+    *(("block_size", size) for size in (0, 3, 512)),
+    ("num_device_blocks", 0),
+    ("layout", "no such layout"),
+)
+# Of a pool with more blocks one too many cannot be asked for.
 MAX_BLOCKS = 2**31 - 1
+# Bounds of DescribeResponse.
+NUMBERS = {
+    **dict.fromkeys(("num_layers", "num_kv_heads", "head_size"), (1, 2**16)),
+    "vocab_size": (1, 2**31 - 1),
+    "max_model_len": (2, 2**31 - 1),
+    "bytes_per_block": (1, 2**48),
+    **dict.fromkeys(("device_kv_bytes", "host_kv_bytes"), (0, 2**62)),
+    "max_sequences": (1, 2**31 - 1),
+    "contract_revision": (REVISION, MAX_REVISION),
+    "max_steps_in_flight": (2, 2**31 - 1),
+    "max_logprobs": (0, 128),
+}
+TEXTS = {
+    "model_id": r".{0,4096}",
+    "model_fingerprint": r"[0-9a-fA-F]{1,128}",
+    "kv_dtype": r"[a-z0-9._-]{1,64}",
+    "layout": r".{1,128}",
+    "backend": r".{1,64}",
+    "sampler": r"[a-z0-9.-]{1,64}",
+}
+MAX_ENTRIES = {"versions": 64, "features": 64, "eos_token_ids": 960}
 
 
 def describe_changes_nothing(kit: Kit) -> None:
@@ -163,30 +196,18 @@ def attach_refuses_by_name(kit: Kit) -> None:
     with kit.epoch() as epoch:
         seq = epoch.sequence(kit.answers.prompts[0])
         epoch.step([seq])
-        for name, values in (
-            ("block_size", (0, 3, 512)),
-            ("token_budget", (0, 65537)),
-            ("contract_revision", (MAX_REVISION + 1, HUGE)),
-        ):
-            for value in values:
-                request = asking(**{name: value})
-                with during(f"Describe with {name} {value}"):
-                    _refuses(lambda request=request: link.describe(request), Code.INVALID_ARGUMENT, name)
+        for name, number in BAD_DESCRIBE:
+            with during(f"Describe with {name} {number}"):
+                _refuses(partial(link.describe, asking(**{name: number})), Code.INVALID_ARGUMENT, name)
         for revision in (0, REVISION + 1, MAX_REVISION):
             with during(f"Describe with contract_revision {revision}"):
                 _describes_the_same(kit, contract_revision=revision)
         with during("Describe with a field that is not known"):
-            _refuses(lambda: link.describe(with_unknown(asking())), Code.INVALID_ARGUMENT)
+            _refuses(partial(link.describe, with_unknown(asking())), Code.INVALID_ARGUMENT)
         with during("Attach with a field that is not known"):
-            _refuses(lambda: link.attach(with_unknown(attaching(take_over=True))), Code.INVALID_ARGUMENT)
-        for name, values in (
-            ("manager_id", ("", "x" * 129)),
-            ("block_size", (0, 3, 512)),
-            ("num_device_blocks", (0,)),
-            ("layout", ("no such layout",)),
-        ):
-            for value in values:
-                _refuses_attach(kit, Code.INVALID_ARGUMENT, name, **{name: value})
+            _refuses(partial(link.attach, with_unknown(attaching(take_over=True))), Code.INVALID_ARGUMENT)
+        for name, value in BAD_ATTACH:
+            _refuses_attach(kit, Code.INVALID_ARGUMENT, name, **{name: value})
         _refuses_attach(kit, Code.INVALID_ARGUMENT, "num_host_blocks", num_host_blocks=1, features=())
         _refuses_attach(kit, Code.FAILED_PRECONDITION, features=[*kit.target.features, NO_FEATURE])
         _refuses_attach(kit, Code.FAILED_PRECONDITION, features=[0])
@@ -206,14 +227,15 @@ def attach_refuses_by_name(kit: Kit) -> None:
 
 def describe_keeps_its_bounds(kit: Kit) -> None:
     told = kit.description
-    for name in ("num_layers", "num_kv_heads", "head_size", "max_model_len", "device_kv_bytes", "max_sequences"):
-        require(getattr(told, name) >= 1, f"{name} is 0")
-    for name in ("model_fingerprint", "kv_dtype", "layout", "backend"):
-        require(getattr(told, name), f"{name} is empty")
-    require(told.contract_revision >= REVISION, f"contract_revision is {told.contract_revision}, below {REVISION}")
-    require(told.max_steps_in_flight >= 2, f"max_steps_in_flight is {told.max_steps_in_flight}, below 2")
-    require(told.max_logprobs <= 128, f"max_logprobs is {told.max_logprobs}, above 128")
-    require(re.fullmatch(r"[a-z0-9.-]{1,64}", told.sampler), f"sampler is {told.sampler!r}")
+    for name, (least, most) in NUMBERS.items():
+        number = getattr(told, name)
+        require(least <= number <= most, f"{name} is {number}, not from {least} to {most}")
+    for name, pattern in TEXTS.items():
+        text = getattr(told, name)
+        require(re.fullmatch(pattern, text), f"{name} is {text[:64]!r}, which is none of {pattern}")
+    for name, most in MAX_ENTRIES.items():
+        count = len(getattr(told, name))
+        require(count <= most, f"{name} has {count} entries, {most} are allowed")
     features = list(told.features)
     require(len(set(features)) == len(features) and 0 not in features, f"features are {features}")
     ends = [token for token in told.eos_token_ids if token >= told.vocab_size]

@@ -19,6 +19,8 @@ HOST_POOL = pb.EXECUTOR_FEATURE_HOST_POOL
 MAX_STEP_TOKENS = 65536
 # The longest sequence that is computed to see where the model ends (R31), and the most sequences of one step (R20).
 MAX_COMPUTED, MAX_ENTERING = 16384, 20000
+# The longest sequence that is sent to be refused (R11), 16 MiB.
+MAX_TOKENS = 2**24
 # No operation has this kind.
 UNKNOWN_KIND: Any = 99
 
@@ -34,6 +36,12 @@ def append(seqs: Sequence[int], blocks: Sequence[int]) -> dict[str, Any]:
 
 def schedule(seqs: Sequence[int], tokens: Sequence[int]) -> dict[str, Any]:
     return {"scheduled_seqs": seqs, "scheduled_tokens": tokens}
+
+
+def longer_than_the_model(scene: LiveScene) -> dict[str, Any]:
+    if scene.max_len > MAX_TOKENS:
+        raise NotTested(f"max_model_len {scene.max_len} is long to send")
+    return scene.entering(token_ids=[0] * (scene.max_len + 1))
 
 
 def too_many_sequences(scene: LiveScene) -> dict[str, Any]:
@@ -113,7 +121,7 @@ BAD_STEPS: dict[str, tuple[BadStep, ...]] = {
             ["new_seqs[0].token_ids", "new_seqs[0].num_prompt_tokens", "new_seqs[0].computed_tokens"],
             rules=("R11", "R13", "R17"),
         ),
-        BadStep("too many", lambda s: s.entering(token_ids=[0] * (s.max_len + 1)), ["new_seqs[0].token_ids"]),
+        BadStep("too many", longer_than_the_model, ["new_seqs[0].token_ids"]),
     ),
     "R12": (
         BadStep("the first id too high", lambda s: s.entering(token_ids=[0, s.vocab, 0]), ["new_seqs[0].token_ids[1]"]),

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from support.executor.judged import ToyFault, assert_noticed
 
+from pagekv.conformance import protocol
+from pagekv.kvmanager.engine import description as manager
+
 END = "            if mine and not mine.over.done():\n                mine.over.set_result(None)\n"
 SIZE = "        size = request.block_size\n        await"
 LAST = "is None:\n                    "
@@ -49,7 +52,16 @@ FAULTS = [
     ToyFault("P11", "a pool may have any size", (("BYTES_PER_TOKEN > POOL_BYTES:", "BYTES_PER_TOKEN > 2**40:"),)),
     ToyFault("P11", "a refused Attach ends the epoch", ((OLD, OLD + "        old and old.over.set_result(None)\n"),)),
     ToyFault("P12", "the sampler has no name", (('sampler="toy-1"', 'sampler=""'),)),
+    ToyFault("P12", "the fingerprint is not in hex", (('hashlib.sha256(b"toy").hexdigest()', '"toy"'),)),
+    ToyFault("P12", "too many ends", (("layout=LAYOUT,", "layout=LAYOUT, eos_token_ids=[0] * 961,"),)),
 ]
+
+
+def test_a_description_that_passes_is_believed_by_a_manager() -> None:
+    """The two read the contract for themselves: the kit shares no code with the manager."""
+    assert protocol.NUMBERS == manager._NUMBERS
+    assert protocol.TEXTS == manager._TEXTS
+    assert protocol.MAX_ENTRIES == manager._MAX_ENTRIES
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
