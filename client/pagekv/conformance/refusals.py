@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from pagekv.conformance.kit import Kit, expect
+from pagekv.conformance.kit import Kit, expect, with_unknown
 from pagekv.conformance.played import COPY, SWAP_IN, SWAP_OUT, PlayedEpoch, copying
 from pagekv.conformance.sampling_refusals import BAD_SAMPLING, UNREQUIRED, UNSET
 from pagekv.conformance.scene import FREE_BLOCK, HUGE, BadStep, LiveScene, new_sequence
@@ -19,9 +19,10 @@ HOST_POOL = pb.EXECUTOR_FEATURE_HOST_POOL
 MAX_STEP_TOKENS = 65536
 # The longest sequence that is computed to see where the model ends (R31), and the most sequences of one step (R20).
 MAX_COMPUTED, MAX_ENTERING = 16384, 20000
-# A kind, and the number of a field, that no message has.
+# The longest sequence that is sent to be refused (R11), 16 MiB.
+MAX_TOKENS = 2**24
+# No operation has this kind.
 UNKNOWN_KIND: Any = 99
-NO_FIELD = 1999
 
 
 def op(kind: pb.MemoryOpKind.ValueType, sources: Sequence[int], destinations: Sequence[int]) -> dict[str, Any]:
@@ -37,12 +38,10 @@ def schedule(seqs: Sequence[int], tokens: Sequence[int]) -> dict[str, Any]:
     return {"scheduled_seqs": seqs, "scheduled_tokens": tokens}
 
 
-def with_unknown(message: Any) -> Any:
-    """The message and a field that its type does not have."""
-    # A varint field of this number, with value 1.
-    tag = NO_FIELD << 3
-    unknown = bytes([tag & 0x7F | 0x80, tag >> 7, 1])
-    return type(message).FromString(message.SerializeToString() + unknown)
+def longer_than_the_model(scene: LiveScene) -> dict[str, Any]:
+    if scene.max_len > MAX_TOKENS:
+        raise NotTested(f"max_model_len {scene.max_len} is long to send")
+    return scene.entering(token_ids=[0] * (scene.max_len + 1))
 
 
 def too_many_sequences(scene: LiveScene) -> dict[str, Any]:
@@ -122,7 +121,7 @@ BAD_STEPS: dict[str, tuple[BadStep, ...]] = {
             ["new_seqs[0].token_ids", "new_seqs[0].num_prompt_tokens", "new_seqs[0].computed_tokens"],
             rules=("R11", "R13", "R17"),
         ),
-        BadStep("too many", lambda s: s.entering(token_ids=[0] * (s.max_len + 1)), ["new_seqs[0].token_ids"]),
+        BadStep("too many", longer_than_the_model, ["new_seqs[0].token_ids"]),
     ),
     "R12": (
         BadStep("the first id too high", lambda s: s.entering(token_ids=[0, s.vocab, 0]), ["new_seqs[0].token_ids[1]"]),

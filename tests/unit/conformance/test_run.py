@@ -34,7 +34,7 @@ def test_the_minimal_executor_of_the_docs_passes() -> None:
     [
         (("256, 300", "256, 30"), 2),
         (("4 * 2**17", "4 * 64"), 1),
-        (("power = 1 <= size <= 256", "power = size == 256"), 256),
+        (("return 1 <= size <= 256", "return size == 256"), 256),
         (("256, 300", "2, 300"), 16),
     ],
 )

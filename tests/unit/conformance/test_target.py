@@ -18,7 +18,7 @@ def test_features_are_named_after_the_contract() -> None:
 
 @pytest.mark.parametrize(
     ("edit", "size"),
-    [(("300,", "70,"), 8), (("4 * 2**17", "4 * 128"), 2), (("power = 1 <= size", "power = 64 <= size"), 64)],
+    [(("300,", "70,"), 8), (("4 * 2**17", "4 * 128"), 2), (("return 1 <= size", "return 64 <= size"), 64)],
 )
 def test_another_block_size_where_managers_own_does_not_fit(edit: Edit, size: int) -> None:
     with toy(edit) as address, kit_of(address) as kit:
