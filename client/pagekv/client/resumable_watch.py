@@ -40,9 +40,14 @@ class ResumableWatch:
         resume_timeout: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """As the arguments of `watch_events`. Raises InvalidRequest for values that have no place in a message."""
-        self._request = filled(pb.WatchEventsRequest(token_ids=token_ids), snapshot_only=snapshot_only)
-        filled(self._request, start_revision=start_revision, instance_id=instance_id)
+        """As the arguments of `watch_events`. Raises InvalidRequest for values out of bounds."""
+        self._request = filled(
+            pb.WatchEventsRequest(),
+            token_ids=token_ids,
+            snapshot_only=snapshot_only,
+            start_revision=start_revision,
+            instance_id=instance_id,
+        )
         if progress_interval is not None:
             check_seconds("progress_interval", progress_interval, LEAST_PROGRESS_S, MOST_PROGRESS_S)
             self._request.progress_interval.FromNanoseconds(int(progress_interval * 1e9))

@@ -120,7 +120,8 @@ def _check_metadata(entries: tuple[tuple[str, str | bytes], ...]) -> None:
             if not isinstance(value, bytes):
                 raise InvalidRequest(name, f"{key}: the value must be bytes, is a {type(value).__name__}")
         elif not isinstance(value, str) or not _VALUE.fullmatch(value):
-            raise InvalidRequest(name, f"{key}: the value must be text of printable ASCII characters")
+            given = "has others" if isinstance(value, str) else f"is a {type(value).__name__}"
+            raise InvalidRequest(name, f"{key}: the value must be text of printable ASCII characters, {given}")
     size = sum(len(key) + len(value) + 32 for key, value in entries)
     if size > _METADATA_BYTES:
         raise InvalidRequest("metadata", f"must be {_METADATA_BYTES} bytes at most with 32 for each entry, is {size}")
