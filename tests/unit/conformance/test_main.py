@@ -27,7 +27,7 @@ def run(*args: str, edits: tuple[Edit, ...] = ()) -> int:
 def test_one_line_a_rule_and_exit_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert run() == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "toy executor of toy, contract revision 1"
+    assert lines[0] == "toy executor of no model, contract revision 1"
     assert lines[2] == "P1 ok Describe during an epoch changes nothing"
     assert "M5 skipped: no host-pool" in lines
     assert lines[-1] == "57 rules hold, 0 are broken, 7 were skipped"
