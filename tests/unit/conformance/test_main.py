@@ -81,8 +81,11 @@ def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "pagekv-conformance: stopped\n"
 
 
-def test_feature_names() -> None:
+def test_feature_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert feature_list("host-pool,penalties") == {1, 5}
     assert feature_list("none") == frozenset()
-    with pytest.raises(ValueError, match="some of host-pool, logprobs"):
-        feature_list("wings")
+    with pytest.raises(SystemExit):
+        main(["--executor", "a:1", "--features", "penalties,wings"])
+    names = "host-pool, logprobs, logit-bias, min-tokens, penalties"
+    said = capsys.readouterr().err
+    assert f"argument --features: must be none or some of {names}, got 'wings'" in said

@@ -110,7 +110,7 @@ def test_an_executor_that_dies_is_not_asked_on() -> None:
         running.enter_context(mock.patch.object(kit.target.link, "is_there", return_value=False))
         rest = [(verdict.outcome, verdict.why) for verdict in judged]
         idle.close()
-    assert rest[0][0] == "failed"
+    assert rest[0] == ("failed", f"nobody answers; nobody answers at {address} any more")
     assert set(rest[1:]) == {("skipped", "the executor is gone")}
 
 
