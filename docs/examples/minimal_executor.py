@@ -184,7 +184,6 @@ class Toy(pb_grpc.ExecutorServiceServicer):
             contract_revision=request.contract_revision <= 65535,
         )
         return pb.DescribeResponse(
-            model_id="toy",
             model_fingerprint=hashlib.sha256(b"toy").hexdigest(),
             num_layers=1,
             num_kv_heads=1,
@@ -297,4 +296,4 @@ async def serve(address: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1]))
+    asyncio.run(serve(sys.argv[1] if sys.argv[1:] else "127.0.0.1:50052"))

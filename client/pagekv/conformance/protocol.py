@@ -13,12 +13,12 @@ from pagekv.conformance.kit import Kit, expect, refused, with_unknown
 from pagekv.conformance.link import Refusal
 from pagekv.conformance.played import PlayedEpoch
 from pagekv.conformance.scene import HUGE
-from pagekv.conformance.target import REVISION
+from pagekv.conformance.target import MANAGER, REVISION
 from pagekv.conformance.verdict import Rule, during, require
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
 Code = grpc.StatusCode
-OTHER = "pagekv-conformance-other"
+OTHER = f"{MANAGER}-other"
 # Steps sent at once, unless twice as many as the executor takes in are more; and more than those are never sent.
 MIN_SENT, MAX_SENT = 40, 400
 IDENTITY = ("model_id", "model_fingerprint", "kv_dtype", "vocab_size", "max_model_len", "bytes_per_block", "layout")

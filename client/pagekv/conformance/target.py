@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,8 @@ from pagekv.steps.v1 import executor_service_pb2 as pb
 
 # The revision of the contract whose rules are tested.
 REVISION = 1
-MANAGER = "pagekv-conformance"
+# An id is never shared, so another run of the kit does not take the executor away from this one.
+MANAGER = f"pagekv-conformance-{secrets.token_hex(4)}"
 # Tokens of a step at most, but where a refusal is tested.
 TOKEN_BUDGET = 512
 # Blocks of the device pool, unless a rule needs more, and of the host pool.

@@ -33,7 +33,8 @@ from pagekv.executor.session.session import Session
 from pagekv.executor.session.worker_thread import WorkerThread
 from pagekv.steps.v1 import executor_service_pb2_grpc as pb_grpc
 
-TOY = Path(__file__).resolve().parents[3] / "docs" / "examples" / "minimal_executor.py"
+EXAMPLES = Path(__file__).resolve().parents[3] / "docs" / "examples"
+TOY, BACKEND = EXAMPLES / "minimal_executor.py", EXAMPLES / "python_backend.py"
 
 Edit = tuple[str, str]
 

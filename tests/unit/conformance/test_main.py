@@ -27,7 +27,7 @@ def run(*args: str, edits: tuple[Edit, ...] = ()) -> int:
 def test_one_line_a_rule_and_exit_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert run() == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "toy executor of toy, contract revision 1"
+    assert lines[0] == "toy executor of no model, contract revision 1"
     assert lines[2] == "P1 ok Describe during an epoch changes nothing"
     assert "M5 skipped: no host-pool" in lines
     assert lines[-1] == "57 rules hold, 0 are broken, 7 were skipped"
@@ -81,8 +81,11 @@ def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "pagekv-conformance: stopped\n"
 
 
-def test_feature_names() -> None:
+def test_feature_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert feature_list("host-pool,penalties") == {1, 5}
     assert feature_list("none") == frozenset()
-    with pytest.raises(ValueError, match="some of host-pool, logprobs"):
-        feature_list("wings")
+    with pytest.raises(SystemExit):
+        main(["--executor", "a:1", "--features", "penalties,wings"])
+    names = "host-pool, logprobs, logit-bias, min-tokens, penalties"
+    said = capsys.readouterr().err
+    assert f"argument --features: must be none or some of {names}, got 'wings'" in said
