@@ -41,7 +41,7 @@ def test_a_stream_of_chunks_and_its_end() -> None:
         assert await call.rest() == []
         assert await call.code() is grpc.StatusCode.OK
         assert h.engine.aborted == []
-        assert h.engine.commands[0].prompt_ids == tokens_of("In the")
+        assert list(h.engine.commands[0].prompt_ids) == tokens_of("In the")
 
     run(body)
 
