@@ -294,7 +294,9 @@ class DescribeResponse(google.protobuf.message.Message):
     head_size: builtins.int
     """Elements per head."""
     kv_dtype: builtins.str
-    """Element type of the pool: "float32", "bfloat16", "float16", "float64"; "digest" for the oracle."""
+    """Element type of the pool: "float32", "bfloat16", "float16", "float64"; "float8_e4m3fn" under
+    --kv-dtype fp8; "digest" for the oracle.
+    """
     vocab_size: builtins.int
     """Token ids are below this."""
     max_model_len: builtins.int
