@@ -426,7 +426,9 @@ class GetModelInfoResponse(google.protobuf.message.Message):
     sampler: builtins.str
     """Name of the way tokens are drawn; part of model_fingerprint."""
     kv_dtype: builtins.str
-    """Element type of keys and values; part of model_fingerprint."""
+    """Element type of keys and values, as executors name it ("float32", "bfloat16", "float8_e4m3fn" under --kv-dtype fp8);
+    part of model_fingerprint.
+    """
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Ids that end a sequence unless ignore_eos is set."""

@@ -297,8 +297,8 @@ class DescribeResponse(google.protobuf.message.Message):
     head_size: builtins.int
     """Elements per head, 1 to 65536."""
     kv_dtype: builtins.str
-    """Element type of the pool: "float32", "bfloat16", "float16", "float64"; "digest" for the oracle. 1 to 64 characters
-    of [a-z0-9._-].
+    """Element type of the pool: "float32", "bfloat16", "float16", "float64"; "float8_e4m3fn" under --kv-dtype fp8;
+    "digest" for the oracle. 1 to 64 characters of [a-z0-9._-].
     """
     vocab_size: builtins.int
     """Token ids are below this; 1 to 2^31 - 1."""
