@@ -220,7 +220,7 @@ def test_past_values_of_a_chart_are_read_by_keyboard(site: Site) -> None:
     value = site.browser.text("#tile-usage output")
     assert float(value.rstrip("%")) / 100 == pytest.approx(first, abs=0.01)
     assert site.browser.text("#tile-usage small").endswith(" s ago")
-    # What was said stays, while the tile counts on.
+    # The words said stay, while the tile counts on.
     said = re.compile(rf"Blocks in use, {re.escape(value)}, \d+ s ago")
     wait(lambda: said.fullmatch(site.browser.text("#announcer")) is not None)
     site.browser.press(right, right, left)

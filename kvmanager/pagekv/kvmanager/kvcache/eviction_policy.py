@@ -40,6 +40,7 @@ class FreeQueue:
         self._head = self._tail = self._length = 0
         # The position of entry i is _offset + i: one column serves two queues, the second one's positions lie behind.
         self._offset = 0
+        self._position: NDArray[np.int32]
         if beside is not None:
             self._position, self._offset = beside._position, len(beside._entries)
         else:
