@@ -102,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_status
     except KeyboardInterrupt:
         terminal.clear()
+        terminal.end_line()
         return 130
     except BrokenPipeError:
         # The reader of our output, such as `head`, has gone. Nothing more may be written, not even at exit.
