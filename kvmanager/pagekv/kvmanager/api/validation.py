@@ -107,6 +107,11 @@ async def read_generate(
         max_tokens = left if kind == "chat" else min(DEFAULT_MAX_TOKENS, left)
     if len(resumed) > max_tokens:
         raise InvalidRequest("resumed_token_ids", f"must have at most max_tokens ({max_tokens}), has {len(resumed)}")
+    ends = sampling.end_ids(model.eos_token_ids)
+    for position in range(max(0, params.min_tokens - 1), len(resumed) - 1):
+        if (token_id := resumed[position]) in ends:
+            words = f"must be the last of them, since {token_id} ends the output; {len(resumed)} were given"
+            raise InvalidRequest(f"resumed_token_ids[{position}]", words)
     if params.min_tokens > max_tokens:
         raise InvalidRequest(
             "sampling_params.min_tokens", f"must be from 0 to max_tokens ({max_tokens}), got {params.min_tokens}"

@@ -720,7 +720,8 @@ class StepResult(google.protobuf.message.Message):
 
     @property
     def failed_seqs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Column one: sequences that would have sampled and could not, each once, none of sampled_seqs. They stay live
+        """Fields 9 and 10 are for transfers between executors (DESIGN 4): nothing else takes the numbers.
+        Column one: sequences that would have sampled and could not, each once, none of sampled_seqs. They stay live
         until a step finishes them and sample nothing more: a later step that would sample them names them here again,
         and steps count their tokens as if they had. What they wrote to blocks in this step and later ones is void. Their
         requests end, the epoch goes on.
