@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.executor.judged import ToyFault, assert_noticed
+from support.executor.judged import PINGS, ToyFault, assert_noticed, toy, verdicts
 
 from pagekv.conformance import protocol
 from pagekv.kvmanager.engine import description as manager
@@ -62,6 +62,14 @@ def test_a_description_that_passes_is_believed_by_a_manager() -> None:
     assert protocol.NUMBERS == manager._NUMBERS
     assert protocol.TEXTS == manager._TEXTS
     assert protocol.MAX_ENTRIES == manager._MAX_ENTRIES
+
+
+def test_a_server_with_grpcs_own_limit_is_noticed() -> None:
+    for options, outcome in (((), "ok"), (PINGS, "failed")):
+        with toy(("256, 300", "256, 2**16"), options=options) as address:
+            verdict = verdicts(address, "P13")["P13"]
+        assert verdict.outcome == outcome, verdict
+    assert "a step of 5 MiB: the stream ended with RESOURCE_EXHAUSTED" in verdict.why
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
