@@ -21,9 +21,9 @@ from support.executor.cuda_host import HostDevice, host_backend
 
 from pagekv.common.models import resolve_model
 from pagekv.common.port_file import read_port_file
+from pagekv.executor import server
 from pagekv.executor.backend.interface import Backend, Launch, Scheduled
 from pagekv.executor.config import parse_config
-from pagekv.executor.server import Executor
 from pagekv.v1 import operator_service_pb2 as operator_pb
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -52,7 +52,7 @@ def emulated_executor(directory: Path, monkeypatch: pytest.MonkeyPatch, gate: th
     stop, loop = asyncio.Event(), asyncio.new_event_loop()
 
     async def serve() -> None:
-        await Executor(config, load).run(stop)
+        await server.Executor(config, load).run(stop)
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
     thread.start()

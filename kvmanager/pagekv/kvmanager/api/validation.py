@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import secrets
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pagekv.common.errors import FailedPrecondition, InvalidRequest
-from pagekv.kvmanager.api.prompt_reader import PROMPT_FIELDS, PromptReader, check_token_ids
+from pagekv.kvmanager.api.prompt_reader import PROMPT_FIELDS, PromptReader, check_token_ids, token_array
 from pagekv.kvmanager.api.served_model import Served
 from pagekv.kvmanager.engine.capacity import check_output_fits, check_prompt_fits, longest_sequence
 from pagekv.kvmanager.engine.views import EngineInfo
@@ -126,8 +127,8 @@ async def read_generate(
 
 async def read_lookup(
     request: LookupPrefixRequest | ExplainPrefixRequest | PinPrefixRequest, served: Served
-) -> tuple[list[int], CacheIdentity]:
-    """Token ids and cache identity of a request about a prompt. Raises InvalidRequest."""
+) -> tuple[array[int], CacheIdentity]:
+    """Token ids, uint32, and cache identity of a request about a prompt. Raises InvalidRequest."""
     for field in ("read", "write"):
         if request.cache.HasField(field):
             raise InvalidRequest(f"cache.{field}", "must be absent: only Generate reads and writes the cache")
@@ -174,14 +175,15 @@ def _read_sampling(params: types_pb2.SamplingParams, vocab_size: int) -> Samplin
     return SamplingParams(**given)
 
 
-def _read_resumed(given: Sequence[int], sampling: SamplingParams, n: int, model: EngineInfo) -> list[int]:
+def _read_resumed(given: Sequence[int], sampling: SamplingParams, n: int, model: EngineInfo) -> array[int]:
     """The tokens that were generated before. Once more their number is checked when max_tokens is known."""
     field = "resumed_token_ids"
     if given and (n != 1 or sampling.beam_width):
         name, value = ("beam_width", sampling.beam_width) if sampling.beam_width else ("n", n)
         raise InvalidRequest(field, f"must be empty with sampling_params.{name} of {value}, has {len(given)} ids")
     _check_count(field, len(given), model.max_model_len - 1)
-    if resumed := list(given):
+    resumed = token_array(given)
+    if resumed:
         check_token_ids(field, resumed, model.vocab_size)
     return resumed
 
@@ -219,7 +221,7 @@ def _read_stop_token_ids(params: types_pb2.SamplingParams, vocab_size: int) -> t
     field = "sampling_params.stop_token_ids"
     _check_count(field, len(params.stop_token_ids), MAX_STOP_TOKEN_IDS)
     if params.stop_token_ids:
-        check_token_ids(field, list(params.stop_token_ids), vocab_size)
+        check_token_ids(field, token_array(params.stop_token_ids), vocab_size)
     return tuple(params.stop_token_ids)
 
 

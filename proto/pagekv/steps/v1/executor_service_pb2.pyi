@@ -299,8 +299,8 @@ class DescribeResponse(google.protobuf.message.Message):
     head_size: builtins.int
     """Elements per head, 1 to 65536."""
     kv_dtype: builtins.str
-    """Element type of the pool: "float32", "bfloat16", "float16", "float64"; "digest" for the oracle. 1 to 64 characters
-    of [a-z0-9._-].
+    """Element type of the pool: "float32", "bfloat16", "float16", "float64"; "float8_e4m3fn" under --kv-dtype fp8;
+    "digest" for the oracle. 1 to 64 characters of [a-z0-9._-].
     """
     vocab_size: builtins.int
     """Token ids are below this; 1 to 2^31 - 1."""
@@ -763,14 +763,14 @@ class SampledLogprobs(google.protobuf.message.Message):
     seq_id: builtins.int
     """The sequence."""
     chosen: builtins.float
-    """Natural-log probability of the chosen token under the raw logits."""
+    """Natural-log probability of the chosen token under the raw logits, at most 0 but for rounding."""
     @property
     def top_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The likeliest tokens, best first."""
 
     @property
     def top_logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Their natural-log probabilities, as many."""
+        """Their natural-log probabilities, as many, each at most 0 but for rounding."""
 
     def __init__(
         self,

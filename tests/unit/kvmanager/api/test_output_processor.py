@@ -80,6 +80,7 @@ def test_resumed_text_goes_on_exactly_where_it_broke_off() -> None:
         sent = tokens_of("a") + smile[:2]
         call = await h.start(request(resumed_token_ids=sent, params={"stop": ["😀x"]}))
         assert h.engine.commands[0].resumed_tokens == 3
+        h.engine.cached_tokens = 4
         h.engine.push("r", *smile[2:])
         chunk = (await call.read()).chunk
         assert (chunk.text, chunk.completion_tokens, chunk.prompt_tokens) == ("", 5, 2)
@@ -88,6 +89,8 @@ def test_resumed_text_goes_on_exactly_where_it_broke_off() -> None:
         complete = (await call.read()).complete
         assert (complete.text, list(complete.token_ids)) == ("😀y", smile[2:] + tokens_of("y"))
         assert complete.completion_tokens == 6
+        # Four of the five tokens that the engine was given were cached: the prompt has two.
+        assert (chunk.cached_tokens, complete.cached_tokens) == (2, 2)
 
     run(body)
 
