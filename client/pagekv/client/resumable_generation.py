@@ -190,7 +190,7 @@ class ResumableGeneration:
         self._request.resumed_token_ids[:] = first.token_ids[: first.first_token]
         return self._request
 
-    def take(self, response: pb.GenerateResponse) -> Chunk | None:
+    def take(self, response: pb.GenerateResponse) -> tuple[Chunk, ...]:
         """A message of the stream; what the caller gets of it. The end of a sequence goes into `completions`; an event
         that this client does not know is left out.
 
@@ -201,16 +201,17 @@ class ResumableGeneration:
         self._begun = True
         event = response.WhichOneof("event")
         if event is None:
-            return None
+            return ()
         if event == "chunk":
             chunk = flat(Chunk, response.chunk, request_id=response.request_id)
-            return self._sequence(chunk.index).unseen_part(chunk)
+            new = self._sequence(chunk.index).unseen_part(chunk)
+            return () if new is None else (new,)
         complete = response.complete
         end = flat(Completion, complete, request_id=response.request_id)
         end = self._sequence(end.index).finish(end)
         # A sequence that ended before the connection broke ends again, and keeps its first end.
         self.completions.setdefault(end.index, replace(end, resumes=self._resumes))
-        return None
+        return ()
 
     def _sequence(self, index: int) -> _Sequence:
         if index >= len(self._sequences):

@@ -301,14 +301,13 @@ def test_any_cut_gives_the_same_stream(seed: int) -> None:
             part = tokens[at : at + step]
             response = chunk(*part, text=whole[ends[at] : ends[at + step]], done=at, cached=have)
             response.chunk.logprobs.extend(_logprobs(token) for token in part)
-            taken = generation.take(response)
-            assert taken is not None
+            (taken,) = generation.take(response)
             chunks.append(taken)
             at += step
         if stop == len(tokens) and rng.random() < 0.5:
             end = complete(*tokens[have:], text=whole[ends[have] :], resumed=have, cached=have)
             end.complete.logprobs.extend(_logprobs(token) for token in tokens[have:])
-            assert generation.take(end) is None
+            assert generation.take(end) == ()
             generation.ended()
         else:
             generation.failed(LOST_ERROR)
@@ -351,7 +350,7 @@ def test_any_cuts_give_the_same_streams_of_several_sequences(seed: int) -> None:
             else:
                 open_.remove(index)
                 response = complete(*of, index=index, text=whole[index])
-            if (taken := generation.take(response)) is not None:
+            for taken in generation.take(response):
                 got[index] += taken.token_ids
                 texts[index] += taken.text
                 logprobs += taken.logprobs
