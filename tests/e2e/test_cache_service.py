@@ -147,7 +147,7 @@ def test_a_reader_that_comes_back_needs_no_snapshot() -> None:
                 assert replica.apply(batch)
                 if not batch.events:
                     break
-            await watched.aclose()
+            await watched.close()
             whole = TableReplica()
             async for batch in client.watch_events(snapshot_only=True):
                 whole.apply(batch)

@@ -83,7 +83,7 @@ class GenerateOptions(TypedDict, total=False):
     """Added to the logits of single tokens, by token id."""
     beam_width: int
     """Beam search with this many hypotheses at once, 1 to 32; 0 is off. The `n` best come back, best first, when all
-    are known: there are no chunks. Sampling options must be left out, a temperature must be 0.
+    are known: each is one chunk. Sampling options must be left out, a temperature must be 0.
     """
     length_penalty: float
     """Beam search compares results by logprob / tokens ** length_penalty, so above 0 longer ones gain; -10 to 10.
@@ -125,9 +125,9 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """New tokens of one sequence. `token_ids`, `text` and `logprobs` are deltas, the counts are cumulative. No chunk
-    says that it is the last one, which is known only after it: `completions` of the stream has the sequences that
-    have ended.
+    """New tokens of one sequence. `token_ids`, `text` and `logprobs` are deltas, the counts are cumulative. The last
+    chunk of each sequence has a `finish_reason`; most often it brings nothing else that is new, since only the message
+    behind the last tokens says that they were the last. Of beam search it brings everything.
     """
 
     request_id: str
@@ -139,6 +139,8 @@ class Chunk:
     completion_tokens: int
     cached_tokens: int
     logprobs: tuple[PositionLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    """Why the sequence has ended; None while it goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

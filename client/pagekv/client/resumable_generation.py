@@ -90,23 +90,40 @@ class _Sequence:
         self.num_chars = max(self.num_chars, self.next_char)
         return new if new.token_ids or new.text else None
 
-    def finish(self, end: Completion) -> Completion:
-        """The whole sequence: the end of a resumed call leaves out what was generated before.
+    def finish(self, end: Completion) -> tuple[Completion, Chunk | None]:
+        """The whole sequence, since the end of a resumed call leaves out what was generated before, and its last chunk
+        with the part that the caller does not have; no chunk where it ends once more.
 
         Raises ServerError for other tokens.
         """
-        came = len(self.token_ids) - self.first_token
+        had, came = len(self.token_ids), len(self.token_ids) - self.first_token
         self._check(end, end.token_ids if self.ended else end.token_ids[:came], self.first_token)
-        cached_tokens = self.cached_tokens if self.token_ids else end.cached_tokens
         self.token_ids[self.first_token :] = end.token_ids
-        self.ended = True
-        return replace(
+        whole = replace(
             end,
             text="".join(self.texts)[: self.first_char] + end.text,
             token_ids=tuple(self.token_ids),
             logprobs=(*self.logprobs[: self.first_token], *end.logprobs),
-            cached_tokens=cached_tokens,
+            cached_tokens=self.cached_tokens if had else end.cached_tokens,
         )
+        if self.ended:
+            return whole, None
+        last = Chunk(
+            request_id=whole.request_id,
+            index=whole.index,
+            token_ids=whole.token_ids[had:],
+            text=whole.text[self.num_chars :],
+            prompt_tokens=whole.prompt_tokens,
+            completion_tokens=whole.completion_tokens,
+            cached_tokens=whole.cached_tokens,
+            logprobs=whole.logprobs[had:],
+            finish_reason=whole.finish_reason,
+        )
+        self.ended = True
+        # A replay may bring the text of the end in a chunk.
+        self.texts.append(last.text)
+        self.num_chars += len(last.text)
+        return whole, last
 
     def _check(self, part: Chunk | Completion, token_ids: tuple[int, ...], start: int) -> None:
         """Raises ServerError unless `part` is of the same prompt, and these are the tokens received from `start` on."""
@@ -190,9 +207,9 @@ class ResumableGeneration:
         self._request.resumed_token_ids[:] = first.token_ids[: first.first_token]
         return self._request
 
-    def take(self, response: pb.GenerateResponse) -> Chunk | None:
-        """A message of the stream; what the caller gets of it. The end of a sequence goes into `completions`; an event
-        that this client does not know is left out.
+    def take(self, response: pb.GenerateResponse) -> tuple[Chunk, ...]:
+        """A message of the stream; the part of it that the caller gets. The end of a sequence is a chunk, and goes into
+        `completions`; an event that this client does not know is left out.
 
         Raises ServerError where a replay differs from what was received, or the sequence is none that was asked for.
         """
@@ -201,16 +218,16 @@ class ResumableGeneration:
         self._begun = True
         event = response.WhichOneof("event")
         if event is None:
-            return None
+            return ()
         if event == "chunk":
             chunk = flat(Chunk, response.chunk, request_id=response.request_id)
-            return self._sequence(chunk.index).unseen_part(chunk)
-        complete = response.complete
-        end = flat(Completion, complete, request_id=response.request_id)
-        end = self._sequence(end.index).finish(end)
-        # A sequence that ended before the connection broke ends again, and keeps its first end.
-        self.completions.setdefault(end.index, replace(end, resumes=self._resumes))
-        return None
+            new = self._sequence(chunk.index).unseen_part(chunk)
+        else:
+            end = flat(Completion, response.complete, request_id=response.request_id)
+            whole, new = self._sequence(end.index).finish(end)
+            # A sequence that ended before the connection broke ends again, and keeps its first end.
+            self.completions.setdefault(end.index, replace(whole, resumes=self._resumes))
+        return () if new is None else (new,)
 
     def _sequence(self, index: int) -> _Sequence:
         if index >= len(self._sequences):

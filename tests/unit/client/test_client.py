@@ -146,7 +146,10 @@ def test_beam_search_comes_back_best_first(server: ScriptedServer, client: PageK
     assert [(result.token_ids, result.cumulative_logprob) for result in results] == [((7, 9), -1.25), ((8, 8), -2.5)]
     server.expect("Generate", *replies, check=check)
     stream = client.stream("x", n=2, beam_width=4, length_penalty=0.5, early_stopping=True)
-    assert list(stream) == []
+    assert [(c.index, c.token_ids, c.text, c.finish_reason) for c in stream] == [
+        (0, (7, 9), "t7 t9 ", "stop"),
+        (1, (8, 8), "t8 t8 ", "length"),
+    ]
     assert [stream.completions[index].cumulative_logprob for index in range(2)] == [-1.25, -2.5]
 
 
@@ -161,10 +164,37 @@ def test_a_stream_yields_chunks_then_has_the_completion(server: ScriptedServer, 
     assert stream.request_id == "abc"
     with pytest.raises(RuntimeError, match="not ended"):
         _ = stream.completion
-    chunks = list(stream)
-    assert [(c.token_ids, c.text, c.completion_tokens) for c in chunks] == [((4, 5), "t4 t5 ", 2), ((6,), "t6 ", 3)]
+    assert [(c.token_ids, c.text, c.completion_tokens, c.finish_reason) for c in stream] == [
+        ((4, 5), "t4 t5 ", 2, None),
+        ((6,), "t6 ", 3, None),
+        ((), "", 3, "length"),
+    ]
     assert stream.completion.text == "t4 t5 t6 "
     assert stream.completions == {0: stream.completion}
+
+
+def test_every_sequence_says_by_itself_why_it_ended(server: ScriptedServer, client: PageKVClient) -> None:
+    """In its last chunk, which has what the chunks before it left out."""
+    stop, abort = types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_ABORT
+    server.expect(
+        "Generate",
+        chunk(4, text="", index=1),
+        complete(8, 9, index=2, cached=2),
+        chunk(5, index=0),
+        complete(4, text="t4", index=1, reason=stop),
+        complete(5, index=0, reason=abort),
+    )
+    stream, seen = client.stream("x", n=3), []
+    for each in stream:
+        seen.append((each.index, each.token_ids, each.text, each.cached_tokens, each.finish_reason))
+        assert (each.finish_reason is None) == (each.index not in stream.completions)
+    assert seen == [
+        (1, (4,), "", 0, None),
+        (2, (8, 9), "t8 t9 ", 2, "length"),
+        (0, (5,), "t5 ", 0, None),
+        (1, (), "t4", 0, "stop"),
+        (0, (), "", 0, "abort"),
+    ]
 
 
 @pytest.mark.parametrize("way", ["close", "with"])

@@ -39,7 +39,7 @@ def add_command(
 ) -> CommandParser:
     """A subcommand with --json; `help` is one line without a full stop."""
     description = f"{help[0].upper()}{help[1:]}."
-    parser = commands.add_parser(name, description=description, examples=examples, aliases=aliases)
+    parser = commands.add_parser(name, help=help, description=description, examples=examples, aliases=aliases)
     parser.set_defaults(run=run)
     parser.add_argument(
         "--json", action="store_true", help="JSON on standard output, for scripts: keys are added, never renamed"

@@ -55,4 +55,6 @@ def test_rates_leave_the_first_message_out(monkeypatch: pytest.MonkeyPatch) -> N
     assert (watch.ttft_s, watch.tokens_per_s(5)) == (None, None)
     watch.see(made((1, 2), 2))
     watch.see(made((3, 4, 5, 6), 6))
+    # The end alone, at which the clock is not even read.
+    watch.see(made((), 6))
     assert (watch.ttft_s, watch.tokens_per_s(6)) == (0.5, 2.0)
