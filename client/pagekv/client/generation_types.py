@@ -38,7 +38,9 @@ class MediaHash:
 
 @dataclass(frozen=True, slots=True)
 class CacheControls:
-    """The requests that share cached blocks, and whether this one reads and writes the prefix cache."""
+    """The requests that share cached blocks, and whether this one reads and writes the prefix cache. `media_hashes` are
+    InvalidRequest unless the model takes media, and none does yet.
+    """
 
     namespace: str = ""
     media_hashes: tuple[MediaHash, ...] = ()
@@ -94,7 +96,7 @@ class GenerateOptions(TypedDict, total=False):
     cache: CacheControls
     """Prefix cache controls."""
     adapter: str
-    """The adapter to answer with, which separates cache entries and no more. Default: none."""
+    """The adapter to answer with. NotFound unless the model has it, and none has adapters yet. Default: none."""
     priority: int
     """Lower runs earlier, -100 to 100. Default 0."""
     request_id: str

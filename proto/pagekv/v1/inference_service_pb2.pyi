@@ -41,8 +41,8 @@ class GenerateRequest(google.protobuf.message.Message):
     must not be continued by another model. As GenerateResponse and GetModelInfoResponse say it. Empty: any model.
     """
     adapter: builtins.str
-    """The adapter to answer with; part of the identity of cached blocks. PageKV loads no adapters: it only separates
-    cache entries. Up to 256 bytes. Empty: none.
+    """The adapter to answer with; part of the identity of cached blocks. NOT_FOUND unless the model has it, and no
+    executor loads adapters yet. Up to 256 bytes. Empty: none.
     """
     @property
     def prompt(self) -> pagekv.v1.types_pb2.Prompt:

@@ -537,8 +537,8 @@ class CacheControls(google.protobuf.message.Message):
     """False: this request leaves no cached block behind. Absent: true."""
     @property
     def media_hashes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MediaHash]:
-        """Media whose content stands behind placeholder tokens, so that equal placeholders do not share blocks. At most
-        256, each inside the prompt.
+        """Media whose content stands behind placeholder tokens, so that equal placeholders do not share blocks. Must be
+        empty, else INVALID_ARGUMENT: no model takes media yet.
         """
 
     def __init__(

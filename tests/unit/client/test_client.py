@@ -6,7 +6,7 @@ import socket
 from typing import Any
 
 import pytest
-from support.clients.scripted_server import Hangs, ScriptedServer, chunk, complete
+from support.clients.scripted_server import Hangs, ScriptedServer, answer, chunk, complete
 
 from pagekv.client import (
     CacheControls,
@@ -44,9 +44,11 @@ def test_generate_sends_every_option_and_types_the_answer(server: ScriptedServer
 
     chosen = types_pb2.TokenLogprob(token_id=7, logprob=-0.5)
     logprobs = [types_pb2.PositionLogprobs(chosen=chosen, top=[chosen])]
+    first = chunk(7, text="seven", cached=2)
+    first.chunk.logprobs.extend(logprobs)
     server.expect(
         "Generate",
-        chunk(7, cached=2),
+        first,
         complete(
             7,
             text="seven",
@@ -92,7 +94,7 @@ def test_what_is_not_given_is_not_sent_but_the_seed_and_request_id(
 ) -> None:
     sent: list[pb.GenerateRequest] = []
     for _ in range(2):
-        server.expect("Generate", complete(7), check=sent.append)
+        server.expect("Generate", *answer(7), check=sent.append)
         client.generate([1, 2, 3])
     assert [list(request.prompt.token_ids.ids) for request in sent] == [[1, 2, 3], [1, 2, 3]]
     present = [field.name for field, _ in sent[0].sampling_params.ListFields()]
@@ -112,12 +114,12 @@ def test_a_conversation_is_sent_as_chat(server: ScriptedServer, client: PageKVCl
     def check(request: pb.GenerateRequest) -> None:
         assert [(m.role, m.content) for m in request.prompt.chat.messages] == [("user", "hi"), ("assistant", "")]
 
-    server.expect("Generate", complete(7), check=check)
+    server.expect("Generate", *answer(7), check=check)
     client.generate(messages)
 
 
 def test_generate_is_for_one_sequence(server: ScriptedServer, client: PageKVClient) -> None:
-    server.expect("Generate", complete(7))
+    server.expect("Generate", *answer(7))
     assert client.generate("x", n=1).token_ids == (7,)
     with pytest.raises(InvalidRequest, match="generate_n several") as caught:
         client.generate("x", n=2)
@@ -154,7 +156,7 @@ def test_beam_search_comes_back_best_first(server: ScriptedServer, client: PageK
 
 
 def test_sampling_has_no_cumulative_logprob(server: ScriptedServer, client: PageKVClient) -> None:
-    server.expect("Generate", complete(7))
+    server.expect("Generate", *answer(7))
     assert client.generate("x").cumulative_logprob is None
 
 
@@ -214,9 +216,9 @@ def test_closing_a_stream_aborts_the_request(server: ScriptedServer, client: Pag
 def test_deadlines(server: ScriptedServer, make_client: Any) -> None:
     server.expect("GetStats", operator_pb.GetStatsResponse())
     make_client(server.target, timeout=1000).stats()
-    server.expect("Generate", complete(4))
+    server.expect("Generate", *answer(4))
     make_client(server.target, timeout=1000).generate("x", timeout=3000)
-    server.expect("Generate", complete(4))
+    server.expect("Generate", *answer(4))
     make_client(server.target, timeout=0.5).generate("x")
     unary, limited, unlimited = server.deadlines
     assert unary is not None

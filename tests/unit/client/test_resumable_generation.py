@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from support.clients.scripted_server import LOST, MODEL, Fails, Hangs, ScriptedServer, chunk, complete
+from support.clients.scripted_server import LOST, MODEL, Fails, Hangs, ScriptedServer, answer, chunk, complete
 
 from pagekv.client import (
     ChatMessage,
@@ -104,7 +104,7 @@ def test_a_break_after_the_end_is_no_matter(server: ScriptedServer, client: Page
 def test_nothing_received_is_asked_for_again_as_it_was(server: ScriptedServer, client: PageKVClient) -> None:
     sent: list[pb.GenerateRequest] = []
     server.expect("Generate", Fails(LOST), check=sent.append)
-    server.expect("Generate", complete(4, cached=2), check=sent.append)
+    server.expect("Generate", *answer(4, cached=2), check=sent.append)
     end = client.generate("x")
     assert sent[0] == sent[1]
     assert (end.token_ids, end.cached_tokens, end.resumes) == ((4,), 2, 1)
@@ -166,12 +166,12 @@ def test_several_whole_answers_are_asked_for_until_each_has_come(server: Scripte
 
 
 @pytest.mark.parametrize(
-    "again", [chunk(9, index=1), complete(9, 5, index=1), complete(8, index=0), complete(7, 8, index=0)]
+    "again", [[chunk(9, index=1)], answer(9, 5, index=1), answer(8, index=0), answer(7, 8, index=0)]
 )
 def test_other_tokens_for_those_received_are_an_error(server: ScriptedServer, client: PageKVClient, again: Any) -> None:
     """Rather than a stream with a beginning of one and an end of another."""
-    server.expect("Generate", chunk(4, index=1), complete(7, index=0), Fails(LOST))
-    server.expect("Generate", again)
+    server.expect("Generate", chunk(4, index=1), *answer(7, index=0), Fails(LOST))
+    server.expect("Generate", *again)
     with pytest.raises(ServerError, match="other tokens than those received"):
         list(client.stream("x", n=2))
 
@@ -358,6 +358,7 @@ def test_any_cuts_give_the_same_streams_of_several_sequences(seed: int) -> None:
             else:
                 open_.remove(index)
                 response = complete(*of, index=index, text=whole[index])
+                response.complete.logprobs.extend(map(_logprobs, of))
             for taken in generation.take(response):
                 got[index] += taken.token_ids
                 texts[index] += taken.text

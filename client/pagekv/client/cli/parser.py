@@ -129,7 +129,7 @@ def add_prompt(parser: CommandParser) -> None:
 def add_identity(parser: CommandParser) -> None:
     """--namespace and --adapter, which are part of the identity of cached blocks."""
     parser.add_argument("--namespace", default="", metavar="NAME", help="share cached prefixes within this namespace")
-    parser.add_argument("--adapter", default="", metavar="ID", help="the adapter to answer with")
+    parser.add_argument("--adapter", default="", metavar="ID", help="the adapter to answer with, if the model has it")
 
 
 def read_identity(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What signals do to a stack in the foreground."""
+"""The effects of signals to a stack in the foreground."""
 
 from __future__ import annotations
 
