@@ -176,14 +176,15 @@ def test_a_stream_yields_chunks_then_has_the_completion(server: ScriptedServer, 
 
 
 def test_every_sequence_says_by_itself_why_it_ended(server: ScriptedServer, client: PageKVClient) -> None:
-    """In its last chunk, which has what the chunks before it left out."""
+    """In its last chunk, which nothing is left for: every token came before."""
     stop, abort = types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_ABORT
     server.expect(
         "Generate",
-        chunk(4, text="", index=1),
+        chunk(4, index=1),
+        chunk(8, 9, index=2, cached=2),
         complete(8, 9, index=2, cached=2),
         chunk(5, index=0),
-        complete(4, text="t4", index=1, reason=stop),
+        complete(4, index=1, reason=stop),
         complete(5, index=0, reason=abort),
     )
     stream, seen = client.stream("x", n=3), []
@@ -191,10 +192,11 @@ def test_every_sequence_says_by_itself_why_it_ended(server: ScriptedServer, clie
         seen.append((each.index, each.token_ids, each.text, each.cached_tokens, each.finish_reason))
         assert (each.finish_reason is None) == (each.index not in stream.completions)
     assert seen == [
-        (1, (4,), "", 0, None),
-        (2, (8, 9), "t8 t9 ", 2, "length"),
+        (1, (4,), "t4 ", 0, None),
+        (2, (8, 9), "t8 t9 ", 2, None),
+        (2, (), "", 2, "length"),
         (0, (5,), "t5 ", 0, None),
-        (1, (), "t4", 0, "stop"),
+        (1, (), "", 0, "stop"),
         (0, (), "", 0, "abort"),
     ]
 

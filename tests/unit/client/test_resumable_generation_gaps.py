@@ -97,7 +97,7 @@ def test_an_abort_in_the_middle_of_a_replay_takes_nothing_back(server: ScriptedS
     ends = [chunk(4, index=0), complete(4, index=0, reason=ABORTED), complete(index=1, text="", reason=ABORTED)]
     server.expect("Generate", *ends)
     stream = client.stream("x", n=2)
-    assert [c.token_ids for c in stream] == [(4, 5, 6)]
+    assert [(c.index, c.token_ids) for c in stream] == [(0, (4, 5, 6)), (0, ()), (1, ())]
     end = stream.completions[0]
     assert (end.token_ids, end.text, end.completion_tokens) == ((4, 5, 6), "t4 t5 t6 ", 3)
     assert end.finish_reason == "abort"

@@ -1,4 +1,4 @@
-"""The effects of signals to a stack in the foreground."""
+"""The signals that end a stack in the foreground: the first asks, the second kills."""
 
 from __future__ import annotations
 
