@@ -123,7 +123,9 @@ class PagedAttention:
         return num_partials * self.num_heads * (self.variant.head_size + 2) * 4
 
     def write(self, layer: int, key: Tensor, value: Tensor, plan: AttentionPlan) -> None:
-        """Stores keys and values ([rows, num_kv_heads, head_size]; rows may be apart) in the slots of the rows."""
+        """Stores keys and values ([rows, num_kv_heads, head_size]; rows may be apart) in the slots of the plan's rows.
+        The kernel could rotate keys and queries by RoPE on the way, which models do themselves.
+        """
         self._check_layer(layer)
         if not plan.num_rows:
             return
@@ -137,15 +139,23 @@ class PagedAttention:
                 CACHE_WRITE,
                 key=key.data_ptr(),
                 value=value.data_ptr(),
+                query=0,
                 pool=self._pool.data_ptr(),
                 slots=plan.at["slots"],
+                rope=0,
+                positions=plan.at["positions"],
                 block_stride=self._block_stride,
                 kv_stride=self._kv_stride,
                 key_stride=key.stride()[0],
                 value_stride=value.stride()[0],
+                query_stride=0,
+                num_tokens=plan.num_rows,
+                num_heads=self.num_heads,
                 num_kv_heads=self.num_kv_heads,
                 block_size_log2=self.block_size.bit_length() - 1,
                 layer=layer,
+                rotary_dim=0,
+                rope_interleaved=0,
                 k_scale=1.0,
                 v_scale=1.0,
             ),
