@@ -26,7 +26,7 @@ from pagekv.executor.backend.interface import (
 from pagekv.executor.backend.row_sampler import sample_row
 from pagekv.executor.server import serve_backend
 
-VOCAB, MAX_LEN, POOL_BYTES = 512, 2048, 2**22
+VOCAB, MAX_LEN, POOL_BYTES = 512, 2**14, 2**22
 # What a slot holds: the token, where a model has keys and values.
 SLOT = np.dtype(np.uint32)
 

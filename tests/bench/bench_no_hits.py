@@ -1,9 +1,9 @@
 """The cost of the prefix cache where nothing is ever hit: the manager's CPU time with it and without, in turns.
 
-Recorded lengths on the real scheduler, no two prompts alike, arrivals so fast that steps are full. The time of
-hashing, publishing and evicting is set against the simulated time of the same steps (`pagekv replay --help` has their
-costs). That counts too much: with two steps in flight the manager works while the executor does. The bar is that of the
-literature, 0.3 % measured by SGLang (Zheng et al., 2024, section 6.3) and less than 1 % by vLLM. Exit status 1: missed.
+Recorded lengths on the real scheduler, no two prompts alike, arrivals so fast that steps are full. The time that
+hashing, publishing and evicting take is set against the simulated time of the same steps (`pagekv replay --help` has
+their costs). That counts too much: with two steps in flight the manager works while the executor does. The bar is of
+the literature, 0.3 % measured by SGLang (Zheng et al., 2024, section 6.3), under 1 % by vLLM. Exit status 1: missed.
 """
 
 from __future__ import annotations

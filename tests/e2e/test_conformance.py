@@ -34,7 +34,8 @@ def test_the_oracle_keeps_every_rule_with_each_vocabulary() -> None:
             found = verdicts(address)
         assert broken(found) == {}
         skipped = {number for number, verdict in found.items() if verdict.outcome == "skipped"}
-        assert skipped == {"M14", "M16", "M17"}
+        assert skipped - {"P13"} == {"M14", "M16", "M17"}
+        assert ("P13" in skipped) == (length == 200)
     print(f"two runs with their executors: {time.process_time() - begin:.1f} s of CPU time")
 
 
@@ -45,7 +46,7 @@ def test_the_cuda_backend_keeps_every_rule(tmp_path: Path) -> None:
     with served_backend(host_backend(tmp_path, HostDevice(), kv_memory=2**25)) as address:
         found = verdicts(address)
     assert broken(found) == {}
-    assert {number for number, verdict in found.items() if verdict.outcome == "skipped"} <= {"M17", "R33"}
+    assert {number for number, verdict in found.items() if verdict.outcome == "skipped"} <= {"M17", "P13", "R33"}
 
 
 def judge(port: int) -> dict[str, object]:

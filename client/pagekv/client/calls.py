@@ -5,16 +5,15 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Unpack, cast
 
-import grpc
-
 from pagekv.client.connection import Connection, for_both
-from pagekv.client.errors import InvalidRequest, NotFound, from_rpc_error
-from pagekv.client.generation_types import CacheControls, Completion, GenerateOptions, Prompt
+from pagekv.client.errors import InvalidRequest, NotFound
+from pagekv.client.generation_types import CacheControls, Chunk, Completion, GenerateOptions, Prompt
 from pagekv.client.resumable_generation import MOST_SEQUENCES, ResumableGeneration
 from pagekv.client.resumable_watch import ResumableWatch
-from pagekv.client.running_generation import RunningGeneration
+from pagekv.client.running_stream import RunningStream
 from pagekv.client.settings import check_whole
 from pagekv.client.types import (
     BlockInfo,
@@ -60,7 +59,7 @@ class ClientCalls(Connection):
 
     async def _generate_whole(self, prompt: Prompt, n: int, options: GenerateOptions) -> tuple[Completion, ...]:
         generation, running = self._begin(prompt, n, options, only_complete=True)
-        async for _ in running.chunks():
+        async for _ in running.items():
             pass
         return tuple(generation.completions[index] for index in range(n))
 
@@ -238,32 +237,19 @@ class ClientCalls(Connection):
         status: Any = known.Name(answer.status).lower() if answer.status in known.values() else "unknown"
         return cast("HealthStatus", status)
 
-    def _watch(self, **wishes: Any) -> AsyncGenerator[EventBatch]:
-        return self._events(ResumableWatch(**wishes, resume_timeout=self._settings.resume_timeout))
-
-    async def _events(self, watch: ResumableWatch) -> AsyncGenerator[EventBatch]:
-        never = self.new_event()
-        while True:
-            call = self._operator.WatchEvents(watch.request(), metadata=self._settings.metadata)
-            try:
-                async for response in self.messages(call):
-                    for batch in watch.take(response):
-                        yield batch
-                return
-            except grpc.RpcError as error:
-                pause_s = watch.failed(from_rpc_error(error, self.target))
-            finally:
-                call.cancel()
-            await self.pause(never, pause_s)
+    def _begin_watch(self, **wishes: Any) -> RunningStream[EventBatch]:
+        """A watch, of which nothing is sent yet."""
+        watch = ResumableWatch(**wishes, resume_timeout=self._settings.resume_timeout)
+        return RunningStream(self, watch, partial(self._call, self._operator.WatchEvents))
 
     def _begin(self, prompt: Prompt, n: int, options: GenerateOptions, *, only_complete: bool = False) -> Begun:
         """A generation, of which nothing is sent yet."""
         generation = ResumableGeneration(prompt, n, options, self._settings, only_complete=only_complete)
 
-        def begin(request: pb.GenerateRequest, timeout: float | None) -> Any:
-            return self._inference.Generate(request, timeout=timeout, metadata=self._settings.metadata)
+        return Begun(generation, RunningStream(self, generation, partial(self._call, self._inference.Generate)))
 
-        return Begun(generation, RunningGeneration(self, generation, begin))
+    def _call(self, method: Any, request: Any, timeout: float | None) -> Any:
+        return method(request, timeout=timeout, metadata=self._settings.metadata)
 
 
 def checked_page_size(size: int) -> int:
@@ -278,14 +264,14 @@ class Begun(NamedTuple):
     """A generation: its state, and the running of it."""
 
     generation: ResumableGeneration
-    running: RunningGeneration
+    running: RunningStream[Chunk]
 
 
 class StreamState:
     """The part that both streams share: results of the generation that they carry."""
 
-    def __init__(self, begun: Begun, chunks: Any) -> None:
-        self._generation, self._running, self._chunks = *begun, chunks
+    _generation: ResumableGeneration
+    _running: RunningStream[Chunk]
 
     @property
     def request_id(self) -> str:

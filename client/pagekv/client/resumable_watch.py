@@ -25,8 +25,8 @@ MOST_PROGRESS_S = 3600
 
 
 class ResumableWatch:
-    """Made for one call of `watch_events`. Before each connection the client sends `request`, then hands every message
-    to `take`, and an error to `failed`.
+    """Made for one call of `watch_events`. States: streaming ⇄ interrupted (between `failed` and the next `request`) →
+    done.
     """
 
     def __init__(
@@ -60,6 +60,11 @@ class ResumableWatch:
         self._parts: list[EventBatch] = []
         self._interrupted_at: float | None = None
         self._pause_s = FIRST_PAUSE_S
+        # The server has told all that was asked for.
+        self.done = False
+
+    def remaining_s(self) -> None:
+        """A watch has no time limit."""
 
     def request(self) -> pb.WatchEventsRequest:
         """The request of the next connection."""
@@ -82,6 +87,10 @@ class ResumableWatch:
             if not part.more and part.revision:
                 self._request.start_revision, self._request.instance_id = part.revision, self._instance_id
             yield part
+
+    def ended(self) -> None:
+        """The server closed the stream without an error."""
+        self.done = True
 
     def failed(self, error: PageKVError) -> float:
         """The connection failed; seconds to wait before the next one. Raises the error when there is to be none."""

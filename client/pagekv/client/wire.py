@@ -211,7 +211,8 @@ def _reader(field: FieldDescriptor) -> Callable[[Any], Any]:
     if field.message_type is Timestamp.DESCRIPTOR:
         return lambda message: get(message).ToDatetime(UTC) if message.HasField(name) else None
     if field.message_type is not None:
-        made = partial(flat, _CLASSES[field.message_type.name])
+        kind = field.message_type.name
+        made = _event if kind == "CacheEvent" else partial(flat, _CLASSES[kind])
         return lambda message: tuple(map(made, get(message))) if repeated else made(get(message))
     if field.enum_type is not None:
         names = _enum_names(field.enum_type)
@@ -232,14 +233,7 @@ _EVENTS = {"stored": types.BlockStored, "removed": types.BlockRemoved, "cleared"
 
 def event_batch(message: operator_pb.WatchEventsResponse) -> types.EventBatch:
     """One message of WatchEvents."""
-    return types.EventBatch(
-        sequence=message.sequence,
-        snapshot=message.snapshot,
-        events=tuple(map(_event, message.events)),
-        more=message.more,
-        revision=message.revision,
-        instance_id=message.instance_id,
-    )
+    return flat(types.EventBatch, message)
 
 
 def _event(message: operator_pb.CacheEvent) -> types.Event:

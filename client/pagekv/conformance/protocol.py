@@ -1,4 +1,4 @@
-"""Layer one: epochs, streams and the order of results, rules P1 to P12."""
+"""Layer one: epochs, streams and the order of results, rules P1 to P13."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagekv.conformance.link import Refusal
 from pagekv.conformance.played import PlayedEpoch
 from pagekv.conformance.scene import HUGE
 from pagekv.conformance.target import MANAGER, REVISION
-from pagekv.conformance.verdict import Rule, during, require
+from pagekv.conformance.verdict import NotTested, Rule, during, require
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
 Code = grpc.StatusCode
@@ -38,6 +38,8 @@ BAD_ATTACH: tuple[tuple[str, object], ...] = (
 )
 # Of a pool with more blocks one too many cannot be asked for.
 MAX_BLOCKS = 2**31 - 1
+# Bytes of a step that is longer than gRPC takes by default.
+LONG_STEP = 5 * 2**20
 # Bounds of DescribeResponse.
 NUMBERS = {
     **dict.fromkeys(("num_layers", "num_kv_heads", "head_size"), (1, 2**16)),
@@ -244,6 +246,21 @@ def describe_keeps_its_bounds(kit: Kit) -> None:
     require(has_pool == bool(told.host_kv_bytes), f"host_kv_bytes is {told.host_kv_bytes}, HOST_POOL is {has_pool}")
 
 
+def long_steps_are_taken(kit: Kit) -> None:
+    """Long sequences enter and sit out, so nothing is computed."""
+    token, most = kit.description.vocab_size - 1, kit.description.max_sequences
+    num_bytes = -(-max(1, token.bit_length()) // 7)
+    length = min(kit.description.max_model_len, LONG_STEP // num_bytes + 1)
+    count = -(-LONG_STEP // (length * num_bytes))
+    if count > most:
+        raise NotTested(f"{most} sequences of {length} tokens are no long step")
+    with kit.epoch() as epoch:
+        seqs = [epoch.sequence([token] * length) for _ in range(count)]
+        with during(f"a step of {LONG_STEP >> 20} MiB"):
+            epoch.step(seqs, counts=dict.fromkeys(seqs, 0))
+        epoch.step(finish=seqs)
+
+
 def _describes_the_same(kit: Kit, **fields: int) -> None:
     """Raises BrokenRule where Describe, asked otherwise, tells of another model or pool; Refusal."""
     answer = kit.target.link.describe(kit.target.describe_request(**fields))
@@ -287,4 +304,5 @@ RULES: tuple[Rule[Kit], ...] = (
     Rule("P9", "steps sent ahead wait, and none is refused", many_steps_wait),
     Rule("P11", "Describe and Attach refuse by name, and end nothing", attach_refuses_by_name),
     Rule("P12", "Describe keeps the bounds of its fields", describe_keeps_its_bounds),
+    Rule("P13", "long steps are taken", long_steps_are_taken),
 )

@@ -19,7 +19,8 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
 
 class CacheServiceStub:
     """Looks prompts up in the prefix cache and keeps them there. Every answer is a snapshot between two steps. Errors of
-    every call: INVALID_ARGUMENT (a field, by name), UNAVAILABLE before an executor is attached for the first time.
+    every call: INVALID_ARGUMENT (a field, by name), NOT_FOUND (an adapter, by name), UNAVAILABLE before an executor is
+    attached for the first time.
     """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
@@ -65,7 +66,8 @@ class CacheServiceStub:
 
 class CacheServiceAsyncStub:
     """Looks prompts up in the prefix cache and keeps them there. Every answer is a snapshot between two steps. Errors of
-    every call: INVALID_ARGUMENT (a field, by name), UNAVAILABLE before an executor is attached for the first time.
+    every call: INVALID_ARGUMENT (a field, by name), NOT_FOUND (an adapter, by name), UNAVAILABLE before an executor is
+    attached for the first time.
     """
 
     LookupPrefix: grpc.aio.UnaryUnaryMultiCallable[
@@ -110,7 +112,8 @@ class CacheServiceAsyncStub:
 
 class CacheServiceServicer(metaclass=abc.ABCMeta):
     """Looks prompts up in the prefix cache and keeps them there. Every answer is a snapshot between two steps. Errors of
-    every call: INVALID_ARGUMENT (a field, by name), UNAVAILABLE before an executor is attached for the first time.
+    every call: INVALID_ARGUMENT (a field, by name), NOT_FOUND (an adapter, by name), UNAVAILABLE before an executor is
+    attached for the first time.
     """
 
     @abc.abstractmethod

@@ -14,6 +14,7 @@ from pagekv.kvmanager.kvcache.events.batch import Stored
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 from pagekv.kvmanager.request.command import FinishReason, GenerateCommand
 from pagekv.kvmanager.request.stream import RequestStream, SequenceDelta
+from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2 as operator_pb
 from pagekv.v1 import types_pb2
@@ -59,7 +60,10 @@ class FakeEngine(EngineLoop, EngineQueries):
     def not_attached(self) -> Unavailable:
         return Unavailable("no executor is attached yet")
 
-    def submit(self, command: GenerateCommand) -> RequestStream:
+    async def queue(self, command: GenerateCommand) -> RequestStream:
+        return self.submit(command)
+
+    def submit(self, command: GenerateCommand, prepared: PreparedPrompt | None = None) -> RequestStream:
         if self.refusal is not None:
             raise self.refusal
         if command.request_id in self.live:

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import runpy
+from unittest import mock
+
 import pytest
-from support.executor.judged import ToyFault, assert_noticed
+from support.executor.judged import (
+    BACKEND,
+    PINGS,
+    ToyFault,
+    assert_noticed,
+    edited_function,
+    served_backend,
+    toy,
+    verdicts,
+)
 
 from pagekv.conformance import protocol
+from pagekv.executor.session import attach_check, session
 from pagekv.kvmanager.engine import description as manager
 
 END = "            if mine and not mine.over.done():\n                mine.over.set_result(None)\n"
@@ -62,6 +75,24 @@ def test_a_description_that_passes_is_believed_by_a_manager() -> None:
     assert protocol.NUMBERS == manager._NUMBERS
     assert protocol.TEXTS == manager._TEXTS
     assert protocol.MAX_ENTRIES == manager._MAX_ENTRIES
+
+
+def test_a_host_pool_of_any_size_is_noticed() -> None:
+    row = '        ("num_host_blocks", order.num_host_blocks, description.host_kv_bytes),\n'
+    faulty = edited_function(attach_check.check_fit, (row, ""))
+    backend = runpy.run_path(str(BACKEND))["ToyBackend"]()
+    with mock.patch.object(session, "check_fit", faulty), served_backend(backend) as address:
+        verdict = verdicts(address, "P11")["P11"]
+    assert verdict.outcome == "failed", verdict
+    assert verdict.why == "Attach with num_host_blocks 65537, take_over True: was accepted"
+
+
+def test_a_server_with_grpcs_own_limit_is_noticed() -> None:
+    for options, outcome in (((), "ok"), (PINGS, "failed")):
+        with toy(("256, 300", "256, 2**16"), options=options) as address:
+            verdict = verdicts(address, "P13")["P13"]
+        assert verdict.outcome == outcome, verdict
+    assert "a step of 5 MiB: the stream ended with RESOURCE_EXHAUSTED" in verdict.why
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)

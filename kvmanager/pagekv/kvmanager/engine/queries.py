@@ -118,7 +118,7 @@ class EngineQueries:
         self, token_ids: Sequence[int], identity: CacheIdentity, lease_s: int, pin_id: str = ""
     ) -> pb.PinPrefixResponse:
         """Keeps the cached part of a prompt for `lease_s` seconds; a pin of this id keeps it instead of what it kept.
-        Raises LimitExceeded, with nothing changed.
+        Raises AlreadyExists and LimitExceeded, with nothing changed.
         """
         live = (request.command for request in self._state.live.all())
         return self._cache.pin(token_ids, identity, lease_s, live, pin_id)

@@ -189,9 +189,14 @@ class BlockTables:
         size, table, digests = self._block_size, self.pool.table, sequence.digests
         chunks = sequence.chunks(size, 0, most)
         text = min(most, sequence.first_media // size)
-        blocks = table.match_tokens(sequence.request.root, chunks[:text])
-        found = len(blocks)
-        digests += table.digests(blocks[len(digests) :])
+        root, hint = sequence.request.root, sequence.hint
+        if len(hint):
+            hint = hint[: table.verify(root, hint, chunks[:text])]
+        before = len(hint)
+        blocks = table.match_tokens(int(hint[-1]) if before else root, chunks[before:text])
+        found = before + len(blocks)
+        if len(digests) < found:
+            digests += table.digests([*hint.tolist(), *blocks][len(digests) :])
         if found < most:
             self._extend_digests(sequence)
             if found == text:
@@ -199,7 +204,9 @@ class BlockTables:
                 blocks += self.pool.match(digests[found:most], chunks[found:])
             else:
                 self.pool.count_collision(digests[found])
-        return np.array(blocks, np.int32)
+        hits = np.array(blocks, np.int32)
+        sequence.hint = np.concatenate([hint, hits]) if before else hits
+        return sequence.hint
 
     def _match_partial(self, arrival: Arrival) -> None:
         """Finds the cached block that shares most tokens behind the hits."""
@@ -382,7 +389,8 @@ class BlockTables:
         """Gives every block back without publishing."""
         # Copies into these blocks that are already listed stay listed: the next owner's copies come later in the list,
         # and a listed swap-out may still read them.
-        self.pool.free(sequence.blocks())
+        sequence.hint = sequence.blocks()
+        self.pool.free(sequence.hint)
         sequence.block_table = array("i")
         sequence.num_published = 0
         sequence.num_computed = 0

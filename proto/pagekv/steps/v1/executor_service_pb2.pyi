@@ -33,6 +33,8 @@ Protocol
       know (FAILED_PRECONDITION) and pools that do not fit (RESOURCE_EXHAUSTED). A refused Attach ends no epoch.
       Describe answers every contract_revision within its bounds.
   P12 The fields of DescribeResponse keep the bounds that they name.
+  P13 A step may be far larger than gRPC's default limit of 4 MiB, because sequences enter whole: the executor takes
+      messages of 256 MiB.
 
 Refusals: INVALID_ARGUMENT, the field by its path in StepRequest (BadRequest), before any state or memory is
 touched.
@@ -720,7 +722,8 @@ class StepResult(google.protobuf.message.Message):
 
     @property
     def failed_seqs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Column one: sequences that would have sampled and could not, each once, none of sampled_seqs. They stay live
+        """Fields 9 and 10 are for transfers between executors (DESIGN 4): nothing else takes the numbers.
+        Column one: sequences that would have sampled and could not, each once, none of sampled_seqs. They stay live
         until a step finishes them and sample nothing more: a later step that would sample them names them here again,
         and steps count their tokens as if they had. What they wrote to blocks in this step and later ones is void. Their
         requests end, the epoch goes on.

@@ -33,6 +33,8 @@ Protocol
       know (FAILED_PRECONDITION) and pools that do not fit (RESOURCE_EXHAUSTED). A refused Attach ends no epoch.
       Describe answers every contract_revision within its bounds.
   P12 The fields of DescribeResponse keep the bounds that they name.
+  P13 A step may be far larger than gRPC's default limit of 4 MiB, because sequences enter whole: the executor takes
+      messages of 256 MiB.
 
 Refusals: INVALID_ARGUMENT, the field by its path in StepRequest (BadRequest), before any state or memory is
 touched.

@@ -18,6 +18,9 @@ from pagekv.client.cli.terminal import Terminal
 from pagekv.common import errors
 from pagekv.v1 import inference_service_pb2 as pb
 
+# Commands whose output is a script of its own.
+SCRIPTS = ("completion",)
+
 
 def test_an_error_is_one_line_and_exit_status_1(
     server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
@@ -76,7 +79,7 @@ def test_every_command_has_help_and_json(capfd: pytest.CaptureFixture[str], monk
         except SystemExit as exit:
             status = exit.code
         assert status == 0
-        assert "--json" in capfd.readouterr().out
+        assert ("--json" in capfd.readouterr().out) == (name not in SCRIPTS)
 
 
 def test_options_may_stand_before_the_command(
@@ -123,7 +126,8 @@ def test_help_is_a_command_too(command: str, capsys: pytest.CaptureFixture[str])
 def test_usage_begins_with_the_command_as_it_is_typed(capsys: pytest.CaptureFixture[str]) -> None:
     commands: Any = next(action for action in make_parser()._actions if hasattr(action, "choices") and action.choices)
     for name, parser in commands.choices.items():
-        assert name in up.ALIASES or parser.format_usage().startswith(f"usage: pagekv {name} [-h] [--json]")
+        json_flag = "" if name in SCRIPTS else " [--json]"
+        assert name in up.ALIASES or parser.format_usage().startswith(f"usage: pagekv {name} [-h]{json_flag}")
     with pytest.raises(SystemExit):
         main(["stats", "--help"])
     line = "usage: pagekv stats [-h] [--json] [--target HOST:PORT] [--timeout S] [--watch [S]]"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import grpc
 import pytest
 from support.engine.inference_harness import LENGTH, STOP, Harness, bytes_of, request, run, tokens_of
 
@@ -114,6 +116,26 @@ def test_a_resumed_output_that_was_whole_ends_at_once(
         complete = messages[0].complete
         assert (complete.finish_reason, complete.WhichOneof("matched_stop")) == (reason, matched)
         assert (complete.completion_tokens, list(complete.token_ids), complete.text) == (2, [], "")
+        assert h.engine.commands == []
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("params", "output", "why"),
+    [
+        ({"stop": ["b"]}, "abc", "stop string 'b' ends the output there"),
+        ({"stop_token_ids": tokens_of("b")}, "abc", "ends the output"),
+        ({}, ["a", "</s>", "c"], "ends the output"),
+    ],
+)
+def test_resumed_tokens_behind_an_end_are_refused(params: dict[str, Any], output: Sequence[str], why: str) -> None:
+    async def body(h: Harness) -> None:
+        ids = [token for c in output for token in tokens_of(c)]
+        with pytest.raises(grpc.aio.AioRpcError, match=why) as caught:
+            [_ async for _ in h.stub.Generate(request(resumed_token_ids=ids, params=params))]
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "resumed_token_ids[1]: must be the last of them" in (caught.value.details() or "")
         assert h.engine.commands == []
 
     run(body)

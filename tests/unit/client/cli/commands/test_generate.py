@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import pytest
-from support.clients.scripted_server import Fails, ScriptedServer, chunk, complete
+from support.clients.scripted_server import Fails, ScriptedServer, answer, chunk, complete
 
 from pagekv.client.cli.main import main
 from pagekv.client.cli.sampling_flags import Stopwatch
@@ -56,7 +56,7 @@ def test_generate_reads_standard_input(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("from a file"))
     seen: list[str] = []
-    server.expect("Generate", complete(4), check=lambda request: seen.append(request.prompt.text))
+    server.expect("Generate", *answer(4), check=lambda request: seen.append(request.prompt.text))
     assert main(["generate", "-"]) == 0
     assert seen == ["from a file"]
 
