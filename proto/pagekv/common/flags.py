@@ -120,11 +120,15 @@ class FlagParser(argparse.ArgumentParser):
         """
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            name = unknown[0].partition("=")[0]
-            near = difflib.get_close_matches(name, self._option_string_actions, n=1) if name.startswith("--") else []
-            hint = f"; did you mean {near[0]}?" if near else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._nearest(unknown[0].partition('=')[0])}")
         return found, unknown
+
+    def _nearest(self, name: str) -> str:
+        """A question after the flag that is abbreviated or misspelt so, or nothing."""
+        flags = [each for action in self._actions for each in action.option_strings if each.startswith("--")]
+        begun = [each for each in flags if name.startswith("--") and each.startswith(name)]
+        near = begun or difflib.get_close_matches(name, flags, n=1)
+        return f"; did you mean {near[0]}?" if near else ""
 
     def error(self, message: str) -> NoReturn:
         """Ends with status 2, and one line on standard error that says why."""

@@ -85,6 +85,8 @@ def test_declarations_name_flags_and_groups_in_order() -> None:
         (["--depth=10"], {"PAGEKV_DEPTH": "2"}, "prog: argument --depth: must be a whole number from 1 to 9, got '10'"),
         (["--depth"], {"PAGEKV_DEPTH": "2"}, "prog: argument --depth: expected one argument"),
         (["--dee"], {}, "unrecognized arguments: --dee; did you mean --deep?"),
+        (["--wo", "x"], {}, "unrecognized arguments: --wo x; did you mean --words?"),
+        (["--wrods=x"], {}, "unrecognized arguments: --wrods=x; did you mean --words?"),
         (["--frobnicate=3", "x"], {}, "unrecognized arguments: --frobnicate=3 x\n"),
     ],
 )
