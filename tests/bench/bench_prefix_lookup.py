@@ -32,7 +32,7 @@ def by_digests(pool: BlockPool, sequence: Seq, most: int) -> tuple[list[int], li
     """Hashes every block, then looks the digests up."""
     tokens = sequence.chunks(BLOCK_SIZE, 0, most)
     digests = chain_digests(ROOT, sequence.token_ids[: most * BLOCK_SIZE].tobytes(), BLOCK_SIZE)
-    return pool.match(digests, tokens), digests
+    return pool.match(ROOT, digests, tokens), digests
 
 
 WAYS: dict[str, Lookup] = {"prefix trie": by_tokens, "chained digests": by_digests}
