@@ -204,6 +204,8 @@ class PrefixTrie:
             return 0
         strangers = np.flatnonzero(self._parent[blocks[1:most]] != blocks[: most - 1])
         run = int(strangers[0]) + 1 if len(strangers) else most
+        if self._apart:
+            run = next((at for at, block in enumerate(blocks[:run].tolist()) if block in self._apart), run)
         differs = self._tokens.take(blocks[:run], axis=0) != tokens[:run]
         return int(differs.argmax()) // differs.shape[1] if differs.any() else run
 

@@ -190,11 +190,11 @@ class BlockTables:
         chunks = sequence.chunks(size, 0, most)
         text = min(most, sequence.first_media // size)
         root, hint = sequence.request.root, sequence.hint
-        if len(hint):
-            hint = hint[: table.verify(root, hint, chunks[:text])]
-        before = len(hint)
-        blocks = table.match_tokens(int(hint[-1]) if before else root, chunks[before:text])
-        found = before + len(blocks)
+        # Tokens alone do not verify what follows a medium.
+        known = table.verify(root, hint, chunks) if len(hint) and text == most else 0
+        hint = hint[:known]
+        blocks = table.match_tokens(int(hint[-1]) if known else root, chunks[known:text])
+        found = known + len(blocks)
         if len(digests) < found:
             digests += table.digests([*hint.tolist(), *blocks][len(digests) :])
         if found < most:
@@ -206,7 +206,7 @@ class BlockTables:
             else:
                 self.pool.count_collision(digests[found])
         hits = np.array(blocks, np.int32)
-        sequence.hint = np.concatenate([hint, hits]) if before else hits
+        sequence.hint = np.concatenate([hint, hits]) if known else hits
         return sequence.hint
 
     def _match_partial(self, arrival: Arrival) -> None:

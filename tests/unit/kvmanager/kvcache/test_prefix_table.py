@@ -154,6 +154,7 @@ def test_blocks_with_media_are_found_by_digest_alone() -> None:
     assert [table.lookup(digest) for digest in pictures] == [1, 2]
     assert [table.parent(block) for block in (1, 2)] == [parent, parent]
     assert table.match_tokens(ROOT, rows([1, 2, 7, 7])) == [0]
+    assert [table.verify(ROOT, ids([0, block]), rows([1, 2, 7, 7])) for block in (1, 2)] == [1, 1]
     # A copy with the same digest and parent; the first one is held by nobody.
     table.holders[1] = 0
     added = table.add_chain(ids([3]), pictures[:1], parent, rows([7, 7]), first=False, media=True)
